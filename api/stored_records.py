@@ -118,7 +118,7 @@ class EventData:
     """Content of an event; which fields it has depends on `type`."""
 
     state: str | None
-    """Of `state`: the state that the job moved to."""
+    """Of `state`: the state that the job moved to; of `piece`: that of the piece's job."""
     attempt: int | None
     """The attempt that wrote the event."""
     stage: str | None
@@ -145,6 +145,14 @@ class EventData:
     """Of `started`: where the attempt computes."""
     plan: PlanRecord | None
     """Of `plan`: the plan that the attempt follows."""
+    round: str | None
+    """Of `piece`: the round of the divided job."""
+    index: int | None
+    """Of `piece`: place among the pieces of the round, from 0."""
+    count: int | None
+    """Of `piece`: pieces of the round."""
+    job: str | None
+    """Of `piece`: the job that computes it."""
 
 
 def describe_stored_values(schemas: dict[str, Any], document: Mapping[str, Any]) -> None:

@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from catalog.coverage import CoverageView
+from catalog.pieces import Piece
 from catalog.record import TextFormat, record
 
 JobState = Literal["queued", "running", "waiting", "cancelling", "succeeded", "failed", "cancelled"]
-DeviceState = Literal["free", "leased", "draining", "stale"]
 Timestamp = Annotated[str, TextFormat("date-time")]
 
 ENDED: frozenset[JobState] = frozenset({"succeeded", "failed", "cancelled"})
@@ -35,13 +35,13 @@ class ProgressView:
     """The progress of a job."""
 
     stage: str | None = None
-    """`model`, `data`, `collection`, or the kind of an analysis."""
+    """`model`, `data`, `collection`, `decomposition` of a divided job, or the kind of an analysis."""
     done: int | None = None
     """Finished units of the stage."""
     total: int | None = None
     """Units of the stage; null while nobody knows."""
     unit: str | None = None
-    """`batches` or `layers`."""
+    """`batches` or `layers`; of a job that waits for its pieces, over all of them, `examples` or `layers`."""
     layers_done: int | None = None
     """Rows of layers that are written, over all analyses."""
     layers_total: int | None = None
@@ -84,6 +84,34 @@ class PlacementView:
 
 
 @record
+class PieceView:
+    """One piece of a divided job, and the job that computes it."""
+
+    round: str
+    """`collect`, `correct` or `decompose`: the step of the divided job that the piece is of."""
+    index: int
+    """Place among the pieces of the round, from 0; their results are merged in this order."""
+    count: int
+    """Pieces of the round."""
+    id: str
+    """The id of the job that computes it; that job can be read as any other."""
+    state: JobState
+    """The state of that job."""
+    worker: str | None
+    """The worker process that computes it, as `host:pid`; null while none does."""
+    progress: float | None
+    """Per cent that are done; null where nobody knows."""
+    examples: int | None
+    """Examples that it measures; null in a round over layers."""
+    layers: int | None
+    """Layers that it decomposes; null in a round over examples."""
+    attempt: int
+    """The number of times that a worker has taken it up."""
+    failures: int
+    """Attempts that failed; at `max_failures` of its job it fails, and the divided job with it."""
+
+
+@record
 class JobView:
     """One job."""
 
@@ -92,7 +120,7 @@ class JobView:
     name: str | None
     """The caller's own name of it."""
     state: JobState
-    """`succeeded`, `failed` and `cancelled` are final."""
+    """`succeeded`, `failed` and `cancelled` are final; a divided job is `waiting` while its pieces are computed."""
     kinds: tuple[str, ...]
     """Analyses, in the order of the document."""
     document: Mapping[str, Any]
@@ -133,6 +161,12 @@ class JobView:
     """The moment when its rows and events moved from the ledger to its file `archive.jsonl.gz`."""
     cancel_requested_at: Timestamp | None
     """The moment when its end was asked for."""
+    parent: str | None
+    """Of a piece: the id of the divided job, with which it is cancelled, rescheduled and deleted."""
+    piece: Piece | None
+    """Of a piece: which part of the divided job it computes."""
+    pieces: tuple[PieceView, ...] | None
+    """Of a divided job that is read by itself: its pieces in the order of rounds and places; not part of its ETag."""
     links: Mapping[str, str]
     """Addresses of the job and its parts, by name."""
 
@@ -161,7 +195,8 @@ class EventView:
     at: Timestamp
     """The moment of the event."""
     type: str
-    """Such as `state`, `started`, `plan`, `progress`, `layer`, `artifact`, `summary`, `log`, `digest_differs`."""
+    """Such as `state`, `started`, `plan`, `progress`, `layer`, `artifact`, `summary`, `log`, `digest_differs`, and
+    `piece` where one of a divided job has begun or ended."""
     data: Mapping[str, Any]
     """Its content; the fields depend on `type`."""
 
@@ -349,44 +384,3 @@ class EstimateView:
     def ended(self) -> bool:
         """Whether the plan is ready, or has failed."""
         return self.state in ENDED
-
-
-@record
-class DeviceView:
-    """One device."""
-
-    uuid: str
-    """The device's id."""
-    kind: Literal["cuda", "fake", "host"]
-    """A GPU; a simulated one, which only counts bytes; or the memory of a machine without a GPU."""
-    name: str
-    """The model of the device."""
-    node: str
-    """The machine that it is in."""
-    state: DeviceState
-    """`leased`: a job runs there; `draining`: processes of a job that has lost it have not ended; `stale`: no worker
-    has offered it lately."""
-    capacity_bytes: int
-    """All of its memory."""
-    free_bytes: int
-    """Memory for the next job; 0 of a GPU with a job, which has it to itself."""
-    leased_bytes: int
-    """Memory leased to jobs."""
-    foreign_bytes: int
-    """Memory held by processes that are not jobs."""
-    jobs: int
-    """Jobs that hold a lease on it."""
-    reserved: bool
-    """Whether it is kept for a job that waits until enough of its memory is free."""
-    seen_at: Timestamp
-    """The moment when a worker last reported it."""
-
-
-@record
-class DeviceListView:
-    """Devices, ordered by node."""
-
-    items: tuple[DeviceView, ...]
-    """The devices of this page."""
-    next: str | None
-    """Give it as `after` for the next page; also in the header Link."""

@@ -14,6 +14,7 @@ from catalog.job import MAX_NAME
 from catalog.record import record
 from jobs.lifecycle import STATES
 from jobs.repository.store import JobQuery
+from jobs.schema.identifiers import is_id
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}=.{0,256}")
 _ID_END = re.compile(r"[0-9a-f-]{4,36}")
@@ -38,6 +39,9 @@ class JobFilter:
         ),
     ] = None
     id: Annotated[str | None, Query(description="The last 4 or more characters of the id, or all of it.")] = None
+    parent: Annotated[str | None, Query(description="The id of a divided job: its pieces, in place of whole jobs.")] = (
+        None
+    )
     before: Annotated[str | None, Query(description="`next` of the page before.")] = None
     limit: Annotated[int, Query(description="1 to 100.")] = 20
 
@@ -55,6 +59,8 @@ class JobFilter:
             raise invalid_parameter("name", f"must be 1 to {MAX_NAME} characters")
         if self.id is not None and not _ID_END.fullmatch(self.id):
             raise invalid_parameter("id", "must be the last 4 to 36 characters of an id")
+        if self.parent is not None and not is_id(self.parent):
+            raise invalid_parameter("parent", "must be the id of a job")
         name, _, value = (self.label or "").partition("=")
         return JobQuery(
             state=next((each for each in STATES if each == self.state), None),
@@ -63,6 +69,7 @@ class JobFilter:
             name=self.name,
             since=_since(self.since),
             id_end=self.id,
+            parent=self.parent,
             before=self.before,
             limit=self.limit,
         )

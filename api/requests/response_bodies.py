@@ -7,16 +7,17 @@ from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
 from catalog.coverage import assess_coverage
+from catalog.device_views import DeviceState, DeviceView
+from catalog.pieces import read_piece
 from catalog.responses import (
     ArtifactView,
-    DeviceState,
-    DeviceView,
     EstimateView,
     EventListView,
     EventView,
     FailureView,
     JobView,
     LayerView,
+    PieceView,
     PlaceBytes,
     PlacementView,
     ProgressView,
@@ -25,22 +26,25 @@ from catalog.responses import (
 from jobs.devices.registry import DeviceStatus
 from jobs.records import Artifact, Event, Job, LayerRow
 from jobs.repository.events import History
+from jobs.repository.pieces import PieceJob
 
 T = TypeVar("T")
 
 
-def job_view(job: Job, placement: PlacementView | None = None) -> JobView:
+def job_view(job: Job, placement: PlacementView | None = None, pieces: tuple[PieceJob, ...] | None = None) -> JobView:
     """Return a job as its caller sees it.
 
     Args:
         job: The ledger's record.
         placement: Its device, or the reason why it waits; None in lists and in the body that the ETag is taken of.
+        pieces: Its pieces; None there, and of a job that was not divided.
 
     Returns:
         The body, with links to the job's other resources.
     """
     here = f"/v1/jobs/{job.id}"
     parts = ("results", "layers", "log", "events", "artifacts")
+    divided = {} if job.parent_id is None else {"parent": f"/v1/jobs/{job.parent_id}"}
     return _filled(
         JobView,
         vars(job),
@@ -49,7 +53,30 @@ def job_view(job: Job, placement: PlacementView | None = None) -> JobView:
         progress=_progress(job),
         coverage=assess_coverage(job.summary, _min_coverage(job)),
         failure=None if job.failure is None else _filled(FailureView, job.failure),
-        links={"self": here, **{part: f"{here}/{part}" for part in parts}, "cancel": f"{here}:cancel"},
+        parent=job.parent_id,
+        piece=None if job.piece is None else read_piece(job.piece),
+        pieces=None if pieces is None else tuple(map(piece_view, pieces)),
+        links={"self": here, **{part: f"{here}/{part}" for part in parts}, "cancel": f"{here}:cancel", **divided},
+    )
+
+
+def piece_view(job: PieceJob) -> PieceView:
+    """Return a piece of a divided job as the caller of that sees it.
+
+    Args:
+        job: The ledger's record of the job that computes it.
+
+    Returns:
+        The body; its examples are those that it was given, until it has counted them.
+    """
+    piece, percent = job.piece, (job.progress or {}).get("percent")
+    given = None if piece.begin is None or piece.end is None else piece.end - piece.begin
+    return _filled(
+        PieceView,
+        vars(job) | {name: getattr(piece, name) for name in ("round", "index", "count")},
+        progress=100.0 if job.state == "succeeded" else percent,
+        examples=given if job.examples is None else job.examples,
+        layers=None if piece.layers is None else len(piece.layers),
     )
 
 

@@ -25,6 +25,7 @@ from catalog.memory_requirements import least_bytes
 from catalog.responses import JobListView, JobView, ValidationView
 from jobs.codec import document_json, parse_document, parse_schedule, sha256_of
 from jobs.records import Job
+from jobs.repository.pieces import read_pieces
 from jobs.repository.store import delete_job, list_jobs, read_job, request_cancel, reschedule
 from jobs.repository.submission import submit, submitted_earlier
 from jobs.retention.object_sweep import delete_unlisted
@@ -118,7 +119,10 @@ def list_all(
     chosen: Annotated[JobFilter, Depends()],
     wanted: Annotated[JobFields, Depends()],
 ) -> Response:
-    """Your jobs, newest first, in pages of at most 256 KiB, or one job; a job that is read by itself is whole."""
+    """Your jobs, newest first, in pages of at most 256 KiB; a job that is read by itself is whole.
+
+    The pieces of a divided job are listed where `parent` names it, or `id` one of them.
+    """
     page = list_jobs(service.engine, caller.tenant_id, dataclasses.replace(chosen.query(), fields=wanted.names()))
     parts: list[bytes] = []
     following, size = page.next, 0
@@ -178,7 +182,7 @@ async def read(
     check_wait(wait)
 
     def changed(job: Job) -> bool:
-        return if_none_match is not None and not _matches(if_none_match, _etag(_json(job)))
+        return if_none_match is not None and not _matches(if_none_match, _etag(job))
 
     stored = partial(read_job, service.engine, caller.tenant_id, job_id)
     job = await wait_for_job(request, service, stored, wait, news=changed)
@@ -199,7 +203,7 @@ async def read(
 def cancel(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
     """Cancel a queued job, or ask a running one to stop before its next batch or layer; returns the job.
 
-    An ended job stays as it is.
+    An ended job stays as it is. A divided job is cancelled with its pieces, and a piece with its job.
     """
     return _placed(service, request_cancel(service.engine, caller.tenant_id, job_id), 202)
 
@@ -213,7 +217,7 @@ def cancel(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
     openapi_extra=schedule_body(),
 )
 async def reschedule_job(job_id: str, request: Request, caller: Submitter, service: ServiceOf) -> Response:
-    """Replace priority and deadline of a queued or running job; returns the job."""
+    """Replace priority and deadline of a job that has not ended, and of its pieces; returns the job."""
     settings = service.settings
     raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
     schedule = await run_in_threadpool(parse_schedule, raw)
@@ -225,9 +229,10 @@ async def reschedule_job(job_id: str, request: Request, caller: Submitter, servi
     "/{job_id}", operation_id="delete_job", status_code=204, summary="Delete a job", responses=error_responses(404, 409)
 )
 def delete(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
-    """Delete an ended job with its results and files; the answer has no body."""
+    """Delete an ended job with its results and files, and its pieces; the answer has no body."""
     deleted = delete_job(service.engine, caller.tenant_id, job_id)
-    service.artifacts.remove(job_id)
+    for each in {job_id, *(file.job_id for file in deleted)}:
+        service.artifacts.remove(each)
     delete_unlisted(service.all_tenants, service.artifacts, deleted, service.settings.ledger.grace_seconds)
     return Response(status_code=204)
 
@@ -236,8 +241,10 @@ def _json(job: Job) -> bytes:
     return _VIEW.dump_json(job_view(job))
 
 
-def _etag(body: bytes) -> str:
-    return f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+def _etag(job: Job) -> str:
+    # while others compute its pieces every write to it is news of one of them
+    version = job.event_seq if job.state == "waiting" else 0
+    return f'"{hashlib.sha256(_json(job) + b"%d" % version).hexdigest()[:32]}"'
 
 
 def _matches(header: str, etag: str) -> bool:
@@ -245,11 +252,14 @@ def _matches(header: str, etag: str) -> bool:
 
 
 def _placed(service: Service, job: Job, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return the job with its placement.
+    """Return the job with its placement and its pieces.
 
-    The placement is not part of the ETag: it may change while the job does not, and long polls do not wake for it.
+    Neither is part of the ETag: they may change while the job does not, and long polls do not wake for them. Whenever
+    a piece begins or ends, and once a second while pieces compute, the job changes too.
     """
     placement = placement_of(service.all_tenants, job, service.settings.ledger.running_jobs)
-    body = _VIEW.dump_json(job_view(job, placement))
-    named = {"etag": _etag(_json(job)), **(headers or {})}
+    divisible = job.document.get("shards") is not None and job.parent_id is None
+    pieces = read_pieces(service.engine, job.tenant_id, job.id) if divisible else ()
+    body = _VIEW.dump_json(job_view(job, placement, pieces or None))
+    named = {"etag": _etag(job), **(headers or {})}
     return Response(body, status_code=status, media_type="application/json", headers=named)

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from catalog.device_views import DeviceView
 from catalog.record import plain
-from catalog.responses import DeviceView
 from kronoscope.client.client import Client
 from kronoscope.display.layer_names import shorten, shorten_all
 

@@ -22,7 +22,7 @@ from kronoscope.display.methods import methods_text
 from kronoscope.display.progress import display_for
 from kronoscope.display.results import placement_problem, show_progress, show_results
 
-_STATES = ("queued", "running", "cancelling", "succeeded", "failed", "cancelled")
+_STATES = ("queued", "running", "waiting", "cancelling", "succeeded", "failed", "cancelled")
 
 
 def submit(  # noqa: PLR0913, PLR0917 - each is an option of the command line
@@ -105,7 +105,7 @@ def cancel(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
     print_json(plain(job)) if as_json else result_console().print(f"{job.id} is {job.state}", soft_wrap=True)
 
 
-def list_jobs(
+def list_jobs(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     state: Annotated[
         str | None, typer.Option(autocompletion=complete(_STATES), help="Only jobs in this state.")
     ] = None,
@@ -117,13 +117,17 @@ def list_jobs(
     since: Annotated[
         str | None, typer.Option(metavar="2d", help='Only jobs of that time, or since a moment: "2026-12-01T12:00Z".')
     ] = None,
+    parent: Annotated[
+        str | None, typer.Option(metavar="ID", help="The pieces of this divided job, in place of whole jobs.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many; default: all.")] = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
     """List your jobs, newest first."""
     with Client(url) as client:
-        found = client.jobs(state=state, kind=kind, label=label, name=name, since=since)
+        whole = None if parent is None else client.full_id(parent)
+        found = client.jobs(state=state, kind=kind, label=label, name=name, since=since, parent=whole)
         listed = list(itertools.islice(found, limit))
     console = result_console()
     print_json([plain(job) for job in listed]) if as_json else console.print(job_table(listed, console.width))

@@ -19,7 +19,8 @@ from urllib.parse import quote
 
 import httpx
 
-from catalog.responses import ArtifactView, DeviceView, EstimateView, EventView, JobView, ResultsView
+from catalog.device_views import DeviceView
+from catalog.responses import ArtifactView, EstimateView, EventView, JobView, ResultsView
 from kronoscope.client.connection import DEFAULT_URL, VISIBLE_ASCII, Connection
 from kronoscope.client.errors import ClientError, DownloadFailed, ServiceUnreachable, content_of, refusal_of
 from kronoscope.client.event_stream import follow_events
@@ -189,6 +190,7 @@ class Client:
         label: str | None = None,
         name: str | None = None,
         since: str | None = None,
+        parent: str | None = None,
         fields: Sequence[str] = (),
     ) -> Iterator[JobView]:
         """Yield the tenant's jobs, newest first, page after page.
@@ -199,13 +201,14 @@ class Client:
             label: Only jobs with this label, as ``name=value``.
             name: Only jobs whose name has this part, in any case.
             since: Only jobs submitted since then: a moment with its offset from UTC, or a time before now, ``2d``.
+            parent: Only pieces of this divided job; None for whole jobs.
             fields: Large fields to fetch too: ``document`` whole, or ``plan``.
 
         Yields:
             Each job, without its placement.
         """
         options = {"state": state, "kind": kind, "label": label, "name": name, "since": since, "limit": "100"}
-        options["fields"] = ",".join(fields) or None
+        options |= {"parent": parent, "fields": ",".join(fields) or None}
         params = {name: value for name, value in options.items() if value is not None}
         yield from (build(JobView, item) for item in self._connection.pages("/v1/jobs", params, cursor="before"))
 

@@ -88,7 +88,11 @@ def show_progress(job: JobView, display: Display) -> None:
         display: Where to show it.
     """
     progress = job.progress
-    if progress is not None and progress.stage is not None and not job.ended:
+    if job.pieces and progress is not None and job.state == "waiting":
+        last = job.pieces[-1]  # of the round that is under way
+        stage = f"{last.round}, {last.count} pieces"
+        display.update(stage, progress.done or 0, progress.total, progress.unit or "", progress.eta_seconds)
+    elif progress is not None and progress.stage is not None and not job.ended:
         display.update(progress.stage, progress.done or 0, progress.total, progress.unit or "", progress.eta_seconds)
     elif not job.ended:
         display.update(job.state, 0, None, "")

@@ -471,7 +471,7 @@ def divided(engine: Engine, tenant_id: str, count: int, **changes: Any) -> tuple
     """A job that waits for `count` pieces of 16 examples each, and the claims of their workers."""
     parent = claimed(engine, tenant_id, DOCUMENT | {"name": "digits", "shards": count} | changes)
     pieces = tuple(
-        plain(Piece(round="collect", index=each, count=count, begin=16 * each, end=16 * (each + 1)))
+        plain(Piece(round="collect", index=each, count=count, begin=16 * each, end=16 * (each + 1), total=16 * count))
         for each in range(count)
     )
     assert divide(engine, parent, Divided(round="collect", pieces=pieces)) == "waiting"

@@ -11,6 +11,7 @@ import { showCurvatures } from "../plots/curvature_density.js";
 import { showMemory } from "../plots/memory_curve.js";
 import { showModelSpectrum } from "../plots/model_spectrum.js";
 import { SpectrumPanel } from "../plots/spectrum_panel.js";
+import { piecesCard } from "./pieces.js";
 import { bar, ENDED, isOpenEnded, isPartial, shareDone, stageSentence, timeLeft } from "./progress.js";
 
 const ROWS_EVERY_MS = 1_500;
@@ -52,6 +53,7 @@ export async function showJob(main, shownId, signal) {
   const titles = new Map(menu.items.map((item) => [item.kind, item.title]));
   const top = h("div", { class: "stack" });
   const live = h("div", { class: "stack" });
+  const pieces = h("div", {});
   const summary = h("div", { class: "stack wide" });
   const model = h("div", {});
   const curvatures = h("div", {});
@@ -59,7 +61,7 @@ export async function showJob(main, shownId, signal) {
   const layers = h("section", { class: "stack tight", "aria-label": "Layers" });
   const memory = h("div", {});
   const files = h("div", { class: "stack" });
-  replace(main, h("div", { class: "stack wide" }, top, live, summary, model, curvatures, spectra, layers, memory, files));
+  replace(main, h("div", { class: "stack wide" }, top, live, pieces, summary, model, curvatures, spectra, layers, memory, files));
 
   const panel = new SpectrumPanel(spectra, base, signal, (ordinal) => table.mark(ordinal));
   const table = new LayerTable(layers, (row) => panel.open(row, true));
@@ -81,7 +83,14 @@ export async function showJob(main, shownId, signal) {
   }
 
   function draw(job) {
+    const focused = document.activeElement?.getAttribute?.("href");
+    const scrolled = pieces.querySelector(".scroll")?.scrollLeft ?? 0;
+    const opened = pieces.querySelector("details")?.open ?? false;
     replace(top, heading(job, stop));
+    replace(pieces, piecesCard(job));
+    if (opened && pieces.querySelector("details")) pieces.querySelector("details").open = true;
+    if (scrolled) pieces.querySelector(".scroll").scrollLeft = scrolled;
+    if (focused) [...pieces.querySelectorAll("a")].find((each) => each.getAttribute("href") === focused)?.focus();
     replace(live, ENDED.has(job.state) ? null : progressCard(job), placementCard(job), job.failure ? failureCard(job) : null, ENDED.has(job.state) ? partialCard(job.coverage) : null);
   }
 

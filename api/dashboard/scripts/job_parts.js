@@ -3,6 +3,7 @@
 import { download } from "./api.js";
 import { h } from "./dom.js";
 import { age, between, bytes, clock, jobName, modelName, number, several, sourceName } from "./format.js";
+import { partOf } from "./pieces.js";
 import { ENDED, statePill } from "./progress.js";
 
 const WHO = {
@@ -15,6 +16,7 @@ export function heading(job, stop) {
   const task = job.document?.task?.type;
   const facts = [
     job.name ? ["Model", modelName(job)] : null,
+    partOf(job),
     ["Analysis", job.kinds.join(" + ")],
     ["Data", sourceName(job.document?.data)],
     task ? ["Task", task.replaceAll("_", " ")] : null,
@@ -33,7 +35,7 @@ export function heading(job, stop) {
       h("div", { class: "row title" }, h("h1", {}, jobName(job)), statePill(job)),
       ENDED.has(job.state)
         ? null
-        : h("button", { type: "button", class: "danger", onclick: stop, disabled: job.state === "cancelling" }, job.state === "cancelling" ? "Cancelling…" : "Cancel job"),
+        : h("button", { type: "button", class: "danger", onclick: stop, disabled: job.state === "cancelling" }, job.state === "cancelling" ? "Cancelling…" : job.parent ? "Cancel whole job" : "Cancel job"),
     ),
     h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
     labels.length ? h("div", { class: "row" }, labels.map(([name, value]) => h("span", { class: "tag" }, `${name}: ${value}`))) : null,

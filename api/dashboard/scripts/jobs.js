@@ -5,7 +5,7 @@ import { h, replace, unpressed } from "./dom.js";
 import { age, clock, jobName, modelName, percent, sourceName } from "./format.js";
 import { bar, ENDED, isOpenEnded, isPartial, shareDone, stageSentence, statePill, timeLeft } from "./progress.js";
 
-const STATES = ["queued", "running", "succeeded", "failed", "cancelled"];
+const STATES = ["queued", "running", "waiting", "succeeded", "failed", "cancelled"];
 const BUSY_MS = 2_000;
 const CALM_MS = 8_000;
 const TYPING_MS = 300;
@@ -60,7 +60,7 @@ function table(jobs) {
 
 function nothing(state, name) {
   if (name) return h("div", { class: "empty" }, h("p", {}, `No ${state ? `${state} ` : ""}job has a name with “${name}”.`));
-  if (state) return h("div", { class: "empty" }, h("p", {}, `No job is ${state}.`));
+  if (state) return h("div", { class: "empty" }, h("p", {}, `No job is ${state === "waiting" ? "waiting for its pieces" : state}.`));
   return h(
     "div",
     { class: "empty" },

@@ -8,6 +8,7 @@ export const ENDED = new Set(["succeeded", "failed", "cancelled"]);
 const SAID = {
   queued: "Queued",
   running: "Running",
+  waiting: "In pieces",
   cancelling: "Cancelling",
   succeeded: "Succeeded",
   failed: "Failed",
@@ -34,9 +35,10 @@ export function stageSentence(job) {
   const progress = job.progress;
   if (job.state === "queued") return job.failures ? `Waiting for a worker, after ${job.failures} failed attempts` : "Waiting for a worker";
   if (!progress?.stage) return job.state === "running" ? "Starting" : "";
-  const stage = { model: "Loading the model", data: "Reading the data", collection: "Collecting curvature", cross_check: "Computing the exact curvature", products: "Multiplying by the exact curvature" }[progress.stage];
+  const stage = { model: "Loading the model", data: "Reading the data", collection: "Collecting curvature", cross_check: "Computing the exact curvature", products: "Multiplying by the exact curvature", decomposition: "Decomposing" }[progress.stage];
   const counted = progress.done ? `${number(progress.done)} ${progress.unit}` : "";
   const done = progress.total ? `${number(progress.done)} of ${number(progress.total)} ${progress.unit}` : counted;
+  if (job.state === "waiting") return [`${stage ?? words(progress.stage)} in pieces`, done].filter(Boolean).join(" · ");
   return [stage ?? `Measuring ${words(progress.stage)}`, done].filter(Boolean).join(" · ");
 }
 

@@ -6,11 +6,12 @@ import pytest
 from rich.console import Console
 
 from catalog.capacity_metrics import CapacityMetrics
+from catalog.device_views import DeviceView
 from catalog.factors import FactorsMetrics
 from catalog.layer_record import LayerRecord
 from catalog.natural_gradient import LayerDirection, NaturalGradientMetrics
 from catalog.reconstruction import ReconstructedSide
-from catalog.responses import DeviceView, JobView
+from catalog.responses import JobView
 from catalog.subsamples import NestedCapacity
 from kronoscope.cli.devices import device_table
 from kronoscope.client.responses import build, build_layer
@@ -378,6 +379,22 @@ def test_a_job_that_nobody_can_take_says_why(state: str, status: str, said: str 
     show_progress(build(JobView, value), LineDisplay(console))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.splitlines()[1:] == ([] if said is None else [said])
+
+
+def test_a_job_that_waits_for_its_pieces_shows_how_far_they_are() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    piece = {"round": "collect", "index": 0, "count": 6, "id": "p", "state": "running", "progress": 12.5, "newer": 1}
+    progress = {"stage": "collection", "done": 24, "total": 96, "unit": "examples"}
+    value = {
+        "id": "x",
+        "state": "waiting",
+        "kinds": ["capacity"],
+        "document": {},
+        "pieces": [piece],
+        "progress": progress,
+    }
+    show_progress(build(JobView, value), LineDisplay(console))
+    assert "collect, 6 pieces: 24/96 examples" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_devices_fit_a_hundred_columns() -> None:
