@@ -7,8 +7,8 @@ replaced in the schema table, as its manual describes (https://www.sqlite.org/la
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0014"
-down_revision = "0013"
+revision = "0015"
+down_revision = "0014"
 branch_labels = None
 depends_on = None
 
