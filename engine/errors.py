@@ -19,8 +19,11 @@
     │   ├── BeyondSolvers        EK-FAC is asked for, and a factor has more rows than eigensolvers take
     │   ├── BrokenFactors        stored factors do not read as written
     │   ├── NotMergeable         sets of factors cannot be merged exactly
+    │   ├── RanksRefused         an option is asked for that cannot be measured exactly by several ranks
     │   └── BudgetExceeded       the plan does not fit the budget; nothing was allocated
     │       └── OutOfMemory      memory ran out although the plan fitted, with every fallback down to the last
+    ├── RankFailed               another rank of the job failed, or is gone; it carries that rank's category
+    ├── RankTimedOut             another rank showed no sign of life (transient)
     ├── CoverageBroken           covered and declared do not add up to trainable (fatal: a fault of ours)
     └── NotConverged             every eigensolver failed (fatal: the operator)
 
@@ -152,6 +155,36 @@ class OutOfMemory(BudgetExceeded):
     """Memory ran out where the plan had foreseen that it suffices, and no lower rung was left."""
 
     code = "out_of_memory"
+
+
+class RanksRefused(UsageError):
+    """Several ranks cannot measure exactly what is asked for."""
+
+    code = "ranks_refused"
+
+
+class RankFailed(EngineError):
+    """Another rank failed, and this one ends with it."""
+
+    code = "rank_failed"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        category: Category = "transient",
+        layer: str | None = None,
+        pointer: str | None = None,
+    ) -> None:
+        super().__init__(message, layer=layer, pointer=pointer)
+        self.category = category  # type: ignore[misc]
+
+
+class RankTimedOut(EngineError):
+    """Another rank did not come in time."""
+
+    category = "transient"
+    code = "rank_timed_out"
 
 
 class CoverageBroken(EngineError):

@@ -30,6 +30,7 @@ from catalog.collection import Collection, Stabilisation
 from catalog.inputs import Task
 from catalog.memory import Memory
 from catalog.woodbury import Woodbury
+from engine.distributed.group import Ranks
 from engine.memory.budget import MemoryBudget
 from engine.memory.device_speed import DeviceSpeed
 from engine.memory.guard import Guard
@@ -180,7 +181,9 @@ class ModelInputs:
     """Called anew for each pass; yields ``(inputs, targets)`` or ``(inputs, targets, index)``."""
     task: Task | None = None
     examples: int | None = None
-    """The number of examples in the data, where it is known; progress and plans use it."""
+    """The number of examples in the data, where it is known; progress and plans use it. Of ranks, this one's."""
+    examples_of_all: int | None = None
+    """That of all ranks, where there are several and each knows its own."""
     labels: Callable[[], Iterator[tuple[Tensor, Tensor]]] | None = None
     """The targets (n, …) with the indices (n,) of their examples, where they can be read without the inputs."""
     part: DataPart | None = None
@@ -207,6 +210,17 @@ class ModelInputs:
     def reads_stored(self) -> bool:
         """Whether factors that were stored earlier stand in place of the model."""
         return self.stored is not None or bool(self.stored_pieces)
+
+    def foreseen_examples(self, ranks: Ranks | None) -> int | None:
+        """Return how many examples enter the factors together.
+
+        Args:
+            ranks: The ranks; None where there is one.
+
+        Returns:
+            The examples of all ranks; None where they are not known.
+        """
+        return self.whole_examples if ranks is None else self.examples_of_all
 
 
 @dataclass(kw_only=True, slots=True)
@@ -258,6 +272,8 @@ class Machine:
     """Measures the speed, for a job that is long enough; returns None where that is not possible."""
     curve: MemoryCurve = field(default_factory=MemoryCurve)
     """How many bytes were held at which time."""
+    ranks: Ranks | None = None
+    """The processes that measure these data together, each its own part; None where this is the only one."""
 
     @contextlib.contextmanager
     def operation(self, name: str, stage: Stage | None = None) -> Iterator[None]:

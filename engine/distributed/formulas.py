@@ -1,0 +1,77 @@
+"""Bytes of a reduction, by formula: what each rank sends, and what it holds afterwards.
+
+With W ranks, f = (W − 1)/W, T rows of all ranks of o numbers of b bytes, and sums of e bytes:
+
+    gather   f·o·T·b                          holds o·T·b
+    gram     f·o·T·b/W + f·e·T(T+1)           holds o·T·b/W and a triangle of T(T+1)/2
+    dense    f·e·o(o+1) to all, half of it to one owner (the mean over as many layers as ranks)
+
+A Gram matrix is summed in float64 (e = 8), a dense G in the precision of the collection (e = 4 or 8). The
+transfers that bring row shards together for whoever needs whole rows are counted apart: f·o·T·b.
+"""
+
+from typing import Literal
+
+Reduced = Literal["gram", "gather", "dense"]
+GRAM_BYTES = 8
+"""Bytes of one number of a Gram matrix."""
+
+
+def sent_bytes(mode: Reduced, *, ranks: int, rows: int, size: int, item: int) -> float:
+    """Return the bytes that each rank sends to reduce one G.
+
+    Args:
+        mode: The reduction.
+        ranks: W.
+        rows: T, of all ranks.
+        size: o.
+        item: Bytes of one number: of the rows, or of a dense G.
+
+    Returns:
+        Bytes to other ranks, on average over the ranks.
+    """
+    share = (ranks - 1) / ranks
+    if mode == "gather":
+        return share * size * rows * item
+    if mode == "gram":
+        return share * size * rows * item / ranks + share * GRAM_BYTES * rows * (rows + 1)
+    return share * item * size * (size + 1)
+
+
+def held_bytes(mode: Reduced, *, ranks: int, rows: int, size: int, item: int) -> float:
+    """Return the bytes of one G that each rank holds after its reduction.
+
+    Args:
+        mode: The reduction.
+        ranks: W.
+        rows: T, of all ranks.
+        size: o.
+        item: Bytes of one number: of the rows, or of a dense G.
+
+    Returns:
+        Bytes of rows or shards, with the triangle of a Gram matrix; of a dense G the triangle.
+    """
+    if mode == "gather":
+        return size * rows * item
+    if mode == "gram":
+        return size * rows * item / ranks + GRAM_BYTES * rows * (rows + 1) / 2
+    return item * size * (size + 1) / 2
+
+
+def choose_reduction(wanted: str, *, rows: int, size: int, ranks: int, item: int = 4) -> Reduced:
+    """Choose how gradient rows are reduced.
+
+    Args:
+        wanted: `collection.reduction`.
+        rows: T, of all ranks.
+        size: o.
+        ranks: W.
+        item: Bytes of one number of the rows.
+
+    Returns:
+        `gram` or `gather`: what was asked for, or by `auto` whichever sends less.
+    """
+    if wanted in ("gram", "gather"):
+        return "gram" if wanted == "gram" else "gather"
+    sizes = {"rows": rows, "size": size, "ranks": ranks, "item": item}
+    return "gram" if sent_bytes("gram", **sizes) <= sent_bytes("gather", **sizes) else "gather"
