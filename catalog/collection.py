@@ -55,6 +55,11 @@ class Collection:
     ekfac: bool = False
     """Whether further passes over the data re-estimate the eigenvalues in the eigenbases of A and G (EK-FAC)."""
 
+    reduction: Literal["auto", "gram", "gather", "dense", "none"] = option("auto", known_as="kfac_distributed_reduce")
+    """How several ranks (torch.distributed) add up the gradient rows of a layer. `gram`: each rank receives its share
+    of the columns of all rows, and one triangle of the T×T Gram matrix is summed; `gather`: each receives all rows;
+    `auto`: whichever moves fewer bytes; `dense`: no layer keeps rows, and G itself is summed; `none`: nothing is, which
+    is refused where more than one rank holds data. A is summed in all of them. Without ranks it has no meaning."""
     self_check: Literal["first", "growing", "off"] = "growing"
     """Whether each layer proves on these data that its rows are the gradient of each example alone: on the first
     batch (`first`), and on an example of batches 1, 2, 4, 8 and so on, and of any whose shapes are new (`growing`)."""

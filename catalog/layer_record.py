@@ -102,6 +102,8 @@ class LayerRecord:
     """Processes that collected together."""
     reduction: str | None
     """How the processes' sums were combined."""
+    sent_bytes: int | None
+    """Bytes that this process has sent to the others for it."""
     storage_device: str | None
     """Where the factor is kept."""
     storage_policy: str | None

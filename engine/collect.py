@@ -25,6 +25,7 @@ from engine.collection.normalise import flaw, foreseen_flaw
 from engine.collection.parameter_windows import find_windows, list_parameters
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import ProbedModel
+from engine.collection.ranks.joined_job import follow_planner, join_ranks, require_same_checks
 from engine.collection.run_passes import announce, run_passes
 from engine.collection.subsamples import by_ordinal, sizes_of
 from engine.errors import (
@@ -83,7 +84,10 @@ def collect_or_read(workspace: Workspace) -> FactorSet:
     else:
         # before its tensors are converted
         weigh_model(workspace)
-        fresh = _cached(workspace) or _collect(workspace)
+        ranks = workspace.machine.ranks
+        # the other ranks leave with an error of this one, instead of waiting for it
+        with contextlib.nullcontext() if ranks is None else ranks.guarding():
+            fresh = _cached(workspace) or _collect(workspace)
     results.factors = fresh
     return fresh
 
@@ -136,6 +140,8 @@ def prepare_collection(workspace: Workspace) -> Iterator[tuple[PlannedJob, tuple
     job = PassJob.of(workspace, workspace.machine.device)
     _warn_of_other_numerics(job)
     _require_finite(job.model)
+    if workspace.machine.ranks is not None:
+        job = join_ranks(workspace.machine.ranks, job)
     survey = survey_layers(job.model, job.collection)
     trainable = list_parameters(job.model)
     with preserve_state(job.model, job.dtype), set_numerics(job.numerics, job.heard):
@@ -218,12 +224,17 @@ def _settle(job: PassJob, survey: Survey, trainable: int) -> PlannedJob:
             probed = verification.without_refused(probe_functional_layers(modules, verification.forced))
         _require_coverage_so_far(probed, trainable)
         planned = choose_plan(workspace, probe_sizes(probed))
+        if workspace.machine.ranks is not None:
+            probed, plan = follow_planner(workspace.machine.ranks, workspace, planned.probed, planned.plan)
+            planned = dataclasses.replace(planned, probed=probed, plan=plan)
         plan = planned.plan
         _announce_anew(workspace, job.numerics, plan)
         if not plan.fits(workspace.machine.budget):
             plan.require(workspace.machine.budget, smallest_budgets(workspace, planned.probed.probe, planned.less))
         with set_activation_checkpointing(job.model, wanted=plan.chosen.activation_checkpointing):
             changed = verification.changes(planned.probed)
+        if workspace.machine.ranks is not None:
+            require_same_checks(workspace.machine.ranks, verification.failed)
         if not changed:
             cut = verification.cuts_padding(planned.probed)
             checked = dataclasses.replace(planned.probed.job, self_check=verification.self_check, cut_padding=cut)
@@ -310,7 +321,8 @@ def _finished(
     )
     for found, group in parts:
         own = layer_facts(found, group, around)
-        facts.append(dataclasses.replace(own, windows=find_windows(found.layer, group, tensors)))
+        windows = find_windows(found.layer, group, tensors)
+        facts.append(dataclasses.replace(own, windows=windows, **_reduced(job, found)))
     factors = [state.factors[name] for name in names]
     order = {name: place for place, (name, _) in enumerate(job.model.named_modules())}
     return FactorSet(
@@ -356,6 +368,20 @@ def _counted(job: PassJob, state: CollectionState, model: str) -> CountedExample
         unmasked=tuple(CalledOnce(part=name, number=number) for name, number in sorted(state.unmasked)),
         overwritten=tuple(sorted(state.overwritten)),
     )
+
+
+def _reduced(job: PassJob, found: LayerStatistics) -> dict[str, Any]:
+    """How ranks have added up a covered layer, by the names of its facts."""
+    ranks, name = job.workspace.machine.ranks, found.layer.name
+    if ranks is None:
+        return {}
+    leader = found if found.leader is None else found.leader
+    return {
+        "world_size": ranks.size,
+        "reduction": ranks.traffic.reductions.get(name, "none"),
+        "positions_local": ranks.traffic.positions.get(leader.layer.name),
+        "sent_bytes": ranks.traffic.sent_of(name),
+    }
 
 
 def _not_covered(job: PassJob, layer: TreatedLayer, reason: str) -> DeclaredLayer:

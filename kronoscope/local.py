@@ -1,5 +1,6 @@
 """For a notebook: factors from a folder, and analyses in this very process. The one door to the engine."""
 
+import contextlib
 import pkgutil
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from catalog.collection import Collection, Stabilisation
 from catalog.inputs import Task
 from catalog.memory import Memory
 from catalog.woodbury import Woodbury
+from engine.distributed.group import join
 from engine.factors.factor_files import read_factors
 from engine.factors.factor_index import INDEX
 from engine.memory.budget import MemoryBudget
@@ -75,6 +77,9 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
 ) -> Measurement:
     """Run analyses on a model in this process; the model and its gradients are left as they were.
 
+    Inside an initialised process group (``torch.distributed``) every rank calls this with its own part of the data, and
+    gets the results of all of them.
+
     Args:
         model: The model; it is measured on the device of its parameters.
         batches: Tuples ``(inputs, targets)`` or ``(inputs, targets, index)``: a list, or a callable that gives them
@@ -119,7 +124,10 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
             keep=("factors",),
         ),
         machine=Machine(
-            budget=budget, guard=Guard(budget=budget, device=device, log=lambda _, __: None), device=device
+            budget=budget,
+            guard=Guard(budget=budget, device=device, log=lambda _, __: None),
+            device=device,
+            ranks=join(device),
         ),
         ports=Ports(artifacts=_artifacts(), announce_plan=plan.update),
     )
@@ -131,9 +139,9 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     workspace.options.decomposition = most_decomposed(own or ANALYSES[kind] for kind, own in options.items())
     workspace.options.params = options
     workspace.inputs.stored_against = open_against(options.get("compare_curvature"))
-    for kind in kinds:
-        function: Callable[..., Generator[LayerResult, None, Any]] = pkgutil.resolve_name(ANALYSES[kind].function)
-        summary[kind] = _pulled(rows, function(options[kind], workspace))
+    ranks = workspace.machine.ranks
+    with contextlib.nullcontext() if ranks is None else ranks.guarding():
+        _run_all(kinds, workspace, rows, summary)
     return Measurement(
         layers=tuple(sorted(rows, key=lambda row: (list(kinds).index(row.kind), row.ordinal))),
         summary=summary,
@@ -141,6 +149,13 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
         index=workspace.ports.artifacts.load_json(INDEX),
         plan=plan,
     )
+
+
+def _run_all(kinds: Sequence[str], workspace: Workspace, rows: list[LayerResult], summary: dict[str, Any]) -> None:
+    """Run the analyses one after another; append their rows, and put their summaries under their names."""
+    for kind in kinds:
+        function: Callable[..., Generator[LayerResult, None, Any]] = pkgutil.resolve_name(ANALYSES[kind].function)
+        summary[kind] = _pulled(rows, function(workspace.options.params[kind], workspace))
 
 
 def _require_known(model: object, kinds: Sequence[str]) -> None:

@@ -115,7 +115,7 @@ class BatchVariance:
         own, past = weight - self.weight_before, self.weight_before
         if own > 0:
             if past > 0:
-                self.squares += own * (past / weight) * _squared_norms(sums, 1 / own, self.before, 1 / past)
+                self.squares += own * (past / weight) * squared_norms(sums, 1 / own, self.before, 1 / past)
             self.batches += 1
             self.counts += 1.0
             self.weights += own
@@ -143,7 +143,7 @@ class BatchVariance:
         if self.before is None or self.squares is None or sums is None:
             return
         self.before = None
-        norms = _squared_norms(sums, 1 / (weight or 1.0)).tolist()
+        norms = squared_norms(sums, 1 / (weight or 1.0)).tolist()
         for squares, norm in zip(self.squares.tolist(), norms, strict=True):
             own = VarianceSums(squares=squares, batches=self.batches, weights=self.weights)
             variance, error = relative_variance(own, self.counts, weight, norm)
@@ -234,7 +234,7 @@ def gradient_refusal(layer: TreatedLayer, kept: str, fisher: str) -> str | None:
     return None
 
 
-def _squared_norms(sums: Tensor, scale: float, other: Tensor | None = None, other_scale: float = 0.0) -> Tensor:
+def squared_norms(sums: Tensor, scale: float, other: Tensor | None = None, other_scale: float = 0.0) -> Tensor:
     """Return ``‖scale · sums − other_scale · other‖²`` of each group, (groups,) float64.
 
     Args:

@@ -63,6 +63,8 @@ class GradientRows:
     staging: Staging | None = None
     """How rows reach the host, where they stand there and arrive elsewhere."""
     count: int = 0
+    grams: Tensor | None = None
+    """(groups, count, count) float64: the Gram matrices of the scaled rows, where several ranks have summed them."""
 
     @classmethod
     def empty(cls, groups: int, size: int, storage: RowStorage) -> Self:
@@ -99,7 +101,7 @@ class GradientRows:
         for start in range(0, rows.shape[0], self.size):
             piece = rows[start : start + self.size]
             if self.count + piece.shape[0] > self.size:
-                self._merge_()
+                self.merge_()
             self._make_room_(self.count + piece.shape[0])
             self._keep_(piece.view(piece.shape[0], -1, self.size))
 
@@ -124,7 +126,7 @@ class GradientRows:
             One structured side per group, its rows on the host.
         """
         if self.triangle is not None:
-            self._merge_()
+            self.merge_()
             found = []
             for triangle in self.triangle:
                 rows, scales = scaled_rows(triangle, wide or self.rows.dtype)
@@ -132,7 +134,11 @@ class GradientRows:
             return found
         host = self.rows[:, : self.count].to("cpu")
         scales = self.scales[:, : self.count].to("cpu")
-        return [LowRank(rows=own, scales=beside, weight=weight) for own, beside in zip(host, scales, strict=True)]
+        grams = [None] * len(host) if self.grams is None else [gram / weight for gram in self.grams.to("cpu")]
+        return [
+            LowRank(rows=own, scales=beside, weight=weight, known_gram=gram)
+            for own, beside, gram in zip(host, scales, grams, strict=True)
+        ]
 
     def copied(self) -> Self:
         """Return a copy of the rows, without its staging."""
@@ -204,7 +210,7 @@ class GradientRows:
         scales[:, : self.count] = self.scales[:, : self.count]
         self.rows, self.scales = rows, scales
 
-    def _merge_(self) -> None:
+    def merge_(self) -> None:
         """Let the triangle take in all rows."""
         if self.staging is not None:
             self.staging.settle()

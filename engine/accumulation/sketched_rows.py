@@ -87,7 +87,7 @@ class SketchRows(GradientRows):
         for start in range(0, rows.shape[0], height):
             piece = rows[start : start + height]
             diagonals += piece.to(torch.float64).square().sum(0).view_as(diagonals)
-            self._enter_(piece.view(piece.shape[0], -1, self.size))
+            self.enter_(piece.view(piece.shape[0], -1, self.size))
 
     def add_terms_(self, logits: Tensor, terms: Terms) -> Tensor:  # (N, R, V) -> (P,)
         """Let the probabilities of some loss terms enter.
@@ -107,7 +107,7 @@ class SketchRows(GradientRows):
             traces[span] = spread.sum(1)
             diagonals[0] += spread.sum(0)
             means[0] += (wide * weights).sum(0)
-            self._enter_((wide * weights.sqrt()).to(self.rows.dtype)[:, None])
+            self.enter_((wide * weights.sqrt()).to(self.rows.dtype)[:, None])
         return traces
 
     def decay_(self, past: float) -> None:
@@ -132,7 +132,7 @@ class SketchRows(GradientRows):
         """
         del wide
         if self.count > self.rank:
-            self._merge_()
+            self.merge_()
         sides = []
         for group, diagonal in enumerate((self._sums(self.diagonals) / weight).cpu()):
             if self.rank == 0:
@@ -179,20 +179,24 @@ class SketchRows(GradientRows):
             raise ValueError("a sketch was never allocated")
         return held
 
-    def _enter_(self, rows: Tensor) -> None:
-        """Append ``rows`` (P, groups, n) to the sketch."""
+    def enter_(self, rows: Tensor) -> None:
+        """Append rows to the sketch, whose diagonal is left as it is.
+
+        Args:
+            rows: Shape (P, groups, n), in the precision of the sketch.
+        """
         start = 0
         if self.rank == 0:
             self.largest = torch.maximum(self.largest, rows.abs().amax().to(torch.float64))
             return
         while start < rows.shape[0]:
             if self.count == 2 * self.rank:
-                self._merge_()
+                self.merge_()
             stop = min(rows.shape[0], start + 2 * self.rank - self.count)
             self._keep_(rows[start:stop])
             start = stop
 
-    def _merge_(self) -> None:
+    def merge_(self) -> None:
         """Leave ℓ rows of those that are held."""
         held, self.count = self.count, self.rank
         width = max(1, _NUMBERS_AT_ONCE // (2 * self.rank))

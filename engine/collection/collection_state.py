@@ -60,6 +60,8 @@ class CollectionState:
     """Indices of all examples that were read; none where they are too scattered, or a checkpoint did not say."""
     updates: int = 0
     passes: int = 0
+    batches: int = 0
+    """Batches of this rank in a pass, with those that enter nothing."""
     loss_scale: float = FIRST_SCALE
     overwritten: frozenset[str] = frozenset()
     """Layers whose input the model writes to afterwards."""

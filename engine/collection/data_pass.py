@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from catalog.collection import Collection
 from engine.accumulation.batch_variance import BatchVariance, activation_refusal, gradient_refusal
 from engine.accumulation.hooks import Collector
 from engine.accumulation.input_arrival import InputArrival
@@ -17,6 +18,7 @@ from engine.collection.collection_state import CollectionState, Cursor
 from engine.collection.nan_check import locate_nan
 from engine.collection.normalise import foreseen_flaw
 from engine.collection.pass_job import PassJob, PlannedPass
+from engine.collection.ranks.turns import Turns
 from engine.collection.subsamples import keep_size
 from engine.errors import EmptyData
 from engine.factors.representation import DENSE
@@ -28,7 +30,6 @@ from engine.memory.host_accumulation import ROW_STAGING_NUMBERS, Staging, stagin
 from engine.model.backward_pass import pull_back
 from engine.model.batches import Batch, tensors
 from engine.model.dtype_casts import casts_of
-from engine.model.example_runs import joined
 from engine.model.loss_directions import directions
 from engine.model.outputs import predict
 from engine.row_layout.length_buckets import group_by_length
@@ -70,8 +71,8 @@ class Progress:
 
 def run_pass(
     job: PassJob, planned: PlannedPass, state: CollectionState, checkpoints: Checkpoints, found: Resumed | None
-) -> tuple[LayerStatistics, ...]:
-    """Gather the sums of some layers in one pass over the data, or in the rest of it.
+) -> tuple[tuple[LayerStatistics, ...], Cursor]:
+    """Gather the sums of some layers in one pass over the data, or in the rest of it; of several ranks, over its part.
 
     Args:
         job: The model with its data and task, and how passes run it.
@@ -81,7 +82,7 @@ def run_pass(
         found: The checkpoint to go on from; None begins the pass anew.
 
     Returns:
-        The sums of the layers, in the order of ``planned``.
+        The sums of the layers, in the order of ``planned``, and the position at the end of the data.
 
     Raises:
         EngineError: As ``engine.errors`` lists.
@@ -108,6 +109,8 @@ def run_pass(
     batch_count = None if workspace.inputs.examples is None else -(-workspace.inputs.examples // collection.batch_size)
     checked = workspace.saves_checkpoints
     cursor, stream = Cursor(number=progress.number), job.stream()
+    ranks = workspace.machine.ranks
+    turns = Turns.of(ranks, collection.update_freq)
     # a model that draws numbers in evaluation mode draws the same ones in every run
     torch.manual_seed(collection.seed)
     if found is not None:
@@ -123,12 +126,12 @@ def run_pass(
         current.read = cursor.read
         for arrived in stream:
             workspace.ports.raise_if_cancelled()
+            if ranks is not None:
+                ranks.sign()
             batch = job.moved(arrived)
             current.begin(batch, cursor.batches)
-            if cursor.batches % collection.update_freq == 0:
-                if collection.ema_decay is not None and cursor.updates:
-                    for statistics in all_statistics:
-                        statistics.decay_(collection.ema_decay)
+            if turns.update(cursor.batches) is not None:
+                _decay_(collection, cursor, turns, all_statistics)
                 cursor.terms += _varied(job, batch, collector)
                 _check(job, arrived, cursor.batches, collector)
                 cursor.note(collector.scale)
@@ -148,19 +151,16 @@ def run_pass(
     if (collection.ekfac or workspace.options.passes_again) and checkpoints.worth():
         # whoever is killed in the passes that follow begins them anew, or where they were, and nothing before them
         checkpoints.save(cursor, all_statistics, state)
-    _close(job, cursor, collector, state)
-    return all_statistics
-
-
-def _close(job: PassJob, cursor: Cursor, collector: Collector, state: CollectionState) -> None:
-    """Let the state take over what one pass has counted."""
-    for statistics in collector.statistics:
+    for statistics in all_statistics:
         statistics.unproven = statistics.layer.name in collector.inputs.unproven
-    if job.workspace.inputs.part is None:
-        # the other parts may have loss terms
-        _require_terms(job, cursor, collector.statistics)
-    state.examples, state.updates, state.loss_scale = cursor.examples, cursor.updates, cursor.loss_scale
-    state.runs = joined(cursor.runs)
+    return all_statistics, cursor
+
+
+def _decay_(collection: Collection, cursor: Cursor, turns: Turns, sums: tuple[LayerStatistics, ...]) -> None:
+    """Let a moving average weigh all before the next update less."""
+    if collection.ema_decay is not None and cursor.updates:
+        for statistics in sums:
+            statistics.decay_(collection.ema_decay ** turns.updates_since(cursor.batches))
 
 
 def _check(job: PassJob, batch: Batch, number: int, collector: Collector) -> None:
@@ -180,7 +180,17 @@ def _check(job: PassJob, batch: Batch, number: int, collector: Collector) -> Non
         job.workspace.ports.log("warning", f"layer `{name}`: in batch {number + 1} {why}; it is not covered")
 
 
-def _require_terms(job: PassJob, cursor: Cursor, all_statistics: tuple[LayerStatistics, ...]) -> None:
+def require_terms(job: PassJob, cursor: Cursor, all_statistics: tuple[LayerStatistics, ...]) -> None:
+    """Require that something has entered the sums of a pass.
+
+    Args:
+        job: The data and the task, for messages.
+        cursor: Position at the end of the data, with its counts.
+        all_statistics: Sums of the layers.
+
+    Raises:
+        EmptyData: If there was no loss term, or none that weighs anything.
+    """
     if cursor.terms == 0:
         raise EmptyData(
             f"all targets of the {cursor.examples} examples are ignored, so there is no loss term; correct the targets",
@@ -225,7 +235,12 @@ def _allocated(job: PassJob, planned: PlannedPass, shared: dict[str, str]) -> di
         if layer.name in unordered and needs_order and statistics.flaw is None:
             statistics.flaw = "batch_not_first"
         statistics.partial = job.workspace.inputs.part is not None
+        ranks = job.workspace.machine.ranks
+        if ranks is not None:
+            # room for this rank's rows; more is made where its part is larger
+            statistics.representation = replace(representation, rows=-(-representation.rows // ranks.size))
         statistics.allocate(job.dtype, job.workspace.machine.device)
+        statistics.representation = representation
         if job.collection.batch_variance:
             _begin_variance_(statistics, job.collection.fisher)
         by_name[layer.name] = statistics

@@ -19,6 +19,8 @@ from engine.collection.collection_state import CollectionState, Cursor
 from engine.collection.data_pass import update
 from engine.collection.normalise import flaw
 from engine.collection.pass_job import PassJob
+from engine.collection.ranks.reduce_statistics import add_corrections
+from engine.collection.ranks.turns import Turns
 from engine.collection.statistics_state import counts, set_counts
 from engine.errors import NonFiniteFactor
 from engine.factors.kronecker_factors import Corrected, Factors
@@ -93,6 +95,8 @@ def correct_eigenvalues(job: PassJob, state: CollectionState, parts: Sequence[Se
         sums = [_prepared(job, each, state, bases) for each in known if not _exact(each.layer)]
         if sums:
             _guarded_run(replace(job, overwritten=state.overwritten), tuple(sums), done, total)
+            if job.workspace.machine.ranks is not None:
+                add_corrections(job.workspace.machine.ranks, sums, job.collection, state.batches)
             done += 1
             state.passes += 1
         by_name = {each.layer.name: each for each in sums}
@@ -284,16 +288,19 @@ def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total:
         scale=scale,
     )
     count = None if workspace.inputs.examples is None else -(-workspace.inputs.examples // collection.batch_size)
-    updates, cursor = 0, Cursor(number=done)
+    updates, cursor, ranks = 0, Cursor(number=done), workspace.machine.ranks
+    turns = Turns.of(ranks, collection.update_freq)
     # the numbers that the passes before this one drew
     torch.manual_seed(collection.seed)
     with collector.attached(), torch.enable_grad():
         for number, batch in enumerate(job.batches()):
             workspace.ports.raise_if_cancelled()
-            if number % collection.update_freq == 0:
+            if ranks is not None:
+                ranks.sign()
+            if turns.update(number) is not None:
                 if collection.ema_decay is not None and updates:
                     for each in sums:
-                        each.decay_(collection.ema_decay)
+                        each.decay_(collection.ema_decay ** turns.updates_since(number))
                 update(job, batch, collector)
                 updates += 1
             cursor.take(batch, checked=False)

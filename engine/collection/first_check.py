@@ -63,6 +63,11 @@ class Verification:
         mode = job.collection.self_check
         return cls(self_check=SelfCheck(subject=subject_of(job), mode=mode, has_room=has_room))
 
+    @property
+    def failed(self) -> list[str]:
+        """Layers that failed a check so far, by name or by their parameters."""
+        return [*self.forced, *(" ".join(names) for names in self.refused)]
+
     def without_refused(self, probed: ProbedModel) -> ProbedModel:
         """Leave out the layers that failed for good; they are not covered.
 

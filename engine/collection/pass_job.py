@@ -8,6 +8,7 @@ from torch import nn
 
 from catalog.collection import Collection
 from catalog.inputs import Task
+from engine.collection.ranks.turns import numbered
 from engine.collection.subsamples import Sizes
 from engine.factors.representation import Representation
 from engine.gradient_identity.self_check import SelfCheck
@@ -58,6 +59,8 @@ class PassJob:
     """Layers whose input the model writes to afterwards."""
     self_check: SelfCheck | None = None
     """Checks of the layers so far; None where nothing is checked."""
+    shared_first: Batch | None = None
+    """The first batch that all ranks look at; None where this is the only one."""
 
     @classmethod
     def of(cls, workspace: Workspace, device: torch.device) -> "PassJob":
@@ -94,7 +97,10 @@ class PassJob:
     def stream(self) -> Iterator[Batch]:
         """The data, anew, in batches where the caller has them."""
         chunks = self.workspace.inputs.batches() if self.workspace.inputs.batches is not None else iter(())
-        return make_batches(chunks, self.collection.batch_size)
+        ranks, size = self.workspace.machine.ranks, self.collection.batch_size
+        if ranks is None:
+            return make_batches(chunks, size)
+        return make_batches(numbered(chunks, ranks, size), size, may_be_empty=True)
 
     def whole_stream(self) -> Iterator[Batch]:
         """The whole data, of which this may be a part, anew, in batches where the caller has them."""
@@ -102,8 +108,8 @@ class PassJob:
         return self.stream() if part is None else make_batches(part.batches(), self.collection.batch_size)
 
     def probed_batch(self) -> Batch:
-        """The batch that the model is probed with, where the caller has it: the first of the whole data."""
-        return next(self.whole_stream())
+        """The batch that the model is probed with, where the caller has it: the first of the whole data, of all ranks."""
+        return next(self.whole_stream()) if self.shared_first is None else self.shared_first
 
     def without_masks(self, calls: frozenset[Key]) -> "PassJob":
         """Return the same job with the mask not laid on some calls; padding is not cut either then.

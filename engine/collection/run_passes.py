@@ -10,20 +10,25 @@ from functools import partial
 from typing import Any
 
 from engine.accumulation.input_arrival import UnusedCalls
+from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.checkpoints import CheckpointForeign, Checkpoints, Resumed, fingerprint
 from engine.collection.collection_state import CollectionState, Cursor
-from engine.collection.data_pass import run_pass, statistics_kind
+from engine.collection.data_pass import require_terms, run_pass, statistics_kind
 from engine.collection.normalise import keep_factors
 from engine.collection.oom_fallback import describe, next_fallback
 from engine.collection.pass_job import PassJob, PlannedPass
 from engine.collection.probe import ProbedModel
+from engine.collection.ranks.agreement import Left, agree_on_checkpoint, end_together
+from engine.collection.ranks.completed_pass import complete_pass
 from engine.collection.statistics_state import set_counts
+from engine.distributed.group import RankLeft
 from engine.factors.representation import DENSE
 from engine.layers.coverage import Survey
 from engine.memory.guard import PlanningError
 from engine.memory.out_of_memory import first_line, free_memory, ran_out_of_memory
 from engine.memory.plan import Chosen, Plan
 from engine.model.determinism import Numerics
+from engine.model.example_runs import joined
 from engine.row_layout.attention_masks import MaskBroken
 from engine.row_layout.layer_calls import InputOverwritten
 from engine.row_layout.shared_inputs import SharingBroken
@@ -70,6 +75,9 @@ def run_passes(probed: ProbedModel, plan: Plan) -> CollectionState:
         )
 
     found = checkpoints.find()
+    if job.workspace.machine.ranks is not None and job.workspace.saves_checkpoints:
+        known = None if found is None else (found.cursor.number, found.shared, found.unmasked, found.deferred)
+        found = found if agree_on_checkpoint(job.workspace.machine.ranks, known) else None
     try:
         state = fresh() if found is None else _resumed(job, surveyed, found)
         return _run_parts(probed, plan, state, checkpoints, found)
@@ -96,7 +104,8 @@ def _run_parts(
         # outside of the except block, whose traceback held the sums
         state.restore(before)
         free_memory(job.workspace.machine.device)
-        again = not again
+        # several ranks go down together, and at once
+        again = not again and job.workspace.machine.ranks is None
         if again:
             found = checkpoints.under_way(number, state)
             state.passes += found is not None
@@ -164,6 +173,7 @@ def _pass(
     layers = tuple(layer for layer in probed.survey.treated if layer.name in set(parts[number]))
     planned = PlannedPass(layers=layers, mixed=probed.probe.mixed, number=number, count=len(parts))
     checked = None if job.self_check is None else job.self_check.state()
+    ranks = job.workspace.machine.ranks
     while True:
         if job.self_check is not None and checked is not None:
             # what is begun anew is checked anew
@@ -172,24 +182,21 @@ def _pass(
         # a pass that is gone on with was counted when it began
         state.passes += found is None or not found.running
         here, found = found, None
-        try:
-            with job.workspace.machine.operation(f"pass {number + 1}", "collection"):
-                statistics = run_pass(job, planned, state, checkpoints, here)
+        with job.workspace.machine.operation(f"pass {number + 1}", "collection"):
+            statistics, cursor, left = _run_or_leave(job, planned, state, checkpoints, here)
+        if ranks is not None:
+            left = end_together(ranks, left, statistics)
+        if not left:
             break
-        except SharingBroken as broken:
-            # rare: a model that feeds its layers differently from batch to batch
-            state.shared = {name: leader for name, leader in state.shared.items() if name not in broken.followers}
-        except MaskBroken as broken:
-            job.workspace.ports.log("info", f"padding takes part in {broken}: all of its positions count")
-            state.unmasked |= broken.calls
-        except UnusedCalls as unused:
-            job.workspace.ports.log("info", f"some calls of {unused} have no gradient: their inputs do not enter A")
-            state.deferred |= unused.layers
-            state.shared = {
-                name: leader for name, leader in state.shared.items() if unused.layers.isdisjoint((name, leader))
-            }
-        except InputOverwritten as written:
-            state.overwritten |= set(written.layers)
+        _take_in(job, state, left)
+    state.batches = cursor.batches
+    if ranks is not None:
+        cursor = complete_pass(ranks, job, statistics, cursor, checked)
+    if job.workspace.inputs.part is None:
+        # the other parts may have loss terms
+        require_terms(job, cursor, statistics)
+    state.examples, state.updates, state.loss_scale = cursor.examples, cursor.updates, cursor.loss_scale
+    state.runs = joined(cursor.runs)
     for each in statistics:
         each.end_pass_()
     state.statistics |= {each.layer.name: each for each in statistics}
@@ -202,9 +209,60 @@ def _pass(
         checkpoints.save(after, (), state)
 
 
+def _run_or_leave(
+    job: PassJob, planned: PlannedPass, state: CollectionState, checkpoints: Checkpoints, found: Resumed | None
+) -> tuple[tuple[LayerStatistics, ...], Cursor, Left]:
+    """Run a pass; where it cannot go on as it was planned, return why, with no sums."""
+    ranks = job.workspace.machine.ranks
+    try:
+        return *run_pass(job, planned, state, checkpoints, found), Left()
+    except SharingBroken as broken:
+        # rare: a model that feeds its layers differently from batch to batch
+        left = Left(unshared=frozenset(broken.followers))
+    except MaskBroken as broken:
+        left = Left(unmasked=broken.calls)
+    except UnusedCalls as unused:
+        left = Left(deferred=unused.layers)
+    except InputOverwritten as written:
+        left = Left(overwritten=frozenset(written.layers))
+    except RankLeft:
+        left = Left(interrupted=frozenset({0 if ranks is None else ranks.rank}))
+    except Exception as error:
+        # what one rank alone lacks memory for, all begin anew with less
+        if ranks is None or not ran_out_of_memory(error):
+            raise
+        left = Left(out_of_memory=frozenset({f"rank {ranks.rank}: {first_line(error)}"}))
+    return (), Cursor(number=planned.number), left
+
+
+def _take_in(job: PassJob, state: CollectionState, left: Left) -> None:
+    """Let the pass that follows know why the one before was left.
+
+    Raises:
+        MemoryError: If memory ran out on a rank.
+    """
+    log = job.workspace.ports.log
+    if left.out_of_memory:
+        raise MemoryError("; ".join(sorted(left.out_of_memory)))
+    if left.unmasked:
+        broken = MaskBroken(left.unmasked)
+        log("info", f"padding takes part in {broken}: all of its positions count")
+    if left.deferred:
+        log("info", f"some calls of {UnusedCalls(left.deferred)} have no gradient: their inputs do not enter A")
+    state.unmasked |= left.unmasked
+    state.deferred |= left.deferred
+    state.overwritten |= left.overwritten
+    state.shared = {
+        name: leader
+        for name, leader in state.shared.items()
+        if name not in left.unshared and left.deferred.isdisjoint((name, leader))
+    }
+
+
 def _conditions(job: PassJob, surveyed: Survey, plan: Plan) -> dict[str, Any]:
     """Everything that a checkpoint's bits depend on, each entry under the name that a refusal calls it by."""
     layers = [[layer.name, type(layer).__name__, layer.form, layer.in_dim, layer.out_dim] for layer in surveyed.treated]
+    ranks = job.workspace.machine.ranks
     return {
         **job.workspace.resume.conditions,
         **{_CALLED.get(name, name): value for name, value in asdict(job.numerics).items()},
@@ -214,6 +272,7 @@ def _conditions(job: PassJob, surveyed: Survey, plan: Plan) -> dict[str, Any]:
         "plan": asdict(plan.chosen),
         "model": fingerprint(job.model),
         "set of layers": layers,
+        **({} if ranks is None else {"rank": [ranks.rank, ranks.size]}),
     }
 
 

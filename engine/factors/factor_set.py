@@ -161,6 +161,14 @@ class LayerFacts:
     """Why one of them is None where it was asked for."""
     rows_place: str | None = None
     """Where gradient rows stood while they were collected; None where none were kept."""
+    world_size: int = 1
+    """Ranks that collected together."""
+    reduction: str = "none"
+    """How their sums of G were combined."""
+    positions_local: int | None = None
+    """Positions that entered A on this rank; None where it was the only one."""
+    sent_bytes: int | None = None
+    """Bytes that this rank has sent to the others for the layer; None where it was the only one."""
     windows: tuple[Window, ...] | None = None
     """Where the numbers of the layer's matrix stand in the parameters; None where that is not known."""
     sums: LayerSums | None = None

@@ -53,6 +53,8 @@ class LowRank(RowSide):
     """s (T,) float64, beside the rows."""
     weight: float
     """w: loss terms."""
+    known_gram: Tensor | None = None
+    """K (T, T) float64, where several ranks have summed it already."""
 
     @property
     def kind(self) -> Literal["woodbury"]:
@@ -66,10 +68,7 @@ class LowRank(RowSide):
 
     def trace(self) -> float:
         """Sum of the squares of all rows."""
-        total = torch.zeros((), dtype=torch.float64, device=self.computes_on)
-        for _, rows in self._chunks(torch.float64):
-            total += rows.square().sum()
-        return float(total)
+        return float(sum(rows.square().sum() for _, rows in self._chunks(torch.float64)))
 
     def diagonal(self) -> Tensor:
         """(n,) float64 on the host."""
@@ -79,7 +78,7 @@ class LowRank(RowSide):
         return total.to("cpu")
 
     def frobenius_norm(self) -> float:
-        """That of the Gram matrix, which needs no eigenvalues."""
+        """That of the Gram matrix."""
         return float(self.gram().norm())
 
     def spectral_norm(self) -> float:
@@ -104,8 +103,10 @@ class LowRank(RowSide):
         Memory:
             T² numbers, and 16 MiB of widened columns.
         """
-        total = torch.zeros(self.count, self.count, dtype=torch.float64, device=self.computes_on)
+        if self.known_gram is not None:
+            return self.known_gram.to(self.computes_on, copy=True)
         scales = self._root_scales()
+        total = scales.new_zeros(self.count, self.count)
         width = max(NUMBERS_AT_ONCE // max(self.count, 1), 1)
         for start in range(0, self.size, width):
             columns = self.rows[:, start : start + width].to(self.computes_on).to(torch.float64)

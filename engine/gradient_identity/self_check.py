@@ -170,6 +170,31 @@ class SelfCheck:
         self.drawing = frozenset(stored["drawing"])
         self.shapes = set(stored["shapes"])
 
+    def join(self, before: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
+        """Take in the checks that several ranks have made since a state that was the same on all of them.
+
+        Args:
+            before: That state.
+            states: What ``state`` returns on each rank, in order.
+        """
+        names = {name for state in states for name in state["layers"]}
+        holders = {name: [state for state in states if name in state["layers"]] for name in sorted(names)}
+        self.layers = {name: _joined(name, before, holders[name]) for name in holders}
+        self.drawing = frozenset().union(*(state["drawing"] for state in states))
+        self.shapes = set().union(*(state["shapes"] for state in states))
+
+
+def _joined(name: str, before: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> LayerCheck:
+    """The check of one layer before a pass, and what each rank has added in it."""
+    known = LayerCheck(**before["layers"][name]) if name in before["layers"] else None
+    found = known
+    for state in states:
+        own = LayerCheck(**state["layers"][name])
+        added = own.examples - (0 if known is None else known.examples)
+        if added:
+            found = _worse(found, replace(own, examples=added))
+    return LayerCheck(**states[0]["layers"][name]) if found is None else found
+
 
 def different_examples(batch: Batch, count: int) -> list[int]:
     """Choose examples whose inputs differ.

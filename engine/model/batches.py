@@ -114,13 +114,14 @@ def tensors(tree: Tree) -> list[Tensor]:
     return []
 
 
-def make_batches(stream: Iterable[tuple[Tree, ...]], batch_size: int) -> Iterator[Batch]:
+def make_batches(stream: Iterable[tuple[Tree, ...]], batch_size: int, *, may_be_empty: bool = False) -> Iterator[Batch]:
     """Re-slice a stream of chunks to batches of one size.
 
     Args:
         stream: Chunks ``(inputs, targets)`` or ``(inputs, targets, index)``, examples on dimension 0 of every tensor;
             an index is (N,) integers, without it examples are numbered as they come.
         batch_size: Examples of a batch, at least 1.
+        may_be_empty: Whether a stream without an example yields nothing, where other ranks may have some.
 
     Yields:
         Batches of ``batch_size`` examples; fewer at the end, and where the next chunk has other shapes or dtypes.
@@ -150,7 +151,7 @@ def make_batches(stream: Iterable[tuple[Tree, ...]], batch_size: int) -> Iterato
             if start < joined.size:
                 waiting = [_sliced(joined, start, joined.size)]
     yield from _cut(waiting, batch_size)
-    if seen == 0:
+    if seen == 0 and not may_be_empty:
         raise EmptyData("the data holds no example; give at least one", pointer="/data")
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import Probe, ProbedModel, sides_of
+from engine.collection.ranks.turns import Turns
 from engine.errors import BeyondSolvers
 from engine.factors.representation import RATIO, Representation, of_rows
 from engine.layers.coverage import Survey
@@ -61,7 +62,8 @@ def _most_terms(job: PassJob, layer: TreatedLayer) -> int:
     options, collection, size = job.workspace.options.woodbury, job.collection, layer.out_dim
     if not options.softmax_head or options.policy == "dense" or collection.fisher not in ("mc", "type2"):
         return 0
-    if options.policy == "auto" and job.workspace.inputs.whole_examples is None:
+    ranks = job.workspace.machine.ranks
+    if options.policy == "auto" and job.workspace.inputs.foreseen_examples(ranks) is None:
         # as for gradient rows: where nobody says how many examples there are, nothing is foreseen
         return 0
     if collection.ekfac or (options.policy == "hybrid" and size < options.hybrid_from):
@@ -79,12 +81,14 @@ def _terms(job: PassJob, each: int, most: int) -> int:
         return most if examples is None else each * -(-examples // job.collection.update_freq)
     total = 0
     # a part keeps its head as the whole does
+    turns = Turns.of(job.workspace.machine.ranks, job.collection.update_freq)
     for place, batch in enumerate(job.whole_stream()):
-        if place % job.collection.update_freq == 0:
+        if turns.update(place) is not None:
             total += class_terms(batch, job.task, each)
         if total > most:
             break
-    return total
+    ranks = job.workspace.machine.ranks
+    return total if ranks is None else sum(ranks.gather(total, "loss terms"))
 
 
 @dataclass(frozen=True, kw_only=True)

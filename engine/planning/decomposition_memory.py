@@ -62,7 +62,10 @@ def with_decompositions(
     cuda = workspace.machine.device.type == "cuda"
     on_host = typical_speed(torch.device("cpu")) if cuda else pace
     foreseen = WorkloadEstimate(
-        calls=probe.calls, seen=probe.examples, outputs=probe.outputs, examples=workspace.inputs.examples
+        calls=probe.calls,
+        seen=probe.examples,
+        outputs=probe.outputs,
+        examples=workspace.inputs.foreseen_examples(workspace.machine.ranks),
     )
     sides_of = {layer.name: _sides(layer, probe, follows=layer.name in probe.shared) for layer in probe.layers}
     terms: list[Term] = []

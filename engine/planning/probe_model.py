@@ -247,7 +247,10 @@ def _represented(job: PassJob, survey: Survey, seen: Probe) -> Probe:
     """The probe, with how each layer is to keep its G."""
     workspace = job.workspace
     foreseen = WorkloadEstimate(
-        calls=seen.calls, seen=seen.examples, outputs=seen.outputs, examples=workspace.inputs.whole_examples
+        calls=seen.calls,
+        seen=seen.examples,
+        outputs=seen.outputs,
+        examples=workspace.inputs.foreseen_examples(workspace.machine.ranks),
     )
     basis = workspace.options.decomposition == "vectors"
     chosen = {

@@ -19,6 +19,7 @@ from torch import Tensor
 from catalog.capacity import CapacityParams
 from catalog.cross_check import CrossCheck
 from engine.collection.pass_job import PassJob
+from engine.collection.ranks.joined_job import require_one_rank
 from engine.errors import NonFiniteFactor, UsageError
 from engine.factors.factor_set import FactorSet
 from engine.linalg.lanczos import Lanczos
@@ -126,6 +127,7 @@ def cross_check(params: CapacityParams, workspace: Workspace, whole: FactorSet) 
             "stored factors hold no model, and `capacity.cross_check` needs it: give `model`, `data` and `task`",
             pointer="/capacity/cross_check",
         )
+    require_one_rank(workspace, "capacity.cross_check")
     job = PassJob(
         workspace=workspace,
         model=workspace.inputs.model,

@@ -10,6 +10,7 @@ from torch import Tensor
 from catalog.natural_gradient import NaturalGradientParams
 from engine.collection.parameter_windows import list_parameters
 from engine.collection.pass_job import PassJob
+from engine.collection.ranks.joined_job import require_one_rank
 from engine.errors import UsageError, WrongShape
 from engine.factors.factor_set import FactorSet, LayerFacts, ParameterShape
 from engine.factors.kronecker_factors import digest
@@ -84,6 +85,8 @@ def require_gradient(params: NaturalGradientParams, workspace: Workspace) -> Non
             "stored factors hold neither a model nor data to take the gradient of; give `natural_gradient.gradient`",
             pointer=POINTER,
         )
+    if given is None:
+        require_one_rank(workspace, "natural_gradient.gradient")
     if given is not None and workspace.inputs.model is not None:
         require_fit(given, list_parameters(workspace.inputs.model))
 

@@ -20,6 +20,7 @@ from engine.analyses.spectra.search_checkpoints import SavedSearch, SearchCheckp
 from engine.analyses.spectra.spectrum_search import SpectrumSearch
 from engine.collection.checkpoints import fingerprint
 from engine.collection.pass_job import PassJob
+from engine.collection.ranks.joined_job import require_one_rank
 from engine.errors import UsageError
 from engine.factors.factor_set import FactorSet
 from engine.memory.budget import give_back_host_memory
@@ -62,6 +63,7 @@ def exact_spectra(
             f"stored factors hold no model, and `{params.needs_model}` needs it: give `model`, `data` and `task`",
             pointer="/spectrum/of",
         )
+    require_one_rank(workspace, "spectrum.of")
     job = PassJob(
         workspace=workspace,
         model=workspace.inputs.model,

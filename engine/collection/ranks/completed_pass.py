@@ -1,0 +1,50 @@
+"""A completed pass: one rank's sums and checks become those of all ranks, at the end of a pass over the data."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.accumulation.layer_statistics import LayerStatistics
+from engine.collection.collection_state import Cursor
+from engine.collection.pass_job import PassJob
+from engine.collection.ranks.agreement import join_cursors
+from engine.collection.ranks.reduce_statistics import reduce_statistics
+from engine.collection.ranks.turns import Turns
+from engine.distributed.group import Ranks
+
+
+def complete_pass(
+    ranks: Ranks,
+    job: PassJob,
+    statistics: Sequence[LayerStatistics],
+    cursor: Cursor,
+    checked: Mapping[str, Any] | None,
+) -> Cursor:
+    """Add what every rank has measured in one pass.
+
+    Args:
+        ranks: The ranks.
+        job: The model with its data and task, whose checks take in those of the other ranks.
+        statistics: Sums of the layers of the pass on this rank, which become those of all.
+        cursor: This rank's position at the end of its data.
+        checked: State of the checks before the pass, the same on every rank; None where nothing is checked.
+
+    Returns:
+        The position of all ranks together.
+
+    Raises:
+        RankFailed: If a rank has failed.
+        RankTimedOut: If a rank does not come in time.
+        RanksRefused: If the batches were not held in turn, and that matters.
+    """
+    collection = job.collection
+    whole, since = join_cursors(ranks, cursor, Turns.of(ranks, collection.update_freq), collection)
+    if collection.ema_decay is not None and since:
+        for found in statistics:
+            found.decay_(collection.ema_decay**since)
+    reduce_statistics(ranks, statistics, collection)
+    states = ranks.gather(None if job.self_check is None else job.self_check.state(), "checks of the pass")
+    if job.self_check is not None and checked is not None:
+        job.self_check.join(checked, states)
+    for heard in ranks.gather(sorted(job.heard), "operations without a deterministic form"):
+        job.heard.update(heard)
+    return whole

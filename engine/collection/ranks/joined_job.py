@@ -1,0 +1,116 @@
+"""A joined job: what several ranks settle before the first pass, and what they refuse.
+
+nested       refused: the first N/8 examples of the whole are not the first of any rank
+reduction    `none` is refused where more than one rank holds data
+             `dense` sums G densely everywhere, so no layer keeps rows
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from engine.collection.checkpoints import fingerprint
+from engine.collection.pass_job import PassJob
+from engine.collection.probe import Probe, ProbedModel
+from engine.collection.ranks.agreement import planner_of, require_alike, share_first_batch, total_examples
+from engine.distributed.group import Ranks
+from engine.errors import RanksRefused
+from engine.factors.representation import Representation
+from engine.memory.plan import Plan
+from engine.workspace import Workspace
+
+
+def join_ranks(ranks: Ranks, job: PassJob) -> PassJob:
+    """Settle what every rank must know before the model is probed.
+
+    Args:
+        ranks: The ranks.
+        job: The model with its data and task, as the document says it.
+
+    Returns:
+        The job with the first batch that all ranks look at.
+
+    Raises:
+        EmptyData: If no rank holds an example.
+        RanksRefused: If several ranks cannot do exactly what is asked for, or do not hold the same model.
+    """
+    _require_possible(ranks, job)
+    require_alike(ranks, (job.collection, job.task), "options of the collection")
+    require_alike(ranks, fingerprint(job.model), "model")
+    inputs = job.workspace.inputs
+    inputs.examples_of_all = total_examples(ranks, inputs.examples)
+    first = next(job.stream(), None)
+    holders = sum(ranks.gather(first is not None, "ranks with data"))
+    if job.collection.reduction == "none" and holders > 1:
+        raise RanksRefused(
+            f"`collection.reduction` none leaves each of the {holders} ranks that hold data with factors of its own "
+            "part, which are those of no model; take `gram`, `gather`, `dense` or `auto`",
+            pointer="/collection/reduction",
+        )
+    if job.collection.reduction == "dense":
+        job.workspace.options.woodbury = replace(job.workspace.options.woodbury, policy="dense")
+    return replace(job, shared_first=share_first_batch(ranks, first))
+
+
+def _require_possible(ranks: Ranks, job: PassJob) -> None:
+    if job.collection.nested:
+        raise RanksRefused(
+            f"`collection.nested` keeps the first N/8, N/4 and N/2 examples of the data, and {ranks.size} ranks read "
+            "them side by side; leave it out, or measure with one rank",
+            pointer="/collection/nested",
+        )
+
+
+def follow_planner(ranks: Ranks, workspace: Workspace, probed: ProbedModel, plan: Plan) -> tuple[ProbedModel, Plan]:
+    """Return the plan of the rank with the smallest budget, which every rank follows.
+
+    Args:
+        ranks: The ranks.
+        workspace: The job, with this rank's budget.
+        probed: The model after its probe on this rank.
+        plan: This rank's plan.
+
+    Returns:
+        The probed model with the representations of that plan, and the plan.
+
+    Raises:
+        RanksRefused: If the ranks have found different layers.
+    """
+    probe = probed.probe
+    found = [(layer.name, type(layer).__name__, layer.form, layer.in_dim, layer.out_dim) for layer in probe.layers]
+    require_alike(ranks, (found, dict(probe.shared), sorted(probed.job.tables), sorted(probe.mixed)), "layers")
+    own: tuple[Plan, Mapping[str, Representation]] = plan, dict(probe.representations)
+    chosen, representations = ranks.broadcast(own, planner_of(ranks, workspace.machine.budget), "plan")
+    followed: Probe = replace(probe, representations=representations)
+    return probed.with_probe(followed), chosen
+
+
+def require_same_checks(ranks: Ranks, failed: Sequence[str]) -> None:
+    """Require that the first check has failed for the same layers on every rank.
+
+    Args:
+        ranks: The ranks.
+        failed: Names of those that failed on this one.
+
+    Raises:
+        RanksRefused: If they differ, as on devices that round differently.
+    """
+    require_alike(ranks, sorted(failed), "layers that fail the gradient identity")
+
+
+def require_one_rank(workspace: Workspace, field: str) -> None:
+    """Require that what an analysis computes from the data itself is not asked of several ranks.
+
+    Args:
+        workspace: The job.
+        field: Name of the option that asks for it.
+
+    Raises:
+        RanksRefused: If there are several.
+    """
+    ranks = workspace.machine.ranks
+    if ranks is not None:
+        raise RanksRefused(
+            f"`{field}` passes over the data once more, and each of the {ranks.size} ranks holds a part of them; "
+            "measure it with one rank, or leave it out",
+            pointer=f"/{field.replace('.', '/')}",
+        )

@@ -1,0 +1,225 @@
+"""Reduced statistics: the sums of a pass on every rank become those of all ranks' examples.
+
+A and G are sums over examples, and so are their counts, the exact traces, the corrected eigenvalues and the table's
+part of a tied head: they are added. Gradient rows are put one below the other (``rows``). Variances over batches
+combine by
+
+    S = Σ_r (S_r + W_r ‖M_r − M‖²)        M = Σ_r W_r M_r / Σ_r W_r
+
+from each rank's mean M_r and count W_r. Counts travel as whole numbers, and floats are added in the order of the ranks.
+
+References:
+    Chan, Golub & LeVeque (1983), Algorithms for computing the sample variance
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from catalog.collection import Collection
+from engine.accumulation.batch_variance import BatchVariance, squared_norms
+from engine.accumulation.ekfac_statistics import CorrectionStatistics
+from engine.accumulation.gradient_rows import GradientRows
+from engine.accumulation.layer_statistics import LayerStatistics
+from engine.accumulation.tied_statistics import TiedHeadStatistics
+from engine.collection.ranks.rows import RowFacts, reduce_rows
+from engine.collection.ranks.turns import Turns
+from engine.distributed.formulas import choose_reduction
+from engine.distributed.group import Ranks
+from engine.distributed.transfers import Label, Reduction, run_together, sum_tensor_, sum_triangle_
+
+_SUMMED = ("weight_A", "weight_G", "rows_A", "rows_G", "positions", "terms", "gradients", "examples", "weights_squared")
+"""Counts and weights of a layer that add up over ranks."""
+
+
+@dataclass(frozen=True)
+class LayerCounts:
+    """Everything of a layer's sums on one rank that is no large tensor."""
+
+    name: str
+    numbers: Mapping[str, Any]
+    calls: int
+    flaw: str | None
+    ordered: bool
+    unproven: bool
+    squares: Tensor | None
+    rows: RowFacts | None
+    variances: Mapping[str, tuple[int, float, float]]
+
+    @classmethod
+    def of(cls, found: LayerStatistics) -> "LayerCounts":
+        """Describe the sums of a layer on this rank.
+
+        Args:
+            found: The sums.
+
+        Returns:
+            Counts and small tensors, on the host.
+        """
+        names = (*_SUMMED, "weight_counts") if isinstance(found, TiedHeadStatistics) else _SUMMED
+        return cls(
+            name=found.layer.name,
+            numbers={name: getattr(found, name) for name in names},
+            calls=found.calls,
+            flaw=found.flaw,
+            ordered=found.ordered,
+            unproven=found.unproven,
+            squares=None if found.squares is None else found.squares.cpu(),
+            rows=None if found.gradient_rows is None else RowFacts.of(found.gradient_rows),
+            variances={
+                side: (varied.batches, varied.counts, varied.weights) for side, varied in _varied(found).items()
+            },
+        )
+
+
+def reduce_statistics(ranks: Ranks, statistics: Sequence[LayerStatistics], collection: Collection) -> None:
+    """Add the sums of every rank, in place: each rank holds those of all examples afterwards.
+
+    Args:
+        ranks: The ranks.
+        statistics: Sums of the layers of one pass, the same layers in the same order on every rank.
+        collection: Options of the collection: how rows are reduced.
+
+    Raises:
+        RankFailed: If a rank has failed.
+        RankTimedOut: If a rank does not come in time.
+
+    Memory:
+        Of two layers at a time: a few panels, and the rows of all ranks.
+    """
+    counted = ranks.gather([LayerCounts.of(found) for found in statistics], "counts of the pass")
+    means = [{side: _set_mean_aside(found, side) for side in _varied(found)} for found in statistics]
+    by_layer = list(zip(*counted, strict=True))
+    run_together(_reduced(ranks, found, counts, collection) for found, counts in zip(statistics, by_layer, strict=True))
+    for found, counts in zip(statistics, by_layer, strict=True):
+        _add_counts(ranks, found, counts)
+    if any(means):
+        _combine_variances(ranks, statistics, means, by_layer)
+
+
+def _reduced(
+    ranks: Ranks, found: LayerStatistics, counts: Sequence[LayerCounts], collection: Collection
+) -> Reduction[None]:
+    """Add the large tensors of one layer."""
+    layer = found.layer.name
+    for staging in (found.staging, found.row_staging):
+        if staging is not None:
+            staging.settle()
+    if found.A is not None:
+        yield from _add(ranks, found.A, Label(layer, "A"))
+    if found.G is not None and collection.fisher != "forward_only":
+        yield from _add(ranks, found.G, Label(layer, "G"))
+    if isinstance(found, TiedHeadStatistics) and found.counts is not None and found.vectors is not None:
+        yield from sum_tensor_(ranks, found.counts, Label(layer, "G"))
+        yield from sum_triangle_(ranks, found.vectors, Label(layer, "A"))
+    ranks.traffic.reductions[layer] = "dense"
+    rows = found.gradient_rows
+    if rows is not None:
+        facts = [each.rows for each in counts if each.rows is not None]
+        wanted = choose_reduction(
+            collection.reduction, rows=sum(each.count for each in facts), size=rows.size, ranks=ranks.size
+        )
+        # probabilities are weighed by a damping before their Gram matrix is made
+        gram = wanted == "gram" and type(rows) is GradientRows
+        ranks.traffic.reductions[layer] = yield from reduce_rows(ranks, rows, facts, layer, gram=gram)
+
+
+def _add(ranks: Ranks, total: Tensor, label: Label) -> Reduction[None]:
+    if total.ndim == 1:
+        yield from sum_tensor_(ranks, total, label)
+    else:
+        yield from sum_triangle_(ranks, total, label)
+
+
+def _add_counts(ranks: Ranks, found: LayerStatistics, counts: Sequence[LayerCounts]) -> None:
+    own = counts[ranks.rank]
+    ranks.traffic.positions[found.layer.name] = int(own.numbers["positions"])
+    for name in own.numbers:
+        setattr(found, name, sum(each.numbers[name] for each in counts))
+    found.calls = max(each.calls for each in counts)
+    found.flaw = next((each.flaw for each in counts if each.flaw is not None), None)
+    found.ordered = all(each.ordered for each in counts)
+    found.unproven = any(each.unproven for each in counts)
+    if found.squares is not None:
+        total = torch.zeros_like(found.squares, device="cpu")
+        for each in counts:
+            if each.squares is not None:
+                total += each.squares
+        found.squares.copy_(total)
+
+
+def _varied(found: LayerStatistics) -> dict[str, BatchVariance]:
+    sides = {"A": found.variance_A, "G": found.variance_G}
+    return {side: varied for side, varied in sides.items() if varied.before is not None}
+
+
+def _set_mean_aside(found: LayerStatistics, side: str) -> float:
+    """Keep this rank's own sums where those of earlier batches stood; return their count."""
+    sums, varied = getattr(found, side), _varied(found)[side]
+    if varied.before is not None:
+        varied.before.copy_(sums)
+    return float(getattr(found, f"weight_{side}"))
+
+
+def _combine_variances(
+    ranks: Ranks,
+    statistics: Sequence[LayerStatistics],
+    weights: Sequence[Mapping[str, float]],
+    counts: Sequence[Sequence[LayerCounts]],
+) -> None:
+    own: list[dict[str, Tensor]] = []
+    for found, weight in zip(statistics, weights, strict=True):
+        scattered = {}
+        for side, varied in _varied(found).items():
+            total, whole = getattr(found, side), float(getattr(found, f"weight_{side}"))
+            if varied.squares is None or varied.before is None:
+                continue
+            apart = varied.squares
+            if weight[side] > 0:
+                away = squared_norms(varied.before, 1 / weight[side], total, 1 / whole)
+                apart = apart + weight[side] * away
+            scattered[side] = apart.cpu()
+        own.append(scattered)
+    for found, known, every in zip(statistics, counts, zip(*ranks.gather(own, "variances"), strict=True), strict=True):
+        for side, varied in _varied(found).items():
+            if varied.squares is not None:
+                varied.squares.copy_(
+                    sum((each[side] for each in every), torch.zeros_like(varied.squares, device="cpu"))
+                )
+            pairs = [each.variances[side] for each in known]
+            varied.batches = sum(batches for batches, _, _ in pairs)
+            varied.counts = sum(each for _, each, _ in pairs)
+            varied.weights = sum(each for _, _, each in pairs)
+
+
+def add_corrections(
+    ranks: Ranks, statistics: Sequence[CorrectionStatistics], collection: Collection, batches: int
+) -> None:
+    """Add the corrected eigenvalues of every rank, in place.
+
+    Args:
+        ranks: The ranks.
+        statistics: Sums of the layers of one pass, the same on every rank.
+        collection: Options of the collection.
+        batches: Batches of this rank in a pass.
+
+    Raises:
+        RankFailed: If a rank has failed.
+    """
+    turns = Turns.of(ranks, collection.update_freq)
+    own = turns.last_update(batches)
+    last = max((each for each in ranks.gather(own, "ends of the correction") if each is not None), default=0)
+    for found in statistics:
+        if collection.ema_decay is not None and own is not None:
+            found.decay_(collection.ema_decay ** (last - own))
+    weights = ranks.gather([found.weight_G for found in statistics], "counts of the correction")
+    run_together(
+        sum_tensor_(ranks, found.eigenvalues, Label(found.layer.name, "correction"))
+        for found in statistics
+        if found.eigenvalues is not None
+    )
+    for found, each in zip(statistics, zip(*weights, strict=True), strict=True):
+        found.weight_G = sum(each)
