@@ -108,7 +108,7 @@ class PassJob:
         return self.stream() if part is None else make_batches(part.batches(), self.collection.batch_size)
 
     def probed_batch(self) -> Batch:
-        """The batch that the model is probed with, where the caller has it: the first of the whole data, of all ranks."""
+        """The batch that the model is probed with, where the caller has it: the first of all data."""
         return next(self.whole_stream()) if self.shared_first is None else self.shared_first
 
     def without_masks(self, calls: frozenset[Key]) -> "PassJob":

@@ -1,0 +1,66 @@
+"""Ranks as processes of one test: each runs a function inside a gloo group, and leaves what it returns."""
+
+import os
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import multiprocessing
+
+from engine.distributed.group import start, stop
+
+TIMEOUT_SECONDS = 60.0
+
+
+def run_ranks(
+    size: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = TIMEOUT_SECONDS
+) -> list[Any]:
+    """Run ``function(rank, *arguments)`` on ``size`` ranks; return what each returned, or the error that it raised."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        context = multiprocessing.get_context("fork")
+        processes = [
+            context.Process(target=_rank, args=(rank, environment, folder, function, arguments, timeout_seconds))
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(300)
+            if process.is_alive():
+                process.kill()
+        files = [Path(folder) / str(rank) for rank in range(size)]
+        return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
+
+
+def _rank(
+    rank: int,
+    environment: dict[str, str],
+    folder: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    timeout_seconds: float,
+) -> None:
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    start(torch.device("cpu"), timeout_seconds)
+    try:
+        found = function(rank, *arguments)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        error.add_note(traceback.format_exc())
+        found = error
+    try:
+        torch.save(found, Path(folder) / str(rank))
+    except Exception:  # noqa: BLE001 - an error with unpicklable parts
+        torch.save(
+            RuntimeError(f"{type(found).__name__}: {found}\n{getattr(found, '__notes__', '')}"),
+            Path(folder) / str(rank),
+        )
+    stop()
