@@ -19,7 +19,7 @@ from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.checkpoints import fingerprint
 from engine.collection.collection_state import CollectionState
 from engine.collection.ekfac_passes import correct_block, correct_eigenvalues
-from engine.collection.first_check import DRAWN, Verification, explain
+from engine.collection.first_check import Verification, explain
 from engine.collection.label_check import require_known_labels
 from engine.collection.layer_facts import Surroundings, layer_facts
 from engine.collection.normalise import flaw, foreseen_flaw
@@ -47,7 +47,7 @@ from engine.merging.corrections import merge_corrections
 from engine.merging.merge import merge_factor_sets
 from engine.merging.part_files import read_part
 from engine.model.activation_memory import set_activation_checkpointing
-from engine.model.determinism import Numerics, set_numerics
+from engine.model.determinism import DRAWN, Numerics, set_numerics
 from engine.model.preserve_state import preserve_state
 from engine.planning.choose_plan import PlannedJob, choose_plan
 from engine.planning.job_plan import smallest_budgets

@@ -22,14 +22,13 @@ from engine.layers.coverage import DeclaredLayer, Survey
 from engine.layers.layer import TreatedLayer
 from engine.memory.out_of_memory import free_memory, ran_out_of_memory
 from engine.model.batches import Batch
+from engine.model.determinism import DRAWN
 
 UNEXPLAINED = "gradient_not_followed"
 """Reason of parameters with a gradient that no operation which is understood was seen to bring."""
 
 _UNUSED = ("bare_parameter", "unsupported_layer")
 """Reasons that say where parameters stand, for want of any operation that they were seen in."""
-DRAWN = "random numbers drawn in evaluation mode"
-"""How a model that draws stands among the operations that another run may do otherwise."""
 
 
 @dataclass

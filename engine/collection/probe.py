@@ -132,6 +132,6 @@ def sides_of(layer: TreatedLayer, *, follows: bool) -> list[tuple[int, bool]]:
     if not follows and layer.form not in ("block", "diagonal_block"):
         sides.append((layer.in_dim, layer.form == "kronecker"))
     if isinstance(layer, TiedHeadLayer):
-        # beside the head's: counts of the table's ids, moments of its vectors, the diagonal of the head's own G
-        sides += [(layer.fan_out, False), (layer.fan_in, True), (layer.fan_out, False)]
+        # beside the head's: counts of the table's ids, moments of its vectors, the head's own A and its G's diagonal
+        sides += [(layer.fan_out, False), (layer.fan_in, True), (layer.in_dim, True), (layer.fan_out, False)]
     return sides

@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 from engine.errors import NotMergeable
 from engine.factors.factor_set import CountedExamples, FactorSet, Run
+from engine.model.determinism import DRAWN
 from engine.model.example_runs import joined, overlap
 
 _WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -33,6 +34,12 @@ def require_mergeable(sets: Sequence[FactorSet]) -> CountedExamples:
             f"`collection.ema_decay` is {first.collection.ema_decay}: a moving average weighs examples by their order, "
             "and is not a sum that could be merged; collect without it",
             pointer="/collection/ema_decay",
+        )
+    if len(sets) > 1 and any(DRAWN in (each.nondeterministic or ()) for each in sets):
+        raise NotMergeable(
+            "the model draws random numbers in evaluation mode, others in each set than in one collection over all "
+            "examples; collect them undivided, or make the model draw none",
+            pointer="/model",
         )
     counted = [_counted(each, place) for place, each in enumerate(sets, start=1)]
     for place, each in enumerate(sets[1:], start=2):

@@ -13,6 +13,8 @@ from typing import Any, TextIO
 
 import torch
 
+DRAWN = "random numbers drawn in evaluation mode"
+"""How a model that draws stands among the operations that another run may do otherwise."""
 _ATTENTION = ("math", "flash")
 """Attention on a device: flash has a deterministic backward pass, the memory-efficient and cuDNN's kernels do not."""
 _ALERT = re.compile(r"(?P<operation>\S[^\n]{0,200}?) does not have a deterministic implementation")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from catalog.woodbury import Woodbury
 from engine.analyses.factors import collect_factors
@@ -110,6 +110,29 @@ def test_what_is_no_sum_is_refused() -> None:
     assert "does not say which examples" in refusal(
         [replace(old, layers=tuple(replace(layer, sums=None) for layer in old.layers))]
     )
+
+
+class Drawing(nn.Module):
+    """Dropout that evaluation does not switch off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(nn.functional.dropout(x, 0.5, training=True))
+
+
+def test_a_model_that_draws_numbers_is_refused() -> None:
+    def make() -> Workspace:
+        made = job()
+        torch.manual_seed(0)
+        made.inputs.model = Drawing()
+        return made
+
+    sets = [part(0, 6, make), part(6, 12, make)]
+    assert "draws random numbers in evaluation mode" in refusal(sets)
+    assert merge_factor_sets([part(0, 12, make)]).examples == EXAMPLES
 
 
 def test_a_piece_is_rounded_once_after_the_merge() -> None:
