@@ -51,6 +51,7 @@ from engine.model.determinism import DRAWN, Numerics, set_numerics
 from engine.model.preserve_state import preserve_state
 from engine.planning.choose_plan import PlannedJob, choose_plan
 from engine.planning.job_plan import smallest_budgets
+from engine.planning.later.merge import with_merge
 from engine.planning.model_memory import weigh_model
 from engine.planning.probe_model import exclude_other_uses, probe_functional_layers, probe_model, probe_sizes
 from engine.workspace import Workspace
@@ -108,11 +109,12 @@ def _merged(workspace: Workspace) -> FactorSet:
     )
 
 
-def plan_collection(workspace: Workspace) -> Plan:
-    """Probe the model and plan its collection as ``collect_or_read`` does, and collect nothing.
+def plan_collection(workspace: Workspace, pieces: int) -> Plan:
+    """Probe the model, and plan the collection of a piece and the merge of all pieces; collect nothing.
 
     Args:
         workspace: The job: its model, data, options, machine and ports; the plan is announced.
+        pieces: How many pieces there are at most, whose factors are on the disk together.
 
     Returns:
         The plan, which fits.
@@ -122,7 +124,10 @@ def plan_collection(workspace: Workspace) -> Plan:
     """
     weigh_model(workspace)
     with prepare_collection(workspace) as (planned, _):
-        return planned.plan
+        plan = with_merge(planned.plan, planned.probed.probe, pieces)
+        plan.require(workspace.machine.budget, {})
+        _announce_anew(workspace, planned.probed.job.numerics, plan)
+        return plan
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ def divide(document: JobDocument, devices: int, data: DataStream, workspace: Wor
     asked = most_pieces(devices, cuts) if document.shards == "auto" else int(document.shards or 1)
     pieces = cut_pieces(extent, asked)
     enter_share(pieces[0], document, data, workspace)
-    plan = plan_collection(workspace)
+    plan = plan_collection(workspace, len(pieces))
     if document.shards == "auto":
         count, why = choose_count(plan.as_json(), len(pieces), devices, cuts)
         pieces = cut_pieces(extent, count)
