@@ -9,6 +9,7 @@ from catalog.extending import ExtendsReference, require_extension
 from catalog.inputs import DataSource, ModelSource, Task
 from catalog.memory import Memory
 from catalog.pieces import Shards, require_divisible
+from catalog.ranks import require_ranks
 from catalog.record import FieldError, option, record
 from catalog.schedule import Schedule
 from catalog.woodbury import Woodbury
@@ -81,6 +82,9 @@ class JobDocument:
     """The number of pieces that the data are cut into, each a job of its own that any worker takes; `auto` takes as
     many as the plan and the devices at hand make worth while. The factors are those of all examples, merged in the
     order of the pieces. Null is a job that is not divided."""
+    world_size: int = 1
+    """Devices of one node that compute the job together, each with a process of its own (a rank) that measures every
+    `world_size`-th batch. On a node without a GPU the ranks share its processors and its memory."""
     schedule: Schedule = option(Schedule)
     """Before which of your jobs it goes, and until when it may take; no part of the stored document."""
 
@@ -101,6 +105,7 @@ class JobDocument:
         self._require_kept()
         require_extension(self)
         require_divisible(self)
+        require_ranks(self)
         _require_labels(self.labels)
         _require_name(self.name)
 

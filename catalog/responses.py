@@ -80,7 +80,9 @@ class PlacementView:
     message: str
     """The status in a sentence."""
     device: str | None
-    """UUID of the device that it runs on, or that is reserved for it."""
+    """UUID of the device that it runs on, or that is reserved for it; of several, the first."""
+    devices: tuple[str, ...] = ()
+    """UUIDs of all those devices: one for each rank, or the host that ranks share."""
 
 
 @record

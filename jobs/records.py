@@ -150,7 +150,9 @@ class Claim:
     cancel_requested_at: datetime | None
     deadline_at: datetime | None
     lease: DeviceLease | None = None
-    """The device's lease; None where no device was asked for."""
+    """The lease of its devices; None where no device was asked for."""
+    world_size: int = 1
+    """The ranks of the attempt."""
     parent_id: str | None = None
     """The divided job that this one computes a piece of."""
     piece: Mapping[str, Any] | None = None

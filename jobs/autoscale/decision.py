@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from catalog.record import record
 from jobs.autoscale.classes import MachineClass
-from jobs.devices.leases import device_class
+from jobs.devices.requirements import device_class
 from jobs.scheduling.placement import readable
 
 _LONGEST_COOLDOWN_SECONDS = 3600.0

@@ -1,11 +1,14 @@
-"""A job's hold on a device: taken with the claim, corrected by the plan, over when its processes are gone.
+"""A job's hold on its devices: taken with the claim, corrected by the plan, over when its processes are gone.
 
-Who locks both a job and a device locks the job first. A lease outlives the right to write: once its attempt has ended
+A job of several ranks leases that many GPUs of one node in one transaction, all or none; on a host its ranks share one
+lease. Who locks both a job and a device locks the job first, and who locks several devices takes them in the order of
+their UUIDs. A lease outlives the right to write: once its attempt has ended
 or was taken away it *drains*, and it is freed by whoever can see that no process of it lives; where that cannot be
 seen, from another machine or container, after the worker has been silent for so long that its guardian has killed them.
 """
 
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from sqlalchemy import (
@@ -16,21 +19,24 @@ from sqlalchemy import (
     String,
     and_,
     bindparam,
+    case,
     delete,
     exists,
     func,
     insert,
     or_,
     select,
+    true,
     update,
 )
 
 from catalog.record import record
 from jobs.devices.offered_classes import offered_classes
 from jobs.devices.registry import DeviceKind
+from jobs.devices.requirements import needs_on, suits
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
-from jobs.schema.tables import device_leases, devices, jobs, worker_devices, workers
+from jobs.schema.tables import device_leases, devices, worker_devices, workers
 
 _GUARDIAN_GRACE_SECONDS = 3.0
 """From the end of a lease until the guardian of a silent worker has killed what it guards."""
@@ -64,66 +70,90 @@ _LOCK_FOR = _LOCK.values(reserved_job_id=func.nullif(devices.c.reserved_job_id, 
 
 @record
 class Place:
-    """A device that a queued job fits on, as it was looked up."""
+    """The devices that a queued job fits on, as they were looked up."""
 
     job_id: str
     worker_id: str
-    device_uuid: str
+    device_uuids: tuple[str, ...]
+    """One for each rank; the host's alone where ranks share it."""
     most_running: int = 0
     """The cap on the running jobs of a tenant under which it was looked up; 0 for none."""
 
 
 @record
 class DeviceLease:
-    """The device and memory that an attempt may use."""
+    """The devices and memory that an attempt may use."""
 
-    device_uuid: str
+    device_uuids: tuple[str, ...]
+    """Sorted: rank r computes on the r-th. One alone where ranks share a host."""
     kind: DeviceKind
     bytes: int
+    """Leased bytes of the device; of several, those of the one with the fewest."""
     bound_bytes: int | None
-    """The limit of the attempt's plan; None where it has the host to itself and takes the free memory."""
+    """The limit of the plan of one rank; None where it has the host to itself and takes the free memory."""
+
+    @property
+    def device_uuid(self) -> str:
+        """The device of rank 0."""
+        return self.device_uuids[0]
 
 
 def lease(connection: Connection, taken: Row[Any], place: Place) -> DeviceLease | None:
-    """Lease a device for a job that the same transaction has just claimed.
+    """Lease devices for a job that the same transaction has just claimed; where this returns None it must roll back.
 
     Args:
         connection: A connection with an open transaction.
         taken: The row of the job, as `take` returned it.
-        place: The device, and the worker that offers it.
+        place: The devices, and the worker that offers them.
 
     Returns:
-        The lease, or None if the device has not enough free memory for the job or the worker may not run it.
+        The lease, or None if a device has not enough free memory for the job, there are more or fewer devices than
+        ranks or on several nodes, or the worker may not run the job.
     """
-    device = connection.execute(_LOCK_FOR, {"device": place.device_uuid, "job": taken.id}).one_or_none()
-    found = connection.execute(_THERE, {"worker": place.worker_id, "device": place.device_uuid}).one_or_none()
-    if device is None or found is None or not suits(taken, device.kind, found.factories):
+    uuids = tuple(sorted(place.device_uuids))
+    locked = [connection.execute(_LOCK_FOR, {"device": uuid, "job": taken.id}).one_or_none() for uuid in uuids]
+    there = [device for device in locked if device is not None]
+    if len(there) < len(uuids) or len({(device.node, device.kind) for device in there}) != 1:
+        return None
+    on_host = there[0].kind == "host"
+    if len(there) != (1 if on_host else taken.world_size) or len(set(uuids)) != len(uuids):
+        return None
+    leased = [_lease_one(connection, taken, place.worker_id, device) for device in there]
+    sizes = [each for each in leased if each is not None]
+    if len(sizes) < len(leased):
+        return None
+    return _device_lease(taken, uuids, there[0].kind, sizes)
+
+
+def _lease_one(connection: Connection, taken: Row[Any], worker_id: str, device: Row[Any]) -> int | None:
+    """Lease one device, and return the leased bytes; None if it cannot be."""
+    found = connection.execute(_THERE, {"worker": worker_id, "device": device.uuid}).one_or_none()
+    if found is None or not suits(taken, device.kind, found.factories):
         return None
     free = device.capacity_bytes - device.foreign_bytes - int(found.bytes)
-    needs = taken.needs_bytes or 0
+    needs = needs_on(taken, device.kind)
     whole = device.kind != "host"
     if (whole and found.number) or (needs > free and taken.needs_bytes is not None) or (whole and free <= 0):
         return None
-    share = _share(device, free, int(found.all_slots), planned=taken.plan is not None)
-    leased = free if whole else max(needs, share)
+    leased = free if whole else max(needs, _share(taken, device, free, int(found.all_slots)))
     connection.execute(
         _LEASE,
         {
             "job_id": taken.id,
             "fence": taken.fence,
             "tenant_id": taken.tenant_id,
-            "device_uuid": place.device_uuid,
+            "device_uuid": device.uuid,
             "bytes": leased,
             "whole": whole,
             "worker_id": found.id,
             "process_space": found.process_space,
         },
     )
-    return _device_lease(place.device_uuid, device.kind, leased, whole=whole, needs=needs)
+    return leased
 
 
 def lease_of(connection: Connection, job: Row[Any]) -> DeviceLease | None:
-    """Return the device lease of a job's current attempt.
+    """Return the lease of a job's current attempt.
 
     Args:
         connection: A connection with an open transaction.
@@ -132,14 +162,15 @@ def lease_of(connection: Connection, job: Row[Any]) -> DeviceLease | None:
     Returns:
         The lease, or None if the attempt has none.
     """
-    row = connection.execute(
+    rows = connection.execute(
         select(device_leases, devices.c.kind)
         .join(devices, devices.c.uuid == device_leases.c.device_uuid)
         .where(device_leases.c.job_id == job.id, device_leases.c.fence == job.fence)
-    ).one_or_none()
-    if row is None:
+        .order_by(device_leases.c.device_uuid)
+    ).all()
+    if not rows:
         return None
-    return _device_lease(row.device_uuid, row.kind, row.bytes, whole=row.whole, needs=job.needs_bytes or 0)
+    return _device_lease(job, [row.device_uuid for row in rows], rows[0].kind, [row.bytes for row in rows])
 
 
 def correct(connection: Connection, drawn: Row[Any], needs: int) -> bool:
@@ -150,17 +181,19 @@ def correct(connection: Connection, drawn: Row[Any], needs: int) -> bool:
     Args:
         connection: A connection with an open transaction.
         drawn: The locked row of the job, as `draw` returned it.
-        needs: The bytes of the plan.
+        needs: The bytes of the plan, of one rank.
 
     Returns:
         False if the job must be handed back, since another device has room for it and this one has not.
     """
     mine = and_(device_leases.c.job_id == drawn.id, device_leases.c.fence == drawn.fence)
-    row = connection.execute(select(device_leases).where(mine)).one_or_none()
-    if row is None:
+    rows = connection.execute(select(device_leases).where(mine)).all()
+    if not rows:
         return True
+    row, here = rows[0], [each.device_uuid for each in rows]
     if row.whole:
-        return needs <= row.bytes or not _held_elsewhere(connection, drawn, needs, row.device_uuid)
+        return needs <= min(each.bytes for each in rows) or not _held_elsewhere(connection, drawn, needs, here)
+    of_rank, needs = needs, needs * drawn.world_size
     device = connection.execute(_LOCK, {"device": row.device_uuid}).one_or_none()
     if device is None:
         return True
@@ -168,7 +201,7 @@ def correct(connection: Connection, drawn: Row[Any], needs: int) -> bool:
     alone = held.number == 0
     room = device.capacity_bytes if alone else device.capacity_bytes - device.foreign_bytes - held.bytes
     if needs > room:
-        elsewhere = _held_elsewhere(connection, drawn, needs, row.device_uuid)
+        elsewhere = _held_elsewhere(connection, drawn, of_rank, here)
         # once alone it would find what others than jobs leave of the host, and for more it would wait for ever
         if elsewhere or (not alone and needs <= device.capacity_bytes - device.foreign_bytes):
             return False
@@ -250,7 +283,8 @@ def free_drained(
     ).where(device_leases.c.draining_at.is_not(None))
     with reading(engine) as connection:
         draining = connection.execute(query).all()
-    gone = []
+    gone = set()
+    freed = 0
     for row in draining:
         if (row.job_id, row.fence) in running:
             continue
@@ -259,37 +293,11 @@ def free_drained(
         else:
             ended = row.worker_id == worker_id or bool(row.over)
         if ended:
-            gone.append((row.job_id, row.fence))
-    for job_id, fence in gone:
+            gone.add((row.job_id, row.fence))
+            freed += 1
+    for job_id, fence in sorted(gone):
         release(engine, job_id, fence)
-    return len(gone)
-
-
-def suits(job: Any, kind: str, factories: Collection[str]) -> bool:  # noqa: ANN401 - a row of `jobs`
-    """Return whether a device may run a job, apart from its memory.
-
-    Args:
-        job: The job's row.
-        kind: The device's kind.
-        factories: The factories that its worker lists; `*` means all.
-
-    Returns:
-        True if the worker lists the job's factories, and the device has the class of the job's first attempt.
-    """
-    named = {name for name in (job.model_factory, job.data_factory) if name is not None}
-    return job.device_class in (None, device_class(kind)) and ("*" in factories or named <= set(factories))
-
-
-def device_class(kind: str) -> str:
-    """Return the class of devices that compute the same numbers: a fake GPU computes on the CPU.
-
-    Args:
-        kind: A device's kind.
-
-    Returns:
-        `cuda` or `cpu`.
-    """
-    return "cuda" if kind == "cuda" else "cpu"
+    return freed
 
 
 def _leased(connection: Connection, uuid: str, *conditions: ColumnElement[bool]) -> Row[Any]:
@@ -300,58 +308,57 @@ def _leased(connection: Connection, uuid: str, *conditions: ColumnElement[bool])
     ).one()
 
 
-def _device_lease(uuid: str, kind: DeviceKind, leased: int, *, whole: bool, needs: int) -> DeviceLease:
+def _device_lease(job: Row[Any], uuids: Sequence[str], kind: DeviceKind, leased: Sequence[int]) -> DeviceLease:
+    least, ranks = min(leased), job.world_size if kind == "host" else 1
+    bounded = kind != "host" or least > needs_on(job, kind)
     return DeviceLease(
-        device_uuid=uuid, kind=kind, bytes=leased, bound_bytes=leased if whole or leased > needs else None
+        device_uuids=tuple(uuids), kind=kind, bytes=least, bound_bytes=least // ranks if bounded else None
     )
 
 
-def _share(device: Row[Any], free: int, slots: int, *, planned: bool) -> int:
-    """Return a job's equal share of a shared host; 0 if it has the host to itself or a plan of its own."""
+def _share(job: Row[Any], device: Row[Any], free: int, slots: int) -> int:
+    """Return a job's equal share of a shared host; 0 if it has the host to itself or a plan of its own.
+
+    Ranks never have it to themselves: each would plan for all that is free.
+    """
     share = int(device.capacity_bytes // max(1, slots))
-    return 0 if planned or slots <= 1 or share > free else share
+    if job.plan is None and slots > 1 and share <= free:
+        return share
+    return max(free, 0) if job.plan is None and job.world_size > 1 else 0
 
 
-def _held_elsewhere(connection: Connection, drawn: Row[Any], needs: int, here: str) -> bool:
-    """Return whether another device on offer could hold the job beside the memory in use there by others.
+def _held_elsewhere(connection: Connection, drawn: Row[Any], needs: int, here: Sequence[str]) -> bool:
+    """Return whether other devices on offer could hold the job beside the memory in use there by others.
 
-    So could one of a machine that an autoscaler would start for it.
+    So could those of a machine that an autoscaler would start for it.
 
-    Of a host they never let go of all. A GPU may be all the job's some day: that is waited for where this device is too
-    small for it whoever leaves it, not where the two are equals.
+    Of a host they never let go of all. A GPU may be all the job's some day: that is waited for where a device of this
+    lease is too small for it whoever leaves it, not where the two are equals. For several ranks enough such GPUs must
+    be on offer by one worker.
     """
     capacity = devices.c.capacity_bytes
-    this = select(_here.c.capacity_bytes).where(_here.c.uuid == here).scalar_subquery()
+    smallest = select(func.min(_here.c.capacity_bytes)).where(_here.c.uuid.in_(here)).scalar_subquery()
+    on_host = devices.c.kind == "host"
+    least = case((on_host, needs * drawn.world_size), else_=needs)
     found = connection.execute(
-        select(devices.c.kind, workers.c.factories)
+        select(devices.c.kind, workers.c.id, workers.c.factories)
         .join(worker_devices, worker_devices.c.device_uuid == devices.c.uuid)
         .join(workers, workers.c.id == worker_devices.c.worker_id)
         .where(
             workers.c.expires_at >= ledger_now(),
-            devices.c.uuid != here,
+            # of several some may serve again beside larger ones
+            devices.c.uuid.not_in(here) if len(here) == 1 else true(),
             or_(
-                capacity - devices.c.foreign_bytes >= needs,
-                and_(devices.c.kind != "host", capacity >= needs, this < needs),
+                capacity - devices.c.foreign_bytes >= least,
+                and_(~on_host, capacity >= needs, smallest < needs),
             ),
         )
     ).all()
-    return any(suits(drawn, row.kind, row.factories) for row in (*found, *offered_classes(connection, needs)))
-
-
-def suits_condition(kind: str, factories: Collection[str]) -> ColumnElement[bool]:
-    """Return `suits` as an SQL condition on `jobs`.
-
-    Args:
-        kind: The device's kind.
-        factories: The factories that its worker lists; `*` means all.
-
-    Returns:
-        The condition.
-    """
-    conditions: list[ColumnElement[bool]] = [
-        or_(jobs.c.device_class.is_(None), jobs.c.device_class == device_class(kind))
-    ]
-    if "*" not in factories:
-        listed = sorted(factories)
-        conditions += [or_(each.is_(None), each.in_(listed)) for each in (jobs.c.model_factory, jobs.c.data_factory)]
-    return and_(*conditions)
+    able = Counter((row.id, row.kind) for row in found if suits(drawn, row.kind, row.factories))
+    if any(number >= (1 if kind == "host" else drawn.world_size) for (_, kind), number in able.items()):
+        return True
+    return any(
+        suits(drawn, each.kind, each.factories)
+        and (each.device_bytes >= needs * drawn.world_size if each.kind == "host" else each.devices >= drawn.world_size)
+        for each in offered_classes(connection, needs)
+    )

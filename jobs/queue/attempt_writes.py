@@ -15,7 +15,8 @@ from catalog.frames import ArtifactWritten, LayerDone, LogLine, Planned, Started
 from catalog.memory_requirements import memory_of, planned_bytes
 from catalog.record import plain
 from jobs.codec import sha256_of
-from jobs.devices.leases import correct, device_class
+from jobs.devices.leases import correct
+from jobs.devices.requirements import device_class
 from jobs.queue.fence import append_event, by_holder, change, draw_fenced
 from jobs.records import Claim
 from jobs.schema.database import writing

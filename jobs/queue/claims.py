@@ -1,4 +1,4 @@
-"""An attempt's hold on a job: the claim with its device lease, and the heartbeat that renews it.
+"""An attempt's hold on a job: the claim with its device leases, and the heartbeat that renews it.
 
 Each function is one transaction. `heartbeat` and `last_heartbeat` raise `LeaseLost` if the job has
 another holder by now, or none: then the attempt's child must be killed and nothing more be written.
@@ -22,7 +22,7 @@ from jobs.schema.tables import jobs, layer_results, tenants
 
 
 class _PlaceTaken(Exception):
-    """The device was leased by another, or the tenant's last running slot; the claim is rolled back."""
+    """A device was leased by another, or the tenant's last running slot; the claim is rolled back."""
 
 
 _RECOGNISE = (
@@ -43,7 +43,7 @@ def claim(
     lease_seconds: float,
     place: Place | None = None,
 ) -> Claim | None:
-    """Claim a queued job and lease a device for it: both or neither.
+    """Claim a queued job and lease its devices: all or nothing.
 
     Args:
         engine: The ledger's database.
@@ -52,10 +52,10 @@ def claim(
         claim_token: A random string, new for each intention to claim: a claim with a lost reply is repeated with the
             same token, and recognised.
         lease_seconds: The claim holds so long without a heartbeat.
-        place: The device, as `next_places` found it; None for a claim without a device.
+        place: The devices, as `next_places` found them; None for a claim without a device.
 
     Returns:
-        The claim, or None if the job is not queued (any more) or overdue, the device is taken, or the tenant runs as
+        The claim, or None if the job is not queued (any more) or overdue, a device is taken, or the tenant runs as
         many jobs as it may.
     """
     if not is_id(job_id):
@@ -146,4 +146,5 @@ def _claim(connection: Connection, row: Row[Any], leased: DeviceLease | None) ->
         parent_id=row.parent_id,
         piece=row.piece,
         percent=(row.progress or {}).get("percent") or 0.0,
+        world_size=row.world_size,
     )

@@ -87,6 +87,8 @@ def submit(
                 "schedule": asked,
                 "priority": AHEAD if estimate else schedule.priority,
                 "deadline_at": deadline_of(schedule),
+                # a plan is made by one process, however many will follow it
+                "world_size": 1 if estimate else document.world_size,
                 "needs_bytes": needs_bytes,
                 "model_factory": model_factory,
                 "data_factory": data_factory,

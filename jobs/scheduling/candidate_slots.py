@@ -20,11 +20,12 @@ from sqlalchemy import (
     bindparam,
     case,
     func,
+    literal,
     or_,
 )
 
 from catalog.record import record
-from jobs.devices.leases import suits_condition
+from jobs.devices.requirements import suits_condition
 from jobs.scheduling.fair_share import fair_order, goes_ahead, has_running_slot, is_due
 from jobs.schema.clock import Moment, ledger_now
 from jobs.schema.tables import jobs, tenants
@@ -35,18 +36,21 @@ _SHAPES = 128
 
 @record
 class CandidateSlot:
-    """A free place for a job on a device, without the numbers that the statement is executed with."""
+    """A free place for a job, on a device or on several of one node, without the numbers of the statement."""
 
     kind: str
     factories: tuple[str, ...]
     kept: bool
     """Whether the device is reserved for a job."""
-    smaller: tuple[str, ...]
-    """Classes of the smaller free devices of others, to whom what they could hold is left for a grace."""
+    smaller: tuple[tuple[str, int], ...]
+    """Classes of the smaller free devices of others, to whom what they could hold is left for a grace; each with the
+    ranks of a job that such devices could hold together."""
+    ranks: int | None = 1
+    """The ranks of a job that it is for; None for a host, which ranks share however many they are."""
 
 
 def candidates_query(dialect: str, limit: int, slots: Sequence[CandidateSlot], *, capped: bool) -> Select[Any]:
-    """Build the query for the next jobs that fit into a slot, with the device of each as `device`.
+    """Build the query for the next jobs that fit into a slot, with the label of the slot of each as `device`.
 
     It is executed with `most_bytes`, the most that is free on any device, `before_grace`, the grace in seconds as a
     negative number, `slot_values` of each slot, and where it is capped `most_running`, the cap.
@@ -68,10 +72,10 @@ def slot_values(number: int, device: str, free_bytes: int, kept: Any, most: Sequ
 
     Args:
         number: The slot's position.
-        device: The device's UUID.
-        free_bytes: The free bytes there.
+        device: The slot's label: the UUID of a device, or a name for a group of them.
+        free_bytes: The free bytes there; in a group, those of the device with the fewest.
         kept: The row of the job that the device is reserved for, or None.
-        most: The most free bytes on a smaller device, in the order of the slot's `smaller` classes.
+        most: The most free bytes on a smaller device, or on each of a group, in the order of the slot's `smaller`.
 
     Returns:
         Values by parameter.
@@ -99,7 +103,13 @@ def _built(dialect: str, limit: int, slots: tuple[CandidateSlot, ...], capped: b
 
 
 def _takes(number: int, slot: CandidateSlot) -> ColumnElement[bool]:
-    conditions = [_bytes(f"free_{number}") >= NEEDS, suits_condition(slot.kind, slot.factories)]
+    shared = slot.ranks is None
+    conditions = [
+        _bytes(f"free_{number}") >= (NEEDS * jobs.c.world_size if shared else NEEDS),
+        suits_condition(slot.kind, slot.factories),
+    ]
+    if not shared:
+        conditions.append(jobs.c.world_size == literal(slot.ranks, literal_execute=True))
     if slot.kept:
         conditions.append(
             or_(
@@ -113,9 +123,10 @@ def _takes(number: int, slot: CandidateSlot) -> ColumnElement[bool]:
                 jobs.c.queued_at < bindparam(f"kept_since_{number}", type_=Moment()),
             )
         )
-    for index, device_class in enumerate(slot.smaller):
+    for index, (device_class, ranks) in enumerate(slot.smaller):
         conditions.append(
             or_(
+                *([jobs.c.world_size != literal(ranks, literal_execute=True)] if shared else []),
                 _bytes(f"most_{number}_{index}") < NEEDS,
                 jobs.c.device_class != device_class,  # not of one that no plan has tied to a class yet
                 jobs.c.queued_at <= ledger_now(bindparam("before_grace", type_=Double())),

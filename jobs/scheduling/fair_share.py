@@ -37,9 +37,9 @@ _AHEAD_EVERY_SECONDS = 60.0
 def fair_order(dialect: str, limit: int, claimable: ColumnElement[bool], device: ColumnElement[Any]) -> Select[Any]:
     """Build the query for the next queued jobs in fair-share order.
 
-    The tenant with the fewest running jobs comes first, among equals the one that was served longest ago. A priority
-    orders
-    a tenant's own jobs: if it counted between tenants, one who asked for the highest would hold up all the others.
+    The tenant with the fewest running jobs, each rank of which counts, comes first, among equals the one that was
+    served longest ago. A priority orders a tenant's own jobs: if it counted between tenants, one who asked for the
+    highest would hold up all the others.
 
     An estimate precedes all jobs once, and then takes part in that order: a tenant that asks for estimates without end
     holds
@@ -61,7 +61,7 @@ def fair_order(dialect: str, limit: int, claimable: ColumnElement[bool], device:
     running = (
         select(
             jobs.c.tenant_id,
-            func.count().label("number"),
+            func.sum(jobs.c.world_size).label("number"),
             func.sum(case((jobs.c.priority >= AHEAD, 1), else_=0)).label("ahead"),
         )
         .where(jobs.c.state.in_(HELD))

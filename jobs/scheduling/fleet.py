@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, func, select
 
-from jobs.devices.leases import suits
+from jobs.devices.requirements import needs_on, suits
 from jobs.scheduling.fair_share import is_due
 from jobs.schema.clock import ledger_now
 from jobs.schema.tables import device_leases, devices, jobs, worker_devices, workers
@@ -33,7 +33,8 @@ _DEVICES = select(devices, _leased.c.bytes, _leased.c.number, ledger_now().label
     _leased, _leased.c.device_uuid == devices.c.uuid
 )
 _busy = (
-    select(device_leases.c.worker_id, func.count().label("number"))
+    # the ranks of one job take one slot
+    select(device_leases.c.worker_id, func.count(device_leases.c.job_id.distinct()).label("number"))
     .where(device_leases.c.draining_at.is_(None))
     .group_by(device_leases.c.worker_id)
     .subquery()
@@ -67,6 +68,7 @@ class FleetDevice:
     """A device, with what is free there now."""
 
     uuid: str
+    node: str
     kind: str
     capacity_bytes: int
     most_bytes: int
@@ -102,7 +104,7 @@ class FleetDevice:
         return any(each.worker_id == worker_id for each in self.offers)
 
     def takes_now(self, job: Row[Any]) -> bool:
-        """Return whether any worker could start a job here at once.
+        """Return whether any worker could start a job, or one rank of it, here at once.
 
         Args:
             job: The job's row.
@@ -110,12 +112,12 @@ class FleetDevice:
         Returns:
             True if a live worker with a free slot may run it, and its memory is free.
         """
-        return (job.needs_bytes or 0) <= self.free_bytes and any(
+        return needs_on(job, self.kind) <= self.free_bytes and any(
             each.live and each.free_slots > 0 and suits(job, self.kind, each.factories) for each in self.offers
         )
 
     def could_hold(self, job: Row[Any], *, live: bool) -> bool:
-        """Return whether the job would fit if nothing else were on the device.
+        """Return whether the job, on a GPU one rank of it, would fit if nothing else were on the device.
 
         Args:
             job: The job's row.
@@ -124,7 +126,7 @@ class FleetDevice:
         Returns:
             True if it would, and a worker may run it here.
         """
-        return (job.needs_bytes or 0) <= self.capacity_bytes and any(
+        return needs_on(job, self.kind) <= self.capacity_bytes and any(
             (each.live or not live) and suits(job, self.kind, each.factories) for each in self.offers
         )
 
@@ -159,7 +161,7 @@ class FleetDevice:
             True if it does.
         """
         doubted = (job.queued_at or self.now) > self.doubted_since
-        return (job.needs_bytes or 0) <= (self.capacity_bytes if doubted else self.most_bytes)
+        return needs_on(job, self.kind) <= (self.capacity_bytes if doubted else self.most_bytes)
 
     def could_lease(self, job: Row[Any]) -> bool:
         """Return whether a job could run here once no other does.
@@ -202,6 +204,7 @@ def read_fleet(connection: Connection) -> list[FleetDevice]:
         fleet.append(
             FleetDevice(
                 uuid=row.uuid,
+                node=row.node,
                 kind=row.kind,
                 capacity_bytes=row.capacity_bytes,
                 most_bytes=most,

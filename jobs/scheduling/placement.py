@@ -10,16 +10,26 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Row, and_, case, literal, or_, select, true, update
+from sqlalchemy import ColumnElement, Connection, Engine, Row, and_, case, literal, or_, select, true, update
 
 from catalog.job import JobDocument
 from catalog.memory_requirements import factories_of
 from catalog.responses import PlacementView
-from jobs.devices.leases import Place, device_class, suits, suits_condition
+from jobs.devices.leases import Place
+from jobs.devices.requirements import needs_on, suits, suits_condition
 from jobs.records import Job
-from jobs.scheduling.candidate_slots import NEEDS, CandidateSlot, candidates_query, slot_values
+from jobs.scheduling.candidate_slots import NEEDS, candidates_query
+from jobs.scheduling.device_groups import (
+    could_start,
+    free_of_group,
+    groups_to_reserve,
+    is_whole,
+    most_on_a_node,
+    starts_now,
+)
 from jobs.scheduling.fair_share import AHEAD, is_due, tenants_without_slot
 from jobs.scheduling.fleet import FleetDevice, Offer, offered_by, read_fleet
+from jobs.scheduling.free_places import candidate_slot, free_places
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
 from jobs.schema.tables import device_leases, devices, jobs
@@ -48,24 +58,30 @@ def next_places(
         free = [(each, offer) for each, offer in own if each.free_bytes >= 0]
         if not free:
             return []
-        # what is the same of two devices is asked once
-        alike = {
-            (each.size, each.free_bytes, each.reserver and each.reserver.id): (each, offer) for each, offer in free
-        }
         slots, values = [], {"most_bytes": max(each.free_bytes for each, _ in free), "before_grace": -grace_seconds}
         if most_running:
             values["most_running"] = most_running
-        for number, (each, offer) in enumerate(alike.values()):
-            slot, slot_parameters = _candidate_slot(fleet, each, offer, number)
+        by_label = {place.label: place for place in free_places(free)}
+        for number, place in enumerate(by_label.values()):
+            slot, slot_parameters = candidate_slot(fleet, place, number)
             slots.append(slot)
             values |= slot_parameters
         query = candidates_query(connection.dialect.name, limit, slots, capped=most_running > 0)
         found = connection.execute(query, values).all()
+        chosen = {row.id: by_label[row.device] for row in found if row.device is not None}
+        rows = _rows_of(connection, [job_id for job_id, place in chosen.items() if (place.ranks or 1) > 1])
+    uuids = {job_id: place.uuids_for(rows.get(job_id)) for job_id, place in chosen.items()}
     return [
-        Place(job_id=row.id, worker_id=worker_id, device_uuid=row.device, most_running=most_running)
-        for row in found
-        if row.device is not None
+        Place(job_id=job_id, worker_id=worker_id, device_uuids=devices, most_running=most_running)
+        for job_id, devices in uuids.items()
+        if devices is not None
     ]
+
+
+def _rows_of(connection: Connection, job_ids: Sequence[str]) -> dict[str, Row[Any]]:
+    if not job_ids:
+        return {}
+    return {row.id: row for row in connection.execute(select(jobs).where(jobs.c.id.in_(job_ids)))}
 
 
 def has_future_work(engine: Engine, worker_id: str, read_seconds: float) -> bool:
@@ -83,10 +99,7 @@ def has_future_work(engine: Engine, worker_id: str, read_seconds: float) -> bool
     with reading(engine) as connection:
         own = offered_by(read_fleet(connection), worker_id)
         # one that offers nothing is not known (any more), or its devices do not answer: they may again
-        fits = [
-            and_(each.most_bytes_if_read(read_seconds) >= NEEDS, suits_condition(each.kind, offer.factories))
-            for each, offer in own
-        ]
+        fits = _future_places(own, read_seconds)
         holds = or_(*fits) if fits else true()
         return bool(
             connection.execute(
@@ -97,14 +110,33 @@ def has_future_work(engine: Engine, worker_id: str, read_seconds: float) -> bool
         )
 
 
+def _future_places(own: Sequence[tuple[FleetDevice, Offer]], read_seconds: float) -> list[ColumnElement[bool]]:
+    """The jobs that one worker's devices could hold once they are free: of one rank, or of several together."""
+    fits: list[ColumnElement[bool]] = []
+    for (kind, factories), members in _by_kind(own).items():
+        sizes = sorted((each.most_bytes_if_read(read_seconds) for each in members), reverse=True)
+        may = suits_condition(kind, factories)
+        if kind == "host":
+            fits += [and_(size >= NEEDS * jobs.c.world_size, may) for size in sizes[:1]]
+        else:
+            fits += [and_(jobs.c.world_size == ranks, size >= NEEDS, may) for ranks, size in enumerate(sizes, start=1)]
+    return fits
+
+
+def _by_kind(own: Sequence[tuple[FleetDevice, Offer]]) -> dict[tuple[str, tuple[str, ...]], list[FleetDevice]]:
+    kinds: dict[tuple[str, tuple[str, ...]], list[FleetDevice]] = {}
+    for each, offer in own:
+        kinds.setdefault((each.kind, offer.factories), []).append(each)
+    return kinds
+
+
 def reserve(engine: Engine, worker_id: str, after_seconds: float, most_running: int = 0) -> None:
     """Reserve each of the worker's devices for the job that has waited there longest for more than is free.
 
-    A job gets one device reserved, the smallest that could hold it beside the memory in use by others. That use is read
-    only while no job is there: where the reading is old the device is reserved until it is renewed, and no longer if it
-    is
-    too much. A job that fits on every device of its kind is never passed over for its size, so it reserves none: fair
-    share
+    A job of several ranks gets a group of GPUs reserved, before those of one do. Any other gets one device reserved,
+    the smallest that could hold it beside the memory in use by others. That use is read only while no job is there:
+    where the reading is old the device is reserved until it is renewed, and no longer if it is too much. A job of one
+    rank that fits on every device of its kind is never passed over for its size, so it reserves none: fair share
     between tenants decides, not the time of waiting. Neither does one of a tenant that runs as many jobs as it may.
 
     Args:
@@ -116,17 +148,18 @@ def reserve(engine: Engine, worker_id: str, after_seconds: float, most_running: 
     with reading(engine) as connection:
         fleet = read_fleet(connection)
         full = tenants_without_slot(connection, most_running) if most_running else frozenset()
-        wanted = {
+        groups = groups_to_reserve(connection, fleet, worker_id, after_seconds, full)
+        wanted: dict[str, str | None] = {
             each.uuid: _reserver(connection, fleet, (each, offer), after_seconds, full)
             for each, offer in offered_by(fleet, worker_id)
-            if each.reserver is None
+            if each.reserver is None and each.uuid not in groups
         }
         stale = {
             each.uuid
             for each, _ in offered_by(fleet, worker_id)
             if each.reserver is not None and (each.reserver.tenant_id in full or _placed(fleet, each))
         }
-    changes = {uuid: job for uuid, job in wanted.items() if job is not None} | dict.fromkeys(stale)
+    changes = {uuid: job for uuid, job in wanted.items() if job is not None} | groups | dict.fromkeys(stale)
     if changes:
         with writing(engine) as connection:
             for uuid in sorted(changes):
@@ -175,7 +208,13 @@ def placement_before(engine: Engine, document: JobDocument, needs_bytes: int | N
         fleet = read_fleet(connection)
     model, data = factories_of(document)
     asked: Any = SimpleNamespace(
-        id=None, needs_bytes=needs_bytes, model_factory=model, data_factory=data, device_class=None, queued_at=None
+        id=None,
+        needs_bytes=needs_bytes,
+        world_size=document.world_size,
+        model_factory=model,
+        data_factory=data,
+        device_class=None,
+        queued_at=None,
     )
     return _placement_of_queued(fleet, asked)
 
@@ -185,24 +224,40 @@ def _placement_of_running(connection: Connection, row: Row[Any]) -> PlacementVie
         select(device_leases.c.device_uuid, devices.c.name, devices.c.node)
         .join(devices, devices.c.uuid == device_leases.c.device_uuid)
         .where(device_leases.c.job_id == row.id, device_leases.c.fence == row.fence)
-    ).one_or_none()
-    if found is None:
+        .order_by(device_leases.c.device_uuid)
+    ).all()
+    if not found:
         return None
-    return PlacementView(status="placed", message=f"computes on {found.name} of {found.node}", device=found.device_uuid)
+    ranks = "" if row.world_size == 1 else f" with {row.world_size} ranks"
+    names = found[0].name if len(found) == 1 else f"{len(found)} devices ({', '.join(each.name for each in found)})"
+    return PlacementView(
+        status="placed",
+        message=f"computes on {names} of {found[0].node}{ranks}",
+        device=found[0].device_uuid,
+        devices=tuple(each.device_uuid for each in found),
+    )
 
 
 def _placement_of_queued(fleet: Sequence[FleetDevice], row: Row[Any]) -> PlacementView:
-    kept = next((each for each in fleet if each.reserver is not None and each.reserver.id == row.id), None)
-    needs = "" if row.needs_bytes is None else f"needs {readable(row.needs_bytes)}; "
-    if kept is not None:
-        message = f"{needs}the device {kept.uuid} with {readable(kept.capacity_bytes)} is kept for it"
-        return PlacementView(status="reserved", message=message, device=kept.uuid)
-    if any(each.could_hold(row, live=True) for each in fleet):
-        what = "its turn and a free device"
-        if not any(each.could_lease(row) for each in fleet):
+    kept = [each for each in fleet if each.reserver is not None and each.reserver.id == row.id]
+    needs = _needs(row)
+    if kept:
+        which = f"the device {kept[0].uuid} with {readable(kept[0].capacity_bytes)} is kept for it"
+        if len(kept) > 1:
+            busy = sum(each.free_bytes < 0 for each in kept)
+            which = f"{len(kept)} devices of {kept[0].node} are kept for it, of which {busy} are still in use"
+        return PlacementView(
+            status="reserved",
+            message=f"{needs}{which}",
+            device=kept[0].uuid,
+            devices=tuple(each.uuid for each in kept),
+        )
+    if could_start(fleet, row, lambda each: each.could_hold(row, live=True)):
+        what = "its turn and a free device" if row.world_size == 1 else free_of_group(fleet, row)
+        if not could_start(fleet, row):
             what = "memory that others than jobs hold on every device that could hold it"
         return PlacementView(status="waiting", message=f"{needs}waits for {what}", device=None)
-    if any(each.could_hold(row, live=False) for each in fleet):
+    if could_start(fleet, row, lambda each: each.could_hold(row, live=False)):
         message = f"{needs}the devices that could hold it belong to workers that have not been seen lately"
         return PlacementView(status="no_worker", message=message, device=None)
     if not any(each.offers for each in fleet):
@@ -211,6 +266,14 @@ def _placement_of_queued(fleet: Sequence[FleetDevice], row: Row[Any]) -> Placeme
             message = f"{needs}no worker offers a device; it begins when one does"
             return PlacementView(status="no_worker", message=message, device=None)
     return _nowhere(fleet, row)
+
+
+def _needs(row: Row[Any]) -> str:
+    """The requirement as the beginning of a sentence; empty where nothing is known."""
+    size = None if row.needs_bytes is None else readable(row.needs_bytes)
+    if row.world_size == 1:
+        return "" if size is None else f"needs {size}; "
+    return f"needs {row.world_size} devices of one node{'' if size is None else f', {size} on each'}; "
 
 
 def _nowhere(fleet: Sequence[FleetDevice], row: Row[Any]) -> PlacementView:
@@ -226,8 +289,12 @@ def _nowhere(fleet: Sequence[FleetDevice], row: Row[Any]) -> PlacementView:
             message = f"its first attempt computed on a device of class `{row.device_class}`, and no worker offers one"
         return PlacementView(status="no_worker", message=message, device=None)
     largest = max(able or fleet, key=lambda each: each.capacity_bytes)
+    if row.world_size > 1 and largest.kind != "host":
+        message = f"{_needs(row)}the most that a known node has of that size is {most_on_a_node(fleet, row)}"
+        return PlacementView(status="no_device", message=message, device=None)
+    ranks = "" if row.world_size == 1 else f" for {row.world_size} ranks on one host"
     message = (
-        f"needs {readable(row.needs_bytes or 0)}; the largest known device is {largest.uuid} "
+        f"needs {readable(needs_on(row, largest.kind))}{ranks}; the largest known device is {largest.uuid} "
         f"with {readable(largest.capacity_bytes)}"
     )
     return PlacementView(status="no_device", message=message, device=None)
@@ -248,25 +315,6 @@ def readable(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
-def _candidate_slot(
-    fleet: Sequence[FleetDevice], device: FleetDevice, offer: Offer, number: int
-) -> tuple[CandidateSlot, dict[str, Any]]:
-    """Which queued jobs may be put on this device by this worker now."""
-    smaller = [
-        each
-        for each in fleet
-        if each.size < device.size
-        and each.free_bytes >= 0
-        and each.reserver is None
-        and not each.offered_by(offer.worker_id)
-        and any(other.live and other.free_slots > 0 for other in each.offers)
-    ]
-    classes = tuple(sorted({device_class(each.kind) for each in smaller}))
-    most = [max(each.free_bytes for each in smaller if device_class(each.kind) == kind) for kind in classes]
-    slot = CandidateSlot(kind=device.kind, factories=offer.factories, kept=device.reserver is not None, smaller=classes)
-    return slot, slot_values(number, device.uuid, device.free_bytes, device.reserver, most)
-
-
 def _reserver(
     connection: Connection,
     fleet: Sequence[FleetDevice],
@@ -280,12 +328,14 @@ def _reserver(
     more_than = max(device.free_bytes, 0) if device.kind == "host" else min([*whole, device.most_bytes])
     if device.kind != "host" and device.free_bytes >= 0:
         return None  # free for whoever comes next
+    ranks = jobs.c.world_size if device.kind == "host" else 1
     rows = connection.execute(
         select(jobs)
         .where(
             jobs.c.state == literal("queued", literal_execute=True),
-            jobs.c.needs_bytes > more_than,
-            jobs.c.needs_bytes
+            *([] if device.kind == "host" else [jobs.c.world_size == 1]),
+            jobs.c.needs_bytes * ranks > more_than,
+            jobs.c.needs_bytes * ranks
             <= case((jobs.c.queued_at > device.doubted_since, device.capacity_bytes), else_=device.most_bytes),
             jobs.c.queued_at <= ledger_now(-after_seconds),
             suits_condition(device.kind, offer.factories),
@@ -297,12 +347,10 @@ def _reserver(
     ).all()
     kept = {each.reserver.id for each in fleet if each.reserver is not None}
     for job in rows:
-        if job.id in kept or any(each.takes_now(job) for each in fleet):
+        if job.id in kept or starts_now(fleet, job, lambda _: True):
             continue
-        smaller = [
-            each for each in fleet if each.rank < device.rank and each.reserver is None and each.could_lease(job)
-        ]
-        if not smaller:
+        smaller = [each for each in fleet if each.rank < device.rank and each.reserver is None]
+        if not could_start(smaller, job):
             found: str = job.id
             return found
     return None
@@ -313,4 +361,6 @@ def _placed(fleet: Sequence[FleetDevice], device: FleetDevice) -> bool:
     job = device.reserver
     if job is None or not device.leaves(job):
         return True
-    return any(each.takes_now(job) for each in fleet if each.uuid != device.uuid and each.reserver is None)
+    if job.world_size > 1 and device.kind != "host" and not is_whole(fleet, job):
+        return True
+    return starts_now(fleet, job, lambda each: each.uuid != device.uuid and each.reserver is None)

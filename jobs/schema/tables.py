@@ -281,7 +281,8 @@ device_leases = Table(
     Column("job_id", _Id, primary_key=True),
     Column("fence", BigInteger, primary_key=True, autoincrement=False),
     _tenant(),
-    Column("device_uuid", String(100), ForeignKey("devices.uuid"), nullable=False),
+    # one row for each device of the attempt
+    Column("device_uuid", String(100), ForeignKey("devices.uuid"), primary_key=True),
     Column("bytes", BigInteger, nullable=False),
     Column("whole", Boolean, nullable=False),  # nobody else is let onto the device
     Column("worker_id", _Id, nullable=False),

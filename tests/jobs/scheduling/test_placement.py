@@ -1,119 +1,31 @@
 """Devices are leased with the claim: never beyond what they have, the smallest sufficient one first, nobody starved."""
 
-import json
 import random
 import re
-import secrets
 import time
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, insert, select, update
+from sqlalchemy import Engine, insert, update
 
 from catalog.frames import Planned
-from jobs.codec import parse_document
 from jobs.devices.leases import Place, free_drained, note_guardian, release
-from jobs.devices.registry import Device, Worker, list_devices, register, renew
+from jobs.devices.registry import Device, list_devices, renew
 from jobs.queue.attempt_endings import finish, hand_back
 from jobs.queue.attempt_writes import write_plan
 from jobs.queue.claims import claim
 from jobs.queue.reaper import reap_expired
 from jobs.records import LOCAL_TENANT, Claim
 from jobs.repository.store import read_job
-from jobs.repository.submission import submit
 from jobs.scheduling.fair_share import AHEAD
-from jobs.scheduling.placement import has_future_work, next_places, placement_of, reserve
+from jobs.scheduling.placement import has_future_work, next_places, reserve
 from jobs.schema.clock import ledger_now
-from jobs.schema.database import reading, writing
-from jobs.schema.identifiers import new_id
+from jobs.schema.database import writing
 from jobs.schema.tables import device_leases, devices, jobs, tenants, workers
+from tests.jobs.scheduling.claiming import GIB, end, gpu, over_committed, shared, status, take
 from tests.machine.stopwatch import Stopwatch
 
-GIB = 2**30
 FACTORY = {"model": {"source": "factory", "factory": "lab.models:net"}}
-
-
-def gpu(name: str, gib: int, used: int = 0) -> Device:
-    return Device(uuid=f"FAKE-{name}", kind="fake", name=name, capacity_bytes=gib * GIB, used_bytes=used * GIB)
-
-
-def shared(name: str, gib: int, used: int = 0) -> Device:
-    return Device(uuid=f"HOST-{name}", kind="host", name=name, capacity_bytes=gib * GIB, used_bytes=used * GIB)
-
-
-@pytest.fixture
-def joined(ledger: Engine) -> Callable[..., str]:
-    """``joined(gpu("a", 16), slots=2)``: the id of a worker that offers this."""
-
-    def make(*offered: Device, expiry: float = 600, **given: Any) -> str:
-        chosen = {"node": "node", "process_space": "space", "version": "0", "slots": 1, "factories": ()} | given
-        worker = Worker(id=new_id(), **chosen)
-        register(ledger, worker, offered, expiry)
-        return worker.id
-
-    return make
-
-
-@pytest.fixture
-def waiting(ledger: Engine) -> Callable[..., str]:
-    """``waiting(40, age=70)``: the id of a job that needs 40 GiB and was queued 70 seconds ago."""
-
-    def make(gib: float | None = None, age: float = 30, priority: int = 0, **changes: Any) -> str:
-        body = {
-            "kind": "capacity",
-            "model": {"source": "builtin", "name": "digits_mlp"},
-            "data": {"source": "builtin", "name": "digits"},
-            "task": {"type": "classification"},
-        }
-        needs = None if gib is None else int(gib * GIB)
-        job_id = submit(
-            ledger, LOCAL_TENANT, parse_document(json.dumps(body | changes).encode()), needs_bytes=needs
-        ).job.id
-        with writing(ledger) as connection:
-            connection.execute(
-                update(jobs).where(jobs.c.id == job_id).values(queued_at=ledger_now(-age), priority=priority)
-            )
-        return job_id
-
-    return make
-
-
-def take(engine: Engine, worker: str, grace: float = 6) -> Claim | None:
-    """What an agent with a free slot does."""
-    for place in next_places(engine, worker, grace):
-        held = claim(engine, place.job_id, "w", secrets.token_hex(8), 45, place=place)
-        if held is not None:
-            return held
-    return None
-
-
-def end(engine: Engine, held: Claim) -> None:
-    finish(engine, held)
-    release(engine, held.job_id, held.fence)
-
-
-def over_committed(engine: Engine) -> list[str]:
-    """Devices of which more is leased than they have; the oracle reads the rows and nothing of ours."""
-    with reading(engine) as connection:
-        leased = connection.execute(select(device_leases)).all()
-        capacity = {row.uuid: row for row in connection.execute(select(devices)).all()}
-    held, number = Counter[str](), Counter[str]()
-    for row in leased:
-        held[row.device_uuid] += row.bytes
-        number[row.device_uuid] += 1
-    return [
-        uuid
-        for uuid in held
-        if held[uuid] > capacity[uuid].capacity_bytes or (capacity[uuid].kind != "host" and number[uuid] > 1)
-    ]
-
-
-def status(engine: Engine, job_id: str) -> Any:
-    job = read_job(engine, LOCAL_TENANT, job_id)
-    assert job is not None
-    return placement_of(engine, job)
 
 
 def test_a_gpu_is_one_jobs_alone_until_nothing_of_it_runs(ledger: Engine, joined: Any, waiting: Any) -> None:
@@ -135,7 +47,7 @@ def test_a_gpu_is_one_jobs_alone_until_nothing_of_it_runs(ledger: Engine, joined
 
 
 def test_a_claim_whose_reply_was_lost_finds_its_lease(ledger: Engine, joined: Any, waiting: Any) -> None:
-    place = Place(job_id=waiting(3), worker_id=joined(gpu("a", 16)), device_uuid="FAKE-a")
+    place = Place(job_id=waiting(3), worker_id=joined(gpu("a", 16)), device_uuids=("FAKE-a",))
     first = claim(ledger, place.job_id, "w", "token", 45, place=place)
     assert first is not None
     assert claim(ledger, place.job_id, "w", "token", 45, place=place) == first
@@ -147,9 +59,9 @@ def test_a_place_that_is_taken_leaves_the_job_as_it_was(ledger: Engine, joined: 
     before = read_job(ledger, LOCAL_TENANT, later)
     assert take(ledger, worker) is not None
     for taken in (
-        Place(job_id=later, worker_id=worker, device_uuid="FAKE-a"),
-        Place(job_id=later, worker_id=worker, device_uuid="FAKE-unknown"),
-        Place(job_id=later, worker_id="gone", device_uuid="FAKE-a"),
+        Place(job_id=later, worker_id=worker, device_uuids=("FAKE-a",)),
+        Place(job_id=later, worker_id=worker, device_uuids=("FAKE-unknown",)),
+        Place(job_id=later, worker_id="gone", device_uuids=("FAKE-a",)),
     ):
         assert claim(ledger, later, "w", "t", 45, place=taken) is None
     assert read_job(ledger, LOCAL_TENANT, later) == before
@@ -399,7 +311,7 @@ def test_a_factory_goes_to_a_worker_that_lists_it(ledger: Engine, joined: Any, w
     job_id = waiting(**FACTORY)
     assert next_places(ledger, plain, 0) == []
     assert not has_future_work(ledger, plain, 30)
-    place = Place(job_id=job_id, worker_id=plain, device_uuid="HOST-a")
+    place = Place(job_id=job_id, worker_id=plain, device_uuids=("HOST-a",))
     assert claim(ledger, job_id, "w", "t", 45, place=place) is None
     assert [each.job_id for each in next_places(ledger, lab, 0)] == [job_id]
     assert [each.job_id for each in next_places(ledger, any_, 0)] == [job_id]
@@ -656,8 +568,8 @@ def test_between_equal_gpus_a_job_that_others_left_no_room_for_reserves_one(
     assert [each.job_id for each in next_places(ledger, worker, 0)] == [young]  # on the other
     assert renew(ledger, worker, {"FAKE-a": 0}, 600)
     assert next_places(ledger, worker, 0) == [
-        Place(job_id=big, worker_id=worker, device_uuid="FAKE-a"),
-        Place(job_id=young, worker_id=worker, device_uuid="FAKE-b"),
+        Place(job_id=big, worker_id=worker, device_uuids=("FAKE-a",)),
+        Place(job_id=young, worker_id=worker, device_uuids=("FAKE-b",)),
     ]
 
 

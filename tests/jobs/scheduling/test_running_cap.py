@@ -110,7 +110,7 @@ def test_workers_that_look_at_once_exceed_no_cap(ledger: Engine) -> None:
 
     def race(number: int) -> bool:
         at_once.wait()
-        place = Place(job_id=found[number], worker_id=worker, device_uuid=f"FAKE-{number}", most_running=2)
+        place = Place(job_id=found[number], worker_id=worker, device_uuids=(f"FAKE-{number}",), most_running=2)
         return put(ledger, place) is not None
 
     with ThreadPoolExecutor(6) as threads:

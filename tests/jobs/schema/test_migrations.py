@@ -26,7 +26,7 @@ from jobs.schema.database import (
     upgrade_schema,
     writing,
 )
-from jobs.schema.tables import devices, jobs, metadata, outbox
+from jobs.schema.tables import device_leases, devices, jobs, metadata, outbox
 from tests.api import seeding
 
 
@@ -202,3 +202,32 @@ def test_the_command_says_what_the_operator_must_do(empty_url: str, tmp_path: An
         assert said in done.stderr
         assert "Traceback" not in done.stderr
         assert "canary:canary" not in done.stderr
+
+
+def test_leases_that_stand_outlive_the_step_that_allows_several_devices(empty_url: str, empty: Engine) -> None:
+    """Back there an attempt has one device: of several the first is kept, and none is kept twice."""
+    upgrade_schema(empty_url)
+    row = {"node": "n", "kind": "fake", "name": "GPU", "capacity_bytes": 64, "seen_at": ledger_now()}
+    lease = {"tenant_id": LOCAL_TENANT, "bytes": 64, "whole": True, "worker_id": "w", "process_space": "space"}
+    leases = [("one", 1, "FAKE-a"), ("two", 3, "FAKE-b"), ("two", 3, "FAKE-c")]
+    with writing(empty) as connection:
+        for job_id, fence, uuid in leases:
+            connection.execute(insert(devices).values(row | {"uuid": uuid}))
+            changes = {"job_id": job_id, "fence": fence, "device_uuid": uuid, "leased_at": ledger_now()}
+            connection.execute(insert(device_leases).values(lease | changes))
+    alembic(empty, command.downgrade, "0015")
+    assert leases_of(empty) == leases[:2]
+    upgrade_schema(empty_url)
+    assert leases_of(empty) == leases[:2]
+    with pytest.raises(DBAPIError), writing(empty) as connection:  # a whole device is still one attempt's
+        connection.execute(
+            insert(device_leases).values(
+                lease | {"job_id": "x", "fence": 1, "device_uuid": "FAKE-a", "leased_at": ledger_now()}
+            )
+        )
+
+
+def leases_of(engine: Engine) -> list[tuple[str, int, str]]:
+    with reading(engine) as connection:
+        query = text("SELECT job_id, fence, device_uuid FROM device_leases ORDER BY device_uuid")
+        return [tuple(each) for each in connection.execute(query).all()]

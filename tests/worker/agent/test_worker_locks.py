@@ -136,7 +136,7 @@ def test_its_job_is_queued_again_and_its_device_free_where_no_process_can_be_see
     for worker_id, uuid in ((dead, "GPU-0"), (living, "GPU-1")):
         worker = Worker(id=worker_id, node="n", process_space=f"space {worker_id}", version="1", slots=1, factories=())
         register(ledger, worker, [Device(**{**vars(device), "uuid": uuid})], 600)
-        place = Place(job_id=submitted(), worker_id=worker_id, device_uuid=uuid)
+        place = Place(job_id=submitted(), worker_id=worker_id, device_uuids=(uuid,))
         held.append(claim(ledger, place.job_id, "somebody:1", new_id(), 600, place=place))
     lost, kept = held
     assert lost is not None

@@ -491,7 +491,7 @@ def test_beside_a_gpu_each_of_several_slots_has_its_part_of_the_hosts_memory(
     here = Worker(id=new_id(), node="n", process_space="s", version="0", slots=slots, factories=())
     register(ledger, here, [gpu], 3600)
     job_id = submitted()
-    place = Place(job_id=job_id, worker_id=here.id, device_uuid=gpu.uuid)
+    place = Place(job_id=job_id, worker_id=here.id, device_uuids=(gpu.uuid,))
 
     def bounds(*steps: Any) -> dict[str, int]:
         held = claim(ledger, job_id, "test", secrets.token_hex(8), 20, place=place)

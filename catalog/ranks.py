@@ -1,0 +1,54 @@
+"""The option `world_size`: how many processes of one node compute a job together, each on a device of its own.
+
+Rank r of W measures the examples of the batches r, r + W, r + 2W, …, and the ranks reduce what they summed, so the
+numbers are those of one process. What takes further passes over the data in one process is refused.
+"""
+
+from typing import Any
+
+from catalog.record import FieldError
+
+MAX_WORLD_SIZE = 64
+"""More devices than a node has; across nodes a job is divided into pieces (`shards`)."""
+
+
+def require_ranks(document: Any) -> None:  # noqa: ANN401 - a job document, whose module imports this one
+    """Refuse a number of ranks that no node has, and ranks for what one process alone can compute.
+
+    Args:
+        document: The job document.
+
+    Raises:
+        FieldError: If `world_size` is outside 1 to `MAX_WORLD_SIZE`, or above 1 for a job that ranks cannot share.
+    """
+    ranks = document.world_size
+    if not 1 <= ranks <= MAX_WORLD_SIZE:
+        raise FieldError(
+            "world_size",
+            f"is {ranks}; take 1 to {MAX_WORLD_SIZE} devices of one node, or `shards` to divide a job over machines",
+        )
+    if ranks == 1:
+        return
+    if document.factors is not None:
+        raise FieldError("world_size", f"is {ranks}, and `factors` were collected already; leave `world_size` out")
+    if document.collection.ema_decay is not None:
+        raise FieldError(
+            "collection.ema_decay",
+            f"weighs each batch by those that follow it, and `world_size: {ranks}` divides the batches; give null, or "
+            "leave `world_size` out",
+        )
+    for kind in document.kinds:
+        params = getattr(document, kind, None)
+        again = getattr(params, "needs_model", None)
+        if again is not None:
+            raise FieldError(
+                "world_size",
+                f"is {ranks}, and `{again}` passes over all data in one process; keep the factors, and ask for it in a "
+                "job of its own without `world_size`",
+            )
+        if kind == "natural_gradient" and params is not None and params.gradient is None:
+            raise FieldError(
+                "natural_gradient.gradient",
+                f"is missing, so the gradient is taken of all data in one process, and `world_size` is {ranks}: give "
+                "`gradient: {path: FILE.safetensors}`, or leave `world_size` out",
+            )
