@@ -31,11 +31,9 @@ def require_ranks(document: Any) -> None:  # noqa: ANN401 - a job document, whos
         return
     if document.factors is not None:
         raise FieldError("world_size", f"is {ranks}, and `factors` were collected already; leave `world_size` out")
-    if document.collection.ema_decay is not None:
+    if document.extends is not None:
         raise FieldError(
-            "collection.ema_decay",
-            f"weighs each batch by those that follow it, and `world_size: {ranks}` divides the batches; give null, or "
-            "leave `world_size` out",
+            "world_size", f"is {ranks}, and `extends` adds examples in one process; leave `world_size` out"
         )
     for kind in document.kinds:
         params = getattr(document, kind, None)

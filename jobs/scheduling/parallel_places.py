@@ -6,7 +6,7 @@ has slots. What others hold now counts too: it is free when they have ended, and
 
 from sqlalchemy import Engine, select
 
-from jobs.devices.leases import suits
+from jobs.devices.requirements import suits
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading
 from jobs.schema.tables import devices, jobs, worker_devices, workers

@@ -29,6 +29,7 @@ from catalog.field_errors import complaints
 from catalog.frames import Divided, Finished, Started, Stopped, Summarised, layer_frame
 from catalog.job import JobDocument
 from catalog.record import plain
+from engine.distributed import group
 from engine.errors import StopRequested
 from engine.layers.coverage_check import survey_layers
 from engine.workspace import Workspace
@@ -67,6 +68,8 @@ from worker.execution.pieces.extension import (
     extended_digests,
     open_extended,
 )
+from worker.execution.ranks.rank_link import connect, read_assignment_text
+from worker.execution.ranks.rank_part import assignment_of_rank, take_part, writes_files
 from worker.execution.refusal import Refusal
 from worker.execution.resolve import resolve
 from worker.execution.resume_scratch import adopt_checkpoint
@@ -126,6 +129,9 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> Fi
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = computing_device(assignment.leased)
     _settle(assignment.threads, device)
+    ranks = group.start(device)
+    if ranks is not None:
+        assignment = assignment_of_rank(assignment, ranks)
     # read when the hub's libraries are imported, which the loaders do first
     os.environ.update(HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_DISABLE_PROGRESS_BARS="1")
     if assignment.offline:
@@ -142,6 +148,7 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> Fi
     if assignment.estimate and (refused := unplannable(requested)) is not None:
         raise DocumentRefused((refused,))
     place = computing_place(requested, device, assignment.bounds, assignment.device if assignment.estimate else None)
+    place = replace(place, ranks=ranks)
     context = make_context(assignment, pipe, checkpoint, place)
     extended = None if requested.extends is None else open_extended(requested, assignment, context, parse_document)
     document = requested if extended is None else extended.document
@@ -159,6 +166,7 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> Fi
     finished = _compute(attempt)
     # an attempt that ends otherwise leaves it to the next; whoever knows that there is none clears it
     shutil.rmtree(assignment.scratch, ignore_errors=True)
+    group.stop()
     return finished
 
 
@@ -201,6 +209,8 @@ def _compute(attempt: _Attempt) -> Finished | Divided:
     )
     if opened is None:
         return joined_digests(finished, assignment.pieces) if joins(assignment) else finished
+    if not writes_files(attempt.place.ranks):
+        return finished  # the whole pass is hashed once
     data_sha256 = opened.data_sha256(checkpoint)
     finished = replace(finished, model_sha256=opened.model_sha256, data_sha256=data_sha256, examples=opened.examples)
     return finished if attempt.extended is None else extended_digests(finished, attempt.extended)
@@ -254,6 +264,7 @@ def _open_model(attempt: _Attempt) -> InputDigests | Finished | Divided:
     if digests is None:
         return divide(document, assignment.devices, data, workspace)
     workspace.inputs.batches = digests.stream
+    take_part(workspace.inputs, attempt.place.ranks, document.collection.batch_size, digests.model_sha256)
     if attempt.extended is not None:
         scratch = ArtifactFiles(assignment.scratch / EXTENSION, None)
         collect_extension(attempt.extended, digests.model_sha256, scratch, workspace)
@@ -267,6 +278,8 @@ def _use_cache(assignment: Assignment, document: JobDocument, workspace: Workspa
     if assignment.cache is None or document.cache == "off" or workspace.inputs.model is None:
         return
     why = reason_uncacheable(document, workspace.inputs.model)
+    if workspace.machine.ranks is not None:
+        why = "several ranks have added them up, in an order that is that of their number"
     if why is not None:
         workspace.ports.log("debug", f"factors are not cached: {why}")
         return
@@ -328,11 +341,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="worker.execution", description="Compute one job; started by its parent.")
     parser.add_argument("--frames", type=int, required=True, help="descriptor that frames are written to")
-    pipe = FramePipe(parser.parse_args(arguments).frames)
+    frames = parser.parse_args(arguments).frames
     stop = StopFlag()
     stop.install()
+    ranked = connect()
+    pipe = ranked or FramePipe(frames)
     try:
-        finished = execute(read_assignment(sys.stdin.buffer.read()), pipe, stop)
+        text = sys.stdin.buffer.read() if ranked is None else read_assignment_text()
+        finished = execute(read_assignment(text), pipe, stop)
     except StopRequested:
         pipe.send(Stopped())
         return EXIT_STOPPED

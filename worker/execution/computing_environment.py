@@ -1,6 +1,7 @@
 """What a job computes with: versions, device, threads, platform. The manifest's part that the child knows."""
 
 import importlib.metadata
+import os
 import platform
 import sys
 from pathlib import Path
@@ -8,14 +9,14 @@ from typing import Any
 
 import torch
 
-from worker.execution.refusal import Unavailable
+from worker.execution.refusal import Refusal, Unavailable
 from worker.process.crash import DEVICE_LOST
 
 _PACKAGES = ("kronoscope", "torch", "numpy", "scipy", "safetensors", "transformers", "tokenizers", "datasets")
 
 
 def computing_device(leased: str | None) -> torch.device:
-    """Choose the device: the GPU, if this process sees one and it answers, else the CPU.
+    """Choose the device: the GPU, if this process sees one and it answers, else the CPU; of a rank, its own GPU.
 
     Args:
         leased: The kind of device that was leased for the job; None if nobody leases.
@@ -25,11 +26,13 @@ def computing_device(leased: str | None) -> torch.device:
 
     Raises:
         Unavailable: If a GPU was leased and there is none: the CPU's numbers would be another device's.
+        Refusal: If there are GPUs, and none for this rank.
         RuntimeError: If CUDA counts a GPU on which nothing can be computed; found out before the job begins.
     """
     if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        return torch.device("cuda")
+        device = torch.device("cuda", _own_gpu(leased)) if "LOCAL_RANK" in os.environ else torch.device("cuda")
+        torch.cuda.synchronize(device)
+        return device
     if leased == "cuda":
         message = (
             f"a GPU was leased for this job, and CUDA does not come up in its process (torch {torch.__version__}): it "
@@ -38,6 +41,21 @@ def computing_device(leased: str | None) -> torch.device:
         )
         raise Unavailable(message, code=DEVICE_LOST)
     return torch.device("cpu")
+
+
+def _own_gpu(leased: str | None) -> int:
+    """The number of this rank's GPU among those that the process sees."""
+    own, ranks, gpus = int(os.environ["LOCAL_RANK"]), int(os.environ.get("WORLD_SIZE", "1")), torch.cuda.device_count()
+    if own < gpus:
+        return own
+    message = f"asks for {ranks} ranks, each with a GPU of its own, and {gpus} can be seen here; "
+    if leased is not None:
+        raise Unavailable(message + "one of those that were leased does not come up", code=DEVICE_LOST)
+    raise Refusal(
+        message + f"take `world_size: {gpus}`, or an empty CUDA_VISIBLE_DEVICES, and the ranks compute on the CPU",
+        pointer="/world_size",
+        code="no_device",
+    )
 
 
 def computing_environment(device: torch.device) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 
 from catalog.job import JobDocument
 from catalog.record import FieldError
+from engine.distributed.group import Ranks
 from engine.memory.budget import MemoryBudget
 from engine.memory.limits import hold_device
 from worker.execution.refusal import Refusal
@@ -31,6 +32,9 @@ class ComputingPlace:
     memory: MemoryBudget
     unmeasured: tuple[str, ...] = ()
     """What a plan for a device that is not here takes for granted; empty where the device is here."""
+
+    ranks: Ranks | None = None
+    """The ranks of the job, seen from this process; None where it is alone."""
 
     @property
     def here(self) -> bool:

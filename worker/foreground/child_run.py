@@ -12,8 +12,9 @@ from typing import Any
 
 from catalog.cgroups import oom_kills
 from catalog.frames import Divided, Failed, Finished, Frame, Stopped
+from catalog.ranks import MAX_WORLD_SIZE
 from worker.process.artifact_check import ArtifactMismatch
-from worker.process.child_process import STOP_GRACE_SECONDS, Child, MalformedFrame
+from worker.process.child_process import EXECUTION, RANKS, STOP_GRACE_SECONDS, Child, MalformedFrame
 from worker.process.crash import LastPosition, Signature, crash_failure, ending
 
 _PARENT_POLL_SECONDS = 0.5
@@ -105,6 +106,7 @@ def run_child(
         return Stopped()
     last_position, kills = LastPosition(), oom_kills()
     last: Last | Divided | None = None
+    command = RANKS if command == EXECUTION and _asks_for_ranks(assignment) else command
     with contextlib.closing(Child.start(assignment, sys.stderr.fileno(), os.environ, command)) as child:
         stopper.guard(child)
         try:
@@ -142,3 +144,10 @@ def trouble(error: Exception) -> Failed:
     else:
         code, message = "malformed_frame", f"{error}; a factory that writes to foreign file descriptors would do this"
     return Failed(category="fatal", code=code, message=message, pointer=None, layer=None, detail=None)
+
+
+def _asks_for_ranks(assignment: Mapping[str, Any]) -> bool:
+    """Whether several processes are to compute it; a number that no document may have is for one to refuse."""
+    document = assignment["document"]
+    ranks = document.get("world_size") if isinstance(document, dict) else None
+    return isinstance(ranks, int) and 1 < ranks <= MAX_WORLD_SIZE and not assignment.get("estimate")

@@ -24,6 +24,8 @@ from worker.process.pipe_reader import lines
 from worker.process.process_group import began, group_lives, kill_descendants, wait_until_gone
 
 EXECUTION = (sys.executable, "-P", "-m", "worker.execution")
+RANKS = (sys.executable, "-P", "-m", "worker.execution.ranks")
+"""The same with several processes, each of which computes a part."""
 STOP_GRACE_SECONDS = 8.0
 """From SIGTERM to SIGKILL: a child reaches its next checkpoint well within it, or never."""
 

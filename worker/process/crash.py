@@ -14,13 +14,16 @@ from worker.process.guardian import NOT_STARTED
 DEVICE_LOST = "device_lost"
 """The code of a failure of the device: the process that met it is done for, a new one may find the device well."""
 
+RANK_LOST = "rank_lost"
+"""The code of the end of one rank without a word: a crash of a job that several processes compute."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
     """What two crashes must share to be the same crash."""
 
     signal: str
-    """`SIGKILL`, or `exit 1`, or `malformed frame`, `no progress`, or `device_lost`."""
+    """`SIGKILL`, or `exit 1`, or `malformed frame`, `no progress`, `device_lost`, or `rank 1 of 2 (SIGKILL)`."""
     stage: str | None
     layer: str | None
     """The last row that stands, of this attempt or an earlier one."""

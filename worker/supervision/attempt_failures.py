@@ -6,6 +6,7 @@ from typing import Literal
 from catalog.frames import Failed
 from jobs.errors import ArtifactDamaged, QuotaExceeded
 from worker.disk.free_space import DISK_FULL, describe_full_disk
+from worker.process.crash import RANK_LOST
 
 _DEADLINE_PASSED = (
     "the job was stopped at its deadline; the layers that were done stay. Submit it again with a later one"
@@ -101,3 +102,15 @@ def failure_frame(category: Literal["usage", "transient", "fatal"], code: str, m
         The frame, as a child would have sent it.
     """
     return Failed(category=category, code=code, message=message, pointer=None, layer=None, detail=None)
+
+
+def how_it_broke(failure: Failed) -> str:
+    """Return what the signature of a crash says of a device, or a rank, that was lost.
+
+    Args:
+        failure: What the child said of it.
+
+    Returns:
+        `device_lost`, or the rank with its signal.
+    """
+    return (failure.detail if failure.code == RANK_LOST else None) or failure.code

@@ -10,9 +10,9 @@ from catalog.estimate import ESTIMATE
 from catalog.record import plain
 from jobs.objects.scratch import Scratch
 from jobs.records import Claim
-from worker.devices.discover import host
+from worker.devices.discover import devices_of, host
 from worker.disk.cache_folder import cache_of_tenant
-from worker.process.child_process import Child, Hold, child_environment
+from worker.process.child_process import EXECUTION, RANKS, Child, Hold, child_environment
 from worker.settings import WorkerSettings
 from worker.supervision.stage_factors import LaidOutFactors
 
@@ -36,11 +36,13 @@ def start(
     Raises:
         OSError: If no process, pipe, thread or temporary file can be had.
     """
+    if claim.world_size > 1 and command == EXECUTION:
+        command = RANKS
     return Child.start(told, subprocess.PIPE, environment(claim, threads), command, settings.confinement(), hold)
 
 
 def environment(claim: Claim, threads: int) -> dict[str, str]:
-    """Return the child's environment, in which only the leased GPU can be seen.
+    """Return the child's environment, in which only the leased GPUs can be seen.
 
     Args:
         claim: The job and its lease.
@@ -53,7 +55,7 @@ def environment(claim: Claim, threads: int) -> dict[str, str]:
     # else each library that brings its own starts a thread for every core, in every slot
     passed.setdefault("OPENBLAS_NUM_THREADS", str(threads))
     if claim.lease is not None:
-        passed["CUDA_VISIBLE_DEVICES"] = claim.lease.device_uuid if claim.lease.kind == "cuda" else ""
+        passed["CUDA_VISIBLE_DEVICES"] = ",".join(claim.lease.device_uuids) if claim.lease.kind == "cuda" else ""
     return passed
 
 
@@ -120,12 +122,20 @@ def _bounds(claim: Claim, settings: WorkerSettings) -> dict[str, int]:
     if leased.kind != "cuda":
         return {"host_bytes": leased.bound_bytes}
     # a later attempt does what the first one's plan says
-    part = {} if claim.plan is not None else _part_of_host(settings)
+    part = {} if claim.plan is not None else _part_of_host(settings, claim.world_size)
     return {"device_bytes": leased.bound_bytes, **part}
 
 
-def _part_of_host(settings: WorkerSettings) -> dict[str, int]:
-    """An equal part for each slot: it is not leased, and what is free now every slot would take."""
-    if settings.slots == 1:
+def _part_of_host(settings: WorkerSettings, ranks: int) -> dict[str, int]:
+    """An equal part for each slot, and of it for each rank: it is not leased, and all would take what is free now.
+
+    A job that holds several GPUs keeps as many other jobs from running, so it gets their parts too.
+    """
+    if settings.slots == 1 and ranks == 1:
         return {}
-    return {"host_bytes": host(settings.node).capacity_bytes // settings.slots, "host_shared_by": settings.slots}
+    capacity = host(settings.node).capacity_bytes
+    others = settings.slots - 1
+    if ranks > 1:
+        others = min(others, len(devices_of(settings.node, settings.fake_gpus)()) - ranks)
+    part = (capacity - max(0, others) * (capacity // settings.slots)) // ranks
+    return {"host_bytes": part, "host_shared_by": max(settings.slots, ranks)}

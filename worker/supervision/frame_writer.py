@@ -48,8 +48,11 @@ class AttemptTerms:
 
     @classmethod
     def of(cls, claim: Claim, settings: WorkerSettings) -> Self:
-        """Return the terms of an attempt; a later one computes with the threads of the first."""
-        threads = int((claim.plan or {}).get("threads") or settings.computing_threads())
+        """Return the terms of an attempt; a later one computes with the threads of the first, of each rank."""
+        own = settings.computing_threads()
+        if claim.lease is None or claim.lease.kind == "host":
+            own = max(1, own // claim.world_size)
+        threads = int((claim.plan or {}).get("threads") or own)
         return cls(threads=threads, stored_bytes=settings.ledger.stored_bytes)
 
 

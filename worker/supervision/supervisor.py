@@ -42,6 +42,7 @@ from worker.disk.free_space import DISK_FULL
 from worker.process.child_process import EXECUTION, Child, MalformedFrame
 from worker.process.crash import (
     DEVICE_LOST,
+    RANK_LOST,
     LastPosition,
     Signature,
     crash_failure,
@@ -57,6 +58,7 @@ from worker.supervision.attempt_failures import (
     artifact_failure,
     failure_frame,
     full_disk_failure,
+    how_it_broke,
     layout_failure,
     stop_failure,
     with_detail,
@@ -316,8 +318,8 @@ class Supervisor:
             state = self._sink.write(lambda: attempt_endings.finish(self._engine, self._claim, last))
         elif isinstance(last, Divided):
             state = self._sink.write(lambda: divide(self._engine, self._claim, last))
-        elif isinstance(last, Failed) and last.code == DEVICE_LOST:
-            state = self._lose_device(with_detail(last, tail))
+        elif isinstance(last, Failed) and last.code in (DEVICE_LOST, RANK_LOST):
+            state = self._lose_part(with_detail(last, tail))
         elif isinstance(last, Failed):
             state = self._fail(last, tail)
         elif reason == "no_progress":
@@ -352,18 +354,17 @@ class Supervisor:
             seconds=round(self._device_health.not_started(), 1),
         )
 
-    def _lose_device(self, failure: Failed) -> State:
+    def _lose_part(self, failure: Failed) -> State:
         """End the attempt as a crash; one whose device did not even come up for it is left to others, uncounted."""
-        if self._last_position.begun:
-            return self._crash(self._signature(failure.code), failure)
+        if self._last_position.begun or failure.code == RANK_LOST:
+            return self._crash(self._signature(how_it_broke(failure)), failure)
         leased = self._claim.lease
         self._log.warning(
             "the device did not come up; the job is handed back, and the device not offered for some minutes: mend it, "
             "its driver or the build of torch, or start the worker with a CUDA_VISIBLE_DEVICES that leaves it out",
-            device=None if leased is None else leased.device_uuid,
-            seconds=None if leased is None else self._device_health.withhold(leased.device_uuid),
-            why=failure.message,
-            detail=failure.detail,
+            devices=None if leased is None else leased.device_uuids,
+            seconds=None if leased is None else max(map(self._device_health.withhold, leased.device_uuids)),
+            why=f"{failure.message}\n{failure.detail or ''}",
         )
         return self._sink.write(
             lambda: attempt_endings.decline(self._engine, self._claim, failure.code, _SICK_PAUSE_SECONDS)

@@ -12,13 +12,14 @@ from engine.memory.budget import resident_bytes
 from engine.memory.guard import Guard
 from engine.memory.memory_curve import MemoryCurve
 from engine.memory.stage_peaks import StagePeaks
-from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Resume, Workspace
+from engine.workspace import Artifacts, JobOptions, Machine, ModelInputs, Ports, Resume, Workspace
 from worker.execution.assignment import Assignment
 from worker.execution.computing_place import ComputingPlace
 from worker.execution.device_calibration import Calibration
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.frame_pipe import FramePipe
 from worker.execution.loader_context import LoaderContext
+from worker.execution.ranks.rank_part import NoFiles, writes_files
 from worker.execution.stop_flag import StopFlag
 
 _SMALL_INPUT_BYTES = 256 * 2**20
@@ -40,7 +41,8 @@ def make_workspace(
         The workspace; of its inputs only the task is there.
     """
     device, memory = place.device, place.memory
-    artifacts = ArtifactFiles(assignment.artifacts, pipe.artifact)
+    alone = writes_files(place.ranks)
+    artifacts: Artifacts = ArtifactFiles(assignment.artifacts, pipe.artifact) if alone else NoFiles()
     calibration = Calibration(store=assignment.store, device=device, scratch=assignment.scratch, log=pipe.log)
     return Workspace(
         inputs=ModelInputs(model=None, batches=None, task=document.task),
@@ -65,6 +67,7 @@ def make_workspace(
                 by_kernel=document.memory.host != "auto" and device.type != "cuda",
             ),
             device=device,
+            ranks=place.ranks,
             speed=calibration.read() if place.here else None,
             measure_speed=calibration.measure if place.here else lambda: None,
         ),

@@ -1,0 +1,122 @@
+"""The launcher of a job of several ranks: torch's elastic launcher, below the guardian, in the place of one child.
+
+    python -P -m worker.execution.ranks --frames FD        (the assignment comes on standard input)
+
+It starts `worker.execution` once for each rank, with torch's usual variables (RANK, LOCAL_RANK, WORLD_SIZE,
+MASTER_ADDR, MASTER_PORT), and ends as one child does: with one last frame and its exit code. It never starts a rank
+anew: what is to be tried again the ledger says, with another attempt.
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from catalog.frames import Failed, Finished
+from worker.execution.frame_pipe import FramePipe
+from worker.execution.ranks.rank_hub import ADDRESS, RankHub
+from worker.execution.ranks.rank_link import read_assignment_text
+from worker.execution.ranks.verdict import last_frame
+from worker.process.crash import RANK_LOST
+
+_EXIT_CODES = {"usage": 2, "transient": 3, "fatal": 4}
+_EXIT_STOPPED = 5
+_STOP_SECONDS = 6
+"""From SIGTERM to SIGKILL of the ranks, shorter than the parent's own patience with this process."""
+_LOOPBACK = "127.0.0.1"
+RANK = (sys.executable, "-P", "-m", "worker.execution", "--frames", "-1")
+"""The program of a rank, which finds its link in the environment."""
+
+
+def launch(command: Sequence[str], ranks: int, logs: str) -> tuple[dict[int, int], bool]:
+    """Run a command once for each rank until all have ended.
+
+    Args:
+        command: The program and its arguments.
+        ranks: The number of ranks.
+        logs: A folder for what torch's launcher keeps.
+
+    Returns:
+        Exit codes by rank of those that did not exit with 0, negative for a signal; and whether this process was told
+        to stop.
+    """
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id="job",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{_LOOPBACK}:0",
+        local_addr=_LOOPBACK,
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=logs),
+        shutdown_timeout=_STOP_SECONDS,
+    )
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except ChildFailedError as error:
+        return {rank: failure.exitcode for rank, failure in error.failures.items()}, False
+    except SignalException:
+        return {}, True
+    return {}, False
+
+
+def main(arguments: Sequence[str] | None = None, command: Sequence[str] = RANK) -> int:
+    """Compute the job whose assignment stands on standard input with several ranks.
+
+    Args:
+        arguments: The command line without the program's name; None for that of the process.
+        command: The program of a rank.
+
+    Returns:
+        The exit code: 0 finished, 2 usage, 3 transient, 4 fatal, 5 stopped.
+    """
+    parser = argparse.ArgumentParser(prog="worker.execution.ranks", description="Compute one job with several ranks.")
+    parser.add_argument("--frames", type=int, required=True, help="descriptor that frames are written to")
+    options = parser.parse_args(arguments)
+    assignment: dict[str, Any] = json.loads(read_assignment_text())
+    ranks = int(assignment["document"]["world_size"])
+    hub = RankHub(ranks, options.frames)
+    os.environ[ADDRESS] = hub.address
+    # ranks of one node speak over its own interface, whatever others it has and whatever its name resolves to
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # the hub says it, with the rank's own words
+    scratch = assignment.get("scratch")
+    if scratch:
+        Path(scratch).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="launcher-", dir=scratch or None, ignore_cleanup_errors=True) as logs:
+        codes, stopped = launch(command, ranks, logs)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    last = last_frame(hub.close(codes), stopped=stopped)
+    pipe = FramePipe(options.frames)
+    with contextlib.suppress(BrokenPipeError):
+        if isinstance(last, Failed) and last.code == RANK_LOST:
+            pipe.log("warning", last.message)  # the attempt's failure is forgotten when the next one succeeds
+        pipe.send(last)
+    if isinstance(last, Finished):
+        if scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return 0
+    return _EXIT_CODES[last.category] if isinstance(last, Failed) else _EXIT_STOPPED
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

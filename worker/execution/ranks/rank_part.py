@@ -1,0 +1,175 @@
+"""A rank's part of its job: the batches r, r + W, r + 2W, … of all, its share of the host's memory, and no files.
+
+The batches are cut from the data as one process cuts them, and each keeps the numbers that its examples have among
+all: so the labels that are sampled, which are keyed by these numbers, are those of one process.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from engine.distributed.group import Ranks
+from engine.memory.budget import MemoryBudget, free_host_bytes, resident_bytes
+from engine.model.batches import make_batches
+from engine.workspace import ModelInputs
+from worker.execution.assignment import Assignment
+from worker.execution.data.stream import Chunk
+from worker.execution.refusal import Refusal
+
+
+def own_batches(batches: Callable[[], Iterator[Chunk]], ranks: Ranks, batch_size: int) -> Callable[[], Iterator[Chunk]]:
+    """Return a stream of one rank's batches; each pass reads all of the data.
+
+    Args:
+        batches: Begins a pass over the data of all ranks.
+        ranks: The ranks, seen from this one.
+        batch_size: Examples of a batch.
+
+    Returns:
+        A function that begins a pass: chunks (inputs, targets, index) of the batches whose number is that of the rank
+        modulo the number of ranks.
+    """
+
+    def own() -> Iterator[Chunk]:
+        for number, batch in enumerate(make_batches(batches(), batch_size)):
+            if number % ranks.size == ranks.rank:
+                yield batch.inputs, batch.targets, batch.index
+
+    return own
+
+
+def own_examples(examples: int | None, ranks: Ranks, batch_size: int) -> int | None:
+    """Return the number of examples of one rank, where all batches but the last are full.
+
+    Args:
+        examples: Examples of all ranks; None where they are not known.
+        ranks: The ranks, seen from this one.
+        batch_size: Examples of a batch.
+
+    Returns:
+        The number; None where that of all is not known.
+    """
+    if examples is None:
+        return None
+    full, rest = divmod(examples, batch_size)
+    own = len(range(ranks.rank, full, ranks.size)) * batch_size
+    return own + (rest if full % ranks.size == ranks.rank else 0)
+
+
+def bounds_of_rank(bounds: MemoryBudget, ranks: Ranks) -> MemoryBudget:
+    """Return the bounds of one rank: an equal part of the host's free memory, where nothing was leased for it.
+
+    Args:
+        bounds: What was leased for the rank.
+        ranks: The ranks.
+
+    Returns:
+        The bounds, with a limit for the host in any case.
+    """
+    if bounds.host_bytes < MemoryBudget.unlimited().host_bytes:
+        return bounds
+    return replace(bounds, host_bytes=(free_host_bytes() + resident_bytes()) // ranks.size)
+
+
+def assignment_of_rank(assignment: Assignment, ranks: Ranks) -> Assignment:
+    """Return the assignment as one rank follows it: with its own part of the memory, and a scratch folder of its own.
+
+    Args:
+        assignment: The assignment of all ranks.
+        ranks: The ranks, seen from this one.
+
+    Returns:
+        The same, with folders and bounds of this rank.
+    """
+    name = f"rank-{ranks.rank}"
+    return replace(
+        assignment,
+        scratch=assignment.scratch / name,
+        earlier=tuple(each / name for each in assignment.earlier),
+        bounds=bounds_of_rank(assignment.bounds, ranks),
+    )
+
+
+def writes_files(ranks: Ranks | None) -> bool:
+    """Return whether this process writes the files of its job.
+
+    Args:
+        ranks: The ranks, seen from this one; None where it is alone.
+
+    Returns:
+        True for the only process and for rank 0.
+    """
+    return ranks is None or ranks.rank == 0
+
+
+def take_part(inputs: ModelInputs, ranks: Ranks | None, batch_size: int, model_sha256: str) -> None:
+    """Leave a rank's own batches of all in its inputs, once it is sure that all ranks have loaded the same model.
+
+    Args:
+        inputs: The inputs, with the data of all ranks; changed in place.
+        ranks: The ranks, seen from this one; with None nothing is changed.
+        batch_size: Examples of a batch.
+        model_sha256: The digest of the model.
+
+    Raises:
+        Refusal: If two ranks have loaded other weights.
+    """
+    if ranks is None:
+        return
+    require_same_model(ranks, model_sha256)
+    if inputs.batches is not None:
+        inputs.batches = own_batches(inputs.batches, ranks, batch_size)
+    inputs.examples_of_all = inputs.examples
+    inputs.examples = own_examples(inputs.examples, ranks, batch_size)
+
+
+def require_same_model(ranks: Ranks, sha256: str) -> None:
+    """Require that every rank has loaded the same weights.
+
+    Args:
+        ranks: The ranks.
+        sha256: The digest of this rank's model.
+
+    Raises:
+        Refusal: If two ranks differ, with both digests.
+    """
+    digests = ranks.gather(sha256, "digests of the model")
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise Refusal(
+                f"the ranks have not loaded the same model: its digest is {digests[0]} on rank 0 and {digest} on rank "
+                f"{rank}. A factory must make the same weights in every process: seed whatever it draws from",
+                pointer="/model",
+                code="model_differs",
+            )
+
+
+class NoFiles:
+    """The artifacts of a rank that writes none: rank 0 writes those of the job."""
+
+    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Write nothing."""
+
+    def save_json(self, name: str, value: object) -> None:
+        """Write nothing."""
+
+    def load_tensors(self, name: str) -> dict[str, Tensor]:
+        """Find nothing.
+
+        Raises:
+            FileNotFoundError: Always.
+        """
+        raise FileNotFoundError(name)
+
+    def load_json(self, name: str) -> Any:  # noqa: ANN401 - as the port has it
+        """Find nothing.
+
+        Raises:
+            FileNotFoundError: Always.
+        """
+        raise FileNotFoundError(name)
+
+    def remove(self, name: str) -> None:
+        """Delete nothing."""

@@ -1,0 +1,83 @@
+"""The last frame of a job of several ranks, made of what each rank said last and of how it ended.
+
+    all finished                        -> finished, as rank 0 said it
+    told to stop, and none failed first -> stopped
+    else the first that ended badly     -> failed: with its number, and its own message where it had one
+
+A rank that ended without a last frame (killed, or crashed in native code) counts from the moment it ended; the errors
+of the others, which lost it, come later. What a rank says of another's failure (`rank_failed`, `rank_timed_out`) is
+believed only where no rank failed by itself.
+"""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from catalog.frames import Failed, Finished, Frame, Stopped
+from worker.process.crash import RANK_LOST, ending
+
+_REMEDY = "; SIGKILL is most often the machine running out of memory: lower `collection.batch_size` or `memory.host`"
+_OF_ANOTHER = ("rank_failed", "rank_timed_out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnd:
+    """The end of one rank."""
+
+    rank: int
+    last: Frame | None
+    """Its last frame; None where it sent none."""
+    code: int | None
+    """Its exit code, 128 + n for signal n; None where nobody took it."""
+    at: float
+    """The moment of its last frame, or of its end without one; in seconds of one clock."""
+    killed: bool = False
+    """Whether the launcher ended it, since another rank had failed."""
+
+
+def last_frame(ends: Sequence[RankEnd], *, stopped: bool) -> Frame:
+    """Return the frame that ends the job.
+
+    Args:
+        ends: One end of each rank, in the order of the ranks.
+        stopped: Whether the ranks were told to stop.
+
+    Returns:
+        A `Finished`, `Failed` or `Stopped` frame.
+    """
+    first = ends[0].last
+    if isinstance(first, Finished) and all(isinstance(each.last, Finished) for each in ends):
+        return first
+    failed = [each for each in ends if isinstance(each.last, Failed)]
+    by_itself = [each for each in failed if isinstance(each.last, Failed) and each.last.code not in _OF_ANOTHER]
+    # one that was told to stop before it could listen has ended by the signal
+    died = [] if stopped else [each for each in ends if each.last is None and not each.killed]
+    own = sorted([*by_itself, *died], key=lambda each: each.at)
+    if stopped and not own:
+        return Stopped()
+    if own:
+        return _named(own[0], ends)
+    if failed:
+        return _named(min(failed, key=lambda each: each.at), ends)
+    if any(isinstance(each.last, Stopped) for each in ends):
+        return Stopped()
+    return _named(min(ends, key=lambda each: each.at), ends)
+
+
+def _named(end: RankEnd, ends: Sequence[RankEnd]) -> Failed:
+    ranks = len(ends)
+    if not isinstance(end.last, Failed):
+        killed = end.code == 128 + signal.SIGKILL
+        how = "without a word" if end.code is None else f"without a word ({ending(end.code)})"
+        return Failed(
+            category="transient",
+            code=RANK_LOST,
+            message=f"rank {end.rank} of {ranks} ended {how}, and the attempt with it{_REMEDY if killed else ''}",
+            pointer=None,
+            layer=None,
+            detail=f"rank {end.rank} of {ranks}" + ("" if end.code is None else f" ({ending(end.code)})"),
+        )
+    same = [each for each in ends if isinstance(each.last, Failed) and each.last.message == end.last.message]
+    if len(same) == ranks or end.last.code in _OF_ANOTHER:
+        return end.last  # whatever is wrong is wrong on every rank, or it names the rank itself
+    return replace(end.last, message=f"rank {end.rank} of {ranks}: {end.last.message}")
