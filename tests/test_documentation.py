@@ -125,6 +125,8 @@ def test_the_paper_preset_is_what_such_a_script_used() -> None:
     assert document.collection.update_freq == 10
     assert document.collection.ema_decay is None
     assert document.collection.fisher == "empirical"
+    assert document.collection.reduction == "gram"
+    assert document.world_size == 1
     assert document.woodbury.policy == "all"
     assert document.woodbury.store_device == "auto"
     assert document.woodbury.dtype == "fp16"
