@@ -29,6 +29,7 @@ from engine.collection.probe import ProbedModel
 from engine.collection.ranks.joined_job import follow_planner, join_ranks, require_same_checks
 from engine.collection.run_passes import announce, run_passes
 from engine.collection.subsamples import by_ordinal, sizes_of
+from engine.distributed.sharded_tensors import require_whole
 from engine.errors import (
     ModelRefused,
     NonFiniteModel,
@@ -258,6 +259,7 @@ def _announce_anew(workspace: Workspace, numerics: Numerics, plan: Plan) -> None
 
 def _require_finite(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        require_whole(name, tensor)
         if nn.parameter.is_lazy(tensor):
             raise ModelRefused(
                 f"the model's tensor `{name}` has no shape yet; call the model once on a batch before it is measured",
