@@ -280,8 +280,8 @@ def test_passes_and_the_plan_hold_the_table_once(monkeypatch: pytest.MonkeyPatch
     space, plans = made()
     whole = collect_or_read(space)
     (accumulators,) = [term for term in plans[0]["terms"] if term["name"] == "accumulators"]
-    # A with its column of ones, the counts, the vectors' moments and the head's own diagonal beside one V²
-    own = 300**2 + 9**2 + 300 + 8**2 + 300
+    # A with its column of ones, the head's own, the counts, the vectors' moments and the head's diagonal beside one V²
+    own = 300**2 + 2 * 9**2 + 300 + 8**2 + 300
     assert accumulators["size_bytes"] == 8 * (own + 3 * 2 * 8**2)
     space, plans = made()
     space.ports.scratch = MemoryArtifacts()

@@ -342,7 +342,7 @@ def test_a_job_whose_gpu_does_not_come_up_computes_nowhere_else() -> None:
 def test_a_gpu_that_is_counted_and_does_not_answer_is_found_out_before_anything_of_the_job_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def uncorrectable() -> None:
+    def uncorrectable(device: object = None) -> None:
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

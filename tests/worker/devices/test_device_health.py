@@ -115,7 +115,7 @@ def test_a_job_whose_device_does_not_come_up_is_done_by_another_worker(  # noqa:
     assert next_claimable(ledger) == []  # for some seconds, in which nobody tries it
     assert events(job_id, "crash") == []
     (said,) = [line for line in log_lines() if "did not come up" in line["event"]]
-    assert (said["device"], said["seconds"]) == (fake_gpu("sick", 0, 1).uuid, WITHHELD_SECONDS)
+    assert (list(said["devices"]), said["seconds"]) == ([fake_gpu("sick", 0, 1).uuid], WITHHELD_SECONDS)
     assert "CUDA_VISIBLE_DEVICES" in said["event"]
     with writing(ledger) as connection:
         connection.execute(update(jobs).values(not_before=None))
