@@ -118,7 +118,7 @@ class EventData:
     """Content of an event; which fields it has depends on `type`."""
 
     state: str | None
-    """Of `state`: the state that the job moved to; of `piece`: that of the piece's job."""
+    """The state that the job moved to (`state`), or that the piece's job has (`piece`)."""
     attempt: int | None
     """The attempt that wrote the event."""
     stage: str | None
@@ -146,13 +146,13 @@ class EventData:
     plan: PlanRecord | None
     """Of `plan`: the plan that the attempt follows."""
     round: str | None
-    """Of `piece`: the round of the divided job."""
+    """The round of the divided job (`piece`)."""
     index: int | None
-    """Of `piece`: place among the pieces of the round, from 0."""
+    """The piece's place in its round, from 0 (`piece`)."""
     count: int | None
-    """Of `piece`: pieces of the round."""
+    """The number of pieces in the round (`piece`)."""
     job: str | None
-    """Of `piece`: the job that computes it."""
+    """The job that computes the piece (`piece`)."""
 
 
 def describe_stored_values(schemas: dict[str, Any], document: Mapping[str, Any]) -> None:

@@ -13,8 +13,8 @@ from engine.factors.kronecker_factors import Factors
 from engine.factors.spilled_factors import SpilledFactors
 from engine.gradient_identity.self_check import SelfCheck
 from engine.memory.plan import Chosen
+from engine.merging.example_runs import MOST_RUNS, joined, runs_of
 from engine.model.batches import Batch, tensors
-from engine.model.example_runs import MOST_RUNS, joined, runs_of
 from engine.model.mixed_precision import FIRST_SCALE, LossScale
 from engine.row_layout.attention_masks import Key
 

@@ -29,7 +29,7 @@ from engine.linalg.eigendecomposition import decompose
 from engine.memory.budget import give_back_host_memory
 from engine.memory.guard import Fallback
 from engine.merging.corrections import MergedBases
-from engine.model.example_runs import joined
+from engine.merging.example_runs import joined
 from engine.model.mixed_precision import FIRST_SCALE
 from engine.workspace import Artifacts, Workspace
 

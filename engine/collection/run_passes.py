@@ -27,8 +27,8 @@ from engine.layers.coverage import Survey
 from engine.memory.guard import PlanningError
 from engine.memory.out_of_memory import first_line, free_memory, ran_out_of_memory
 from engine.memory.plan import Chosen, Plan
+from engine.merging.example_runs import joined
 from engine.model.determinism import Numerics
-from engine.model.example_runs import joined
 from engine.row_layout.attention_masks import MaskBroken
 from engine.row_layout.layer_calls import InputOverwritten
 from engine.row_layout.shared_inputs import SharingBroken

@@ -22,8 +22,8 @@ from engine.errors import BrokenFactors, NotMergeable
 from engine.factors.factor_index import read_record
 from engine.factors.factor_set import CalledOnce, FactorSet, Run
 from engine.factors.kronecker_factors import Corrected, Factors, digest
+from engine.merging.example_runs import joined, overlap
 from engine.merging.weighted_sides import added
-from engine.model.example_runs import joined, overlap
 from engine.workspace import Artifacts
 
 BASES = "factors/bases/bases.json"

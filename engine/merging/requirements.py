@@ -10,8 +10,8 @@ from dataclasses import asdict
 
 from engine.errors import NotMergeable
 from engine.factors.factor_set import CountedExamples, FactorSet, Run
+from engine.merging.example_runs import joined, overlap
 from engine.model.determinism import DRAWN
-from engine.model.example_runs import joined, overlap
 
 _WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 

@@ -18,8 +18,8 @@ from engine.collection.ranks.turns import Turns, require_turns
 from engine.distributed.group import Ranks
 from engine.errors import EmptyData, RanksRefused
 from engine.memory.budget import MemoryBudget
+from engine.merging.example_runs import joined, overlap
 from engine.model.batches import Batch
-from engine.model.example_runs import joined, overlap
 from engine.row_layout.attention_masks import Key
 
 T = TypeVar("T")
