@@ -20,6 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class _Assumed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what is asked of numbers that are not there."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would load its compiler
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,  # noqa: ANN401 - an overload of torch's

@@ -34,6 +34,11 @@ class StorageEvents(TorchDispatchMode):
         """Bytes made (positive) and let go of (negative), in order."""
         self._living: set[int] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would load its compiler
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,  # noqa: ANN401 - an overload of torch's
