@@ -29,6 +29,7 @@ from engine.layers.tied import TiedHeadLayer
 from engine.memory.host_accumulation import ROW_STAGING_NUMBERS, Staging, staging_numbers
 from engine.model.backward_pass import pull_back
 from engine.model.batches import Batch, tensors
+from engine.model.determinism import seed_generators
 from engine.model.dtype_casts import casts_of
 from engine.model.loss_directions import directions
 from engine.model.outputs import predict
@@ -112,7 +113,7 @@ def run_pass(
     ranks = workspace.machine.ranks
     turns = Turns.of(ranks, collection.update_freq)
     # a model that draws numbers in evaluation mode draws the same ones in every run
-    torch.manual_seed(collection.seed)
+    seed_generators(collection.seed)
     if found is not None:
         saved = checkpoints.restore(found, by_name, stream)
         if found.running:

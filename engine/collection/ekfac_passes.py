@@ -30,6 +30,7 @@ from engine.memory.budget import give_back_host_memory
 from engine.memory.guard import Fallback
 from engine.merging.corrections import MergedBases
 from engine.merging.example_runs import joined
+from engine.model.determinism import seed_generators
 from engine.model.mixed_precision import FIRST_SCALE
 from engine.workspace import Artifacts, Workspace
 
@@ -291,7 +292,7 @@ def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total:
     updates, cursor, ranks = 0, Cursor(number=done), workspace.machine.ranks
     turns = Turns.of(ranks, collection.update_freq)
     # the numbers that the passes before this one drew
-    torch.manual_seed(collection.seed)
+    seed_generators(collection.seed)
     with collector.attached(), torch.enable_grad():
         for number, batch in enumerate(job.batches()):
             workspace.ports.raise_if_cancelled()

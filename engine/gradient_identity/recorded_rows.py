@@ -15,6 +15,7 @@ from engine.layers.layer import TreatedLayer, Use, of_examples
 from engine.model.backward_pass import drain_backward_queue, pull_back
 from engine.model.batches import Batch, tensors
 from engine.model.counter_rng import normals
+from engine.model.determinism import seed_generators
 from engine.model.dtype_casts import casts_of
 from engine.model.loss_directions import directions, root_product
 from engine.model.outputs import Prediction, predict
@@ -177,7 +178,7 @@ def _recorded(
         overwritten=subject.overwritten,
     )
     own = subject.moved(batch)
-    torch.manual_seed(seed)
+    seed_generators(seed)
     with (
         drain_backward_queue(subject.device),
         unwritten(subject.model),

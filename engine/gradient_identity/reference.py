@@ -12,8 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from engine.gradient_identity.checked_model import Subject, unwritten
 from engine.gradient_identity.recorded_rows import direction_of, run
-from engine.model.backward_pass import drain_backward_queue
+from engine.model.backward_pass import drain_backward_queue, run_backward
 from engine.model.batches import Batch
+from engine.model.determinism import seed_generators
 from engine.model.dtype_casts import casts_of
 
 Arrived = Callable[[nn.Parameter, Tensor], None]
@@ -62,7 +63,7 @@ def pull_back(
         The gradient of one parameter, beside what the pass itself holds.
     """
     own, cotangent = subject.moved(objective.batch), objective.cotangent
-    torch.manual_seed(objective.seed)
+    seed_generators(objective.seed)
     arrivals: list[nn.Parameter] = []
     failures: list[Exception] = []
 
@@ -89,7 +90,7 @@ def pull_back(
         if prediction.outputs.requires_grad:
             with casts_of(subject.model):
                 # shown tensors, torch would take its backward pass for an operation, inside which no mode is active
-                torch.autograd.backward(get_gradient_edge(prediction.outputs), cotangent)
+                run_backward(get_gradient_edge(prediction.outputs), cotangent)
         if failures:
             raise failures.pop()
         whole = {id(parameter): parameter for parameter in arrivals}

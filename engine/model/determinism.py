@@ -5,6 +5,7 @@ cannot repeat (another class of device, other instructions, another torch) is sa
 """
 
 import contextlib
+import functools
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -88,6 +89,26 @@ def _instructions(device: torch.device) -> str:
     # a job may be planned where no such device is
     present = torch.cuda.is_available()
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device)) if present else "unknown"
+
+
+def seed_generators(seed: int) -> None:
+    """Seed torch's default generators: those that ``torch.manual_seed`` seeds, with the same numbers.
+
+    For each kind of device that has not been started, torch writes down the call and the stack that it came from:
+    some milliseconds each, as much as a pass over a small batch. Where there is no such device nothing is written down.
+
+    Args:
+        seed: The seed, at least -2**63 and below 2**64.
+    """
+    if _has_accelerator():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+@functools.cache
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available()
 
 
 @contextlib.contextmanager

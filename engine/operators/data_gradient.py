@@ -23,7 +23,7 @@ from engine.collection.pass_job import PassJob
 from engine.errors import EmptyData, EngineError, ModelRefused, NonFiniteLoss, Unwinding, WrongShape
 from engine.memory.out_of_memory import free_memory, lost_device, ran_out_of_memory
 from engine.model.batches import Batch
-from engine.model.determinism import set_numerics
+from engine.model.determinism import seed_generators, set_numerics
 from engine.model.dtype_casts import casts_of
 from engine.model.loss_directions import loss_gradient
 from engine.model.outputs import Prediction, predict
@@ -109,7 +109,7 @@ class GradientPass:
                 seen.enter_context(watcher.attached())
             totals = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
             # a model that draws numbers in evaluation mode draws those of the collection
-            torch.manual_seed(collection.seed)
+            seed_generators(collection.seed)
             divisor, update = 0.0, 0
             for place, arrived in enumerate(job.stream()):
                 job.workspace.ports.raise_if_cancelled()

@@ -10,6 +10,7 @@ from engine.collection.pass_job import PassJob
 from engine.layers.layer import TreatedLayer
 from engine.model.backward_pass import drain_backward_queue, pull_back
 from engine.model.batches import Batch, tensors
+from engine.model.determinism import seed_generators
 from engine.model.dtype_casts import casts_of
 from engine.model.outputs import predict
 from engine.model.pass_peak import StorageEvents
@@ -50,7 +51,7 @@ def pass_events(
         overwritten=job.overwritten,
     )
     events = StorageEvents()
-    torch.manual_seed(job.collection.seed)
+    seed_generators(job.collection.seed)
     with drain_backward_queue(job.workspace.machine.device), collector.attached(), torch.enable_grad(), events.noted():
         collector.begin(batch.size, batch.mask, tensors(batch.inputs))
         with job.precision.autocast(job.workspace.machine.device):

@@ -22,6 +22,7 @@ from engine.layers.elementwise import BareLayer
 from engine.layers.layer import BlockLayer
 from engine.model.activation_memory import GradientCopies, Saved, trace_saved_bytes
 from engine.model.batches import Batch, map_tensors, tensors
+from engine.model.determinism import seed_generators
 from engine.model.dtype_casts import casts_of, settle_casts
 from engine.model.outputs import call_model, predict
 from engine.model.pass_peak import peak_lines
@@ -123,7 +124,7 @@ def exclude_other_uses(probed: ProbedModel) -> ProbedModel:
     batch = _repeated(job.moved(job.probed_batch()), seen.examples)
 
     def run() -> Tensor:
-        torch.manual_seed(job.collection.seed)
+        seed_generators(job.collection.seed)
         return predict(job.model, batch, job.task).outputs
 
     elsewhere = find_shared_parameters(
@@ -281,7 +282,7 @@ def _operations(job: PassJob, survey: Survey, batch: Batch, parameters: dict[str
 
 def _disturbed(job: PassJob, survey: Survey, batch: Batch, tables: frozenset[str], disturb: str | None) -> Tensor:
     """Outputs of ``batch`` with ``tables`` spread over it, the last copy of one of them disturbed."""
-    torch.manual_seed(job.collection.seed)
+    seed_generators(job.collection.seed)
     # without its labels: the outputs of one example must be told from another's
     unlabelled = dataclasses.replace(job.task, loss=None)
     with torch.no_grad(), record_calls(survey.treated, batch.size, tables, disturb):
@@ -301,7 +302,7 @@ def _run(job: PassJob, survey: Survey) -> Run:
 
     def run(trial: Batch) -> tuple[list[Call], list[Tensor]]:
         # a model that draws numbers draws the same ones
-        torch.manual_seed(job.collection.seed)
+        seed_generators(job.collection.seed)
         with torch.no_grad(), record_calls(survey.treated, trial.size, job.tables) as calls:
             returned = call_model(job.model, trial, labelled=job.task.likelihood == "model")
         return calls, tensors(returned)

@@ -16,7 +16,7 @@ from engine.collection.pass_job import PassJob
 from engine.errors import EngineError, ModelRefused, Unwinding
 from engine.memory.out_of_memory import free_memory, ran_out_of_memory
 from engine.model.batches import Batch
-from engine.model.determinism import set_numerics
+from engine.model.determinism import seed_generators, set_numerics
 from engine.model.preserve_state import preserve_state
 from engine.operators.exact.columns import trained
 
@@ -81,7 +81,7 @@ class DataPasses:
             parameter.requires_grad_(True)
         divisor, update = 0.0, 0
         # a model that draws numbers in evaluation mode draws those of the collection
-        torch.manual_seed(collection.seed)
+        seed_generators(collection.seed)
         try:
             for place, arrived in enumerate(job.stream()):
                 job.workspace.ports.raise_if_cancelled()

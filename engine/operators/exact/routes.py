@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from engine.errors import EngineError, ModelRefused, Unwinding
 from engine.memory.budget import free_host_bytes
 from engine.memory.out_of_memory import ran_out_of_memory
 from engine.model.batches import Batch
+from engine.model.determinism import seed_generators
 from engine.operators.exact.backward_route import BackwardRoute
 from engine.operators.exact.columns import Column, Sliced
 from engine.operators.exact.data_passes import DataPasses
@@ -84,7 +84,7 @@ class Routes:
             found = self._forward_products(batch, parameters, columns)
             if found is not None:
                 return found
-            torch.manual_seed(self.passes.job.collection.seed)
+            seed_generators(self.passes.job.collection.seed)
             self.passes.job.workspace.ports.log(
                 "info", f"products go by second gradients, at about twice the time: {self.reason}"
             )
