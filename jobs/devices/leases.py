@@ -31,7 +31,7 @@ from sqlalchemy import (
 )
 
 from catalog.record import record
-from jobs.devices.offered_classes import offered_classes
+from jobs.devices.offered_classes import offered_class
 from jobs.devices.registry import DeviceKind
 from jobs.devices.requirements import needs_on, suits
 from jobs.schema.clock import ledger_now
@@ -357,8 +357,4 @@ def _held_elsewhere(connection: Connection, drawn: Row[Any], needs: int, here: S
     able = Counter((row.id, row.kind) for row in found if suits(drawn, row.kind, row.factories))
     if any(number >= (1 if kind == "host" else drawn.world_size) for (_, kind), number in able.items()):
         return True
-    return any(
-        suits(drawn, each.kind, each.factories)
-        and (each.device_bytes >= needs * drawn.world_size if each.kind == "host" else each.devices >= drawn.world_size)
-        for each in offered_classes(connection, needs)
-    )
+    return offered_class(connection, drawn, needs) is not None

@@ -4,6 +4,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, select
 
+from jobs.devices.requirements import suits
 from jobs.schema.clock import ledger_now
 from jobs.schema.tables import machine_classes
 
@@ -11,17 +12,26 @@ _OFFERED_SECONDS = 900.0
 """An autoscaler renews its offers each round; one that is silent for longer starts nothing."""
 
 
-def offered_classes(connection: Connection, needs: int) -> list[Row[Any]]:
-    """Return the classes of which one device has room for a job.
+def offered_class(connection: Connection, job: Any, needs: int) -> Row[Any] | None:  # noqa: ANN401 - a row of `jobs`
+    """Return a class of which one machine would take a job.
 
     Args:
         connection: A connection with an open transaction.
-        needs: The bytes of the job's plan.
+        job: The job's row.
+        needs: The bytes of the job's plan, of one rank.
 
     Returns:
-        Their rows, with `kind`, `devices`, `device_bytes` and `factories`.
+        The row of the smallest, with `name`, `kind`, `devices`, `device_bytes` and `factories`; None where there is
+        none.
     """
-    query = select(machine_classes).where(
-        machine_classes.c.device_bytes >= needs, machine_classes.c.seen_at >= ledger_now(-_OFFERED_SECONDS)
+    query = (
+        select(machine_classes)
+        .where(machine_classes.c.device_bytes >= needs, machine_classes.c.seen_at >= ledger_now(-_OFFERED_SECONDS))
+        .order_by(machine_classes.c.device_bytes, machine_classes.c.name)
     )
-    return list(connection.execute(query).all())
+    for each in connection.execute(query):
+        on_host = each.kind == "host"
+        large = each.device_bytes >= needs * (job.world_size if on_host else 1)
+        if suits(job, each.kind, each.factories) and large and (on_host or each.devices >= job.world_size):
+            return each
+    return None

@@ -16,6 +16,7 @@ from catalog.job import JobDocument
 from catalog.memory_requirements import factories_of
 from catalog.responses import PlacementView
 from jobs.devices.leases import Place
+from jobs.devices.offered_classes import offered_class
 from jobs.devices.requirements import needs_on, suits, suits_condition
 from jobs.records import Job
 from jobs.scheduling.candidate_slots import NEEDS, candidates_query
@@ -185,12 +186,12 @@ def placement_of(engine: Engine, job: Job, most_running: int = 0) -> PlacementVi
             return None
         if row.state != "queued":
             return _placement_of_running(connection, row)
-        fleet = read_fleet(connection)
+        fleet, offered = read_fleet(connection), offered_class(connection, row, row.needs_bytes or 0)
         full = most_running and row.priority < AHEAD and row.tenant_id in tenants_without_slot(connection, most_running)
     if full:
         message = f"{most_running} of your jobs run, as many as may at a time; it begins after one of them has ended"
         return PlacementView(status="waiting", message=message, device=None)
-    return _placement_of_queued(fleet, row)
+    return _placement_of_queued(fleet, row, offered)
 
 
 def placement_before(engine: Engine, document: JobDocument, needs_bytes: int | None) -> PlacementView:
@@ -204,8 +205,6 @@ def placement_before(engine: Engine, document: JobDocument, needs_bytes: int | N
     Returns:
         The placement.
     """
-    with reading(engine) as connection:
-        fleet = read_fleet(connection)
     model, data = factories_of(document)
     asked: Any = SimpleNamespace(
         id=None,
@@ -216,7 +215,9 @@ def placement_before(engine: Engine, document: JobDocument, needs_bytes: int | N
         device_class=None,
         queued_at=None,
     )
-    return _placement_of_queued(fleet, asked)
+    with reading(engine) as connection:
+        fleet, offered = read_fleet(connection), offered_class(connection, asked, needs_bytes or 0)
+    return _placement_of_queued(fleet, asked, offered)
 
 
 def _placement_of_running(connection: Connection, row: Row[Any]) -> PlacementView | None:
@@ -238,7 +239,8 @@ def _placement_of_running(connection: Connection, row: Row[Any]) -> PlacementVie
     )
 
 
-def _placement_of_queued(fleet: Sequence[FleetDevice], row: Row[Any]) -> PlacementView:
+def _placement_of_queued(fleet: Sequence[FleetDevice], row: Row[Any], offered: Row[Any] | None = None) -> PlacementView:
+    """The placement of a job that waits; ``offered`` is a class of machines, not there yet, that would take it."""
     kept = [each for each in fleet if each.reserver is not None and each.reserver.id == row.id]
     needs = _needs(row)
     if kept:
@@ -257,6 +259,13 @@ def _placement_of_queued(fleet: Sequence[FleetDevice], row: Row[Any]) -> Placeme
         if not could_start(fleet, row):
             what = "memory that others than jobs hold on every device that could hold it"
         return PlacementView(status="waiting", message=f"{needs}waits for {what}", device=None)
+    if offered is not None:
+        each = "" if offered.devices == 1 else f" on each of {offered.devices} devices"
+        message = (
+            f"{needs}no worker that is there can take it; it begins on a machine of the class {offered.name} "
+            f"({readable(offered.device_bytes)}{each}), which an autoscaler starts"
+        )
+        return PlacementView(status="no_worker", message=message, device=None)
     if could_start(fleet, row, lambda each: each.could_hold(row, live=False)):
         message = f"{needs}the devices that could hold it belong to workers that have not been seen lately"
         return PlacementView(status="no_worker", message=message, device=None)

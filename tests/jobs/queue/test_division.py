@@ -11,6 +11,7 @@ from catalog.frames import ArtifactWritten, Divided, Failed, Finished, Planned
 from catalog.pieces import Piece
 from catalog.record import plain
 from catalog.schedule import Schedule
+from jobs.autoscale.demand import read_waiting
 from jobs.errors import JobNotFound, JobStillActive, LeaseLost, PieceRefused, QueueFull
 from jobs.queue import attempt_endings, attempt_writes, reaper
 from jobs.queue.claims import claim
@@ -397,3 +398,17 @@ def test_the_files_of_pieces_stay_until_the_job_has_succeeded(ledger: Engine, di
     listed = [[file.name for file in list_artifacts(ledger, LOCAL_TENANT, each)] for each in (*ids, mine.job_id)]
     assert listed == [[], [], ["factors/b"]]
     assert (seen(ledger, mine.job_id).manifest or {})["artifacts"] == 1
+
+
+def test_an_autoscaler_counts_the_pieces_that_wait_and_not_their_parent(ledger: Engine, divided: Any) -> None:
+    parent, children = divided(3)
+    with reading(ledger) as connection:
+        (group,) = read_waiting(connection, 0)
+    assert (group.count, group.needs_bytes) == (3, seen(ledger, children[0]).needs_bytes)
+    assert group.example in children
+    claimed(ledger, children[0])
+    with reading(ledger) as connection:
+        assert [each.count for each in read_waiting(connection, 0)] == [2]
+        # of a tenant that may run two, the parent takes up no place while it waits
+        assert [each.count for each in read_waiting(connection, 2)] == [1]
+    assert seen(ledger, parent.job_id).state == "waiting"
