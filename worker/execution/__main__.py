@@ -278,20 +278,22 @@ def _use_cache(assignment: Assignment, document: JobDocument, workspace: Workspa
     if assignment.cache is None or document.cache == "off" or workspace.inputs.model is None:
         return
     why = reason_uncacheable(document, workspace.inputs.model)
-    if workspace.machine.ranks is not None:
-        why = "several ranks have added them up, in an order that is that of their number"
     if why is not None:
         workspace.ports.log("debug", f"factors are not cached: {why}")
         return
     workspace.ports.report("data", 0, None, "sources")
     data = digests.data_sha256(workspace.ports.raise_if_cancelled)
+    ranks = workspace.machine.ranks
+    size = 1 if ranks is None else ranks.size
     workspace.ports.cache = FactorCache(
         assignment.cache,
         CacheUse(
-            key=factor_key(document, workspace.inputs.model, data, workspace.machine.device),
+            key=factor_key(document, workspace.inputs.model, data, workspace.machine.device, size),
             job=assignment.job,
             own=assignment.scratch / "cached",
             refresh=document.cache == "refresh",
+            fills=writes_files(ranks),
+            agree=bool if ranks is None else lambda found: all(ranks.gather(found, "cached factors")),
         ),
         limit_bytes=assignment.cache_bytes,
         unchanged=lambda: bool(digests.stream.digests) and set(digests.stream.digests) == {data},

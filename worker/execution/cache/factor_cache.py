@@ -20,6 +20,7 @@ from engine.workspace import Artifacts
 from worker.disk import cache_folder
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.files.open_files import OpenFolder
+from worker.execution.ranks.rank_part import NoFiles
 from worker.execution.refusal import Refusal
 
 _FORMAT = "kronoscope-cached-factors/1"
@@ -43,6 +44,10 @@ class CacheUse:
     """The job's own folder, for links to the files of an entry."""
     refresh: bool
     """Whether the factors are collected in any case, and replace those of an earlier entry."""
+    fills: bool = True
+    """Whether what is collected becomes an entry: of several ranks, which hold the same factors, one leaves it."""
+    agree: Callable[[bool], bool] = bool
+    """Returns whether every rank has found the entry: one that collects waits for all others."""
 
 
 class FactorCache:
@@ -72,6 +77,8 @@ class FactorCache:
         self._job = use.job
         self._own = use.own
         self._refresh = use.refresh
+        self._fills = use.fills
+        self._agree = use.agree
         self._unchanged = unchanged
         self._log = log
         self._shelf: _Shelf | None = None
@@ -85,10 +92,21 @@ class FactorCache:
         """
         if self._refresh:
             return None
+        source = self._verified()
+        if not self._agree(source is not None) or source is None:
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(self._folder / self._key / cache_folder.ENTRY)
+        found = f"{source}, key {self._key}"
+        self._log("info", f"factors from the cache of job {found}: nothing is collected")
+        return ArtifactFiles(self._own, None), found
+
+    def _verified(self) -> str | None:
+        """Link the entry into the job's own folder, and verify it; return the job that left it, None without one."""
         entry = self._folder / self._key
         shutil.rmtree(self._own, ignore_errors=True)
         try:
-            source = self._linked(entry)
+            return self._linked(entry)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, Refusal) as error:
             shutil.rmtree(self._own, ignore_errors=True)
             if isinstance(error, FileNotFoundError) and not (entry / cache_folder.ENTRY).exists():
@@ -99,11 +117,6 @@ class FactorCache:
             self._log("warning", f"cached factors are damaged, and collected again: {error}")
             cache_folder.discard(entry)
             return None
-        with contextlib.suppress(OSError):
-            os.utime(entry / cache_folder.ENTRY)
-        found = f"{source}, key {self._key}"
-        self._log("info", f"factors from the cache of job {found}: nothing is collected")
-        return ArtifactFiles(self._own, None), found
 
     def _linked(self, entry: Path) -> str:
         listing = OpenFolder(entry, Path(os.path.realpath(self._folder)), "/cache").file(cache_folder.ENTRY)
@@ -139,8 +152,11 @@ class FactorCache:
         """Return the folder for factors that are being collected; ``keep`` makes it an entry.
 
         Returns:
-            The artifacts to write to; what cannot be written is dropped with a warning.
+            The artifacts to write to; what cannot be written is dropped with a warning, and where another rank leaves
+            the entry, everything is dropped.
         """
+        if not self._fills:
+            return NoFiles()
         if self._shelf is None:
             self._shelf = _Shelf(cache_folder.part(self._folder), self._limit_bytes, self._log)
         return self._shelf

@@ -97,14 +97,15 @@ def reason_uncacheable(document: JobDocument, model: nn.Module) -> str | None:
     return None
 
 
-def factor_key(document: JobDocument, model: nn.Module, data: str, device: torch.device) -> str:
-    """Return the key of a collection: SHA-256 over model, data, options, code and numerics.
+def factor_key(document: JobDocument, model: nn.Module, data: str, device: torch.device, ranks: int = 1) -> str:
+    """Return the key of a collection: SHA-256 over model, data, options, code, numerics and the number of ranks.
 
     Args:
         document: The job document.
         model: The loaded model.
         data: The digest of one pass over the data.
         device: The device that computes.
+        ranks: How many processes add up their sums, in an order that is that of their number.
 
     Returns:
         The key in hexadecimal.
@@ -120,6 +121,7 @@ def factor_key(document: JobDocument, model: nn.Module, data: str, device: torch
         "environment": computing_environment(device),
         "build": torch.__config__.show(),
         "numerics": asdict(Numerics.here(device)),
+        "ranks": ranks,
     }
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
