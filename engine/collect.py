@@ -52,7 +52,7 @@ from engine.model.determinism import DRAWN, Numerics, set_numerics
 from engine.model.preserve_state import preserve_state
 from engine.planning.choose_plan import PlannedJob, choose_plan
 from engine.planning.job_plan import smallest_budgets
-from engine.planning.later.merge import with_merge
+from engine.planning.later.merge import host_speed, with_merge
 from engine.planning.model_memory import weigh_model
 from engine.planning.probe_model import exclude_other_uses, probe_functional_layers, probe_model, probe_sizes
 from engine.workspace import Workspace
@@ -125,7 +125,7 @@ def plan_collection(workspace: Workspace, pieces: int) -> Plan:
     """
     weigh_model(workspace)
     with prepare_collection(workspace) as (planned, _):
-        plan = with_merge(planned.plan, planned.probed.probe, pieces)
+        plan = with_merge(planned.plan, planned.probed.probe, pieces, host_speed(workspace.machine))
         plan.require(workspace.machine.budget, {})
         _announce_anew(workspace, planned.probed.job.numerics, plan)
         return plan

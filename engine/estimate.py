@@ -23,6 +23,7 @@ from engine.model.meta_device import simulate_device
 from engine.model.preserve_state import preserve_state
 from engine.planning.choose_plan import PlannedJob, choose_plan
 from engine.planning.job_plan import smallest_budgets
+from engine.planning.later.merge import host_speed, with_merge
 from engine.planning.model_memory import weigh_model
 from engine.planning.probe_model import probe_functional_layers, probe_model, probe_sizes
 from engine.workspace import Workspace
@@ -39,11 +40,13 @@ WIDE = "what the model computes in 16 bits is as wide as the sums"
 """The same of a job with `collection.amp`."""
 
 
-def estimate(workspace: Workspace) -> dict[str, Any]:
+def estimate(workspace: Workspace, pieces: int = 1) -> dict[str, Any]:
     """Return the plan of a job from shapes alone, with its budget and the smallest that would do.
 
     Args:
-        workspace: The job; its model may stand on the meta device, and stays where it is.
+        workspace: The job; its model may stand on the meta device, and stays where it is. Of a divided job its inputs
+            are those of a piece, and `inputs.part` says of which data; of several ranks those of one.
+        pieces: How many pieces a divided job merges, each of which is as large as this one at most.
 
     Returns:
         The plan as a table, with ``fits``, ``budget``, ``smallest_budget``, ``smallest_budget_keeps`` and ``assumed``.
@@ -54,10 +57,16 @@ def estimate(workspace: Workspace) -> dict[str, Any]:
     planned = _planned(workspace)
     plan, budget = planned.plan, workspace.machine.budget
     smallest = smallest_budgets(workspace, planned.probed.probe, planned.less)
+    least_bytes = {place: least and least.size_bytes for place, least in smallest.items()}
+    if workspace.inputs.part is not None:
+        plan = with_merge(plan, planned.probed.probe, pieces, host_speed(workspace.machine))
+        merging = plan.stage_bytes("host", "decomposition")
+        # of what merges there is one way, whatever the budget
+        least_bytes["host"] = least_bytes["host"] and max(least_bytes["host"], merging)
     return plan.as_json() | {
         "fits": plan.fits(budget),
         "budget": {"device_bytes": budget.device_bytes, "host_bytes": budget.host_bytes},
-        "smallest_budget": {f"{place}_bytes": least and least.size_bytes for place, least in smallest.items()},
+        "smallest_budget": {f"{place}_bytes": least for place, least in least_bytes.items()},
         "smallest_budget_keeps": {place: (least and least.keeping) or None for place, least in smallest.items()},
         "assumed": [*ASSUMED, *([] if workspace.options.collection.amp == "off" else [WIDE])],
     }
@@ -92,7 +101,13 @@ def _planned(workspace: Workspace) -> PlannedJob:
         yield chunk
 
     weigh_model(workspace)
-    inputs = dataclasses.replace(workspace.inputs, batches=batches, model=_bare(workspace.inputs.model, META))
+    part = workspace.inputs.part
+    inputs = dataclasses.replace(
+        workspace.inputs,
+        batches=batches,
+        part=None if part is None else dataclasses.replace(part, batches=batches),
+        model=_bare(workspace.inputs.model, META),
+    )
     machine = dataclasses.replace(workspace.machine, device=META)
     job = PassJob.of(dataclasses.replace(workspace, inputs=inputs, machine=machine), workspace.machine.device)
     with simulate_device(workspace.machine.device):

@@ -183,7 +183,7 @@ class ModelInputs:
     examples: int | None = None
     """The number of examples in the data, where it is known; progress and plans use it. Of ranks, this one's."""
     examples_of_all: int | None = None
-    """That of all ranks, where there are several and each knows its own."""
+    """That of all ranks, where there are several and each knows its own; of ranks that are only planned, too."""
     labels: Callable[[], Iterator[tuple[Tensor, Tensor]]] | None = None
     """The targets (n, …) with the indices (n,) of their examples, where they can be read without the inputs."""
     part: DataPart | None = None
@@ -215,12 +215,12 @@ class ModelInputs:
         """Return how many examples enter the factors together.
 
         Args:
-            ranks: The ranks; None where there is one.
+            ranks: The ranks; None where there is one, or where several are only planned.
 
         Returns:
             The examples of all ranks; None where they are not known.
         """
-        return self.whole_examples if ranks is None else self.examples_of_all
+        return self.whole_examples if ranks is None and self.examples_of_all is None else self.examples_of_all
 
 
 @dataclass(kw_only=True, slots=True)

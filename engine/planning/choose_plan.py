@@ -77,7 +77,7 @@ def _terms(job: PassJob, each: int, most: int) -> int:
     """Loss terms of the data, of which an example has ``each`` where it does not say; or so many that it is enough."""
     if job.workspace.machine.device.type == "meta":
         # shapes alone: every target counts
-        examples = job.workspace.inputs.whole_examples
+        examples = job.workspace.inputs.foreseen_examples(job.workspace.machine.ranks)
         return most if examples is None else each * -(-examples // job.collection.update_freq)
     total = 0
     # a part keeps its head as the whole does

@@ -140,6 +140,7 @@ def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
     Yields:
         One line each.
     """
+    yield from _part_lines(plan)
     yield plan["why"]
     if plan.get("pace") == "measured":
         yield "seconds: by the speed measured on this machine, with bounds for a job that has the machine to itself"
@@ -166,6 +167,24 @@ def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
         yield f"not measured, as no {plan['device']} device is here: " + "; ".join(plan["unmeasured"])
     if plan.get("assumed"):
         yield "assumed, as no weight was read: " + "; ".join(plan["assumed"])
+
+
+def _part_lines(plan: Mapping[str, Any]) -> Iterator[str]:
+    """The line that says of which part of a job the figures are."""
+    rank, piece = plan.get("of_rank"), plan.get("of_piece")
+    if rank:
+        share = "" if rank["examples"] is None else f", which measures {rank['examples']} of {rank['whole']} examples"
+        yield f"figures of one of {rank['world_size']} ranks{share}; their reduction takes further seconds"
+    if piece and piece["count"] is None:
+        yield (
+            "figures of the undivided job: how many pieces there are is decided when it begins, "
+            + ("by counting the examples" if piece["whole"] is None else "by the devices that are there")
+        )
+    elif piece:
+        yield (
+            f"figures of one of {piece['count']} pieces, with at most {piece['examples']} of {piece['whole']} "
+            "examples; from the decomposition on, of the job that merges them all"
+        )
 
 
 def format_bytes(size_bytes: int) -> str:

@@ -74,6 +74,7 @@ from worker.execution.refusal import Refusal
 from worker.execution.resolve import resolve
 from worker.execution.resume_scratch import adopt_checkpoint
 from worker.execution.start.job_workspace import make_context, make_workspace, options_of
+from worker.execution.start.planned_part import bounds_of_plan, plan_part
 from worker.execution.stop_flag import StopFlag
 
 EXIT_STOPPED = 5
@@ -147,6 +148,7 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> Fi
     requested = parse_document(assignment.document)
     if assignment.estimate and (refused := unplannable(requested)) is not None:
         raise DocumentRefused((refused,))
+    assignment = bounds_of_plan(assignment)
     place = computing_place(requested, device, assignment.bounds, assignment.device if assignment.estimate else None)
     place = replace(place, ranks=ranks)
     context = make_context(assignment, pipe, checkpoint, place)
@@ -248,9 +250,10 @@ def _open_model(attempt: _Attempt) -> InputDigests | Finished | Divided:
     workspace.inputs.labels = data.labels
     if assignment.estimate:
         workspace.inputs.model = loaded.model
-        plan = resolve(ESTIMATE)(workspace)
+        part = plan_part(document, data, workspace.inputs)
+        plan = resolve(ESTIMATE)(workspace, part.pieces)
         unmeasured = list(attempt.place.unmeasured)
-        attempt.pipe.planned({**plan, "device": attempt.place.device.type, "unmeasured": unmeasured})
+        attempt.pipe.planned({**plan, **part.said, "device": attempt.place.device.type, "unmeasured": unmeasured})
         return Finished()
     if attempt.extended is not None:
         data = enter_extension(attempt.extended, data, workspace)

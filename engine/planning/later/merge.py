@@ -1,27 +1,37 @@
-"""Bytes of the merge of a divided job: one layer's sums in float64, and that layer of one piece.
+"""Bytes and seconds of the merge of a divided job: one layer's sums in float64, and that layer of one piece.
 
 The factors of the pieces are on the disk, all of them; in memory there is one layer at a time, added up before it is
-decomposed.
+decomposed. A number of a piece is read, verified, unpacked and added, which takes as long as passing over it so many
+times as was measured, whatever its precision::
+
+    seconds = Σ over pieces of  bytes / disk speed  +  20 · 8 · numbers / host speed
 """
 
 from dataclasses import replace
 
+import torch
+
 from engine.collection.probe import Probe
 from engine.layers.layer import TreatedLayer
+from engine.memory.device_speed import DeviceSpeed, typical_speed
 from engine.memory.plan import Plan, Term
+from engine.workspace import Machine
 
 _FLOAT64 = 8
+_PASSES = 20
+"""Times that a number of a piece, in float64, is read or written until it is in the sum, as measured."""
 _WIDENED_BYTES = 2**21
 """What is widened to float64 at once."""
 
 
-def with_merge(plan: Plan, probe: Probe, pieces: int) -> Plan:
-    """Add the bytes of merging the pieces of a divided job to its decompositions.
+def with_merge(plan: Plan, probe: Probe, pieces: int, host: DeviceSpeed | None = None) -> Plan:
+    """Add the bytes and the seconds of merging the pieces of a divided job to its decompositions.
 
     Args:
         plan: The plan of the undivided job.
         probe: Layers and representations.
         pieces: How many pieces there are, whose factors are on the disk together.
+        host: Speed of the host, which merges; None leaves the seconds as they are.
 
     Returns:
         The plan with those terms.
@@ -48,7 +58,25 @@ def with_merge(plan: Plan, probe: Probe, pieces: int) -> Plan:
         source="exact",
         stage="decomposition",
     )
-    return replace(plan, terms=(*plan.terms, *held, kept))
+    seconds = dict(plan.seconds)
+    if host is not None:
+        numbers = disk // item
+        merging = disk / host.disk_bytes_per_second + _PASSES * _FLOAT64 * numbers / host.held_bytes_per_second
+        seconds["decomposition"] = (seconds.get("decomposition") or 0.0) + merging
+    return replace(plan, terms=(*plan.terms, *held, kept), seconds=seconds)
+
+
+def host_speed(machine: Machine) -> DeviceSpeed:
+    """Return the speed of the host, which merges whatever the device.
+
+    Args:
+        machine: The job's machine.
+
+    Returns:
+        What was measured of it where it computes too, else what is usual.
+    """
+    host = torch.device("cpu")
+    return typical_speed(host) if machine.speed is None or machine.device.type == "cuda" else machine.speed
 
 
 def _sides(layer: TreatedLayer, probe: Probe) -> list[tuple[int, bool]]:

@@ -6,7 +6,7 @@ all: so the labels that are sampled, which are keyed by these numbers, are those
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -40,7 +40,19 @@ def own_batches(batches: Callable[[], Iterator[Chunk]], ranks: Ranks, batch_size
     return own
 
 
-def own_examples(examples: int | None, ranks: Ranks, batch_size: int) -> int | None:
+class RankPlace(Protocol):
+    """A rank among others, running or planned."""
+
+    @property
+    def rank(self) -> int:
+        """Its number, from 0."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+
+def own_examples(examples: int | None, ranks: RankPlace, batch_size: int) -> int | None:
     """Return the number of examples of one rank, where all batches but the last are full.
 
     Args:
@@ -58,7 +70,7 @@ def own_examples(examples: int | None, ranks: Ranks, batch_size: int) -> int | N
     return own + (rest if full % ranks.size == ranks.rank else 0)
 
 
-def bounds_of_rank(bounds: MemoryBudget, ranks: Ranks) -> MemoryBudget:
+def bounds_of_rank(bounds: MemoryBudget, ranks: RankPlace) -> MemoryBudget:
     """Return the bounds of one rank: an equal part of the host's free memory, where nothing was leased for it.
 
     Args:

@@ -1,0 +1,5 @@
+"""Divided jobs in this process."""
+
+from tests.worker.execution.pieces.conftest import runner
+
+__all__ = ["runner"]
