@@ -15,7 +15,7 @@ import random
 import shutil
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -68,8 +68,10 @@ from worker.execution.pieces.extension import (
     extended_digests,
     open_extended,
 )
+from worker.execution.pieces.read_digests import FILE as READ
+from worker.execution.pieces.read_digests import ReadDigests
 from worker.execution.ranks.rank_link import connect, read_assignment_text
-from worker.execution.ranks.rank_part import assignment_of_rank, take_part, writes_files
+from worker.execution.ranks.rank_part import assignment_of_rank, require_same_data, take_part, writes_files
 from worker.execution.refusal import Refusal
 from worker.execution.resolve import resolve
 from worker.execution.resume_scratch import adopt_checkpoint
@@ -184,6 +186,8 @@ class _Attempt:
     context: LoaderContext
     pipe: FramePipe
     place: ComputingPlace
+    read: ReadDigests = field(default_factory=ReadDigests)
+    """What a piece has read of the data."""
 
 
 def _compute(attempt: _Attempt) -> Finished | Divided:
@@ -211,9 +215,10 @@ def _compute(attempt: _Attempt) -> Finished | Divided:
     )
     if opened is None:
         return joined_digests(finished, assignment.pieces) if joins(assignment) else finished
-    if not writes_files(attempt.place.ranks):
-        return finished  # the whole pass is hashed once
     data_sha256 = opened.data_sha256(checkpoint)
+    require_same_data(attempt.place.ranks, data_sha256)
+    if assignment.piece is not None:
+        workspace.ports.artifacts.save_json(READ, attempt.read.as_json())
     finished = replace(finished, model_sha256=opened.model_sha256, data_sha256=data_sha256, examples=opened.examples)
     return finished if attempt.extended is None else extended_digests(finished, attempt.extended)
 
@@ -258,7 +263,7 @@ def _open_model(attempt: _Attempt) -> InputDigests | Finished | Divided:
     if attempt.extended is not None:
         data = enter_extension(attempt.extended, data, workspace)
     if assignment.piece is not None:
-        data = enter_share(assignment.piece, document, data, workspace)
+        data = enter_share(assignment.piece, document, data, workspace, attempt.read)
     seed = document.collection.seed
     digests = None if begins(document, assignment) else InputDigests(loaded.model, data.batches, seed)
     with workspace.machine.operation("model to device"):

@@ -44,7 +44,7 @@ class Witness:
         """Begin a pass."""
         digest = hashlib.sha256()
         for chunk in self._batches():
-            _enter_tree(digest, chunk)
+            enter_tree(digest, chunk)
             yield chunk
         self.digests.append(digest.hexdigest())
 
@@ -180,17 +180,23 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - whatever a module keeps
     return f"{type(value).__module__}.{type(value).__qualname__} {getattr(value, '__qualname__', '')}"
 
 
-def _enter_tree(digest: Any, tree: Any) -> None:  # noqa: ANN401 - hashlib's type is not named; data are any tree
+def enter_tree(digest: Any, tree: Any) -> None:  # noqa: ANN401 - hashlib's type is not named; data are any tree
+    """Add a tree of tensors to a digest: dtypes, shapes, strides and bytes.
+
+    Args:
+        digest: A hash.
+        tree: Tensors, in any tree of mappings and sequences.
+    """
     if isinstance(tree, Tensor):
         _enter_tensor(digest, tree)
     elif isinstance(tree, Mapping):
         _enter(digest, "mapping", *map(str, tree))
         for value in tree.values():
-            _enter_tree(digest, value)
+            enter_tree(digest, value)
     elif isinstance(tree, (tuple, list)):
         _enter(digest, "sequence", len(tree))
         for value in tree:
-            _enter_tree(digest, value)
+            enter_tree(digest, value)
     else:
         _enter(digest, "value", type(tree).__qualname__, repr(tree))
 

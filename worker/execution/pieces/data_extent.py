@@ -16,6 +16,7 @@ from catalog.collection import Collection
 from catalog.pieces import Piece, Round
 from engine.model.batches import make_batches
 from worker.execution.data.stream import Chunk, DataStream
+from worker.execution.pieces.read_digests import ReadDigests
 from worker.execution.refusal import Refusal
 
 
@@ -98,7 +99,7 @@ def cut_pieces(extent: Extent, count: int, round_name: Round = "collect") -> tup
     )
 
 
-def read_share(stream: DataStream, piece: Piece, batch_size: int) -> DataStream:
+def read_share(stream: DataStream, piece: Piece, batch_size: int, digests: ReadDigests | None = None) -> DataStream:
     """Return the data of one piece: batches of the undivided job, each example with the index that it has there.
 
     The examples before the piece are read and dropped; reading stops at its end.
@@ -107,6 +108,7 @@ def read_share(stream: DataStream, piece: Piece, batch_size: int) -> DataStream:
         stream: The whole data.
         piece: The piece, of a round over examples.
         batch_size: Examples of a batch of the whole.
+        digests: Take what the first whole pass has read.
 
     Returns:
         Chunks ``(inputs, targets, index)``, a batch each.
@@ -117,8 +119,8 @@ def read_share(stream: DataStream, piece: Piece, batch_size: int) -> DataStream:
     begin, end = piece.begin or 0, piece.end or 0
 
     def batches() -> Iterator[Chunk]:
-        position = 0
-        for batch in make_batches(stream.batches(), batch_size):
+        position, whole = 0, make_batches(stream.batches(), batch_size)
+        for batch in whole if digests is None else digests.watch(whole, begin, end):
             after = position + batch.size
             if after > begin:
                 if position < begin or after > end:
@@ -142,8 +144,9 @@ def read_share(stream: DataStream, piece: Piece, batch_size: int) -> DataStream:
 
 def _other_data(piece: Piece, found: str) -> Refusal:
     return Refusal(
-        f"are not those that were divided: {piece.title} has the examples {piece.begin} to {piece.end}, and {found}; "
-        "a source must give the same examples in the same order and chunks every time",
+        f"are not those that were divided: {piece.title} has the examples {piece.begin} to {piece.end} of "
+        f"{piece.total}, and {found}; a source must give the same examples in the same order and chunks every time: "
+        "seed what it draws or shuffles by, and change no file while the job runs",
         pointer="/data",
         code="data_differ",
     )

@@ -21,6 +21,7 @@ from worker.execution.assignment import Assignment, FinishedPiece
 from worker.execution.data.stream import DataStream
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.pieces.data_extent import cut_pieces, measure_extent, read_share
+from worker.execution.pieces.read_digests import ReadDigests, require_one_pass, require_same_pieces
 from worker.execution.pieces.shard_count import choose_count, most_pieces
 from worker.execution.refusal import Refusal
 
@@ -98,7 +99,13 @@ def divide(document: JobDocument, devices: int, data: DataStream, workspace: Wor
     return _divided(pieces, log)
 
 
-def enter_share(piece: Piece, document: JobDocument, data: DataStream, workspace: Workspace) -> DataStream:
+def enter_share(
+    piece: Piece,
+    document: JobDocument,
+    data: DataStream,
+    workspace: Workspace,
+    digests: ReadDigests | None = None,
+) -> DataStream:
     """Put the data of one piece in the place of the whole, and leave the analyses to the job that merges them.
 
     Args:
@@ -106,11 +113,12 @@ def enter_share(piece: Piece, document: JobDocument, data: DataStream, workspace
         document: The job document.
         data: The whole data.
         workspace: The job, whose inputs and options are changed.
+        digests: Take what the piece reads.
 
     Returns:
         The data of the piece.
     """
-    share, inputs = read_share(data, piece, document.collection.batch_size), workspace.inputs
+    share, inputs = read_share(data, piece, document.collection.batch_size, digests), workspace.inputs
     workspace.options = collecting(workspace.options)
     inputs.batches, inputs.examples, inputs.labels = share.batches, share.examples, share.labels
     inputs.part = DataPart(begin=piece.begin or 0, end=piece.end or 0, examples=piece.total or 0, batches=data.batches)
@@ -216,7 +224,7 @@ def _stored_by_job(assignment: Assignment) -> ArtifactFiles:
 
 
 def _require_one_model(pieces: tuple[FinishedPiece, ...]) -> None:
-    """Refuse pieces of different models, and pieces that hold other examples than they were given.
+    """Refuse pieces of different models, of data that differ, and with other examples than they were given.
 
     Raises:
         Refusal: If there are such.
@@ -239,3 +247,6 @@ def _require_one_model(pieces: tuple[FinishedPiece, ...]) -> None:
                 pointer="/data",
                 code="data_differ",
             )
+    rounds = [tuple(each for each in measured if each.piece.round == name) for name in ("collect", "correct")]
+    require_one_pass(rounds[0])
+    require_same_pieces(*rounds)

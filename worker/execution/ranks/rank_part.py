@@ -158,6 +158,28 @@ def require_same_model(ranks: Ranks, sha256: str) -> None:
             )
 
 
+def require_same_data(ranks: Ranks | None, sha256: str) -> None:
+    """Require that every rank has read the same data in the same order, of which each measured its own batches.
+
+    Args:
+        ranks: The ranks; None where there is one.
+        sha256: The digest of this rank's pass over all data.
+
+    Raises:
+        Refusal: If two ranks differ, with both digests.
+    """
+    digests = [sha256] if ranks is None else ranks.gather(sha256, "digests of the data")
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise Refusal(
+                f"are not the same for every rank: their digest is {digests[0]} on rank 0 and {digest} on rank {rank}, "
+                "so examples were counted twice or not at all. A source must give the same examples in the same order "
+                "in every process: seed what it shuffles by",
+                pointer="/data",
+                code="data_differ",
+            )
+
+
 class NoFiles:
     """The artifacts of a rank that writes none: rank 0 writes those of the job."""
 

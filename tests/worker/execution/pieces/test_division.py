@@ -194,3 +194,34 @@ def test_every_example_is_counted_once(runner: Runner) -> None:
 
     with pytest.raises(Refusal, match=r"piece 2 of 3 .* has the examples 48 to 96, and read 47"):
         runner.attempt({**own, **_tampered(run, fewer)})
+
+
+SHUFFLED = (
+    "import os, random, torch\n"
+    "def examples(seed=None):\n"
+    "    g = torch.Generator().manual_seed(5)\n"
+    "    images, classes = torch.randn(64, 1, 8, 8, generator=g), torch.randint(0, 10, (64,), generator=g)\n"
+    "    order = list(range(64))\n"
+    "    random.Random(os.urandom(8) if seed is None else seed).shuffle(order)\n"
+    "    for begin in range(0, 64, 16):\n"
+    "        yield images[order[begin:begin + 16]], classes[order[begin:begin + 16]]\n"
+)
+
+
+def test_data_that_are_shuffled_anew_in_each_piece_are_refused(
+    runner: Runner, import_path: None, tmp_path: Path
+) -> None:
+    (tmp_path / "shuffled_data.py").write_text(SHUFFLED)
+    data = {"source": "factory", "factory": "shuffled_data:examples", "kwargs": {"seed": 3}}
+    collection = {**DIGITS["collection"], "ekfac": True}
+    asked = {**DIGITS, "kind": ["factors"], "data": data, "shards": 2, "collection": collection}
+    run = runner.job("seeded", asked)
+    assert len(run.pieces) == 4
+    # what one of them read in a later round was other data
+    (tmp_path / "seeded" / "correct-1" / "factors" / "read.json").write_text('{"before": "a", "after": "b"}')
+    known = {"pieces": run.pieces, "divided": str(run.folder / "artifacts"), "artifacts": str(tmp_path / "again")}
+    with pytest.raises(Refusal, match="not the same in every round: up to example 64, piece 2 of 2") as caught:
+        runner.attempt({"document": asked, **known})
+    with pytest.raises(Refusal, match=r"not the same in every piece: up to example 32, piece 1 of 2 .* piece 2 of 2"):
+        runner.job("drawn", {**asked, "data": {**data, "kwargs": {}}})
+    assert (caught.value.code, caught.value.pointer) == ("data_differ", "/data")

@@ -11,7 +11,14 @@ from engine.memory.budget import MemoryBudget, free_host_bytes
 from engine.model.batches import make_batches
 from engine.workspace import ModelInputs
 from worker.execution.assignment import read_assignment
-from worker.execution.ranks.rank_part import assignment_of_rank, bounds_of_rank, own_batches, own_examples, take_part
+from worker.execution.ranks.rank_part import (
+    assignment_of_rank,
+    bounds_of_rank,
+    own_batches,
+    own_examples,
+    require_same_data,
+    take_part,
+)
 from worker.execution.refusal import Refusal
 
 CHUNKS = {
@@ -87,3 +94,11 @@ def test_ranks_share_no_scratch_folder(tmp_path: Any) -> None:
     parts = [assignment_of_rank(given, seen_by(rank, 2)) for rank in range(2)]
     assert [each.scratch for each in parts] == [tmp_path / "2" / "rank-0", tmp_path / "2" / "rank-1"]
     assert parts[1].earlier == (tmp_path / "1" / "rank-1",)
+
+
+def test_data_that_differ_between_ranks_are_named_with_both_digests() -> None:
+    ranks = seen_by(0, 2, gather=lambda value, _: [value, "b" * 64])
+    with pytest.raises(Refusal, match=f"is {'a' * 64} on rank 0 and {'b' * 64} on rank 1.*seed what") as refused:
+        require_same_data(ranks, "a" * 64)
+    assert (refused.value.code, refused.value.pointer) == ("data_differ", "/data")
+    require_same_data(None, "a" * 64)

@@ -1,0 +1,118 @@
+"""Read digests: what each piece has read of the data, so that pieces that were given other data are told apart.
+
+A piece reads the data from the beginning, and drops what comes before its own examples. SHA-256 over all batches up to
+where it begins must be that of the piece before it up to where that one ended::
+
+    before(0) = SHA-256 of nothing        before(k) = after(k − 1)
+
+So a source that shuffles anew in each process, or changes meanwhile, ends the job: some examples would be counted twice
+and others never. A piece of a later round must have read what the piece of the first round with its place has.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+from engine.model.batches import Batch
+from worker.execution.assignment import FinishedPiece
+from worker.execution.cache.factor_cache_key import enter_tree
+from worker.execution.files.artifact_files import ArtifactFiles
+from worker.execution.refusal import Refusal
+
+FILE = "factors/read.json"
+"""Where a piece leaves its digests."""
+
+
+class ReadDigests:
+    """The digests of the first pass of one piece that came to the piece's end."""
+
+    def __init__(self) -> None:
+        self.before: str | None = None
+        """Of the batches before the piece."""
+        self.after: str | None = None
+        """Of those and the piece's own."""
+
+    def watch(self, batches: Iterator[Batch], begin: int, end: int) -> Iterator[Batch]:
+        """Pass on the batches of a pass, and take their digests until a pass has come to the end of the piece.
+
+        Args:
+            batches: Batches of the whole data.
+            begin: Examples before the piece.
+            end: Examples up to the end of the piece.
+
+        Returns:
+            The same batches.
+        """
+        digest, position = hashlib.sha256() if self.after is None else None, 0
+        for batch in batches:
+            if digest is not None:
+                if position == begin:
+                    self.before = digest.hexdigest()
+                enter_tree(digest, (batch.inputs, batch.targets, batch.index))
+                position += batch.size
+                if position == end:
+                    self.after = digest.hexdigest()
+            yield batch
+
+    def as_json(self) -> dict[str, str | None]:
+        """Return the digests for the piece's file."""
+        return {"before": self.before, "after": self.after}
+
+
+def require_one_pass(pieces: Sequence[FinishedPiece]) -> None:
+    """Require that all pieces of a round have read the same data in the same order.
+
+    Args:
+        pieces: The pieces of one round over examples, in their order.
+
+    Raises:
+        Refusal: If one has read others; with both digests.
+    """
+    reached, last = "", None
+    for each in pieces:
+        before, after = _digests(each)
+        # one that does not follow the other is for the merge to find
+        if last is not None and last.piece.end == each.piece.begin and before != reached:
+            raise Refusal(
+                f"are not the same in every piece: up to example {each.piece.begin}, {last.piece.title} of round "
+                f"`{each.piece.round}` read data of the digest {reached}, and {each.piece.title} {before}; a source "
+                "must give the same examples in the same order every time: seed what it shuffles by, and change no "
+                "file while the job runs",
+                pointer="/data",
+                code="data_differ",
+            )
+        reached, last = after, each
+
+
+def require_same_pieces(first: Sequence[FinishedPiece], later: Sequence[FinishedPiece]) -> None:
+    """Require that the pieces of a later round have read what those of the first have.
+
+    Args:
+        first: The pieces of the first round, in their order.
+        later: Those of the later round, with the same places.
+
+    Raises:
+        Refusal: If one has read others; with both digests.
+    """
+    for one, other in zip(first, later, strict=False):
+        (_, before), (_, after) = _digests(one), _digests(other)
+        if before != after:
+            raise Refusal(
+                f"are not the same in every round: up to example {one.piece.end}, {one.piece.title} read data of the "
+                f"digest {before} in round `{one.piece.round}`, and {after} in round `{other.piece.round}`; a source "
+                "must give the same examples in the same order every time",
+                pointer="/data",
+                code="data_differ",
+            )
+
+
+def _digests(piece: FinishedPiece) -> tuple[str, str]:
+    try:
+        found = ArtifactFiles(piece.path, None).load_json(FILE)
+        return str(found["before"]), str(found["after"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Refusal(
+            f"cannot be told to be the same in every piece: {piece.piece.title} of round `{piece.piece.round}` did not "
+            "leave what it read, as one of an earlier version; submit the job again",
+            pointer="/data",
+            code="data_differ",
+        ) from error
