@@ -64,7 +64,8 @@ class GradientRows:
     """How rows reach the host, where they stand there and arrive elsewhere."""
     count: int = 0
     grams: Tensor | None = None
-    """(groups, count, count) float64: the Gram matrices of the scaled rows, where several ranks have summed them."""
+    """(groups, count·(count+1)/2) float64 on the host: upper triangles of the Gram matrices of the scaled rows, where
+    several ranks have summed them."""
 
     @classmethod
     def empty(cls, groups: int, size: int, storage: RowStorage) -> Self:
@@ -134,7 +135,7 @@ class GradientRows:
             return found
         host = self.rows[:, : self.count].to("cpu")
         scales = self.scales[:, : self.count].to("cpu")
-        grams = [None] * len(host) if self.grams is None else [gram / weight for gram in self.grams.to("cpu")]
+        grams = [None] * len(host) if self.grams is None else list(self.grams.div_(weight))
         return [
             LowRank(rows=own, scales=beside, weight=weight, known_gram=gram)
             for own, beside, gram in zip(host, scales, grams, strict=True)

@@ -49,6 +49,8 @@ class Ranks:
     """Process group for tensors on the host, and for objects."""
     accelerated: Any = None
     """Process group for tensors on the device; on a CPU the same."""
+    one_node: bool = False
+    """Whether all ranks run under one kernel, and so may hold memory together; ``join_node`` settles it."""
     traffic: Traffic = field(default_factory=Traffic)
     _meetings: int = 0
     _seen: int = -1

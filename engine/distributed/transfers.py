@@ -24,7 +24,7 @@ from torch import Tensor
 from engine.distributed.group import Ranks
 
 T = TypeVar("T")
-NUMBERS_AT_ONCE = 2**23
+NUMBERS_AT_ONCE = 2**21
 """Numbers of a panel: a reduction holds a few panels beside what it reduces."""
 UNDER_WAY = 2
 """Reductions that are under way together."""
@@ -218,7 +218,7 @@ def sum_triangle_(ranks: Ranks, matrices: Tensor, label: Label, owner: int | Non
         The transfers that it waits for.
 
     Memory:
-        A few panels of 8 Mi numbers.
+        A few panels of 2 Mi numbers.
     """
     size = matrices.shape[-1]
     for matrix in matrices.view(-1, size, size):

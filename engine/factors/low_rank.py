@@ -31,7 +31,7 @@ from torch import Tensor
 
 from engine.errors import BrokenFactors, NonFiniteFactor
 from engine.factors.capacitance import NOISE, Factorised, cancellation, independent_solve, robust_solve
-from engine.factors.kronecker_factors import digest
+from engine.factors.kronecker_factors import digest, unpacked
 from engine.factors.representation_bytes import NUMBERS_AT_ONCE, low_rank_bytes
 from engine.linalg.eigendecomposition import decompose
 from engine.linalg.linear_operator import RowSide
@@ -54,7 +54,7 @@ class LowRank(RowSide):
     weight: float
     """w: loss terms."""
     known_gram: Tensor | None = None
-    """K (T, T) float64, where several ranks have summed it already."""
+    """Upper triangle of K (T(T+1)/2,) float64 on the host, where several ranks have summed it already."""
 
     @property
     def kind(self) -> Literal["woodbury"]:
@@ -104,7 +104,7 @@ class LowRank(RowSide):
             T² numbers, and 16 MiB of widened columns.
         """
         if self.known_gram is not None:
-            return self.known_gram.to(self.computes_on, copy=True)
+            return unpacked(self.known_gram, self.count).to(self.computes_on)
         scales = self._root_scales()
         total = scales.new_zeros(self.count, self.count)
         width = max(NUMBERS_AT_ONCE // max(self.count, 1), 1)

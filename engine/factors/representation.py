@@ -58,6 +58,8 @@ class Representation:
     """An analysis asks for its eigenvectors."""
     rank: int = 0
     """Of a sketch; 0 keeps the diagonal alone."""
+    shards: int = 1
+    """Ranks of one node that hold the rows together, each a part of the columns."""
     of_terms: bool = False
     """What is kept comes from the probabilities of the loss's terms, not from gradients."""
 
@@ -105,11 +107,28 @@ class Representation:
         Returns:
             Bytes where the rows are.
         """
+        return self._bytes(layer, self.held_rows(layer.out_dim))
+
+    def share_bytes(self, layer: TreatedLayer) -> int:
+        """Return the bytes that one rank holds: its part of rows that several hold together, and their Gram matrix.
+
+        Args:
+            layer: The layer whose G is kept so.
+
+        Returns:
+            Bytes where the rows are; those of all rows where no ranks share them.
+        """
+        if self.shards == 1:
+            return self.held_bytes(layer)
+        rows = self.held_rows(layer.out_dim)
+        return self._bytes(layer, -(-rows // self.shards)) + layer.groups * 4 * rows * (rows + 1)
+
+    def _bytes(self, layer: TreatedLayer, rows: int) -> int:
         size = layer.out_dim
         if self.kind == "diagonal_sketch":
             return layer.groups * diagonal_sketch_bytes(size, self.rank, self.dtype.itemsize)
         triangle = size * size * self.sums.itemsize if self.rows > size else 0
-        return layer.groups * (low_rank_bytes(self.held_rows(size), size, self.dtype.itemsize) + triangle)
+        return layer.groups * (low_rank_bytes(rows, size, self.dtype.itemsize) + triangle)
 
 
 DENSE = Representation(kind="dense", why="")

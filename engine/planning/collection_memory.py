@@ -23,6 +23,7 @@ from engine.memory.plan import LIBRARY_BYTES, Chosen, Plan, Source, Stage, Term
 from engine.model.activation_memory import Saved
 from engine.planning.layer_memory import AT_A_NORMALISATION, example_gradients, kept_terms, row_sizes
 from engine.planning.model_memory import weight_terms
+from engine.planning.reduction_memory import reduction_terms
 from engine.planning.self_check_memory import check_bytes
 from engine.row_layout.layer_calls import Call
 from engine.workspace import Workspace
@@ -146,6 +147,8 @@ def plan_of(
                 source="exact",
             )
         )
+    # when ranks add up, the pass is over, and with it all of a slice
+    terms += reduction_terms(workspace, probe, sums, slice_bytes)
     terms += kept_terms(workspace, probe, offload=chosen.offload, several=several)
     if chosen.offload:
         numbers = staging_numbers(
@@ -175,20 +178,12 @@ def plan_of(
                 stage="collection",
             )
         )
-    terms.append(
+    terms += [
         Term(
             name="libraries", formula="a constant, measured", size_bytes=LIBRARY_BYTES, place="host", source="estimated"
-        )
-    )
-    terms.append(
-        Term(
-            name="process",
-            formula="resident now",
-            size_bytes=held_bytes,
-            place="host",
-            source="measured",
-        )
-    )
+        ),
+        Term(name="process", formula="resident now", size_bytes=held_bytes, place="host", source="measured"),
+    ]
     terms += weight_terms(workspace, place)
     return Plan(terms=tuple(terms), chosen=chosen)
 

@@ -80,7 +80,7 @@ def _varied_bytes(layer: TreatedLayer, probe: Probe, collection: Collection, *, 
 
 def _row_bytes(layer: TreatedLayer, probe: Probe) -> int:
     kept = probe.kept(layer)
-    return 0 if kept.kind == "dense" else kept.held_bytes(layer)
+    return 0 if kept.kind == "dense" else kept.share_bytes(layer)
 
 
 def _elsewhere(layer: TreatedLayer, probe: Probe, device: torch.device) -> bool:

@@ -29,6 +29,7 @@ from engine.model.pass_peak import peak_lines
 from engine.planning.choose_plan import head_choice
 from engine.planning.dry_pass import pass_events
 from engine.planning.layer_memory import AT_A_NORMALISATION
+from engine.planning.reduction_memory import with_shards
 from engine.row_layout.attention_masks import Masking, Run, try_masks
 from engine.row_layout.layer_calls import (
     Call,
@@ -260,7 +261,9 @@ def _represented(job: PassJob, survey: Survey, seen: Probe) -> Probe:
         )
         for layer in survey.treated
     }
-    return dataclasses.replace(seen, representations=chosen | head_choice(job, survey, seen))
+    represented = dataclasses.replace(seen, representations=chosen | head_choice(job, survey, seen))
+    shared = with_shards(workspace.machine.ranks, represented, job.collection.reduction)
+    return dataclasses.replace(represented, representations=shared)
 
 
 def _operations(job: PassJob, survey: Survey, batch: Batch, parameters: dict[str, Tensor]) -> tuple[Uses, list[Call]]:

@@ -42,6 +42,12 @@ def complete_pass(
         for found in statistics:
             found.decay_(collection.ema_decay**since)
     reduce_statistics(ranks, statistics, collection)
+    if ranks.one_node and ranks.traffic.total("rows").received:
+        job.workspace.ports.log(
+            "warning",
+            "gradient rows stand once on each rank instead of once on the node, for lack of room in /dev/shm and in "
+            "the folder for temporary files",
+        )
     states = ranks.gather(None if job.self_check is None else job.self_check.state(), "checks of the pass")
     if job.self_check is not None and checked is not None:
         job.self_check.join(checked, states)

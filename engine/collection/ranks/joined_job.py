@@ -13,6 +13,7 @@ from engine.collection.pass_job import PassJob
 from engine.collection.probe import Probe, ProbedModel
 from engine.collection.ranks.agreement import planner_of, require_alike, share_first_batch, total_examples
 from engine.distributed.group import Ranks
+from engine.distributed.node_memory import join_node
 from engine.errors import RanksRefused
 from engine.factors.representation import Representation
 from engine.memory.plan import Plan
@@ -36,6 +37,7 @@ def join_ranks(ranks: Ranks, job: PassJob) -> PassJob:
     _require_possible(ranks, job)
     require_alike(ranks, (job.collection, job.task), "options of the collection")
     require_alike(ranks, fingerprint(job.model), "model")
+    join_node(ranks)
     inputs = job.workspace.inputs
     inputs.examples_of_all = total_examples(ranks, inputs.examples)
     first = next(job.stream(), None)

@@ -25,7 +25,7 @@ from engine.accumulation.ekfac_statistics import CorrectionStatistics
 from engine.accumulation.gradient_rows import GradientRows
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.tied_statistics import TiedHeadStatistics
-from engine.collection.ranks.rows import RowFacts, reduce_rows
+from engine.collection.ranks.rows import RowFacts, is_merged, reduce_rows, shared_rows
 from engine.collection.ranks.turns import Turns
 from engine.distributed.formulas import choose_reduction
 from engine.distributed.group import Ranks
@@ -93,15 +93,56 @@ def reduce_statistics(ranks: Ranks, statistics: Sequence[LayerStatistics], colle
     counted = ranks.gather([LayerCounts.of(found) for found in statistics], "counts of the pass")
     means = [{side: _set_mean_aside(found, side) for side in _varied(found)} for found in statistics]
     by_layer = list(zip(*counted, strict=True))
-    run_together(_reduced(ranks, found, counts, collection) for found, counts in zip(statistics, by_layer, strict=True))
+    shared = _shared_rows(ranks, statistics, by_layer, collection)
+    run_together(
+        _reduced(ranks, found, counts, collection, shared.get(found.layer.name))
+        for found, counts in zip(statistics, by_layer, strict=True)
+    )
     for found, counts in zip(statistics, by_layer, strict=True):
         _add_counts(ranks, found, counts)
     if any(means):
         _combine_variances(ranks, statistics, means, by_layer)
 
 
+def _shared_rows(
+    ranks: Ranks,
+    statistics: Sequence[LayerStatistics],
+    counts: Sequence[Sequence[LayerCounts]],
+    collection: Collection,
+) -> dict[str, Tensor]:
+    """Memory of the node for the rows of each layer that is reduced to shards; none where ranks have none in common."""
+    wanted = {}
+    for found, every in zip(statistics, counts, strict=True):
+        rows, facts = found.gradient_rows, _facts(every)
+        if rows is not None and any(each.count for each in facts) and _keeps_shards(ranks, rows, facts, collection):
+            wanted[found.layer.name] = (rows, facts)
+    tensors = shared_rows(ranks, list(wanted.values()))
+    return {} if tensors is None else dict(zip(wanted, tensors, strict=True))
+
+
+def _facts(counts: Sequence[LayerCounts]) -> list[RowFacts]:
+    return [each.rows for each in counts if each.rows is not None]
+
+
+def _keeps_shards(ranks: Ranks, rows: GradientRows, facts: Sequence[RowFacts], collection: Collection) -> bool:
+    """Whether the rows of all ranks are reduced to shards and a Gram matrix; the same on every rank."""
+    wanted = choose_reduction(
+        collection.reduction,
+        rows=sum(each.count for each in facts),
+        size=rows.size,
+        ranks=ranks.size,
+        item=rows.rows.element_size(),
+    )
+    # probabilities are weighed by a damping before their Gram matrix is made
+    return wanted == "gram" and type(rows) is GradientRows and not is_merged(facts, rows.size)
+
+
 def _reduced(
-    ranks: Ranks, found: LayerStatistics, counts: Sequence[LayerCounts], collection: Collection
+    ranks: Ranks,
+    found: LayerStatistics,
+    counts: Sequence[LayerCounts],
+    collection: Collection,
+    shared: Tensor | None,
 ) -> Reduction[None]:
     """Add the large tensors of one layer."""
     layer = found.layer.name
@@ -118,13 +159,10 @@ def _reduced(
     ranks.traffic.reductions[layer] = "dense"
     rows = found.gradient_rows
     if rows is not None:
-        facts = [each.rows for each in counts if each.rows is not None]
-        wanted = choose_reduction(
-            collection.reduction, rows=sum(each.count for each in facts), size=rows.size, ranks=ranks.size
-        )
-        # probabilities are weighed by a damping before their Gram matrix is made
-        gram = wanted == "gram" and type(rows) is GradientRows
-        ranks.traffic.reductions[layer] = yield from reduce_rows(ranks, rows, facts, layer, gram=gram)
+        facts = _facts(counts)
+        gram = _keeps_shards(ranks, rows, facts, collection)
+        made = yield from reduce_rows(ranks, rows, facts, layer, gram=gram, shared=shared)
+        ranks.traffic.reductions[layer] = made
 
 
 def _add(ranks: Ranks, total: Tensor, label: Label) -> Reduction[None]:

@@ -3,9 +3,12 @@
 Rank r holds U_r (T_r, o); the G of all data is that of the rows U = [U_0; U_1; …] (T, o), T = Σ T_r.
 
     gather   each rank sends its rows to all
-    gram     each rank sends every other the columns that this other is to hold, which makes row shards of
-             the transposed U: (T, o/W) on each; the Gram matrix is the sum over shards of their own,
+    gram     each rank sends every other the columns that this other is to hold, a panel at a time, which makes row
+             shards of the transposed U: (T, o/W) on each; the Gram matrix is the sum over shards of their own,
              K = Σ_r S_r S_rᵀ, and one triangle of it is summed in float64
+
+Whoever solves with the rows, or stores them, needs whole ones. Ranks of one node write their shards to memory that all
+of them map, so the rows stand there once; ranks on several nodes bring them together, at f·o·T·b more each.
 
 The sum of the ranks' own Gram matrices ``Σ_r U_r U_rᵀ`` is another matrix: all products of a row of one rank with a row
 of another are missing from it (``docs/ranks.md`` shows by how much solves with it are off).
@@ -22,9 +25,14 @@ from torch import Tensor
 
 from engine.accumulation.gradient_rows import GradientRows
 from engine.accumulation.sketched_rows import SketchRows
+from engine.distributed.formulas import GRAM_BYTES
 from engine.distributed.group import Ranks
+from engine.distributed.node_memory import Sized, hold_once
 from engine.distributed.transfers import Label, Reduction, bounds, exchange, spread, sum_numbers, sum_triangle_
+from engine.factors.kronecker_factors import packed
 
+PANEL_NUMBERS = 2**20
+"""Numbers of the columns that a rank receives at once."""
 _COLUMNS_AT_ONCE = 2**20
 
 
@@ -66,7 +74,13 @@ def is_merged(facts: Sequence[RowFacts], size: int) -> bool:
 
 
 def reduce_rows(
-    ranks: Ranks, rows: GradientRows, facts: Sequence[RowFacts], layer: str, *, gram: bool
+    ranks: Ranks,
+    rows: GradientRows,
+    facts: Sequence[RowFacts],
+    layer: str,
+    *,
+    gram: bool,
+    shared: Tensor | None = None,
 ) -> Reduction[str]:
     """Replace one rank's rows by those of all ranks, in place.
 
@@ -76,6 +90,7 @@ def reduce_rows(
         facts: Those of each rank, in order.
         layer: The layer's name.
         gram: Whether their Gram matrix is made from shards.
+        shared: Then takes them, for all ranks of the node, shape (groups, T, n); None gives every rank its own.
 
     Yields:
         The transfers that it waits for.
@@ -91,7 +106,7 @@ def reduce_rows(
     elif is_merged(facts, rows.size):
         yield from _gather_triangles(ranks, rows, facts, layer)
     elif gram:
-        yield from _shard(ranks, rows, facts, layer)
+        yield from _shard(ranks, rows, facts, layer, shared)
     else:
         yield from _gather(ranks, rows, facts, Label(layer, "gather"))
     rows.largest = largest.to(rows.largest.device).view(1, 1)
@@ -128,8 +143,28 @@ def _gather(ranks: Ranks, rows: GradientRows, facts: Sequence[RowFacts], label: 
     ranks.traffic.held[label.layer, label.operation] = everything.numel() * everything.element_size()
 
 
-def _shard(ranks: Ranks, rows: GradientRows, facts: Sequence[RowFacts], layer: str) -> Reduction[None]:
-    """Exchange rows for columns, sum the Gram matrix of the shards, and bring the shards together again."""
+def shared_rows(ranks: Ranks, wanted: Sequence[tuple[GradientRows, Sequence[RowFacts]]]) -> list[Tensor] | None:
+    """Allocate the rows of all ranks of some layers, once on their node.
+
+    Args:
+        ranks: The ranks, which all ask for the same layers.
+        wanted: Rows of each layer on this rank, and the facts of every rank.
+
+    Returns:
+        For each layer a tensor (groups, T, n) on the host, of which every rank is to write its columns; None where the
+        ranks have no memory in common.
+    """
+    sizes = []
+    for rows, facts in wanted:
+        groups, _, size = rows.rows.shape
+        sizes.append(Sized((groups, sum(each.count for each in facts), size), rows.rows.dtype))
+    return hold_once(ranks, sizes)
+
+
+def _shard(
+    ranks: Ranks, rows: GradientRows, facts: Sequence[RowFacts], layer: str, shared: Tensor | None
+) -> Reduction[None]:
+    """Exchange rows for columns, and sum the Gram matrix of the shards; every rank writes its shard to ``shared``."""
     groups, _, size = rows.rows.shape
     places, columns = _places(facts), bounds(size, ranks.size)
     total, (first, last) = places[-1][1], columns[ranks.rank]
@@ -145,50 +180,86 @@ def _shard(ranks: Ranks, rows: GradientRows, facts: Sequence[RowFacts], layer: s
         yield transfer
         transfer.wait()
         scales[:, start:stop] = piece
-    sent = [rows.rows[:, : rows.count, a:b].reshape(-1) for a, b in columns]
-    transfer = exchange(ranks, sent, [groups * (b - a) * (last - first) for a, b in places], label)
-    del sent
-    yield transfer
-    pieces = [piece.view(groups, b - a, last - first) for piece, (a, b) in zip(transfer.wait(), places, strict=True)]
-    shard = torch.cat(pieces, 1)
-    del pieces, transfer
-    grams = gram_of(shard, scales)
+    shard = rows.rows.new_empty(groups, total, last - first) if shared is None else shared[:, :, first:last]
+    grams = torch.zeros(groups, total, total, dtype=torch.float64, device=rows.rows.device)
+    width = panel_columns(groups * total)
+    for start in range(0, max(b - a for a, b in columns), width):
+        spans = [(min(a + start, b), min(a + start + width, b)) for a, b in columns]
+        wide = spans[ranks.rank][1] - spans[ranks.rank][0]
+        sent = [rows.rows[:, : rows.count, a:b].reshape(-1) for a, b in spans]
+        transfer = exchange(ranks, sent, [groups * wide * (b - a) for a, b in places], label)
+        del sent
+        yield transfer
+        panel = rows.rows.new_empty(groups, total, wide)
+        for piece, (a, b) in zip(transfer.wait(), places, strict=True):
+            panel[:, a:b] = piece.view(groups, b - a, wide)
+        add_gram_(grams, panel)
+        shard[:, :, start : start + wide] = panel
+        del transfer, panel
+    scale_gram_(grams, scales)
     yield from sum_triangle_(ranks, grams, label)
-    grams = grams.triu() + grams.triu(1).mT
-    rows.grams = grams
-    ranks.traffic.held[layer, "gram"] = shard.numel() * shard.element_size() + total * (total + 1) // 2 * 8 * groups
-    everything = rows.rows.new_empty(groups, total, size)
-    for source, (a, b) in enumerate(columns):
+    rows.grams = torch.stack([packed(gram) for gram in grams])
+    ranks.traffic.held[layer, "gram"] = shard.numel() * shard.element_size() + rows.grams.numel() * GRAM_BYTES
+    del grams
+    if shared is None:
+        rows.rows = yield from _brought_together(ranks, shard, size, layer)
+    else:
+        rows.rows = shared
+    rows.scales, rows.count = scales, total
+
+
+def _brought_together(ranks: Ranks, shard: Tensor, size: int, layer: str) -> Reduction[Tensor]:
+    """Bring the shards of all ranks to each of them."""
+    groups, total, _ = shard.shape
+    everything = shard.new_empty(groups, total, size)
+    for source, (a, b) in enumerate(bounds(size, ranks.size)):
         piece = shard if ranks.rank == source else shard.new_empty(groups, total, b - a)
         transfer = spread(ranks, piece, source, Label(layer, "rows"))
         yield transfer
         transfer.wait()
         everything[:, :, a:b] = piece
-    rows.rows, rows.scales, rows.count = everything, scales, total
+    ranks.traffic.held[layer, "rows"] = everything.numel() * everything.element_size()
+    return everything
 
 
-def gram_of(shard: Tensor, scales: Tensor) -> Tensor:
-    """Return the Gram matrices of some columns of scaled rows.
+def panel_columns(rows: int) -> int:
+    """Return how many columns of each shard travel together.
 
     Args:
-        shard: Shape (groups, T, c), any float dtype.
-        scales: Of each row, shape (groups, T), float64.
+        rows: Rows of all groups and ranks.
 
     Returns:
-        Shape (groups, T, T), float64, on the device of ``shard``.
+        Columns, at least one.
+    """
+    return max(1, PANEL_NUMBERS // max(rows, 1))
+
+
+def add_gram_(grams: Tensor, columns: Tensor) -> None:
+    """Add the products of some columns of unscaled rows, in place.
+
+    Args:
+        grams: Shape (groups, T, T), float64.
+        columns: Shape (groups, T, c), any float dtype, on the same device.
 
     Memory:
-        T² numbers of each group, and 8 MiB of widened columns.
+        8 MiB of widened columns.
     """
-    groups, count, columns = shard.shape
-    scales = scales.to(shard.device)
-    found = torch.zeros(groups, count, count, dtype=torch.float64, device=shard.device)
-    width = max(1, _COLUMNS_AT_ONCE // max(count, 1))
-    for own, rows in zip(found, shard, strict=True):
-        for start in range(0, columns, width):
+    width = max(1, _COLUMNS_AT_ONCE // max(columns.shape[1], 1))
+    for own, rows in zip(grams, columns, strict=True):
+        for start in range(0, columns.shape[2], width):
             wide = rows[:, start : start + width].to(torch.float64)
             own.addmm_(wide, wide.T)
-    return found.mul_(scales[:, :, None]).mul_(scales[:, None, :])
+
+
+def scale_gram_(grams: Tensor, scales: Tensor) -> None:
+    """Multiply the Gram matrices of unscaled rows by the scales of both rows, in place.
+
+    Args:
+        grams: Shape (groups, T, T), float64.
+        scales: Of each row, shape (groups, T), float64, on any device.
+    """
+    own = scales.to(grams.device)
+    grams.mul_(own[:, :, None]).mul_(own[:, None, :])
 
 
 def _gather_triangles(ranks: Ranks, rows: GradientRows, facts: Sequence[RowFacts], layer: str) -> Reduction[None]:
