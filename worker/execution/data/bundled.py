@@ -1,8 +1,11 @@
 """The data sets that every installation carries: scikit-learn's digits and Python's own documentation."""
 
+import importlib
+import importlib.util
 import pydoc_data.topics
+from pathlib import Path
 
-import sklearn.datasets
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,9 +15,22 @@ TEST_EXAMPLES = 360
 
 def digits() -> tuple[Tensor, Tensor]:
     """1,797 images (N, 1, 8, 8) with values in [0, 1], and their classes."""
-    loaded = sklearn.datasets.load_digits()
-    images = torch.from_numpy(loaded.images).to(torch.float32).unsqueeze(1) / 16
-    return images, torch.from_numpy(loaded.target).to(torch.int64)
+    table = torch.from_numpy(_table_of_digits())
+    return table[:, :-1].to(torch.float32).view(-1, 1, 8, 8) / 16, table[:, -1].to(torch.int64)
+
+
+def _table_of_digits() -> np.ndarray:
+    """The 64 pixels and the class of each digit, shape (1797, 65), float64.
+
+    ``load_digits`` reads the same file. To import it takes a second, for SciPy's statistics and pandas.
+    """
+    package = importlib.util.find_spec("sklearn")
+    file = Path((package and package.origin) or "").with_name("datasets") / "data/digits.csv.gz"
+    if file.is_file():
+        return np.loadtxt(file, delimiter=",")
+    # a version that keeps it elsewhere
+    images, classes = importlib.import_module("sklearn.datasets").load_digits(return_X_y=True)
+    return np.column_stack((images, classes))
 
 
 def english_paragraphs() -> list[str]:
