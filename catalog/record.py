@@ -6,17 +6,19 @@ attribute that it looks for; whoever validates (the API, the worker's child) bri
 """
 
 import dataclasses
+import inspect
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
+
+from catalog.field_descriptions import DescribedMetadata
 
 T = TypeVar("T")
 
 _PYDANTIC = {
     "extra": "forbid",
     "allow_inf_nan": False,
-    # the string under a field is its description in OpenAPI and in the menu
-    "use_attribute_docstrings": True,
 }
 
 
@@ -37,7 +39,12 @@ class FieldError(ValueError):
 def record(cls: type[T]) -> type[T]:
     """Make ``cls`` a frozen keyword-only dataclass that pydantic validates strictly."""
     cls.__pydantic_config__ = dict(_PYDANTIC)  # type: ignore[attr-defined]
-    return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    for field in dataclasses.fields(made):  # type: ignore[arg-type]
+        if field.name in inspect.get_annotations(cls):
+            # the string under a field is its description in OpenAPI and in the menu
+            field.metadata = MappingProxyType(DescribedMetadata(cls, field.name, field.metadata))
+    return made
 
 
 def option(default: Any, *, known_as: str | Mapping[str, str] = "") -> Any:  # noqa: ANN401 - as dataclasses.field
