@@ -52,7 +52,7 @@ test: $(STAMP) ## every check and every test that needs neither a GPU, Docker no
 	@$(MAKE) browser
 	@$(MAKE) check
 	@echo "==> Tests"
-	@$(PYTEST) -m "not gpu and not docker and not slurm" --numprocesses=2 --dist=loadfile --durations=40 --durations-min=5
+	@$(PYTEST) -m "not gpu and not docker and not slurm" --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=40 --durations-min=5
 
 check: $(STAMP) ## formatting, lints, types, import contracts
 	@echo "==> ruff format";  $(BIN)/ruff format --check --quiet .

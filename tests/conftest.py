@@ -22,12 +22,20 @@ from jobs.schema.clock import ledger_now
 from jobs.schema.database import open_database, require_current_schema, upgrade_schema, writing
 from jobs.schema.tables import metadata, tenants
 from tests import servers
-from tests.machine.robbed import pytest_collection_modifyitems, pytest_runtest_logstart
+from tests.machine.file_order import sort_by_seconds
+from tests.machine.robbed import pytest_collection_modifyitems as mark_second_attempts
+from tests.machine.robbed import pytest_runtest_logstart
 from tests.machine.stopwatch import until
 
-__all__ = ["pytest_collection_modifyitems", "pytest_runtest_logstart"]
+__all__ = ["pytest_runtest_logstart"]
 
 Dialect = Literal["sqlite", "postgresql"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Say what may be tried again, and begin with the files that take long."""
+    mark_second_attempts(items)
+    sort_by_seconds(items)
 
 
 @pytest.fixture(scope="session")
