@@ -1,6 +1,7 @@
 """Loaders in this process, one thread each; a store of trained models that all tests share."""
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +35,11 @@ def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("store")
+    """One for all processes of a run, so that each builtin model is trained once; a file appears in it whole."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "store"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture

@@ -36,10 +36,13 @@ def test_the_second_use_trains_nothing(context: LoaderContext) -> None:
 
 
 def test_a_damaged_file_is_trained_again_to_the_same_bytes(tmp_path: Path) -> None:
-    context = LoaderContext(store=tmp_path)
+    # the folder of the store is not there yet
+    context, reports = LoaderContext(store=tmp_path / "a" / "b"), []
     mlp = BuiltinModel(source="builtin", name="digits_mlp")
-    first = load(mlp, TASK, context).provenance
-    (weights,) = tmp_path.glob("builtin/digits_mlp*.safetensors")
+    first = load(mlp, TASK, replace(context, report=lambda *frame: reports.append(frame))).provenance
+    assert {frame[0] for frame in reports} == {"model"}
+    assert reports[-1][1] == reports[-1][2]
+    (weights,) = context.store.glob("builtin/digits_mlp*.safetensors")
     raw = bytearray(weights.read_bytes())
     raw[-1] ^= 1
     weights.write_bytes(raw)
@@ -55,17 +58,6 @@ def test_training_stops_at_a_checkpoint_and_leaves_no_file(tmp_path: Path) -> No
     with pytest.raises(StopRequested):
         load(CNN, TASK, LoaderContext(store=tmp_path, checkpoint=stop))
     assert not list(tmp_path.rglob("*.safetensors"))
-
-
-def test_training_reports_its_progress(tmp_path: Path) -> None:
-    reports = []
-    load(
-        BuiltinModel(source="builtin", name="digits_mlp"),
-        TASK,
-        LoaderContext(store=tmp_path, report=lambda *frame: reports.append(frame)),
-    )
-    assert {frame[0] for frame in reports} == {"model"}
-    assert reports[-1][1] == reports[-1][2]
 
 
 def test_positions_of_the_tiny_gpt_have_gradients_per_example() -> None:
@@ -90,8 +82,3 @@ def test_digits_are_images_and_english_is_bytes(
     assert classes.dtype == torch.int64
     assert stream.examples == 10
     assert 0 <= float(images.min()) <= float(images.max()) <= 1
-
-
-def test_the_store_may_not_exist_yet(tmp_path: Path) -> None:
-    load(BuiltinModel(source="builtin", name="digits_mlp"), TASK, LoaderContext(store=tmp_path / "a" / "b"))
-    assert list((tmp_path / "a" / "b" / "builtin").iterdir())
