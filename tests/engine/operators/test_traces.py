@@ -103,7 +103,7 @@ def test_an_estimate_goes_on_from_any_state_bit_by_bit(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_memory_is_the_stated_one(kind: Kind, dtype: torch.dtype) -> None:
-    size, options = 100_000, TraceOptions(products=48, seed=0, dtype=dtype)
+    size, options = 40_000, TraceOptions(products=48, seed=0, dtype=dtype)
     scales = torch.linspace(-1, 1, size, dtype=dtype)[:, None]
     products = torch.empty(0)
     estimate = kind(size, options)

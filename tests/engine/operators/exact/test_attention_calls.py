@@ -108,10 +108,13 @@ def test_values_and_all_derivatives_are_the_formulas(kind: str, group: int, at_o
 
 def test_differences_confirm_both_derivatives() -> None:
     own, mask, options = operands("float_heads", 2)
+    assert mask is not None
+    # every number is moved for itself: a corner is enough
+    own, mask = [part[:1, ..., :4, :2].contiguous() for part in own], mask[..., :4, :4]
     every = [part.requires_grad_() for part in own]
 
     def function(*parts: Tensor) -> Tensor:
-        return blocked(list(parts), mask, options, 25)
+        return blocked(list(parts), mask, options, 10)
 
     assert gradcheck(function, every)
     assert gradgradcheck(function, every)
