@@ -22,6 +22,7 @@ from engine.workspace import Workspace
 from tests.oracles import MemoryArtifacts, workspace
 
 BATCHES = 6
+PARTS = (("table", "norm"), ("q", "k", "unused"), ("head",))
 
 
 class Small(nn.Module):
@@ -153,21 +154,28 @@ def test_a_resumed_collection_has_proved_as_much(stop_at: int) -> None:
         assert digest(found.load(one.ordinal).A) == digest(truth.load(other.ordinal).A)
 
 
-@pytest.mark.parametrize("stop_at", range(1, 3 * BATCHES + 2))
-def test_finished_passes_are_not_made_again(stop_at: int) -> None:
-    parts = (("table", "norm"), ("q", "k", "unused"), ("head",))
+@pytest.fixture(scope="module")
+def undisturbed_passes() -> tuple[list[tuple[Any, ...]], int]:
+    """The rows of three passes that nobody stopped, and how often they ran the model."""
     undisturbed = space(MemoryArtifacts())
-    undisturbed.resume.chosen = Chosen(parts=parts)
+    undisturbed.resume.chosen = Chosen(parts=PARTS)
     truth = rows(undisturbed)
+    return truth, undisturbed.inputs.model.forwards  # type: ignore[union-attr, return-value]
+
+
+@pytest.mark.parametrize("stop_at", range(1, 3 * BATCHES + 2))
+def test_finished_passes_are_not_made_again(
+    stop_at: int, undisturbed_passes: tuple[list[tuple[Any, ...]], int]
+) -> None:
+    truth, forwards = undisturbed_passes
     assert truth[0][6] == 3
-    forwards = undisturbed.inputs.model.forwards  # type: ignore[union-attr]
     scratch = MemoryArtifacts()
     made = space(scratch, stop_at=stop_at)
-    made.resume.chosen = Chosen(parts=parts)
+    made.resume.chosen = Chosen(parts=PARTS)
     with pytest.raises(StopRequested):
         rows(made)
     again = space(scratch)
-    again.resume.chosen = Chosen(parts=parts)
+    again.resume.chosen = Chosen(parts=PARTS)
     lines = said(again)
     assert rows(again) == truth
     assert again.inputs.model.forwards == forwards - min(stop_at - 1, 3 * BATCHES)  # type: ignore[union-attr]

@@ -107,7 +107,7 @@ def test_passes_change_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert collect_or_read(whole).passes == 1
     assert {row[1] for row in truth} == {None, "no_gradient"}
     seen = set()
-    for extra in range(6 * 2**20, 2**20, -(2**18)):
+    for extra in range(6 * 2**20, 2**20, -(2**19)):
         try:
             found, passes, reported = passes_within(extra)
         except BudgetExceeded:

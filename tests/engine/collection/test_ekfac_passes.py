@@ -214,7 +214,7 @@ def test_bases_that_do_not_fit_together_go_in_several_passes(monkeypatch: pytest
 
     truth = rows(wide())
     seen = []
-    for extra in range(20 * 2**18, 4 * 2**18, -(2**18)):
+    for extra in range(20 * 2**18, 4 * 2**18, -(2**19)):
         made = wide()
         plan: dict[str, Any] = {}
         made.ports.announce_plan, made.ports.scratch = plan.update, MemoryArtifacts()

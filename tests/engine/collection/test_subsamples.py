@@ -1,5 +1,6 @@
 """Nested sample sizes: what is kept after the first examples is what those examples alone give."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -67,6 +68,16 @@ def run(examples: int = 64, **options: Any) -> FactorSet:
     return collect_or_read(space(examples, **options))
 
 
+def once(examples: int = 64, **options: Any) -> FactorSet:
+    """What ``run`` gives, computed once for all tests that compare with it."""
+    return _once(examples, tuple(sorted(options.items())))
+
+
+@functools.cache
+def _once(examples: int, options: tuple[tuple[str, Any], ...]) -> FactorSet:
+    return run(examples, **dict(options))
+
+
 def same(left: FactorSet, size: int, right: FactorSet) -> None:
     """Size ``size`` of ``left`` has the digests of ``right``, wherever ``right`` has the layer."""
     ordinals = {layer.name: layer.ordinal for layer in left.layers}
@@ -99,11 +110,11 @@ def same(left: FactorSet, size: int, right: FactorSet) -> None:
 def test_a_size_is_the_run_over_its_examples_alone(options: dict[str, Any], scratch: bool) -> None:
     whole = run(nested=True, scratch=scratch, **options)
     assert [size.eighths for size in whole.nested] == [1, 2, 4]
-    plain = run(**options)
+    plain = once(**options)
     for layer in plain.layers:
         assert digest(plain.load(layer.ordinal).G) == digest(whole.load(layer.ordinal).G)
     for size, examples in enumerate((8, 16, 32)):
-        alone = run(examples, **options)
+        alone = once(examples, **options)
         assert whole.nested[size].examples == alone.examples
         same(whole, size, alone)
 
@@ -115,7 +126,7 @@ def test_several_passes_keep_the_same_sizes(parts: tuple[tuple[str, ...], ...]) 
     cut = collect_or_read(made)
     assert cut.passes == len(parts)
     for size, examples in enumerate((8, 16, 32)):
-        same(cut, size, run(examples))
+        same(cut, size, once(examples))
 
 
 @pytest.mark.parametrize("parts", [None, (("table", "norm"), ("q", "k"), ("conv", "late", "head"))])
@@ -143,7 +154,7 @@ def test_sizes_outlive_a_kill(stop_at: int, parts: tuple[tuple[str, ...], ...] |
         pass
     else:
         assert parts is None, "stopped after the end"
-    resumed, plain = collect_or_read(begun(scratch, None)), run(nested=True)
+    resumed, plain = collect_or_read(begun(scratch, None)), once(nested=True)
     for size, other in zip(resumed.nested, plain.nested, strict=True):
         assert (size.eighths, size.examples, size.rank_bounds) == (other.eighths, other.examples, other.rank_bounds)
         for layer in plain.layers:
