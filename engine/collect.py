@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.checkpoints import fingerprint
@@ -22,19 +21,15 @@ from engine.collection.ekfac_passes import correct_block, correct_eigenvalues
 from engine.collection.first_check import Verification, explain
 from engine.collection.label_check import require_known_labels
 from engine.collection.layer_facts import Surroundings, layer_facts
+from engine.collection.nan_check import require_finite_model
 from engine.collection.normalise import flaw, foreseen_flaw
 from engine.collection.parameter_windows import find_windows, list_parameters
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import ProbedModel
-from engine.collection.ranks.joined_job import follow_planner, join_ranks, require_same_checks
+from engine.collection.ranks.joined_job import follow_planner, gather_model, join_ranks, require_same_checks
 from engine.collection.run_passes import announce, run_passes
 from engine.collection.subsamples import by_ordinal, sizes_of
-from engine.distributed.sharded_tensors import require_whole
-from engine.errors import (
-    ModelRefused,
-    NonFiniteModel,
-    NothingToAnalyse,
-)
+from engine.errors import NothingToAnalyse
 from engine.factors.factor_files import read_factors, reused
 from engine.factors.factor_set import CalledOnce, CountedExamples, FactorSet, ParameterShape, Run
 from engine.factors.kronecker_factors import Corrected
@@ -146,18 +141,19 @@ def prepare_collection(workspace: Workspace) -> Iterator[tuple[PlannedJob, tuple
     """
     job = PassJob.of(workspace, workspace.machine.device)
     _warn_of_other_numerics(job)
-    _require_finite(job.model)
-    if workspace.machine.ranks is not None:
-        job = join_ranks(workspace.machine.ranks, job)
-    survey = survey_layers(job.model, job.collection)
-    trainable = list_parameters(job.model)
-    with preserve_state(job.model, job.dtype), set_numerics(job.numerics, job.heard):
-        # the survey saw the caller's flags; what follows sees every parameter frozen
-        planned = _settle(job, survey, sum(math.prod(each.shape) for each in trainable))
-        # what the probe held would stay with the process, beside what the passes hold
-        give_back_host_memory()
-        workspace.machine.guard.hold(planned.plan)
-        yield planned, tuple(trainable)
+    with gather_model(job):
+        require_finite_model(job.model)
+        if workspace.machine.ranks is not None:
+            job = join_ranks(workspace.machine.ranks, job)
+        survey = survey_layers(job.model, job.collection)
+        trainable = list_parameters(job.model)
+        with preserve_state(job.model, job.dtype), set_numerics(job.numerics, job.heard):
+            # the survey saw the caller's flags; what follows sees every parameter frozen
+            planned = _settle(job, survey, sum(math.prod(each.shape) for each in trainable))
+            # what the probe held would stay with the process, beside what the passes hold
+            give_back_host_memory()
+            workspace.machine.guard.hold(planned.plan)
+            yield planned, tuple(trainable)
 
 
 def _cached(workspace: Workspace) -> FactorSet | None:
@@ -255,26 +251,6 @@ def _announce_anew(workspace: Workspace, numerics: Numerics, plan: Plan) -> None
     workspace.machine.guard.announce = partial(announce, workspace, numerics)
     announce(workspace, numerics, plan, ())
     workspace.results.plan = plan
-
-
-def _require_finite(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        require_whole(name, tensor)
-        if nn.parameter.is_lazy(tensor):
-            raise ModelRefused(
-                f"the model's tensor `{name}` has no shape yet; call the model once on a batch before it is measured",
-                layer=name.rpartition(".")[0],
-                pointer="/model",
-            )
-        # torch cannot ask a sparse tensor; what it brings into the outputs is seen there
-        if tensor.layout == torch.strided and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            bad = int((~torch.isfinite(tensor)).sum())
-            raise NonFiniteModel(
-                f"the model's tensor `{name}` holds {bad} NaN or infinite number{'s' if bad > 1 else ''} of "
-                f"{tensor.numel()}; mend the checkpoint",
-                layer=name.rpartition(".")[0],
-                pointer="/model",
-            )
 
 
 def _require_coverage_so_far(probed: ProbedModel, trainable: int) -> None:

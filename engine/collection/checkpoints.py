@@ -31,6 +31,7 @@ from engine.factors.factor_set import LayerSums, TiedSums
 from engine.factors.kronecker_factors import digest
 from engine.factors.spilled_factors import SpilledFactors
 from engine.model.batches import Batch
+from engine.model.sharding.gathered_parameters import present
 from engine.row_layout.attention_masks import Key
 from engine.workspace import Artifacts, Workspace
 
@@ -369,7 +370,7 @@ def fingerprint(model: nn.Module) -> str:
         SHA-256, in hexadecimal, over name, type, shape and checksum of every parameter and buffer.
     """
     entries = [
-        [name, str(tensor.dtype), list(tensor.shape), bit_sum(tensor)]
+        [name, str(tensor.dtype), list(tensor.shape), bit_sum(present(tensor))]
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     ]
     return _sha256(entries)

@@ -13,7 +13,7 @@ import datetime as dt
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,8 @@ class Ranks:
     one_node: bool = False
     """Whether all ranks run under one kernel, and so may hold memory together; ``join_node`` settles it."""
     traffic: Traffic = field(default_factory=Traffic)
+    serving: Callable[[], None] | None = None
+    """Gives the others what they need of this rank until all have come to a meeting; None where that is nothing."""
     _meetings: int = 0
     _seen: int = -1
 
@@ -129,6 +131,8 @@ class Ranks:
             RankFailed: If one has failed instead.
             RankTimedOut: If none has shown a sign of life for the whole timeout.
         """
+        if self.serving is not None:
+            self.serving()
         self._meetings += 1
         place = f"meet/{self._meetings}"
         self.note(f"{place}/{self.rank}")

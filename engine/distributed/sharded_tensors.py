@@ -1,28 +1,141 @@
-"""Sharded tensors: parameters of which this process holds a part (FSDP2, tensor parallelism)."""
+"""Sharded tensors: parameters of which this rank holds a part (``DTensor``), and the ranks that hold the others.
+
+FSDP2 (``fully_shard``) cuts a parameter along one dimension into one part for each rank of a shard group, of
+``⌈n / S⌉`` rows but for the last ones, which may be smaller or empty. On a mesh of two dimensions every shard group
+holds one copy of the whole parameter (HSDP).
+"""
 
 import sys
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from engine.errors import ModelRefused
 
 
-def require_whole(name: str, tensor: Tensor) -> None:
-    """Refuse a ``DTensor``, whose numbers stand on several ranks.
+@dataclass(frozen=True, eq=False)
+class ShardedParameter:
+    """This rank's part of one parameter."""
+
+    name: str
+    local: Tensor
+    """The part, of the parameter's shape but for ``dim``."""
+    shape: torch.Size
+    """Shape of the whole parameter."""
+    dim: int
+    """The dimension along which it is cut."""
+    copies: tuple[tuple[int, ...], ...]
+    """The ranks that hold the parts of one copy, in the order of the parts; one entry for each copy."""
+
+    def holders(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks whose parts are those of one rank's copy.
+
+        Args:
+            rank: A rank.
+
+        Returns:
+            Ranks in the order of the parts; the rank is one of them.
+        """
+        return next(each for each in self.copies if rank in each)
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """Return the part of a rank.
+
+        Args:
+            rank: A rank.
+
+        Returns:
+            Begin and end along ``dim``; equal where it holds nothing.
+        """
+        holders = self.holders(rank)
+        size, place = self.shape[self.dim], holders.index(rank)
+        each = -(-size // len(holders))
+        return min(size, place * each), min(size, (place + 1) * each)
+
+    def part_shape(self, rank: int) -> torch.Size:
+        """Return the shape of a rank's part.
+
+        Args:
+            rank: A rank.
+
+        Returns:
+            The shape of the whole but for ``dim``.
+        """
+        first, last = self.bounds(rank)
+        return torch.Size((*self.shape[: self.dim], last - first, *self.shape[self.dim + 1 :]))
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a ``DTensor``.
+
+    Args:
+        tensor: Any tensor. Where nobody has imported ``torch.distributed.tensor``, which takes long, none is.
+
+    Returns:
+        True for a ``DTensor``.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor that stand on this rank.
+
+    Args:
+        tensor: Any strided tensor, sharded or not.
+
+    Returns:
+        Bytes of the part, or of the whole.
+    """
+    own: Any = tensor
+    if is_sharded(tensor):
+        own = own.to_local()
+    return int(own.numel() * own.element_size())
+
+
+def read_shard(name: str, tensor: Any, rank: int) -> ShardedParameter:  # noqa: ANN401 - a DTensor, imported nowhere
+    """Describe a parameter that ``fully_shard`` has cut.
 
     Args:
         name: Its name in the model.
-        tensor: A parameter or buffer.
+        tensor: The parameter, a ``DTensor``.
+        rank: This rank, by its number among all.
+
+    Returns:
+        Its part on this rank.
 
     Raises:
-        ModelRefused: If it is one. Where nobody has imported ``torch.distributed.tensor`` there is none, and the import
-            takes long.
+        ModelRefused: If it is cut otherwise, as by tensor parallelism, or this rank is none of its mesh.
     """
-    module = sys.modules.get("torch.distributed.tensor")
-    if module is not None and isinstance(tensor, module.DTensor):
+    placement = sys.modules["torch.distributed.tensor"]
+    cuts = [place for place, each in enumerate(tensor.placements) if type(each) is placement.Shard]
+    whole = [place for place, each in enumerate(tensor.placements) if isinstance(each, placement.Replicate)]
+    ranks = tensor.device_mesh.mesh
+    if len(cuts) > 1 or len(cuts) + len(whole) != ranks.ndim or not bool((ranks == rank).any()):
         raise ModelRefused(
-            f"the model's tensor `{name}` is sharded over ranks (DTensor), which is not supported yet; measure the "
-            "model before it is sharded, each rank with a whole copy",
+            f"the model's parameter `{name}` is placed as {tuple(tensor.placements)} on a mesh of {ranks.numel()} "
+            "ranks; what can be measured are parameters cut along one dimension over ranks that all measure together "
+            "(`fully_shard`, on a mesh of one or two dimensions): measure it without tensor parallelism",
             layer=name.rpartition(".")[0],
             pointer="/model",
         )
+    groups = ranks.reshape(-1, 1) if not cuts else ranks.movedim(cuts[0], -1).reshape(-1, ranks.shape[cuts[0]])
+    dim = tensor.placements[cuts[0]].dim % tensor.ndim if cuts and tensor.ndim else 0
+    found = ShardedParameter(
+        name=name,
+        local=tensor.to_local().detach(),
+        shape=tensor.shape,
+        dim=dim,
+        copies=tuple(tuple(int(each) for each in group) for group in groups),
+    )
+    if found.local.shape != found.part_shape(rank):
+        raise ModelRefused(
+            f"the model's parameter `{name}` of shape {tuple(found.shape)} has a part of shape "
+            f"{tuple(found.local.shape)} on rank {rank}, where an even cut gives {tuple(found.part_shape(rank))}; "
+            "shard the model with `fully_shard`",
+            layer=name.rpartition(".")[0],
+            pointer="/model",
+        )
+    return found

@@ -12,6 +12,7 @@ from catalog.inputs import Task
 from engine.layers.parameter_slice import Places
 from engine.model.batches import Batch
 from engine.model.mixed_precision import Precision
+from engine.model.sharding.gathered_parameters import converted, numbers_at_once, put_back
 from engine.row_layout.row_order import RowOrders
 
 NARROW_TOLERANCE = 3e-2
@@ -100,12 +101,12 @@ class Subject:
             if tensor.is_floating_point() and tensor.dtype != torch.float64
         ]
         try:
-            for tensor, data in narrow:
-                tensor.data = data.to(torch.float64)
+            for tensor, _ in narrow:
+                tensor.data = converted(tensor, torch.float64)
             yield replace(self, dtype=torch.float64, precision=Precision())
         finally:
             for tensor, data in narrow:
-                tensor.data = data
+                put_back(tensor, data)
 
 
 def widened_bytes(model: nn.Module) -> int:
@@ -115,9 +116,9 @@ def widened_bytes(model: nn.Module) -> int:
         model: The model.
 
     Returns:
-        8 bytes for each floating-point number of it.
+        8 bytes for each floating-point number of it that stands here at once.
     """
-    return 8 * sum(each.numel() for each in (*model.parameters(), *model.buffers()) if each.is_floating_point())
+    return 8 * numbers_at_once((*model.parameters(), *model.buffers()))
 
 
 @contextlib.contextmanager

@@ -48,6 +48,7 @@ from engine.layers.normalisation import (
     treats_rms_norm,
 )
 from engine.layers.tied import merge_tied_layers
+from engine.model.sharding.gathered_parameters import has_own_forward
 
 _OPEN = frozenset({"unsupported_layer", "bare_parameter", "overridden_forward", "parametrised", "tied"})
 
@@ -227,7 +228,7 @@ def declare(layer: TreatedLayer, reason: str) -> DeclaredLayer:
 
 def _treat(name: str, module: nn.Module, trainable: set[str]) -> tuple[TreatedLayer | None, str]:
     for kind, refusal in _families(module):
-        if refusal is not None or "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
+        if refusal is not None or has_own_forward(module) or type(module).__call__ is not nn.Module.__call__:
             # the class is known, but this one module's forward may have been replaced, or may not be what is called
             return None, refusal or "overridden_forward"
         if hasattr(module, "parametrizations"):

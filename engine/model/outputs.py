@@ -21,6 +21,7 @@ from engine.memory.out_of_memory import lost_device, ran_out_of_memory
 from engine.model.batches import Batch
 from engine.model.dtype_casts import casts_of
 from engine.model.output_selection import loss_of, output_of
+from engine.model.sharding.gathering import refusing_absent_reads
 from engine.model.virtual_tokens import with_virtual_tokens
 
 _OF_TRANSFORMS = ("BatchedTensorImpl", "GradTrackingTensor", "torch.func")
@@ -137,7 +138,7 @@ def call_model(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noq
     """
     inputs = batch.inputs
     try:
-        with casts_of(model):
+        with casts_of(model), refusing_absent_reads():
             if isinstance(inputs, Mapping):
                 return model(**inputs, labels=batch.targets) if labelled else model(**inputs)
             positional = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)

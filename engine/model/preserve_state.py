@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.model.dtype_casts import note_conversion
+from engine.model.sharding.gathered_parameters import converted, put_back
 
 
 @contextlib.contextmanager
@@ -55,12 +56,12 @@ def preserve_state(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
                 parameter.requires_grad_(False)
                 # a gradient has its parameter's type, which changes
                 parameter.grad = None
-            for tensor, data in contents:
-                tensor.data = data.to(dtype)
+            for tensor, _ in contents:
+                tensor.data = converted(tensor, dtype)
             yield
         finally:
             for tensor, data in contents:
-                tensor.data = data
+                put_back(tensor, data)
             for module, name, buffer, data, content in buffers:
                 buffer.data = data
                 if not torch.equal(data, content):

@@ -1,7 +1,8 @@
 """Model memory: the bytes of a model's weights while it is measured, its own and those converted beside them.
 
 A model that is not kept in the precision it is measured in is converted, and what it was stands beside
-that until the measurement ends: it is given back as it was.
+that until the measurement ends: it is given back as it was. Of a sharded model a rank has its part, and the units that
+are gathered at once, in the precision that they are measured in.
 """
 
 from typing import Literal
@@ -9,7 +10,9 @@ from typing import Literal
 import torch
 from torch import nn
 
+from engine.distributed.sharded_tensors import is_sharded, local_bytes
 from engine.memory.plan import Term
+from engine.model.sharding.units import gathered_bytes
 from engine.workspace import Workspace
 
 
@@ -17,10 +20,10 @@ class ModelWeight:
     """The answer of ``weigh_model`` for one job, once it is known."""
 
     def __init__(self) -> None:
-        self.found: tuple[int, int, bool] | None = None
+        self.found: tuple[int, int, bool, int] | None = None
 
 
-def weigh_model(workspace: Workspace) -> tuple[int, int, bool]:
+def weigh_model(workspace: Workspace) -> tuple[int, int, bool, int]:
     """Return the bytes of the model's weights; the first answer is kept.
 
     While the model is measured its tensors are the converted ones, which later calls must not count.
@@ -29,7 +32,8 @@ def weigh_model(workspace: Workspace) -> tuple[int, int, bool]:
         workspace: The job and its model.
 
     Returns:
-        Bytes of the model's own tensors, of those converted, and whether they are on the meta device.
+        Bytes of the model's own tensors on this rank, of those converted, whether they are on the meta device, and the
+        most bytes that are gathered of a sharded model at once.
     """
     # a search weighs a thousand plans of one model
     weight = workspace.results.of(ModelWeight)
@@ -37,10 +41,15 @@ def weigh_model(workspace: Workspace) -> tuple[int, int, bool]:
         dtype = torch.float64 if workspace.options.collection.dtype == "float64" else torch.float32
         every = (*workspace.inputs.model.parameters(), *workspace.inputs.model.buffers())
         tensors = [tensor for tensor in every if not nn.parameter.is_lazy(tensor)]
-        own = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        others = [tensor.numel() for tensor in tensors if tensor.is_floating_point() and tensor.dtype != dtype]
-        weight.found = own, sum(others) * dtype.itemsize, any(tensor.is_meta for tensor in tensors)
-    return weight.found or (0, 0, False)
+        own = sum(local_bytes(tensor) for tensor in tensors)
+        others = [
+            tensor.numel()
+            for tensor in tensors
+            if tensor.is_floating_point() and tensor.dtype != dtype and not is_sharded(tensor)
+        ]
+        gathered = gathered_bytes(workspace.inputs.model, dtype.itemsize)
+        weight.found = own, sum(others) * dtype.itemsize, any(tensor.is_meta for tensor in tensors), gathered
+    return weight.found or (0, 0, False, 0)
 
 
 def weight_terms(workspace: Workspace, place: Literal["device", "host"]) -> list[Term]:
@@ -51,17 +60,23 @@ def weight_terms(workspace: Workspace, place: Literal["device", "host"]) -> list
         place: Where the job computes.
 
     Returns:
-        The weights and their converted copies; no term if the model is in host memory already and computes there.
+        The weights and their converted copies, none of which is a term if the model is in host memory already and
+        computes there; and what is gathered of a sharded model.
     """
     if workspace.inputs.model is None:
         return []
-    size, converted, absent = weigh_model(workspace)
+    size, converted, absent, gathered = weigh_model(workspace)
     found = []
     if place == "device" or absent:
         found.append(Term(name="weights", formula="Σ bytes", size_bytes=size, place=place, source="exact"))
     if converted and (place == "device" or absent):
         formula = "Σ numbers · item, of another precision than they are measured in"
         found.append(Term(name="converted weights", formula=formula, size_bytes=converted, place=place, source="exact"))
+    if gathered:
+        formula = "two largest units, and a parameter twice on its way"
+        found.append(
+            Term(name="gathered weights", formula=formula, size_bytes=gathered, place=place, source="estimated")
+        )
     if place == "device" and absent:
         # they come from the files by way of the host
         found.append(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from engine.model.sharding.gathering import holding
 from engine.tracing.batch_provenance import Rows
 from engine.tracing.torch_functions import Operation, tensors_of
 
@@ -84,6 +85,10 @@ class Contribution:
             One tensor (n, *shape) for each of ``derived``, n = stop − start; None where an example alone does not give
             its slice, or what entered was overwritten.
         """
+        with holding(self.operation.tensors):
+            return self._gradients(gradient, start, stop)
+
+    def _gradients(self, gradient: Tensor, start: int, stop: int) -> list[Tensor] | None:
         if self._versions() != self.versions[:-1]:
             # what entered was overwritten since
             return None

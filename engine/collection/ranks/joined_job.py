@@ -6,6 +6,7 @@ reduction    `none` is refused where more than one rank holds data
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from engine.collection.checkpoints import fingerprint
@@ -14,9 +15,11 @@ from engine.collection.probe import Probe, ProbedModel
 from engine.collection.ranks.agreement import planner_of, require_alike, share_first_batch, total_examples
 from engine.distributed.group import Ranks
 from engine.distributed.node_memory import join_node
-from engine.errors import RanksRefused
+from engine.errors import ModelRefused, RanksRefused
 from engine.factors.representation import Representation
 from engine.memory.plan import Plan
+from engine.model.sharding.gathering import gather_on_request
+from engine.model.sharding.units import describe_units
 from engine.workspace import Workspace
 
 
@@ -51,6 +54,25 @@ def join_ranks(ranks: Ranks, job: PassJob) -> PassJob:
     if job.collection.reduction == "dense":
         job.workspace.options.woodbury = replace(job.workspace.options.woodbury, policy="dense")
     return replace(job, shared_first=share_first_batch(ranks, first))
+
+
+def gather_model(job: PassJob) -> AbstractContextManager[None]:
+    """Have a sharded model's parameters whole, unit by unit.
+
+    Args:
+        job: The model, as the caller has it.
+
+    Returns:
+        A context manager; of a model that is not sharded it changes nothing.
+
+    Raises:
+        ModelRefused: If the model is sharded otherwise than by ``fully_shard``.
+        RanksRefused: If the ranks have not sharded it alike.
+    """
+    ranks = job.workspace.machine.ranks
+    if ranks is not None:
+        require_alike(ranks, describe_units(job.model), "sharding of the model")
+    return gather_on_request(job.model, ranks, job.workspace.machine.device)
 
 
 def _require_possible(ranks: Ranks, job: PassJob) -> None:
@@ -100,7 +122,7 @@ def require_same_checks(ranks: Ranks, failed: Sequence[str]) -> None:
 
 
 def require_one_rank(workspace: Workspace, field: str) -> None:
-    """Require that what an analysis computes from the data itself is not asked of several ranks.
+    """Require that what an analysis computes from the data itself is not asked of several ranks or a sharded model.
 
     Args:
         workspace: The job.
@@ -108,11 +130,18 @@ def require_one_rank(workspace: Workspace, field: str) -> None:
 
     Raises:
         RanksRefused: If there are several.
+        ModelRefused: If the model is sharded.
     """
     ranks = workspace.machine.ranks
     if ranks is not None:
         raise RanksRefused(
             f"`{field}` passes over the data once more, and each of the {ranks.size} ranks holds a part of them; "
             "measure it with one rank, or leave it out",
+            pointer=f"/{field.replace('.', '/')}",
+        )
+    if workspace.inputs.model is not None and describe_units(workspace.inputs.model):
+        raise ModelRefused(
+            f"`{field}` passes over the data with all parameters of the model at once, and this model is sharded; "
+            "measure it before `fully_shard`, or leave it out",
             pointer=f"/{field.replace('.', '/')}",
         )

@@ -126,8 +126,11 @@ def block(layer: LayerFactors) -> Tensor:
     """Return EK-FAC's block of a layer times a fixed matrix: the same whatever the signs of the eigenvectors."""
     A, G, values = layer.eigenvectors_A, layer.eigenvectors_G, layer.corrected_eigenvalues
     any_matrix = torch.cos(torch.arange(values.numel(), dtype=values.dtype)).view_as(values)
-    inside = (G.T @ any_matrix @ A) * values
-    return G @ inside @ A.T
+    # a diagonal factor has no eigenvectors but those of the identity
+    inside = any_matrix if G is None else G.T @ any_matrix
+    inside = (inside if A is None else inside @ A) * values
+    outside = inside if G is None else G @ inside
+    return outside if A is None else outside @ A.T
 
 
 def outcome(found: Measurement) -> dict[str, Any]:

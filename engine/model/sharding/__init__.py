@@ -1,0 +1,1 @@
+"""Sharded models: those whose parameters are brought together unit by unit while they are measured."""
