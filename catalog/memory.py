@@ -52,6 +52,9 @@ class Memory:
     activation_checkpointing: Literal["auto", "on", "off"] = "auto"
     """Whether the model's repeated layers are computed again in the backward pass instead of keeping what they
     computed, where the model offers it. `auto`: where that is the fastest way that fits."""
+    model_sharding: Literal["off", "on"] = "off"
+    """Whether the ranks of a job with `world_size` above 1 share one copy of the model: each holds its part of every
+    parameter, and gathers a block at a time (FSDP2's `fully_shard`). For models larger than one device."""
 
     def __post_init__(self) -> None:
         """Refuse amounts that cannot be read."""

@@ -19,7 +19,8 @@ def require_ranks(document: Any) -> None:  # noqa: ANN401 - a job document, whos
         document: The job document.
 
     Raises:
-        FieldError: If `world_size` is outside 1 to `MAX_WORLD_SIZE`, or above 1 for a job that ranks cannot share.
+        FieldError: If `world_size` is outside 1 to `MAX_WORLD_SIZE`, above 1 for a job that ranks cannot share, or 1
+            where the model is to be sharded.
     """
     ranks = document.world_size
     if not 1 <= ranks <= MAX_WORLD_SIZE:
@@ -28,6 +29,10 @@ def require_ranks(document: Any) -> None:  # noqa: ANN401 - a job document, whos
             f"is {ranks}; take 1 to {MAX_WORLD_SIZE} devices of one node, or `shards` to divide a job over machines",
         )
     if ranks == 1:
+        if document.memory.model_sharding == "on":
+            raise FieldError(
+                "memory.model_sharding", "is on, and one process shares the model with nobody; give `world_size`"
+            )
         return
     if document.factors is not None:
         raise FieldError("world_size", f"is {ranks}, and `factors` were collected already; leave `world_size` out")

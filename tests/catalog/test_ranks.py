@@ -37,6 +37,11 @@ def test_one_rank_is_the_default_and_refuses_nothing() -> None:
 @pytest.mark.parametrize(
     ("changes", "pointer", "said"),
     [
+        (
+            {"memory": {"model_sharding": "on"}},
+            "/memory/model_sharding",
+            "is on, and one process shares the model with nobody; give `world_size`",
+        ),
         ({"world_size": 0}, "/world_size", "is 0; take 1 to 64 devices of one node, or `shards`"),
         ({"world_size": -2}, "/world_size", "is -2"),
         ({"world_size": 65}, "/world_size", "is 65"),

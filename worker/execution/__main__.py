@@ -71,7 +71,13 @@ from worker.execution.pieces.extension import (
 from worker.execution.pieces.read_digests import FILE as READ
 from worker.execution.pieces.read_digests import ReadDigests
 from worker.execution.ranks.rank_link import connect, read_assignment_text
-from worker.execution.ranks.rank_part import assignment_of_rank, require_same_data, take_part, writes_files
+from worker.execution.ranks.rank_part import (
+    assignment_of_rank,
+    place_model,
+    require_same_data,
+    take_part,
+    writes_files,
+)
 from worker.execution.refusal import Refusal
 from worker.execution.resolve import resolve
 from worker.execution.resume_scratch import adopt_checkpoint
@@ -243,6 +249,7 @@ def _open_inputs(attempt: _Attempt) -> InputDigests | Finished | Divided | None:
 def _open_model(attempt: _Attempt) -> InputDigests | Finished | Divided:
     """Load the model and open the data, or those of this attempt's piece."""
     assignment, document, workspace, context = attempt.assignment, attempt.document, attempt.workspace, attempt.context
+    place = attempt.place
     with workspace.machine.operation("model"):
         try_before_training(document, context)
         loaded = load_model(document, context)
@@ -267,12 +274,13 @@ def _open_model(attempt: _Attempt) -> InputDigests | Finished | Divided:
     seed = document.collection.seed
     digests = None if begins(document, assignment) else InputDigests(loaded.model, data.batches, seed)
     with workspace.machine.operation("model to device"):
-        workspace.inputs.model = loaded.model.to(attempt.place.device)
+        sharded = document.memory.model_sharding == "on"
+        workspace.inputs.model = place_model(loaded.model, place.device, place.ranks, sharded=sharded)
     attempt.pipe.log("info", f"model: {loaded.provenance}")
     if digests is None:
         return divide(document, assignment.devices, data, workspace)
     workspace.inputs.batches = digests.stream
-    take_part(workspace.inputs, attempt.place.ranks, document.collection.batch_size, digests.model_sha256)
+    take_part(workspace.inputs, place.ranks, document.collection.batch_size, digests.model_sha256)
     if attempt.extended is not None:
         scratch = ArtifactFiles(assignment.scratch / EXTENSION, None)
         collect_extension(attempt.extended, digests.model_sha256, scratch, workspace)

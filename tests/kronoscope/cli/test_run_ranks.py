@@ -20,9 +20,11 @@ def files(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def test_two_ranks_give_the_factors_of_one_process_and_the_same_bits_again(folder: Path, kronoscope: Run) -> None:
-    for output, ranks in (("alone", 1), ("two", 2), ("again", 2)):
-        done = kronoscope("run", "job.yaml", "--output", output, "--set", f"world_size={ranks}")
+def test_two_ranks_give_the_factors_of_one_process_and_the_same_bits_sharded(folder: Path, kronoscope: Run) -> None:
+    """Twice the bits of two ranks: once each has the whole model, once they share it."""
+    for output, ranks, sharding in (("alone", 1, "off"), ("two", 2, "off"), ("again", 2, "on")):
+        changes = ("--set", f"world_size={ranks}", "--set", f"memory.model_sharding={sharding}")
+        done = kronoscope("run", "job.yaml", "--output", output, *changes)
         assert done.returncode == 0, done.stderr
         assert "factors: 2 layers" in done.stdout
     assert files(folder / "two") == files(folder / "again")

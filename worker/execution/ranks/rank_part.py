@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from engine.distributed.group import Ranks
+from engine.distributed.shard_model import shard_model
 from engine.memory.budget import MemoryBudget, free_host_bytes, resident_bytes
 from engine.model.batches import make_batches
 from engine.workspace import ModelInputs
@@ -114,6 +116,27 @@ def writes_files(ranks: Ranks | None) -> bool:
         True for the only process and for rank 0.
     """
     return ranks is None or ranks.rank == 0
+
+
+def place_model(model: nn.Module, device: torch.device, ranks: Ranks | None, *, sharded: bool) -> nn.Module:
+    """Move a model to its device: the whole of it, or this rank's part.
+
+    Args:
+        model: The model, on the host.
+        device: The device.
+        ranks: The ranks, seen from this one; None where it is alone.
+        sharded: Whether the ranks share one copy.
+
+    Returns:
+        The model.
+
+    Raises:
+        ModelRefused: If torch cannot shard it.
+    """
+    if sharded and ranks is not None:
+        shard_model(model, device, ranks.size)
+        return model
+    return model.to(device)
 
 
 def take_part(inputs: ModelInputs, ranks: Ranks | None, batch_size: int, model_sha256: str) -> None:
