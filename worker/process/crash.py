@@ -17,6 +17,17 @@ DEVICE_LOST = "device_lost"
 RANK_LOST = "rank_lost"
 """The code of the end of one rank without a word: a crash of a job that several processes compute."""
 
+OOM = "oom"
+"""The code of a kill by the kernel for want of memory, of the computing process or of one rank: a crash, too."""
+
+LOST_PARTS = (DEVICE_LOST, RANK_LOST, OOM)
+"""Codes of last frames that tell of a crash: of a device, or of one rank of several."""
+
+MEMORY_REMEDY = (
+    'give `memory.host` a size below what the machine has (such as "4GiB"), so that the job is planned to fit, or '
+    "lower `collection.batch_size`"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
@@ -113,10 +124,8 @@ def crash_failure(signature: Signature, detail: str | None, *, exhausted: bool =
     if exhausted and signature.signal == "SIGKILL":
         return Failed(
             category="transient",
-            code="oom",
-            message=f"the kernel killed the computing process for want of memory{place}; give `memory.host` a "
-            'size below what the machine has (such as "4GiB"), so that the job is planned to fit, or lower '
-            "`collection.batch_size`",
+            code=OOM,
+            message=f"the kernel killed the computing process for want of memory{place}; {MEMORY_REMEDY}",
             pointer="/memory/host",
             layer=None,
             detail=detail,

@@ -6,7 +6,7 @@ from typing import Literal
 from catalog.frames import Failed
 from jobs.errors import ArtifactDamaged, QuotaExceeded
 from worker.disk.free_space import DISK_FULL, describe_full_disk
-from worker.process.crash import RANK_LOST
+from worker.process.crash import OOM, RANK_LOST
 
 _DEADLINE_PASSED = (
     "the job was stopped at its deadline; the layers that were done stay. Submit it again with a later one"
@@ -113,4 +113,4 @@ def how_it_broke(failure: Failed) -> str:
     Returns:
         `device_lost`, or the rank with its signal.
     """
-    return (failure.detail if failure.code == RANK_LOST else None) or failure.code
+    return (failure.detail if failure.code in (RANK_LOST, OOM) else None) or failure.code

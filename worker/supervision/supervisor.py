@@ -42,7 +42,7 @@ from worker.disk.free_space import DISK_FULL
 from worker.process.child_process import EXECUTION, Child, MalformedFrame
 from worker.process.crash import (
     DEVICE_LOST,
-    RANK_LOST,
+    LOST_PARTS,
     LastPosition,
     Signature,
     crash_failure,
@@ -318,7 +318,7 @@ class Supervisor:
             state = self._sink.write(lambda: attempt_endings.finish(self._engine, self._claim, last))
         elif isinstance(last, Divided):
             state = self._sink.write(lambda: divide(self._engine, self._claim, last))
-        elif isinstance(last, Failed) and last.code in (DEVICE_LOST, RANK_LOST):
+        elif isinstance(last, Failed) and last.code in LOST_PARTS:
             state = self._lose_part(with_detail(last, tail))
         elif isinstance(last, Failed):
             state = self._fail(last, tail)
@@ -356,7 +356,7 @@ class Supervisor:
 
     def _lose_part(self, failure: Failed) -> State:
         """End the attempt as a crash; one whose device did not even come up for it is left to others, uncounted."""
-        if self._last_position.begun or failure.code == RANK_LOST:
+        if self._last_position.begun or failure.code != DEVICE_LOST:
             return self._crash(self._signature(how_it_broke(failure)), failure)
         leased = self._claim.lease
         self._log.warning(

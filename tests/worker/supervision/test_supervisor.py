@@ -237,6 +237,19 @@ def test_a_kill_for_want_of_memory_is_called_that(
     assert "for want of memory" in failure["message"]
 
 
+@pytest.mark.parametrize("code", ["rank_lost", "oom"])
+def test_a_rank_that_ends_twice_in_the_same_way_and_place_is_poison(
+    submitted: Any, supervise: Any, job: Any, events: Any, code: str
+) -> None:
+    """What the launcher of the ranks says; it need not have begun."""
+    job_id = submitted()
+    for state in ("queued", "failed"):
+        supervise(job_id, ["fail", "transient", code, "rank 1 of 2"])
+        assert job(job_id).state == state
+    assert (job(job_id).failure["category"], job(job_id).failure["code"]) == ("fatal", code)
+    assert [event.data["signature"]["signal"] for event in events(job_id, "crash")] == ["for operators"] * 2
+
+
 def test_a_failed_device_is_tried_again_in_a_new_process_and_twice_at_one_place_is_poison(
     submitted: Any, supervise: Any, job: Any
 ) -> None:

@@ -24,12 +24,13 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from catalog.cgroups import oom_kills
 from catalog.frames import Failed, Finished
 from worker.execution.frame_pipe import FramePipe
 from worker.execution.ranks.rank_hub import ADDRESS, RankHub
 from worker.execution.ranks.rank_link import read_assignment_text
 from worker.execution.ranks.verdict import last_frame
-from worker.process.crash import RANK_LOST
+from worker.process.crash import OOM, RANK_LOST
 
 _EXIT_CODES = {"usage": 2, "transient": 3, "fatal": 4}
 _EXIT_STOPPED = 5
@@ -96,16 +97,16 @@ def main(arguments: Sequence[str] | None = None, command: Sequence[str] = RANK) 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # the hub says it, with the rank's own words
-    scratch = assignment.get("scratch")
+    scratch, kills = assignment.get("scratch"), oom_kills()
     if scratch:
         Path(scratch).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="launcher-", dir=scratch or None, ignore_cleanup_errors=True) as logs:
         codes, stopped = launch(command, ranks, logs)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    last = last_frame(hub.close(codes), stopped=stopped)
+    last = last_frame(hub.close(codes), stopped=stopped, exhausted=oom_kills() > kills)
     pipe = FramePipe(options.frames)
     with contextlib.suppress(BrokenPipeError):
-        if isinstance(last, Failed) and last.code == RANK_LOST:
+        if isinstance(last, Failed) and last.code in (RANK_LOST, OOM):
             pipe.log("warning", last.message)  # the attempt's failure is forgotten when the next one succeeds
         pipe.send(last)
     if isinstance(last, Finished):

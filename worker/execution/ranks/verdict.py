@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from catalog.frames import Failed, Finished, Frame, Stopped
-from worker.process.crash import RANK_LOST, ending
+from worker.process.crash import MEMORY_REMEDY, OOM, RANK_LOST, ending
 
 _REMEDY = "; SIGKILL is most often the machine running out of memory: lower `collection.batch_size` or `memory.host`"
 _OF_ANOTHER = ("rank_failed", "rank_timed_out")
@@ -35,12 +35,13 @@ class RankEnd:
     """Whether the launcher ended it, since another rank had failed."""
 
 
-def last_frame(ends: Sequence[RankEnd], *, stopped: bool) -> Frame:
+def last_frame(ends: Sequence[RankEnd], *, stopped: bool, exhausted: bool = False) -> Frame:
     """Return the frame that ends the job.
 
     Args:
         ends: One end of each rank, in the order of the ranks.
         stopped: Whether the ranks were told to stop.
+        exhausted: Whether the kernel has killed a process of this control group for want of memory meanwhile.
 
     Returns:
         A `Finished`, `Failed` or `Stopped` frame.
@@ -56,26 +57,32 @@ def last_frame(ends: Sequence[RankEnd], *, stopped: bool) -> Frame:
     if stopped and not own:
         return Stopped()
     if own:
-        return _named(own[0], ends)
+        return _named(own[0], ends, exhausted)
     if failed:
-        return _named(min(failed, key=lambda each: each.at), ends)
+        return _named(min(failed, key=lambda each: each.at), ends, exhausted)
     if any(isinstance(each.last, Stopped) for each in ends):
         return Stopped()
-    return _named(min(ends, key=lambda each: each.at), ends)
+    return _named(min(ends, key=lambda each: each.at), ends, exhausted)
 
 
-def _named(end: RankEnd, ends: Sequence[RankEnd]) -> Failed:
+def _named(end: RankEnd, ends: Sequence[RankEnd], exhausted: bool) -> Failed:
     ranks = len(ends)
     if not isinstance(end.last, Failed):
         killed = end.code == 128 + signal.SIGKILL
-        how = "without a word" if end.code is None else f"without a word ({ending(end.code)})"
+        how = "" if end.code is None else f" ({ending(end.code)})"
+        message = (
+            f"rank {end.rank} of {ranks} ended without a word{how}, and the attempt with it{_REMEDY if killed else ''}"
+        )
+        if killed and exhausted:
+            place = f"rank {end.rank} of {ranks} for want of memory, and the attempt ended with it"
+            message = f"the kernel killed {place}; {MEMORY_REMEDY}"
         return Failed(
             category="transient",
-            code=RANK_LOST,
-            message=f"rank {end.rank} of {ranks} ended {how}, and the attempt with it{_REMEDY if killed else ''}",
-            pointer=None,
+            code=OOM if killed and exhausted else RANK_LOST,
+            message=message,
+            pointer="/memory/host" if killed and exhausted else None,
             layer=None,
-            detail=f"rank {end.rank} of {ranks}" + ("" if end.code is None else f" ({ending(end.code)})"),
+            detail=f"rank {end.rank} of {ranks}{how}",
         )
     same = [each for each in ends if isinstance(each.last, Failed) and each.last.message == end.last.message]
     if len(same) == ranks or end.last.code in _OF_ANOTHER:

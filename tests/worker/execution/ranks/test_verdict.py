@@ -60,3 +60,20 @@ def test_an_end_without_a_word_names_rank_and_signal(ends: list[RankEnd], rank: 
     assert isinstance(last, Failed)
     assert (last.category, last.code) == ("transient", "rank_lost")
     assert last.message.startswith(rank)
+
+
+def test_a_rank_that_the_kernel_killed_for_want_of_memory_is_told_as_that() -> None:
+    """Where the kernel's count says so; another signal, or an error beside such a kill, is what it is."""
+    killed = [end(0, LOST, 2), end(1, None, 1, 137)]
+    last = last_frame(killed, stopped=False, exhausted=True)
+    assert isinstance(last, Failed)
+    assert (last.category, last.code, last.pointer) == ("transient", "oom", "/memory/host")
+    assert last.message.startswith("the kernel killed rank 1 of 2 for want of memory")
+    assert last.detail == "rank 1 of 2 (SIGKILL)"
+    for ends, code in (
+        ([end(0, LOST, 2), end(1, None, 1, 139)], "rank_lost"),
+        ([end(0, SECOND), end(1, DONE)], SECOND.code),
+    ):
+        other = last_frame(ends, stopped=False, exhausted=True)
+        assert isinstance(other, Failed)
+        assert other.code == code
