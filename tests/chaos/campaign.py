@@ -22,7 +22,7 @@ from tests.chaos.checker import check
 from tests.chaos.evidence import Evidence, gather
 from tests.chaos.nemesis import Nemesis, Struck, shown
 from tests.chaos.stack.clients import Crowd
-from tests.chaos.stack.documents import VARIANTS, Pace, Truth, document, undisturbed
+from tests.chaos.stack.documents import DIVIDED, PLAIN, RANKS, Pace, Truth, document, undisturbed
 from tests.chaos.stack.files import Reader, await_sweep
 from tests.chaos.stack.proxy import LossyProxy
 from tests.chaos.stack.stack import SHORT_LEASES, Stack, running_stack
@@ -33,13 +33,31 @@ RECLAIMS, REFUSED, UNKNOWN = 5, 1, 1
 KEPT = 2
 """So many jobs were accepted that nobody cancels."""
 CHECKPOINTS = {"KRONOSCOPE_CHECKPOINT_SECONDS": "0.5"}
+GPUS = {
+    "KRONOSCOPE_NODE": "node",
+    "KRONOSCOPE_FAKE_GPUS": "4096MiB,4096MiB,4096MiB",
+    "KRONOSCOPE_SLOTS": "1",
+    "KRONOSCOPE_RESERVE_SECONDS": "3",
+}
+"""The workers stand on one node and share its made-up GPUs, of which a job of two ranks needs two at once."""
 PACE = Pace(batches=24, batch_seconds=0.25, row_seconds=0.35)
 _STALL_SECONDS = 180
 _SWEEP_SECONDS = 240
 _SETTLE_SECONDS = 240
+_RELEASE_SECONDS = 120
 _PATIENCE = text("ALTER TABLE jobs ALTER COLUMN max_failures SET DEFAULT 100")
 """On a machine that is short of breath a short lease runs out unstruck; that costs time, and is not what is judged."""
-_LEFT = text("SELECT count(*) FILTER (WHERE state IN ('queued', 'running', 'cancelling')), sum(event_seq) FROM jobs")
+_LEFT = text(
+    "SELECT count(*) FILTER (WHERE state IN ('queued', 'running', 'waiting', 'cancelling')), sum(event_seq) FROM jobs"
+)
+
+_LEASED = text("SELECT count(*) FROM device_leases")
+_HAPPENED = text(
+    "SELECT (SELECT count(*) - count(DISTINCT job_id) FROM chaos_moves WHERE old_state = 'queued' "
+    "AND new_state = 'running') AS again, "
+    "(SELECT count(*) FROM chaos_moves WHERE old_state = 'waiting' AND new_state = 'queued') AS joined, "
+    "(SELECT count(*) FROM (SELECT 1 FROM chaos_leases GROUP BY job_id, fence HAVING count(*) > 1) AS g) AS groups"
+)
 
 
 @dataclass
@@ -60,6 +78,10 @@ class Report:
     """Attempts that were told that another has their job."""
     unknown: int = 0
     """Commits whose reply was lost."""
+    joined: int = 0
+    """How often a job went on after its last piece."""
+    groups: int = 0
+    """Claims with more than one device."""
     verified: int = 0
     """How often a listed file was read and compared while all this went on."""
     faults: Mapping[str, int] = field(default_factory=dict)
@@ -73,7 +95,8 @@ class Report:
     @property
     def counts(self) -> bool:
         """Whether enough has happened for the absence of violations to say anything."""
-        return self.reclaims >= RECLAIMS and self.refused >= REFUSED and self.unknown >= UNKNOWN
+        enough = self.reclaims >= RECLAIMS and self.refused >= REFUSED and self.unknown >= UNKNOWN
+        return enough and self.joined > 0 and self.groups > 0
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"counts": self.counts}
@@ -87,7 +110,8 @@ class Report:
         return (
             f"seed {self.seed}: {sum(self.faults.values())} faults in {self.attacked_seconds:.0f} s, jobs "
             f"{dict(self.jobs)}, {self.claims} claims ({self.reclaims} again), {self.refused} refused, "
-            f"{self.unknown} replies to COMMIT lost, drained in {self.drain_seconds:.0f} s{recovered}"
+            f"{self.unknown} replies to COMMIT lost, {self.joined} rounds of pieces joined, {self.groups} claims "
+            f"of two devices, drained in {self.drain_seconds:.0f} s{recovered}"
         )
 
 
@@ -103,6 +127,7 @@ def run_campaign(
     workers: int = 3,
     limit_seconds: float | None = None,
     drain_seconds: float = 600,
+    variants: tuple[int, ...] = (DIVIDED, RANKS, PLAIN),
 ) -> Report:
     """Attack a stack of its own and say what came of it.
 
@@ -117,15 +142,20 @@ def run_campaign(
         workers: How many there are.
         limit_seconds: When the nemesis ends in any case; six times ``seconds`` and four minutes by default.
         drain_seconds: How long the jobs may take once all is healed.
+        variants: The jobs that each client submits, in this order, over and over; of the second one the first is
+            cancelled.
     """
     assert pace.seconds >= 10 * gap_seconds, f"jobs of {pace.seconds:g} s are too short for gaps of {gap_seconds:g} s"
     report = Report(seed, dict(settings), logs=str(folder))
     limit = limit_seconds or 6 * seconds + 240
-    with attacked_stack(folder, workers, settings) as (stack, proxy), truths(folder, pace) as known:
+    with (
+        attacked_stack(folder, workers, GPUS | dict(settings)) as (stack, proxy),
+        truths(folder, pace, variants) as known,
+    ):
         nemesis = Nemesis(stack, proxy, seed, gap_seconds, lease_seconds)
         crowd = Crowd(
             stack.client,
-            lambda number, label: document(number % VARIANTS, pace, label),
+            lambda number, label: document(variants[number % len(variants)], pace, label),
             seed=seed,
             customers=2,
             open_jobs=1,  # so that a worker is free to take what another was made to drop
@@ -142,6 +172,7 @@ def run_campaign(
             crowd.settle(_SETTLE_SECONDS)
             report.drain_seconds, report.drained = drain(stack.engine, drain_seconds)
         crowd.leave(_SETTLE_SECONDS)
+        await_release(stack.engine)
         report.history = crowd.history.shown()
         report.verified = reader.verified
         evidence = gather(stack.engine, crowd.history, known(), stack.artifacts)
@@ -185,10 +216,10 @@ def put_proxy_before(stack: Stack, *parts: Any) -> LossyProxy:
 
 
 @contextlib.contextmanager
-def truths(folder: Path, pace: Pace) -> Iterator[Any]:
+def truths(folder: Path, pace: Pace, variants: tuple[int, ...]) -> Iterator[Any]:
     """Undisturbed runs, made beside whatever else goes on; call what this gives to wait for their digests."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        runs = {each: pool.submit(undisturbed, each, pace, folder / f"undisturbed{each}") for each in range(VARIANTS)}
+        runs = {each: pool.submit(undisturbed, each, pace, folder / f"undisturbed{each}") for each in variants}
 
         def known() -> dict[int, Truth]:
             return {variant: run.result() for variant, run in runs.items()}
@@ -211,18 +242,25 @@ def drain(engine: Engine, seconds: float, stall_seconds: float = _STALL_SECONDS)
         time.sleep(0.1)
 
 
+def await_release(engine: Engine, seconds: float = _RELEASE_SECONDS) -> None:
+    """Wait for devices of attempts of which no process is left; the checker says which are never given back."""
+    watch = Stopwatch()
+    while watch.seconds() < seconds:
+        with engine.connect() as connection:
+            if not connection.execute(_LEASED).scalar_one():
+                return
+        time.sleep(0.2)
+
+
 def _lacking(engine: Engine, nemesis: Nemesis, proxy: LossyProxy, crowd: Crowd) -> list[str]:
     """Faults that bring about what has not happened often enough yet; none where all has."""
     with engine.connect() as connection:
-        again = connection.execute(
-            text(
-                "SELECT count(*) - count(DISTINCT job_id) FROM chaos_moves "
-                "WHERE old_state = 'queued' AND new_state = 'running'"
-            )
-        ).scalar_one()
+        happened = connection.execute(_HAPPENED).one()
     faults = []
-    if again < RECLAIMS or crowd.kept < KEPT:
+    if happened.again < RECLAIMS or crowd.kept < KEPT:
         faults.append("kill worker")
+    if not happened.joined or not happened.groups:
+        faults.append("double wake-ups")  # what disturbs little: pieces have to come to their end
     if nemesis.refused() < REFUSED:
         faults.append("stop beyond the lease")
     if proxy.lost < UNKNOWN:
@@ -237,6 +275,9 @@ def _judge(report: Report, evidence: Evidence, nemesis: Nemesis, proxy: LossyPro
     report.reclaims = evidence.reclaims
     report.refused = nemesis.refused()
     report.unknown = proxy.lost
+    report.joined = sum((each.old_state, each.new_state) == ("waiting", "queued") for each in evidence.moves)
+    leased = Counter((each.job_id, each.fence) for each in evidence.leases)
+    report.groups = sum(devices > 1 for devices in leased.values())
     report.faults = dict(Counter(each.fault for each in nemesis.struck))
     report.struck = shown(nemesis.struck)
     report.recovery_seconds = [
@@ -248,10 +289,8 @@ def _recovery(evidence: Evidence, struck: Struck) -> float | None:
     """Seconds from a fault to the claim after it; None where its job needed none."""
     if struck.job_id is None or struck.fence is None or struck.fault == "pause":
         return None
-    claimed = [
-        event["at"].timestamp()
-        for event in evidence.events[struck.job_id]
-        if event["type"] == "state" and event["data"]["state"] == "running"
-    ]
-    later = claimed[struck.fence :]
-    return later[0] - struck.at if later else None
+    states = [event for event in evidence.events[struck.job_id] if event["type"] == "state"]
+    claimed = [number for number, event in enumerate(states) if event["data"]["state"] == "running"]
+    if len(claimed) <= struck.fence or states[claimed[struck.fence - 1] + 1]["data"]["state"] == "waiting":
+        return None  # a job that was divided all the same is taken again after its pieces
+    return float(states[claimed[struck.fence]]["at"].timestamp() - struck.at)

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from jobs.codec import sha256_of
+from tests.chaos.division_rules import DIVISION_RULES, is_forgotten
 from tests.chaos.evidence import Evidence
 from tests.chaos.stack.clients import TERMINAL
 from tests.chaos.stack.documents import MEASURED
@@ -19,7 +20,8 @@ from tests.chaos.violation import Violation
 LEGAL = {
     None: {"queued"},
     "queued": {"running", "failed", "cancelled"},
-    "running": {"queued", "cancelling", "succeeded", "failed"},
+    "running": {"queued", "waiting", "cancelling", "succeeded", "failed"},
+    "waiting": {"queued", "cancelling", "failed", "cancelled"},
     "cancelling": {"cancelled"},
     "succeeded": set(),
     "failed": set(),
@@ -40,6 +42,7 @@ def check(evidence: Evidence) -> list[Violation]:
         *(_stale_writes, _stale_manifests, _stale_events),
         *(damaged_listings, strays),
         *(_rows, _artifact_values, _missing),
+        *DIVISION_RULES,
     )
     return [violation for rule in rules for violation in rule(evidence)]
 
@@ -66,7 +69,7 @@ def _never_answered(evidence: Evidence) -> Iterator[Violation]:
 def _strangers(evidence: Evidence) -> Iterator[Violation]:
     """Jobs that no client was told of."""
     told = {job_id for ids in evidence.history.accepted.values() for job_id in ids}
-    for job_id in set(evidence.jobs) - told:
+    for job_id in {each for each in evidence.jobs if evidence.parent(each) is None} - told:
         yield Violation("unexpected", job_id, f"no client was told of this job of {evidence.label(job_id)}")
 
 
@@ -75,7 +78,7 @@ def _unwanted_ends(evidence: Evidence) -> Iterator[Violation]:
     for job_id, job in evidence.jobs.items():
         if job["state"] == "failed":
             yield Violation("unexpected", job_id, f"failed: {job['failure']}")
-        if job["state"] == "cancelled" and job_id not in evidence.history.cancelled:
+        if job["state"] == "cancelled" and not {job_id, evidence.parent(job_id)} & evidence.history.cancelled:
             yield Violation("unexpected", job_id, "cancelled, and nobody asked for it")
 
 
@@ -99,7 +102,8 @@ def _two_jobs(evidence: Evidence) -> Iterator[Violation]:
     """One intention, one job."""
     intentions: dict[str | None, set[str]] = defaultdict(set)
     for job_id in evidence.jobs:
-        intentions[evidence.label(job_id)].add(job_id)
+        if evidence.parent(job_id) is None:  # pieces have the document of their job
+            intentions[evidence.label(job_id)].add(job_id)
     for key, ids in evidence.history.accepted.items():
         intentions[key] |= ids
     for intention, ids in intentions.items():
@@ -114,7 +118,7 @@ def _two_writes(evidence: Evidence) -> Iterator[Violation]:
         if times > 1:
             yield Violation("duplicated", job_id, f"{name} of {place} was written {times} times")
     for each in evidence.writes:
-        if each.operation != "INSERT":
+        if each.operation != "INSERT" and not is_forgotten(evidence, each):
             yield Violation("duplicated", each.job_id, f"{each.operation} of {each.name} of {each.place}")
 
 
@@ -193,7 +197,8 @@ def _stale_events(evidence: Evidence) -> Iterator[Violation]:
         for event in events:
             said = event["data"].get("attempt", attempt)
             if event["type"] == "state":
-                attempt, held = said, event["data"]["state"] in HELD
+                state = event["data"]["state"]
+                attempt, held = said, state == "running" or (held and state == "cancelling")
             elif event["type"] in BY_ATTEMPTS and (not held or said != attempt):
                 detail = f"event {event['seq']} ({event['type']}) of attempt {said} in {attempt}, held: {held}"
                 yield Violation("stale", job_id, detail)
@@ -214,7 +219,7 @@ def _artifact_values(evidence: Evidence) -> Iterator[Violation]:
     for job_id, listed in evidence.listed.items():
         for each in listed:
             name = each["name"]
-            if name not in MEASURED and each["sha256"] != evidence.truth(job_id).artifacts.get(name):
+            if name not in MEASURED and each["sha256"] != evidence.digest(job_id, name):
                 yield Violation("value", job_id, f"{name} is another than undisturbed")
     for job_id, events in evidence.events.items():
         for event in events:
@@ -229,5 +234,7 @@ def _missing(evidence: Evidence) -> Iterator[Violation]:
             truth = evidence.truth(job_id)
             rows = {(row["kind"], row["ordinal"]) for row in evidence.rows[job_id]}
             files = {each["name"] for each in evidence.listed[job_id]}
+            if evidence.state(evidence.parent(job_id)) == "succeeded":
+                continue  # its files have gone with that
             if missing := [*(set(truth.rows) - rows), *(set(truth.artifacts) - files)]:
                 yield Violation("value", job_id, f"it succeeded without {missing}")

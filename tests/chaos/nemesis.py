@@ -79,6 +79,8 @@ class Nemesis:
             "kill worker": self._kill_worker,
             "kill child": self._kill_child,
             "kill guardian": self._kill_guardian,
+            "kill rank": self._kill_rank,
+            "kill two workers": self._kill_two_workers,
             "kill api": self._kill_api,
             "stop beyond the lease": self._stop_beyond_lease,
             "pause": self._pause,
@@ -108,10 +110,10 @@ class Nemesis:
         watch = Stopwatch()
         while watch.seconds() < limit:
             if not plan:
-                wanted = list(lacking())
-                if watch.seconds() >= seconds and not wanted:
+                wanted, late = list(lacking()), watch.seconds() >= seconds
+                if late and not wanted:
                     return
-                plan.append(self._chance.choice(wanted or list(self._faults)))
+                plan.append(self._chance.choice(wanted if late else [*wanted, *self._faults]))
             time.sleep(self._chance.uniform(0.5, 1.5) * self.gap_seconds)
             struck = self._faults[plan.pop(0)]()
             if struck is not None:
@@ -149,6 +151,28 @@ class Nemesis:
         aim.part.start()
         return struck
 
+    def _kill_two_workers(self) -> Struck | None:
+        """Two holders in one moment: two pieces of one job, where that is what they compute."""
+        aim = self._aim()
+        if aim is None:
+            return None
+        with self.stack.engine.connect() as connection:
+            held = connection.execute(_HELD, {"spared": _SPARED_FAILURES, "crash": False}).all()
+        parts = [self.stack.part_of(int(row.lease_owner.rpartition(":")[2])) for row in held]
+        others = [part for part in parts if part is not None and part.alive and part is not aim.part]
+        victims = [aim.part, *others[:1]]
+        for part in victims:
+            part.send(signal.SIGKILL)
+        struck = _at(aim, "kill two workers")
+        for part in victims:
+            part.kill()
+            part.start()
+        return struck
+
+    def _kill_rank(self) -> Struck | None:
+        """One process of several that compute a job together; of a job with one process, that one."""
+        return self._kill_below("kill rank", lambda command: "worker.execution --frames" in command)
+
     def _kill_child(self) -> Struck | None:
         return self._kill_below("kill child", lambda command: "worker.process.guardian" not in command)
 
@@ -165,7 +189,7 @@ class Nemesis:
         if not meaning or not held:  # else they may be another job's, to which this would be the crash too many
             return None
         with contextlib.suppress(ProcessLookupError):
-            os.kill(meaning[0], signal.SIGKILL)
+            os.kill(self._chance.choice(meaning) if fault == "kill rank" else meaning[0], signal.SIGKILL)
         return _at(aim, fault)
 
     def _kill_api(self) -> Struck:

@@ -28,7 +28,7 @@ from benchmarks.results_file import claim, not_measured, write
 from tests import servers
 from tests.chaos.campaign import Report, run_campaign
 from tests.chaos.cells import ALL_CELLS, MATRIX, PARTS, POINTS, Recovery, run_cell
-from tests.chaos.stack.documents import Pace
+from tests.chaos.stack.documents import VARIANTS, Pace
 from tests.chaos.stack.gated_jobs import document, outcomes
 from tests.chaos.stack.stack import running_stack
 
@@ -160,6 +160,7 @@ def _campaign(seed: int, seconds: float) -> Report:
             gap_seconds=GAP_SECONDS,
             pace=Pace(batches=60, batch_seconds=1.0, row_seconds=1.0),
             drain_seconds=400,
+            variants=VARIANTS,
         )
 
 

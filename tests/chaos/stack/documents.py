@@ -14,8 +14,15 @@ from jobs.codec import sha256_of
 FACTORIES = Path(__file__).parents[1] / "factories"
 LABEL = "chaos"
 """The label by which a job tells which intention of which client it is."""
-VARIANTS = 2
+PLAIN, ANOTHER, DIVIDED, RANKS, TWICE_DIVIDED = range(5)
+"""The variants: two ordinary jobs, one of three pieces, one of two ranks, and one that EK-FAC divides twice."""
+VARIANTS = (DIVIDED, RANKS, PLAIN, TWICE_DIVIDED, ANOTHER)
 GATED = -1
+_CHANGES: Mapping[int, Mapping[str, Any]] = {
+    DIVIDED: {"shards": 3},
+    RANKS: {"world_size": 2},
+    TWICE_DIVIDED: {"shards": 3, "collection": {"batch_size": 4, "ekfac": True}},
+}
 MEASURED = frozenset({"memory_curve.json"})
 """Artifacts that hold what was observed: no two runs have the same bytes."""
 _KRONOSCOPE = (sys.executable, "-P", "-c", "from kronoscope.cli import main; main()")
@@ -47,7 +54,7 @@ class Truth:
 
 
 def document(variant: int, pace: Pace, label: str | None = None) -> dict[str, Any]:
-    """One of ``VARIANTS`` jobs: all factors are collected and kept, and their capacity measured."""
+    """One of the variants: all factors are collected and kept, and their capacity measured."""
     model = {"depth": DEPTH, "seed": variant, "batch_seconds": pace.batch_seconds, "row_seconds": pace.row_seconds}
     made: dict[str, Any] = {
         "kind": ["factors", "capacity"],
@@ -56,7 +63,7 @@ def document(variant: int, pace: Pace, label: str | None = None) -> dict[str, An
         "task": {"type": "classification"},
         "collection": {"batch_size": 4},
         "keep": ["factors"],
-    }
+    } | dict(_CHANGES.get(variant, {}))
     return made if label is None else made | {"labels": {LABEL: label}}
 
 

@@ -15,10 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
+import safetensors
+from safetensors import SafetensorError
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from tests.chaos.evidence import Evidence
+from tests.chaos.evidence import BASES, Evidence
 from tests.chaos.stack.documents import MEASURED
 from tests.chaos.violation import Violation
 from tests.machine.stopwatch import Stopwatch
@@ -51,7 +53,7 @@ def strays(evidence: Evidence) -> Iterator[Violation]:
         job_id, _, name = shown.split("/", 2)
         if job_id not in evidence.jobs:
             yield Violation("artifact", None, f"{shown} belongs to no job")
-        elif not _is_whole(path, evidence.truth(job_id).artifacts.get(name)):
+        elif not _is_whole(path, *_expected(evidence, job_id, name)):
             yield Violation("artifact", job_id, f"{shown} is torn, under its final name")
 
 
@@ -125,16 +127,36 @@ def _fault(path: Path, sha256: str, size_bytes: int) -> str | None:
     return None
 
 
-def _is_whole(path: Path, sha256: str | None) -> bool:
+def _expected(evidence: Evidence, job_id: str, name: str) -> tuple[str | None, bool]:
+    """The digest of a staged or laid out file; and whether none may be known, as of a piece that listed nothing."""
+    whole = evidence.parent(job_id) or job_id
+    folder, _, rest = name.partition("/")
+    if folder == "divided":
+        return evidence.digest(whole, rest), False
+    if folder == "pieces":
+        place, _, rest = rest.partition("/")
+        for pieces in evidence.pieces(whole).values():
+            for each, piece in pieces.items():
+                if place == f"{piece['round']}-{piece['index']}":
+                    return evidence.digest(each, rest), False
+        return None, False
+    return evidence.digest(job_id, name), whole != job_id or name.startswith(BASES)
+
+
+def _is_whole(path: Path, sha256: str | None, may_be_unknown: bool) -> bool:
     with contextlib.suppress(FileNotFoundError):  # its attempt has just cleared it away
-        return _can_be_read(path) if path.name in MEASURED else sha256 == _sha256(path)
+        unknown = sha256 is None and may_be_unknown
+        return _can_be_read(path) if path.name in MEASURED or unknown else sha256 == _sha256(path)
     return True
 
 
 def _can_be_read(path: Path) -> bool:
     content = path.read_bytes()
-    with contextlib.suppress(ValueError):
-        json.loads(content)
+    with contextlib.suppress(ValueError, SafetensorError):
+        if path.suffix == ".safetensors":
+            safetensors.deserialize(content)
+        else:
+            json.loads(content)
         return True
     return False
 
