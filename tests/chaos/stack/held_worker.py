@@ -4,8 +4,8 @@
 
 The points, below the folder CHAOS_GATES: ``claim`` (a job was chosen, nothing is written), ``wakeup``
 (an outbox row is marked as sent, the broker was not told) and ``settle`` (every row is written and the
-computing process is gone; the job's end is not written). With CHAOS_IDLE this worker takes no job and
-only sweeps; with CHAOS_QUICK its jobs are computed by ``quick_child.py``.
+computing process is gone; the job's end is not written), which is also ``settle-<job>`` for one job. With
+CHAOS_IDLE this worker takes no job and only sweeps; with CHAOS_QUICK its jobs are computed by ``quick_child.py``.
 """
 
 import functools
@@ -48,7 +48,15 @@ def _held(point: str, function: Callable[..., Any]) -> Callable[..., Any]:
 worker.agent.agent.claim = _held("claim", worker.agent.agent.claim)  # type: ignore[attr-defined]
 worker.app.send_wakeup = _held("wakeup", worker.app.send_wakeup)
 _endings = worker.supervision.supervisor.attempt_endings  # type: ignore[attr-defined]
-_endings.finish = _held("settle", _endings.finish)
+_finish = _held("settle", _endings.finish)
+
+
+def _finish_held(engine: Any, claim: Any, *arguments: Any) -> Any:
+    at(f"settle-{claim.job_id}")
+    return _finish(engine, claim, *arguments)
+
+
+_endings.finish = _finish_held
 if os.environ.get("CHAOS_IDLE"):
     worker.agent.agent.Agent.take = lambda _: False  # type: ignore[method-assign]
 if os.environ.get("CHAOS_QUICK"):

@@ -3,7 +3,7 @@
     "model": {"source": "factory", "factory": "kronoscope_quick:make", "kwargs": {"script": [["layer", 0], ["finish"]]}}
 
 For faults that need a hundred jobs rather than a network; the steps are those of
-``tests/worker/scripted_child.py``, and `murder`, which kills the worker with signal 9.
+``tests/worker/scripted_child.py``, and `murder`, which kills the worker with signal 9, and `at`.
 """
 
 import os
@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
@@ -20,6 +21,12 @@ SCRIPT = [["started"], ["layer", 0], ["layer", 1], ["summary"], ["finish"]]
 
 
 class QuickScript(Script):
+    def at(self, index: int, *steps: Any) -> None:
+        """What the piece of this number does, among the steps of all pieces."""
+        if self.assignment["piece"]["index"] == index:
+            for name, *arguments in steps:
+                getattr(self, name)(*arguments)
+
     def murder(self) -> None:
         guardian = os.getppid()
         os.kill(_parent(guardian), signal.SIGKILL)
