@@ -13,7 +13,7 @@ from catalog.frames import Failed, Finished
 from catalog.record import plain
 from jobs.lifecycle import State, ending
 from jobs.metrics.counters import add, add_failure
-from jobs.queue.division import draw_parent, forget_files_of_pieces, tell_parent
+from jobs.queue.division import draw_parent, forget_files_of_pieces, progress_between, tell_parent
 from jobs.queue.fence import by_holder, draw_fenced, move
 from jobs.records import Claim
 from jobs.schema.clock import ledger_now
@@ -152,7 +152,8 @@ def _returned(connection: Connection, drawn: Row[Any], reason: str, pause_second
     state = ending(drawn.state, "queued")
     values: dict[str, Any] = {}
     if state == "queued":
-        values = {"attempt": drawn.attempt - 1, "progress": None, "not_before": _in(pause_seconds)}
+        progress = progress_between(connection, drawn)
+        values = {"attempt": drawn.attempt - 1, "progress": progress, "not_before": _in(pause_seconds)}
     move(connection, drawn, state, values, reason=reason if state == "queued" else None)
     return state
 
@@ -180,7 +181,7 @@ def record_failure(
     if state == "failed":
         values["failure"] = dict(failure)
     if state == "queued":
-        values |= {"queued_at": ledger_now(), "progress": None}
+        values |= {"queued_at": ledger_now(), "progress": progress_between(connection, drawn)}
         values["not_before"] = _in(pause_seconds)
     move(connection, drawn, state, values, reason=None if state == "cancelled" else str(failure["code"]))
     if state != "cancelled":

@@ -15,10 +15,11 @@ A waiting job holds no lease and no device, and is not counted among its tenant'
 counts as one of its tenant's queued jobs, and its pieces do not: so a cap on either never keeps pieces from running.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Engine, Row, and_, delete, insert, or_, select
+from sqlalchemy import ColumnElement, Connection, Engine, Row, and_, delete, exists, insert, not_, or_, select
 
 from catalog.estimate import ESTIMATE
 from catalog.frames import Divided
@@ -31,9 +32,11 @@ from jobs.queue.fence import append_event, by_holder, change, draw, draw_fenced,
 from jobs.queue.piece_progress import progress_of_round
 from jobs.records import Claim
 from jobs.schema.clock import ledger_now
-from jobs.schema.database import writing
+from jobs.schema.database import reading, writing
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import artifacts, job_events, jobs, outbox
+
+_log = logging.getLogger("kronoscope.jobs")
 
 _LEFT_TO_CHILDREN = ("waiting", "cancelling")
 """States of a parent in which its children decide what becomes of it."""
@@ -181,6 +184,57 @@ def forget_files_of_pieces(connection: Connection, drawn: Row[Any]) -> None:
         connection.execute(delete(artifacts).where(or_(of_pieces, for_pieces)))
 
 
+def settle_stranded(engine: Engine) -> int:
+    """Move on every divided job whose pieces have ended without it.
+
+    The end of a piece decides about its parent in one transaction, so there is no such job, unless a process of an
+    earlier version, which knows of no pieces, has ended one: as a worker that is yet to be replaced may.
+
+    Args:
+        engine: The ledger's database.
+
+    Returns:
+        The number of jobs moved.
+    """
+    piece = jobs.alias("piece")
+    of_it = piece.c.parent_id == jobs.c.id
+    stranded = and_(
+        jobs.c.state.in_(_LEFT_TO_CHILDREN),
+        jobs.c.lease_owner.is_(None),
+        exists().where(of_it),
+        or_(
+            not_(exists().where(of_it, piece.c.state.not_in(TERMINAL))),
+            and_(jobs.c.state == "waiting", exists().where(of_it, piece.c.state == "failed")),
+        ),
+    )
+    with reading(engine) as connection:
+        candidates = connection.execute(select(jobs.c.id).where(stranded).limit(_AT_ONCE)).scalars().all()
+    settled = 0
+    for job_id in candidates:
+        with writing(engine) as connection:
+            parent = draw(connection, jobs.c.id == job_id, stranded)
+            if parent is not None:
+                _settle(connection, parent)
+                settled += 1
+    if settled:
+        _log.warning("divided jobs whose pieces ended under an earlier version go on", extra={"jobs": settled})
+    return settled
+
+
+def _settle(connection: Connection, parent: Row[Any]) -> None:
+    pieces = connection.execute(select(jobs).where(jobs.c.parent_id == parent.id).order_by(jobs.c.id)).all()
+    failed = next((piece for piece in pieces if piece.state == "failed"), None)
+    if parent.state == "cancelling":
+        _move_again(connection, parent, "cancelled", {}, None)
+    elif failed is not None:
+        _fail_with(connection, parent, failed, failed.failure or {})
+    elif all(piece.state == "succeeded" for piece in pieces):
+        progress = _whole_round(connection, parent, pieces[-1].piece["round"])
+        _move_again(connection, parent, "queued", {"progress": progress}, "all pieces have succeeded")
+    else:
+        _move_again(connection, parent, "cancelled", {}, "its pieces were cancelled")
+
+
 def piece_event(drawn: Row[Any], state: State) -> dict[str, Any]:
     """Return the content of an event by which a parent's history tells of a piece.
 
@@ -193,6 +247,23 @@ def piece_event(drawn: Row[Any], state: State) -> dict[str, Any]:
     """
     piece = drawn.piece or {}
     return {**{name: piece.get(name) for name in ("round", "index", "count")}, "job": drawn.id, "state": state}
+
+
+def progress_between(connection: Connection, drawn: Row[Any]) -> dict[str, Any] | None:
+    """Return the progress of a job that is queued again: of a divided one what its pieces have done stays done.
+
+    Args:
+        connection: A connection with an open transaction.
+        drawn: The locked row of the job, as `draw` returned it.
+
+    Returns:
+        The progress after its last round; None of a job without pieces, which begins anew.
+    """
+    if drawn.parent_id is not None or drawn.document.get("shards") is None:
+        return None
+    last = select(jobs.c.piece).where(jobs.c.parent_id == drawn.id).order_by(jobs.c.id.desc()).limit(1)
+    piece = connection.execute(last).scalar_one_or_none()
+    return None if piece is None else _whole_round(connection, drawn, piece["round"])
 
 
 def _pieces_of(connection: Connection, drawn: Row[Any], frame: Divided) -> list[Piece]:

@@ -9,7 +9,7 @@ from sqlalchemy import ColumnElement, Engine, Row, and_, delete, exists, literal
 from jobs.lifecycle import HELD
 from jobs.metrics.counters import add
 from jobs.queue.attempt_endings import record_failure
-from jobs.queue.division import ParentBusy, draw_parent, tell_parent
+from jobs.queue.division import ParentBusy, draw_parent, settle_stranded, tell_parent
 from jobs.queue.fence import draw, move
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
@@ -44,7 +44,7 @@ _SILENT_AND_OVERDUE = _OVERDUE | {
 
 
 def reap_expired(engine: Engine) -> int:
-    """Take every job with an expired lease from its holder.
+    """Take every job with an expired lease from its holder, and move on divided jobs that were left behind.
 
     A job with a passed deadline fails; the others return to the queue.
 
@@ -67,7 +67,9 @@ def reap_expired(engine: Engine) -> int:
             .limit(_AT_ONCE)
             .with_for_update(skip_locked=True)
         ).all()
-    return sum(_take_away(engine, row, *expired) for row in candidates)
+    taken = sum(_take_away(engine, row, *expired) for row in candidates)
+    settle_stranded(engine)
+    return taken
 
 
 def reap_ended_worker(engine: Engine, worker_id: str, process_space: str) -> int:

@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, and_, null, select, update
 
-from catalog.frames import ArtifactWritten, Divided, Failed, Finished, Planned
-from catalog.pieces import Piece
-from catalog.record import plain
+from catalog.frames import ArtifactWritten, Divided, Failed, Finished
 from catalog.schedule import Schedule
 from jobs.autoscale.demand import read_waiting
 from jobs.errors import JobNotFound, JobStillActive, LeaseLost, PieceRefused, QueueFull
-from jobs.queue import attempt_endings, attempt_writes, reaper
+from jobs.queue import attempt_endings, attempt_writes, piece_progress, reaper
 from jobs.queue.claims import claim
 from jobs.queue.division import divide
 from jobs.queue.piece_progress import report_piece
@@ -25,21 +23,11 @@ from jobs.repository.store import JobQuery, delete_job, list_jobs, read_job, req
 from jobs.scheduling.fair_share import fair_order, has_running_slot, is_due
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
+from jobs.schema.identifiers import new_id
 from jobs.schema.tables import jobs, outbox
 from jobs.tenancy.quotas import require_place
+from tests.jobs.queue.conftest import BATCH, frame
 from tests.queue_order import next_claimable
-
-BATCH = 16
-
-
-def frame(count: int, round_name: Any = "collect") -> Divided:
-    pieces = [
-        Piece(
-            round=round_name, index=each, count=count, begin=each * BATCH, end=(each + 1) * BATCH, total=count * BATCH
-        )
-        for each in range(count)
-    ]
-    return Divided(round=round_name, pieces=tuple(plain(piece) for piece in pieces))
 
 
 def within_cap(ledger: Engine) -> list[str]:
@@ -69,19 +57,6 @@ def events(ledger: Engine, job_id: str, kind: str) -> list[Any]:
     history = read_history(ledger, LOCAL_TENANT, job_id, 0)
     assert history is not None
     return [event.data for event in history.events if event.type == kind]
-
-
-@pytest.fixture
-def divided(ledger: Engine, held: Callable[..., Claim]) -> Callable[..., tuple[Claim, list[str]]]:
-    """``divided(6)``: the claim that was given up for six pieces, and their ids."""
-
-    def make(count: int = 3, **changes: Any) -> tuple[Claim, list[str]]:
-        mine = held(**{"shards": count, "name": "digits"} | changes)
-        attempt_writes.write_plan(ledger, mine, Planned(plan={"threads": 3, "device_peak_bytes": 9, "why": "w"}))
-        assert divide(ledger, mine, frame(count)) == "waiting"
-        return mine, [each.id for each in read_pieces(ledger, LOCAL_TENANT, mine.job_id)]
-
-    return make
 
 
 def test_a_division_makes_ordinary_jobs_in_their_parents_place(
@@ -122,8 +97,10 @@ def test_lists_show_whole_jobs_and_pieces_where_they_are_asked_for(ledger: Engin
     of_parent = list_jobs(ledger, LOCAL_TENANT, JobQuery(parent=mine.job_id)).items
     assert sorted(job.id for job in of_parent) == sorted(ids)
     assert [job.id for job in list_jobs(ledger, LOCAL_TENANT, JobQuery(id_end=ids[1][-12:])).items] == [ids[1]]
-    assert list_jobs(ledger, "another", JobQuery(parent=mine.job_id)).items == ()
-    assert list_jobs(ledger, LOCAL_TENANT, JobQuery(parent="no id")).items == ()
+    assert list_jobs(ledger, LOCAL_TENANT, JobQuery(parent=ids[0])).items == ()
+    for tenant, parent in (("another", mine.job_id), (LOCAL_TENANT, "no id"), (LOCAL_TENANT, new_id())):
+        with pytest.raises(JobNotFound):
+            list_jobs(ledger, tenant, JobQuery(parent=parent))
     assert read_pieces(ledger, "another", mine.job_id) == ()
 
 
@@ -142,7 +119,7 @@ def test_a_zombie_divides_nothing_and_a_repeated_division_is_refused(
 
 
 def test_the_last_piece_to_succeed_queues_the_job_once(
-    ledger: Engine, divided: Callable[..., Any], at_once: Callable[..., list[Any]]
+    ledger: Engine, divided: Callable[..., Any], at_once: Callable[..., list[Any]], failure: Callable[..., Failed]
 ) -> None:
     """Eight pieces end in the same moment; whoever is last must see that it is, and nobody else."""
     mine, ids = divided(8)
@@ -167,6 +144,12 @@ def test_the_last_piece_to_succeed_queues_the_job_once(
     ]
     again = claimed(ledger, mine.job_id)
     assert (again.attempt, again.percent) == (2, 60.0)
+    # what the pieces have done stays done where the job itself is tried again
+    attempt_writes.write_progress(ledger, again, {"stage": "decomposition", "percent": 80.0})
+    assert attempt_endings.fail(ledger, again, failure("transient")) == "queued"
+    assert attempt_endings.hand_back(ledger, claimed(ledger, mine.job_id)) == "queued"
+    again = claimed(ledger, mine.job_id)
+    assert (again.attempt, again.percent) == (3, 60.0)
     assert attempt_endings.finish(ledger, again) == "succeeded"
 
 
@@ -368,13 +351,16 @@ def test_caps_count_a_divided_job_once_in_the_queue_and_its_pieces_as_they_run(
         attempt_endings.finish(ledger, mine)
 
 
-def test_the_progress_of_a_job_is_the_sum_over_its_pieces(ledger: Engine, divided: Callable[..., Any]) -> None:
+def test_the_progress_of_a_job_is_the_sum_over_its_pieces(
+    ledger: Engine, divided: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(piece_progress, "_EVERY_SECONDS", 3600.0)
     mine, ids = divided(4)
     claims = [claimed(ledger, each) for each in ids[:3]]
     assert report_piece(ledger, claims[0], begins=True)
     attempt_endings.finish(ledger, claims[0])
     attempt_writes.write_progress(ledger, claims[1], {"stage": "collection", "percent": 50.0})
-    assert not report_piece(ledger, claims[1]), "within a second nothing more is written"
+    assert not report_piece(ledger, claims[1]), "before its time nothing more is written"
     assert report_piece(ledger, claims[2], begins=True)
     progress = seen(ledger, mine.job_id).progress
     assert progress is not None
