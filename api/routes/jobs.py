@@ -110,7 +110,7 @@ def _validated(service: Service, document: JobDocument) -> Response:
     summary="List jobs",
     responses={
         200: {"headers": {"Link": {"description": '`rel="next"`, where there is more', "schema": {"type": "string"}}}},
-        **error_responses(422),
+        **error_responses(404, 422),
     },
 )
 def list_all(
@@ -121,7 +121,8 @@ def list_all(
 ) -> Response:
     """Your jobs, newest first, in pages of at most 256 KiB; a job that is read by itself is whole.
 
-    The pieces of a divided job are listed where `parent` names it, or `id` one of them.
+    The pieces of a divided job are listed where `parent` names it, or `id` one of them; a `parent` that is not a job of
+    yours is not found.
     """
     page = list_jobs(service.engine, caller.tenant_id, dataclasses.replace(chosen.query(), fields=wanted.names()))
     parts: list[bytes] = []

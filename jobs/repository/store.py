@@ -120,6 +120,7 @@ def list_jobs(
 
     Raises:
         PageRefused: If the limit is not 1 to 100, or `before` is not a cursor.
+        JobNotFound: If the tenant has no job `parent`.
     """
     check_limit(asked.limit)
     query = select(jobs).where(jobs.c.tenant_id == tenant_id, jobs.c.kind != ESTIMATE)
@@ -138,6 +139,10 @@ def list_jobs(
             raise PageRefused("before", "is not a cursor; take `next` of the page before")
         query = query.where(jobs.c.id < asked.before)
     with reading(engine, tenant_id) as connection:
+        if asked.parent is not None:
+            whole = select(jobs.c.id).where(*_owned(tenant_id, asked.parent))
+            if connection.execute(whole).one_or_none() is None:
+                raise JobNotFound(asked.parent)
         items, more = read_jobs(connection, query, asked.limit, asked.fields)
     return JobPage(items=items, next=items[-1].id if more else None)
 

@@ -11,7 +11,7 @@ import { showCurvatures } from "../plots/curvature_density.js";
 import { showMemory } from "../plots/memory_curve.js";
 import { showModelSpectrum } from "../plots/model_spectrum.js";
 import { SpectrumPanel } from "../plots/spectrum_panel.js";
-import { piecesCard } from "./pieces.js";
+import { piecesCard, stillStopping } from "./pieces.js";
 import { bar, ENDED, isOpenEnded, isPartial, shareDone, stageSentence, timeLeft } from "./progress.js";
 
 const ROWS_EVERY_MS = 1_500;
@@ -135,10 +135,14 @@ export async function showJob(main, shownId, signal) {
     draw(job);
     document.title = `${job.name ?? job.kinds.join(" + ")}${isPartial(job) ? ` · ${portion(job.coverage.measured_share)} measured` : ""} · Kronoscope`;
     const ended = ENDED.has(job.state);
-    await loadRows(job, ended);
+    await loadRows(job, ended && !finalShown);
     if (ended) {
       await finish(job);
-      return;
+      if (!stillStopping(job)) return;
+      await new Promise((resolve) => setTimeout(resolve, ASK_EVERY_MS));
+      const later = await again(() => watchJob(id, null, signal));
+      if (later) ({ job, etag } = later);
+      continue;
     }
     const asked = Date.now();
     const next = await again(() => watchJob(id, etag, signal));

@@ -3,7 +3,7 @@
 import { download } from "./api.js";
 import { h } from "./dom.js";
 import { age, between, bytes, clock, jobName, modelName, number, several, sourceName } from "./format.js";
-import { partOf } from "./pieces.js";
+import { partOf, shareOf } from "./pieces.js";
 import { ENDED, statePill } from "./progress.js";
 
 const WHO = {
@@ -17,12 +17,14 @@ export function heading(job, stop) {
   const facts = [
     job.name ? ["Model", modelName(job)] : null,
     partOf(job),
-    ["Analysis", job.kinds.join(" + ")],
+    shareOf(job) ?? ["Analysis", job.kinds.join(" + ")],
     ["Data", sourceName(job.document?.data)],
     task ? ["Task", task.replaceAll("_", " ")] : null,
     ["Submitted", h("time", { datetime: job.created_at, title: clock(job.created_at) }, age(job.created_at))],
     job.finished_at ? ["Duration", between(job.started_at ?? job.created_at, job.finished_at)] : null,
-    job.attempt > 1 ? ["Attempt", number(job.attempt)] : null,
+    // a divided job makes an attempt for each round, all of which may be well
+    job.pieces?.length ? null : job.attempt > 1 ? ["Attempt", number(job.attempt)] : null,
+    job.pieces?.length && job.failures ? ["Failed attempts", number(job.failures)] : null,
     ["Id", h("span", { class: "mono id" }, job.id)],
   ].filter(Boolean);
   const labels = Object.entries(job.labels ?? {});
@@ -96,11 +98,15 @@ async function save(button, path, name, note) {
 
 export function filesCard(job, base, results) {
   const artifacts = results.artifacts ?? [];
-  const fixed = [
-    ["log.jsonl", `${base}/log`, "reproducibility record of every layer"],
-    ["layers.csv", `${base}/layers.csv`, "the layer table for a spreadsheet"],
-    ["results.json", `${base}/results`, "summary and manifest"],
-  ];
+  // a piece measures no layer: what it has summed its job merges
+  const fixed = job.parent
+    ? []
+    : [
+        ["log.jsonl", `${base}/log`, "reproducibility record of every layer"],
+        ["layers.csv", `${base}/layers.csv`, "the layer table for a spreadsheet"],
+        ["results.json", `${base}/results`, "summary and manifest"],
+      ];
+  const merged = job.parent && !artifacts.length ? "The results are on the page of the whole job. What a piece has summed is kept until the job has merged it." : null;
   const all = h(
     "ul",
     { class: "files" },
@@ -111,7 +117,8 @@ export function filesCard(job, base, results) {
     "section",
     { class: "card stack tight", "aria-label": "Files" },
     h("h2", {}, "Files"),
-    h("ul", { class: "files" }, fixed.map(([name, path, note]) => fileLine(path, name, note))),
+    fixed.length ? h("ul", { class: "files" }, fixed.map(([name, path, note]) => fileLine(path, name, note))) : null,
+    merged ? h("p", { class: "muted small" }, merged) : null,
     artifacts.length ? h("details", {}, h("summary", {}, `${several(artifacts.length, "artifact")}, ${bytes(total)}`), all) : null,
     h("details", {}, h("summary", {}, "Job document"), h("pre", { tabindex: 0, "aria-label": "Job document" }, JSON.stringify(job.document, null, 2))),
   );

@@ -22,7 +22,7 @@ function row(piece) {
     h("td", { class: "cell-name" }, link(piece.id, title), h("span", { class: "under" }, `${ROUNDS[piece.round] ?? piece.round} · ${measured}`)),
     h("td", { class: "cell-progress" }, h("div", { class: "progress-line" }, bar(share, `Progress of ${title}`, { state: piece.state }), h("span", { class: "figure" }, `${Math.round(share * 100)} %`))),
     h("td", { class: "mono" }, piece.worker ?? "–"),
-    h("td", { class: "numeric" }, number(piece.attempt)),
+    h("td", { class: "numeric" }, piece.failures ? `${number(piece.attempt)} (${number(piece.failures)} failed)` : number(piece.attempt)),
   );
 }
 
@@ -66,4 +66,17 @@ export function partOf(job) {
   const { piece } = job;
   const place = piece ? `piece ${piece.index + 1} of ${piece.count}` : "a piece";
   return ["Part", h("span", {}, `${place} of `, link(job.parent, `job ${job.parent.slice(-8)}`))];
+}
+
+/** The fact that tells what a piece computes, in place of the analyses of the whole job; null for any other. */
+export function shareOf(job) {
+  const { piece } = job;
+  if (!job.parent || !piece) return null;
+  const share = piece.layers ? several(piece.layers.length, "layer") : `examples ${number((piece.begin ?? 0) + 1)} to ${number(piece.end ?? 0)} of ${number(piece.total ?? 0)}`;
+  return ["Computes", `${(ROUNDS[piece.round] ?? piece.round).toLowerCase()}: ${share}`];
+}
+
+/** Whether a job has ended and pieces of it have yet to stop. */
+export function stillStopping(job) {
+  return ENDED.has(job.state) && (job.pieces ?? []).some((piece) => !ENDED.has(piece.state));
 }

@@ -1,7 +1,7 @@
 // The state of a job as a pill, and its progress as a bar with a sentence.
 
 import { h } from "./dom.js";
-import { number, portion, remaining, words } from "./format.js";
+import { number, portion, remaining, several, words } from "./format.js";
 
 export const ENDED = new Set(["succeeded", "failed", "cancelled"]);
 
@@ -33,7 +33,10 @@ export function shareDone(job) {
 
 export function stageSentence(job) {
   const progress = job.progress;
-  if (job.state === "queued") return job.failures ? `Waiting for a worker, after ${job.failures} failed attempts` : "Waiting for a worker";
+  if (job.state === "queued") {
+    const wanted = job.pieces?.length ? "Its pieces are done; waiting for a worker to go on with them" : "Waiting for a worker";
+    return job.failures ? `${wanted}, after ${several(job.failures, "failed attempt")}` : wanted;
+  }
   if (!progress?.stage) return job.state === "running" ? "Starting" : "";
   const stage = { model: "Loading the model", data: "Reading the data", collection: "Collecting curvature", cross_check: "Computing the exact curvature", products: "Multiplying by the exact curvature", decomposition: "Decomposing" }[progress.stage];
   const counted = progress.done ? `${number(progress.done)} ${progress.unit}` : "";

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
-from catalog.frames import Finished
+from catalog.frames import Failed, Finished
 from jobs.queue import attempt_endings, attempt_writes
 from jobs.queue.piece_progress import report_piece
 from jobs.records import LOCAL_TENANT
@@ -69,8 +69,9 @@ def test_lists_hold_whole_jobs_unless_pieces_are_asked_for(
     assert listed(ours, parent=job_id) == ids
     assert listed(ours, parent=job_id, state="succeeded") == set()
     assert listed(ours, id=claims[0].job_id[-12:]) == {claims[0].job_id}
-    # another tenant's job, and one that does not exist, have no pieces
-    assert listed(theirs, parent=job_id) == listed(ours, parent=new_id()) == set()
+    # another tenant's job is as one that does not exist
+    problem(theirs.get("/v1/jobs", params={"parent": job_id}), 404)
+    problem(ours.get("/v1/jobs", params={"parent": new_id()}), 404)
     problem(ours.get("/v1/jobs", params={"parent": "x"}), 422)
     following = ours.get("/v1/jobs", params={"parent": job_id, "limit": 1})
     assert f"parent={job_id}" in following.headers["link"]
@@ -119,3 +120,31 @@ def test_the_page_shows_the_pieces_as_they_are_computed(page: Page, embedded: Em
     for each in (claims[0], claims[2]):
         attempt_endings.end_cancelled(engine, each)
     expect(page.get_by_text("Pieces: 1 succeeded, 2 cancelled")).to_be_visible()
+    rows_of_ended = page.locator("tbody tr", has=page.get_by_role("link", name="piece 1 of 3"))
+    page.get_by_text("Pieces: 1 succeeded, 2 cancelled").click()
+    rows_of_ended.get_by_role("link").click()
+    expect(page.get_by_text("collect: examples 1 to 16 of 48")).to_be_visible()
+    expect(page.get_by_text("The results are on the page of the whole job.")).to_be_visible()
+    expect(page.get_by_text("layers.csv")).to_have_count(0)
+
+
+@pytest.mark.browser
+def test_the_page_of_a_failed_job_follows_the_pieces_that_have_yet_to_stop(
+    page: Page,  # noqa: F811
+    embedded: Embedded,
+) -> None:
+    engine = embedded.engine
+
+    def failure(category: Any) -> Failed:
+        return Failed(category=category, code="bad", message="bad", pointer=None, layer=None, detail=None)
+
+    job_id, claims = seeding.divided(engine, LOCAL_TENANT, 3)
+    attempt_endings.fail(engine, claims[0], failure("transient"))
+    page.goto(f"/#/jobs/{job_id}")
+    rows = page.get_by_role("region", name="Table of pieces").locator("tbody tr")
+    expect(rows.first).to_contain_text("1 (1 failed)")
+    attempt_endings.fail(engine, claims[1], failure("usage"))
+    expect(page.get_by_text("The job failed")).to_be_visible()
+    expect(rows.nth(2)).to_contain_text("Cancelling")
+    attempt_endings.end_cancelled(engine, claims[2])
+    expect(rows.nth(2)).to_contain_text("Cancelled")
