@@ -27,6 +27,7 @@ from engine.collection.parameter_windows import find_windows, list_parameters
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import ProbedModel
 from engine.collection.ranks.joined_job import follow_planner, gather_model, join_ranks, require_same_checks
+from engine.collection.ranks.owners import owners_by_ordinal
 from engine.collection.run_passes import announce, run_passes
 from engine.collection.subsamples import by_ordinal, sizes_of
 from engine.errors import NothingToAnalyse
@@ -335,6 +336,7 @@ def _finished(
         load=lambda ordinal: factors[ordinal](),
         load_corrected=(lambda ordinal: corrections[names[ordinal]]()) if corrections else None,
         nested=by_ordinal(job.sizes, state, tuple(facts)),
+        owners=owners_by_ordinal(job.workspace, [found.layer.name for found, _ in parts]),
     )
 
 

@@ -196,6 +196,8 @@ class ModelInputs:
     """Eigenbases of merged factors, in which a part's correction is made, or those of ``stored_corrections`` are."""
     stored_corrections: tuple[Artifacts, ...] = ()
     """EK-FAC's corrections over the examples of ``stored_pieces``, in the same order."""
+    stored_decompositions: tuple[Artifacts, ...] = ()
+    """Decompositions of layers of the merged factors, which pieces of a divided job have made."""
     gradient: Mapping[str, Tensor] | None = None
     """A gradient of the caller's by parameter, on the host, in place of that of the data."""
     stored_against: Artifacts | None = None
@@ -300,6 +302,8 @@ class Ports:
 
     artifacts: Artifacts
     """Place of the results."""
+    keeps_files: bool = True
+    """Whether what is written there is kept; False on a rank whose job has another one that writes."""
     scratch: Artifacts | None = None
     """Place of factors that do not fit into memory together, and of checkpoints;
     without it, factors must fit and nothing is resumed."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 from catalog.analysis import LayerResult
 from catalog.capacity import CapacityParams, CapacitySummary
@@ -14,8 +14,10 @@ from engine.analyses.metrics.model_metrics import ModelLayer, model_metrics
 from engine.analyses.metrics.sample_convergence import Followed, follow_layer, model_convergence, sum_layers
 from engine.analyses.metrics.token_importance import require_head, token_importance
 from engine.collect import collect_or_read
+from engine.factors.factor_set import FactorSet
+from engine.measurement.divided_layers import DividedLayers
 from engine.measurement.finite_numbers import finite_summary
-from engine.measurement.layer_measurement import measure_layers
+from engine.measurement.layer_measurement import Measured, measure_layers
 from engine.measurement.layer_results import covered_result, uncovered_results
 from engine.measurement.representation_record import branch_counts
 from engine.workspace import Workspace
@@ -43,16 +45,12 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
     over_sizes: dict[int, Followed] = {}
     identity: dict[int, str] = {}
     decompositions = 0
-    for done, layer in enumerate(measure_layers(workspace), start=1):
-        with workspace.machine.operation(f"capacity of layer {layer.facts.ordinal}", "capacity"):
-            sides = sides_of(layer, whole, params, workspace.machine.device)
-            metrics = layer_metrics(layer, sides, params)
-            over = follow_layer(layer, whole, sides, metrics, params, workspace.machine.device)
+    for done, (layer, (kept, of_layer, over)) in enumerate(_metrics(params, workspace, whole), start=1):
+        metrics = of_layer
         if over is not None:
             over_sizes[layer.facts.ordinal] = over
             metrics = dataclasses.replace(metrics, convergence=over.convergence)
         decompositions += layer.spectrum_A is not None and layer.facts.form not in ("diagonal", "diagonal_block")
-        kept = ModelLayer.of(layer.facts.name, sides, metrics, params.selected)
         if metrics.damping is not None and kept.spectral_norm is not None and metrics.damping > kept.spectral_norm:
             identity[layer.facts.ordinal] = layer.facts.name
         if exact is not None:
@@ -97,6 +95,25 @@ def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[
         cross_check=None if exact is None else exact.of_model(row.cross_check for row in rows),
     )
     return finite_summary(summary, workspace.ports.log)
+
+
+def _metrics(
+    params: CapacityParams, workspace: Workspace, whole: FactorSet
+) -> Iterator[tuple[Measured, tuple[ModelLayer, CapacityMetrics, Followed | None]]]:
+    """Every layer with its metrics; of several ranks, each computes those of its own layers."""
+    device = workspace.machine.device
+
+    def compute(layer: Measured) -> tuple[ModelLayer, CapacityMetrics, Followed | None]:
+        with workspace.machine.operation(f"capacity of layer {layer.facts.ordinal}", "capacity"):
+            sides = sides_of(layer, whole, params, device)
+            metrics = layer_metrics(layer, sides, params)
+            over = follow_layer(layer, whole, sides, metrics, params, device)
+            return ModelLayer.of(layer.facts.name, sides, metrics, params.selected), metrics, over
+
+    division = DividedLayers.of(workspace, whole)
+    if division is None:
+        return ((layer, compute(layer)) for layer in measure_layers(workspace))
+    return division.compute(list(measure_layers(workspace)), compute, "capacity")
 
 
 def _sum(metric: str, rows: Sequence[CapacityMetrics], curved: Sequence[bool]) -> float | None:

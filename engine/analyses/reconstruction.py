@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -18,24 +18,26 @@ from catalog.reconstruction import (
 )
 from engine.analyses.coverage_summary import coverage
 from engine.analyses.given_matrix import index_entry, record_without_collection
+from engine.analyses.remembered_rows import Outcome, recall, remember
 from engine.collect import collect_or_read
 from engine.errors import BrokenFactors, NoConditionNumber
 from engine.factors.clipped_inverse import PREFIX, StabilisedSide
 from engine.factors.clipped_operator import ClippedOperator
 from engine.factors.factor_files import Kept, write_factors, write_index
-from engine.factors.factor_set import GIVEN_MATRIX, FactorSet
+from engine.factors.factor_set import GIVEN_MATRIX, FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Factors, packed
 from engine.linalg.eigensolvers import LARGEST
 from engine.linalg.linear_operator import Structured
 from engine.linalg.panels import wide_product
 from engine.measurement.clip_factor import DecomposedFactor, Made, in_eigenbasis, not_stabilised, rebuild
 from engine.measurement.clip_head import clip_structured
+from engine.measurement.divided_layers import DividedLayers, SentFiles
 from engine.measurement.finite_numbers import finite_summary
 from engine.measurement.layer_measurement import Measured, measure_layers
 from engine.measurement.layer_results import covered_result, uncovered_results
 from engine.measurement.representation_record import branch_counts
 from engine.memory.budget import device_bytes, resident_bytes
-from engine.workspace import Workspace, load_sealed, save_sealed
+from engine.workspace import Artifacts, Workspace
 
 KIND = "reconstruction"
 FOLDER = "stabilised"
@@ -57,6 +59,23 @@ class _Run:
     kept: dict[int, Kept] = field(default_factory=dict)
     entries: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Entries of the index, by ordinal."""
+    files: SentFiles | None = None
+    """What files of layers are written to, where several ranks make them."""
+
+    @property
+    def artifacts(self) -> Artifacts | SentFiles:
+        """The place of the layers' files."""
+        return self.workspace.ports.artifacts if self.files is None else self.files
+
+    def take(self, facts: LayerFacts, outcome: Outcome) -> None:
+        """Note what the summary and the indices need of a layer."""
+        self.rows[facts.ordinal] = outcome.metrics
+        if outcome.kept is not None:
+            self.kept[facts.ordinal] = outcome.kept
+        if outcome.entry is not None:
+            self.entries[facts.ordinal] = outcome.entry
+        if outcome.metrics.A is not None and facts.shared_A_with is None:
+            self.shared[facts.ordinal] = outcome.metrics.A
 
 
 def reconstruct(
@@ -86,17 +105,11 @@ def reconstruct(
             pointer="/stabilisation/kappa_max",
         )
     run = _Run(params=params, workspace=workspace, whole=collect_or_read(workspace), kappa_max=kappa_max)
-    for done, layer in enumerate(_holders_first(workspace, run.whole), start=1):
-        workspace.ports.raise_if_cancelled()
-        facts, begun = layer.facts, time.perf_counter()
-        known = _recalled(run, layer)
-        if known is None:
-            with workspace.machine.operation(f"reconstruction of layer {facts.ordinal}", "reconstruction"):
-                known = _stabilised(run, layer)
-            _remember(run, layer, known)
-        run.rows[facts.ordinal] = known
+    for done, (layer, outcome) in enumerate(_outcomes(run), start=1):
+        facts, known = layer.facts, outcome.metrics
+        run.take(facts, outcome)
         if (KIND, facts.ordinal) not in workspace.resume.completed:
-            row = replace(covered_result(KIND, layer, known), observed=_observed(workspace, layer, begun))
+            row = replace(covered_result(KIND, layer, known), observed=outcome.observed or layer.observed)
             yield row if facts.module != GIVEN_MATRIX else replace(row, record=record_without_collection(row.record))
         workspace.ports.report(KIND, done, len(run.whole.layers), "layers")
     _write_indices(run)
@@ -118,6 +131,30 @@ def _holders_first(workspace: Workspace, whole: FactorSet) -> Iterator[Measured]
         yield from waiting.pop(layer.facts.ordinal, [])
     if waiting:
         raise ValueError(f"layers {sorted(waiting)} hold an A and are not among the {len(whole.layers)} measured")
+
+
+def _outcomes(run: _Run) -> Iterator[tuple[Measured, Outcome]]:
+    """Every layer with what was made of it; of several ranks, each makes that of its own layers."""
+    workspace = run.workspace
+
+    def compute(layer: Measured) -> Outcome:
+        workspace.ports.raise_if_cancelled()
+        facts, begun = layer.facts, time.perf_counter()
+        outcome = recall(workspace, facts)
+        if outcome is None:
+            with workspace.machine.operation(f"reconstruction of layer {facts.ordinal}", "reconstruction"):
+                metrics = _stabilised(run, layer)
+            outcome = Outcome(metrics=metrics, kept=run.kept.get(facts.ordinal), entry=run.entries.get(facts.ordinal))
+            remember(workspace, facts, outcome)
+        run.take(facts, outcome)
+        return replace(outcome, observed=_observed(workspace, layer, begun))
+
+    layers = _holders_first(workspace, run.whole)
+    division = DividedLayers.of(workspace, run.whole)
+    if division is None:
+        return ((layer, compute(layer)) for layer in layers)
+    run.files = SentFiles(division=division)
+    return division.compute(list(layers), compute, KIND, run.files)
 
 
 def _stabilised(run: _Run, layer: Measured) -> ReconstructionMetrics:
@@ -218,7 +255,7 @@ def _write(
     run: _Run, layer: Measured, factors: Factors, made: Mapping[Literal["A", "G"], Made | None], name: str
 ) -> None:
     """One layer's file: packed triangles as a collection writes them, wherever both sides are matrices."""
-    facts, artifacts = layer.facts, run.workspace.ports.artifacts
+    facts, artifacts = layer.facts, run.artifacts
     contents: dict[str, Any] = {side: each.content for side, each in made.items() if each is not None}
     matrices: dict[str, Any] = {side: each for side, each in contents.items() if isinstance(each, Tensor)}
     gradient: Tensor | Structured = factors.G
@@ -272,7 +309,7 @@ def _write_given(run: _Run, layer: Measured, made: Made | None, name: str) -> No
     tensors = matrix.tensors(layer.facts.name) if isinstance(matrix, StabilisedSide) else {layer.facts.name: matrix}
     run.entries[layer.facts.ordinal] = index_entry(layer.facts, made, name.removeprefix(f"{FOLDER}/"))
     metadata = {"format": FORMAT, "kappa_max": repr(run.kappa_max), "floor": repr(made.side.floor)}
-    run.workspace.ports.artifacts.save_tensors(name, tensors, metadata)
+    run.artifacts.save_tensors(name, tensors, metadata)
 
 
 def _write_indices(run: _Run) -> None:
@@ -297,64 +334,9 @@ def _write_indices(run: _Run) -> None:
         )
 
 
-def _remembered(layer: Measured) -> str:
-    return f"{KIND}/{layer.facts.ordinal}.json"
-
-
-def _remember(run: _Run, layer: Measured, metrics: ReconstructionMetrics) -> None:
-    """Lay aside what the summary and the indices need of a row, for an attempt that begins after it."""
-    workspace, ordinal = run.workspace, layer.facts.ordinal
-    if workspace.ports.scratch is None or not workspace.saves_checkpoints:
-        return
-    kept = run.kept.get(ordinal)
-    save_sealed(
-        workspace.ports.scratch,
-        _remembered(layer),
-        {
-            "conditions": dict(workspace.resume.conditions),
-            "metrics": asdict(metrics),
-            "kept": None if kept is None else asdict(kept),
-            "entry": run.entries.get(ordinal),
-        },
-    )
-
-
-def _recalled(run: _Run, layer: Measured) -> ReconstructionMetrics | None:
-    """A row that an earlier attempt has delivered, where it left what is needed of it."""
-    workspace, ordinal = run.workspace, layer.facts.ordinal
-    if workspace.ports.scratch is None or (KIND, ordinal) not in workspace.resume.completed:
-        return None
-    try:
-        table = load_sealed(workspace.ports.scratch, _remembered(layer))
-        if table["conditions"] != dict(workspace.resume.conditions):
-            return None
-        metrics = dict(table["metrics"])
-        sides = {
-            side: None if metrics[side] is None else ReconstructedSide(**metrics[side] | _rungs(metrics[side]))
-            for side in ("A", "G")
-        }
-        kept = None if table["kept"] is None else Kept(**table["kept"])
-        entry = table["entry"]
-    except (MemoryError, RecursionError):
-        raise
-    except Exception:  # noqa: BLE001 - never written, damaged, or by another version: it is made anew
-        return None
-    if kept is not None:
-        run.kept[ordinal] = kept
-    if entry is not None:
-        run.entries[ordinal] = entry
-    if sides["A"] is not None and layer.facts.shared_A_with is None:
-        run.shared[ordinal] = sides["A"]
-    return ReconstructionMetrics(**{**metrics, **sides})
-
-
-def _rungs(side: Mapping[str, Any]) -> dict[str, Any]:
-    return {"rungs": tuple(side["rungs"])}
-
-
 def _observed(workspace: Workspace, layer: Measured, begun: float) -> Observed:
     allocated, reserved = device_bytes(workspace.machine.device)
-    return replace(
+    observed: Observed = replace(
         layer.observed,
         seconds=time.perf_counter() - begun,
         allocated_after_bytes=allocated,
@@ -362,6 +344,7 @@ def _observed(workspace: Workspace, layer: Measured, begun: float) -> Observed:
         host_after_bytes=resident_bytes(),
         measured_peak_bytes=workspace.machine.curve.stages.peak_bytes(workspace.machine.device),
     )
+    return observed
 
 
 def _summary(run: _Run) -> ReconstructionSummary:

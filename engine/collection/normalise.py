@@ -16,6 +16,7 @@ from engine.accumulation.probability_rows import ProbabilityRows
 from engine.accumulation.sketched_rows import SketchRows
 from engine.accumulation.tied_statistics import TiedHeadStatistics
 from engine.collection.collection_state import CollectionState
+from engine.collection.ranks.owners import is_elsewhere, refuse_elsewhere
 from engine.errors import NonFiniteFactor
 from engine.factors.diagonal_sketch import DiagonalSketch
 from engine.factors.kronecker_factors import Factors, mirrored_, to_storage
@@ -52,6 +53,8 @@ def keep_factors(
 
     Memory:
         One factor beyond what is kept, where the sums are on the host and kept in another precision.
+
+    Of several ranks, one that does not own a layer has no factors of it, where sums went to owners.
     """
     leaders = {found.leader.layer.name for found in statistics if found.leader is not None}
     shared: dict[str, list[Stored]] = {}
@@ -61,6 +64,9 @@ def keep_factors(
         if flaw(found, workspace.options.collection) is not None:
             continue
         leader = found.leader.layer.name if found.leader is not None else ""
+        if is_elsewhere(workspace, found.layer.name):
+            state.factors |= {part: partial(refuse_elsewhere, part) for part in found.layer.parts}
+            continue
         for factors in finish_layer(found, workspace.options.collection, dtype, shared):
             part = factors.layer
             if aside and workspace.ports.scratch is not None:

@@ -191,7 +191,7 @@ def _pass(
         _take_in(job, state, left)
     state.batches = cursor.batches
     if ranks is not None:
-        cursor = complete_pass(ranks, job, statistics, cursor, checked)
+        cursor = complete_pass(ranks, job, statistics, cursor, checked, alone=not several)
     if job.workspace.inputs.part is None:
         # the other parts may have loss terms
         require_terms(job, cursor, statistics)

@@ -4,7 +4,7 @@ With W ranks, f = (W − 1)/W, T rows of all ranks of o numbers of b bytes, and 
 
     gather   f·o·T·b                          holds o·T·b
     gram     f·o·T·b/W + f·e·T(T+1)           holds o·T·b/W and a triangle of T(T+1)/2
-    dense    f·e·o(o+1) to all, half of it to one owner (the mean over as many layers as ranks)
+    dense    f·e·o(o+1), and to the layer's owner alone half of it;  holds e·o(o+1)/2, the owner alone or all
 
 A Gram matrix is summed in float64 (e = 8), a dense G in the precision of the collection (e = 4 or 8). The
 transfers that bring row shards together for whoever needs whole rows are counted apart: f·o·T·b.
@@ -17,11 +17,12 @@ GRAM_BYTES = 8
 """Bytes of one number of a Gram matrix."""
 
 
-def sent_bytes(mode: Reduced, *, ranks: int, rows: int, size: int, item: int) -> float:
+def sent_bytes(mode: Reduced, *, ranks: int, rows: int, size: int, item: int, to_owner: bool = False) -> float:
     """Return the bytes that each rank sends to reduce one G.
 
     Args:
         mode: The reduction.
+        to_owner: Whether the sum of a dense G goes to the layer's owner alone.
         ranks: W.
         rows: T, of all ranks.
         size: o.
@@ -35,7 +36,7 @@ def sent_bytes(mode: Reduced, *, ranks: int, rows: int, size: int, item: int) ->
         return share * size * rows * item
     if mode == "gram":
         return share * size * rows * item / ranks + share * GRAM_BYTES * rows * (rows + 1)
-    return share * item * size * (size + 1)
+    return share * item * size * (size + 1) / (2 if to_owner else 1)
 
 
 def held_bytes(mode: Reduced, *, ranks: int, rows: int, size: int, item: int) -> float:
@@ -73,5 +74,5 @@ def choose_reduction(wanted: str, *, rows: int, size: int, ranks: int, item: int
     """
     if wanted in ("gram", "gather"):
         return "gram" if wanted == "gram" else "gather"
-    sizes = {"rows": rows, "size": size, "ranks": ranks, "item": item}
-    return "gram" if sent_bytes("gram", **sizes) <= sent_bytes("gather", **sizes) else "gather"
+    gram, gather = (sent_bytes(mode, rows=rows, size=size, ranks=ranks, item=item) for mode in ("gram", "gather"))
+    return "gram" if gram <= gather else "gather"

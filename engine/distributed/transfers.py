@@ -12,6 +12,7 @@ one layer travel, those of the next are packed.
 """
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
@@ -125,6 +126,40 @@ def spread(ranks: Ranks, tensor: Tensor, source: int, label: Label) -> Transfer:
                 tensor.view(-1).view(torch.uint8), source, group=ranks.group_of(tensor.device), async_op=True
             )
     return Transfer(ranks, label, work, [tensor])
+
+
+def hand_over(
+    ranks: Ranks, tensor: Tensor, source: int, receivers: Sequence[int], shape: Sequence[int], label: Label
+) -> Tensor | None:
+    """Send a tensor of one rank to some of the others, and wait until it has arrived.
+
+    Args:
+        ranks: The ranks.
+        tensor: On ``source`` what is sent; elsewhere any tensor of that dtype and device.
+        source: The rank that sends.
+        receivers: The ranks that receive; ``source`` among them keeps its own.
+        shape: Shape of the tensor.
+        label: Layer and operation.
+
+    Returns:
+        The tensor on the ranks that have it; None on the others.
+
+    Raises:
+        RankFailed: If a rank has failed.
+        RankTimedOut: If it does not arrive in time.
+
+    Memory:
+        What is sent or received once more.
+    """
+    mine = ranks.rank == source
+    flat = tensor.contiguous().view(-1)
+    send = [flat if mine and place in receivers and place != source else flat[:0] for place in range(ranks.size)]
+    takes = not mine and ranks.rank in receivers
+    counts = [math.prod(shape) if takes and place == source else 0 for place in range(ranks.size)]
+    pieces = exchange(ranks, send, counts, label).wait()
+    if mine:
+        return tensor
+    return pieces[source].view(tuple(shape)) if takes else None
 
 
 def bounds(numbers: int, size: int) -> list[tuple[int, int]]:

@@ -1,6 +1,6 @@
 """The factor set: what a collection leaves for the analyses, in memory or read from artifacts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from catalog.collection import Collection
@@ -240,6 +240,8 @@ class FactorSet:
     """Every trainable parameter once, in the order of ``named_parameters()``; None where that is not known."""
     counted: CountedExamples | None = None
     """Which examples these are; None of a collection that did not keep it."""
+    owners: Mapping[int, int] | None = None
+    """The only rank that has the factors of each layer, by ordinal; None where this process has all of them."""
 
     @property
     def covered_parameters(self) -> int:

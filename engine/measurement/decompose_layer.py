@@ -8,24 +8,31 @@ kept in float64.
 """
 
 import errno
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from engine.factors.factor_set import LayerFacts
+from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.factors.kronecker_factors import digest
 from engine.linalg.eigendecomposition import Decomposition, decompose, decompose_structured, kept_dtype
 from engine.linalg.eigensolvers import LARGEST
 from engine.linalg.linear_operator import Structured
 from engine.linalg.spectrum_counts import Counted
+from engine.measurement.divided_layers import DividedLayers
 from engine.measurement.prefetch import Arrived
+from engine.measurement.stored_decompositions import (
+    OF_PIECES,
+    DamagedDecomposition,
+    read_decomposition,
+    write_decomposition,
+)
 from engine.measurement.subsample_spectra import frobenius, trace
 from engine.memory.plan import readable_bytes
 from engine.planning.decomposition_memory import COUNTED
-from engine.workspace import Workspace, load_sealed, save_sealed
+from engine.workspace import Workspace
 
 _WORTH_KEEPING = 512
 """Rows from which values alone are laid aside: below, they are computed again as fast as they are read."""
@@ -181,7 +188,7 @@ def read_or_decompose(
     if planned == COUNTED or beyond_solvers(factor):
         return None
     name = _name(digest, rank_bound)
-    known = _read(workspace, name, vectors=False)
+    known = _read(workspace, name, vectors=False) or _of_piece(workspace, facts, name)
     if known is not None and (known.vectors is not None or need == "values"):
         return replace(known, vectors=None)
     if isinstance(there, Structured):
@@ -239,6 +246,32 @@ def load_basis(workspace: Workspace, side: Side) -> Decomposition:
     return replace(found, values=found.values * side.scale)
 
 
+def share_bases(division: DividedLayers, facts: LayerFacts, sides: Mapping[Literal["A", "G"], Side]) -> None:
+    """Lay aside the eigenvectors of a layer on every rank, as its owner has them.
+
+    Args:
+        division: The layers over the ranks.
+        facts: The layer.
+        sides: Its measured factors.
+
+    Raises:
+        RankFailed: If a rank has failed.
+
+    Memory:
+        One basis, and once more on its way.
+    """
+    workspace, everyone = division.workspace, range(division.ranks.size)
+    for side in sides.values():
+        if side.found is None or side.found.rungs == ("diagonal",):
+            continue
+        name = _name(side.digest, side.rank_bound)
+        stored = _read(workspace, name, vectors=True) if division.is_own(facts) else None
+        rows = None if stored is None or stored.vectors is None else {"rows": stored.vectors.mT}
+        arrived = division.send(facts, rows, "bases", everyone)
+        if arrived is not None and not division.is_own(facts):
+            _write(workspace, name, replace(side.found, vectors=arrived["rows"].mT), arrived["rows"].dtype)
+
+
 def _rank_bound(facts: LayerFacts, side: Literal["A", "G"]) -> int | None:
     return facts.rank_bound_A if side == "A" else facts.rank_bound_G
 
@@ -262,23 +295,7 @@ def _write(workspace: Workspace, name: str, found: Decomposition, dtype: torch.d
         return
     if vectors is None and (not workspace.saves_checkpoints or kept.values.numel() < _WORTH_KEEPING):
         return
-    if vectors is not None:
-        # LAPACK's columns are rows of the transpose, which are written without a copy
-        workspace.ports.scratch.save_tensors(f"{name}.vectors.safetensors", {"rows": vectors.mT}, {})
-    workspace.ports.scratch.save_tensors(f"{name}.values.safetensors", {"values": kept.values}, {})
-    # last, so that its presence says that all is there
-    save_sealed(
-        workspace.ports.scratch,
-        f"{name}.json",
-        {
-            "conditions": dict(workspace.resume.conditions),
-            "vectors": vectors is not None,
-            "rungs": list(kept.rungs),
-            "residual": kept.residual,
-            "precision": kept.precision,
-            "digests": {"values": digest(kept.values), "vectors": None if vectors is None else digest(vectors.mT)},
-        },
-    )
+    write_decomposition(workspace.ports.scratch, name, kept, workspace.resume.conditions)
 
 
 def _read(workspace: Workspace, name: str, *, vectors: bool) -> Decomposition | None:
@@ -287,39 +304,66 @@ def _read(workspace: Workspace, name: str, *, vectors: bool) -> Decomposition | 
     if held is not None or workspace.ports.scratch is None:
         return held
     try:
-        table = load_sealed(workspace.ports.scratch, f"{name}.json")
-        # another version of the program may have computed otherwise
-        if table["conditions"] != dict(workspace.resume.conditions):
-            return None
-        basis = None
-        if table["vectors"]:
-            wanted = f"{name}.vectors.safetensors"
-            basis = _intact(workspace, wanted, "rows", table["digests"]["vectors"]).mT if vectors else torch.empty(0, 0)
-        values = _intact(workspace, f"{name}.values.safetensors", "values", table["digests"]["values"])
-    except (FileNotFoundError, KeyError, TypeError):
-        return None  # it was never written, or by a version that kept no digests
-    except (MemoryError, RecursionError):
-        raise
-    except Exception as error:  # the port's own errors, and whatever a damaged file makes a reader say
+        return read_decomposition(workspace.ports.scratch, name, workspace.resume.conditions, vectors=vectors)
+    except DamagedDecomposition as error:
         workspace.ports.scratch.remove(f"{name}.json")  # it is computed anew: here, or by the next attempt
         if vectors:
             raise OSError(errno.EIO, f"the stored decomposition {name} is damaged") from error
         return None
-    return Decomposition(
-        values=values,
-        vectors=basis,
-        rungs=tuple(table["rungs"]),
-        residual=table["residual"],
-        precision=table["precision"],
-    )
 
 
-def _intact(workspace: Workspace, file: str, name: str, wanted: str) -> Tensor:
-    assert workspace.ports.scratch is not None  # noqa: S101 - asked by the caller
-    stored = workspace.ports.scratch.load_tensors(file)[name]
-    if digest(stored) != wanted:
-        raise ValueError(f"{file} is damaged")
-    return stored
+def _of_piece(workspace: Workspace, facts: LayerFacts, name: str) -> Decomposition | None:
+    """Lay a decomposition aside that a piece of the job has made; None where none has made the one that is needed."""
+    vectors = workspace.options.decomposition == "vectors"
+    for stored in workspace.inputs.stored_decompositions:
+        try:
+            found = read_decomposition(stored, f"{OF_PIECES}/{name}", {}, vectors=vectors)
+        except DamagedDecomposition as error:
+            workspace.ports.log("warning", f"layer `{facts.name}` is decomposed again: {error}")
+            continue
+        if found is not None:
+            _write(workspace, name, found, found.values.dtype if found.vectors is None else found.vectors.dtype)
+            return found
+    return None
+
+
+def store_decompositions(workspace: Workspace, whole: FactorSet, layers: Iterable[LayerFacts]) -> None:
+    """Decompose layers, and write what the job's own attempt would compute of them to the artifacts.
+
+    Args:
+        workspace: The job, as one of its pieces.
+        whole: Its merged factors.
+        layers: The layers; one that holds an A that others share comes before those.
+
+    Raises:
+        NotConverged: If every solver fails.
+        OutOfMemory: If no solver fits.
+
+    Memory:
+        One layer's factors and one decomposition.
+    """
+    chosen, done_a = list(layers), set[int]()
+    for done, facts in enumerate(chosen):
+        workspace.ports.raise_if_cancelled()
+        factors = whole.load(facts.ordinal)
+        device = workspace.machine.device
+        arrived = Arrived(factors=factors, there_A=factors.A.to(device), there_G=factors.G.to(device))
+        holder = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
+        sides: tuple[Literal["A", "G"], ...] = ("G",) if holder in done_a else ("G", "A")
+        done_a.add(holder)
+        with workspace.machine.operation(f"layer {facts.ordinal}", "decomposition"):
+            for side in sides:
+                found = measure_side(workspace, facts, arrived, side)
+                if found.found is not None and found.found.rungs != ("diagonal",):
+                    _store(workspace, found)
+        workspace.ports.report("decomposition", done + 1, len(chosen), "layers")
+
+
+def _store(workspace: Workspace, side: Side) -> None:
+    name = _name(side.digest, side.rank_bound)
+    found = _read(workspace, name, vectors=workspace.options.decomposition == "vectors") or side.found
+    if found is not None:
+        write_decomposition(workspace.ports.artifacts, f"{OF_PIECES}/{name}", found, {})
 
 
 class _HeldBases(dict[str, Decomposition]):

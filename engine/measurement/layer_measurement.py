@@ -6,8 +6,9 @@ collection neither decompose nor write anything twice.
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -29,11 +30,13 @@ from engine.measurement.decompose_layer import (
     load_basis,
     measure_side,
     refused_rungs,
+    share_bases,
 )
+from engine.measurement.divided_layers import DividedLayers, SentFiles
+from engine.measurement.observed import held_bytes, observe
 from engine.measurement.prefetch import Arrived, Source, stream_factors
 from engine.measurement.representation_record import branch, factorise_rows, row_facts, with_factorisation
 from engine.measurement.subsample_spectra import MeasuredSize, smaller_sizes
-from engine.memory.budget import device_bytes, resident_bytes
 from engine.workspace import FactorCache, Workspace
 
 
@@ -60,8 +63,11 @@ class Measured:
     clipping_G: Clipping
     record: LayerRecord
     observed: Observed
+    sides: Mapping[Literal["A", "G"], Side]
+    """Digests and decompositions of both factors, without vectors."""
     load_basis: Callable[[Literal["A", "G"]], Decomposition]
-    """The decomposition of one side with its vectors, on the host; only where an analysis of the job asks for them."""
+    """The decomposition of one side with its vectors, on the host; only where an analysis of the job asks for them, and
+    on the rank that made it or one that the bases of all layers were sent to."""
     metadata_G: Mapping[str, str]
     """Strings that reading a structured G needs besides its tensors; empty for a dense one."""
 
@@ -100,19 +106,26 @@ def measure_layers(workspace: Workspace) -> Iterator[Measured]:
     )
     cache = _cache(workspace, factors)
     order = sorted(factors.layers, key=_by_size)
+    division = DividedLayers.of(workspace, factors)
     arriving = stream_factors(
-        [facts for facts in order if facts.ordinal not in known],
+        [facts for facts in order if facts.ordinal not in known and (division is None or division.is_own(facts))],
         factors.load,
         device=workspace.machine.device,
         guard=workspace.machine.guard,
         need="vectors" if workspace.options.decomposition == "vectors" else "values",
         source=_source(workspace, factors),
     )
+
+    def measure(facts: LayerFacts) -> Measured:
+        with workspace.machine.operation(f"layer {facts.ordinal}", "decomposition"):
+            return _measure(workspace, factors, facts, arriving, keep_factors=keep_factors and division is None)
+
     with contextlib.closing(arriving):
+        if division is not None and not known:
+            _measure_divided(workspace, factors, division, (order, measure), keep_factors=keep_factors)
         for facts in order:
             if facts.ordinal not in known:
-                with workspace.machine.operation(f"layer {facts.ordinal}", "decomposition"):
-                    known[facts.ordinal] = _measure(workspace, factors, facts, arriving, keep_factors=keep_factors)
+                known[facts.ordinal] = measure(facts)
                 if len(known) == len(order):
                     kept = {place: _kept(one) for place, one in known.items()}
                     if keep_factors:
@@ -122,6 +135,68 @@ def measure_layers(workspace: Workspace) -> Iterator[Measured]:
                         write_index(cache.shelf(), factors, kept)
                         cache.keep()
             yield known[facts.ordinal]
+
+
+def _measure_divided(
+    workspace: Workspace,
+    whole: FactorSet,
+    division: DividedLayers,
+    work: tuple[Sequence[LayerFacts], Callable[[LayerFacts], Measured]],
+    *,
+    keep_factors: bool,
+) -> None:
+    """Measure this rank's layers, and take those of the others from them; write what this rank keeps of all."""
+    known, artifacts = workspace.results.of(_MeasuredLayers), workspace.ports.artifacts
+    order, measure = work
+    # whoever keeps files writes what it has, and is sent what it has not
+    files = SentFiles(division=division) if whole.owners is not None and keep_factors else None
+
+    def write(facts: LayerFacts) -> None:
+        corrected = None if whole.load_corrected is None else whole.load_corrected(facts.ordinal)
+        write_factors(artifacts if files is None else files, facts, whole.load(facts.ordinal), corrected=corrected)
+
+    def compute(layer: _Layer) -> Measured:
+        found = measure(layer.facts)
+        if files is not None:
+            write(layer.facts)
+        return replace(found, load_basis=_nowhere)
+
+    for layer, found in division.compute([_Layer(facts) for facts in order], compute, "decomposition", files):
+        facts = layer.facts
+        # of these each rank has its own
+        record = replace(found.record, positions_local=_positions_local(facts), sent_bytes=facts.sent_bytes)
+        basis = partial(_load_basis, workspace, found.sides)
+        known[facts.ordinal] = replace(found, facts=facts, record=record, load_basis=basis)
+        if division.needs_bases:
+            share_bases(division, facts, found.sides)
+        if keep_factors and files is None:
+            write(facts)
+        if "spectra" in workspace.options.keep and not division.is_own(facts):
+            keep_spectra(workspace, facts, found.sides["A"], found.sides["G"])
+    if keep_factors:
+        write_index(artifacts, whole, {place: _kept(one) for place, one in known.items()})
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer that is yet to be measured."""
+
+    facts: LayerFacts
+
+
+def _load_basis(
+    workspace: Workspace, sides: Mapping[Literal["A", "G"], Side], side: Literal["A", "G"]
+) -> Decomposition:
+    return load_basis(workspace, sides[side])
+
+
+def _nowhere(side: Literal["A", "G"]) -> Decomposition:
+    """Stand for the bases of a layer on its way to another rank."""
+    raise ValueError(f"the basis of {side} has not arrived")
+
+
+def _positions_local(facts: LayerFacts) -> int:
+    return facts.positions if facts.positions_local is None else facts.positions_local
 
 
 def _source(workspace: Workspace, whole: FactorSet) -> Source:
@@ -138,6 +213,8 @@ def _cache(workspace: Workspace, whole: FactorSet) -> FactorCache | None:
     sketched = workspace.results.plan is not None and bool(workspace.results.plan.chosen.sketched)
     inputs = workspace.inputs
     unshared = inputs.reads_stored or inputs.part is not None or whole.reused_from is not None
+    # one rank alone measures only some of the layers
+    unshared = unshared or workspace.machine.ranks is not None
     return None if unshared or sketched else workspace.ports.cache
 
 
@@ -208,7 +285,8 @@ def _measure(
         trace_G=complete.trace_G,
         frobenius_A=complete.frobenius_A,
         frobenius_G=complete.frobenius_G,
-        load_basis=lambda side: load_basis(workspace, side_a if side == "A" else side_g),
+        sides={"A": side_a, "G": side_g},
+        load_basis=partial(_load_basis, workspace, {"A": side_a, "G": side_g}),
         nested=(*smaller, complete) if whole.collection.nested else (),
         damping=damped,
         clipping_A=clipped_a,
@@ -234,7 +312,7 @@ def _measure(
             update_freq=whole.collection.update_freq,
             update_index=whole.updates,
             ema_decay=whole.collection.ema_decay,
-            positions_local=facts.positions if facts.positions_local is None else facts.positions_local,
+            positions_local=_positions_local(facts),
             positions=facts.positions,
             terms=facts.terms,
             exact_trace=facts.exact_trace,
@@ -319,51 +397,3 @@ def _size(factors: Factors, *, own_a: bool) -> int:
 
 def _size_bytes(factor: Tensor | Structured) -> int:
     return factor.size_bytes if isinstance(factor, Structured) else factor.numel() * factor.element_size()
-
-
-def held_bytes(device: torch.device) -> tuple[int | None, int | None, int]:
-    """Read the memory that is held now.
-
-    Args:
-        device: Device of the job.
-
-    Returns:
-        Bytes allocated and reserved on the device, None on a CPU, and bytes of the process on the host.
-    """
-    return (*device_bytes(device), resident_bytes())
-
-
-def observe(
-    begun: float,
-    before: tuple[int | None, int | None, int],
-    after: tuple[int | None, int | None, int],
-    workspace: Workspace,
-    whole: FactorSet,
-    refused: tuple[str, ...] = (),
-) -> Observed:
-    """Record the time and memory that one layer took.
-
-    Args:
-        begun: Time at which its measurement began, as ``time.perf_counter`` returns it.
-        before: Memory before it, as ``held_bytes`` returns it.
-        after: Memory after it.
-        workspace: The job, whose memory curve knows the peak.
-        whole: The factor set.
-        refused: Solvers that were passed over, in words.
-
-    Returns:
-        The part of a row that differs from run to run.
-    """
-    return Observed(
-        seconds=time.perf_counter() - begun,
-        allocated_before_bytes=before[0],
-        allocated_after_bytes=after[0],
-        reserved_before_bytes=before[1],
-        reserved_after_bytes=after[1],
-        host_before_bytes=before[2],
-        host_after_bytes=after[2],
-        not_replayed=whole.not_replayed,
-        refused_rungs=refused,
-        factors_from=whole.reused_from,
-        measured_peak_bytes=workspace.machine.curve.stages.peak_bytes(workspace.machine.device),
-    )

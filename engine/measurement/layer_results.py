@@ -10,7 +10,8 @@ from engine.collect import collect_or_read
 from engine.factors.factor_set import FactorSet
 from engine.layers.coverage import DeclaredLayer
 from engine.measurement.finite_numbers import nullify, reason
-from engine.measurement.layer_measurement import Measured, held_bytes, observe
+from engine.measurement.layer_measurement import Measured
+from engine.measurement.observed import held_bytes, observe
 from engine.workspace import Workspace
 
 

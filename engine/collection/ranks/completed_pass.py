@@ -7,6 +7,7 @@ from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.collection_state import Cursor
 from engine.collection.pass_job import PassJob
 from engine.collection.ranks.agreement import join_cursors
+from engine.collection.ranks.owners import owners_of
 from engine.collection.ranks.reduce_statistics import reduce_statistics
 from engine.collection.ranks.turns import Turns
 from engine.distributed.group import Ranks
@@ -18,6 +19,8 @@ def complete_pass(
     statistics: Sequence[LayerStatistics],
     cursor: Cursor,
     checked: Mapping[str, Any] | None,
+    *,
+    alone: bool,
 ) -> Cursor:
     """Add what every rank has measured in one pass.
 
@@ -27,6 +30,7 @@ def complete_pass(
         statistics: Sums of the layers of the pass on this rank, which become those of all.
         cursor: This rank's position at the end of its data.
         checked: State of the checks before the pass, the same on every rank; None where nothing is checked.
+        alone: Whether it is the only pass.
 
     Returns:
         The position of all ranks together.
@@ -41,7 +45,7 @@ def complete_pass(
     if collection.ema_decay is not None and since:
         for found in statistics:
             found.decay_(collection.ema_decay**since)
-    reduce_statistics(ranks, statistics, collection)
+    reduce_statistics(ranks, statistics, collection, owners_of(ranks, job.workspace, statistics, alone=alone))
     if ranks.one_node and ranks.traffic.total("rows").received:
         job.workspace.ports.log(
             "warning",

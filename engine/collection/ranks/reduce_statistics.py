@@ -25,6 +25,7 @@ from engine.accumulation.ekfac_statistics import CorrectionStatistics
 from engine.accumulation.gradient_rows import GradientRows
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.tied_statistics import TiedHeadStatistics
+from engine.collection.ranks.owners import is_summed_at_owner
 from engine.collection.ranks.rows import RowFacts, is_merged, reduce_rows, shared_rows
 from engine.collection.ranks.turns import Turns
 from engine.distributed.formulas import choose_reduction
@@ -75,13 +76,19 @@ class LayerCounts:
         )
 
 
-def reduce_statistics(ranks: Ranks, statistics: Sequence[LayerStatistics], collection: Collection) -> None:
+def reduce_statistics(
+    ranks: Ranks,
+    statistics: Sequence[LayerStatistics],
+    collection: Collection,
+    owners: Mapping[str, int] | None = None,
+) -> None:
     """Add the sums of every rank, in place: each rank holds those of all examples afterwards.
 
     Args:
         ranks: The ranks.
         statistics: Sums of the layers of one pass, the same layers in the same order on every rank.
         collection: Options of the collection: how rows are reduced.
+        owners: The only rank that needs the dense sums of a layer, by the layer's name; the others are left with less.
 
     Raises:
         RankFailed: If a rank has failed.
@@ -94,8 +101,9 @@ def reduce_statistics(ranks: Ranks, statistics: Sequence[LayerStatistics], colle
     means = [{side: _set_mean_aside(found, side) for side in _varied(found)} for found in statistics]
     by_layer = list(zip(*counted, strict=True))
     shared = _shared_rows(ranks, statistics, by_layer, collection)
+    owners = owners or {}
     run_together(
-        _reduced(ranks, found, counts, collection, shared.get(found.layer.name))
+        _reduced(ranks, found, counts, collection, shared.get(found.layer.name), owners.get(found.layer.name))
         for found, counts in zip(statistics, by_layer, strict=True)
     )
     for found, counts in zip(statistics, by_layer, strict=True):
@@ -143,16 +151,18 @@ def _reduced(
     counts: Sequence[LayerCounts],
     collection: Collection,
     shared: Tensor | None,
+    owner: int | None,
 ) -> Reduction[None]:
-    """Add the large tensors of one layer."""
+    """Add the large tensors of one layer, for all ranks or for one."""
     layer = found.layer.name
+    only = owner if is_summed_at_owner(found) else None
     for staging in (found.staging, found.row_staging):
         if staging is not None:
             staging.settle()
     if found.A is not None:
-        yield from _add(ranks, found.A, Label(layer, "A"))
+        yield from _add(ranks, found.A, Label(layer, "A"), only)
     if found.G is not None and collection.fisher != "forward_only":
-        yield from _add(ranks, found.G, Label(layer, "G"))
+        yield from _add(ranks, found.G, Label(layer, "G"), only)
     if isinstance(found, TiedHeadStatistics) and found.counts is not None and found.vectors is not None:
         yield from sum_tensor_(ranks, found.counts, Label(layer, "G"))
         yield from sum_triangle_(ranks, found.vectors, Label(layer, "A"))
@@ -165,11 +175,14 @@ def _reduced(
         ranks.traffic.reductions[layer] = made
 
 
-def _add(ranks: Ranks, total: Tensor, label: Label) -> Reduction[None]:
+def _add(ranks: Ranks, total: Tensor, label: Label, owner: int | None) -> Reduction[None]:
     if total.ndim == 1:
         yield from sum_tensor_(ranks, total, label)
     else:
-        yield from sum_triangle_(ranks, total, label)
+        yield from sum_triangle_(ranks, total, label, owner)
+        size = total.shape[-1]
+        held = total.element_size() * (total.numel() // size) * (size + 1) // 2
+        ranks.traffic.held[label.layer, label.operation] = held if owner in (None, ranks.rank) else 0
 
 
 def _add_counts(ranks: Ranks, found: LayerStatistics, counts: Sequence[LayerCounts]) -> None:

@@ -1,0 +1,87 @@
+"""Remembered rows: what a reconstruction has made of a layer, laid aside for an attempt that begins after it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from catalog.layer_record import Observed
+from catalog.reconstruction import ReconstructedSide, ReconstructionMetrics
+from engine.factors.factor_files import Kept
+from engine.factors.factor_set import LayerFacts
+from engine.workspace import Workspace, load_sealed, save_sealed
+
+_KIND = "reconstruction"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One layer's row, with its entries in the indices of the stabilised factors."""
+
+    metrics: ReconstructionMetrics
+    kept: Kept | None
+    """What the index of factors says of it; None where it is no set of factors, or nothing is kept."""
+    entry: dict[str, Any] | None
+    """Its entry in the index of sides that are no matrices."""
+    observed: Observed | None = None
+
+
+def remember(workspace: Workspace, facts: LayerFacts, outcome: Outcome) -> None:
+    """Lay aside what the summary and the indices need of a row.
+
+    Args:
+        workspace: The job; without a scratch place, or checkpoints, nothing is laid aside.
+        facts: The layer.
+        outcome: What was made of it.
+    """
+    if workspace.ports.scratch is None or not workspace.saves_checkpoints:
+        return
+    save_sealed(
+        workspace.ports.scratch,
+        _file(facts),
+        {
+            "conditions": dict(workspace.resume.conditions),
+            "metrics": asdict(outcome.metrics),
+            "kept": None if outcome.kept is None else asdict(outcome.kept),
+            "entry": outcome.entry,
+        },
+    )
+
+
+def recall(workspace: Workspace, facts: LayerFacts) -> Outcome | None:
+    """Return a row that an earlier attempt has delivered, where it left what is needed of it.
+
+    Args:
+        workspace: The job.
+        facts: The layer.
+
+    Returns:
+        The row; None where it was not delivered, or is not as it was written.
+    """
+    if workspace.ports.scratch is None or (_KIND, facts.ordinal) not in workspace.resume.completed:
+        return None
+    try:
+        table = load_sealed(workspace.ports.scratch, _file(facts))
+        if table["conditions"] != dict(workspace.resume.conditions):
+            return None
+        metrics = dict(table["metrics"])
+        sides = {
+            side: None if metrics[side] is None else ReconstructedSide(**metrics[side] | _rungs(metrics[side]))
+            for side in ("A", "G")
+        }
+        return Outcome(
+            metrics=ReconstructionMetrics(**{**metrics, **sides}),
+            kept=None if table["kept"] is None else Kept(**table["kept"]),
+            entry=table["entry"],
+        )
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # noqa: BLE001 - never written, damaged, or by another version: it is made anew
+        return None
+
+
+def _file(facts: LayerFacts) -> str:
+    return f"{_KIND}/{facts.ordinal}.json"
+
+
+def _rungs(side: Mapping[str, Any]) -> dict[str, Any]:
+    return {"rungs": tuple(side["rungs"])}

@@ -1,0 +1,100 @@
+"""Stored decompositions: the eigenvalues of a factor, and its eigenvectors, as files with their digests.
+
+NAME.values.safetensors     eigenvalues
+NAME.vectors.safetensors    eigenvectors, one a row, where there are any
+NAME.json                   how they were made, and their digests; the last, so that its presence says that all is there
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.factors.kronecker_factors import digest
+from engine.linalg.eigendecomposition import Decomposition
+from engine.workspace import Artifacts, load_sealed, save_sealed
+
+OF_PIECES = "factors/decompositions"
+"""Where a piece of a divided job stores them."""
+
+
+class DamagedDecomposition(ValueError):
+    """What is stored is not what was written."""
+
+
+def write_decomposition(artifacts: Artifacts, name: str, found: Decomposition, conditions: Mapping[str, Any]) -> None:
+    """Write a decomposition.
+
+    Args:
+        artifacts: Where to.
+        name: Name of its files, without their endings.
+        found: Eigenvalues (n,), and eigenvectors (n, r) on the host where there are any.
+        conditions: What has to be equal for it to be read again.
+    """
+    vectors = found.vectors
+    if vectors is not None:
+        # LAPACK's columns are rows of the transpose, which are written without a copy
+        artifacts.save_tensors(f"{name}.vectors.safetensors", {"rows": vectors.mT}, {})
+    artifacts.save_tensors(f"{name}.values.safetensors", {"values": found.values}, {})
+    save_sealed(
+        artifacts,
+        f"{name}.json",
+        {
+            "conditions": dict(conditions),
+            "vectors": vectors is not None,
+            "rungs": list(found.rungs),
+            "residual": found.residual,
+            "precision": found.precision,
+            "digests": {"values": digest(found.values), "vectors": None if vectors is None else digest(vectors.mT)},
+        },
+    )
+
+
+def read_decomposition(
+    artifacts: Artifacts, name: str, conditions: Mapping[str, Any], *, vectors: bool
+) -> Decomposition | None:
+    """Read a decomposition.
+
+    Args:
+        artifacts: Where from.
+        name: Name of its files, without their endings.
+        conditions: What it must have been made under.
+        vectors: Whether the eigenvectors are read; else they are an empty matrix where there are any.
+
+    Returns:
+        The decomposition; None where there is none, or it was made under other conditions.
+
+    Raises:
+        DamagedDecomposition: If it does not read as written.
+    """
+    try:
+        table = load_sealed(artifacts, f"{name}.json")
+        # another version of the program may have computed otherwise
+        if table["conditions"] != dict(conditions):
+            return None
+        basis = None
+        if table["vectors"]:
+            wanted = f"{name}.vectors.safetensors"
+            basis = _intact(artifacts, wanted, "rows", table["digests"]["vectors"]).mT if vectors else torch.empty(0, 0)
+        values = _intact(artifacts, f"{name}.values.safetensors", "values", table["digests"]["values"])
+    except (FileNotFoundError, KeyError, TypeError):
+        return None  # it was never written, or by a version that kept no digests
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:  # the port's own errors, and whatever a damaged file makes a reader say
+        raise DamagedDecomposition(f"the stored decomposition {name} is damaged") from error
+    return Decomposition(
+        values=values,
+        vectors=basis,
+        rungs=tuple(table["rungs"]),
+        residual=table["residual"],
+        precision=table["precision"],
+    )
+
+
+def _intact(artifacts: Artifacts, file: str, name: str, wanted: str) -> Tensor:
+    stored = artifacts.load_tensors(file)[name]
+    if digest(stored) != wanted:
+        raise ValueError(f"{file} is damaged")
+    return stored
