@@ -5,8 +5,8 @@ boundaries. Each piece collects the sums over its own examples, under the indice
 the job merges the sums in the order of the pieces. So the option is refused with whatever is not a sum over examples.
 
     collect     the factors of the examples [begin, end)
-    correct     EK-FAC's eigenvalues of the same examples, in the eigenbases of the merged factors
     decompose   the eigendecompositions of some layers of the merged factors
+    correct     EK-FAC's eigenvalues of the same examples, in the eigenbases of the merged factors
 """
 
 from collections.abc import Mapping
@@ -14,12 +14,14 @@ from typing import Any, Literal
 
 from catalog.record import FieldError, record
 
-Round = Literal["collect", "correct", "decompose"]
+Round = Literal["collect", "decompose", "correct"]
 Shards = int | Literal["auto"]
 
-ROUNDS: tuple[Round, ...] = ("collect", "correct", "decompose")
+ROUNDS: tuple[Round, ...] = ("collect", "decompose", "correct")
 """In the order in which a job takes them."""
 MAX_SHARDS = 4096
+DecomposeRound = Literal["auto", "always", "never"]
+"""Whether the decompositions of a divided job are divided as well: where that takes less time, or in any case."""
 
 
 @record

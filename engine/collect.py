@@ -48,10 +48,10 @@ from engine.model.determinism import DRAWN, Numerics, set_numerics
 from engine.model.preserve_state import preserve_state
 from engine.planning.choose_plan import PlannedJob, choose_plan
 from engine.planning.job_plan import smallest_budgets
-from engine.planning.later.merge import host_speed, with_merge
+from engine.planning.later.joined import with_join
 from engine.planning.model_memory import weigh_model
 from engine.planning.probe_model import exclude_other_uses, probe_functional_layers, probe_model, probe_sizes
-from engine.workspace import Workspace
+from engine.workspace import JobOptions, Workspace
 
 
 class JobFactors:
@@ -106,12 +106,13 @@ def _merged(workspace: Workspace) -> FactorSet:
     )
 
 
-def plan_collection(workspace: Workspace, pieces: int) -> Plan:
+def plan_collection(workspace: Workspace, pieces: int, whole: JobOptions) -> Plan:
     """Probe the model, and plan the collection of a piece and the merge of all pieces; collect nothing.
 
     Args:
         workspace: The job: its model, data, options, machine and ports; the plan is announced.
         pieces: How many pieces there are at most, whose factors are on the disk together.
+        whole: The options of the job that joins them.
 
     Returns:
         The plan, which fits.
@@ -121,7 +122,7 @@ def plan_collection(workspace: Workspace, pieces: int) -> Plan:
     """
     weigh_model(workspace)
     with prepare_collection(workspace) as (planned, _):
-        plan = with_merge(planned.plan, planned.probed.probe, pieces, host_speed(workspace.machine))
+        plan = with_join(planned.plan, workspace, planned.probed.probe, pieces, whole)
         plan.require(workspace.machine.budget, {})
         _announce_anew(workspace, planned.probed.job.numerics, plan)
         return plan

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from catalog.memory import amount_bytes
+from catalog.pieces import DecomposeRound
 from catalog.record import FieldError
 from jobs.environment import Limit, Variables, split_list
 from jobs.errors import SettingsInvalid
@@ -56,6 +57,9 @@ class WorkerSettings(ServiceSettings):
     """How long a job whose disk was full is left alone; twice as long after each further failure, 900 at most."""
     checkpoint_seconds: float = Field(60, ge=0, le=86_400)
     """Seconds between two checkpoints of a collection under way; 0 makes none."""
+    decompose_round: DecomposeRound = "auto"
+    """Whether the decompositions of a job with `shards` are divided over pieces too: `auto` where that takes less time
+    by the plan, `always`, or `never`."""
     no_progress_seconds: Annotated[Limit, Variables(("KRONOSCOPE_NO_PROGRESS",), shown="2h")] = 7200
     """A job of which nothing is heard for this long is stopped and tried again (a number with its unit); 0 waits for
     ever."""

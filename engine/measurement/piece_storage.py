@@ -4,11 +4,19 @@ What the whole job measures is that of all examples together; the pieces' sums a
 decomposed once.
 """
 
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
 from engine.collect import collect_or_read, prepare_collection
 from engine.collection.checkpoints import fingerprint
 from engine.collection.ekfac_passes import correct_part, eigenvectors
+from engine.errors import NotMergeable
 from engine.factors.factor_set import FactorSet
-from engine.merging.corrections import CorrectionFiles, read_bases, write_bases
+from engine.measurement.decompose_layer import store_decompositions
+from engine.merging.corrections import CorrectionFiles, join_bases, read_bases, write_bases
 from engine.merging.part_files import write_part
 from engine.model.activation_memory import set_activation_checkpointing
 from engine.planning.model_memory import weigh_model
@@ -36,21 +44,55 @@ def store_piece(workspace: Workspace) -> FactorSet:
     return collected
 
 
+def store_layers(workspace: Workspace, names: Collection[str]) -> None:
+    """Decompose some layers of the merged factors of all pieces, and store what the job would compute of them.
+
+    Args:
+        workspace: The job, with ``inputs.stored_pieces``; what is stored goes to its artifacts.
+        names: The layers; all that share an A come together.
+
+    Raises:
+        EngineError: As ``engine.errors`` lists.
+    """
+    whole = collect_or_read(workspace)
+    layers = [facts for facts in whole.layers if facts.name in names]
+    missing = sorted(set(names) - {facts.name for facts in layers})
+    if missing:
+        raise NotMergeable(
+            f"layer `{missing[0]}` is to be decomposed, and the merged factors have no such layer", layer=missing[0]
+        )
+    if workspace.options.decomposition != "none":
+        store_decompositions(workspace, whole, layers)
+    if whole.collection.ekfac:
+        with workspace.machine.operation("bases", "decomposition"):
+            write_bases(
+                workspace.ports.artifacts,
+                replace(whole, layers=tuple(layers)),
+                partial(_eigenvectors, workspace),
+            )
+
+
 def store_bases(workspace: Workspace) -> None:
     """Merge the factors of all pieces, and store the eigenbases in which the pieces re-estimate eigenvalues.
 
     Args:
-        workspace: The job, with ``inputs.stored_pieces``; the bases go to its artifacts.
+        workspace: The job, with ``inputs.stored_pieces``; the bases go to its artifacts. Those that
+            ``inputs.stored_decompositions`` hold are taken from there.
 
     Raises:
         EngineError: As ``engine.errors`` lists.
     """
     with workspace.machine.operation("bases", "decomposition"):
-        write_bases(
-            workspace.ports.artifacts,
-            collect_or_read(workspace),
-            lambda factor, layer: eigenvectors(workspace, factor, layer),
-        )
+        whole = collect_or_read(workspace)
+        if workspace.inputs.stored_decompositions:
+            join_bases(workspace.ports.artifacts, whole, workspace.inputs.stored_decompositions)
+        else:
+            decompose = partial(_eigenvectors, workspace)
+            write_bases(workspace.ports.artifacts, whole, decompose)
+
+
+def _eigenvectors(workspace: Workspace, factor: Tensor, layer: str) -> Tensor:
+    return eigenvectors(workspace, factor, layer)
 
 
 def store_correction(workspace: Workspace) -> None:

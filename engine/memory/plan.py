@@ -8,7 +8,7 @@ it so.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from catalog.memory import PLANNED_STAGES, PlannedStage
@@ -243,6 +243,33 @@ class Plan:
                     + f"; {budget.remedy(place)}{least}",
                     pointer=f"/memory/{place}",
                 )
+
+
+def read_plan(document: Mapping[str, Any]) -> Plan:
+    """Read a plan that an earlier attempt announced.
+
+    Args:
+        document: The plan, as ``Plan.as_json`` made it; what an older one lacks has its default.
+
+    Returns:
+        Its terms, choices and seconds.
+    """
+    known = {each.name for each in fields(Term)}
+    return Plan(
+        terms=tuple(
+            Term(**{name: value for name, value in term.items() if name in known})
+            for term in document.get("terms") or ()
+        ),
+        chosen=Chosen.read(document),
+        why=str(document.get("why") or ""),
+        seconds={
+            stage: float(each["seconds"])
+            for stage, each in (document.get("stages") or {}).items()
+            if each.get("seconds") is not None
+        },
+        self_check_seconds=float(document.get("self_check_seconds") or 0.0),
+        pace=document.get("pace") or "usual",
+    )
 
 
 def readable_bytes(size_bytes: int) -> str:

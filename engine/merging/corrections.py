@@ -230,6 +230,38 @@ def write_bases(artifacts: Artifacts, whole: FactorSet, decompose: Callable[[Ten
     artifacts.save_json(BASES, asdict(table))
 
 
+def join_bases(artifacts: Artifacts, whole: FactorSet, parts: Sequence[Artifacts]) -> None:
+    """Write the eigenbases of all layers, which pieces have computed, each of some layers.
+
+    Args:
+        artifacts: Where to write.
+        whole: The merged factors.
+        parts: Where the pieces have written theirs.
+
+    Raises:
+        NotMergeable: If a layer's are missing.
+        BrokenFactors: If a table is missing, or a tensor is not what its table records.
+
+    Memory:
+        One layer's eigenvectors.
+    """
+    tables = [(part, _table(_Bases, part, BASES)) for part in parts]
+    known = {layer.ordinal: (part, layer) for part, table in tables for layer in table.layers}
+    layers = []
+    for facts in whole.layers:
+        if facts.form not in ("kronecker", "diagonal"):
+            continue
+        part, own = known.get(facts.ordinal, (None, None))
+        if part is None or own is None or own.name != facts.name:
+            raise NotMergeable(f"no piece has computed the eigenbases of layer `{facts.name}`", layer=facts.name)
+        file = _basis_file(facts.ordinal)
+        names = ("eigenvectors_G", "eigenvectors_A")[: len(own.digests)]
+        found = {name: _verified(part, file, name, sha256) for name, sha256 in zip(names, own.digests, strict=True)}
+        artifacts.save_tensors(file, found, {})
+        layers.append(own)
+    artifacts.save_json(BASES, asdict(replace(tables[0][1], layers=tuple(layers))))
+
+
 def read_bases(artifacts: Artifacts) -> MergedBases:
     """Open stored eigenbases.
 

@@ -39,6 +39,21 @@ def forecast(workspace: Workspace, probe: Probe) -> Plan:
     return _Ways.of(workspace, probe).chosen()
 
 
+def complete_plan(workspace: Workspace, probe: Probe, chosen: Chosen) -> Plan:
+    """Return the plan of one way to do a job.
+
+    Args:
+        workspace: The job, with its budget.
+        probe: Layers, calls and representations.
+        chosen: The way.
+
+    Returns:
+        Its plan, which may not fit.
+    """
+    plans = list(_Ways.of(workspace, probe).completed(chosen))
+    return next((plan for plan in plans if plan.chosen.corrections == chosen.corrections), plans[0])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Narrower:
     """The same job with less of its head's G."""
@@ -145,7 +160,7 @@ class _Ways:
         """The one to take."""
         replayed = self.workspace.resume.chosen
         if replayed is not None and {name for part in replayed.parts for name in part} == set(self.names):
-            return replace(next(self._complete(replayed)), why="an earlier attempt of this job chose so")
+            return replace(next(self.completed(replayed)), why="an earlier attempt of this job chose so")
         plan = fastest(list(self._candidates()), self.budget)
         beyond = beyond_solvers(self.probe) if self.workspace.options.decomposition != "none" else ""
         return replace(plan, why=f"{plan.why}; {beyond}") if beyond else plan
@@ -164,7 +179,7 @@ class _Ways:
                 for size in slice_sizes(self.workspace):
                     fixed = Chosen(offload=aside, activation_checkpointing=again, micro_batch=size)
                     for parts in self._cuts(fixed):
-                        yield from self._complete(replace(fixed, parts=parts))
+                        yield from self.completed(replace(fixed, parts=parts))
 
     def _cuts(self, fixed: Chosen) -> Iterator[tuple[tuple[str, ...], ...]]:
         """Layers of each pass: all of them; where factors can be laid aside, as many as fit."""
@@ -185,7 +200,7 @@ class _Ways:
     def _plan(self, chosen: Chosen) -> Plan:
         return plan_of(self.workspace, self.probe, self.groups, self.held_bytes, chosen)
 
-    def _complete(self, chosen: Chosen) -> Iterator[Plan]:
+    def completed(self, chosen: Chosen) -> Iterator[Plan]:
         """With the passes that re-estimate eigenvalues, and the seconds of everything."""
         given = self.workspace, self.probe
         plan = self._plan(chosen)

@@ -59,6 +59,7 @@ from worker.execution.pieces.division import (
     join,
     joined_digests,
     joins,
+    take_pieces,
 )
 from worker.execution.pieces.extension import (
     EXTENSION,
@@ -243,6 +244,9 @@ def _open_inputs(attempt: _Attempt) -> InputDigests | Finished | Divided | None:
         return None
     if joins(assignment):
         return join(document, assignment, workspace)
+    if assignment.piece is not None and assignment.piece.round == "decompose":
+        take_pieces(assignment, workspace)
+        return None
     return _open_model(attempt)
 
 

@@ -1,11 +1,12 @@
 """What a child is told to do: one JSON object on its standard input."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from catalog.pieces import Piece, read_piece
+from catalog.pieces import DecomposeRound, Piece, read_piece
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Chosen
 
@@ -56,6 +57,8 @@ class Assignment:
     threads: int | None
     chosen: Chosen | None
     """What the first attempt's plan chose."""
+    plan: Mapping[str, Any] | None
+    """The plan of the first attempt of the job, or of the job that this is a piece of."""
     numerics: dict[str, Any] | None
     """What it computed with."""
     paths: tuple[Path, ...]
@@ -90,7 +93,9 @@ class Assignment:
     pieces: tuple[FinishedPiece, ...]
     """What the earlier rounds of the divided job have computed, in the order of rounds and pieces."""
     devices: int
-    """Devices that may take pieces of this job, as far as the parent knows: `shards: auto` counts on them."""
+    """Devices that may take pieces of this job, as far as the parent knows; how it is divided depends on them."""
+    decompose_round: DecomposeRound
+    """Whether decompositions of a divided job are divided too."""
     extends: ExtendedJob | None
     """The job that the document extends by its id; None where it names a folder, or none."""
     divided: Path | None
@@ -123,6 +128,7 @@ def read_assignment(raw: bytes) -> Assignment:
             completed=frozenset((str(kind), int(ordinal)) for kind, ordinal in value.get("completed") or ()),
             threads=value.get("threads"),
             chosen=Chosen.read(value["plan"]) if value.get("plan") else None,
+            plan=value.get("plan") or None,
             numerics=(value.get("plan") or {}).get("numerics"),
             paths=tuple(Path(path) for path in value.get("paths") or ()),
             factories=tuple(allowed.get("factories") or ()),
@@ -144,11 +150,18 @@ def read_assignment(raw: bytes) -> Assignment:
             pieces=tuple(_finished_piece(each) for each in value.get("pieces") or ()),
             extends=_extended_job(value["extends"]) if value.get("extends") else None,
             devices=int(value.get("devices") or 1),
+            decompose_round=_decompose_round(value.get("decompose_round") or "auto"),
             divided=Path(value["divided"]) if value.get("divided") else None,
         )
     except (KeyError, TypeError, AttributeError) as error:
         message = f"not an assignment: {error!r}"
         raise ValueError(message) from error
+
+
+def _decompose_round(value: str) -> DecomposeRound:
+    if value not in get_args(DecomposeRound):
+        raise ValueError(f"`decompose_round` must be one of {', '.join(get_args(DecomposeRound))} (got {value!r})")
+    return value  # type: ignore[return-value] # one of its words
 
 
 def _finished_piece(value: dict[str, Any]) -> FinishedPiece:

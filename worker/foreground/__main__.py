@@ -110,6 +110,8 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
         "offline": False,
         "factors_path": None,
         "checkpoint_seconds": _CHECKPOINT_SECONDS,
+        # as for a worker: pieces run one after another here, so that `auto` never takes it
+        "decompose_round": os.environ.get("KRONOSCOPE_DECOMPOSE_ROUND", "auto"),
         **{name: request[name] for name in _PASSED_ON if name in request},
         "document": document,
         "artifacts": str(folder.artifacts),

@@ -101,6 +101,7 @@ def assignment(
         "scratch": str(scratch.attempt_folder(claim.job_id, claim.fence)),
         "earlier": [str(each) for each in scratch.before(claim.job_id, claim.fence)],
         "checkpoint_seconds": settings.checkpoint_seconds,
+        "decompose_round": settings.decompose_round,
         "bounds": _bounds(claim, settings),
         "leased": None if claim.lease is None else claim.lease.kind,
     }

@@ -9,6 +9,8 @@ The job's own later attempts get the pieces of all rounds; a piece gets those of
 brought, each verified, as the factors of an earlier job are.
 """
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from jobs.repository.pieces import PieceJob, read_pieces
 from jobs.repository.results import list_artifacts
 from jobs.scheduling.parallel_places import count_places
 
+_INDEX = "factors/factors.index.json"
+
 
 def lay_out_pieces(engine: Engine, folder: ArtifactFolder, claim: Claim) -> dict[str, Any]:
     """Lay out what the earlier rounds of a divided job have left, and name it.
@@ -32,8 +36,8 @@ def lay_out_pieces(engine: Engine, folder: ArtifactFolder, claim: Claim) -> dict
         claim: The job: one that has divided, or a piece of one.
 
     Returns:
-        The assignment's `piece`, `pieces` and `divided`, all None or empty for a job that was never divided; and of one
-        that chooses itself how to divide, `devices`: how many pieces could compute at once.
+        The assignment's `piece`, `pieces` and `divided`, all None or empty for a job that was never divided; and of a
+        job that divides, `devices`: how many pieces could compute at once.
 
     Raises:
         ArtifactDamaged: If a file is not what was recorded.
@@ -45,7 +49,7 @@ def lay_out_pieces(engine: Engine, folder: ArtifactFolder, claim: Claim) -> dict
     if pieces:
         divided = place / "divided"
         _bring(engine, folder, claim, claim.parent_id or claim.job_id, divided)
-    chooses = claim.document.get("shards") == "auto" and claim.piece is None and not pieces
+    chooses = claim.document.get("shards") is not None and claim.piece is None
     return {
         **({"devices": count_places(engine, claim.job_id)} if chooses else {}),
         "piece": None if claim.piece is None else plain(claim.piece),
@@ -75,7 +79,8 @@ def _lay_out_piece(
     engine: Engine, folder: ArtifactFolder, claim: Claim, finished: PieceJob, place: Path
 ) -> dict[str, Any]:
     path = place / f"{finished.piece.round}-{finished.piece.index}"
-    _bring(engine, folder, claim, finished.id, path)
+    layers = None if claim.piece is None else claim.piece.get("layers")
+    _bring(engine, folder, claim, finished.id, path, None if layers is None else frozenset(layers))
     return {
         "piece": plain(finished.piece),
         "job": finished.id,
@@ -86,10 +91,43 @@ def _lay_out_piece(
     }
 
 
-def _bring(engine: Engine, folder: ArtifactFolder, claim: Claim, job_id: str, place: Path) -> None:
-    """Bring all files of a job into a folder, which is there even where the job has none."""
+def _bring(
+    engine: Engine,
+    folder: ArtifactFolder,
+    claim: Claim,
+    job_id: str,
+    place: Path,
+    layers: frozenset[str] | None = None,
+) -> None:
+    """Bring all files of a job into a folder, which is there even where the job has none; of factors, some layers'."""
     place.mkdir(parents=True, exist_ok=True)
-    for each in list_artifacts(engine, claim.tenant_id, job_id):
+    files = list_artifacts(engine, claim.tenant_id, job_id)
+    unneeded: frozenset[str] = frozenset()
+    # tables first: they say which file is whose
+    for each in sorted(files, key=lambda file: not file.name.endswith(".json")):
+        if each.name in unneeded:
+            continue
         target = place / each.name
         target.parent.mkdir(parents=True, exist_ok=True)
         folder.fetch(each, target)
+        if each.name == _INDEX and layers is not None:
+            unneeded = files_of_others(json.loads(target.read_bytes()), layers)
+
+
+def files_of_others(index: Mapping[str, Any], layers: frozenset[str]) -> frozenset[str]:
+    """Return the files of factors that a piece of the round `decompose` does not read.
+
+    Args:
+        index: The index of a set of factors.
+        layers: The piece's layers.
+
+    Returns:
+        Names of artifacts; none where the merge looks at every layer beforehand, for a variance over batches.
+    """
+    if (index.get("collection") or {}).get("batch_variance"):
+        return frozenset()
+    entries = index.get("layers") or ()
+    # a head and a table of one weight are joined when the sets are opened
+    wanted = [each for each in entries if each["name"] in layers or (each.get("sums") or {}).get("tied") is not None]
+    kept = {each["ordinal"] for each in wanted} | {each["shared_A_with"] for each in wanted}
+    return frozenset(f"factors/{each['ordinal']}.safetensors" for each in entries if each["ordinal"] not in kept)

@@ -103,7 +103,7 @@ def reduce_statistics(
     shared = _shared_rows(ranks, statistics, by_layer, collection)
     owners = owners or {}
     run_together(
-        _reduced(ranks, found, counts, collection, shared.get(found.layer.name), owners.get(found.layer.name))
+        _reduced(ranks, found, counts, collection, shared.get(found.layer.name), (owners or {}).get(found.layer.name))
         for found, counts in zip(statistics, by_layer, strict=True)
     )
     for found, counts in zip(statistics, by_layer, strict=True):

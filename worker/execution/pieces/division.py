@@ -1,8 +1,10 @@
 """Division: what an attempt at a divided job does, by the rounds that its pieces have ended.
 
 no round yet        cut the data, plan the collection of a piece, end with ``Divided``
-as a piece          collect the sums of its examples, or correct their eigenvalues, and store them
-`collect` ended     merge; with EK-FAC store the eigenbases, and end with ``Divided`` once more
+as a piece          collect the sums of its examples, or correct their eigenvalues, or decompose its layers of the
+                    merged factors, and store them
+`collect` ended     merge; where it pays, end with ``Divided`` into pieces of layers
+`decompose` ended   with EK-FAC store the eigenbases, and end with ``Divided`` once more
 all rounds ended    analyse the merged factors, as a job over stored factors does
 """
 
@@ -12,15 +14,17 @@ from dataclasses import replace
 
 from catalog.frames import Divided, Finished
 from catalog.job import JobDocument
-from catalog.pieces import Piece
+from catalog.pieces import ROUNDS, Piece
 from catalog.record import plain
-from engine.collect import plan_collection
-from engine.measurement.piece_storage import store_bases, store_correction, store_piece
+from engine.collect import collect_or_read, plan_collection
+from engine.measurement.piece_storage import store_bases, store_correction, store_layers, store_piece
+from engine.memory.plan import read_plan
 from engine.workspace import DataPart, JobOptions, Workspace
 from worker.execution.assignment import Assignment, FinishedPiece
 from worker.execution.data.stream import DataStream
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.pieces.data_extent import cut_pieces, measure_extent, read_share
+from worker.execution.pieces.decompose_round import Circumstances, divide_decompositions
 from worker.execution.pieces.read_digests import ReadDigests, require_one_pass, require_same_pieces
 from worker.execution.pieces.shard_count import choose_count, most_pieces
 from worker.execution.refusal import Refusal
@@ -84,8 +88,9 @@ def divide(document: JobDocument, devices: int, data: DataStream, workspace: Wor
     cuts, log = len(extent.cuts), workspace.ports.log
     asked = most_pieces(devices, cuts) if document.shards == "auto" else int(document.shards or 1)
     pieces = cut_pieces(extent, asked)
+    whole = workspace.options
     enter_share(pieces[0], document, data, workspace)
-    plan = plan_collection(workspace, len(pieces))
+    plan = plan_collection(workspace, len(pieces), whole)
     if document.shards == "auto":
         count, why = choose_count(plan.as_json(), len(pieces), devices, cuts)
         pieces = cut_pieces(extent, count)
@@ -136,7 +141,9 @@ def compute_piece(assignment: Assignment, piece: Piece, workspace: Workspace) ->
     Raises:
         EngineError: As ``engine.errors`` lists.
     """
-    if piece.round == "correct":
+    if piece.round == "decompose":
+        store_layers(workspace, piece.layers or ())
+    elif piece.round == "correct":
         workspace.inputs.bases = _stored_by_job(assignment)
         store_correction(workspace)
     else:
@@ -158,21 +165,69 @@ def join(document: JobDocument, assignment: Assignment, workspace: Workspace) ->
         EngineError: If the pieces do not make one whole.
         Refusal: If they measured different models, or lack examples.
     """
-    _require_one_model(assignment.pieces)
-    collected, corrected = (
-        tuple(each for each in assignment.pieces if each.piece.round == name) for name in ("collect", "correct")
-    )
-    inputs = workspace.inputs
-    inputs.stored_pieces = tuple(ArtifactFiles(each.path, None) for each in collected)
-    workspace.machine.guard.hold()
+    collected, decomposed, corrected = take_pieces(assignment, workspace)
+    if assignment.plan is not None:
+        # what is measured from here on stands beside what the job's first attempt has planned
+        workspace.machine.curve.stages.plan = read_plan(assignment.plan)
+    if not decomposed and not corrected and (divided := _divide_decompositions(collected, assignment, workspace)):
+        return divided
     if not document.collection.ekfac:
         return None
     if corrected:
-        inputs.bases = _stored_by_job(assignment)
-        inputs.stored_corrections = tuple(ArtifactFiles(each.path, None) for each in corrected)
+        workspace.inputs.bases = _stored_by_job(assignment)
+        workspace.inputs.stored_corrections = tuple(ArtifactFiles(each.path, None) for each in corrected)
         return None
     store_bases(workspace)
     return _divided(tuple(replace(each.piece, round="correct") for each in collected), workspace.ports.log)
+
+
+def take_pieces(assignment: Assignment, workspace: Workspace) -> tuple[tuple[FinishedPiece, ...], ...]:
+    """Take what pieces have collected as the job's factors, and what they have decomposed of them.
+
+    Args:
+        assignment: The attempt's assignment.
+        workspace: The job, or one of its pieces that decomposes; its inputs are changed.
+
+    Returns:
+        The finished pieces of the rounds `collect`, `decompose` and `correct`.
+
+    Raises:
+        Refusal: If they measured different models, or lack examples.
+    """
+    _require_one_model(assignment.pieces)
+    found = tuple(tuple(each for each in assignment.pieces if each.piece.round == name) for name in ROUNDS)
+    inputs = workspace.inputs
+    inputs.stored_pieces, inputs.stored_decompositions = (
+        tuple(ArtifactFiles(each.path, None) for each in own) for own in found[:2]
+    )
+    workspace.machine.guard.hold()
+    return found
+
+
+def _divide_decompositions(
+    collected: tuple[FinishedPiece, ...], assignment: Assignment, workspace: Workspace
+) -> Divided | None:
+    """The round over layers, where it pays."""
+    options, log = workspace.options, workspace.ports.log
+    if options.decomposition == "none" and not options.collection.ekfac:
+        return None
+    given = Circumstances(
+        wanted=assignment.decompose_round,
+        collected=len(collected),
+        devices=assignment.devices,
+        plan=assignment.plan,
+        vectors=options.decomposition == "vectors" or options.collection.ekfac,
+    )
+    pieces, why = divide_decompositions(collect_or_read(workspace).layers, given)
+    if not pieces:
+        log("info", f"the job decomposes its layers itself: {why}")
+        return None
+    layers = [len(piece.layers or ()) for piece in pieces]
+    log(
+        "info",
+        f"round `decompose`: {len(pieces)} pieces of {sum(layers)} layers, {min(layers)} to {max(layers)} each: {why}",
+    )
+    return Divided(round="decompose", pieces=tuple(plain(each) for each in pieces))
 
 
 def joined_digests(finished: Finished, pieces: tuple[FinishedPiece, ...]) -> Finished:
