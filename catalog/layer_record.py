@@ -104,6 +104,8 @@ class LayerRecord:
     """How the processes' sums were combined."""
     sent_bytes: int | None
     """Bytes that this process has sent to the others for it."""
+    pieces: int | None
+    """Sums over disjoint examples that were added up: pieces of a job with `shards`; 1 of an undivided one."""
     storage_device: str | None
     """Where the factor is kept."""
     storage_policy: str | None

@@ -169,6 +169,8 @@ class LayerFacts:
     """Positions that entered A on this rank; None where it was the only one."""
     sent_bytes: int | None = None
     """Bytes that this rank has sent to the others for the layer; None where it was the only one."""
+    pieces: int = 1
+    """Sets over disjoint examples that were added up; 1 where one collection read all of them."""
     windows: tuple[Window, ...] | None = None
     """Where the numbers of the layer's matrix stand in the parameters; None where that is not known."""
     sums: LayerSums | None = None

@@ -330,6 +330,7 @@ def _measure(
             world_size=facts.world_size,
             reduction=facts.reduction,
             sent_bytes=facts.sent_bytes,
+            pieces=facts.pieces,
             storage_device=whole.device,
             storage_policy=whole.storage_policy,
             dtype=str(factors.A.dtype).removeprefix("torch."),

@@ -116,6 +116,7 @@ def merged_facts(addends: Sequence[Addend], idle: float, made: MergedLayer | Non
         gradient_identity=worst.gradient_identity,
         checked_against=worst.checked_against,
         examples_checked=sum(checked) if checked else None,
+        pieces=sum(each.pieces for each in facts),
         sums=sums,
     )
     if made is not None and made.tied is not None:

@@ -12,6 +12,7 @@ from jobs.records import LOCAL_TENANT
 from jobs.repository.pieces import read_pieces
 from jobs.repository.results import layer_rows, list_artifacts
 from tests.queue_order import next_claimable
+from worker.supervision.stage_pieces import files_of_others
 from worker.supervision.supervisor import Supervisor
 
 FIRST, SECOND = 3, 2
@@ -100,3 +101,20 @@ def test_a_piece_that_cannot_be_computed_fails_its_job(submitted: Any, attempt: 
     assert (done.state, done.failure["code"]) == ("failed", "bad_row")
     assert "row 7 is empty" in done.failure["message"]
     assert "piece 1 of 2" in done.failure["message"]
+
+
+def test_a_piece_of_layers_is_brought_no_other_layers_factors() -> None:
+    def entry(ordinal: int, name: str, shares: int | None = None, tied: Any = None) -> dict[str, Any]:
+        return {"ordinal": ordinal, "name": name, "shared_A_with": shares, "sums": {"tied": tied}}
+
+    layers = [
+        entry(0, "q"),
+        entry(1, "k", 0),
+        entry(2, "mlp"),
+        entry(3, "head", tied={"lookups": 3.0}),
+        entry(4, "out"),
+    ]
+    index = {"collection": {"batch_variance": False}, "layers": layers}
+    # k reads the A that q holds, and head and table of one weight are joined whoever opens the set
+    assert files_of_others(index, frozenset({"k"})) == {"factors/2.safetensors", "factors/4.safetensors"}
+    assert files_of_others({**index, "collection": {"batch_variance": True}}, frozenset({"k"})) == frozenset()

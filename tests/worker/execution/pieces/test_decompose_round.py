@@ -64,6 +64,7 @@ def test_the_numbers_are_those_of_a_job_that_decomposes_by_itself(
     count = document["shards"]
     rest = ["correct"] * count if document is CORRECTED else []
     assert rounds(run) == ["collect"] * count + ["decompose"] * count + rest
+    assert {row["record"]["pieces"] for row in run.rows if row["status"] != "declared"} == {count}
     assert rounds(alone) == ["collect"] * count + rest
     pieces = [each["piece"]["layers"] for each in run.pieces if each["piece"]["round"] == "decompose"]
     assert sorted(name for layers in pieces for name in layers) == sorted(layer.name for layer in run.factors.layers)
