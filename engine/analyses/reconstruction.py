@@ -153,7 +153,7 @@ def _outcomes(run: _Run) -> Iterator[tuple[Measured, Outcome]]:
     division = DividedLayers.of(workspace, run.whole)
     if division is None:
         return ((layer, compute(layer)) for layer in layers)
-    run.files = SentFiles(division=division)
+    run.files = SentFiles(division=division, places=[workspace.ports.artifacts])
     return division.compute(list(layers), compute, KIND, run.files)
 
 

@@ -35,6 +35,13 @@ class HasFacts(Protocol):
         """What is known of it besides its factors."""
 
 
+@dataclass(frozen=True)
+class PlainLayer:
+    """A layer of which nothing else is known."""
+
+    facts: LayerFacts
+
+
 L = TypeVar("L", bound=HasFacts)
 
 
@@ -232,6 +239,8 @@ class SentFiles:
     """
 
     division: DividedLayers
+    places: Sequence[Artifacts]
+    """Where this rank writes them, if it keeps files; as many places on every rank."""
     _layer: int = -1
     _written: dict[int, list[tuple[str, Mapping[str, str] | None, object]]] = field(default_factory=dict)
     """By layer: name, metadata, and the tensors or the table; of tensors in the scratch place nothing."""
@@ -255,10 +264,6 @@ class SentFiles:
     def _others(self) -> bool:
         return any(rank != self.division.ranks.rank for rank in self.division.keepers)
 
-    @property
-    def _artifacts(self) -> Artifacts:
-        return self.division.workspace.ports.artifacts
-
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Write tensors.
 
@@ -267,8 +272,8 @@ class SentFiles:
             tensors: Host tensors by name.
             metadata: Strings that are written beside them.
         """
-        if self._keeps:
-            self._artifacts.save_tensors(name, tensors, metadata)
+        for place in self.places if self._keeps else ():
+            place.save_tensors(name, tensors, metadata)
         if not self._others:
             return
         scratch = self.division.workspace.ports.scratch
@@ -283,8 +288,8 @@ class SentFiles:
             name: Name of the file.
             value: Anything that JSON can hold.
         """
-        if self._keeps:
-            self._artifacts.save_json(name, value)
+        for place in self.places if self._keeps else ():
+            place.save_json(name, value)
         if self._others:
             self._written[self._layer].append((name, None, value))
 
@@ -294,7 +299,7 @@ class SentFiles:
         Args:
             name: Name of the file.
         """
-        return self._artifacts.load_tensors(name)
+        return self.places[0].load_tensors(name)
 
     def load_json(self, name: str) -> Any:  # noqa: ANN401 - as the port has it
         """Read a table back, where this rank keeps files.
@@ -302,7 +307,7 @@ class SentFiles:
         Args:
             name: Name of the file.
         """
-        return self._artifacts.load_json(name)
+        return self.places[0].load_json(name)
 
     def remove(self, name: str) -> None:
         """Delete a file.
@@ -310,7 +315,8 @@ class SentFiles:
         Args:
             name: Name of the file.
         """
-        self._artifacts.remove(name)
+        for place in self.places:
+            place.remove(name)
 
     def hand_over(self, facts: LayerFacts, division: DividedLayers) -> None:
         """Send a layer's files to the ranks that keep any; those write them.
@@ -332,14 +338,14 @@ class SentFiles:
         scratch, receives = division.workspace.ports.scratch, self._keeps and mine is None
         for place, (name, metadata, table) in enumerate(files):
             if metadata is None:
-                if receives:
-                    self._artifacts.save_json(name, table)
+                for target in self.places if receives else ():
+                    target.save_json(name, table)
                 continue
             tensors: Any = None
             if mine is not None:
                 tensors = mine[place][2] if scratch is None else scratch.load_tensors(f"{_SENT}/{name}")
             arrived = division.send(facts, tensors, "files", division.keepers)
-            if receives and arrived is not None:
-                self._artifacts.save_tensors(name, arrived, metadata)
+            for target in self.places if receives and arrived is not None else ():
+                target.save_tensors(name, arrived or {}, metadata)
             if mine is not None and scratch is not None:
                 scratch.remove(f"{_SENT}/{name}")

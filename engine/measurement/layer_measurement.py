@@ -32,12 +32,12 @@ from engine.measurement.decompose_layer import (
     refused_rungs,
     share_bases,
 )
-from engine.measurement.divided_layers import DividedLayers, SentFiles
+from engine.measurement.divided_layers import DividedLayers, PlainLayer, SentFiles
 from engine.measurement.observed import held_bytes, observe
 from engine.measurement.prefetch import Arrived, Source, stream_factors
 from engine.measurement.representation_record import branch, factorise_rows, row_facts, with_factorisation
 from engine.measurement.subsample_spectra import MeasuredSize, smaller_sizes
-from engine.workspace import FactorCache, Workspace
+from engine.workspace import Artifacts, FactorCache, Workspace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,14 +127,19 @@ def measure_layers(workspace: Workspace) -> Iterator[Measured]:
             if facts.ordinal not in known:
                 known[facts.ordinal] = measure(facts)
                 if len(known) == len(order):
-                    kept = {place: _kept(one) for place, one in known.items()}
-                    if keep_factors:
-                        write_index(workspace.ports.artifacts, factors, kept)
-                    if cache is not None:
-                        write_run(cache.shelf(), factors)
-                        write_index(cache.shelf(), factors, kept)
-                        cache.keep()
+                    _complete(workspace, factors, cache, keep_factors=keep_factors)
             yield known[facts.ordinal]
+
+
+def _complete(workspace: Workspace, whole: FactorSet, cache: FactorCache | None, *, keep_factors: bool) -> None:
+    """Write the indices of the factors that are kept, after the last layer."""
+    kept = {place: _kept(one) for place, one in workspace.results.of(_MeasuredLayers).items()}
+    if keep_factors:
+        write_index(workspace.ports.artifacts, whole, kept)
+    if cache is not None:
+        write_run(cache.shelf(), whole)
+        write_index(cache.shelf(), whole, kept)
+        cache.keep()
 
 
 def _measure_divided(
@@ -146,22 +151,24 @@ def _measure_divided(
     keep_factors: bool,
 ) -> None:
     """Measure this rank's layers, and take those of the others from them; write what this rank keeps of all."""
-    known, artifacts = workspace.results.of(_MeasuredLayers), workspace.ports.artifacts
+    known, cache = workspace.results.of(_MeasuredLayers), _cache(workspace, whole)
     order, measure = work
+    places = ([workspace.ports.artifacts] if keep_factors else []) + ([] if cache is None else [cache.shelf()])
     # whoever keeps files writes what it has, and is sent what it has not
-    files = SentFiles(division=division) if whole.owners is not None and keep_factors else None
+    files = SentFiles(division=division, places=places) if whole.owners is not None and places else None
 
-    def write(facts: LayerFacts) -> None:
-        corrected = None if whole.load_corrected is None else whole.load_corrected(facts.ordinal)
-        write_factors(artifacts if files is None else files, facts, whole.load(facts.ordinal), corrected=corrected)
+    def write(facts: LayerFacts, places: Sequence[Artifacts]) -> None:
+        for place in places:
+            corrected = None if whole.load_corrected is None else whole.load_corrected(facts.ordinal)
+            write_factors(place, facts, whole.load(facts.ordinal), corrected=corrected)
 
-    def compute(layer: _Layer) -> Measured:
+    def compute(layer: PlainLayer) -> Measured:
         found = measure(layer.facts)
         if files is not None:
-            write(layer.facts)
+            write(layer.facts, [files])
         return replace(found, load_basis=_nowhere)
 
-    for layer, found in division.compute([_Layer(facts) for facts in order], compute, "decomposition", files):
+    for layer, found in division.compute([PlainLayer(facts) for facts in order], compute, "decomposition", files):
         facts = layer.facts
         # of these each rank has its own
         record = replace(found.record, positions_local=_positions_local(facts), sent_bytes=facts.sent_bytes)
@@ -169,19 +176,11 @@ def _measure_divided(
         known[facts.ordinal] = replace(found, facts=facts, record=record, load_basis=basis)
         if division.needs_bases:
             share_bases(division, facts, found.sides)
-        if keep_factors and files is None:
-            write(facts)
+        if files is None:
+            write(facts, places)
         if "spectra" in workspace.options.keep and not division.is_own(facts):
             keep_spectra(workspace, facts, found.sides["A"], found.sides["G"])
-    if keep_factors:
-        write_index(artifacts, whole, {place: _kept(one) for place, one in known.items()})
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A layer that is yet to be measured."""
-
-    facts: LayerFacts
+    _complete(workspace, whole, cache, keep_factors=keep_factors)
 
 
 def _load_basis(
@@ -213,8 +212,6 @@ def _cache(workspace: Workspace, whole: FactorSet) -> FactorCache | None:
     sketched = workspace.results.plan is not None and bool(workspace.results.plan.chosen.sketched)
     inputs = workspace.inputs
     unshared = inputs.reads_stored or inputs.part is not None or whole.reused_from is not None
-    # one rank alone measures only some of the layers
-    unshared = unshared or workspace.machine.ranks is not None
     return None if unshared or sketched else workspace.ports.cache
 
 
@@ -236,7 +233,8 @@ def _measure(
     corrected = None if whole.load_corrected is None else whole.load_corrected(facts.ordinal)
     if keep_factors:
         write_factors(workspace.ports.artifacts, facts, factors, corrected=corrected)
-    cache = _cache(workspace, whole)
+    # several ranks write theirs together
+    cache = _cache(workspace, whole) if workspace.machine.ranks is None else None
     if cache is not None:
         write_factors(cache.shelf(), facts, factors, corrected=corrected)
     ekfac = {} if corrected is None else _digests(corrected)

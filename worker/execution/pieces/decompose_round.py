@@ -2,7 +2,7 @@
 
     saved = D · (1 − busiest)        cost = start + bytes / throughput        divided where saved > cost
 
-D are the seconds of all decompositions by the plan, and `busiest` the part of them that the busiest of m pieces has
+D are the seconds of merge and decompositions by the plan, and `busiest` the part that the busiest of m pieces has
 when layers go to pieces by longest processing time first. A piece starts a process, merges its own layers, and its
 decompositions are brought to the job. m is the number of devices that may take pieces, at most one for each layer;
 layers that share an A stay together.
