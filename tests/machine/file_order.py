@@ -10,6 +10,7 @@ SECONDS = {
     "tests/test_code_blocks.py": 240,
     "tests/worker/test_celery.py": 150,
     "tests/kronoscope/cli/test_serve.py": 120,
+    "tests/chaos/test_divided_jobs.py": 90,
     "tests/chaos/test_removals.py": 85,
     "tests/worker/test_broker_faults.py": 80,
     "tests/ops/test_alerts_fire.py": 75,
