@@ -50,9 +50,16 @@ def require_extension(document: Any) -> None:  # noqa: ANN401 - a job document, 
     for name, default in inherited.items():
         if getattr(document, name) != default:
             raise FieldError(name, f"is that of the job that `extends` names; leave `{name}` out")
-    for name in ("factors", "shards"):
-        if getattr(document, name) is not None:
-            raise FieldError(name, "has no place beside `extends`; leave one of the two out")
+    if document.factors is not None:
+        raise FieldError(
+            "factors", "has no place beside `extends`, which names the factors to add to; leave one of the two out"
+        )
+    if document.shards is not None:
+        raise FieldError(
+            "shards",
+            f"is {document.shards}, and `extends` adds its examples in one process; leave `shards` out, or extend by "
+            "several jobs one after another, each with a part of the data",
+        )
     for kind in document.kinds:
         params = getattr(document, kind, None)
         again = getattr(params, "needs_model", None)

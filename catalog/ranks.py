@@ -40,6 +40,18 @@ def require_ranks(document: Any) -> None:  # noqa: ANN401 - a job document, whos
         raise FieldError(
             "world_size", f"is {ranks}, and `extends` adds examples in one process; leave `world_size` out"
         )
+    if document.collection.nested:
+        raise FieldError(
+            "collection.nested",
+            f"keeps the first N/8, N/4 and N/2 examples of the data, and `world_size: {ranks}` ranks read them side by "
+            "side; give false, or leave `world_size` out",
+        )
+    if document.collection.reduction == "none":
+        raise FieldError(
+            "collection.reduction",
+            f"is none, which leaves each of `world_size: {ranks}` ranks with factors of its own examples alone; take "
+            "`gram`, `gather`, `dense` or `auto`",
+        )
     for kind in document.kinds:
         params = getattr(document, kind, None)
         again = getattr(params, "needs_model", None)

@@ -40,7 +40,7 @@ def test_an_extension_names_a_job_and_data(extends: Any) -> None:
         ({"collection": {"seed": 3}}, "/collection", "leave `collection` out"),
         ({"woodbury": {"policy": "all"}}, "/woodbury", "leave `woodbury` out"),
         ({"factors": {"path": "other"}}, "/factors", "has no place beside `extends`"),
-        ({"shards": 2}, "/shards", "has no place beside `extends`"),
+        ({"shards": 2}, "/shards", "extend by several jobs one after another"),
         ({"kind": "capacity", "capacity": {"cross_check": "ggn"}}, "/extends", "`capacity.cross_check: ggn` passes"),
         ({"kind": "spectrum", "spectrum": {"of": "ggn"}}, "/extends", "`spectrum.of: ggn` passes over all of them"),
         ({"kind": "natural_gradient"}, "/natural_gradient/gradient", "is missing, so the gradient is taken of all"),

@@ -47,6 +47,8 @@ def test_one_rank_is_the_default_and_refuses_nothing() -> None:
         ({"world_size": 65}, "/world_size", "is 65"),
         ({"world_size": "2"}, "/world_size", "integer"),
         ({"world_size": 2.5}, "/world_size", "integer"),
+        ({"world_size": 2, "collection": {"nested": True}}, "/collection/nested", "ranks read them side by side"),
+        ({"world_size": 2, "collection": {"reduction": "none"}}, "/collection/reduction", "its own examples alone"),
         ({"world_size": 2, "shards": 2}, "/shards", "contradicts `world_size: 2`"),
         ({"world_size": 2, "capacity": {"cross_check": "ggn"}}, "/world_size", "passes over all data in one process"),
         (
