@@ -86,7 +86,7 @@ def condition(name: str, whole: float, metrics: Mapping[str, Any]) -> float:
 
 
 EXACT = ("dimension", "in_dim", "out_dim", "positions", "terms", "update_index", "samples", "seed", "calls")
-OF_THE_RUN = {"passes", "planned_peak_bytes", "examples_checked", "micro_batch", "gradient_identity"}
+OF_THE_RUN = {"pieces", "passes", "planned_peak_bytes", "examples_checked", "micro_batch", "gradient_identity"}
 """What says how a run was made."""
 
 
