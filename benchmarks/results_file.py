@@ -34,7 +34,7 @@ def write(name: str, claims: list[dict[str, Any]], figures: dict[str, Any]) -> N
     content = {
         "name": name,
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit(),
         "device": _device(),
         "threads": torch.get_num_threads(),
         "versions": {
@@ -59,7 +59,9 @@ def _device() -> str:
     return f"CPU, {os.cpu_count()} cores, {platform.machine()}"
 
 
-def _commit() -> str:
+def commit() -> str:
+    """Return the commit that is measured, marked where Python files differ from it."""
+
     def git(*arguments: str) -> str:
         found = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, cwd=RESULTS.parent)  # noqa: S603, S607 - fixed words
         return found.stdout.strip()
