@@ -2,14 +2,15 @@
 
     torchrun --nproc-per-node W -m benchmarks.cases.scale_ranks CASE
 
-Bytes moved are counted where they are handed to the backend. Bytes held are the kernel's: the rank's proportional share
-(Pss) after the collection beyond that before, so that memory which ranks hold together counts once.
+Bytes moved are counted where they are handed to the backend. Bytes held are those of the tensors that stand for G; of
+memory that ranks hold together the kernel's account, the rank's proportional share (Pss) of the mapped file.
 """
 
 import argparse
 import gc
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks import results_file
 from catalog.collection import Collection
@@ -28,9 +29,9 @@ from catalog.inputs import Task
 from catalog.woodbury import Woodbury
 from engine.collect import collect_or_read
 from engine.distributed.formulas import held_bytes, sent_bytes
-from engine.distributed.group import Ranks, join, start, stop
+from engine.distributed.group import Ranks, start, stop
 from engine.distributed.transfers import Label, run_together, sum_triangle_
-from engine.memory.budget import give_back_host_memory
+from engine.factors.low_rank import LowRank
 from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Workspace
 from worker.execution.files.artifact_files import ArtifactFiles
 
@@ -67,8 +68,7 @@ def claims(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _launched(size: int, case: str) -> list[dict[str, Any]]:
     """Start the ranks by torch's launcher; what each says."""
     with tempfile.TemporaryDirectory() as folder:
-        # freed memory goes back at once, so that the kernel's account is that of what is held
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "SCALE_FOLDER": folder}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "SCALE_FOLDER": folder}
         command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
         subprocess.run(  # noqa: S603 - our own module
             [*command, "-m", "benchmarks.cases.scale_ranks", case],
@@ -81,15 +81,8 @@ def _launched(size: int, case: str) -> list[dict[str, Any]]:
 
 
 def _collected(ranks: Ranks, mode: str) -> dict[str, Any]:
-    """Collect one layer, whose gradient rows or dense G the ranks reduce; once before for what libraries keep."""
-    _of_size(ranks, mode, *((256, 64) if mode == "dense" else (16_384, ROWS)))
+    """Collect one layer, whose gradient rows or dense G the ranks reduce."""
     size, count = (DENSE, BATCH * ranks.size) if mode == "dense" else (OUTPUTS, ROWS)
-    joined = join(ranks.device)
-    assert joined is not None
-    return _of_size(joined, mode, size, count)
-
-
-def _of_size(ranks: Ranks, mode: str, size: int, count: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, size, bias=False))
     inputs, labels, index = torch.randn(count, WIDTH), torch.randint(0, size, (count,)), torch.arange(count)
@@ -110,13 +103,16 @@ def _of_size(ranks: Ranks, mode: str, size: int, count: int) -> dict[str, Any]:
         machine=Machine(ranks=ranks),
         ports=Ports(artifacts=ArtifactFiles(Path(os.environ["SCALE_FOLDER"]), None)),
     )
-    before = _held(ranks, "before")
+    before = _mapped(ranks, "before")
     begun = time.perf_counter()
     factors = collect_or_read(workspace)
     seconds = time.perf_counter() - begun
     workspace.inputs.batches = None
-    after = _held(ranks, "after")
-    layer = factors.load(0)
+    mapped = _mapped(ranks, "after") - before
+    side = factors.load(0).G
+    # rows on a file that all ranks map are counted there
+    own = [side] if isinstance(side, Tensor) else [] if mapped or not isinstance(side, LowRank) else [side.rows]
+    own += [side.known_gram] if isinstance(side, LowRank) and side.known_gram is not None else []
     item, label = 4, "G" if mode == "dense" else mode
     moved = ranks.traffic.moved[LAYER_NAME, label]
     again = ranks.traffic.total("rows")
@@ -124,32 +120,27 @@ def _of_size(ranks: Ranks, mode: str, size: int, count: int) -> dict[str, Any]:
     return {
         "moved": moved.sent + again.sent,
         "moved_formula": sent_bytes(mode, **sizes),  # type: ignore[arg-type]
-        "held": after - before,
+        "held": mapped + sum(each.numel() * each.element_size() for each in own),
         # a matrix stands whole once it is added up
         "held_formula": item * size**2 if mode == "dense" else held_bytes(mode, **sizes),  # type: ignore[arg-type]
         "seconds": seconds,
-        "form": str(type(layer.G).__name__),
+        "mapped": mapped,
     }
 
 
 def _owned(ranks: Ranks) -> dict[str, Any]:
     """Add a dense G up at its owner."""
-    run_together([sum_triangle_(ranks, torch.ones(256, 256), Label("before", "G"), owner=0)])
-    before = _held(ranks, "before")
     own = torch.ones(DENSE, DENSE)
     begun = time.perf_counter()
     run_together([sum_triangle_(ranks, own, Label(LAYER_NAME, "G"), owner=0)])
     seconds = time.perf_counter() - begun
     mine = ranks.rank == 0
-    if not mine:
-        del own
-    after = _held(ranks, "after")
     moved = ranks.traffic.moved[LAYER_NAME, "G"]
     triangle = 4 * DENSE * (DENSE + 1) // 2
     return {
         "moved": moved.received if mine else moved.sent,
         "moved_formula": (ranks.size - 1) * triangle if mine else triangle,
-        "held": after - before,
+        "held": own.numel() * own.element_size() if mine else 0,
         "held_formula": 4 * DENSE**2 if mine else 0,
         "seconds": seconds,
     }
@@ -169,14 +160,16 @@ def _overlapped(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def _held(ranks: Ranks, place: str) -> int:
-    """Proportional share of this process in bytes, once every rank has come here; the others wait meanwhile."""
+def _mapped(ranks: Ranks, place: str) -> int:
+    """This rank's share of the memory that ranks map together, once every rank has come here; the others wait."""
     gc.collect()
-    give_back_host_memory()
     ranks.meet(place)
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            held = int(line.split()[1]) * 1024
+    held, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = "/kronoscope-" in line
+        elif inside and line.startswith("Pss:"):
+            held += int(line.split()[1]) * 1024
     ranks.meet(f"{place} for all")
     return held
 
