@@ -94,9 +94,9 @@ def claims(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _pace(pieces: dict[str, Any]) -> dict[str, float]:
     """Seconds on this machine, per unit that the simulation counts in; medians over rounds would hide nothing here."""
-    whole, two = pieces["rounds"]["1"][0], pieces["rounds"]["2"][0]
+    whole, two, four = (pieces["rounds"][count][0] for count in ("1", "2", "4"))
     return {
-        "collection_over_plan": whole["pieces"][0]["cpu_seconds"] / whole["pieces"][0]["planned_seconds"],
+        "collection_over_plan": four["pieces"][0]["cpu_seconds"] / four["pieces"][0]["planned_seconds"],
         "merge_seconds_per_byte": two["merge_cpu_seconds"] / two["read_bytes"],
         "eigenvalue_seconds_per_n3": whole["eigenvalues_cpu_seconds"] / whole["eigenvalues_of"] ** 3,
     }
