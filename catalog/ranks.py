@@ -52,6 +52,11 @@ def require_ranks(document: Any) -> None:  # noqa: ANN401 - a job document, whos
             f"is none, which leaves each of `world_size: {ranks}` ranks with factors of its own examples alone; take "
             "`gram`, `gather`, `dense` or `auto`",
         )
+    _require_shared_analyses(document, ranks)
+
+
+def _require_shared_analyses(document: Any, ranks: int) -> None:  # noqa: ANN401 - see `require_ranks`
+    """Refuse analyses that pass over all the data again, of which each rank has a part."""
     for kind in document.kinds:
         params = getattr(document, kind, None)
         again = getattr(params, "needs_model", None)
