@@ -14,7 +14,7 @@ from engine.linalg.shift_interpolation import NODES, PANELS
 from engine.memory.device_speed import typical_speed
 from engine.memory.plan import Plan
 from engine.planning.analysis_memory import rebuilt_sides
-from engine.planning.collection_time import Work
+from engine.planning.collection.seconds import Work
 from engine.planning.decomposition_memory import kept_as
 from engine.planning.later.comparison import comparison_seconds
 from engine.planning.later.natural_gradient import natural_gradient_seconds

@@ -25,7 +25,7 @@ from engine.layers.layer import TreatedLayer
 from engine.linalg.eigensolvers import LARGEST
 from engine.memory.plan import Plan, readable_bytes
 from engine.model.outputs import class_terms
-from engine.planning.collection_time import calibrated
+from engine.planning.collection.seconds import calibrated
 from engine.planning.job_plan import Narrower, forecast
 from engine.workspace import Workspace
 

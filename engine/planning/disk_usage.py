@@ -8,7 +8,7 @@ from catalog.reconstruction import ReconstructionParams
 from engine.collection.probe import Probe
 from engine.layers.layer import TreatedLayer
 from engine.memory.plan import STAGES, Plan, Source, Stage, Term
-from engine.planning.collection_memory import correction_bytes
+from engine.planning.collection.memory import correction_bytes
 from engine.workspace import Workspace
 
 _JSON_NUMBER = 20

@@ -14,8 +14,8 @@ from engine.memory.plan import BUDGETED, Budgeted, Chosen, Enough, Plan
 from engine.memory.smallest_budget import named_budget, smallest_budget
 from engine.planning.analysis_memory import with_later_stages
 from engine.planning.analysis_time import with_later_seconds
-from engine.planning.collection_memory import corrected_plan, correction_bytes, plan_of
-from engine.planning.collection_time import Work, with_seconds, work_of
+from engine.planning.collection.memory import corrected_plan, correction_bytes, plan_of
+from engine.planning.collection.seconds import Work, with_seconds, work_of
 from engine.planning.decomposition_memory import beyond_solvers, with_decompositions
 from engine.planning.layer_memory import group_bytes
 from engine.planning.plan_search import fastest, halved, partition, slice_sizes

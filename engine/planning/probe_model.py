@@ -29,7 +29,7 @@ from engine.model.pass_peak import peak_lines
 from engine.planning.choose_plan import head_choice
 from engine.planning.dry_pass import pass_events
 from engine.planning.layer_memory import AT_A_NORMALISATION
-from engine.planning.reduction_memory import with_shards
+from engine.planning.collection.reductions import with_shards
 from engine.row_layout.attention_masks import Masking, Run, try_masks
 from engine.row_layout.layer_calls import (
     Call,

@@ -17,7 +17,7 @@ from engine.linalg.eigendecomposition import rungs
 from engine.memory.budget import MemoryBudget
 from engine.memory.device_speed import typical_speed
 from engine.memory.plan import Plan, Term
-from engine.planning.collection_time import Work
+from engine.planning.collection.seconds import Work
 from engine.planning.decomposition_memory import kept_as, read_back_bytes
 from engine.workspace import Workspace
 

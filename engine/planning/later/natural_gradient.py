@@ -14,7 +14,7 @@ from engine.factors.representation_bytes import NUMBERS_AT_ONCE
 from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import kept_dtype
 from engine.memory.plan import Plan, Source, Term
-from engine.planning.collection_time import Work
+from engine.planning.collection.seconds import Work
 from engine.planning.decomposition_memory import kept_as, read_back_bytes
 from engine.planning.plan_search import batch_size
 from engine.workspace import Workspace

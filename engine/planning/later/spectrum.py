@@ -27,7 +27,7 @@ from engine.collection.probe import Probe
 from engine.linalg.panels import PANEL_NUMBERS
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Plan, Term
-from engine.planning.collection_time import Work
+from engine.planning.collection.seconds import Work
 from engine.workspace import Workspace
 
 Where = Literal["device", "host"]
