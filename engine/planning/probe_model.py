@@ -27,9 +27,9 @@ from engine.model.dtype_casts import casts_of, settle_casts
 from engine.model.outputs import call_model, predict
 from engine.model.pass_peak import peak_lines
 from engine.planning.choose_plan import head_choice
+from engine.planning.collection.reductions import with_shards
 from engine.planning.dry_pass import pass_events
 from engine.planning.layer_memory import AT_A_NORMALISATION
-from engine.planning.collection.reductions import with_shards
 from engine.row_layout.attention_masks import Masking, Run, try_masks
 from engine.row_layout.layer_calls import (
     Call,
