@@ -43,6 +43,8 @@ OPERATOR_CODES = frozenset(
         "not_started",
         "oom",
         "out_of_memory",
+        "rank_lost",
+        "rank_timed_out",
         "stopped_from_outside",
         "timeout",
         "unexpected",

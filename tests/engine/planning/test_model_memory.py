@@ -54,7 +54,7 @@ def test_a_job_weighs_its_model_before_it_is_converted() -> None:
     made = space("bfloat16", "float64")
     collect_or_read(made)
     count = sum(parameter.numel() for parameter in net("bfloat16").parameters())
-    assert weigh_model(made) == (2 * count, 8 * count, False)
+    assert weigh_model(made) == (2 * count, 8 * count, False, 0)
 
 
 @pytest.mark.parametrize("absent", [True, False])

@@ -111,7 +111,7 @@ def test_what_ends_an_attempt_from_outside_is_counted_by_name() -> None:
         (here / name).read_text()
         for name in ("worker/supervision/supervisor.py", "worker/process/crash.py", "jobs/queue/reaper.py")
     ]
-    code = re.compile(r'(?:code=|"code": |_failure\("\w+", )"(\w+)"')
+    code = re.compile(r'(?:code=|"code": |_failure\("\w+", |^[A-Z_]+ = )"(\w+)"', re.MULTILINE)
     written = {found for source in sources for found in code.findall(source)}
     assert {"worker_lost", "oom", "not_started"} <= written
     assert written <= OPERATOR_CODES
