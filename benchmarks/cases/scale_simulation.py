@@ -29,7 +29,7 @@ LLAMA = {
 }
 EXAMPLES, TOKENS, BATCH = 16_384, 512, 4
 STORE_BYTES_PER_SECOND = 1e9
-"""Of each worker: a 10 Gb/s network; assumed."""
+"""The throughput of each worker's store, about that of a network of 10 Gb/s; assumed."""
 FASTER = (1, 100)
 """How much faster workers compute than one core here: this machine's own, and an assumed accelerator."""
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)

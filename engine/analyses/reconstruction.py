@@ -60,7 +60,7 @@ class _Run:
     entries: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Entries of the index, by ordinal."""
     files: SentFiles | None = None
-    """What files of layers are written to, where several ranks make them."""
+    """The places that files of layers are written to, where several ranks make them."""
 
     @property
     def artifacts(self) -> Artifacts | SentFiles:

@@ -19,7 +19,7 @@ class Outcome:
 
     metrics: ReconstructionMetrics
     kept: Kept | None
-    """What the index of factors says of it; None where it is no set of factors, or nothing is kept."""
+    """The entry of a set of factors in their index; None for an analysis without one, or where nothing is kept."""
     entry: dict[str, Any] | None
     """Its entry in the index of sides that are no matrices."""
     observed: Observed | None = None

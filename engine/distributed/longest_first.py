@@ -22,7 +22,7 @@ def divide_longest_first(costs: Sequence[float], workers: int) -> tuple[int, ...
         The worker of each item, from 0.
 
     Raises:
-        ValueError: If there is no worker.
+        ValueError: If `workers` is below 1.
     """
     if workers < 1:
         raise ValueError(f"`workers` must be at least 1 (got {workers})")
