@@ -19,7 +19,7 @@ class Outcome:
 
     metrics: ReconstructionMetrics
     kept: Kept | None
-    """The entry of a set of factors in their index; None for an analysis without one, or where nothing is kept."""
+    """The layer's entry in the index of factors; None where the result is no set of factors, or nothing is kept."""
     entry: dict[str, Any] | None
     """Its entry in the index of sides that are no matrices."""
     observed: Observed | None = None
