@@ -10,7 +10,8 @@ For a batch with outputs f (N, R, C), the sum over the yielded v of ``v vᵀ`` i
 
 Losses are sums over examples and terms. ``mse`` is Σ(f−y)² without ½, so the model is Gaussian
 with variance ½; ``mse`` and ``bce`` average over the C outputs of a term, which divides the
-Hessian by C.
+Hessian by C. A sampled gradient is therefore divided by √C, so that its second moment is that
+Hessian; the gradient at the data's own labels is torch's own, divided by C.
 
 A weight is a count: a term of weight w is w terms of weight one, so its directions carry √w under
 every Fisher. With class weights w and smoothing ε, torch's term is ``−Σ_c t_c log p_c`` for
@@ -120,12 +121,12 @@ def _observed(prediction: Prediction, targets: Tensor, task: Task) -> Tensor:
         return _subtract_label_(gradient, labels, weights, task)
     width = outputs.shape[-1]
     if loss == "mse":
-        return (outputs - targets).mul_(2 / math.sqrt(width))
+        return (outputs - targets).mul_(2 / width)
     probability = torch.sigmoid(outputs)
     if weights is not None:
         # v y (σ − 1) + (1 − y) σ = W σ − v y, and W − v y = 1 − y
         targets = torch.where(weights > 0, 1 - (1 - targets) / weights, probability)
-    return (probability - targets).div_(math.sqrt(width))
+    return (probability - targets).div_(width)
 
 
 def _subtract_label_(gradient: Tensor, labels: Tensor, weights: Tensor | None, task: Task) -> Tensor:
@@ -252,9 +253,7 @@ def loss_gradient(prediction: Prediction, task: Task) -> Tensor:
             "(`ggn` or `fisher`)",
             pointer="/data",
         )
-    gradient = _observed(prediction, prediction.targets, task).mul_(counted_terms(prediction, task))
-    # what is averaged over the outputs of a term has its root in `empirical`
-    return gradient if task.likelihood == "cross_entropy" else gradient.div_(math.sqrt(gradient.shape[-1]))
+    return _observed(prediction, prediction.targets, task).mul_(counted_terms(prediction, task))
 
 
 def counted_terms(prediction: Prediction, task: Task) -> Tensor:

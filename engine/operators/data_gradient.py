@@ -5,12 +5,11 @@ With loss terms of weight w_n and losses l_n it is ``g = Σ_n w_n ∇l_n / W``, 
 moving average every batch weighs as it does in the factors. It is plain autograd in the precision of the passes, on a
 model that is held still; slices of a batch are halved where memory runs out, which changes it by rounding only.
 
-A direction of the empirical Fisher is not quite a gradient: a term of weight w counts as w terms, so it carries √w
-where a gradient carries w; and where a loss is a mean over C outputs it carries 1/√C where a gradient carries 1/C.
+A direction of the empirical Fisher is a gradient where no term is weighed: a term of weight w counts as w terms, so
+that its direction carries √w where the gradient carries w.
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,7 +17,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from catalog.inputs import Task
 from engine.collection.pass_job import PassJob
 from engine.errors import EmptyData, EngineError, ModelRefused, NonFiniteLoss, Unwinding, WrongShape
 from engine.memory.out_of_memory import free_memory, lost_device, ran_out_of_memory
@@ -26,7 +24,7 @@ from engine.model.batches import Batch
 from engine.model.determinism import seed_generators, set_numerics
 from engine.model.dtype_casts import casts_of
 from engine.model.loss_directions import loss_gradient
-from engine.model.outputs import Prediction, predict
+from engine.model.outputs import predict
 from engine.model.preserve_state import preserve_state
 
 
@@ -43,12 +41,13 @@ class Watcher(Protocol):
             examples: How many.
         """
 
-    def take(self, weight: float, per_output: float) -> None:
+    def take(self, weight: float, *, weighed: bool) -> None:
         """Take what the last examples have shown: they have entered the gradient.
 
         Args:
             weight: Of their batch, as in the factors.
-            per_output: A row of the gradient over that of the empirical Fisher's direction, the same for all rows.
+            weighed: Whether their loss terms have weights of their own, which a row of the gradient carries whole and
+                a direction of the empirical Fisher as a root.
         """
 
 
@@ -178,7 +177,7 @@ class GradientPass:
                     "own (`natural_gradient.gradient`)",
                     pointer="/data",
                 )
-            direction, per_output = loss_gradient(prediction, job.task), rows_ratio(prediction, job.task)
+            direction, weighed = loss_gradient(prediction, job.task), prediction.weights is not None
             del prediction
             with casts_of(job.model):
                 found = torch.autograd.grad(outputs, list(parameters.values()), direction, allow_unused=True)
@@ -187,23 +186,8 @@ class GradientPass:
             if gradient is not None:
                 total.add_(gradient if gradient.layout == torch.strided else gradient.to_dense(), alpha=weight)
         for watcher in self.watchers:
-            watcher.take(weight, per_output)
+            watcher.take(weight, weighed=weighed)
         return divisor
-
-
-def rows_ratio(prediction: Prediction, task: Task) -> float:
-    """Return the length of a row of the gradient over that of the empirical Fisher's direction.
-
-    Args:
-        prediction: Outputs, shape (N, R, C), and the weights of its terms.
-        task: The likelihood.
-
-    Returns:
-        The same number for all rows; NaN where terms are weighed, and it is not.
-    """
-    if prediction.weights is not None:
-        return math.nan
-    return 1 / math.sqrt(prediction.outputs.shape[-1]) if task.likelihood in ("mse", "bce") else 1.0
 
 
 def _require_finite(name: str, gradient: Tensor) -> None:

@@ -78,19 +78,19 @@ class RowInputs:
         self._examples = examples
         self._arrived.clear()
 
-    def take(self, weight: float, per_output: float) -> None:
+    def take(self, weight: float, *, weighed: bool) -> None:
         """Hold the slice's rows against those of G, and keep their inputs.
 
         Args:
             weight: Of the batch, as in the factors.
-            per_output: A row of the gradient over that of G, before the weight; NaN where they differ row by row.
+            weighed: Whether loss terms have weights of their own, so that rows of the gradient are no rows of G.
         """
         arrived, self._arrived = self._arrived, []
-        if not math.isfinite(per_output):
+        if weighed:
             self._refuse("loss terms are weighed, and a row of the gradient is no multiple of a row of G")
         for gradients, inputs in arrived:
             if self.why is None:
-                self._match(gradients, inputs, weight, per_output)
+                self._match(gradients, inputs, weight)
 
     def finished(self, gradient: Tensor, divisor: float) -> Tensor | None:
         """Return C of ``V = Sᵀ C``, or None where the rows are not matched, for the reason in ``why``.
@@ -133,12 +133,12 @@ class RowInputs:
         if self.why is None:
             self._arrived.append((self._layer.gradient_rows(gradient.detach()), inputs))
 
-    def _match(self, gradients: Tensor, inputs: Tensor, weight: float, per_output: float) -> None:
+    def _match(self, gradients: Tensor, inputs: Tensor, weight: float) -> None:
         """Hold rows of the gradient (P, out) against the next rows of G, and keep their inputs (P, in)."""
         if gradients.shape[0] != inputs.shape[0]:
             self._refuse("its positions in the input and in the output differ")
             return
-        rows = gradients.to("cpu", torch.float64).mul_(math.sqrt(weight) / per_output)
+        rows = gradients.to("cpu", torch.float64).mul_(math.sqrt(weight))
         norms = rows.norm(dim=1)
         some = torch.nonzero(norms).flatten()
         places = self._places[self._next : self._next + some.numel()]
@@ -152,9 +152,9 @@ class RowInputs:
             return
         own = inputs.to("cpu", self.inner.dtype)[some]
         wide = self.inner[:, : own.shape[1]] if self._layer.weight else self.inner[:, :0]
-        wide[places] = own.mul(math.sqrt(weight) * per_output)[:, : wide.shape[1]]
+        wide[places] = own.mul(math.sqrt(weight))[:, : wide.shape[1]]
         if self._layer.bias:
-            self.inner[places, -1] = math.sqrt(weight) * per_output
+            self.inner[places, -1] = math.sqrt(weight)
         self._next += some.numel()
 
 

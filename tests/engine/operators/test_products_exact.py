@@ -207,8 +207,7 @@ def example_matrices(
             found.append(jacobian.T @ middle @ jacobian)
         elif of == "empirical":
             g = jacobian.T @ jacrev(lambda out, t=target: summed(out, t, task))(f).reshape(-1)
-            # what averages over C outputs divides the curvature by C, not its root
-            found.append(torch.outer(g, g) * (1 if task.likelihood == "cross_entropy" else f.shape[-1]))
+            found.append(torch.outer(g, g))
         else:
             total = torch.zeros(count, count, dtype=torch.float64)
             for sample in range(samples):
