@@ -49,6 +49,7 @@ def preserve_state(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         _eager(),
         _plain(model),
         _in_order(model),
+        _step_by_step(model),
     ):
         try:
             model.eval()
@@ -126,6 +127,40 @@ def _in_order(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _step_by_step(model: nn.Module) -> Iterator[None]:
+    """Compute recurrent layers without cuDNN, which has no backward pass in evaluation mode, and no second derivative.
+
+    Only while such a layer runs: convolutions keep cuDNN.
+    """
+    cudnn: Any = torch.backends.cudnn
+    enabled = cudnn.enabled
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        del module, args
+        cudnn.enabled = False
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401 - torch's hook signature
+        del module, args, output
+        cudnn.enabled = enabled
+
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)] if enabled else []
+    handles = [
+        handle
+        for module in recurrent
+        for handle in (
+            module.register_forward_pre_hook(before),
+            module.register_forward_hook(after, always_call=True),
+        )
+    ]
+    try:
+        yield
+    finally:
+        cudnn.enabled = enabled
         for handle in handles:
             handle.remove()
 

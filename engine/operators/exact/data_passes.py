@@ -149,16 +149,12 @@ class DataPasses:
 
 @contextlib.contextmanager
 def _differentiable(model: nn.Module) -> Iterator[None]:
-    """Keep the model from what has no second derivative: cuDNN's recurrent layers, gradients of sparse rows."""
+    """Keep the model from what has no second derivative: gradients of sparse rows."""
     sparse = [module for module in model.modules() if getattr(module, "sparse", None) is True]
-    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
-    before = torch.backends.cudnn.enabled
     try:
-        torch.backends.cudnn.enabled = before and not recurrent
         for module in sparse:
             module.sparse = False  # type: ignore[assignment]
         yield
     finally:
-        torch.backends.cudnn.enabled = before
         for module in sparse:
             module.sparse = True  # type: ignore[assignment]
