@@ -104,7 +104,7 @@ def _drawn(probability: Tensor, chance: Tensor) -> Tensor:  # (P, C), (P, 1) -> 
     sums = probability[:, :whole].view(probability.shape[0], -1, _BLOCK).sum(-1)
     if whole < width:
         sums = torch.cat([sums, probability[:, whole:].sum(-1, keepdim=True)], 1)
-    ends = sums.to(torch.float64).cumsum(-1)
+    ends = _running_sums(sums.to(torch.float64))
     threshold = _below(ends[:, -1:], chance)
     block = torch.searchsorted(ends, threshold, right=True)
     size = sums.gather(1, block).to(torch.float64)
@@ -117,8 +117,22 @@ def _drawn(probability: Tensor, chance: Tensor) -> Tensor:  # (P, C), (P, 1) -> 
 
 
 def _inverted(probability: Tensor, chance: Tensor) -> Tensor:  # (P, C), (P, 1) -> (P,)
-    cumulative = probability.cumsum(-1)
+    cumulative = _running_sums(probability)
     return torch.searchsorted(cumulative, _below(cumulative[:, -1:], chance), right=True).squeeze(-1)
+
+
+def _running_sums(values: Tensor) -> Tensor:
+    """Return sums from the first number on; on a device by doubled steps, whose order of additions is fixed.
+
+    torch calls its own cumulative sum there not deterministic, and so would each job be that draws labels.
+    """
+    if values.device.type == "cpu":
+        return values.cumsum(-1)
+    step = 1
+    while step < values.shape[-1]:
+        values = torch.cat([values[..., :step], values[..., step:] + values[..., :-step]], -1)
+        step *= 2
+    return values
 
 
 def _below(total: Tensor, chance: Tensor) -> Tensor:

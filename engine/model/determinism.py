@@ -22,8 +22,9 @@ _ALERT = re.compile(r"(?P<operation>\S[^\n]{0,200}?) does not have a determinist
 _OTHER_ALERTS = {
     "Deterministic behavior was enabled with": "cuBLAS without CUBLAS_WORKSPACE_CONFIG",
     "Memory Efficient attention defaults to": "memory-efficient attention",
+    "Flash Attention defaults to": "flash attention",
 }
-"""The beginnings of two other messages of torch, and the operations that they are about."""
+"""The beginnings of three other messages of torch, and the operations that they are about."""
 
 
 @dataclass(frozen=True, kw_only=True)
