@@ -122,7 +122,13 @@ def _torch_rung(
 ) -> Solver:
     item = precision.itemsize
     copy = size * size * item
-    if need == "vectors":
+    if on_device:
+        # cuSOLVER's workspace is four matrices, whether or not vectors are asked for; torch's copy is overwritten by
+        # the vectors, and made a second time for values
+        copies = 5 if need == "vectors" else 6 if dtype != precision else 5
+        taken, formula = copies * copy + 64 * size * item, f"{copies} · n² · {item} + {64 * item} n"
+        flops = 9.0 * size**3 if need == "vectors" else _OF_VALUES * size**3
+    elif need == "vectors":
         # the copy is overwritten by the vectors; 1 + 6n + 2n² numbers of workspace, and 3 + 5n integers
         taken, formula = 3 * copy + (8 * size + 1) * item + 4 * (5 * size + 3), f"3 · n² · {item} + 84 n"
         flops = 9.0 * size**3

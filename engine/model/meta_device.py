@@ -56,6 +56,10 @@ class _AttentionCall:
     enable_gqa: bool = False
 
 
+_WIDEST_HEAD = 256
+"""Numbers of a head that flash attention takes on a GPU."""
+
+
 class _Attention(TorchFunctionMode):
     """Takes the fused kernel that ``device`` would take; on the meta device torch writes all scores out."""
 
@@ -71,21 +75,26 @@ class _Attention(TorchFunctionMode):
             return self._fused(_AttentionCall(*args, **named))
         return func(*args, **named)
 
+    def _takes_flash(self, query: Tensor, mask: Tensor | None) -> bool:
+        """Tell whether the kernel without scores is taken: on a GPU in 16 bits alone, where no mask is given."""
+        if self._device.type != "cuda":
+            return True
+        return query.dtype in (torch.float16, torch.bfloat16) and mask is None and query.shape[-1] <= _WIDEST_HEAD
+
     def _fused(self, call: _AttentionCall) -> Tensor:
         query, key, value, mask = call.query, call.key, call.value, call.attn_mask
         if call.enable_gqa and self._device.type == "cuda":
             key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape, dtype=query.dtype, device="meta")
-        if query.ndim != 4 or (mask is not None and mask.requires_grad):
+        if query.ndim != 4 or (mask is not None and mask.requires_grad) or not self._takes_flash(query, mask):
             return torch.nn.functional.scaled_dot_product_attention(
                 query, key, value, mask, call.dropout_p, is_causal=call.is_causal, scale=call.scale
             )
         aten: Any = torch.ops.aten
         if self._device.type == "cuda":
-            spread = None if mask is None else mask.expand(*query.shape[:-1], key.shape[-2])
-            outputs = aten._scaled_dot_product_efficient_attention(  # noqa: SLF001
-                query, key, value, spread, True, call.dropout_p, call.is_causal, scale=call.scale
+            outputs = aten._scaled_dot_product_flash_attention(  # noqa: SLF001
+                query, key, value, call.dropout_p, call.is_causal, False, scale=call.scale
             )
         else:
             outputs = aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
