@@ -125,7 +125,7 @@ def test_model_stays_on_its_device() -> None:
 def test_weighted_and_smoothed_losses_equal_those_of_the_cpu(fisher: str) -> None:
     task = Task(type="classification", class_weights=tuple(range(10)), label_smoothing=0.2)
     here, there = (on(device, fisher=fisher) for device in ("cpu", "cuda"))
-    here.task = there.task = task
+    here.inputs.task = there.inputs.task = task
     left, right = collect_or_read(here), collect_or_read(there)
     for layer in left.layers:
         one, other = left.load(layer.ordinal), right.load(layer.ordinal)

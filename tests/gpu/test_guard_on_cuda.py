@@ -93,10 +93,10 @@ def test_a_collection_whose_batches_do_not_fit_goes_on_with_slices() -> None:
         each.machine.device, each.options.memory = CUDA, Memory()
     wanted = collect_or_read(whole)
     # the plan knows of no limit: what it misses is found out
-    made.guard = Guard(budget=MemoryBudget.unlimited(), device=CUDA, log=lambda _, __: None)
+    made.machine.guard = Guard(budget=MemoryBudget.unlimited(), device=CUDA, log=lambda _, __: None)
     held(400 * MIB)
     found = collect_or_read(made)
-    assert made.guard.planning_errors
+    assert made.machine.guard.planning_errors
     assert found.micro_batch is not None
     assert found.micro_batch < 16384
     for layer in wanted.layers:
