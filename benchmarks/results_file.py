@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def write(name: str, claims: list[dict[str, Any]], figures: dict[str, Any]) -> N
         "threads": torch.get_num_threads(),
         "versions": {
             "python": platform.python_version(),
-            **{package: version(package) for package in ("kronoscope", "torch", "transformers", "scipy")},
+            **{package: _version(package) for package in ("kronoscope", "torch", "transformers", "scipy")},
         },
         "claims": claims,
         "figures": figures,
@@ -53,6 +53,14 @@ def write(name: str, claims: list[dict[str, Any]], figures: dict[str, Any]) -> N
         print(f"{word}: {found['claim']}: {found['value']:.3g} (target {found['target']:.3g})")
 
 
+def _version(package: str) -> str:
+    """Return a package's version; a tree that runs where it stands is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
 def _device() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
@@ -60,7 +68,12 @@ def _device() -> str:
 
 
 def commit() -> str:
-    """Return the commit that is measured, marked where Python files differ from it."""
+    """Return the commit that is measured, marked where Python files differ from it.
+
+    A copy of the tree without its history names it in ``KRONOSCOPE_COMMIT``.
+    """
+    if "KRONOSCOPE_COMMIT" in os.environ:
+        return os.environ["KRONOSCOPE_COMMIT"]
 
     def git(*arguments: str) -> str:
         found = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, cwd=RESULTS.parent)  # noqa: S603, S607 - fixed words
