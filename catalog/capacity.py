@@ -6,6 +6,7 @@ from typing import Literal
 from catalog.analysis import Analysis, Coverage
 from catalog.capacity_metrics import METRICS, WITHOUT_DECOMPOSITION, CapacityMetrics, ModelCapacity
 from catalog.cross_check import CrossCheck, require_cross_check
+from catalog.field_errors import suggestion
 from catalog.record import FieldError, record
 from catalog.token_importance import TokenImportance
 
@@ -56,7 +57,8 @@ class CapacityParams:
             unknown = [name for name in self.metrics if name not in METRICS]
             if unknown or not self.metrics:
                 said = f"holds `{unknown[0]}`" if unknown else "is empty"
-                raise FieldError("metrics", f"{said}; take null for all, or some of {', '.join(METRICS)}")
+                near = suggestion(unknown[0], METRICS) if unknown else ""
+                raise FieldError("metrics", f"{said}; take null for all, or some of {', '.join(METRICS)}{near}")
         wrong = [level for level in self.quantile_levels if not 0 <= level <= 1]
         if wrong or len(self.quantile_levels) > MAX_GRID:
             said = f"holds {wrong[0]}" if wrong else f"has {len(self.quantile_levels)} levels"

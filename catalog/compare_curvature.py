@@ -65,8 +65,8 @@ class CompareCurvatureParams:
         if self.against is None:
             raise FieldError(
                 "compare_curvature.against",
-                "is missing; name the second set of factors: `{job: ID}` of a job that kept its factors, or "
-                "`{path: FOLDER}`",
+                "is missing; name the second set of factors: give `compare_curvature.against` as `{job: ID}` of a job "
+                "that kept its factors, or as `{path: FOLDER}`",
             )
 
 

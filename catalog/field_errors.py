@@ -174,9 +174,9 @@ def _unknown(wrong: str, owners: list[type], document: type) -> str:
     if wrong in known:
         return f"is no field here; it is {known[wrong].written}"
     names = sorted(set().union(*(_names(member) for member in owners)))
-    near = difflib.get_close_matches(wrong, names, n=1)
+    near = nearest(wrong, names)
     if near:
-        return f"is no field here; did you mean `{near[0]}`?"
+        return f"is no field here; did you mean `{near}`?"
     return f"is no field here; there are {', '.join(names)}"
 
 
@@ -190,8 +190,26 @@ def suggestion(wrong: object, choices: Iterable[str]) -> str:
     Returns:
         Such as `; did you mean `capacity`?`; empty where nothing is near.
     """
-    near = difflib.get_close_matches(wrong, list(choices), n=1) if isinstance(wrong, str) and len(wrong) < 64 else []
-    return f"; did you mean `{near[0]}`?" if near else ""
+    near = nearest(wrong, choices)
+    return f"; did you mean `{near}`?" if near else ""
+
+
+def nearest(wrong: object, choices: Iterable[str]) -> str | None:
+    """Return the choice that a word is most likely a slip of.
+
+    Args:
+        wrong: The value that is not a choice.
+        choices: The values that are.
+
+    Returns:
+        The choice; None where nothing is near.
+    """
+    if not isinstance(wrong, str) or not 0 < len(wrong) < 64:
+        return None
+    words = {word.lower(): word for word in choices}
+    begun = [word for word in words if word.startswith(wrong.lower())]
+    near = difflib.get_close_matches(wrong.lower(), words, n=1) or begun
+    return words[near[0]] if near else None
 
 
 @record

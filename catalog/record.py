@@ -34,6 +34,14 @@ class FieldError(ValueError):
         self.field = field
         self.message = message
 
+    def __str__(self) -> str:
+        """Return the whole sentence, which the field is the subject of."""
+        return f"`{self.field}` {self.message}"
+
+
+class WrongType(FieldError, TypeError):
+    """A value of another type than its field declares."""
+
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,))
 def record(cls: type[T]) -> type[T]:

@@ -13,6 +13,7 @@ from torch import nn
 from catalog import ANALYSES
 from catalog.analysis import LayerResult, most_decomposed
 from catalog.collection import Collection, Stabilisation
+from catalog.field_errors import suggestion
 from catalog.inputs import Task
 from catalog.memory import Memory
 from catalog.woodbury import Woodbury
@@ -27,9 +28,19 @@ from engine.planning.eigendecomposition_memory import (
 from engine.workspace import Artifacts, JobOptions, Machine, ModelInputs, Ports, Workspace
 from kronoscope.local_artifacts import Held
 from kronoscope.local_factors import LayerFactors as LayerFactors  # noqa: PLC0414 - offered here
-from kronoscope.local_factors import LayersFactors, load_factors, open_against
+from kronoscope.local_factors import LayersFactors, load_factors, open_against, open_gradient
 from kronoscope.local_factors import load_stabilised as load_stabilised  # noqa: PLC0414 - offered here
-from kronoscope.local_inputs import Batches, options_record, repeatable, task_record
+from kronoscope.local_inputs import (
+    Batches,
+    OptionRefused,
+    WrongOptionType,
+    kinds_tuple,
+    options_record,
+    params_records,
+    repeatable,
+    require_document,
+    task_record,
+)
 from kronoscope.local_operator import Operator, OperatorChoices, open_operator
 
 
@@ -58,7 +69,13 @@ class Measurement:
 
         Returns:
             Its rows by layer name.
+
+        Raises:
+            OptionRefused: If the analysis was not asked for.
         """
+        if kind not in self.summary:
+            near = suggestion(kind, self.summary)
+            raise OptionRefused(f"`kind` must be one of {', '.join(self.summary)} (got {kind!r}){near}")
         return {row.layer: row for row in self.layers if row.kind == kind}
 
 
@@ -98,15 +115,31 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
 
     Raises:
         EngineError: As ``engine.errors`` lists.
+        OptionRefused: If a word, a field or a number of the options cannot be, or two contradict each other; before any
+            data are read. It is an ``EngineError`` and a ``ValueError``.
         TypeError: If the model is not a ``torch.nn.Module``.
-        ValueError: If a kind is not on the menu, or a task not one of the document's.
     """
+    _require_objects(model, report)
+    asked = kinds_tuple(kinds)
     likelihood = task_record(task)
-    _require_known(model, kinds)
+    limits = options_record(Memory, memory, "memory")
+    options = params_records(asked, params)
+    job_options = JobOptions(
+        collection=options_record(Collection, collection, "collection"),
+        stabilisation=options_record(Stabilisation, stabilisation, "stabilisation"),
+        woodbury=options_record(Woodbury, woodbury, "woodbury"),
+        memory=limits,
+        kinds=asked,
+        keep=("factors",),
+        decomposition=most_decomposed(own or ANALYSES[kind] for kind, own in options.items()),
+        params=options,
+    )
+    require_document(likelihood, job_options)
+    stored_against = open_against(options.get("compare_curvature"))
+    gradient = open_gradient(options.get("natural_gradient"))
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     source = repeatable(batches)
     plan: dict[str, Any] = {}
-    limits = options_record(Memory, memory, "memory")
     budget = MemoryBudget.unlimited() if memory is None else MemoryBudget.measure(limits, device)
     workspace = Workspace(
         inputs=ModelInputs(
@@ -114,15 +147,10 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
             batches=source.read,
             task=likelihood,
             examples=source.examples,
+            gradient=gradient,
+            stored_against=stored_against,
         ),
-        options=JobOptions(
-            collection=options_record(Collection, collection, "collection"),
-            stabilisation=options_record(Stabilisation, stabilisation, "stabilisation"),
-            woodbury=options_record(Woodbury, woodbury, "woodbury"),
-            memory=limits,
-            kinds=tuple(kinds),
-            keep=("factors",),
-        ),
+        options=job_options,
         machine=Machine(
             budget=budget,
             guard=Guard(budget=budget, device=device, log=lambda _, __: None),
@@ -135,15 +163,11 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
         workspace.ports.report = report
     rows: list[LayerResult] = []
     summary: dict[str, Any] = {}
-    options = {kind: _options(kind, params) for kind in kinds}
-    workspace.options.decomposition = most_decomposed(own or ANALYSES[kind] for kind, own in options.items())
-    workspace.options.params = options
-    workspace.inputs.stored_against = open_against(options.get("compare_curvature"))
     ranks = workspace.machine.ranks
     with contextlib.nullcontext() if ranks is None else ranks.guarding():
-        _run_all(kinds, workspace, rows, summary)
+        _run_all(asked, workspace, rows, summary)
     return Measurement(
-        layers=tuple(sorted(rows, key=lambda row: (list(kinds).index(row.kind), row.ordinal))),
+        layers=tuple(sorted(rows, key=lambda row: (asked.index(row.kind), row.ordinal))),
         summary=summary,
         factors=LayersFactors(read_factors(workspace.ports.artifacts)),
         index=workspace.ports.artifacts.load_json(INDEX),
@@ -158,18 +182,13 @@ def _run_all(kinds: Sequence[str], workspace: Workspace, rows: list[LayerResult]
         summary[kind] = _pulled(rows, function(workspace.options.params[kind], workspace))
 
 
-def _require_known(model: object, kinds: Sequence[str]) -> None:
+def _require_objects(model: object, report: object) -> None:
+    if report is not None and not callable(report):
+        raise WrongOptionType(f"`report` is {type(report).__name__}; give a function of (stage, done, total, unit)")
     if not isinstance(model, nn.Module):
-        message = f"`model` is {type(model).__name__}; give a torch.nn.Module"
+        given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        message = f"`model` is {given}; give a torch.nn.Module"
         raise TypeError(message)
-    unknown = [kind for kind in kinds if kind not in ANALYSES]
-    if unknown or isinstance(kinds, str):
-        raise ValueError(f"`kinds` is {kinds!r}; give a list of {', '.join(ANALYSES)}")
-
-
-def _options(kind: str, params: Mapping[str, Any] | None) -> Any:  # noqa: ANN401 - each analysis has its own
-    given, known = (params or {}).get(kind), ANALYSES[kind].params
-    return given if known is None else options_record(known, given, f"params['{kind}']")
 
 
 def _artifacts() -> Artifacts:
@@ -197,7 +216,7 @@ def operator(source: str | Path | Measurement | LayersFactors, **choices: Unpack
 
     Raises:
         EngineError: If the factors are broken, or cannot be used so.
-        ValueError: If a choice is none of its words.
+        OptionRefused: If a choice is none of its words.
     """
     if isinstance(source, Measurement):
         found = source.factors

@@ -5,11 +5,15 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from catalog.compare_curvature import AgainstReference, CompareCurvatureParams
+from catalog.compare_curvature import CompareCurvatureParams
+from catalog.field_errors import suggestion
+from catalog.natural_gradient import NaturalGradientParams
+from catalog.record_reader import read
 from engine.errors import BrokenFactors
 from engine.factors.clipped_inverse import StabilisedLayers
 from engine.factors.factor_files import read_factors
@@ -20,9 +24,10 @@ from engine.linalg.linear_operator import Structured
 from engine.memory.plan import readable_bytes
 from engine.operators.preconditioning import precondition
 from kronoscope.local_artifacts import Folder
-from kronoscope.local_inputs import options_record
+from kronoscope.local_inputs import OptionRefused, WrongOptionType, refusing
 
 _LARGEST_DENSE_BYTES = 2**31
+_MOST_NAMES = 10
 
 
 class LayerFactors:
@@ -112,7 +117,9 @@ class LayerFactors:
             BiasColumnMismatch: If the shapes disagree; the message names both.
             ValueError: If a damping is not positive, or no gradient rows are kept.
         """
-        return precondition(self._factors, gradient, damping_A, damping_G, of_rows=of_rows)
+        with refusing():
+            of_A, of_G = read(float, damping_A, "damping_A"), read(float, damping_G, "damping_G")
+        return precondition(self._factors, gradient, of_A, of_G, of_rows=of_rows)
 
     @cached_property
     def _corrected(self) -> Corrected:
@@ -153,7 +160,13 @@ class LayersFactors(Mapping[str, LayerFactors]):
         }
 
     def __getitem__(self, layer: str) -> LayerFactors:
+        if layer not in self._layers:
+            raise KeyError(f"no layer {layer!r} has factors{suggestion(layer, self._layers) or self._known()}")
         return self._layers[layer]
+
+    def _known(self) -> str:
+        names = [repr(name) for name in self._layers]
+        return f"; there are {', '.join(names[:_MOST_NAMES])}{' and more' if len(names) > _MOST_NAMES else ''}"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layers)
@@ -175,7 +188,7 @@ def load_factors(path: str | Path, *, verify: bool = False) -> LayersFactors:
     Raises:
         BrokenFactors: If there is no index, a value of it cannot be, or a factor has another digest than it records.
     """
-    found = LayersFactors(read_factors(_folder_of(Path(path))))
+    found = LayersFactors(read_factors(_folder_of(_path(path))))
     if verify:
         _read_all(found.collected)
     return found
@@ -192,14 +205,43 @@ def open_against(params: CompareCurvatureParams | None) -> Folder | None:
 
     Raises:
         BrokenFactors: If there is no index where the path leads.
-        ValueError: If a job of a service is named, or a field is refused.
+        OptionRefused: If a job of a service is named.
     """
     if params is None or params.against is None:
         return None
-    reference = options_record(AgainstReference, params.against, "params['compare_curvature']['against']")
+    reference = params.against
     if reference.path is None:
-        raise ValueError("`against.job` names a job of a service; in a notebook give `against: {'path': FOLDER}`")
+        raise OptionRefused("`against.job` names a job of a service; in a notebook give `against: {'path': FOLDER}`")
     return _folder_of(Path(reference.path))
+
+
+def open_gradient(params: NaturalGradientParams | None) -> dict[str, Tensor] | None:
+    """Read the gradient that a natural gradient in a notebook names in place of that of the data.
+
+    Args:
+        params: The options of `natural_gradient`; None where none is asked for.
+
+    Returns:
+        Tensors by parameter, as the file has them; None where nothing names any.
+
+    Raises:
+        OptionRefused: If there is no such file, or it is not one of safetensors.
+    """
+    if params is None or params.gradient is None:
+        return None
+    try:
+        return safetensors.torch.load_file(params.gradient.path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise OptionRefused(
+            f"`params['natural_gradient'].gradient.path` is {params.gradient.path[:80]!r}, which cannot be read "
+            f"({error}); give a `.safetensors` file with a tensor for each trainable parameter"
+        ) from error
+
+
+def _path(given: object) -> Path:
+    if not isinstance(given, (str, Path)):
+        raise WrongOptionType(f"`path` is {type(given).__name__}; give the path of a folder")
+    return Path(given)
 
 
 def _folder_of(folder: Path) -> Folder:
@@ -228,7 +270,7 @@ def load_stabilised(path: str | Path) -> StabilisedLayers:
     Raises:
         BrokenFactors: If there are none.
     """
-    folder = Path(path)
+    folder = _path(path)
     for candidate in (folder, folder / "stabilised", folder / "artifacts" / "stabilised"):
         if (candidate / "stabilised.index.json").is_file():
             index = json.loads((candidate / "stabilised.index.json").read_bytes())

@@ -1,16 +1,21 @@
 """The arguments of ``kronoscope.local.measure`` in the forms that a notebook has them."""
 
+import contextlib
 import dataclasses
-import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from torch.utils.data import Dataset
 
-from catalog.inputs import Task, TaskType
-from catalog.record import FieldError
+from catalog import ANALYSES, DOCUMENT
+from catalog.field_errors import nearest, suggestion
+from catalog.inputs import DataFactory, ModelFactory, Task, TaskType
+from catalog.record import FieldError, WrongType
+from catalog.record_reader import read
+from engine.errors import UsageError
 from engine.model.batches import count_examples
 from engine.model.examples import read_chunks
+from engine.workspace import JobOptions
 
 Batches = (
     Iterable[tuple[Any, ...]]
@@ -54,8 +59,33 @@ def repeatable(batches: Batches) -> Source:
     return Source(lambda: iter(chunks), count_examples(chunks))
 
 
+class OptionRefused(UsageError, ValueError):
+    """An argument with a word, a field or a number that it cannot have; said before any data are read."""
+
+
+class WrongOptionType(OptionRefused, TypeError):
+    """An argument of another type than is taken."""
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Turn what the catalog refuses into an error of this door, which is one of the engine's and a ``ValueError``.
+
+    Returns:
+        A context.
+
+    Raises:
+        OptionRefused: If a field is refused within.
+    """
+    try:
+        yield
+    except FieldError as error:
+        kind = WrongOptionType if isinstance(error, WrongType) else OptionRefused
+        raise kind(str(error)) from error
+
+
 def options_record(kind: type[T], options: T | Mapping[str, Any] | None, name: str) -> T:
-    """Return a record of options.
+    """Return a record of options, each of its words and numbers checked.
 
     Args:
         kind: The record's class.
@@ -66,29 +96,37 @@ def options_record(kind: type[T], options: T | Mapping[str, Any] | None, name: s
         The record.
 
     Raises:
-        TypeError: If the options are neither.
-        ValueError: If a field is unknown, or a value is refused.
+        OptionRefused: If a field is unknown, or a value is refused.
     """
     if options is None:
         return kind()
-    if isinstance(options, kind):
-        return options
-    if not isinstance(options, Mapping):
-        message = f"`{name}` is {type(options).__name__}; give {kind.__name__} or a mapping of its fields"
-        raise TypeError(message)
-    fields = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    unknown = [str(each) for each in options if each not in fields]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], fields, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else f"there are {', '.join(fields)}"
-        raise ValueError(f"`{name}` has no field `{unknown[0]}`; {hint}")
-    try:
-        return kind(**options)
-    except FieldError as error:
-        raise ValueError(f"`{name}.{error.field}` {error.message}") from error
+    with refusing():
+        made: T = read(kind, options, name)
+    return made
 
 
-def task_record(task: Task | Mapping[str, Any] | str) -> Task:
+def choices(declared: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments, each read as its declaration says.
+
+    Args:
+        declared: A ``TypedDict`` of the arguments.
+        given: The arguments.
+
+    Returns:
+        The arguments that were given, by name.
+
+    Raises:
+        OptionRefused: If one is unknown, or has a value that it cannot have.
+    """
+    hints = get_type_hints(declared)
+    with refusing():
+        for name in given:
+            if name not in hints:
+                raise FieldError(name, f"must be one of {', '.join(hints)}{suggestion(name, hints)}")
+        return {name: read(hints[name], value, name) for name, value in given.items()}
+
+
+def task_record(task: object) -> Task:
     """Return the task that an argument names.
 
     Args:
@@ -98,10 +136,97 @@ def task_record(task: Task | Mapping[str, Any] | str) -> Task:
         The task.
 
     Raises:
-        ValueError: If the type is not one of the document's, or a field is refused.
+        OptionRefused: If it names no task, or a field is refused.
     """
-    fields = {"type": task} if isinstance(task, str) else task
-    chosen = fields.type if isinstance(fields, Task) else fields.get("type")
-    if chosen not in get_args(TaskType):
-        raise ValueError(f"`task` is {chosen!r}; take one of {', '.join(get_args(TaskType))}")
-    return options_record(Task, fields, "task")
+    if not isinstance(task, (str, Mapping, Task)):
+        given = f"the class {task.__name__}" if isinstance(task, type) else type(task).__name__
+        raise WrongOptionType(
+            f"`task` is {given}; name what the outputs mean: take one of {', '.join(get_args(TaskType))}, or a mapping "
+            "such as {'type': 'classification', 'loss': 'cross_entropy'}"
+        )
+    if isinstance(task, str) and task not in get_args(TaskType):
+        words = get_args(TaskType)
+        raise OptionRefused(f"`task` is {task!r}; take one of {', '.join(words)}{suggestion(task, words)}")
+    return options_record(Task, {"type": task} if isinstance(task, str) else task, "task")
+
+
+def kinds_tuple(kinds: object) -> tuple[str, ...]:
+    """Return the analyses that an argument names.
+
+    Args:
+        kinds: Kinds of the menu, each once.
+
+    Returns:
+        The kinds in order.
+
+    Raises:
+        OptionRefused: If it is not such a list.
+    """
+    menu = f"give a list of {', '.join(ANALYSES)}"
+    if isinstance(kinds, str) or not isinstance(kinds, Iterable):
+        near = nearest(kinds, ANALYSES) if isinstance(kinds, str) else None
+        raise WrongOptionType(f"`kinds` is {kinds!r}; {menu}{f'; did you mean [{near!r}]?' if near else ''}")
+    named = tuple(kinds)
+    for kind in named:
+        if not isinstance(kind, str) or kind not in ANALYSES:
+            raise OptionRefused(f"`kinds` holds {kind!r}; {menu}{suggestion(kind, ANALYSES)}")
+    if len(set(named)) != len(named) or not named:
+        raise OptionRefused(f"`kinds` {'is empty' if not named else 'names an analysis twice'}; {menu}, each once")
+    return named
+
+
+def params_records(kinds: Sequence[str], params: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the options of each analysis.
+
+    Args:
+        kinds: The analyses that are asked for.
+        params: Options by kind, records or mappings of their fields; those of other kinds are checked, too.
+
+    Returns:
+        A record for each analysis asked for; None for one without options.
+
+    Raises:
+        OptionRefused: If a kind is unknown or has no options, or a field is refused.
+    """
+    if params is not None and not isinstance(params, Mapping):
+        raise WrongOptionType(f"`params` is {type(params).__name__}; give a mapping of options by kind")
+    known = {kind: analysis.params for kind, analysis in ANALYSES.items() if analysis.params is not None}
+    given = {} if params is None else dict(params)
+    for kind, options in given.items():
+        if kind not in known and (kind not in ANALYSES or options):
+            near = suggestion(kind, known)
+            raise OptionRefused(f"`params` has options of {kind!r}; there are those of {', '.join(known)}{near}")
+    made = {
+        kind: options_record(known[kind], options, f"params['{kind}']")
+        for kind, options in given.items()
+        if kind in known
+    }
+    return {kind: made.get(kind) or (known[kind]() if kind in known else None) for kind in kinds}
+
+
+def require_document(task: Task, options: JobOptions) -> None:
+    """Require what a job's document requires of blocks that stand beside each other.
+
+    Args:
+        task: The task.
+        options: The other blocks.
+
+    Raises:
+        OptionRefused: If two of them contradict each other; before any data are read.
+    """
+    params = {kind: each for kind, each in options.params.items() if each is not None}
+    try:
+        DOCUMENT(
+            kind=options.kinds,
+            model=ModelFactory(source="factory", factory="notebook:model"),
+            data=DataFactory(source="factory", factory="notebook:data"),
+            task=task,
+            collection=options.collection,
+            stabilisation=options.stabilisation,
+            woodbury=options.woodbury,
+            **params,
+        )
+    except FieldError as error:
+        block, dot, rest = error.field.partition(".")
+        place = f"params['{block}']{dot}{rest}" if block in params else error.field
+        raise OptionRefused(f"`{place}` {error.message}") from error

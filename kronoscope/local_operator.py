@@ -12,7 +12,8 @@ from engine.factors.factor_set import FactorSet
 from engine.operators.kronecker.ill_conditioned import IllConditioned
 from engine.operators.kronecker.layer_store import OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
-from kronoscope.local_inputs import options_record
+from kronoscope.local_inputs import OptionRefused, options_record
+from kronoscope.local_inputs import choices as read_choices
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
@@ -81,9 +82,6 @@ class OperatorChoices(TypedDict, total=False):
     """Bytes of factors and eigenvectors that stay between products; all of them where it is left out."""
 
 
-_WORDS = {"of": ("kfac", "ekfac"), "damping": ("none", "exact", "factored"), "uncovered": ("zero", "refuse")}
-
-
 def open_operator(factors: FactorSet, **choices: Unpack[OperatorChoices]) -> Operator:
     """Return the operator of a factor set.
 
@@ -95,31 +93,25 @@ def open_operator(factors: FactorSet, **choices: Unpack[OperatorChoices]) -> Ope
         The operator.
 
     Raises:
-        ValueError: If a choice is none of its words or unknown, or the device is not there.
+        OptionRefused: If a choice is none of its words or unknown, or the device is not there.
         EngineError: As ``engine.errors`` lists.
     """
-    given: Mapping[str, Any] = dict(choices)
-    unknown = sorted(set(given) - set(OperatorChoices.__annotations__))
-    if unknown:
-        raise ValueError(f"`{unknown[0]}` must be one of {', '.join(OperatorChoices.__annotations__)}")
-    for name, words in _WORDS.items():
-        if given.get(name, words[0]) not in words:
-            raise ValueError(f"`{name}` must be one of {', '.join(words)} (got {given[name]!r})")
-    resident = choices.get("resident_bytes")
+    given = read_choices(OperatorChoices, choices)
+    resident = given.get("resident_bytes")
     if resident is not None and resident < 0:
-        raise ValueError(f"`resident_bytes` must be 0 or more, or None (got {resident})")
+        raise OptionRefused(f"`resident_bytes` must be 0 or more, or None (got {resident})")
     return Operator(
         factors,
         OperatorOptions(
-            of=choices.get("of", "kfac"),
-            kind=choices.get("damping", "none"),
-            stabilisation=options_record(Stabilisation, choices.get("stabilisation"), "stabilisation"),
-            uncovered=choices.get("uncovered", "zero"),
-            device=_device(choices.get("device", "cpu")),
+            of=given.get("of", "kfac"),
+            kind=given.get("damping", "none"),
+            stabilisation=options_record(Stabilisation, given.get("stabilisation"), "stabilisation"),
+            uncovered=given.get("uncovered", "zero"),
+            device=_device(given.get("device", "cpu")),
             resident_bytes=resident,
             report=_warn,
         ),
-        layers=choices.get("layers"),
+        layers=given.get("layers"),
     )
 
 
@@ -129,7 +121,7 @@ def _device(given: str | torch.device) -> torch.device:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:
         first = str(error).partition("\n")[0]
-        raise ValueError(f"`device` must be one that this machine's PyTorch has (got {given!r}: {first})") from error
+        raise OptionRefused(f"`device` must be one that this machine's PyTorch has (got {given!r}: {first})") from error
     return found
 
 

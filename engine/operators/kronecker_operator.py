@@ -7,6 +7,7 @@ moved to the device, multiplied, and let go of, unless ``resident_bytes`` lets t
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Self, overload
@@ -102,8 +103,8 @@ class KroneckerOperator:
         Raises:
             UsageError: If α is not finite.
         """
-        if not math.isfinite(exponent):
-            raise UsageError(f"the power must be a finite number (got {exponent})")
+        if not _is_finite(exponent):
+            raise UsageError(f"the power must be a finite number (got {exponent!r})")
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._exponent = self._exponent * exponent
@@ -380,3 +381,7 @@ def _chosen(factors: FactorSet, layers: Sequence[str] | None) -> tuple[LayerFact
         said = f"`{missing[0]}` is none of them" if missing else "none is named"
         raise NoSuchLayer(f"the factors cover {', '.join(f'`{name}`' for name in sorted(known)[:10])}; {said}")
     return tuple(facts for facts in factors.layers if facts.name in set(layers))
+
+
+def _is_finite(number: object) -> bool:
+    return isinstance(number, (numbers.Real, Tensor)) and math.isfinite(number)
