@@ -98,6 +98,11 @@ class LayerRecord:
     """What the rows were held against: `alone` (each example by itself), `single` (batches of one example: that
     examples do not mix is not shown), `inputs` (`forward_only` has no gradients), or `same_forward` (unverified by
     example: the model draws random numbers, or its batches cannot be taken apart)."""
+    identity_tolerance: float | None
+    """Relative difference up to which the layer counts as covered, where the check that decided could not hold it to
+    that of float64; null where nothing was to be decided, or float64 decided."""
+    identity_tolerance_reason: str | None
+    """Why that tolerance is above the one of float64."""
     world_size: int | None
     """Processes that collected together."""
     reduction: str | None

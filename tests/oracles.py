@@ -76,6 +76,8 @@ def same_facts(left: FactorSet, right: FactorSet, tolerance: float = 1e-9) -> bo
                 gradient_identity=None,
                 examples_checked=None,
                 checked_against=None,
+                identity_tolerance=None,
+                identity_tolerance_reason=None,
                 sums=None,
             )
             for layer in each.layers

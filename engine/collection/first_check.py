@@ -13,8 +13,8 @@ from torch import nn
 from engine.collection.normalise import foreseen_flaw
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import ProbedModel
-from engine.gradient_identity.check import LayerCheck
 from engine.gradient_identity.checked_model import Subject, widened_bytes
+from engine.gradient_identity.layer_check import LayerCheck
 from engine.gradient_identity.refusal import refusal
 from engine.gradient_identity.schedule import FIRST_EXAMPLES
 from engine.gradient_identity.self_check import SelfCheck

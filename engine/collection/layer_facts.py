@@ -13,7 +13,7 @@ from engine.accumulation.batch_variance import activation_refusal, gradient_refu
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.tied_statistics import TiedHeadStatistics
 from engine.factors.factor_set import LayerFacts, LayerSums
-from engine.gradient_identity.check import LayerCheck
+from engine.gradient_identity.layer_check import LayerCheck
 from engine.layers.layer import TreatedLayer
 
 
@@ -126,7 +126,13 @@ def _proved(around: Surroundings, layer: TreatedLayer) -> dict[str, Any]:
     check = around.checks.get(layer.name)
     if check is None:
         return {}
-    return {"gradient_identity": check.error, "examples_checked": check.examples, "checked_against": check.proof}
+    return {
+        "gradient_identity": check.error,
+        "examples_checked": check.examples,
+        "checked_against": check.proof,
+        "identity_tolerance": check.tolerance,
+        "identity_tolerance_reason": check.tolerance_reason,
+    }
 
 
 def _varied(collection: Collection, found: LayerStatistics, group: int) -> dict[str, Any]:

@@ -149,6 +149,10 @@ class LayerFacts:
     """Examples that were held against themselves alone."""
     checked_against: str | None = None
     """What the rows were held against: `alone`, `single`, `inputs` or `same_forward`."""
+    identity_tolerance: float | None = None
+    """Tolerance of a deciding check that was not that of float64; None where there was none."""
+    identity_tolerance_reason: str | None = None
+    """Why it was not."""
     relative_variance_A: float | None = None
     """`E‖A_b − A‖² / ‖A‖²` of the factors of single batches; None where it was not gathered."""
     relative_variance_G: float | None = None

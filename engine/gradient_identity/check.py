@@ -28,56 +28,17 @@ from engine.errors import EngineError
 from engine.gradient_identity.checked_model import NARROW_TOLERANCE, TOLERANCES, Subject
 from engine.gradient_identity.comparison import Errors, compare_rows, is_finite, relative
 from engine.gradient_identity.completeness import completeness
+from engine.gradient_identity.findings import Allowance, Findings
 from engine.gradient_identity.gradients import LayerRows
+from engine.gradient_identity.layer_check import Checked, LayerCheck
 from engine.gradient_identity.recorded_rows import Recording, record
 from engine.gradient_identity.reference import Objective, narrowest_dtype
 from engine.layers.layer import TreatedLayer
-from engine.memory.out_of_memory import lost_device, ran_out_of_memory
+from engine.memory.out_of_memory import first_line, lost_device, ran_out_of_memory
 from engine.model.batches import Batch, map_tensors
 
-Proof = str
-"""`alone`, `single` (batches of one example), `inputs` (no gradients), or `same_forward`."""
 _RAISED = 10.0
 """Times that measured rounding may raise the tolerance."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerCheck:
-    """The result of a check of one layer."""
-
-    error: float
-    """The largest relative difference."""
-    identity: str
-    """The identity that it is of: `completeness` or `independence`."""
-    examples: int
-    """Examples held against themselves alone."""
-    proof: Proof
-    """The gradients that the rows were compared with."""
-    failed: bool
-    mixes: bool = False
-    """The model's outputs for one example depend on the others."""
-    is_unordered: bool = False
-    """Sums over all rows are right, but whose each row is cannot be said."""
-
-    @property
-    def why(self) -> str:
-        """The identity that failed, for a layer that is not covered."""
-        against = "each example alone" if self.proof != "same_forward" else "plain autograd in the same forward pass"
-        if self.proof == "same_forward" and self.identity == "independence":
-            against = "each example's own beside other examples"
-        mixing = "; what the model returns for one example depends on the others" if self.mixes else ""
-        return f"its rows differ from {against} by {self.error:.2g} ({self.identity} of the gradient identity){mixing}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checked:
-    """The result of a check of one batch."""
-
-    layers: dict[str, LayerCheck]
-    draws: frozenset[str]
-    """Layers whose rows change from one run to the next."""
-    unseen: frozenset[str]
-    """Names of parameters, covered by no layer, whose gradient is not zero."""
 
 
 @dataclass
@@ -99,6 +60,10 @@ class BatchCheck:
     """Parameters that no layer covers, whose gradients are looked at too."""
     has_room: Callable[[], bool] = lambda: True
     """Whether there is memory for the model in float64."""
+    explained: bool = False
+    """That outputs depend on other examples stands with the layers that it is due to."""
+    floor: float = 0.0
+    """Norm of the model's largest gradient, as far as it is known from elsewhere."""
 
     def run(self) -> Checked:
         """Check all layers.
@@ -109,126 +74,153 @@ class BatchCheck:
         Raises:
             EngineError: If the model refuses the whole batch.
         """
-        draws, mixes, proof, errors, unseen = self._errors(self.subject, self.layers)
+        findings = self._findings(self.subject, self.layers)
         tolerance = self.subject.tolerance
-        checked = [layer for layer in self.layers if layer.name in errors]
-        suspects = [layer for layer in checked if errors[layer.name].largest[0] > tolerance]
-        if suspects and not self.subject.is_exact:
-            decided = self._decided_exactly(suspects)
-            if decided is not None:
-                return self._merged(errors, decided, draws, proof, tolerance, unseen)
-        allowed = dict.fromkeys(errors, tolerance)
-        if suspects:
-            allowed |= self._allowed(suspects, tolerance)
-        return Checked(
-            layers={
-                name: self._found(found, proof[name], allowed[name], mixes=mixes) for name, found in errors.items()
-            },
-            draws=draws,
-            unseen=unseen,
+        suspects = findings.suspects(self.layers, tolerance, outputs=self._outputs_decide)
+        if not suspects:
+            return self._judged(findings, Allowance(dict.fromkeys(findings.errors, tolerance), tolerance))
+        decided, reason = self._decided_widely(suspects, findings)
+        if decided is None:
+            return self._judged(findings, self._allowed(suspects, findings, reason))
+        names = [name for name in findings.errors if name not in decided.layers]
+        certain = self._judged(findings.of(names), Allowance(dict.fromkeys(names, tolerance), tolerance))
+        return replace(
+            certain,
+            layers=certain.layers | decided.layers,
+            draws=findings.draws | decided.draws,
+            largest_norm=max(findings.largest_norm, decided.largest_norm),
         )
+
+    @property
+    def _outputs_decide(self) -> bool:
+        """Whether outputs that depend on other examples refuse layers: the gradients of losses follow them."""
+        return self.subject.has_gradients and not self.explained
 
     # ---- what decides
 
-    def _decided_exactly(self, suspects: Sequence[TreatedLayer]) -> Checked | None:
-        """The same check of ``suspects`` in float64; None where that cannot be had."""
+    def _decided_widely(self, suspects: Sequence[TreatedLayer], findings: Findings) -> tuple[Checked | None, str]:
+        """The same check of ``suspects`` in float64 throughout; None with the reason where that cannot be had."""
+        subject = self.subject
+        if subject.widens or (subject.is_exact and narrowest_dtype(subject, self.batch) == torch.float64):
+            return None, ""
         if not self.has_room():
-            return None
-        try:
-            with self.subject.widened() as wide:
-                return replace(self, subject=wide, layers=suspects, others={}).run()
-        except (EngineError, RuntimeError, TypeError) as error:
-            if ran_out_of_memory(error) or lost_device(error):
-                raise
-            # a model that names its precision cannot be widened
-            return None
+            return None, "there was no memory for the model in float64"
+        said = ""
+        for widens in (True, False):
+            if subject.is_exact and not widens:
+                break
+            try:
+                with subject.widened(widens=widens) as wide:
+                    floor = max(self.floor, findings.largest_norm)
+                    return replace(self, subject=wide, layers=suspects, others={}, floor=floor).run(), ""
+            except (EngineError, RuntimeError, TypeError) as error:
+                if ran_out_of_memory(error) or lost_device(error):
+                    raise
+                # a model that names its precision, or a kernel that knows no other
+                said = said or first_line(error)
+        return None, f"the model could not be run in float64 ({said})"
 
-    def _merged(
-        self,
-        errors: Mapping[str, Errors],
-        decided: Checked,
-        draws: frozenset[str],
-        proof: Mapping[str, Proof],
-        tolerance: float,
-        unseen: frozenset[str],
-    ) -> Checked:
-        certain = {
-            name: self._found(found, proof[name], tolerance, mixes=False)
-            for name, found in errors.items()
-            if name not in decided.layers
-        }
-        return Checked(layers=certain | decided.layers, draws=draws | decided.draws, unseen=unseen)
-
-    def _found(self, errors: Errors, proof: Proof, allowed: float, *, mixes: bool) -> LayerCheck:
-        error, identity = errors.largest
-        failed = not error <= allowed
-        return LayerCheck(
-            error=error,
-            identity=identity,
-            examples=len(self.examples) if proof != "same_forward" else 0,
-            proof=proof,
-            failed=failed,
-            mixes=failed and mixes,
+    def _judged(self, findings: Findings, allowance: Allowance) -> Checked:
+        mixes = not findings.mixing <= allowance.outputs
+        exact = TOLERANCES[torch.float64]
+        broken = {name for name, each in findings.errors.items() if not each.largest[0] <= allowance.layers[name]}
+        # where rows show the mixing, layers whose rows do not are on no path through it
+        alone = mixes and self._outputs_decide and not broken
+        layers = {}
+        for name, errors in findings.errors.items():
+            error, identity = errors.largest
+            allowed, proof = allowance.layers[name], findings.proof[name]
+            failed = alone or name in broken
+            loosened = name in allowance.decided and allowed > exact
+            layers[name] = LayerCheck(
+                error=error,
+                identity=identity,
+                examples=len(self.examples) if proof != "same_forward" else 0,
+                proof=proof,
+                failed=failed,
+                mixes=failed and mixes,
+                tolerance=allowed if loosened else None,
+                tolerance_reason=allowance.reason if loosened else None,
+            )
+        return Checked(
+            layers=layers,
+            draws=findings.draws,
+            unseen=frozenset(findings.unseen),
+            largest_norm=findings.largest_norm,
         )
 
-    def _allowed(self, suspects: Sequence[TreatedLayer], tolerance: float) -> dict[str, float]:
+    def _allowed(self, suspects: Sequence[TreatedLayer], findings: Findings, reason: str) -> Allowance:
         """The tolerance of each of ``suspects``, raised by the rounding of an example among copies of itself."""
-        allowed = {}
+        narrowest = narrowest_dtype(self.subject, self.batch)
+        tolerance = max(self.subject.tolerance, TOLERANCES.get(narrowest, NARROW_TOLERANCE))
+        if tolerance > TOLERANCES[torch.float64] and not reason:
+            reason = f"an operation of the model returns {str(narrowest).removeprefix('torch.')} whatever it is given"
+        rounding, outputs = self._rounding(suspects, findings)
+        most = _RAISED * tolerance
+        allowed = {name: min(most, max(tolerance, 2 * measured)) for name, measured in rounding.items()}
+        # the others are held to the tolerance that they have kept
+        return Allowance(
+            layers=dict.fromkeys(findings.errors, self.subject.tolerance) | allowed,
+            decided=frozenset(allowed),
+            outputs=min(most, max(tolerance, 2 * outputs)),
+            reason=reason or "one example among copies of itself is rounded otherwise than alone",
+        )
+
+    def _rounding(self, suspects: Sequence[TreatedLayer], findings: Findings) -> tuple[dict[str, float], float]:
+        """How far an example among copies of itself is from the example alone: of each layer, and of the outputs."""
         example = self.examples[0]
-        inside = narrowest_dtype(self.subject, self.batch)
-        tolerance = max(tolerance, TOLERANCES.get(inside, NARROW_TOLERANCE))
         copies = pick_examples(self.batch, [example] * self.batch.size)
-        alone = replace(self, batch=pick_examples(self.batch, [example]), examples=[0])
         errors = {layer.name: Errors() for layer in suspects}
         try:
             many = record(self.subject, suspects, copies, self.seed)
             cotangent = None if many.cotangent is None else many.cotangent[:1]
-            one = record(self.subject, suspects, alone.batch, self.seed, cotangent)
+            one = record(self.subject, suspects, pick_examples(self.batch, [example]), self.seed, cotangent)
         except EngineError:
-            return dict.fromkeys((layer.name for layer in suspects), tolerance)
+            return dict.fromkeys(errors, 0.0), 0.0
         for layer in suspects:
             compare_rows(errors[layer.name], many.rows(layer.name, 0), one.rows(layer.name, 0), floor=0.0)
-            measured = errors[layer.name].independence
-            allowed[layer.name] = min(_RAISED * tolerance, max(tolerance, 2 * measured))
-        return allowed
+        own = _own(many.outputs, 0, self.batch.size)
+        comparable = findings.mixing and own.shape == one.outputs.shape
+        outputs = relative(own - one.outputs, one.outputs) if comparable else 0.0
+        return {name: each.independence for name, each in errors.items()}, outputs
 
     # ---- the identities
 
-    def _errors(
-        self, subject: Subject, layers: Sequence[TreatedLayer]
-    ) -> tuple[frozenset[str], bool, dict[str, Proof], dict[str, Errors], frozenset[str]]:
+    def _findings(self, subject: Subject, layers: Sequence[TreatedLayer]) -> Findings:
         together = record(subject, layers, self.batch, self.seed)
         # what a hook has refused already stands with its own reason
         layers = [layer for layer in layers if together.layers[layer.name].flaw is None]
         names = [layer.name for layer in layers]
         if not is_finite(together):
             # the pass says which layer's, and what to do
-            return frozenset(), False, {}, {}, frozenset()
-        draws = self._drawing(together) if self.repeats else self.drawing & set(names)
-        errors = {name: Errors() for name in names}
-        proof: dict[str, Proof] = dict.fromkeys(names, "alone" if subject.has_gradients else "inputs")
-        unseen: set[str] = set()
-        mixes = False
-        if self.batch.size == 1:
-            proof = dict.fromkeys(names, "single")
+            return Findings()
+        usual = "single" if self.batch.size == 1 else "alone" if subject.has_gradients else "inputs"
+        findings = Findings(
+            errors={name: Errors() for name in names},
+            proof=dict.fromkeys(names, usual),
+            draws=self._drawing(together) if self.repeats else self.drawing & set(names),
+        )
         # where rows have an order of their own, nothing is said of single examples
-        apart = draws | subject.orders.unordered_among(layers)
-        bound = [layer for layer in layers if layer.name not in apart]
+        unordered = subject.orders.unordered_among(layers)
+        drawing = [layer for layer in layers if layer.name in findings.draws - unordered]
+        bound = [layer for layer in layers if layer.name not in findings.draws | unordered]
         try:
             for example in self.examples if bound else ():
-                mixes |= self._alone(subject, bound, together, example, errors, unseen)
+                self._alone(subject, bound, together, example, findings)
         except EngineError:
             if self.batch.size == 1:
                 raise
             # examples that cannot be run alone: packed ones, or the nodes of one graph
-            beside, bound, unseen = bound, [], set()
-            errors = {name: Errors() for name in names}
-            mixes = self._beside_others(subject, beside, together, errors)
+            beside, bound = bound, []
+            findings.forget(names)
+            self._beside_others(subject, beside, together, findings)
+        if drawing and self.batch.size > 1:
+            self._exchanged(subject, drawing, together, findings)
         rest = [layer for layer in layers if layer not in bound]
         if rest:
-            proof |= dict.fromkeys((layer.name for layer in rest), "same_forward")
-            self._same_forward(subject, rest, together, errors, unseen)
-        return draws, mixes, proof, errors, frozenset(unseen)
+            findings.proof |= dict.fromkeys((layer.name for layer in rest), "same_forward")
+            self._same_forward(subject, rest, together, findings)
+        return findings
 
     def _drawing(self, together: Recording) -> frozenset[str]:
         """Layers whose rows are others when the batch is run again with the generator elsewhere."""
@@ -249,69 +241,72 @@ class BatchCheck:
         layers: Sequence[TreatedLayer],
         together: Recording,
         example: int,
-        errors: dict[str, Errors],
-        unseen: set[str],
-    ) -> bool:
-        """Hold one example's rows against the example alone; whether its outputs depend on the others."""
+        findings: Findings,
+    ) -> None:
+        """Hold one example's rows and outputs against the example alone."""
         batch = pick_examples(self.batch, [example])
         cotangent = None if together.cotangent is None else _own(together.cotangent, example, self.batch.size)
         one = record(subject, layers, batch, self.seed, cotangent)
         own = _own(together.outputs, example, self.batch.size)
         if own.shape != one.outputs.shape:
             raise EngineError("the outputs of one example have another shape alone")
-        mixes = self.subject.task.likelihood != "model" and (
-            relative(own - one.outputs, one.outputs) > subject.tolerance
-        )
+        self._compare_outputs(findings, own, one.outputs)
+        errors = findings.errors
         if not subject.has_gradients or together.cotangent is None:
             for layer in layers:
                 here, alone = together.rows(layer.name, example), one.rows(layer.name, 0)
                 compare_rows(errors[layer.name], here, alone, floor=0.0)
-            return mixes
+            return
         rows = {layer.name: LayerRows(recorder=together.layers[layer.name], example=example) for layer in layers}
-        norm = self._complete(subject, rows, batch, one.cotangent, errors, unseen)
+        norm = self._complete(subject, rows, batch, one.cotangent, findings)
         # gradients that are nothing but rounding beside the model's largest
         floor = subject.negligible(norm) / subject.tolerance
         for layer in layers:
             compare_rows(errors[layer.name], together.rows(layer.name, example), one.rows(layer.name, 0), floor=floor)
-        return mixes
+
+    def _compare_outputs(self, findings: Findings, own: Tensor, plain: Tensor) -> None:
+        """Note how far an example's outputs beside others are from those in another run; a loss is of all examples."""
+        if self.subject.task.likelihood != "model":
+            findings.mixing = max(findings.mixing, relative(own - plain, plain))
+
+    def _exchanged(
+        self, subject: Subject, layers: Sequence[TreatedLayer], together: Recording, findings: Findings
+    ) -> None:
+        """Hold the rows of a model that draws against those beside other examples, the generator in the same state."""
+        self._beside_others(subject, layers, together, findings)
 
     def _beside_others(
-        self, subject: Subject, layers: Sequence[TreatedLayer], together: Recording, errors: dict[str, Errors]
-    ) -> bool:
-        """Hold the rows of examples that cannot be run alone against theirs beside others; whether outputs differ."""
-        mixes, count = False, self.batch.size
+        self, subject: Subject, layers: Sequence[TreatedLayer], together: Recording, findings: Findings
+    ) -> None:
+        """Hold the rows and outputs of examples against theirs beside others, in a batch of the same shape."""
+        count = self.batch.size
         # gradients that are nothing but rounding beside the largest
-        sizes = [float(row.abs().max()) for name in errors for row in together.rows(name, 0).gradients() if len(row)]
+        sizes = [
+            float(row.abs().max()) for name in findings.errors for row in together.rows(name, 0).gradients() if len(row)
+        ]
         floor = subject.negligible(max(sizes, default=0.0)) / subject.tolerance
         for example in self.examples:
-            other = example if count == 2 else (example + 1) % count
-            places = [example if place == example else other for place in range(count)]
+            other = (example + 1) % count
+            # all others are exchanged, the next one too
+            places = [example if place in (example, other) else other for place in range(count)]
             try:
                 beside = record(subject, layers, pick_examples(self.batch, places), self.seed, together.cotangent)
             except EngineError:
-                return mixes
+                return
             own, theirs = (_own(each.outputs, example, count) for each in (together, beside))
             if own.shape != theirs.shape:
-                return mixes
-            mixes |= subject.task.likelihood != "model" and relative(theirs - own, own) > subject.tolerance
+                return
+            self._compare_outputs(findings, theirs, own)
             for layer in layers:
                 here, there = together.rows(layer.name, example), beside.rows(layer.name, example)
-                compare_rows(errors[layer.name], here, there, floor=floor)
-        return mixes
+                compare_rows(findings.errors[layer.name], here, there, floor=floor)
 
     def _same_forward(
-        self,
-        subject: Subject,
-        layers: Sequence[TreatedLayer],
-        together: Recording,
-        errors: dict[str, Errors],
-        unseen: set[str],
+        self, subject: Subject, layers: Sequence[TreatedLayer], together: Recording, findings: Findings
     ) -> None:
         """Hold the sum of all rows against the whole batch, the generator in the same state."""
-        if together.cotangent is None:
-            return
         rows = {layer.name: LayerRows(recorder=together.layers[layer.name], example=None) for layer in layers}
-        self._complete(subject, rows, self.batch, together.cotangent, errors, unseen)
+        self._complete(subject, rows, self.batch, together.cotangent, findings)
 
     def _complete(
         self,
@@ -319,18 +314,18 @@ class BatchCheck:
         rows: Mapping[str, LayerRows],
         batch: Batch,
         cotangent: Tensor | None,
-        errors: dict[str, Errors],
-        unseen: set[str],
+        findings: Findings,
     ) -> float:
-        """Note how far ``rows`` are from plain gradients; returns the norm of the largest layer's."""
+        """Note how far ``rows`` are from plain gradients; returns the norm of the model's largest layer's."""
         if cotangent is None:
-            return 0.0
+            return self.floor
         objective = Objective(batch=batch, seed=self.seed, cotangent=cotangent)
-        found = completeness(subject, rows, self.others, objective)
-        for name, error in found.errors.items():
-            errors[name].raise_to("completeness", error)
-        unseen |= found.unseen
-        return found.largest_norm
+        compared = completeness(subject, rows, self.others, objective, floor=self.floor)
+        for name, error in compared.errors.items():
+            findings.errors[name].raise_to("completeness", error)
+        findings.unseen |= compared.unseen
+        findings.largest_norm = max(findings.largest_norm, compared.largest_norm)
+        return compared.largest_norm
 
 
 def _own(tensor: Tensor, example: int, examples: int) -> Tensor:

@@ -11,6 +11,7 @@ from catalog.collection import Collection
 from catalog.inputs import Task
 from engine.layers.parameter_slice import Places
 from engine.model.batches import Batch
+from engine.model.dtype_casts import AllCasts, casts_of
 from engine.model.mixed_precision import Precision
 from engine.model.sharding.gathered_parameters import converted, numbers_at_once, put_back
 from engine.row_layout.row_order import RowOrders
@@ -44,6 +45,8 @@ class Subject:
     """Layers whose input the model writes to afterwards."""
     places: Places
     """Places in parameters that are layers."""
+    widens: bool = False
+    """Narrower types that the model names stand for float64."""
 
     @property
     def has_gradients(self) -> bool:
@@ -89,8 +92,23 @@ class Subject:
         return batch.to(self.device, self.dtype)
 
     @contextlib.contextmanager
-    def widened(self) -> Iterator["Subject"]:
+    def casting(self) -> Iterator[None]:
+        """The context of a forward pass, and of the backward pass that may run parts of it again."""
+        with AllCasts() if self.widens else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def returning(self) -> Iterator[None]:
+        """The context of a backward pass."""
+        with self.casting(), casts_of(self.model):
+            yield
+
+    @contextlib.contextmanager
+    def widened(self, *, widens: bool = False) -> Iterator["Subject"]:
         """The same model in float64, for the time inside; its own tensors come back bit for bit.
+
+        Args:
+            widens: Let the narrower types that the model names stand for float64 too.
 
         Memory:
             8 bytes for each number of the model.
@@ -103,7 +121,7 @@ class Subject:
         try:
             for tensor, _ in narrow:
                 tensor.data = converted(tensor, torch.float64)
-            yield replace(self, dtype=torch.float64, precision=Precision())
+            yield replace(self, dtype=torch.float64, precision=Precision(), widens=widens)
         finally:
             for tensor, data in narrow:
                 put_back(tensor, data)

@@ -91,6 +91,8 @@ def completeness(
     rows: Mapping[str, LayerRows],
     others: Mapping[str, nn.Parameter],
     objective: Objective,
+    *,
+    floor: float = 0.0,
 ) -> Completeness:
     """Compare ``rows`` with the gradient of ``⟨v, f(x)⟩``.
 
@@ -100,6 +102,7 @@ def completeness(
         others: Parameters that no layer covers, by name.
         objective: The batch x, which is one example or all of those whose rows are summed, and the cotangent v, shape
             (N, R, C).
+        floor: Norm of the model's largest gradient, where it is not among those of ``rows``.
 
     Returns:
         Relative differences, largest norm, and parameters with a gradient that no layer covers.
@@ -141,6 +144,7 @@ def completeness(
             found = compared()
     distances = found.distances
     largest = max((math.sqrt(each.norm) for each in distances.values()), default=0.0)
+    largest = max(largest, floor)
     negligible = subject.negligible(largest) / subject.tolerance
     return Completeness(
         errors={name: each.relative(subject, negligible) for name, each in distances.items()},

@@ -16,7 +16,6 @@ from engine.model.backward_pass import drain_backward_queue, pull_back
 from engine.model.batches import Batch, tensors
 from engine.model.counter_rng import normals
 from engine.model.determinism import seed_generators
-from engine.model.dtype_casts import casts_of
 from engine.model.loss_directions import directions, root_product
 from engine.model.outputs import Prediction, predict
 from engine.row_layout.layer_calls import InputOverwritten
@@ -191,7 +190,7 @@ def _recorded(
         if subject.has_gradients and prediction.outputs.requires_grad and (prediction.terms or cotangent is not None):
             if cotangent is None or subject.task.likelihood == "model":
                 cotangent = direction_of(subject, prediction, own.index)
-            pull_back(get_gradient_edge(prediction.outputs), cotangent, within=casts_of(subject.model))
+            pull_back(get_gradient_edge(prediction.outputs), cotangent, within=subject.returning())
             collector.returned()
         collector.end()
     return Recording(layers=recorders, outputs=prediction.outputs.detach(), cotangent=cotangent, examples=batch.size)
@@ -210,7 +209,7 @@ def run(subject: Subject, batch: Batch) -> Prediction:
     Raises:
         EngineError: If the model refuses the batch.
     """
-    with subject.precision.autocast(subject.device):
+    with subject.casting(), subject.precision.autocast(subject.device):
         prediction = predict(subject.model, batch, subject.task)
     return replace(prediction, outputs=prediction.outputs.to(subject.dtype))
 

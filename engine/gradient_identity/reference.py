@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from engine.gradient_identity.recorded_rows import direction_of, run
 from engine.model.backward_pass import drain_backward_queue, run_backward
 from engine.model.batches import Batch
 from engine.model.determinism import seed_generators
-from engine.model.dtype_casts import casts_of
 
 Arrived = Callable[[nn.Parameter, Tensor], None]
 """Gets a parameter and its gradient, which is let go of afterwards."""
@@ -88,7 +87,7 @@ def pull_back(
         if subject.task.likelihood == "model":
             cotangent = direction_of(subject, prediction, own.index)
         if prediction.outputs.requires_grad:
-            with casts_of(subject.model):
+            with subject.returning():
                 # shown tensors, torch would take its backward pass for an operation, inside which no mode is active
                 run_backward(get_gradient_edge(prediction.outputs), cotangent)
         if failures:
@@ -114,8 +113,9 @@ def narrowest_dtype(subject: Subject, batch: Batch) -> torch.dtype:
     """
     results = _Results(subject.dtype)
     own = subject.moved(batch)
-    with unwritten(subject.model), torch.no_grad(), results:
-        run(subject, own)
+    # looked at last: what was widened on the way is not narrow
+    with unwritten(subject.model), torch.no_grad(), subject.casting(), results:
+        run(replace(subject, widens=False), own)
     return results.narrowest
 
 
@@ -125,6 +125,7 @@ class _Results(TorchFunctionMode):
     def __init__(self, widest: torch.dtype) -> None:
         super().__init__()
         self.narrowest = widest
+        self._left = False
 
     def __torch_function__(
         self,
@@ -134,9 +135,11 @@ class _Results(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - as torch returns
         returned = func(*args, **(kwargs or {}))
-        dtype = returned.dtype if isinstance(returned, Tensor) else None
-        if dtype is not None and dtype.is_floating_point:
-            self.narrowest = max(dtype, self.narrowest, key=lambda each: torch.finfo(each).eps)
+        # what leaves torch comes back as an operand that no operation has returned
+        self._left = self._left or getattr(func, "__name__", "") in ("numpy", "__array__", "__dlpack__")
+        for each in (returned, *(args if self._left else ())):
+            if isinstance(each, Tensor) and each.is_floating_point():
+                self.narrowest = max(each.dtype, self.narrowest, key=lambda dtype: torch.finfo(dtype).eps)
         return returned
 
 

@@ -16,9 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from engine.gradient_identity.check import BatchCheck, Checked, LayerCheck, pick_examples
+from engine.gradient_identity.check import BatchCheck, pick_examples
 from engine.gradient_identity.checked_model import Subject
 from engine.gradient_identity.cut_padding import padding_has_no_gradient
+from engine.gradient_identity.layer_check import Checked, LayerCheck
 from engine.gradient_identity.schedule import FIRST_EXAMPLES, LATER_EXAMPLES
 from engine.layers.layer import TreatedLayer
 from engine.model.batches import Batch, tensors
@@ -38,6 +39,8 @@ class SelfCheck:
     """Layers whose rows change from one run to the next."""
     unseen: frozenset[str] = frozenset()
     """Parameters of no layer whose gradient is not zero."""
+    largest_norm: float = 0.0
+    """Norm of the largest gradient of any layer so far, which tells what is rounding beside it."""
     shapes: set[str] = field(default_factory=set)
     """Shapes in which batches have called the layers, as ``Collector.shapes`` writes them."""
 
@@ -66,6 +69,7 @@ class SelfCheck:
         found = self._check(layers, some, range(some.size), repeats=True, others=others)
         self.drawing |= found.draws
         self.unseen |= found.unseen
+        self.largest_norm = max(self.largest_norm, found.largest_norm)
         self.layers |= found.layers
         return found.layers
 
@@ -142,6 +146,8 @@ class SelfCheck:
             repeats=repeats,
             others=others,
             has_room=self.has_room,
+            explained=any(check.mixes and check.error > 0 for check in self.layers.values()),
+            floor=self.largest_norm,
         )
         with self._generators_kept():
             return check.run()
@@ -158,6 +164,8 @@ class SelfCheck:
             "layers": {name: asdict(check) for name, check in self.layers.items()},
             "drawing": sorted(self.drawing),
             "shapes": sorted(self.shapes),
+            "unseen": sorted(self.unseen),
+            "largest_norm": self.largest_norm,
         }
 
     def restore(self, stored: Mapping[str, Any]) -> None:
@@ -169,6 +177,8 @@ class SelfCheck:
         self.layers = {name: LayerCheck(**check) for name, check in stored["layers"].items()}
         self.drawing = frozenset(stored["drawing"])
         self.shapes = set(stored["shapes"])
+        self.unseen = frozenset(stored["unseen"])
+        self.largest_norm = stored["largest_norm"]
 
     def join(self, before: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
         """Take in the checks that several ranks have made since a state that was the same on all of them.
@@ -182,6 +192,8 @@ class SelfCheck:
         self.layers = {name: _joined(name, before, holders[name]) for name in holders}
         self.drawing = frozenset().union(*(state["drawing"] for state in states))
         self.shapes = set().union(*(state["shapes"] for state in states))
+        self.unseen = frozenset().union(*(state["unseen"] for state in states))
+        self.largest_norm = max(state["largest_norm"] for state in states)
 
 
 def _joined(name: str, before: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> LayerCheck:
@@ -222,4 +234,10 @@ def _worse(before: LayerCheck | None, now: LayerCheck) -> LayerCheck:
     if before is None:
         return now
     worst = now if now.failed or now.error > before.error else before
-    return replace(worst, examples=before.examples + now.examples)
+    loosest = max(before, now, key=lambda each: each.tolerance or 0.0)
+    return replace(
+        worst,
+        examples=before.examples + now.examples,
+        tolerance=loosest.tolerance,
+        tolerance_reason=loosest.tolerance_reason,
+    )

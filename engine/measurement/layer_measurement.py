@@ -325,6 +325,8 @@ def _measure(
             gradient_identity=facts.gradient_identity,
             examples_checked=facts.examples_checked,
             checked_against=facts.checked_against,
+            identity_tolerance=facts.identity_tolerance,
+            identity_tolerance_reason=facts.identity_tolerance_reason,
             world_size=facts.world_size,
             reduction=facts.reduction,
             sent_bytes=facts.sent_bytes,

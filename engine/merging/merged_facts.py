@@ -100,6 +100,7 @@ def merged_facts(addends: Sequence[Addend], idle: float, made: MergedLayer | Non
         trace, error = exact_trace(sums.traces, sums.weight_G, sums.examples)
     bounded = sums.tied is None
     worst = max(facts, key=lambda each: -1.0 if each.gradient_identity is None else each.gradient_identity)
+    loosest = max(facts, key=lambda each: each.identity_tolerance or 0.0)
     checked = [each.examples_checked for each in facts if each.examples_checked is not None]
     kinds = {each.representation_G for each in facts}
     found = replace(
@@ -115,6 +116,8 @@ def merged_facts(addends: Sequence[Addend], idle: float, made: MergedLayer | Non
         rows_place="host" if len(kinds) == 1 and first.rows_place is not None else None,
         gradient_identity=worst.gradient_identity,
         checked_against=worst.checked_against,
+        identity_tolerance=loosest.identity_tolerance,
+        identity_tolerance_reason=loosest.identity_tolerance_reason,
         examples_checked=sum(checked) if checked else None,
         pieces=sum(each.pieces for each in facts),
         sums=sums,

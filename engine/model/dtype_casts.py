@@ -24,6 +24,9 @@ _MISMATCH = re.compile(r"dtype|scalar type|mixed dtype|should be the same|result
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 """Methods of a tensor that are casts by name."""
 
+_FROM_OUTSIDE = ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack")
+"""Functions whose numbers were computed elsewhere, in the precision that they come in."""
+
 
 class OwnCasts(TorchFunctionMode):
     """A mode in which ``kept`` dtypes stand for ``dtype``, and operands of two precisions meet in the wider one.
@@ -62,6 +65,34 @@ class OwnCasts(TorchFunctionMode):
 
     def _standing(self, value: Any) -> Any:  # noqa: ANN401 - any argument
         return self.dtype if isinstance(value, torch.dtype) and value in self.kept else value
+
+
+class AllCasts(OwnCasts):
+    """A mode in which no narrower type than float64 is named: each stands for float64, and so does the default one.
+
+    What comes from outside of torch, and what only narrower tensors enter, stays narrow.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(frozenset({torch.float32, torch.float16, torch.bfloat16}), torch.float64)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - as torch returns
+        returned = super().__torch_function__(func, types, args, kwargs)
+        if not isinstance(returned, Tensor) or not returned.is_floating_point() or returned.dtype == self.dtype:
+            return returned
+        name, given = getattr(func, "__name__", ""), [*args, *(kwargs or {}).values()]
+        entered = [part for value in given for part in (value if isinstance(value, (tuple, list)) else (value,))]
+        narrow = any(isinstance(part, Tensor) and part.is_floating_point() for part in entered)
+        if narrow or name.endswith("_") or name in _FROM_OUTSIDE or "out" in (kwargs or {}):
+            return returned
+        # made by the default type, or divided from whole numbers
+        return returned.to(self.dtype)
 
 
 _CONVERTED: "weakref.WeakKeyDictionary[nn.Module, OwnCasts]" = weakref.WeakKeyDictionary()

@@ -1,0 +1,68 @@
+"""Findings: the differences that the identities have shown of one batch, and those that are allowed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from engine.gradient_identity.comparison import Errors
+from engine.gradient_identity.layer_check import Proof
+from engine.layers.layer import TreatedLayer
+
+
+@dataclass(kw_only=True)
+class Findings:
+    """The differences that the identities have shown of one batch, before they are judged."""
+
+    errors: dict[str, Errors] = field(default_factory=dict)
+    proof: dict[str, Proof] = field(default_factory=dict)
+    draws: frozenset[str] = frozenset()
+    unseen: set[str] = field(default_factory=set)
+    mixing: float = 0.0
+    """Largest relative difference between an example's outputs beside others and alone."""
+    largest_norm: float = 0.0
+
+    def suspects(self, layers: Sequence[TreatedLayer], tolerance: float, *, outputs: bool) -> list[TreatedLayer]:
+        """Choose the layers that are above the tolerance; all of them where the outputs are, and are to count.
+
+        Args:
+            layers: The layers that were checked.
+            tolerance: Relative difference that rounding may explain.
+            outputs: Whether outputs that depend on other examples count.
+
+        Returns:
+            Those to be decided upon, in the order of ``layers``.
+        """
+        mixing = outputs and not self.mixing <= tolerance
+        known = [layer for layer in layers if layer.name in self.errors]
+        return [layer for layer in known if mixing or not self.errors[layer.name].largest[0] <= tolerance]
+
+    def of(self, names: Sequence[str]) -> "Findings":
+        """Return the same of some layers, whose outputs are no concern of theirs.
+
+        Args:
+            names: Names of the layers.
+
+        Returns:
+            A copy without the other layers.
+        """
+        return replace(self, errors={name: self.errors[name] for name in names}, mixing=0.0)
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Begin anew with the differences of some layers.
+
+        Args:
+            names: Names of the layers.
+        """
+        self.errors = {name: Errors() for name in names}
+        self.unseen, self.mixing, self.largest_norm = set(), 0.0, 0.0
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """The relative differences that are allowed."""
+
+    layers: Mapping[str, float]
+    outputs: float
+    decided: frozenset[str] = frozenset()
+    """Layers that would have failed the tolerance of the job's precision."""
+    reason: str | None = None
+    """Why theirs are above those of float64."""

@@ -1,0 +1,168 @@
+"""Models whose examples mix behind draws, narrow types and outputs: whoever differs from plain autograd is refused.
+
+The oracle of each case is the trace of the Fisher block by plain autograd, example by example: where the collection
+covers a layer, it has that trace; where the examples mix, no such number is the model's.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.collect import collect_or_read
+from engine.errors import NothingToAnalyse
+from engine.factors.factor_set import FactorSet
+from tests.oracles import workspace
+
+Run = Callable[["Net", Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """Two linear layers, used as a case says."""
+
+    def __init__(self, use: Run) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.h, self.use = nn.Linear(6, 8), nn.Linear(8, 5), use
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, x)
+
+
+def data(examples: int = 16) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(examples, 6, dtype=torch.float64, generator=generator)
+    return x, torch.randint(5, (examples,), generator=generator)
+
+
+def measured(model: nn.Module, **options: Any) -> FactorSet | None:
+    """The collection; None where nothing of the model was left."""
+    try:
+        return collect_or_read(workspace(model, [data()], "classification", fisher="empirical", **options))
+    except NothingToAnalyse:
+        return None
+
+
+def plain_trace(model: Net, layer: nn.Linear) -> float:
+    """Mean squared norm of each example's gradient alone, by plain autograd."""
+    x, y = data()
+    total = 0.0
+    for one in range(len(x)):
+        loss = functional.cross_entropy(model(x[one : one + 1]), y[one : one + 1])
+        total += sum(float(each.square().sum()) for each in torch.autograd.grad(loss, list(layer.parameters())))
+    return total / len(x)
+
+
+def normalised(z: Tensor) -> Tensor:
+    return (z - z.mean(0)) / (z.var(0, correction=0) + 0.1).sqrt()
+
+
+def hidden_statistics(net: Net, x: Tensor) -> Tensor:
+    z = net.a(x)
+    return net.h(normalised(z + 1e-6 * torch.randn_like(z)).tanh())
+
+
+def hidden_neighbour(net: Net, x: Tensor) -> Tensor:
+    z = functional.dropout(net.a(x), 0.2, training=True)
+    return net.h((z + 0.3 * z.roll(-1, 0)).tanh())
+
+
+def noise(net: Net, x: Tensor) -> Tensor:
+    z = net.a(x)
+    return net.h((z + 1e-6 * torch.randn_like(z)).tanh())
+
+
+def masked_narrowly(net: Net, x: Tensor) -> Tensor:
+    return net.a(x) * (x.to(torch.bfloat16) > -9).all(1, keepdim=True)
+
+
+def default_type(net: Net, x: Tensor) -> Tensor:
+    """Ones of the default type, which is float32 whatever the model is measured in."""
+    return net.a(x) * torch.ones(8)
+
+
+def mixed_slightly(run: Run) -> Run:
+    def mixed(net: Net, x: Tensor) -> Tensor:
+        z = run(net, x)
+        return net.h((z + 0.02 * z.mean(0)).tanh())
+
+    return mixed
+
+
+def apart(run: Run) -> Run:
+    return lambda net, x: net.h(run(net, x).tanh())
+
+
+def outputs_centred(net: Net, x: Tensor) -> Tensor:
+    z = net.h(net.a(x).tanh())
+    return z - z.detach().mean(0)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        hidden_statistics,
+        hidden_neighbour,
+        mixed_slightly(masked_narrowly),
+        mixed_slightly(default_type),
+        outputs_centred,
+    ],
+)
+def test_examples_that_mix_are_refused(use: Run, dtype: str) -> None:
+    assert measured(Net(use), dtype=dtype) is None
+
+
+@pytest.mark.parametrize("use", [apart(masked_narrowly), apart(default_type)])
+def test_a_narrow_operation_that_mixes_nothing_is_covered(use: Run) -> None:
+    model = Net(use)
+    whole = measured(model, dtype="float64")
+    assert whole is not None
+    for layer in whole.layers:
+        assert layer.exact_trace == pytest.approx(plain_trace(model, model.get_submodule(layer.name)), rel=1e-6)
+
+
+def test_a_model_that_draws_and_mixes_nothing_keeps_its_verdict() -> None:
+    whole = measured(Net(noise))
+    assert whole is not None
+    assert {layer.checked_against for layer in whole.layers} == {"same_forward"}
+
+
+def test_a_tolerance_that_float64_cannot_have_is_recorded() -> None:
+    """Numbers from outside of torch stay narrow: what they were checked by stands with its reason."""
+
+    def outside(net: Net, x: Tensor) -> Tensor:
+        # a table that was computed elsewhere, in single precision, and with other sums for one example than for many
+        z = net.a(x)
+        narrow = torch.from_numpy(x.detach().numpy().astype("float32")) @ torch.full((6, 8), 0.37, dtype=torch.float32)
+        return net.h((z + narrow + 1e-7 * len(x)).tanh())
+
+    whole = measured(Net(outside), dtype="float64")
+    assert whole is not None
+    for layer in whole.layers:
+        assert layer.identity_tolerance is not None
+        assert 1e-9 < layer.identity_tolerance <= 1e-3
+        assert layer.identity_tolerance_reason is not None
+        assert "float32" in layer.identity_tolerance_reason
+
+
+def test_rounding_is_judged_beside_the_largest_gradient_of_the_model() -> None:
+    """The gradient of a normalisation before another cancels all but for rounding; nothing of it is wrong."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv1d(3, 6, 3),
+        nn.GroupNorm(1, 6),
+        nn.ReLU(),
+        nn.LayerNorm((6, 8)),
+        nn.InstanceNorm1d(6, affine=True),
+        nn.GroupNorm(6, 6),
+        nn.Flatten(),
+        nn.Linear(48, 5),
+    )
+    inputs, targets = torch.randn(12, 3, 10), torch.randint(0, 5, (12,))
+    whole = collect_or_read(workspace(model, [(inputs, targets)], "classification", dtype="float32"))
+    assert whole.declared == ()
