@@ -34,8 +34,11 @@ from kronoscope.local import measure
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BATCHES = 8
-OVER_GRADIENT, OVER_PEER, OVER_BATCHES, OFF_PLAN = 1.0, 1.0, 1.3, 0.1
-"""Most of: a batch over one gradient, a whole job over curvlinops', a whole job over its batches, peak beside plan."""
+OVER_GRADIENT, OVER_PEER, OVER_BATCHES, OFF_PLAN = 0.75, 1.65, 1.3, 0.1
+"""Most of: a batch over one gradient of the same layers, a whole job over curvlinops', whose factors stay on the
+device, a whole job over its batches, and the peak's relative difference from the plan."""
+HEAD_OVER_GRADIENT = 1.15
+"""The same of a batch with a language model's head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,8 +232,9 @@ def whole_job(case: Case, name: str) -> tuple[list[dict[str, Any]], dict[str, An
     gradient, peer = gradient_seconds(case), peer_seconds(case)
     figures = {"checked": checked, "unchecked": unchecked, "gradient_seconds": gradient, "curvlinops_seconds": peer}
     together = BATCHES * checked["batch_seconds"]
+    over_gradient = HEAD_OVER_GRADIENT if name.endswith("with head") else OVER_GRADIENT
     claims = [
-        results_file.claim(f"{name}: a batch over one gradient", unchecked["batch_seconds"] / gradient, OVER_GRADIENT),
+        results_file.claim(f"{name}: a batch over one gradient", unchecked["batch_seconds"] / gradient, over_gradient),
         results_file.claim(f"{name}: a whole job over its batches", checked["whole_seconds"] / together, OVER_BATCHES),
         results_file.not_measured(f"{name}: a whole job over curvlinops'", OVER_PEER, peer)
         if isinstance(peer, str)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from engine.factors.factor_set import FactorSet, LayerFacts
-from engine.factors.kronecker_factors import digest
 from engine.linalg.eigendecomposition import Decomposition, decompose, decompose_structured, kept_dtype
 from engine.linalg.eigensolvers import LARGEST
 from engine.linalg.linear_operator import Structured
@@ -89,7 +88,7 @@ def measure_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, side
     """
     factor, there = arrived.side(side)
     scale = arrived.factors.scale_A if side == "A" else arrived.factors.scale_G
-    own = factor.digest() if isinstance(factor, Structured) else digest(factor)
+    own = arrived.digest(side)
     found = read_or_decompose(workspace, facts, arrived, side, own)
     counted = None
     if found is None and workspace.options.decomposition != "none" and isinstance(there, Structured):

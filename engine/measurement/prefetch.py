@@ -3,24 +3,35 @@
 A thread reads the next layer's factors back and unpacks them; on CUDA it pins them and sends them
 there on a stream of its own. It begins only where the next layer fits beside all that the present
 one takes, so that no layer goes down a rung for another's sake.
+
+Factors that are in memory together are hashed ahead by a few threads: SHA-256 of a few layers at once
+takes as long as of one.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from engine.factors.factor_set import LayerFacts
-from engine.factors.kronecker_factors import Factors
+from engine.factors.kronecker_factors import Factors, digest
 from engine.linalg.eigendecomposition import rungs
 from engine.linalg.eigensolvers import Need
 from engine.linalg.linear_operator import Structured
 from engine.memory.guard import Guard
 
 Factor = Tensor | Structured
+_HASHING = 4
+"""Threads that hash."""
+_WORTH_A_THREAD = 2**18
+"""Bytes that take some 0.2 ms to hash."""
+
+Side = Literal["A", "G"]
 
 Source = Literal["resident", "stored", "merged"]
 """Where the factors of a job are: in memory together, in files, or in the files of several sets."""
@@ -36,8 +47,22 @@ class Arrived:
     there_G: Factor
     sent: torch.cuda.Event | None = None
     """When both have arrived; None where nothing was sent."""
+    hashed: Mapping[Side, Future[str]] = field(default_factory=dict)
+    """Digests that are being computed already."""
 
-    def side(self, name: Literal["A", "G"]) -> tuple[Factor, Factor]:
+    def digest(self, side: Side) -> str:
+        """Return the SHA-256 of one factor as it is kept.
+
+        Args:
+            side: Which of the layer's two.
+
+        Returns:
+            64 hexadecimal digits, as ``kronecker_factors.digest`` computes them.
+        """
+        known = self.hashed.get(side)
+        return digest(self.side(side)[0]) if known is None else known.result()
+
+    def side(self, name: Side) -> tuple[Factor, Factor]:
         """Return one factor as it is kept on the host, and as it stands where it is decomposed.
 
         Args:
@@ -125,8 +150,7 @@ def stream_factors(
         takes no more on the host.
     """
     if source == "resident" and device.type == "cpu":
-        for facts in layers:
-            yield _arrived(load(facts.ordinal), device)
+        yield from _hashed_ahead(layers, load)
         return
     side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
     with ThreadPoolExecutor(1, thread_name_prefix="next-layer") as pool:
@@ -144,6 +168,34 @@ def stream_factors(
             here.wait()
             yield here
             del here
+
+
+def _hashed_ahead(layers: Sequence[LayerFacts], load: Callable[[int], Factors]) -> Iterator[Arrived]:
+    """Yield resident layers, the digests of the next ones on their way."""
+    host, hashed = torch.device("cpu"), dict[int, dict[Side, Future[str]]]()
+    workers = min(_HASHING, os.cpu_count() or 1)
+    with contextlib.ExitStack() as closing:
+        pool: ThreadPoolExecutor | None = None
+        for place, facts in enumerate(layers):
+            for following in layers[place : place + workers + 1]:
+                if following.ordinal in hashed:
+                    continue
+                hashed[following.ordinal] = {}
+                for side, factor in _worth_hashing(following, load(following.ordinal)):
+                    if pool is None:
+                        pool = ThreadPoolExecutor(workers, thread_name_prefix="digest")
+                        closing.callback(pool.shutdown, cancel_futures=True)
+                    hashed[following.ordinal][side] = pool.submit(digest, factor)
+            yield replace(_arrived(load(facts.ordinal), host), hashed=hashed[facts.ordinal])
+
+
+def _worth_hashing(facts: LayerFacts, factors: Factors) -> Iterator[tuple[Side, Tensor]]:
+    """Yield dense factors that take longer to hash than a thread to begin; a shared A is its leader's."""
+    sides: tuple[tuple[Side, Factor], ...] = (("G", factors.G), ("A", factors.A))
+    for side, factor in sides:
+        own = side == "G" or facts.shared_A_with is None
+        if own and isinstance(factor, Tensor) and factor.nbytes >= _WORTH_A_THREAD:
+            yield side, factor
 
 
 def _fits(present: LayerFacts, factors: Factors, ahead: int, device: torch.device, guard: Guard, need: Need) -> bool:
