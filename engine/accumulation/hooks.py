@@ -6,7 +6,7 @@ output that then needs none either is made a leaf that does, so that gradients w
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,8 +20,16 @@ from engine.accumulation.hooked_model import hooked
 from engine.accumulation.input_arrival import InputArrival
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.loss_head import LossHead
-from engine.accumulation.output_gradients import Direction, arrival, note_reached, unscaled, watch_gradient
+from engine.accumulation.output_gradients import (
+    Direction,
+    arrival,
+    note_reached,
+    show_gradient,
+    unscaled,
+    watch_gradient,
+)
 from engine.accumulation.picked_rows import routing
+from engine.accumulation.row_observer import RowObserver
 from engine.layers.elementwise import BareLayer
 from engine.layers.functional_linear import FunctionalLinearLayer
 from engine.layers.layer import TreatedLayer, Use
@@ -67,6 +75,8 @@ class Collector:
     """When the inputs of calls enter A."""
     shapes: CallShapes = field(default_factory=CallShapes)
     """Shapes of the calls so far."""
+    observers: Mapping[str, Sequence[RowObserver]] = field(default_factory=dict)
+    """Those who see the rows of the examples that go through the model now, by layer."""
     _direction: Direction = field(default_factory=Direction)
     """The gradients of the direction that is pulled back."""
     _calls: CallCounts = field(init=False)
@@ -153,7 +163,8 @@ class Collector:
             meeting.close()
         for name, start, gradients in () if use_mode is None else use_mode.returned():
             if name in self._bare:
-                self._bare[name].add_example_gradients_(unscaled(gradients, self.scale), start, self.examples)
+                for each in self._takers(self._bare[name]):
+                    each.add_example_gradients_(unscaled(gradients, self.scale), start, self.examples)
             del gradients  # before those of the next examples are made
         return True
 
@@ -271,15 +282,7 @@ class Collector:
         return self.gradients
 
     def contributed(self, names: frozenset[str], numbers: int) -> bool:
-        """Take note of parameters that entered an operation whose examples never meet.
-
-        Args:
-            names: Names of the parameters.
-            numbers: Numbers of the operation's result; ignored.
-
-        Returns:
-            Whether their gradients are wanted.
-        """
+        """Take note of parameters that entered an operation whose examples never meet; whether gradients are wanted."""
         del numbers
         return self.broadcast(names)
 
@@ -311,12 +314,7 @@ class Collector:
         return len(layers) == len(names) and all(isinstance(layer, BareLayer) and layer.leading for layer in layers)
 
     def strange(self, names: frozenset[str], operation: str) -> None:
-        """Refuse the layers whose parameters entered an operation that the probe did not show.
-
-        Args:
-            names: Names of the parameters.
-            operation: Name of the operation; ignored.
-        """
+        """Refuse the layers whose parameters, by name, entered an operation that the probe did not show."""
         del operation
         self._unforeseen(names)
 
@@ -331,12 +329,17 @@ class Collector:
         statistics.calls = max(statistics.calls, self._calls.of(statistics.layer.name))
         return counts
 
+    def _takers(self, statistics: LayerStatistics) -> list[LayerStatistics | RowObserver]:
+        return [statistics, *self.observers.get(statistics.layer.name, ())]
+
     def _enter(self, statistics: LayerStatistics, use: Use) -> Callable[[], None] | None:
         """Let the input of a call enter A, or wait; returns what a gradient of the call is to call."""
+        takers = self._takers(statistics)
         if not self.gradients or self._is_followed_by_terms(statistics, use):
-            statistics.add_input_(use)
+            for each in takers:
+                each.add_input_(use)
             return None
-        return self.inputs.enter(statistics, use)
+        return self.inputs.enter(statistics, use, takers)
 
     def _is_followed_by_terms(self, statistics: LayerStatistics, use: Use) -> bool:
         """Whether the call is of the loss's head, whose own gradient nothing needs."""
@@ -372,9 +375,11 @@ class Collector:
         if not torch.is_grad_enabled():
             return None
         name = statistics.layer.name
+        observed = [each.follow(use) for each in self.observers.get(name, ())]
         if self.head is not None and use.role is self.head.role and not self._calls.returning:
             self.head.put_out(use, output)
             if self._is_followed_by_terms(statistics, use):
+                show_gradient(output, observed, self.scale)
                 return None
         meeting = self._meetings.get(name)
         if meeting is None or not statistics.layer.weight:
@@ -382,7 +387,8 @@ class Collector:
             use = use.without_input()
 
         look = partial(note_reached, self._reached, dropped, use.role or statistics.layer)
-        enter = arrival(statistics, use, meeting, arrange, calls=lambda: self._calls.of(name), look=look)
+
+        enter = arrival(statistics, use, meeting, arrange, calls=lambda: self._calls.of(name), looks=(look, *observed))
 
         def arrived(gradient: Tensor) -> None:
             if entry is not None:

@@ -7,11 +7,12 @@ is detached, or that nothing reads), the pass is begun anew with the inputs of t
 their own gradient arrives.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from engine.accumulation.layer_statistics import LayerStatistics
+from engine.accumulation.row_observer import RowObserver
 from engine.errors import Unwinding
 from engine.layers.layer import Use
 from engine.row_layout.layer_calls import require_unwritten, version
@@ -46,22 +47,28 @@ class InputArrival:
         self._waiting.clear()
         self._pulled = False
 
-    def enter(self, statistics: LayerStatistics, use: Use) -> Callable[[], None]:
+    def enter(
+        self, statistics: LayerStatistics, use: Use, takers: Sequence[LayerStatistics | RowObserver] | None = None
+    ) -> Callable[[], None]:
         """Let the input of one call enter A: now, or with its gradient.
 
         Args:
             statistics: Sums of the layer that was called.
             use: The call, with its input.
+            takers: Those sums and everybody who sees the input enter; None is the sums alone.
 
         Returns:
             What is to be called when a gradient arrives at the call, once or several times.
         """
+        takers = (statistics,) if takers is None else takers
         number = self._entered
         self._entered += 1
         if statistics.layer.name in self.deferred:
-            self._waiting[number] = statistics, partial(_add_unwritten, statistics, use, version(use.input))
+            add = partial(_add_unwritten, takers, use, version(use.input), statistics.layer.name)
+            self._waiting[number] = statistics, add
         else:
-            statistics.add_input_(use)
+            for each in takers:
+                each.add_input_(use)
             if self.required:
                 self._waiting[number] = statistics, None
         return partial(self._arrive, number)
@@ -109,6 +116,7 @@ class InputArrival:
             raise UnusedCalls(frozenset(late & self.unproven))
 
 
-def _add_unwritten(statistics: LayerStatistics, use: Use, read: int) -> None:
-    require_unwritten(use.input, read, statistics.layer.name)
-    statistics.add_input_(use)
+def _add_unwritten(takers: Sequence[LayerStatistics | RowObserver], use: Use, read: int, layer: str) -> None:
+    require_unwritten(use.input, read, layer)
+    for each in takers:
+        each.add_input_(use)

@@ -22,7 +22,7 @@ def arrival(
     arrange: Callable[[Tensor, int], Tensor] | None,
     *,
     calls: Callable[[], int],
-    look: Callable[[Tensor], None],
+    looks: Sequence[Callable[[Tensor], None]],
 ) -> Callable[[Tensor], None]:
     """Return the hook that lets one call's gradient enter the sums.
 
@@ -32,7 +32,7 @@ def arrival(
         meeting: Collects the gradients of the layer's calls; None where these are wanted alone.
         arrange: Puts the examples of the output first; None where they are.
         calls: Returns how often the layer was called in this forward pass.
-        look: Is shown the gradient, its examples leading, before it enters.
+        looks: Are shown the gradient, its examples leading, before it enters.
 
     Returns:
         A function of the gradient, a tensor of the output's shape.
@@ -49,7 +49,8 @@ def arrival(
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - its only name
             if arrange is not None:
                 gradient = arrange(gradient, use.examples)
-            look(gradient)
+            for look in looks:
+                look(gradient)
             statistics.add_gradient_(use, gradient)
             if meeting is not None:
                 meeting.arrive(use, gradient, calls())
@@ -74,6 +75,24 @@ def watch_gradient(output: Tensor, arrived: Callable[[Tensor], None]) -> Tensor:
     leaf.register_hook(arrived)  # type: ignore[no-untyped-call]
     # a copy, since the next operation may work in place and a leaf forbids that
     return leaf.clone()
+
+
+def show_gradient(output: Tensor, looks: Sequence[Callable[[Tensor], None]], scale: LossScale | None) -> None:
+    """Have the gradient of an output shown that enters no sum; the tensor stays the one that the model goes on with.
+
+    Args:
+        output: Output of one call, of any shape; of one that needs no gradient nothing is shown.
+        looks: Are shown the gradient, of that shape.
+        scale: The number that directions are multiplied by; None where that is one.
+    """
+
+    def show(gradient: Tensor) -> None:
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - its only name
+            for look in looks:
+                look(unscaled(gradient, scale))
+
+    if looks and output.requires_grad:
+        output.register_hook(show)  # type: ignore[no-untyped-call]
 
 
 def note_reached(
