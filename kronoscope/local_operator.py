@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class IllConditionedWarning(UserWarning):
-    """A layer was raised to a negative power though its smallest eigenvalue is below the rounding of its largest."""
+    """A layer was raised to a negative power though its eigenvalues reach further than the arithmetic resolves."""
 
 
 class Operator(KroneckerOperator):

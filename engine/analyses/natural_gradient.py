@@ -23,6 +23,7 @@ from engine.analyses.metrics.loss_gradient import LossGradient, data_gradient, g
 from engine.collect import collect_or_read
 from engine.errors import UsageError
 from engine.factors.factor_set import GIVEN_MATRIX, FactorSet
+from engine.factors.kronecker_factors import Factors
 from engine.linalg.linear_operator import Structured
 from engine.measurement.finite_numbers import finite_summary
 from engine.measurement.layer_measurement import Measured, measure_layers
@@ -165,13 +166,14 @@ class _Run:
     def measured(self, layer: Measured) -> NaturalGradientMetrics:
         """Compute one layer's directions, and keep them where that is asked for."""
         facts = layer.facts
-        self._known[facts.ordinal] = KnownLayer(damping=layer.damping, bases=_bases(layer, self._device))
+        factors = self.whole.load(facts.ordinal)
+        self._known[facts.ordinal] = KnownLayer(damping=layer.damping, bases=_bases(layer, factors, self._device))
         matrix = self.space.gather(facts, self.gradient.flat[:, None])[:, 0, :]
         inner = self.gradient.inner(facts, matrix)
         own = LayerGradient(
             facts=facts,
             operator=self.operator.layer(facts.name),
-            factors=self.whole.load(facts.ordinal),
+            factors=factors,
             matrix=matrix.to(self._device, torch.float64),
             inner=inner,
             curved=layer.status == "covered",
@@ -274,14 +276,17 @@ class _Run:
         )
 
 
-def _bases(layer: Measured, device: torch.device) -> dict[Literal["A", "G"], Callable[[], SideBasis]]:
+def _bases(layer: Measured, factors: Factors, device: torch.device) -> dict[Literal["A", "G"], Callable[[], SideBasis]]:
     """The eigenvectors that the job has made of a layer's sides, where it has."""
 
     def read(side: Literal["A", "G"], size: int) -> SideBasis:
         found = layer.load_basis(side)
         if found.vectors is None:
             raise ValueError(f"layer `{layer.facts.name}`: no eigenvectors of {side} were kept")
-        values = found.values[found.values.numel() - found.vectors.shape[1] :]
+        # the rounding of 16 bits may exceed any damping: of such factors eigenvalues below zero count as zero
+        exact = found.signed is not None and (factors.A if side == "A" else factors.dense_G).element_size() > 2
+        values = found.signed if exact and found.signed is not None else found.values
+        values = values[values.numel() - found.vectors.shape[1] :]
         return SideBasis(values.to("cpu", torch.float64), found.vectors.to(device), size)
 
     sizes: dict[Literal["A", "G"], Any] = {"A": layer.facts.in_dim, "G": layer.facts.out_dim}

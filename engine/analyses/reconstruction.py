@@ -208,7 +208,8 @@ def _made(run: _Run, layer: Measured, factor: Tensor | Structured, side: Literal
         values, vectors = torch.sort(factor.to(torch.float64)).values, None
     else:
         basis = layer.load_basis(side)
-        values, vectors = basis.values / scale, basis.vectors
+        # another analysis of the job may have them wider
+        values, vectors = basis.values / scale, None if basis.vectors is None else basis.vectors.to(wide)
     decomposed = DecomposedFactor(layer=name, factor=factor, scale=scale, values=values, vectors=vectors)
     if layer.facts.module == GIVEN_MATRIX and vectors is not None:
         return _of_given(run, replace(decomposed, scale=1.0), vectors)

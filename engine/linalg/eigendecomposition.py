@@ -53,6 +53,9 @@ class Decomposition:
 
     values: Tensor
     """(n,) float64 on the host, ascending; what is known to be zero is zero."""
+    signed: Tensor | None = None
+    """(n,) float64 on the host: those of a matrix (n, n) as it was given, whose rounding leaves zeros on either side of
+    zero; None where none can be negative."""
     vectors: Tensor | None
     """Orthonormal, one a column, on the device that made them: (n, n), or of a structured side (n, r) for the last
     r values. None where none were asked for, and of a diagonal factor, whose basis is the standard one."""
@@ -104,19 +107,6 @@ def kept_dtype(factor: torch.dtype) -> torch.dtype:
         ``torch.float64`` or ``torch.float32``.
     """
     return torch.float64 if factor == torch.float64 else torch.float32
-
-
-def basis_bytes(n: int, factor: torch.dtype) -> int:
-    """Return the bytes of a spilled basis (n, n).
-
-    Args:
-        n: Rows of the factor.
-        factor: Precision that the factor is kept in, which determines that of the basis (``kept_dtype``).
-
-    Returns:
-        4 n² or 8 n² bytes.
-    """
-    return n * n * kept_dtype(factor).itemsize
 
 
 def decompose(
@@ -341,7 +331,8 @@ def _attempt(solver: Solver, factor: Tensor, expected: _Expected, rank_bound: in
     coarse = size * _LEAST_NUMBER / expected.unit
     tolerance = 100 * math.sqrt(size) * torch.finfo(solver.precision).eps + coarse
     solved, vectors = solver.solve(factor)
-    values = solved.to("cpu", torch.float64)
+    signed = solved.to("cpu", torch.float64)
+    values = signed.clone()
     if not expected.values_agree(values, tolerance):
         raise FallbackFailed("its values are not those of the factor's trace and norm")
     residual = None
@@ -357,6 +348,7 @@ def _attempt(solver: Solver, factor: Tensor, expected: _Expected, rank_bound: in
         values[: size - rank_bound] = 0
     return Decomposition(
         values=values,
+        signed=signed,
         vectors=vectors,
         rungs=(solver.cost.name,),
         residual=residual,

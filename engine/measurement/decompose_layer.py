@@ -2,9 +2,9 @@
 
 A decomposition is stored under the factor's digest, with the solvers that were tried: in the scratch place,
 where another attempt of the job finds it, or in memory where there is none. Values are kept in
-float64. Vectors are computed in float64 and kept in float32, which is what products with them need
-(an inverse applied through them is good to 1e-6 at a condition of 1e6), unless the factor itself is
-kept in float64.
+float64. Vectors are computed in float64 and kept in float32, which is what a stabilised inverse needs
+(applied through them it is good to 1e-6 at a condition of 1e6), unless the factor itself is kept in
+float64 or the job takes powers of the curvature through them (``basis_dtype``).
 """
 
 import errno
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.factors.factor_set import FactorSet, LayerFacts
-from engine.linalg.eigendecomposition import Decomposition, decompose, decompose_structured, kept_dtype
+from engine.linalg.eigendecomposition import Decomposition, decompose, decompose_structured
 from engine.linalg.eigensolvers import LARGEST
 from engine.linalg.linear_operator import Structured
 from engine.linalg.spectrum_counts import Counted
@@ -30,7 +30,7 @@ from engine.measurement.stored_decompositions import (
 )
 from engine.measurement.subsample_spectra import frobenius, trace
 from engine.memory.plan import readable_bytes
-from engine.planning.decomposition_memory import COUNTED
+from engine.planning.decomposition_memory import COUNTED, basis_dtype
 from engine.workspace import Workspace
 
 _WORTH_KEEPING = 512
@@ -242,7 +242,8 @@ def load_basis(workspace: Workspace, side: Side) -> Decomposition:
     found = _read(workspace, _name(side.digest, side.rank_bound), vectors=True)
     if found is None or found.vectors is None:
         raise ValueError("no basis was laid aside: `Workspace.decomposition` does not ask for vectors")
-    return replace(found, values=found.values * side.scale)
+    signed = None if found.signed is None else found.signed * side.scale
+    return replace(found, values=found.values * side.scale, signed=signed)
 
 
 def share_bases(division: DividedLayers, facts: LayerFacts, sides: Mapping[Literal["A", "G"], Side]) -> None:
@@ -286,7 +287,7 @@ def _planned_rung(workspace: Workspace, layer: str, side: Literal["A", "G"]) -> 
 
 
 def _write(workspace: Workspace, name: str, found: Decomposition, dtype: torch.dtype) -> None:
-    vectors = None if found.vectors is None else found.vectors.to("cpu", kept_dtype(dtype))
+    vectors = None if found.vectors is None else found.vectors.to("cpu", basis_dtype(workspace, dtype))
     kept = replace(found, vectors=vectors, refused=())
     if workspace.ports.scratch is None:
         if vectors is not None:

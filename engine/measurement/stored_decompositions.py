@@ -1,6 +1,6 @@
 """Stored decompositions: the eigenvalues of a factor, and its eigenvectors, as files with their digests.
 
-NAME.values.safetensors     eigenvalues
+NAME.values.safetensors     eigenvalues, also as the solver gave them
 NAME.vectors.safetensors    eigenvectors, one a row, where there are any
 NAME.json                   how they were made, and their digests; the last, so that its presence says that all is there
 """
@@ -36,7 +36,8 @@ def write_decomposition(artifacts: Artifacts, name: str, found: Decomposition, c
     if vectors is not None:
         # LAPACK's columns are rows of the transpose, which are written without a copy
         artifacts.save_tensors(f"{name}.vectors.safetensors", {"rows": vectors.mT}, {})
-    artifacts.save_tensors(f"{name}.values.safetensors", {"values": found.values}, {})
+    numbers = {"values": found.values} | ({} if found.signed is None else {"signed": found.signed})
+    artifacts.save_tensors(f"{name}.values.safetensors", numbers, {})
     save_sealed(
         artifacts,
         f"{name}.json",
@@ -46,7 +47,10 @@ def write_decomposition(artifacts: Artifacts, name: str, found: Decomposition, c
             "rungs": list(found.rungs),
             "residual": found.residual,
             "precision": found.precision,
-            "digests": {"values": digest(found.values), "vectors": None if vectors is None else digest(vectors.mT)},
+            "digests": {
+                "vectors": None if vectors is None else digest(vectors.mT),
+                **{which: digest(tensor) for which, tensor in numbers.items()},
+            },
         },
     )
 
@@ -77,7 +81,11 @@ def read_decomposition(
         if table["vectors"]:
             wanted = f"{name}.vectors.safetensors"
             basis = _intact(artifacts, wanted, "rows", table["digests"]["vectors"]).mT if vectors else torch.empty(0, 0)
-        values = _intact(artifacts, f"{name}.values.safetensors", "values", table["digests"]["values"])
+        numbers = {
+            which: _intact(artifacts, f"{name}.values.safetensors", which, table["digests"][which])
+            for which in ("values", "signed")
+            if which == "values" or which in table["digests"]
+        }
     except (FileNotFoundError, KeyError, TypeError):
         return None  # it was never written, or by a version that kept no digests
     except (MemoryError, RecursionError):
@@ -85,7 +93,8 @@ def read_decomposition(
     except Exception as error:  # the port's own errors, and whatever a damaged file makes a reader say
         raise DamagedDecomposition(f"the stored decomposition {name} is damaged") from error
     return Decomposition(
-        values=values,
+        values=numbers["values"],
+        signed=numbers.get("signed"),
         vectors=basis,
         rungs=tuple(table["rungs"]),
         residual=table["residual"],

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.errors import BrokenFactors, NoSuchLayer, UsageError
 from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.merging.blend import blend_factor_sets
-from engine.operators.kronecker.ill_conditioned import IllConditioned
+from engine.operators.kronecker.ill_conditioned import IllConditioned, least_share
 from engine.operators.kronecker.layer_operator import LayerOperator
 from engine.operators.kronecker.layer_store import LayerStore, OperatorOptions
 from engine.operators.parameter_space import ParameterSpace, Vector
@@ -326,9 +326,9 @@ class KroneckerOperator:
     def _report(
         self, own: LayerOperator, right: Tensor, found: Tensor, report: Callable[[IllConditioned], None]
     ) -> None:
-        """Report a layer whose smallest eigenvalue is below the rounding of the largest."""
+        """Report a layer whose eigenvalues reach further than the arithmetic resolves."""
         smallest, largest = own.bounds()
-        if smallest >= torch.finfo(right.dtype).eps * largest:
+        if smallest >= least_share(right.dtype) * largest:
             return
         # M itself needs no eigenvectors of that precision
         wide = torch.float64 if self._exponent == -1 else right.dtype
@@ -340,6 +340,7 @@ class KroneckerOperator:
                 smallest=smallest,
                 largest=largest,
                 residual=_relative(back, right.to(wide)),
+                dtype=right.dtype,
             )
         )
 

@@ -21,7 +21,7 @@ from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import kept_dtype
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Plan, Stage, Term
-from engine.planning.decomposition_memory import kept_as, read_back_bytes
+from engine.planning.decomposition_memory import basis_dtype, kept_as, read_back_bytes
 from engine.planning.disk_usage import with_disk
 from engine.planning.exact_ggn_memory import probe_bytes, probes_at_once, search_bytes, search_lengths
 from engine.planning.later.comparison import with_comparison
@@ -217,6 +217,9 @@ def _with_reconstruction(
         if rebuilt and any(side.kind == "dense" for side in sides):
             placement |= {name: placement.get(name, place) for name in layer.parts}
         terms += own
+        if basis_dtype(workspace, kept) != kept_dtype(kept):
+            size = max((side.size**2 for side in sides if side.kind == "dense"), default=0)
+            terms.append(_term("basis as it was kept", "n² in float64", 8 * size, "host", "reconstruction", layer.name))
         for where, contents in (("host", phase.host), ("device", phase.device)):
             terms += [
                 _term(name, formula, size, where, "reconstruction", layer.name)  # type: ignore[arg-type]

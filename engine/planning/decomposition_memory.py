@@ -9,12 +9,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from catalog.natural_gradient import NaturalGradientParams
 from engine.collection.probe import Probe
 from engine.factors.representation import Representation, WorkloadEstimate
 from engine.factors.representation_bytes import dense_head_bytes, iteration_bytes
 from engine.factors.softmax_fisher import DENSE_ROWS
 from engine.layers.layer import TreatedLayer
-from engine.linalg.eigendecomposition import basis_bytes, rungs
+from engine.linalg.eigendecomposition import kept_dtype, rungs
 from engine.linalg.eigensolvers import LARGEST, RungCost
 from engine.linalg.spectrum_counts import COUNTS, LARGEST_STEPS
 from engine.memory.budget import MemoryBudget
@@ -71,7 +72,7 @@ def with_decompositions(
     terms: list[Term] = []
     if need == "vectors":
         bases = sum(
-            layer.groups * basis_bytes(side.size, kept)
+            layer.groups * side.size**2 * basis_dtype(workspace, kept).itemsize
             for layer in probe.layers
             for side in sides_of[layer.name]
             if side.own and side.kind == "dense"
@@ -161,6 +162,24 @@ def kept_as(workspace: Workspace, dtype: torch.dtype) -> torch.dtype:
     storage = workspace.options.collection.storage_dtype
     kept: torch.dtype = dtype if storage is None else getattr(torch, storage)
     return kept
+
+
+def basis_dtype(workspace: Workspace, factor: torch.dtype) -> torch.dtype:
+    """Return the precision that eigenvectors are kept in until the job ends.
+
+    Args:
+        workspace: The job's options.
+        factor: Precision that the factor is kept in.
+
+    Returns:
+        ``torch.float64`` where the factor is kept so, or where a natural gradient takes powers through eigenvectors,
+        which rounded vectors would limit to an error of 1e-7 times the condition; else ``torch.float32``.
+    """
+    gradient: NaturalGradientParams | None = workspace.options.of("natural_gradient")
+    powers = "natural_gradient" in workspace.options.kinds
+    if powers and (gradient or NaturalGradientParams()).decomposition == "vectors":
+        return torch.float64
+    return kept_dtype(factor)
 
 
 def read_back_bytes(layer: TreatedLayer, probe: Probe, kept: torch.dtype) -> int:

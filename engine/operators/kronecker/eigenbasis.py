@@ -11,6 +11,10 @@ in float64 v is split instead, and projected twice (Parlett), which keeps its di
 
     w(S) v = Q (w ∘ c) + w₀ (v − Q c),    c = Qᵀ v + Qᵀ (v − Q Qᵀ v)
 
+A singular factor that was rounded when it was stored has eigenvalues on either side of zero. In float64 they are taken
+as they are, so that a solve inverts what a product multiplies by, wherever the damped product stays positive; elsewhere
+those below zero count as zero.
+
 References:
     Parlett (1998), The symmetric eigenvalue problem, 6.9: twice is enough
 """
@@ -18,7 +22,7 @@ References:
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -38,7 +42,7 @@ class SideBasis:
     """Eigenvalues of one factor and their eigenvectors."""
 
     values: Tensor
-    """s (r,) float64 on the host, not negative."""
+    """s (r,) float64 on the host; negative by the rounding of a stored factor alone."""
     vectors: Tensor | None
     """Q (n, r), one eigenvector a column; None is the identity, with r = n."""
     size: int
@@ -60,7 +64,13 @@ class SideBasis:
         """The smallest and the largest eigenvalue."""
         if not self.values.numel():
             return 0.0, 0.0
-        return (float(self.values.min()) if self.complete else 0.0), float(self.values.max())
+        least, most = float(self.values.min()), float(self.values.max())
+        return (least, most) if self.complete else (min(least, 0.0), most)
+
+    @property
+    def nearest(self) -> "SideBasis":
+        """The basis of the nearest positive semidefinite factor: itself, or eigenvalues below zero as zero."""
+        return self if self.extremes[0] >= 0 else replace(self, values=self.values.clamp_min(0))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -108,6 +118,8 @@ class JointBasis:
             The product, and by how much the norm of its summands exceeds its own, at most over the k vectors; 0 where
             nothing cancels. That times the rounding of ``matrices`` is about the product's relative error.
         """
+        if self.nearest is not self and not (matrices.dtype == torch.float64 and self._has_power(exponent)):
+            return self.nearest.apply_counting(matrices, exponent)
         source = arranged(matrices)
         turned = source if self.A.vectors is None else right_product(source, self.A.vectors)
         inner = turned if self.G.vectors is None else left_product(self.G.vectors.mT, turned)
@@ -151,6 +163,8 @@ class JointBasis:
         Memory:
             Two matrices of that shape, and 16 MiB.
         """
+        if not self._has_power(exponent):
+            return self.nearest.diagonal(exponent)
         inner = torch.cat([values.pow(exponent) for _, values in self._panels()])
         if self.A.vectors is not None:
             inner = torch.cat([inner @ squares.mT for squares in _squares(self.A.vectors)], 1)
@@ -176,15 +190,27 @@ class JointBasis:
         Returns:
             The sum of all eigenvalues' powers.
         """
-        return math.fsum(each * count for each, count in self._sums(lambda values: values.pow(exponent)))
+        basis = self if self._has_power(exponent) else self.nearest
+        return math.fsum(each * count for each, count in basis.sums(lambda values: values.pow(exponent)))
 
     def logdet(self) -> float:
         """Return the natural logarithm of the determinant; −∞ where an eigenvalue is zero."""
-        return math.fsum(each * count for each, count in self._sums(torch.log))
+        basis = self if self.smallest > 0 else self.nearest
+        return math.fsum(each * count for each, count in basis.sums(torch.log))
+
+    @cached_property
+    def nearest(self) -> "JointBasis":
+        """The basis without eigenvalues of the factors below zero, which count as zero; itself where there are none."""
+        sides = self.G.nearest, self.A.nearest
+        return self if sides == (self.G, self.A) else replace(self, G=sides[0], A=sides[1])
+
+    def _has_power(self, exponent: float) -> bool:
+        """Whether every eigenvalue has that power: an integer power of any number, others of positive ones."""
+        return self.nearest is self or self.smallest > 0 or float(exponent).is_integer()
 
     @property
     def smallest(self) -> float:
-        """The smallest eigenvalue."""
+        """The smallest eigenvalue, below zero where the factors' rounding exceeds the damping."""
         return self._extremes[0]
 
     @property
@@ -197,9 +223,9 @@ class JointBasis:
         if self.corrected is not None:
             least, most = (float(each) for each in torch.aminmax(self.corrected))
             return max(least, 0.0) + self.shift, max(most, 0.0) + self.shift
-        ends = zip(self.G.extremes, self.A.extremes, strict=True)
-        least, most = ((g + self.shift_G) * (a + self.shift_A) + self.shift for g, a in ends)
-        return least, most
+        sides = [[end + self.shift_G for end in self.G.extremes], [end + self.shift_A for end in self.A.extremes]]
+        corners = [g * a + self.shift for g in sides[0] for a in sides[1]]
+        return min(corners), max(corners)
 
     @property
     def _outside(self) -> Tensor:
@@ -278,8 +304,12 @@ class JointBasis:
                 # means of squares, which rounding may leave below zero
                 yield rows, self.corrected[rows].to("cpu", torch.float64).clamp_min(0) + self.shift
 
-    def _sums(self, function: Callable[[Tensor], Tensor]) -> Iterator[tuple[float, int]]:
-        """Sums of a function over eigenvalues, and how often each sum counts."""
+    def sums(self, function: Callable[[Tensor], Tensor]) -> Iterator[tuple[float, int]]:
+        """Yield sums of a function over eigenvalues, and how often each sum counts.
+
+        Args:
+            function: Of each number of a tensor, whatever its shape.
+        """
         for _, values in self._panels():
             yield float(function(values).sum()), 1
         if not self.G.complete:

@@ -72,6 +72,7 @@ class LayerOperator:
         if exponent == 1 and self.corrected is None:
             return self._product(arranged(matrices))
         if exponent == -1 and not self.G.has_basis:
+            self.require_power(exponent)
             return self._solved(matrices)
         if exponent == -1 and self._inverts:
             found = self._inverted(arranged(matrices))
@@ -98,38 +99,33 @@ class LayerOperator:
         """
         if exponent > 0:
             return
-        if not self.G.has_basis:
-            self._require_damped()
-            return
-        if self.kind == "none" and self.corrected is None:
-            ends = (self.G.basis.extremes, self.A.basis.extremes)
-            singular = any(
-                not least > side.rounding * most for (least, most), side in zip(ends, (self.G, self.A), strict=True)
-            )
-        else:
-            singular = not self.joint.smallest > 0
-        if singular:
+        if self._singular:
             remedy = "damp it: take `exact` or `factored` damping"
             if self.kind != "none":
                 remedy = "its damping comes to 0: leave the layer out, or take a larger `stabilisation.damping`"
+            ends = "at least one eigenvalue is zero"
+            if self.G.has_basis:
+                ends = f"smallest eigenvalue {self.joint.smallest:.3g}, largest {self.joint.largest:.3g}"
             raise UsageError(
-                f"layer `{self.name}`: its curvature is singular to the rounding of its factors (smallest eigenvalue "
-                f"{self.joint.smallest:.3g}, largest {self.joint.largest:.3g}), so its power {exponent:g} is not "
-                f"defined; {remedy}",
+                f"layer `{self.name}`: its curvature is singular to the rounding of its factors ({ends}), so its power "
+                f"{exponent:g} is not defined; {remedy}",
                 layer=self.name,
             )
+        if not self.G.has_basis:
+            self._require_damped()
 
     def bounds(self) -> tuple[float, float]:
         """Return how far the eigenvalues of M reach.
 
         Returns:
-            The smallest and the largest; where they are not known a lower bound of the one, and an upper bound of the
-            other.
+            The smallest and the largest; where they are not known an estimate, or a lower bound, of the one, and an
+            upper bound of the other.
         """
-        if self.corrected is not None or (self.G.has_basis and not self._inverts):
+        decomposed = self.G.decomposed is not None and self.A.decomposed is not None
+        if self.corrected is not None or (self.G.has_basis and (decomposed or not self._inverts)):
             return self.joint.smallest, self.joint.largest
         largest = (self.G.norm() + self._lambda_g) * (self.A.norm() + self._lambda_a) + self._lambda
-        return self._lambda_g * self._lambda_a + self._lambda, largest
+        return self.G.least_damped(self._lambda_g) * self.A.least_damped(self._lambda_a) + self._lambda, largest
 
     def trace(self, exponent: float = 1.0) -> float:
         """Return the trace of M raised to a power.
@@ -153,9 +149,11 @@ class LayerOperator:
         return trace_g * trace_a + self._lambda * self.G.size * self.A.size
 
     def logdet(self) -> float:
-        """Return the natural logarithm of M's determinant; −∞ where M is singular."""
+        """Return the natural logarithm of M's determinant; −∞ where M is singular to the rounding of its factors."""
         if self.G.has_basis:
-            return self.joint.logdet()
+            return -math.inf if self._singular else self.joint.logdet()
+        if self._singular:
+            return -math.inf
         self._require_damped()
         side = self.G.content
         assert isinstance(side, Structured)  # noqa: S101 - only such a side has no basis
@@ -188,6 +186,15 @@ class LayerOperator:
         if self.kind == "factored":
             return torch.outer(diagonal_g + self._lambda_g, (diagonal_a + self._lambda_a).to(diagonal_g.device))
         return torch.outer(diagonal_g, diagonal_a.to(diagonal_g.device)) + self._lambda
+
+    @property
+    def _singular(self) -> bool:
+        """Whether an eigenvalue of M is zero, or no more than the rounding of the factors as they are stored."""
+        if not self.G.has_basis:
+            return not self._least > 0 and (self.kind != "none" or self.G.has_zeros or self.A.is_singular)
+        if self.kind != "none" or self.corrected is not None:
+            return not self.joint.nearest.smallest > 0
+        return self.G.is_singular or self.A.is_singular
 
     @property
     def joint(self) -> JointBasis:
@@ -258,7 +265,6 @@ class LayerOperator:
 
     def _solved(self, matrices: Tensor) -> Tensor:
         """``M⁻¹ V`` where G answers by solves alone, which compute in float64."""
-        self._require_damped()
         side = self.G.content
         assert isinstance(side, Structured)  # noqa: S101 - only such a side has no basis
         basis = self.A.basis_in(torch.float64)

@@ -15,7 +15,7 @@ from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import kept_dtype
 from engine.memory.plan import Plan, Source, Term
 from engine.planning.collection.seconds import Work
-from engine.planning.decomposition_memory import kept_as, read_back_bytes
+from engine.planning.decomposition_memory import basis_dtype, kept_as, read_back_bytes
 from engine.planning.plan_search import batch_size
 from engine.workspace import Workspace
 
@@ -89,7 +89,7 @@ def natural_gradient_seconds(plan: Plan, workspace: Workspace, probe: Probe, wor
         Those of the pass and of all layers.
     """
     params, pace = params_of(workspace), work.pace
-    kept = kept_dtype(kept_as(workspace, probe.dtype)).itemsize
+    kept = basis_dtype(workspace, kept_as(workspace, probe.dtype)).itemsize
     total = 0.0
     if params.gradient is None:
         forward = work.passing / 2 / max(1, (1 + work.directions) / 2)
@@ -146,6 +146,7 @@ def _layer_terms(
     device, kept = workspace.machine.device, kept_as(workspace, probe.dtype)
     place: Where = "device" if device.type == "cuda" else "host"
     wide, powers = kept_dtype(kept).itemsize, len(params.powers)
+    vectors = basis_dtype(workspace, kept).itemsize
     count, squares, each = layer.in_dim * layer.out_dim, _squares(layer, probe), probe.kept(layer)
     most = max(squares, default=0)
     beside, one = 0 if wide == 8 else 8 * most**2, 8 * count
@@ -154,15 +155,16 @@ def _layer_terms(
         phase = max((_MATRICES * one + beside, 3 * one + 2 * 8 * most**2))
         formula = "4 · in · out · 8 and n² · 8, or 3 · in · out · 8 and 2 · n² · 8, larger side"
     else:
-        phase = max((_MATRICES + powers) * one + beside, (1 + 2 * powers) * one)
-        formula = f"{_MATRICES + powers} · in · out · 8 and n² · 8, or {1 + 2 * powers} · in · out · 8, larger side"
+        # eigenvectors are in float64 already, and nothing of theirs is widened
+        phase = max(_MATRICES + powers, 1 + 2 * powers) * one
+        formula = f"{_MATRICES + powers} or {1 + 2 * powers} · in · out · 8"
     found = [("numbers of the layer", formula, phase, place)]
     if wide < 8:
         found.append(("gradient as it came", "in · out · 4", 4 * count, place))
     if params.of == "ekfac":
         found.append(("correction", "in · out, and Σ n²", wide * (count + sum(side**2 for side in squares)), place))
     elif not params.solves and (workspace.ports.scratch is not None or place == "device"):
-        found.append(("eigenvectors", "Σ n², as kept", wide * sum(side**2 for side in squares), place))
+        found.append(("eigenvectors", "Σ n² in float64", vectors * sum(side**2 for side in squares), place))
     size = read_back_bytes(layer, probe, kept)
     if several:
         found.append(("read back", "in² + out², as kept", size, "host"))
@@ -174,7 +176,7 @@ def _layer_terms(
         size = max(64 * rows**2, 32 * rows**2 + widened) + 24 * rows * layer.in_dim
         found.append(("rows", "8 · T² · 8, or 4 · T² · 8 and rows widened, and 3 · T · in · 8", size, place))
         if not params.solves:
-            found.append(("eigenvectors of rows", "T · n", wide * rows * layer.out_dim, place))
+            found.append(("eigenvectors of rows", "T · n", vectors * rows * layer.out_dim, place))
     return [_term(name, formula, size, where, layer.name) for name, formula, size, where in found if size]
 
 

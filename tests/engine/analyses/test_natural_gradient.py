@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Factors
 from engine.linalg.damping import damping
 from engine.measurement import decompose_layer
+from engine.measurement.layer_measurement import measure_layers
 from engine.operators.kronecker.layer_store import OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
 from engine.operators.parameter_space import ParameterSpace
@@ -628,3 +630,37 @@ def test_a_notebook_measures_it_too() -> None:
         collection={"dtype": "float64", "ekfac": True}, params={"natural_gradient": {"power": [1, 0.5], "of": "ekfac"}},
     )  # fmt: skip
     assert [each.power for each in found.summary["natural_gradient"].directions] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("level", [1e-3, 1e-5])
+@pytest.mark.parametrize(("kind", "power"), [("exact", (1.0, 0.5)), ("factored", (1.0, 0.5))])
+def test_directions_by_float32_factors_keep_the_digits_that_the_condition_leaves(
+    kind: Any, power: tuple[float, ...], level: float
+) -> None:
+    """Eigenvectors that were rounded between decomposition and product would leave 1e-7 times the condition."""
+    params = NaturalGradientParams(power=power, damping=kind)
+    model, space = job("grouped", params, dtype="float64", storage_dtype="float32")
+    space.options.stabilisation = Stabilisation(damping=level)
+    run(params, space)
+    whole = collect_or_read(space)
+    places = ParameterSpace.of(whole)
+    flat = places.flatten(gradient_of(model, NETS["grouped"][1]))
+    # as they are recorded: traces of float32 factors are rounded too
+    dampings = {layer.facts.name: layer.damping for layer in measure_layers(space)}
+    for facts in whole.layers:
+        factors = whole.load(facts.ordinal)
+        assert factors.A.dtype == torch.float32
+        A, G = dense_side(factors.A, factors.scale_A).numpy(), dense_side(factors.G, factors.scale_G).numpy()
+        lam = dampings[facts.name]
+        if kind == "exact":
+            damped = np.kron(G, A) + lam.joint * np.eye(len(A) * len(G))
+        else:
+            damped = np.kron(G + lam.G * np.eye(len(G)), A + lam.A * np.eye(len(A)))
+        values, vectors = np.linalg.eigh(damped)
+        V = places.gather(facts, flat[:, None])[:, 0].reshape(-1).numpy()
+        for each in power:
+            expected = vectors @ (values**-each * (vectors.T @ V))
+            stored = places.flatten(space.ports.artifacts.load_tensors(f"directions/{each!r}.safetensors"))
+            found = places.gather(facts, stored[:, None])[:, 0].reshape(-1).numpy()
+            error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+            assert error <= 4 * values[-1] / values[0] * 2.2e-16, (facts.name, each)
