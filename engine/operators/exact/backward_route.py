@@ -78,6 +78,9 @@ class BackwardRoute:
         column: Column,
         precision: torch.dtype,
     ) -> dict[str, Tensor]:
+        if not column.tangents:
+            # a vector of zeros: the search has exhausted the space, or the block of a smaller matrix is padded
+            return {name: torch.zeros_like(parameters[name]) for name in column.wanted}
         job, outputs = self.job, prediction.outputs
         true_hessian = self.of == "hessian"
         direction = (
