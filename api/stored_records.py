@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from catalog import ANALYSES
+from catalog.analysis import RefusedAnalysis
 from catalog.layer_record import LayerRecord, Observed
 from catalog.record import record
 
@@ -67,6 +68,8 @@ class Manifest:
     """Digest of the stored factors that took the place of a model; null where there were none."""
     against_sha256: str | None
     """The same of the factors that a comparison was made with."""
+    refused: tuple[RefusedAnalysis, ...]
+    """Analyses that were refused while others were done."""
 
 
 @record

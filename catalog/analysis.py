@@ -69,6 +69,22 @@ class LayerResult:
 
 
 @record
+class RefusedAnalysis:
+    """An analysis that could not be done where others of its job were: their results stand without it."""
+
+    kind: str
+    """The analysis."""
+    code: str
+    """Stable name of the failure."""
+    message: str
+    """What must hold, what was found and the remedy."""
+    pointer: str | None
+    """JSON pointer into the document, where a field is to blame."""
+    layer: str | None
+    """The layer that it was refused for, where it was one."""
+
+
+@record
 class Coverage:
     """Every trainable parameter is covered or declared; nothing is skipped silently."""
 

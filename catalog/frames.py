@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from catalog.analysis import LayerResult
+from catalog.analysis import LayerResult, RefusedAnalysis
 from catalog.record import canonical_json, plain, record
 
 MAX_FRAME_BYTES = 8 * 2**20
@@ -119,6 +119,13 @@ class Finished:
     """Digest of the stored factors that were analysed: over the names and digests of their layers."""
     against_sha256: str | None = None
     """The same of the set that they were compared with."""
+    refused: tuple[RefusedAnalysis, ...] = ()
+    """Analyses that were refused while others were done."""
+
+    def __post_init__(self) -> None:
+        """Make records of objects, which a decoded frame has."""
+        refused = tuple(RefusedAnalysis(**each) if isinstance(each, Mapping) else each for each in self.refused)
+        object.__setattr__(self, "refused", refused)
 
 
 @record

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
+from catalog.analysis import RefusedAnalysis
 from catalog.coverage import CoverageView
 from catalog.pieces import Piece
 from catalog.record import TextFormat, record
@@ -141,6 +142,8 @@ class JobView:
     """Null before the first attempt reports."""
     coverage: CoverageView | None
     """The share of the model that was measured; null before the first summary, and where no model was given."""
+    refused: tuple[RefusedAnalysis, ...]
+    """Of a job that has succeeded: the analyses that were refused while others were done; their results are missing."""
     failure: FailureView | None
     """Null unless the job has failed."""
     attempt: int

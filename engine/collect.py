@@ -59,6 +59,8 @@ class JobFactors:
 
     def __init__(self) -> None:
         self.factors: FactorSet | None = None
+        self.failed = False
+        """Whether they could not be had; no analysis of the job can do without."""
 
 
 def collect_or_read(workspace: Workspace) -> FactorSet:
@@ -74,21 +76,24 @@ def collect_or_read(workspace: Workspace) -> FactorSet:
         EngineError: As ``engine.errors`` lists; the model is restored whatever happens.
     """
     results = workspace.results.of(JobFactors)
-    if results.factors is not None:
-        return results.factors
+    if results.factors is None:
+        results.failed = True
+        results.factors = _factors(workspace)
+        results.failed = False
+    return results.factors
+
+
+def _factors(workspace: Workspace) -> FactorSet:
     if workspace.inputs.stored_pieces:
-        fresh = _merged(workspace)
-    elif workspace.inputs.stored is not None:
-        fresh = read_factors(workspace.inputs.stored)
-    else:
-        # before its tensors are converted
-        weigh_model(workspace)
-        ranks = workspace.machine.ranks
-        # the other ranks leave with an error of this one, instead of waiting for it
-        with contextlib.nullcontext() if ranks is None else ranks.guarding():
-            fresh = _cached(workspace) or _collect(workspace)
-    results.factors = fresh
-    return fresh
+        return _merged(workspace)
+    if workspace.inputs.stored is not None:
+        return read_factors(workspace.inputs.stored)
+    # before its tensors are converted
+    weigh_model(workspace)
+    ranks = workspace.machine.ranks
+    # the other ranks leave with an error of this one, instead of waiting for it
+    with contextlib.nullcontext() if ranks is None else ranks.guarding():
+        return _cached(workspace) or _collect(workspace)
 
 
 def _merged(workspace: Workspace) -> FactorSet:

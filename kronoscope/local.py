@@ -1,8 +1,8 @@
 """For a notebook: factors from a folder, and analyses in this very process. The one door to the engine."""
 
 import contextlib
-import pkgutil
-from collections.abc import Callable, Generator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Unpack
@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from catalog import ANALYSES
-from catalog.analysis import LayerResult, most_decomposed
+from catalog.analysis import LayerResult, RefusedAnalysis, most_decomposed
 from catalog.collection import Collection, Stabilisation
 from catalog.field_errors import suggestion
 from catalog.inputs import Task
 from catalog.memory import Memory
 from catalog.woodbury import Woodbury
+from engine.analyses.run_analyses import run_analyses
 from engine.distributed.group import join
 from engine.factors.factor_files import read_factors
 from engine.factors.factor_index import INDEX
@@ -44,6 +45,10 @@ from kronoscope.local_inputs import (
 from kronoscope.local_operator import Operator, OperatorChoices, open_operator
 
 
+class AnalysisRefused(UserWarning):
+    """One analysis of several was refused; the results of the others stand without it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """The results of ``measure``."""
@@ -56,10 +61,13 @@ class Measurement:
     index: Mapping[str, Any]
     """`factors.index.json` as a job would write it: facts and digests of every layer."""
     plan: Mapping[str, Any] = field(default_factory=dict)
+    refused: Mapping[str, RefusedAnalysis] = field(default_factory=dict)
+    """Analyses that were refused while others were done, by kind: each with its sentence."""
 
     def __repr__(self) -> str:
-        """Return one line: which analyses, of how many layers."""
-        return f"<Measurement: {', '.join(self.summary)} of {len(self.factors)} layers>"
+        """Return one line: which analyses, of how many layers, and what was refused."""
+        refused = f"; {', '.join(self.refused)} refused" if self.refused else ""
+        return f"<Measurement: {', '.join(self.summary)} of {len(self.factors)} layers{refused}>"
 
     def of(self, kind: str) -> dict[str, LayerResult]:
         """Return the rows of one analysis.
@@ -71,8 +79,10 @@ class Measurement:
             Its rows by layer name.
 
         Raises:
-            OptionRefused: If the analysis was not asked for.
+            OptionRefused: If the analysis was not asked for, or was refused.
         """
+        if kind in self.refused:
+            raise OptionRefused(f"`{kind}` was refused: {self.refused[kind].message}")
         if kind not in self.summary:
             near = suggestion(kind, self.summary)
             raise OptionRefused(f"`kind` must be one of {', '.join(self.summary)} (got {kind!r}){near}")
@@ -111,7 +121,8 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
         report: Receives ``(stage, done, total, unit)``.
 
     Returns:
-        Rows and summaries of the analyses, with the collected factors, their index and the plan.
+        Rows and summaries of the analyses, with the collected factors, their index and the plan. Where one analysis of
+        several is refused, an ``AnalysisRefused`` warns of it, and the others are there.
 
     Raises:
         EngineError: As ``engine.errors`` lists.
@@ -165,21 +176,17 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     summary: dict[str, Any] = {}
     ranks = workspace.machine.ranks
     with contextlib.nullcontext() if ranks is None else ranks.guarding():
-        _run_all(asked, workspace, rows, summary)
+        refused = run_analyses(workspace, rows.append, summary.__setitem__)
+    for each in refused:
+        warnings.warn(f"`{each.kind}` was refused: {each.message}", AnalysisRefused, stacklevel=2)
     return Measurement(
         layers=tuple(sorted(rows, key=lambda row: (asked.index(row.kind), row.ordinal))),
         summary=summary,
         factors=LayersFactors(read_factors(workspace.ports.artifacts)),
         index=workspace.ports.artifacts.load_json(INDEX),
         plan=plan,
+        refused={each.kind: each for each in refused},
     )
-
-
-def _run_all(kinds: Sequence[str], workspace: Workspace, rows: list[LayerResult], summary: dict[str, Any]) -> None:
-    """Run the analyses one after another; append their rows, and put their summaries under their names."""
-    for kind in kinds:
-        function: Callable[..., Generator[LayerResult, None, Any]] = pkgutil.resolve_name(ANALYSES[kind].function)
-        summary[kind] = _pulled(rows, function(workspace.options.params[kind], workspace))
 
 
 def _require_objects(model: object, report: object) -> None:
@@ -193,15 +200,6 @@ def _require_objects(model: object, report: object) -> None:
 
 def _artifacts() -> Artifacts:
     return Held()
-
-
-def _pulled(rows: list[LayerResult], analysis: Generator[LayerResult, None, Any]) -> Any:  # noqa: ANN401 - its summary
-    """Append what a generator yields, and give what it returns."""
-    while True:
-        try:
-            rows.append(next(analysis))
-        except StopIteration as end:
-            return end.value
 
 
 def operator(source: str | Path | Measurement | LayersFactors, **choices: Unpack[OperatorChoices]) -> Operator:

@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
+from catalog.analysis import RefusedAnalysis
 from catalog.coverage import assess_coverage
 from catalog.device_views import DeviceState, DeviceView
 from catalog.pieces import read_piece
@@ -52,6 +53,7 @@ def job_view(job: Job, placement: PlacementView | None = None, pieces: tuple[Pie
         placement=placement,
         progress=_progress(job),
         coverage=assess_coverage(job.summary, _min_coverage(job)),
+        refused=tuple(RefusedAnalysis(**each) for each in (job.manifest or {}).get("refused") or ()),
         failure=None if job.failure is None else _filled(FailureView, job.failure),
         parent=job.parent_id,
         piece=None if job.piece is None else read_piece(job.piece),

@@ -1,8 +1,9 @@
 """The exit codes of the command line, and how a command ends with one.
 
 0 done; 1 a fault of this program; 2 the input or its use is wrong; 3 the service (or the machine) cannot do it now;
-4 a failure that an operator must look into; 5 stopped or cancelled; 6 done, and a part of the model that the loss
-depends on was not measured, though the document names no `collection.min_coverage` that would do.
+4 a failure that an operator must look into; 5 stopped or cancelled; 6 done in part: one of several analyses was
+refused, or a part of the model that the loss depends on was not measured, though the document names no
+`collection.min_coverage` that would do.
 """
 
 import sys
@@ -11,6 +12,7 @@ from typing import NoReturn
 
 import typer
 
+from catalog.analysis import RefusedAnalysis
 from catalog.coverage import CoverageView
 from kronoscope.cli.documents import DocumentUnreadable
 from kronoscope.cli.run_job import NotInstalled
@@ -35,16 +37,17 @@ def fail(code: int, lines: Sequence[str]) -> NoReturn:
     raise typer.Exit(_report_errors(code, lines))
 
 
-def require_coverage(measured: CoverageView | None) -> None:
-    """End the command with a code of its own where a part of the model was not measured.
+def require_whole(measured: CoverageView | None, refused: Sequence[RefusedAnalysis] | None) -> None:
+    """End the command with a code of its own where the job was done in part.
 
     Args:
         measured: The share of the model that was measured; None where no model was given.
+        refused: The analyses that were refused while others were done.
 
     Raises:
-        typer.Exit: If the share is that of a part, and the document does not accept it.
+        typer.Exit: If there are such analyses, or the share is that of a part and the document does not accept it.
     """
-    if measured is not None and measured.status == "partial":
+    if refused or (measured is not None and measured.status == "partial"):
         raise typer.Exit(PARTIAL)
 
 

@@ -12,7 +12,7 @@ from catalog import ANALYSES
 from catalog.record import plain
 from catalog.responses import ArtifactView, JobView, ResultsView
 from kronoscope.cli.documents import read_document
-from kronoscope.cli.exit_codes import CATEGORIES, FATAL, INTERNAL, STOPPED, USAGE, fail, require_coverage
+from kronoscope.cli.exit_codes import CATEGORIES, FATAL, INTERNAL, STOPPED, USAGE, fail, require_whole
 from kronoscope.cli.options import AsJson, Document, JobId, Settings, Url, complete
 from kronoscope.cli.output import message_console, print_json, result_console
 from kronoscope.cli.schedule_options import Deadline, Priority, Within, with_schedule
@@ -96,6 +96,8 @@ def results(
                 message_console().print(f"the job is {job_results.job.state}: these are the layers so far")
         if download is not None:
             _download(client, job_results, download, overwrite=overwrite, silent=as_json)
+    if job_results.job.state == "succeeded":
+        require_whole(job_results.job.coverage, job_results.job.refused)
 
 
 def cancel(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
@@ -154,13 +156,14 @@ def _watched(client: Client, job_id: str, *, as_json: bool) -> bool:
         fail(STOPPED, ["the job was cancelled"])
     if not as_json:
         _show_tables(client, client.results(job_id))
-    require_coverage(job.coverage)
+    require_whole(job.coverage, job.refused)
     return True
 
 
 def _show_tables(client: Client, results: ResultsView) -> None:
     rows, curve = list(client.layers(results.job.id)), client.memory_curve(results)
-    show_results(result_console(), rows, results.summary, results.job.kinds, curve, results.job.coverage)
+    job = results.job
+    show_results(result_console(), rows, results.summary, job.kinds, curve, job.coverage, refused=job.refused)
 
 
 def _download(client: Client, results: ResultsView, folder: Path, *, overwrite: bool, silent: bool) -> None:

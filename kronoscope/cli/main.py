@@ -18,7 +18,7 @@ from kronoscope.cli import job_commands
 from kronoscope.cli.autoscale import autoscale
 from kronoscope.cli.devices import devices
 from kronoscope.cli.documents import read_document
-from kronoscope.cli.exit_codes import CATEGORIES, FATAL, STOPPED, USAGE, fail, require_coverage, run_command
+from kronoscope.cli.exit_codes import CATEGORIES, FATAL, STOPPED, USAGE, fail, require_whole, run_command
 from kronoscope.cli.keys import keys
 from kronoscope.cli.options import AsJson, Document, Offline, Settings, Store, epilog
 from kronoscope.cli.output import message_console, outlast_reader, print_json, result_console
@@ -106,15 +106,16 @@ def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     measured = assess_coverage(outcome.summary, _min_coverage(wanted))
     if as_json:
         print_json({"output": str(output), "finished": outcome.finished, "summary": outcome.summary,
-                    "coverage": plain(measured),
+                    "coverage": plain(measured), "refused": plain(outcome.refused),
                      "failure": None if outcome.failure is None else _public(outcome)})  # fmt: skip
     _require_success(outcome)
     if not as_json:
         show_results(result_console(), [build_layer(row) for row in outcome.rows],
                      {kind: build_summary(kind, summary) for kind, summary in outcome.summary.items()},
-                     curve=read_memory_curve(output / "artifacts"), measured=measured)  # fmt: skip
+                     curve=read_memory_curve(output / "artifacts"), measured=measured,
+                     refused=outcome.refused)  # fmt: skip
         result_console().print(f"results in {output}/: results.json, log.jsonl, artifacts/", soft_wrap=True)
-    require_coverage(measured)
+    require_whole(measured, outcome.refused)
 
 
 @app.command(epilog=epilog("kronoscope plan examples/digits.yaml --budget 20GiB --device cuda"))

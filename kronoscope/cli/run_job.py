@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from catalog.analysis import RefusedAnalysis
 from catalog.frames import (
     Failed,
     Finished,
@@ -54,6 +55,8 @@ class Outcome:
     plan: Mapping[str, Any] = field(default_factory=dict)
     """The plan of memory and seconds; empty before it is made."""
     failure: Failed | None = None
+    refused: tuple[RefusedAnalysis, ...] = ()
+    """Analyses that were refused while others were done."""
     finished: bool = False
     stopped: bool = False
     interrupted: bool = False
@@ -162,6 +165,7 @@ def _note_end(frame: Frame, outcome: Outcome) -> None:
             outcome.failure = frame
         case Finished():
             outcome.finished = True
+            outcome.refused = frame.refused
         case Stopped():
             outcome.stopped = True
         case _:

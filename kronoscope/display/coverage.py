@@ -1,5 +1,8 @@
 """The measured share of a model on a terminal: a part is said to be a part."""
 
+from collections.abc import Sequence
+
+from catalog.analysis import RefusedAnalysis
 from catalog.coverage import CoverageView, percentage
 
 
@@ -22,6 +25,22 @@ def coverage_lines(measured: CoverageView | None) -> list[str]:
     ]
     accept = f"  or accept the part: collection.min_coverage: {int(measured.measured_share * 1000) / 1000:g}"
     return [f"{heading}: {measured.message}", *remedies, *([accept] if measured.status == "partial" else [])]
+
+
+def refused_lines(refused: Sequence[RefusedAnalysis] | None) -> list[str]:
+    """Return the warnings that analyses of a job were refused while others were done.
+
+    Args:
+        refused: The analyses; None of a job of an older service.
+
+    Returns:
+        A sentence for each, with the layer or field that it was refused for.
+    """
+    lines = []
+    for each in refused or ():
+        where = f" ({each.pointer})" if each.pointer else ""
+        lines.append(f"warning: `{each.kind}` was refused, and the other analyses are done{where}: {each.message}")
+    return lines
 
 
 def part_note(measured: CoverageView | None, text: str) -> str:

@@ -49,7 +49,11 @@ def _printable(name: str) -> str:
 
 
 def _state(job: JobView) -> str:
-    """Return the state; of a job that measured a part of its model also the share."""
-    if job.state != "succeeded" or job.coverage is None or job.coverage.status != "partial":
+    """Return the state; of a job that measured a part of its model, or did a part of its analyses, also which."""
+    if job.state != "succeeded":
         return job.state
-    return f"partial {percentage(job.coverage.measured_share)}"
+    share = job.coverage is not None and job.coverage.status == "partial"
+    said = [percentage(job.coverage.measured_share)] if job.coverage is not None and share else []
+    if job.refused:
+        said.append(f"{len(job.refused)}/{len(job.kinds)} refused")
+    return f"partial {', '.join(said)}" if said else job.state

@@ -7,11 +7,12 @@ from typing import Any
 
 from rich.console import Console
 
+from catalog.analysis import RefusedAnalysis
 from catalog.coverage import CoverageView
 from catalog.responses import JobView
 from kronoscope.client.client import MEMORY_CURVE
 from kronoscope.client.responses import Layer
-from kronoscope.display.coverage import coverage_lines
+from kronoscope.display.coverage import coverage_lines, refused_lines
 from kronoscope.display.plan_tables import measured_stage_table
 from kronoscope.display.progress import Display
 from kronoscope.display.spectrum_table import curvature_table, missing_lines
@@ -27,6 +28,8 @@ def show_results(
     kinds: Sequence[str] = (),
     curve: Mapping[str, Any] | None = None,
     measured: CoverageView | None = None,
+    *,
+    refused: Sequence[RefusedAnalysis] | None = None,
 ) -> None:
     """Print one table for each analysis, and the stages.
 
@@ -37,6 +40,7 @@ def show_results(
         kinds: The analyses in the order in which they were asked for.
         curve: The memory curve with planned and measured stages; None where there is none.
         measured: The share of the model that was measured; None where no model was given.
+        refused: The analyses that were refused while others were done.
     """
     present = dict.fromkeys([row.kind for row in rows])
     for kind in dict.fromkeys([*(kind for kind in kinds if kind in present), *present]):
@@ -52,7 +56,7 @@ def show_results(
     if curve is not None and curve.get("stages"):
         console.print(measured_stage_table(curve["stages"], curve.get("pace")))
         console.print()
-    for line in (*reuse_lines(rows), *coverage_lines(measured)):
+    for line in (*reuse_lines(rows), *coverage_lines(measured), *refused_lines(refused)):
         console.print(line, markup=False, soft_wrap=True)
 
 

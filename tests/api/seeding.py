@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy import Engine
 
-from catalog.analysis import Coverage, LayerResult
+from catalog.analysis import Coverage, LayerResult, RefusedAnalysis
 from catalog.capacity import CapacitySummary
 from catalog.capacity_metrics import (
     CapacityMetrics,
@@ -23,7 +23,17 @@ from catalog.capacity_metrics import (
     TraceShare,
 )
 from catalog.factors import FactorsMetrics, FactorsSummary
-from catalog.frames import ArtifactWritten, Divided, Failed, Started, Summarised, layer_frame
+from catalog.frames import (
+    ArtifactWritten,
+    Divided,
+    Failed,
+    Finished,
+    Started,
+    Summarised,
+    decode,
+    encode,
+    layer_frame,
+)
 from catalog.layer_record import LayerRecord, Observed
 from catalog.pieces import Piece
 from catalog.record import plain
@@ -140,6 +150,27 @@ def partly_measured(
         engine, claim, trainable_parameters=90_538, declared_parameters=58_768, covered_share=0.3509, reasons=reasons
     )
     attempt_endings.finish(engine, claim)
+    return claim.job_id
+
+
+def partly_refused(
+    engine: Engine, root: Path | ArtifactFolder, tenant_id: str, document: dict[str, Any] = DOCUMENT
+) -> str:
+    """A job whose capacity was refused while its factors were done."""
+    claim = claimed(engine, tenant_id, document)
+    write_rows(engine, root, claim, ("factors",))
+    attempt_writes.write_summary(engine, claim, Summarised(kind="factors", summary=plain(summary("factors"))))
+    refused = RefusedAnalysis(
+        kind="capacity",
+        code="usage",
+        message="layer `features.0` has no curvature; take `stabilisation.damping_mode: absolute`",
+        pointer="/stabilisation",
+        layer="features.0",
+    )
+    # as the supervisor has it: decoded from the child's line
+    last = decode(encode(Finished(refused=(refused,))))
+    assert isinstance(last, Finished)
+    attempt_endings.finish(engine, claim, last)
     return claim.job_id
 
 

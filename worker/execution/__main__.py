@@ -14,7 +14,7 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,13 +22,14 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from catalog import ANALYSES, DOCUMENT
-from catalog.analysis import LayerResult
+from catalog import DOCUMENT
+from catalog.analysis import RefusedAnalysis
 from catalog.estimate import unplannable
 from catalog.field_errors import complaints
 from catalog.frames import Divided, Finished, Started, Stopped, Summarised, layer_frame
 from catalog.job import JobDocument
 from catalog.record import plain
+from engine.analyses.run_analyses import run_analyses
 from engine.distributed import group
 from engine.errors import StopRequested
 from engine.layers.coverage_check import survey_layers
@@ -82,7 +83,7 @@ from worker.execution.ranks.rank_part import (
 from worker.execution.refusal import Refusal
 from worker.execution.resolve import resolve
 from worker.execution.resume_scratch import adopt_checkpoint
-from worker.execution.start.job_workspace import make_context, make_workspace, options_of
+from worker.execution.start.job_workspace import make_context, make_workspace
 from worker.execution.start.planned_part import bounds_of_plan, plan_part
 from worker.execution.stop_flag import StopFlag
 
@@ -208,15 +209,13 @@ def _compute(attempt: _Attempt) -> Finished | Divided:
             ending.callback(workspace.ports.cache.close)
         if assignment.piece is not None:
             compute_piece(assignment, assignment.piece, workspace)
-        for kind in () if assignment.piece is not None else attempt.document.kinds:
-            checkpoint()
-            with workspace.machine.operation(kind):
-                _analyse(kind, attempt.document, workspace, pipe)
+        refused = () if assignment.piece is not None else _analyse(workspace, pipe)
     for line in workspace.machine.curve.stages.exceeded():
         pipe.log("warning", line)
     curve = workspace.machine.curve.as_json(attempt.place.device)
     workspace.ports.artifacts.save_json("memory_curve.json", curve)
     finished = Finished(
+        refused=refused,
         factors_sha256=factors_digest(workspace.inputs.stored),
         against_sha256=factors_digest(workspace.inputs.stored_against),
     )
@@ -340,16 +339,13 @@ def _seed(seed: int) -> None:
     np.random.seed(seed % 2**32)  # noqa: NPY002 - a caller's factory may use the global generator
 
 
-def _analyse(kind: str, document: JobDocument, workspace: Workspace, pipe: FramePipe) -> None:
-    """Pull one analysis's rows and send each up; its return value is the summary."""
-    rows: Generator[LayerResult, None, Any] = resolve(ANALYSES[kind].function)(options_of(kind, document), workspace)
-    while True:
-        try:
-            row = next(rows)
-        except StopIteration as end:
-            pipe.send(Summarised(kind=kind, summary=plain(end.value)))
-            return
-        pipe.send(layer_frame(row))
+def _analyse(workspace: Workspace, pipe: FramePipe) -> tuple[RefusedAnalysis, ...]:
+    """Send the rows and summaries of all analyses up; return those that were refused."""
+    return run_analyses(
+        workspace,
+        lambda row: pipe.send(layer_frame(row)),
+        lambda kind, summary: pipe.send(Summarised(kind=kind, summary=plain(summary))),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -52,6 +52,24 @@ export function partialCard(coverage) {
   );
 }
 
+/** The analyses that were refused while the others were done, each with the sentence that it was refused with. */
+export function refusedCard(job, titles) {
+  if (!job.refused?.length) return null;
+  return h(
+    "section",
+    { class: "notice warn", role: "status", "aria-label": "Refused analyses" },
+    h("strong", {}, `${several(job.refused.length, "analysis", "analyses")} of ${number(job.kinds.length)} ${job.refused.length === 1 ? "was" : "were"} refused`),
+    h("p", {}, "The results of the others are complete without it:".replace("it", job.refused.length === 1 ? "it" : "them")),
+    h(
+      "ul",
+      {},
+      job.refused.map((each) =>
+        h("li", {}, h("strong", {}, titles.get(each.kind) ?? each.kind), ": ", ...withCode(each.message), each.pointer ? [" Field ", h("code", {}, each.pointer), "."] : null, " ", h("code", {}, each.code)),
+      ),
+    ),
+  );
+}
+
 export function coverageCard(coverage) {
   const total = coverage.trainable_parameters || 1;
   const reasons = Object.entries(coverage.reasons ?? {}).sort((a, b) => b[1] - a[1]);

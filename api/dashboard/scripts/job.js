@@ -1,18 +1,17 @@
 // The page of one job: progress, summary, layers, spectra, memory and files.
 
 import { allPages, cancel, fullId, get, watchJob } from "./api.js";
-import { coverageCard, partialCard, partSentence } from "./coverage.js";
+import { coverageCard, partialCard, partSentence, refusedCard } from "./coverage.js";
 import { h, replace, unpressed } from "./dom.js";
 import { failureCard, filesCard, heading, placementCard } from "./job_parts.js";
 import { figuresCard } from "./figures.js";
-import { portion } from "./format.js";
 import { LayerTable } from "./layers.js";
 import { showCurvatures } from "../plots/curvature_density.js";
 import { showMemory } from "../plots/memory_curve.js";
 import { showModelSpectrum } from "../plots/model_spectrum.js";
 import { SpectrumPanel } from "../plots/spectrum_panel.js";
 import { piecesCard, stillStopping } from "./pieces.js";
-import { bar, ENDED, isOpenEnded, isPartial, shareDone, stageSentence, timeLeft } from "./progress.js";
+import { bar, ENDED, isOpenEnded, isPartial, partsDone, shareDone, stageSentence, timeLeft } from "./progress.js";
 
 const ROWS_EVERY_MS = 1_500;
 const ASK_EVERY_MS = 1_000;
@@ -91,7 +90,7 @@ export async function showJob(main, shownId, signal) {
     if (opened && pieces.querySelector("details")) pieces.querySelector("details").open = true;
     if (scrolled) pieces.querySelector(".scroll").scrollLeft = scrolled;
     if (focused) [...pieces.querySelectorAll("a")].find((each) => each.getAttribute("href") === focused)?.focus();
-    replace(live, ENDED.has(job.state) ? null : progressCard(job), placementCard(job), job.failure ? failureCard(job) : null, ENDED.has(job.state) ? partialCard(job.coverage) : null);
+    replace(live, ENDED.has(job.state) ? null : progressCard(job), placementCard(job), job.failure ? failureCard(job) : null, ENDED.has(job.state) ? refusedCard(job, titles) : null, ENDED.has(job.state) ? partialCard(job.coverage) : null);
   }
 
   /** Loads the rows so far, at most every second and a half; the last change is always loaded. */
@@ -133,7 +132,7 @@ export async function showJob(main, shownId, signal) {
   for (;;) {
     await unpressed();
     draw(job);
-    document.title = `${job.name ?? job.kinds.join(" + ")}${isPartial(job) ? ` · ${portion(job.coverage.measured_share)} measured` : ""} · Kronoscope`;
+    document.title = `${job.name ?? job.kinds.join(" + ")}${isPartial(job) ? ` · ${partsDone(job, " measured").join(", ")}` : ""} · Kronoscope`;
     const ended = ENDED.has(job.state);
     await loadRows(job, ended && !finalShown);
     if (ended) {

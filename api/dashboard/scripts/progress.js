@@ -15,13 +15,23 @@ const SAID = {
   cancelled: "Cancelled",
 };
 
-/** Whether the job ended well and measured only a part of the model, which its document does not accept. */
+/** Of a job that ended well, what it did in part: of the model, which its document does not accept, or of its analyses. */
+export function partsDone(job, measured = "") {
+  if (job.state !== "succeeded") return [];
+  const share = job.coverage?.status === "partial" ? `${portion(job.coverage.measured_share)}${measured}` : null;
+  const refused = job.refused?.length ? `${job.refused.length} of ${job.kinds.length} refused` : null;
+  return [share, refused].filter(Boolean);
+}
+
 export function isPartial(job) {
-  return job.state === "succeeded" && job.coverage?.status === "partial";
+  return partsDone(job).length > 0;
 }
 
 export function statePill(job) {
-  if (isPartial(job)) return h("span", { class: "pill", "data-state": "partial", title: job.coverage.message }, `Partial, ${portion(job.coverage.measured_share)}`);
+  if (isPartial(job)) {
+    const said = [job.coverage?.status === "partial" ? job.coverage.message : null, ...(job.refused ?? []).map((each) => `${each.kind}: ${each.message}`)];
+    return h("span", { class: "pill", "data-state": "partial", title: said.filter(Boolean).join("\n") }, `Partial, ${partsDone(job).join(", ")}`);
+  }
   return h("span", { class: "pill", "data-state": job.state }, SAID[job.state] ?? job.state);
 }
 

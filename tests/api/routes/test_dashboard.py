@@ -139,6 +139,22 @@ def test_a_part_of_a_model_does_not_look_like_a_success(page: Page, embedded: Em
     expect(page.locator(f'tr:has(a[href="#/jobs/{job_id}"]) .pill')).to_have_text("Partial, 35 %")
 
 
+def test_a_refused_analysis_does_not_look_like_a_success(page: Page, embedded: Embedded) -> None:
+    job_id = seeding.partly_refused(embedded.engine, embedded.artifacts, LOCAL_TENANT)
+    page.goto(f"/#/jobs/{job_id}")
+    expect(page).to_have_title("factors + capacity · 1 of 2 refused · Kronoscope")
+    expect(page.locator(".pill")).to_have_text("Partial, 1 of 2 refused")
+    notice = page.get_by_role("status", name="Refused analyses")
+    expect(notice).to_contain_text("1 analysis of 2 was refused")
+    expect(notice).to_contain_text("Capacity metrics: layer features.0 has no curvature; take stabilisation")
+    expect(notice.locator("code").first).to_have_text("features.0")
+    expect(page.locator(".figure-card").first).to_be_visible()
+    page.goto("/#/")
+    row = page.locator(f'tr:has(a[href="#/jobs/{job_id}"]) .pill')
+    expect(row).to_have_text("Partial, 1 of 2 refused")
+    expect(row).to_have_attribute("title", re.compile("capacity: layer `features.0` has no curvature"))
+
+
 def test_the_spectrum_is_drawn_to_scale(page: Page, finished: str) -> None:
     page.goto(f"/#/jobs/{finished}")
     page.get_by_role("button", name="features.3", exact=True).click()

@@ -310,3 +310,19 @@ def test_a_part_of_a_model_is_told_as_a_part(keyed: Keyed, ours: httpx.Client) -
     whole = seeding.finished(keyed.engine, keyed.artifacts, tenant(keyed))
     assert ours.get(f"/v1/jobs/{whole}/results").json()["job"]["coverage"]["status"] == "complete"
     assert submit(ours)["coverage"] is None
+
+
+def test_a_job_says_which_of_its_analyses_was_refused(keyed: Keyed, ours: httpx.Client) -> None:
+    job_id = seeding.partly_refused(keyed.engine, keyed.artifacts, tenant(keyed))
+    job = ours.get(f"/v1/jobs/{job_id}").json()
+    assert (job["state"], job["failure"]) == ("succeeded", None)
+    [refused] = job["refused"]
+    assert (refused["kind"], refused["layer"], refused["pointer"]) == ("capacity", "features.0", "/stabilisation")
+    assert "has no curvature; take" in refused["message"]
+    results = ours.get(f"/v1/jobs/{job_id}/results").json()
+    assert set(results["summary"]) == {"factors"}
+    assert results["manifest"]["refused"] == job["refused"] == results["job"]["refused"]
+    assert submit(ours)["refused"] == []
+    listed = {each["id"]: each["refused"] for each in ours.get("/v1/jobs").json()["items"]}
+    assert listed[job_id] == job["refused"]
+    assert [each for each in listed.values() if each] == [job["refused"]]

@@ -78,6 +78,21 @@ def test_a_short_id_is_taken_wherever_it_is_shown(run: Run, finished: str, embed
             client.full_id("01234567")
 
 
+def test_a_job_that_was_done_in_part_ends_with_a_code_of_its_own(run: Run, embedded: Embedded) -> None:
+    seeds = (embedded.engine, embedded.artifacts, LOCAL_TENANT)
+    job_id, measured = seeding.partly_refused(*seeds), seeding.partly_measured(*seeds)
+    for command in ("watch", "results"):
+        done = run(command, job_id)
+        assert done.returncode == 6, done.stderr
+        assert (
+            "warning: `capacity` was refused, and the other analyses are done (/stabilisation): layer `features.0` has "
+            "no curvature; take `stabilisation.damping_mode: absolute`" in done.stdout
+        )
+        assert run(command, measured).returncode == 6
+    assert json.loads(run("results", job_id, "--json").stdout)["job"]["refused"][0]["kind"] == "capacity"
+    assert "partial 1/2 refused" in run("jobs").stdout
+
+
 def test_the_text_for_a_paper_states_that_a_part_was_measured(embedded: Embedded, finished: str) -> None:
     reasons = {"unsupported_layer": 648}
     counts = {"covered_share": 0.3517, "trainable_parameters": 1000, "reasons": reasons}

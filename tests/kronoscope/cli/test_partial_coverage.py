@@ -1,4 +1,4 @@
-"""A job that measured a part of a model says so on the terminal, and ends with a code of its own."""
+"""A job that did a part of what was asked says so on the terminal, and ends with a code of its own."""
 
 import json
 import subprocess
@@ -33,6 +33,21 @@ def model():
 def data():
     generator = torch.Generator().manual_seed(1)
     yield torch.randint(0, 60, (16, 5), generator=generator), torch.randint(0, 4, (16,), generator=generator)
+"""
+SATURATED = """
+
+def saturated():
+    torch.manual_seed(0)
+    made = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    with torch.no_grad():
+        made[2].weight.zero_()
+        made[2].bias.copy_(torch.tensor([2e3, 0.0, 0.0]))
+    return made
+
+
+def numbers():
+    generator = torch.Generator().manual_seed(1)
+    yield torch.randn(16, 6, generator=generator), torch.arange(16) % 3
 """
 JOB = """\
 kind: [capacity, factors]
@@ -72,3 +87,28 @@ def test_a_part_of_a_model_does_not_look_like_a_success(partial: Path, kronoscop
     asked = kronoscope("run", "partial.yaml", "--output", "never", "--set", "collection.min_coverage=0.9")
     assert asked.returncode == 2
     assert "`min_coverage` asks for 90.00%" in asked.stderr
+
+
+def test_a_refused_analysis_does_not_look_like_a_success(partial: Path, kronoscope: Run) -> None:
+    (partial / "partial_model.py").write_text(PARTIAL + SATURATED)
+    document = (
+        JOB.replace(":model", ":saturated").replace(":data", ":numbers").replace("[capacity", "[natural_gradient")
+    )
+    (partial / "refused.yaml").write_text(document)
+    done = kronoscope("run", "refused.yaml", "--output", "out")
+    assert done.returncode == 6, done.stderr
+    assert "factors: 2 layers" in done.stdout
+    said = "warning: `natural_gradient` was refused, and the other analyses are done (/natural_gradient): layer `2` has"
+    assert said in done.stdout
+    job = json.loads((partial / "out" / "job.json").read_text())
+    assert (job["state"], job["failure"]) == ("succeeded", None)
+    assert [each["kind"] for each in job["refused"]] == ["natural_gradient"]
+    assert (partial / "out" / "artifacts" / "factors" / "factors.index.json").is_file()
+
+    told = kronoscope("run", "refused.yaml", "--output", "told", "--json")
+    assert told.returncode == 6
+    assert json.loads(told.stdout)["refused"] == job["refused"]
+
+    alone = kronoscope("run", "refused.yaml", "--output", "alone", "--set", "kind=natural_gradient")
+    assert alone.returncode == 2
+    assert "/natural_gradient layer `2` has no curvature" in alone.stderr

@@ -36,8 +36,14 @@ class Gated(nn.Module):
             time.sleep(0.01)
         return self.head(relu(self.second(relu(self.first(x)))))
 
-def make(gate, at):
-    return Gated(gate, at)
+def make(gate, at, saturated=False):
+    model = Gated(gate, at)
+    if saturated:
+        # the probabilities are 0 and 1 exactly, so that the head has no curvature
+        nn.init.zeros_(model.head.weight)
+        nn.init.constant_(model.head.bias, 0)
+        model.head.bias.data[0] = 2e3
+    return model
 """
 BATCHES = 30
 PARTS = [["first"], ["second"], ["head"]]
@@ -290,6 +296,29 @@ def test_killed_between_two_analyses(tmp_path: Path) -> None:
     assert not done.keys() & rows_of(after).keys()
     assert {**done, **rows_of(after)} == undisturbed
     assert [frame.kind for frame in after if isinstance(frame, Summarised)] == kinds
+
+
+def test_an_analysis_that_is_refused_is_refused_again_by_a_resumed_job(tmp_path: Path) -> None:
+    plain, place = Place(tmp_path / "plain"), Place(tmp_path / "killed")
+    for each in (plain, place):
+        each.document |= {"kind": ["factors", "natural_gradient", "capacity"], "keep": []}
+        each.document["model"]["kwargs"]["saturated"] = True  # type: ignore[index] # a mapping
+    frames = plain.run()
+    undisturbed, last = rows_of(frames), frames[-1]
+    assert isinstance(last, Finished)
+    [refused] = last.refused
+    assert (refused.kind, refused.layer, refused.pointer) == ("natural_gradient", "head", "/natural_gradient")
+    said = "`natural_gradient` was refused, and the other analyses are done: layer `head` has no curvature"
+    assert any(said in frame.message for frame in frames if isinstance(frame, LogLine) and frame.level == "warning")
+    program = tmp_path / "dies.py"
+    program.write_text(DIE_BETWEEN)
+    done = rows_of(place.run(sys.executable, "-P", str(program)))
+    place.completed = sorted(done)
+    after = place.run()
+    assert isinstance(after[-1], Finished)
+    assert after[-1].refused == last.refused
+    assert {**done, **rows_of(after)} == undisturbed
+    assert [frame.kind for frame in after if isinstance(frame, Summarised)] == ["factors", "capacity"]
 
 
 def rows_of(frames: list[Frame]) -> dict[tuple[str, int], Any]:

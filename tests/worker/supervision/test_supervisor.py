@@ -121,6 +121,16 @@ def test_a_whole_job(ledger: Any, submitted: Any, supervise: Any, job: Any, sett
         assert file.read() == b"{}"
 
 
+def test_a_refused_analysis_stands_in_the_manifest(submitted: Any, supervise: Any, job: Any) -> None:
+    job_id = submitted()
+    refused = {"kind": "spectrum", "code": "usage", "message": "give more", "pointer": None, "layer": "fc"}
+    supervise(job_id, ["layer", 0, "conv"], ["summary"], ["finish", 8, [refused]])
+    done = job(job_id)
+    assert (done.state, done.failure) == ("succeeded", None)
+    assert done.manifest["refused"] == [refused]
+    assert done.manifest["examples"] == 8
+
+
 def test_every_layer_is_said_in_one_line_that_carries_the_job(submitted: Any, supervise: Any, log_lines: Any) -> None:
     job_id = submitted()
     supervise(job_id, ["layer", 0, "con\u2028v\n{"], ["say", "\x1b[31m"], ["summary"], ["finish"])
