@@ -247,7 +247,7 @@ def _settle(job: PassJob, survey: Survey, trainable: int) -> PlannedJob:
             require_same_checks(workspace.machine.ranks, verification.failed)
         if not changed:
             cut = verification.cuts_padding(planned.probed)
-            checked = dataclasses.replace(planned.probed.job, self_check=verification.self_check, cut_padding=cut)
+            checked = dataclasses.replace(planned.probed.job, first_check=verification.self_check, cut_padding=cut)
             probed = dataclasses.replace(planned.probed.without_tensors(), job=checked)
             return dataclasses.replace(planned, probed=probed, less=None)
 
@@ -290,8 +290,8 @@ def _finished(
         if reason is None:
             covered.append(found)
         else:
-            declared.append(_not_covered(job, layer, reason))
-    declared = [explain(row, job.self_check) for row in declared]
+            declared.append(_not_covered(state, layer, reason))
+    declared = [explain(row, state.self_check) for row in declared]
     if not covered:
         reasons = ", ".join(sorted({layer.reason for layer in declared}))
         raise NothingToAnalyse(
@@ -307,7 +307,7 @@ def _finished(
     around = Surroundings(
         collection=job.collection,
         ordinals=ordinals,
-        checks={} if job.self_check is None else job.self_check.layers,
+        checks={} if state.self_check is None else state.self_check.layers,
         sums=torch.device("cpu") if job.offload else job.workspace.machine.device,
     )
     for found, group in parts:
@@ -376,7 +376,7 @@ def _reduced(job: PassJob, found: LayerStatistics) -> dict[str, Any]:
     }
 
 
-def _not_covered(job: PassJob, layer: TreatedLayer, reason: str) -> DeclaredLayer:
+def _not_covered(state: CollectionState, layer: TreatedLayer, reason: str) -> DeclaredLayer:
     """A layer that turned out not to be coverable; what its own check has found says why."""
-    check = None if job.self_check is None else job.self_check.layers.get(layer.name)
+    check = None if state.self_check is None else state.self_check.layers.get(layer.name)
     return refusal(layer, check) if reason == FAILED_CHECK and check is not None else declare(layer, reason)

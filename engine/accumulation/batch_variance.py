@@ -21,8 +21,9 @@ References:
 """
 
 import math
-from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from engine.factors.factor_set import VarianceSums
 from engine.layers.layer import TreatedLayer
 from engine.layers.tied import TiedHeadLayer
 from engine.merging.estimates import missing_variance, relative_variance
+from engine.saved_fields import saved_names
 
 NUMBERS_AT_ONCE = 2**18
 """Numbers of a sum that are widened to float64 together."""
@@ -55,6 +57,8 @@ class BatchVariance:
     Memory:
         A second set of the side's sums while the pass is under way; 6 MiB for a moment.
     """
+
+    NOT_SAVED: ClassVar[Mapping[str, str]] = {"before": "between two batches nothing is set aside"}
 
     before: Tensor | None = None
     """Sums of the batches before the one under way; None where no variance is gathered."""
@@ -184,7 +188,7 @@ class BatchVariance:
 
     def state(self) -> dict[str, Any]:
         """Return everything that a checkpoint holds; between two batches nothing is set aside."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "before"}
+        return {name: getattr(self, name) for name in saved_names(type(self))}
 
     def put(self, name: str, value: Any) -> None:  # noqa: ANN401 - of any field
         """Put one entry of ``state`` back.

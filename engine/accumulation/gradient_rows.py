@@ -11,9 +11,9 @@ References:
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -49,6 +49,12 @@ class GradientRows:
         (groups, capacity, n) numbers in the storage dtype; where more than n rows come, n² of each group in the
         sums' precision, and while they are made one 4 n² of one group.
     """
+
+    NOT_SAVED: ClassVar[Mapping[str, str]] = {
+        "working": "an option of the collection",
+        "staging": "a way to the host, empty between two batches",
+        "grams": "made when a pass has ended on all ranks, and kept with the factors",
+    }
 
     rows: Tensor
     """(groups, capacity, n); what lies beyond ``count`` means nothing."""

@@ -34,8 +34,6 @@ class InputArrival:
     """Layers whose inputs wait for the gradient of their call."""
     required: bool
     """A call without a gradient is an error; else nothing is compared."""
-    unproven: set[str] = field(default_factory=set)
-    """Layers of which inputs have entered A, and no gradient has arrived in any batch so far."""
     _pulled: bool = False
     """Some direction of this batch was pulled back."""
     _waiting: dict[int, tuple[LayerStatistics, Callable[[], None] | None]] = field(default_factory=dict)
@@ -95,10 +93,9 @@ class InputArrival:
                 # no loss term in the batch: its inputs count as those of any position without a gradient
                 add()
             elif self._pulled and add is None and statistics.flaw is None:
-                unused.add(statistics.layer.name)
-                if statistics.gradients == 0:
-                    self.unproven.add(statistics.layer.name)
-        unused -= self.unproven
+                statistics.unproven |= statistics.gradients == 0
+                if not statistics.unproven:
+                    unused.add(statistics.layer.name)
         if unused:
             raise UnusedCalls(frozenset(unused))
 
@@ -111,9 +108,9 @@ class InputArrival:
         Raises:
             UnusedCalls: If such inputs had entered A.
         """
-        late = {each.layer.name for each in statistics if each.gradients and each.flaw is None}
-        if late & self.unproven:
-            raise UnusedCalls(frozenset(late & self.unproven))
+        late = {each.layer.name for each in statistics if each.gradients and each.flaw is None and each.unproven}
+        if late:
+            raise UnusedCalls(frozenset(late))
 
 
 def _add_unwritten(takers: Sequence[LayerStatistics | RowObserver], use: Use, read: int, layer: str) -> None:

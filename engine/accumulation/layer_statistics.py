@@ -13,7 +13,9 @@ References:
     Eschenhagen et al. (2023), Kronecker-factored approximate curvature for modern neural network architectures
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +39,15 @@ UNORDERED = "its rows do not stand example by example, so there is no exact trac
 @dataclass(eq=False)
 class LayerStatistics:
     """Sums of one layer; a follower leaves A to the layer that shares its input."""
+
+    NOT_SAVED: ClassVar[Mapping[str, str]] = {
+        "layer": "every attempt finds it; the set of layers is among a checkpoint's conditions",
+        "leader": "it follows from what the state of the collection says of sharing",
+        "representation": "it follows from the plan",
+        "sums_dtype": "an option of the collection",
+        "staging": "a way to the host, empty between two batches",
+        "row_staging": "a way to the host, empty between two batches",
+    }
 
     layer: TreatedLayer
     sharing: str
@@ -97,7 +108,7 @@ class LayerStatistics:
     partial: bool = False
     """The data are a part: what they do not call is kept as zeros, for the other parts may."""
     unproven: bool = False
-    """Inputs entered A, and in batches that had loss terms no gradient arrived."""
+    """Inputs entered A, and no gradient had arrived by the end of a batch that had loss terms."""
     exact_traces: list[float | None] = field(default_factory=list)
     """Trace of each group's block of the curvature of the mean loss, once the pass is done; None where it overflows."""
     standard_errors: list[float | None] = field(default_factory=list)

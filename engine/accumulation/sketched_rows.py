@@ -10,9 +10,9 @@ References:
     Ghashami, Liberty, Phillips & Woodruff (2016), Frequent directions: simple and deterministic matrix sketching
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -33,6 +33,12 @@ class SketchRows(GradientRows):
     Memory:
         (groups, 2ℓ, n) numbers in the sums' precision, and 2n in float64; while it is lowered, 4ℓ² and 32 MiB more.
     """
+
+    NOT_SAVED: ClassVar[Mapping[str, str]] = {
+        **GradientRows.NOT_SAVED,
+        "rank": "it follows from the plan",
+        "of_terms": "it follows from the plan",
+    }
 
     rank: int = 0
     """ℓ; none but the diagonal where it is 0."""

@@ -4,7 +4,9 @@ The head's sums are those of any linear layer. The table's are the counts of its
 the gradients of their vectors; once all data has passed, ``engine.merging.nearest_product`` makes both one.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +23,11 @@ from engine.merging.nearest_product import HeadSide, Terms, nearest_product_
 @dataclass(eq=False)
 class TiedHeadStatistics(LayerStatistics):
     """Sums of a head, and those of the table that it shares its weight with."""
+
+    NOT_SAVED: ClassVar[Mapping[str, str]] = {
+        **LayerStatistics.NOT_SAVED,
+        "made_of": "parts of a product on their way to the factors, which are on the disk once a checkpoint follows",
+    }
 
     counts: Tensor | None = None
     """(V,) how often each id was looked up."""

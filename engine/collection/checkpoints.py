@@ -2,11 +2,16 @@
 
 At an interval, between two batches, everything that the rest of the collection depends on is
 written into the job's scratch place: every layer's running sums and counts, how far the data is,
-the generators' state, buffers the model wrote to, and which finished factors wait there. The
-tensors come first, under new names, and the manifest last: it replaces the one before in one step
-and names each tensor's digest, so there is always one whole checkpoint, and a torn one is no
-checkpoint. A later attempt passes over the batches that are in it, without the model, and ends
-with the same bits.
+the generators' state, buffers the model wrote to, and the state of the collection with the places
+of finished factors. The tensors come first, under new names, and the manifest last: it replaces the
+one before in one step and names each tensor's digest, so there is always one whole checkpoint, and a
+torn one is no checkpoint. A later attempt passes over the batches that are in it, without the model,
+and ends with the same bits.
+
+    find        reads and verifies all of it, and changes nothing
+    restore     puts the sums into statistics that are dropped where it fails, and passes over the data
+    take_over   generators and buffers, once nothing can fail any more (of several ranks, on none)
+    discard     deletes its files, so that nothing of it is left
 
 One that does not belong (another model, data, plan, version, device, number of threads) or does
 not read as written is discarded with a line in the log, never trusted.
@@ -15,32 +20,34 @@ not read as written is discarded with a line in the log, never trusted.
 import hashlib
 import itertools
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.collection.collection_state import CollectionState, Cursor, Snapshot, bit_sum
+from engine.collection.collection_state import CollectionState, Cursor, bit_sum
 from engine.collection.statistics_state import counts, put, set_counts, state_of
 from engine.errors import Unwinding
-from engine.factors.factor_set import LayerSums, TiedSums
 from engine.factors.kronecker_factors import digest
 from engine.factors.spilled_factors import SpilledFactors
 from engine.model.batches import Batch
 from engine.model.sharding.gathered_parameters import present
-from engine.row_layout.attention_masks import Key
-from engine.workspace import Artifacts, Workspace
+from engine.saved_fields import load_fields, save_fields
+from engine.workspace import Artifacts, Workspace, load_sealed, save_sealed
 
-FORMAT = "kronoscope-checkpoint/3"
+FORMAT = "kronoscope-checkpoint/4"
 MANIFEST = "checkpoint/checkpoint.json"
 _FILE_BYTES = 64 * 2**20
 """A file holds as many tensors as fit, or one that is larger: what reading back holds at once."""
 _SHARE = 20
 """No checkpoint sooner than this many times what the last one took: they cost at most 5 % of the time."""
+_FILE = re.compile(r"checkpoint/\d+\.\d+\.safetensors")
+"""Names of the files of tensors."""
 
 
 class CheckpointForeign(Unwinding):
@@ -52,23 +59,25 @@ class Resumed:
     """A checkpoint, read and verified, without the sums of the pass under way."""
 
     cursor: Cursor
-    passes: int
-    shared: dict[str, str]
-    unmasked: frozenset[Key]
-    deferred: frozenset[str]
+    state: CollectionState
+    """The saved fields of the state alone."""
+    stored: Mapping[str, Any]
+    """The whole state, as ``CollectionState.state`` returned it."""
     finished: dict[str, dict[str, Any]]
     """Counts of the layers of finished passes."""
-    spilled: dict[str, SpilledFactors]
-    """Factors of finished passes."""
-    nested: dict[int, Snapshot]
-    nondeterministic: tuple[str, ...]
-    """Smaller sample sizes that have been kept."""
     running: dict[str, dict[str, Any]]
     """Counts of the layers of the pass under way."""
-    self_check: dict[str, Any]
-    """Checks of the layers, as ``SelfCheck.state`` returns them."""
     files: dict[str, list[list[str]]]
     """File to (kind, name, field, digest) of its tensors, in order."""
+    surroundings: list[tuple[str, str, Tensor]]
+    """Generators and buffers, as (kind, name, tensor)."""
+
+    @property
+    def common(self) -> tuple[Any, ...]:
+        """What every rank's checkpoint of the same moment agrees in."""
+        state = self.state
+        return (self.cursor.number, state.shared, state.unmasked, state.deferred, state.overwritten,
+                self.stored["checked"])  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -122,16 +131,19 @@ class Checkpoints:
         Returns:
             The checkpoint; None where there is none of this pass, or it was made of other layers.
         """
-        found = self.find()
-        inside = found is not None and found.cursor.number == number and bool(found.running)
-        if not inside or found is None:
+        if not self.workspace.saves_checkpoints:
             return None
-        alike = (found.shared, found.unmasked, found.deferred) == (
-            state.shared,
-            state.unmasked,
-            state.deferred,
-        )
-        return found if alike else None
+        try:
+            found = self._read()
+        except FileNotFoundError:
+            return None
+        except CheckpointForeign as foreign:
+            self.discard(str(foreign), keep=state)
+            return None
+        if found.cursor.number != number or not found.running:
+            return None
+        names = ("shared", "unmasked", "deferred", "overwritten")
+        return found if all(getattr(found.state, name) == getattr(state, name) for name in names) else None
 
     def _read(self) -> Resumed:
         """Read the manifest.
@@ -141,14 +153,11 @@ class Checkpoints:
             CheckpointForeign: If it is of no use here; the message says why.
         """
         try:
-            stored = self._scratch.load_json(MANIFEST)
-            body, written = stored["body"], stored["sha256"]
+            body = load_sealed(self._scratch, MANIFEST)
         except FileNotFoundError:
             raise
         except Exception as error:
             raise CheckpointForeign(f"it cannot be read ({type(error).__name__})") from error
-        if _sha256(body) != written:
-            raise CheckpointForeign("it is damaged")
         if body.get("format") != FORMAT:
             raise CheckpointForeign("it is of another format")
         here, there = self.conditions, body["conditions"]
@@ -157,31 +166,31 @@ class Checkpoints:
         )
         if differing:
             raise CheckpointForeign(f"it was made under another {', another '.join(differing)}")
-        found = Resumed(
-            cursor=Cursor(**body["cursor"]),
-            passes=body["passes"],
-            shared=body["shared"],
-            unmasked=frozenset((name, number) for name, number in body["unmasked"]),
-            deferred=frozenset(body["deferred"]),
-            finished=body["finished"],
-            spilled={name: SpilledFactors(**spilled) for name, spilled in body["spilled"].items()},
-            nondeterministic=tuple(body["nondeterministic"]),
-            nested={entry["eighths"]: _snapshot(entry) for entry in body["nested"]},
-            running=body["running"],
-            self_check=body["self_check"],
-            files=body["files"],
-        )
-        kept = [entry for snapshot in found.nested.values() for entry in snapshot.spilled.items()]
-        for name, spilled in (*found.spilled.items(), *kept):
-            if not self._stands(spilled):
+        try:
+            found = Resumed(
+                cursor=Cursor(**load_fields(Cursor, body["cursor"])),
+                state=CollectionState.read(body["state"]),
+                stored=body["state"],
+                finished=body["finished"],
+                running=body["running"],
+                files=body["files"],
+                surroundings=[],
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointForeign(f"it does not hold what this version saves ({error})") from error
+        for name, spilled in _spilled(found.state):
+            if not spilled.intact(self._scratch):
                 raise CheckpointForeign(f"the factors of layer `{name}` that waited with it are damaged")
+        found.surroundings += [
+            (kind, name, tensor) for kind, name, _, tensor in self._read_tensors(found) if kind != "sums"
+        ]
         self._serial, self._files = body["serial"], tuple(found.files)
         return found
 
     def restore(self, found: Resumed, statistics: Mapping[str, LayerStatistics], stream: Iterator[Batch]) -> Cursor:
         """Put the sums and counts of the pass under way back, and advance the data to where they were saved.
 
-        Generators and buffers come last: passing over the data may draw numbers.
+        Nothing else is changed: ``take_over`` does the rest.
 
         Args:
             found: The checkpoint.
@@ -202,21 +211,25 @@ class Checkpoints:
             raise CheckpointForeign("it holds other layers")
         for name, stored in found.running.items():
             set_counts(statistics[name], stored)
-        surroundings: list[tuple[str, str, Tensor]] = []
         for kind, name, entry, tensor in self._read_tensors(found):
             if kind == "sums":
                 put(statistics[name], entry, tensor, self.workspace.machine.device)
-            else:
-                surroundings.append((kind, name, tensor))
         self._pass_over(found.cursor, stream)
-        for kind, name, tensor in surroundings:
+        return found.cursor
+
+    def take_over(self, found: Resumed) -> None:
+        """Set generators and buffers as they were saved; the last step, since passing over the data may draw numbers.
+
+        Args:
+            found: The checkpoint, of which everything else has proved right.
+        """
+        for kind, name, tensor in found.surroundings:
             if kind == "buffer":
                 self.model.get_buffer(name).data.copy_(tensor)
             elif name == "cuda":
                 torch.cuda.set_rng_state(tensor, self.workspace.machine.device)
             else:
                 torch.set_rng_state(tensor)
-        return found.cursor
 
     def _read_tensors(self, found: Resumed) -> Iterator[tuple[str, str, str, Tensor]]:
         for file, entries in found.files.items():
@@ -232,21 +245,41 @@ class Checkpoints:
 
     def _pass_over(self, saved: Cursor, stream: Iterator[Batch]) -> None:
         """Take from the data what the checkpoint holds already, without the model."""
-        cursor = Cursor(number=saved.number)
+        cursor, ranks = Cursor(number=saved.number), self.workspace.machine.ranks
         for batch in itertools.islice(stream, saved.batches):
             self.workspace.ports.raise_if_cancelled()
+            if ranks is not None:
+                # the others wait for this one
+                ranks.sign()
             cursor.take(batch, checked=True)
         if (cursor.batches, cursor.data) != (saved.batches, saved.data):
             raise CheckpointForeign("the data are others than before")
 
-    def discard(self, why: str) -> None:
-        """Log that an earlier checkpoint is not used, and begin the first interval.
+    def discard(self, why: str, keep: CollectionState | None = None) -> None:
+        """Log that an earlier checkpoint is not used, delete its files, and begin the first interval.
 
         Args:
             why: The reason, as the end of a sentence.
+            keep: A state whose own factors stay on the disk; None keeps none.
         """
         self.workspace.ports.log("warning", f"the checkpoint of an earlier attempt is discarded: {why}")
+        kept = set() if keep is None else {name for _, each in _spilled(keep) for name in each.files}
+        names = [name for name in self._discarded() if name not in kept]
+        # without its manifest the rest is no checkpoint, should this be the last that the attempt does
+        for name in (MANIFEST, *names):
+            self._scratch.remove(name)
+        self._serial, self._files = 0, ()
         self._saved_at = self.clock()
+
+    def _discarded(self) -> list[str]:
+        """The files of a checkpoint of which anything may be wrong, as far as it names them."""
+        try:
+            body = self._scratch.load_json(MANIFEST)["body"]
+            names = [name for name in body["files"] if _FILE.fullmatch(name)]
+            spilled = [each for _, each in _spilled(CollectionState.read(body["state"]))]
+        except Exception:  # noqa: BLE001 - whatever is wrong with it, nothing of it is read again
+            return list(self._files)
+        return [*names, *(name for each in spilled for name in each.files)]
 
     def due(self) -> bool:
         """Whether it is time to save."""
@@ -277,20 +310,13 @@ class Checkpoints:
                 "format": FORMAT,
                 "serial": serial,
                 "conditions": self.conditions,
-                "cursor": asdict(cursor),
-                "passes": state.passes,
-                "shared": state.shared,
-                "unmasked": sorted(state.unmasked),
-                "deferred": sorted(state.deferred),
+                "cursor": save_fields(cursor),
+                "state": state.state(),
                 "finished": {name: counts(each) for name, each in state.statistics.items()},
-                "spilled": {name: asdict(each) for name, each in state.spilled.items()},
-                "nondeterministic": sorted(state.nondeterministic),
-                "nested": [asdict(each) for each in state.nested.values()],
                 "running": {each.layer.name: counts(each) for each in running},
-                "self_check": {} if state.self_check is None else state.self_check.state(),
                 "files": files,
             }
-            self._scratch.save_json(MANIFEST, {"body": body, "sha256": _sha256(body)})
+            save_sealed(self._scratch, MANIFEST, body)
         except OSError as error:
             self.workspace.ports.log(
                 "warning", f"no checkpoint could be written ({error.strerror}); the one before stands"
@@ -329,20 +355,12 @@ class Checkpoints:
                 if isinstance(value, Tensor):
                     yield "sums", each.layer.name, entry, value
 
-    def _stands(self, spilled: SpilledFactors) -> bool:
-        return spilled.intact(self._scratch)
 
-
-def _snapshot(stored: Mapping[str, Any]) -> Snapshot:
-    spilled = {name: SpilledFactors(**each) for name, each in stored["spilled"].items()}
-    rows = {name: (int(a), int(g)) for name, (a, g) in stored["rows"].items()}
-    sums = {name: None if each is None else _layer_sums(each) for name, each in (stored.get("sums") or {}).items()}
-    return Snapshot(eighths=stored["eighths"], examples=stored["examples"], spilled=spilled, rows=rows, sums=sums)
-
-
-def _layer_sums(stored: Mapping[str, Any]) -> LayerSums:
-    tied = stored["tied"]
-    return LayerSums(**{**stored, "tied": None if tied is None else TiedSums(**tied)})
+def _spilled(state: CollectionState) -> Iterator[tuple[str, SpilledFactors]]:
+    """Every layer's factors on the disk, those of smaller sample sizes among them."""
+    yield from state.spilled.items()
+    for snapshot in state.nested.values():
+        yield from snapshot.spilled.items()
 
 
 def _grouped(entries: Iterable[tuple[str, str, str, Tensor]]) -> Iterator[list[tuple[str, str, str, Tensor]]]:
@@ -373,12 +391,8 @@ def fingerprint(model: nn.Module) -> str:
         [name, str(tensor.dtype), list(tensor.shape), bit_sum(present(tensor))]
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     ]
-    return _sha256(entries)
+    return hashlib.sha256(_canonical(entries).encode()).hexdigest()
 
 
 def _canonical(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def _sha256(value: object) -> str:
-    return hashlib.sha256(_canonical(value).encode()).hexdigest()

@@ -1,13 +1,18 @@
-"""The state of a collection: the sums and factors of its passes so far, and the position in the one under way."""
+"""The state of a collection: the sums and factors of its passes so far, and the position in the one under way.
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+Everything that an attempt changes stands here, and a checkpoint holds all of it: fields are found by the records
+themselves (``engine.saved_fields``), and ``NOT_SAVED`` says of each other one why a later attempt has it all the same.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from engine.accumulation.layer_statistics import LayerStatistics
+from engine.distributed.traffic import Traffic
 from engine.factors.factor_set import LayerSums
 from engine.factors.kronecker_factors import Factors
 from engine.factors.spilled_factors import SpilledFactors
@@ -17,6 +22,7 @@ from engine.merging.example_runs import MOST_RUNS, joined, runs_of
 from engine.model.batches import Batch, tensors
 from engine.model.mixed_precision import FIRST_SCALE, LossScale
 from engine.row_layout.attention_masks import Key
+from engine.saved_fields import load_fields, save_fields
 
 _MASK = 2**63 - 1
 
@@ -40,6 +46,19 @@ class Snapshot:
 @dataclass(kw_only=True)
 class CollectionState:
     """The sums and factors of the passes over the data so far."""
+
+    NOT_SAVED: ClassVar[Mapping[str, str]] = {
+        "statistics": "a checkpoint holds them layer by layer (`statistics_state`)",
+        "factors": "they are loaded from `spilled`; those in memory are made of the sums again",
+        "self_check": "a checkpoint holds its own saved fields",
+        "checked": "a checkpoint holds its own saved fields",
+        "traffic": "a checkpoint holds its own saved fields",
+        "chosen": "a choice of the plan, which is among a checkpoint's conditions",
+    }
+    _LEARNT: ClassVar[frozenset[str]] = frozenset(
+        {"shared", "unmasked", "overwritten", "deferred", "nested", "nondeterministic", "traffic", "chosen"}
+    )
+    """Fields that outlast a pass that did not end: what it has shown of the model holds for the next one."""
 
     statistics: dict[str, LayerStatistics]
     """Statistics of every treated layer, by name; without sums once its factors are made."""
@@ -69,6 +88,10 @@ class CollectionState:
     """Layers some of whose calls get no gradient: an input enters A when the gradient of its call arrives."""
     self_check: SelfCheck | None = None
     """Checks of the layers so far; None where nothing is checked."""
+    checked: SelfCheck | None = None
+    """The same when the pass under way began, which a pass that is begun anew begins with."""
+    traffic: Traffic | None = None
+    """Bytes between ranks so far; None where there is one."""
     chosen: Chosen = field(default_factory=Chosen)
     """The choice that the passes follow: the plan's, or a fallback where memory ran out."""
 
@@ -86,10 +109,8 @@ class CollectionState:
 
     def settled(self) -> dict[str, Any]:
         """Return copies of the state that a pass changes, for ``restore``."""
-        kept = {name: dict(getattr(self, name)) for name in ("statistics", "factors", "spilled")}
-        counts = {name: getattr(self, name) for name in ("examples", "runs", "updates", "passes", "loss_scale")}
-        checked = {} if self.self_check is None else {"checked": self.self_check.state()}
-        return {**kept, **counts, **checked}
+        names = [entry.name for entry in fields(self) if entry.name not in self._LEARNT]
+        return {name: _copied(getattr(self, name)) for name in names}
 
     def restore(self, before: dict[str, Any]) -> None:
         """Go back to the state before a pass that did not end; which layers share no A stays known.
@@ -98,10 +119,75 @@ class CollectionState:
             before: What ``settled`` returned before the pass.
         """
         for name, value in before.items():
-            if name != "checked":
-                setattr(self, name, value)
-            elif self.self_check is not None:
-                self.self_check.restore(value)
+            setattr(self, name, value)
+
+    def begin_pass(self) -> None:
+        """Count a pass, and note what the checks have found before it."""
+        self.passes += 1
+        self.checked = _copied(self.self_check)
+
+    def begin_anew(self) -> None:
+        """Forget what the checks of a pass that was left have found: what is begun anew is checked anew."""
+        self.self_check = _copied(self.checked)
+
+    def state(self) -> dict[str, Any]:
+        """Return all that a checkpoint holds, but the layers' statistics, as plain values."""
+        return {
+            "fields": save_fields(self),
+            "self_check": None if self.self_check is None else self.self_check.state(),
+            "checked": None if self.checked is None else self.checked.state(),
+            "traffic": None if self.traffic is None else save_fields(self.traffic),
+        }
+
+    @classmethod
+    def read(cls, stored: Mapping[str, Any]) -> "CollectionState":
+        """Read the state of a checkpoint, and take nothing over.
+
+        Args:
+            stored: What ``state`` returned.
+
+        Returns:
+            A state with the saved fields alone.
+
+        Raises:
+            ValueError: If a field is missing, unknown, or does not hold what its type says.
+        """
+        for kind, name in ((SelfCheck, "self_check"), (SelfCheck, "checked"), (Traffic, "traffic")):
+            if stored[name] is not None:
+                load_fields(kind, stored[name])
+        return cls(statistics={}, factors={}, **load_fields(cls, stored["fields"]))
+
+    def take_over(self, stored: Mapping[str, Any]) -> None:
+        """Go on from the state of a checkpoint.
+
+        Args:
+            stored: What ``state`` returned.
+
+        Raises:
+            ValueError: If it does not fit, and part of it has been taken over; ``read`` tells beforehand.
+        """
+        heard = self.nondeterministic
+        for name, value in load_fields(type(self), stored["fields"]).items():
+            setattr(self, name, value)
+        # the set that this attempt's warnings enter
+        heard |= self.nondeterministic
+        self.nondeterministic = heard
+        if self.self_check is not None:
+            self.self_check, self.checked = (
+                self.self_check.resumed(stored[name]) for name in ("self_check", "checked")
+            )
+        if self.traffic is not None:
+            for name, value in load_fields(Traffic, stored["traffic"]).items():
+                held = getattr(self.traffic, name)
+                held.clear()
+                held.update(value)
+
+
+def _copied(value: Any) -> Any:  # noqa: ANN401 - any field
+    """The value, so that what a pass does to the field does not change it."""
+    if isinstance(value, SelfCheck):
+        return value.resumed(value.state())
+    return value.copy() if isinstance(value, (dict, set, list)) else value
 
 
 @dataclass(kw_only=True)

@@ -7,26 +7,22 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from catalog.collection import Collection
-from engine.accumulation.batch_variance import BatchVariance, activation_refusal, gradient_refusal
 from engine.accumulation.hooks import Collector
 from engine.accumulation.input_arrival import InputArrival
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.loss_head import LossHead
-from engine.accumulation.tied_statistics import TiedHeadStatistics
 from engine.collection.checkpoints import Checkpoints, Resumed
 from engine.collection.collection_state import CollectionState, Cursor
 from engine.collection.nan_check import locate_nan
-from engine.collection.normalise import foreseen_flaw
 from engine.collection.pass_job import PassJob, PlannedPass
+from engine.collection.pass_statistics import begin_statistics
 from engine.collection.ranks.turns import Turns
 from engine.collection.subsamples import keep_size
 from engine.errors import EmptyData
 from engine.factors.representation import DENSE
 from engine.gradient_identity.refusal import FAILED_CHECK
-from engine.layers.factor_sides import factor_sides
+from engine.gradient_identity.self_check import SelfCheck
 from engine.layers.layer import TreatedLayer
-from engine.layers.tied import TiedHeadLayer
-from engine.memory.host_accumulation import ROW_STAGING_NUMBERS, Staging, staging_numbers
 from engine.model.backward_pass import pull_back
 from engine.model.batches import Batch, tensors
 from engine.model.determinism import seed_generators
@@ -93,8 +89,10 @@ def run_pass(
     job = job.without_masks(state.unmasked)
     workspace, collection = job.workspace, job.collection
     progress = Progress(workspace, planned.number, planned.count)
-    by_name = _allocated(job, planned, state.shared)
-    all_statistics = tuple(by_name.values())
+    stream = job.stream()
+    # a model that draws numbers in evaluation mode draws the same ones in every run
+    seed_generators(collection.seed)
+    all_statistics = begin_statistics(job, planned, state, stream, checkpoints, found)
     wanted = collection.fisher != "forward_only"
     collector = Collector(
         statistics=all_statistics,
@@ -109,19 +107,11 @@ def run_pass(
     )
     batch_count = None if workspace.inputs.examples is None else -(-workspace.inputs.examples // collection.batch_size)
     checked = workspace.saves_checkpoints
-    cursor, stream = Cursor(number=progress.number), job.stream()
+    cursor = Cursor(number=progress.number) if found is None or not found.running else found.cursor
+    if found is not None:
+        progress.resume(cursor.batches, batch_count)
     ranks = workspace.machine.ranks
     turns = Turns.of(ranks, collection.update_freq)
-    # a model that draws numbers in evaluation mode draws the same ones in every run
-    seed_generators(collection.seed)
-    if found is not None:
-        saved = checkpoints.restore(found, by_name, stream)
-        if found.running:
-            cursor = saved
-        progress.resume(cursor.batches, batch_count)
-        collector.inputs.unproven = {
-            each.layer.name for each in all_statistics if each.positions and not each.gradients
-        }
     collector.scale = job.precision.loss_scale(cursor.loss_scale, cursor.steady)
     with locate_nan(job.model, job.task) as current, collector.attached(), torch.enable_grad():
         current.read = cursor.read
@@ -134,7 +124,7 @@ def run_pass(
             if turns.update(cursor.batches) is not None:
                 _decay_(collection, cursor, turns, all_statistics)
                 cursor.terms += _varied(job, batch, collector)
-                _check(job, arrived, cursor.batches, collector)
+                _check(job, state.self_check, (arrived, cursor.batches), collector)
                 cursor.note(collector.scale)
                 current.require_finite(all_statistics)
                 cursor.examples += batch.size
@@ -152,8 +142,6 @@ def run_pass(
     if (collection.ekfac or workspace.options.passes_again) and checkpoints.worth():
         # whoever is killed in the passes that follow begins them anew, or where they were, and nothing before them
         checkpoints.save(cursor, all_statistics, state)
-    for statistics in all_statistics:
-        statistics.unproven = statistics.layer.name in collector.inputs.unproven
     return all_statistics, cursor
 
 
@@ -164,9 +152,9 @@ def _decay_(collection: Collection, cursor: Cursor, turns: Turns, sums: tuple[La
             statistics.decay_(collection.ema_decay ** turns.updates_since(cursor.batches))
 
 
-def _check(job: PassJob, batch: Batch, number: int, collector: Collector) -> None:
-    """Let the layers prove themselves on batch ``number``, where a check is due."""
-    self_check, shapes = job.self_check, collector.shapes.take()
+def _check(job: PassJob, self_check: SelfCheck | None, current: tuple[Batch, int], collector: Collector) -> None:
+    """Let the layers prove themselves on a batch and its number, where a check is due."""
+    (batch, number), shapes = current, collector.shapes.take()
     if self_check is None or not self_check.is_due(number, shapes):
         return
     sums = {found.layer.name: found for found in collector.statistics if found.flaw is None}
@@ -204,63 +192,6 @@ def require_terms(job: PassJob, cursor: Cursor, all_statistics: tuple[LayerStati
         )
 
 
-def _allocated(job: PassJob, planned: PlannedPass, shared: dict[str, str]) -> dict[str, LayerStatistics]:
-    """Zeroed sums of every layer of a pass."""
-    treated = planned.layers
-    by_name: dict[str, LayerStatistics] = {}
-    traced = job.collection.exact_trace and job.collection.fisher != "forward_only"
-    staging = row_staging = None
-    if job.offload:
-        sides = [side for layer in treated for side in factor_sides(layer, follows=layer.name in shared)]
-        staging = Staging(staging_numbers(sides), job.dtype, job.workspace.machine.device)
-    elif job.workspace.machine.device.type == "cuda" and any(each.on_host for each in job.representations.values()):
-        row_staging = Staging(ROW_STAGING_NUMBERS, job.dtype, job.workspace.machine.device)
-    unordered = job.orders.unordered_among(treated)
-    for layer in treated:
-        sharing = job.collection.sharing if layer.form == "kronecker" else "expand"
-        # a leader stands before its followers
-        leader = by_name[shared[layer.name]] if layer.name in shared else None
-        representation = job.representations.get(layer.name, DENSE)
-        statistics = statistics_kind(layer)(
-            layer=layer,
-            sharing=sharing,
-            leader=leader,
-            traced=traced and layer.name not in unordered,
-            ordered=layer.name not in unordered,
-            staging=staging,
-            row_staging=row_staging if representation.on_host else None,
-            representation=representation,
-        )
-        needs_order = statistics.needs_order or job.collection.ekfac
-        statistics.flaw = foreseen_flaw(layer, job.collection, planned.mixed)
-        if layer.name in unordered and needs_order and statistics.flaw is None:
-            statistics.flaw = "batch_not_first"
-        statistics.partial = job.workspace.inputs.part is not None
-        ranks = job.workspace.machine.ranks
-        if ranks is not None:
-            # room for this rank's rows; more is made where its part is larger
-            statistics.representation = replace(representation, rows=-(-representation.rows // ranks.size))
-        statistics.allocate(job.dtype, job.workspace.machine.device)
-        statistics.representation = representation
-        if job.collection.batch_variance:
-            _begin_variance_(statistics, job.collection.fisher)
-        by_name[layer.name] = statistics
-    return by_name
-
-
-def _begin_variance_(statistics: LayerStatistics, fisher: str) -> None:
-    """Begin the variance over batches of the sums that a layer holds itself.
-
-    Memory:
-        A second set of those sums.
-    """
-    layer, kept = statistics.layer, statistics.representation.kind
-    if statistics.A is not None and activation_refusal(layer) is None:
-        statistics.variance_A = BatchVariance.of(statistics.A)
-    if statistics.G is not None and gradient_refusal(layer, kept, fisher) is None:
-        statistics.variance_G = BatchVariance.of(statistics.G)
-
-
 def _head(job: PassJob, treated: tuple[TreatedLayer, ...]) -> LossHead | None:
     """The loss's head, if it is among the layers of a pass and keeps probabilities."""
     for layer in treated:
@@ -269,18 +200,6 @@ def _head(job: PassJob, treated: tuple[TreatedLayer, ...]) -> LossHead | None:
             # what table and head of one weight have in common needs both gradients
             return LossHead(role=job.head, traced=job.collection.exact_trace and job.head is layer)
     return None
-
-
-def statistics_kind(layer: TreatedLayer) -> type[LayerStatistics]:
-    """Choose the class that holds a layer's sums.
-
-    Args:
-        layer: The layer.
-
-    Returns:
-        The class of a tied head, or the general one.
-    """
-    return TiedHeadStatistics if isinstance(layer, TiedHeadLayer) else LayerStatistics
 
 
 def update(job: PassJob, batch: Batch, collector: Collector) -> int:

@@ -33,7 +33,7 @@ class PassJob:
     dtype: torch.dtype
     numerics: Numerics
     heard: set[str]
-    """Operations without a deterministic form."""
+    """Operations without a deterministic form that this attempt has heard of."""
     micro_batch: int | None = None
     """Examples that go through the model at once; None is the whole batch."""
     offload: bool = False
@@ -56,9 +56,9 @@ class PassJob:
     cut_padding: bool = False
     """Padding decides nothing, so it need not go through the model."""
     overwritten: frozenset[str] = frozenset()
-    """Layers whose input the model writes to afterwards."""
-    self_check: SelfCheck | None = None
-    """Checks of the layers so far; None where nothing is checked."""
+    """Layers whose input the model was seen to write to afterwards when it was probed."""
+    first_check: SelfCheck | None = None
+    """Checks of the first batch, which those of the collection's state begin with; None where nothing is checked."""
     shared_first: Batch | None = None
     """The first batch that all ranks look at; None where this is the only one."""
 

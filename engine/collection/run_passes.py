@@ -13,14 +13,15 @@ from engine.accumulation.input_arrival import UnusedCalls
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.checkpoints import CheckpointForeign, Checkpoints, Resumed, fingerprint
 from engine.collection.collection_state import CollectionState, Cursor
-from engine.collection.data_pass import require_terms, run_pass, statistics_kind
+from engine.collection.data_pass import require_terms, run_pass
 from engine.collection.normalise import keep_factors
 from engine.collection.oom_fallback import describe, next_fallback
 from engine.collection.pass_job import PassJob, PlannedPass
+from engine.collection.pass_statistics import statistics_kind
 from engine.collection.probe import ProbedModel
 from engine.collection.ranks.agreement import Left, agree_on_checkpoint, end_together
 from engine.collection.ranks.completed_pass import complete_pass
-from engine.collection.statistics_state import set_counts
+from engine.collection.statistics_state import fields_of_state, set_counts
 from engine.distributed.group import RankLeft
 from engine.factors.representation import DENSE
 from engine.layers.coverage import Survey
@@ -68,22 +69,19 @@ def run_passes(probed: ProbedModel, plan: Plan) -> CollectionState:
     conditions = _conditions(job, surveyed, plan) if job.workspace.saves_checkpoints else {}
     checkpoints = Checkpoints(workspace=job.workspace, model=job.model, conditions=conditions)
 
-    def fresh() -> CollectionState:
-        # dictionaries of its own, each time: what an attempt that failed put into them is gone with it
-        return CollectionState(
-            statistics={}, factors={}, shared=probed.probe.shared, nondeterministic=job.heard, self_check=job.self_check
-        )
-
     found = checkpoints.find()
     if job.workspace.machine.ranks is not None and job.workspace.saves_checkpoints:
-        known = None if found is None else (found.cursor.number, found.shared, found.unmasked, found.deferred)
-        found = found if agree_on_checkpoint(job.workspace.machine.ranks, known) else None
+        common = None if found is None else found.common
+        if not agree_on_checkpoint(job.workspace.machine.ranks, common) and found is not None:
+            checkpoints.discard("another rank has none of the same moment")
+            found = None
     try:
-        state = fresh() if found is None else _resumed(job, surveyed, found)
+        state = _fresh(probed) if found is None else _resumed(probed, found)
         return _run_parts(probed, plan, state, checkpoints, found)
     except CheckpointForeign as foreign:
         checkpoints.discard(str(foreign))
-        return _run_parts(probed, plan, fresh(), checkpoints, None)
+        checkpoints.conditions = conditions
+        return _run_parts(probed, plan, _fresh(probed), checkpoints, None)
 
 
 def _run_parts(
@@ -94,6 +92,8 @@ def _run_parts(
     state.chosen = plan.chosen
     if found is not None and number == len(plan.chosen.parts):
         job.workspace.ports.log("info", "collection resumed after its last batch: every factor waits already")
+        checkpoints.take_over(found)
+        state.take_over(found.stored)
     while number < len(state.chosen.parts):
         before = state.settled()
         missed = _attempted(probed, state, number, checkpoints, found)
@@ -108,7 +108,6 @@ def _run_parts(
         again = not again and job.workspace.machine.ranks is None
         if again:
             found = checkpoints.under_way(number, state)
-            state.passes += found is not None
             continue
         state.chosen = _lower(job, state, number, missed)
         plan = replace(plan, chosen=state.chosen)
@@ -172,15 +171,8 @@ def _pass(
     several = len(parts) > 1
     layers = tuple(layer for layer in probed.survey.treated if layer.name in set(parts[number]))
     planned = PlannedPass(layers=layers, mixed=probed.probe.mixed, number=number, count=len(parts))
-    checked = None if job.self_check is None else job.self_check.state()
     ranks = job.workspace.machine.ranks
     while True:
-        if job.self_check is not None and checked is not None:
-            # what is begun anew is checked anew
-            resumed = {} if found is None else found.self_check
-            job.self_check.restore(resumed or checked)
-        # a pass that is gone on with was counted when it began
-        state.passes += found is None or not found.running
         here, found = found, None
         with job.workspace.machine.operation(f"pass {number + 1}", "collection"):
             statistics, cursor, left = _run_or_leave(job, planned, state, checkpoints, here)
@@ -189,9 +181,10 @@ def _pass(
         if not left:
             break
         _take_in(job, state, left)
+        state.begin_anew()
     state.batches = cursor.batches
     if ranks is not None:
-        cursor = complete_pass(ranks, job, statistics, cursor, checked, alone=not several)
+        cursor = complete_pass(ranks, job, state, statistics, cursor, alone=not several)
     if job.workspace.inputs.part is None:
         # the other parts may have loss terms
         require_terms(job, cursor, statistics)
@@ -272,39 +265,46 @@ def _conditions(job: PassJob, surveyed: Survey, plan: Plan) -> dict[str, Any]:
         "plan": asdict(plan.chosen),
         "model": fingerprint(job.model),
         "set of layers": layers,
+        "set of saved fields": fields_of_state(),
         **({} if ranks is None else {"rank": [ranks.rank, ranks.size]}),
     }
 
 
-def _resumed(job: PassJob, surveyed: Survey, found: Resumed) -> CollectionState:
-    """Restore the state after the finished passes of an earlier attempt."""
-    state = CollectionState(
+def _fresh(probed: ProbedModel) -> CollectionState:
+    """The state before the first pass, with objects of its own: what an attempt that failed put into others is gone."""
+    job, ranks = probed.job, probed.job.workspace.machine.ranks
+    first = job.first_check
+    return CollectionState(
         statistics={},
         factors={},
-        shared=found.shared,
-        spilled=found.spilled,
-        nested=found.nested,
-        unmasked=found.unmasked,
-        deferred=found.deferred,
-        nondeterministic=job.heard,
-        examples=found.cursor.examples,
-        updates=found.cursor.updates,
-        loss_scale=found.cursor.loss_scale,
-        runs=found.cursor.runs,
-        passes=found.passes,
-        self_check=job.self_check,
+        shared=dict(probed.probe.shared),
         overwritten=job.overwritten,
+        nondeterministic=job.heard,
+        self_check=None if first is None else first.resumed(first.state()),
+        traffic=None if ranks is None else ranks.traffic,
     )
-    job.heard.update(found.nondeterministic)
-    treated = {layer.name: layer for layer in surveyed.treated}
-    for name, stored in found.finished.items():
-        leader = state.statistics[found.shared[name]] if name in found.shared else None
+
+
+def _resumed(probed: ProbedModel, found: Resumed) -> CollectionState:
+    """The state after the finished passes of an earlier attempt; that of the one under way follows with its sums."""
+    job, fresh, stored = probed.job, _fresh(probed), found.stored["checked" if found.running else "self_check"]
+    state = replace(
+        found.state,
+        nondeterministic=fresh.nondeterministic,
+        traffic=fresh.traffic,
+        self_check=fresh.self_check if fresh.self_check is None else fresh.self_check.resumed(stored),
+        # the pass under way was counted when it began
+        passes=found.state.passes - bool(found.running),
+    )
+    treated = {layer.name: layer for layer in probed.survey.treated}
+    for name, numbers in found.finished.items():
+        leader = state.statistics[state.shared[name]] if name in state.shared else None
         # the sharing stands in what was stored
         state.statistics[name] = statistics_kind(treated[name])(
             layer=treated[name], sharing="", leader=leader, representation=job.representations.get(name, DENSE)
         )
-        set_counts(state.statistics[name], stored)
+        set_counts(state.statistics[name], numbers)
     scratch = job.workspace.ports.scratch
     if scratch is not None:
-        state.factors = {name: partial(spilled.load, scratch) for name, spilled in found.spilled.items()}
+        state.factors = {name: partial(spilled.load, scratch) for name, spilled in state.spilled.items()}
     return state

@@ -1,6 +1,5 @@
 """The state of a layer's statistics: its tensors and plain values by field, as checkpoints hold them."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +9,46 @@ from torch import Tensor
 from engine.accumulation.batch_variance import BatchVariance
 from engine.accumulation.gradient_rows import GradientRows
 from engine.accumulation.layer_statistics import LayerStatistics
+from engine.accumulation.sketched_rows import SketchRows
+from engine.accumulation.tied_statistics import TiedHeadStatistics
+from engine.collection.collection_state import CollectionState, Cursor, Snapshot
+from engine.distributed.traffic import Moved, Traffic
+from engine.factors.factor_set import LayerSums, TiedSums, VarianceSums
+from engine.factors.spilled_factors import SpilledFactors
+from engine.gradient_identity.layer_check import LayerCheck
+from engine.gradient_identity.self_check import SelfCheck
+from engine.saved_fields import load_number, save_number, saved_names
 
 _PARTS = (GradientRows, BatchVariance)
 """Parts of a layer's statistics that have a state of their own."""
+RECORDS = (
+    CollectionState,
+    Cursor,
+    Snapshot,
+    SpilledFactors,
+    LayerSums,
+    TiedSums,
+    VarianceSums,
+    SelfCheck,
+    LayerCheck,
+    Traffic,
+    Moved,
+    LayerStatistics,
+    TiedHeadStatistics,
+    GradientRows,
+    SketchRows,
+    BatchVariance,
+)
+"""Every record that a checkpoint holds fields of."""
+
+
+def fields_of_state() -> dict[str, list[str]]:
+    """List every field that a checkpoint holds: one with other fields is of another version.
+
+    Returns:
+        Names in order, by the record's name.
+    """
+    return {record.__name__: list(saved_names(record)) for record in RECORDS}
 
 
 def put(statistics: LayerStatistics, entry: str, tensor: Tensor, device: torch.device) -> None:
@@ -44,7 +80,8 @@ def counts(statistics: LayerStatistics) -> dict[str, Any]:
     Returns:
         Every value that is not a tensor, by field.
     """
-    return {name: value for name, value in state_of(statistics).items() if not isinstance(value, Tensor)}
+    plain = {name: value for name, value in state_of(statistics).items() if not isinstance(value, Tensor)}
+    return {name: _saved(value) for name, value in plain.items()}
 
 
 def set_counts(statistics: LayerStatistics, stored: Mapping[str, Any]) -> None:
@@ -56,15 +93,15 @@ def set_counts(statistics: LayerStatistics, stored: Mapping[str, Any]) -> None:
     """
     for name in state_of(statistics).keys() & stored.keys():
         owner, _, own = name.partition(".")
-        held = getattr(statistics, owner)
+        held, value = getattr(statistics, owner), _loaded(stored[name])
         if isinstance(held, _PARTS):
-            held.put(own, stored[name])
+            held.put(own, value)
         else:
-            setattr(statistics, name, stored[name])
+            setattr(statistics, name, value)
 
 
 def state_of(statistics: LayerStatistics) -> dict[str, Any]:
-    """Collect every field of a layer's statistics but those that a new attempt sets itself, such as its staging.
+    """Collect every saved field of a layer's statistics.
 
     Args:
         statistics: Sums of one layer.
@@ -76,17 +113,24 @@ def state_of(statistics: LayerStatistics) -> dict[str, Any]:
         TypeError: If a field is neither a tensor nor a plain value nor a list of numbers: it could not be brought back.
     """
     held: dict[str, Any] = {}
-    for entry in dataclasses.fields(statistics):
-        if entry.name in ("layer", "leader", "staging", "row_staging", "representation", "sums_dtype", "made_of"):
-            continue
-        value = getattr(statistics, entry.name)
+    for field in saved_names(type(statistics)):
+        value = getattr(statistics, field)
         if isinstance(value, _PARTS):
-            held |= {f"{entry.name}.{name}": own for name, own in value.state().items()}
+            held |= {f"{field}.{name}": own for name, own in value.state().items()}
             continue
         numbers = isinstance(value, list) and all(isinstance(each, (float, type(None))) for each in value)
         if not numbers and not isinstance(value, (Tensor, bool, int, float, str, type(None))):
             raise TypeError(
-                f"`{entry.name}` of a layer's statistics is a {type(value).__name__}; checkpoints hold none"
+                f"`{field}` of a layer's statistics is a {type(value).__name__}, which checkpoints do not hold; take a "
+                "tensor or plain values, or name it in `NOT_SAVED` with the reason"
             )
-        held[entry.name] = value
+        held[field] = value
     return held
+
+
+def _saved(value: Any) -> Any:  # noqa: ANN401 - a plain value or a list of them
+    return [save_number(each) for each in value] if isinstance(value, list) else save_number(value)
+
+
+def _loaded(stored: Any) -> Any:  # noqa: ANN401 - a plain value or a list of them
+    return [load_number(each) for each in stored] if isinstance(stored, list) else load_number(stored)

@@ -40,10 +40,14 @@ class SpilledFactors:
     """How G is kept."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """What reading a structured G needs besides its tensors."""
-    has_head: bool = False
-    """The diagonal of the head's own G stands beside it."""
-    digest_head: str | None = None
-    """Of that diagonal; None in checkpoints of versions that did not keep it."""
+    digests_head: Mapping[str, str] = field(default_factory=dict)
+    """Of the diagonal of the head's own G and the parts of its product, by name; none where there is no such file."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files that hold the factors; that of A may be another layer's, too."""
+        head = (_file(self.place, "head"),) if self.digests_head else ()
+        return _file(self.holder, "A"), _file(self.place, "G"), *head
 
     def load(self, scratch: Artifacts) -> Factors:
         """Read the factors back.
@@ -92,14 +96,13 @@ class SpilledFactors:
         damaged = OSError(errno.EIO, f"the spilled factors of {self.layer} are damaged")
         try:
             stored_a, stored_g = self._stored(scratch)
-            head = scratch.load_tensors(_file(self.place, "head")) if self.has_head else None
-            diagonal = None if head is None else head["head"]
+            head = scratch.load_tensors(_file(self.place, "head")) if self.digests_head else None
         except (MemoryError, RecursionError):
             raise
         except Exception as error:  # the port's own errors, and whatever a damaged file makes a reader say
             raise damaged from error
         agree = (digest(stored_a), digest(stored_g)) == (self.digest_A, self.digest_G)
-        if not agree or (diagonal is not None and self.digest_head not in (None, digest(diagonal))):
+        if not agree or _digests(head or {}) != self.digests_head:
             raise damaged
         return stored_a, stored_g, head
 
@@ -144,9 +147,10 @@ def spill(scratch: Artifacts, factors: Factors, place: str, shared: SpilledFacto
     else:
         gradient, kind, metadata = packed(factors.G), "dense", {}
         scratch.save_tensors(_file(place, "G"), {"G": gradient}, {})
+    head: dict[str, Tensor] = {}
     if factors.head_diagonal is not None:
-        beside = {} if factors.tied is None else factors.tied.stored()
-        scratch.save_tensors(_file(place, "head"), {"head": factors.head_diagonal, **beside}, {})
+        head = {"head": factors.head_diagonal, **({} if factors.tied is None else factors.tied.stored())}
+        scratch.save_tensors(_file(place, "head"), head, {})
     return SpilledFactors(
         layer=factors.layer,
         form=factors.form,
@@ -162,9 +166,12 @@ def spill(scratch: Artifacts, factors: Factors, place: str, shared: SpilledFacto
         scale_G=factors.scale_G,
         kind=kind,
         metadata=metadata,
-        has_head=factors.head_diagonal is not None,
-        digest_head=None if factors.head_diagonal is None else digest(factors.head_diagonal),
+        digests_head=_digests(head),
     )
+
+
+def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in tensors.items()}
 
 
 def _file(place: str, side: str) -> str:

@@ -10,8 +10,8 @@ and no generator, buffer or sum is changed by a check: factors have the same bit
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
@@ -23,11 +23,18 @@ from engine.gradient_identity.layer_check import Checked, LayerCheck
 from engine.gradient_identity.schedule import FIRST_EXAMPLES, LATER_EXAMPLES
 from engine.layers.layer import TreatedLayer
 from engine.model.batches import Batch, tensors
+from engine.saved_fields import load_fields, save_fields
 
 
 @dataclass
 class SelfCheck:
     """The checks of one collection so far."""
+
+    NOT_SAVED: ClassVar[Mapping[str, str]] = {
+        "subject": "the model and how it is run, which every attempt has",
+        "mode": "an option of the collection, which is among a checkpoint's conditions",
+        "has_room": "asks the machine of the attempt",
+    }
 
     subject: Subject
     mode: Literal["first", "growing", "off"]
@@ -160,25 +167,18 @@ class SelfCheck:
 
     def state(self) -> dict[str, Any]:
         """Return everything that a later attempt goes on from, as plain values."""
-        return {
-            "layers": {name: asdict(check) for name, check in self.layers.items()},
-            "drawing": sorted(self.drawing),
-            "shapes": sorted(self.shapes),
-            "unseen": sorted(self.unseen),
-            "largest_norm": self.largest_norm,
-        }
+        return save_fields(self)
 
-    def restore(self, stored: Mapping[str, Any]) -> None:
-        """Go back to an earlier state; what was found since is forgotten, and found again.
+    def resumed(self, stored: Mapping[str, Any]) -> Self:
+        """Return the same checks at another state, in objects of their own.
 
         Args:
             stored: What ``state`` returned.
+
+        Returns:
+            A copy; what it finds is not found by this one.
         """
-        self.layers = {name: LayerCheck(**check) for name, check in stored["layers"].items()}
-        self.drawing = frozenset(stored["drawing"])
-        self.shapes = set(stored["shapes"])
-        self.unseen = frozenset(stored["unseen"])
-        self.largest_norm = stored["largest_norm"]
+        return replace(self, **load_fields(type(self), stored))
 
     def join(self, before: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
         """Take in the checks that several ranks have made since a state that was the same on all of them.
@@ -187,25 +187,27 @@ class SelfCheck:
             before: That state.
             states: What ``state`` returns on each rank, in order.
         """
-        names = {name for state in states for name in state["layers"]}
-        holders = {name: [state for state in states if name in state["layers"]] for name in sorted(names)}
-        self.layers = {name: _joined(name, before, holders[name]) for name in holders}
-        self.drawing = frozenset().union(*(state["drawing"] for state in states))
-        self.shapes = set().union(*(state["shapes"] for state in states))
-        self.unseen = frozenset().union(*(state["unseen"] for state in states))
-        self.largest_norm = max(state["largest_norm"] for state in states)
+        known = self.resumed(before)
+        ranks = [self.resumed(state) for state in states]
+        names = sorted({name for rank in ranks for name in rank.layers})
+        self.layers = {
+            name: _joined(known.layers.get(name), [rank.layers[name] for rank in ranks if name in rank.layers])
+            for name in names
+        }
+        self.drawing = frozenset().union(*(rank.drawing for rank in ranks))
+        self.unseen = frozenset().union(*(rank.unseen for rank in ranks))
+        self.shapes = set().union(*(rank.shapes for rank in ranks))
+        self.largest_norm = max(rank.largest_norm for rank in ranks)
 
 
-def _joined(name: str, before: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> LayerCheck:
+def _joined(known: LayerCheck | None, checks: Sequence[LayerCheck]) -> LayerCheck:
     """The check of one layer before a pass, and what each rank has added in it."""
-    known = LayerCheck(**before["layers"][name]) if name in before["layers"] else None
     found = known
-    for state in states:
-        own = LayerCheck(**state["layers"][name])
+    for own in checks:
         added = own.examples - (0 if known is None else known.examples)
         if added:
             found = _worse(found, replace(own, examples=added))
-    return LayerCheck(**states[0]["layers"][name]) if found is None else found
+    return checks[0] if found is None else found
 
 
 def different_examples(batch: Batch, count: int) -> list[int]:

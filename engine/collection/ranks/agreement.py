@@ -3,7 +3,7 @@
 first batch          that of the first rank with an example shows every rank the same layers, masks and sharing
 plan                 that of the rank with the smallest budget
 way a pass ended     gathered: if one rank leaves its pass, all do, for all reasons together
-checkpoint           gone on with where every rank has one of the same pass, else by none
+checkpoint           gone on with where every rank has one of the same pass and can read all of it, else by none
 refusal, failure     a note in the store, which every rank reads once a batch and wherever it waits
 """
 
@@ -215,3 +215,25 @@ def agree_on_checkpoint(ranks: Ranks, state: Any) -> bool:  # noqa: ANN401 - wha
     """
     found = ranks.gather(state, "checkpoints")
     return all(each is not None and each == found[0] for each in found)
+
+
+def agree_on_sums(ranks: Ranks, foreign: str, full: str) -> tuple[str, str]:
+    """Tell whether all ranks have read the sums of their checkpoints.
+
+    Args:
+        ranks: The ranks.
+        foreign: Why this rank's checkpoint is of no use; empty where it is.
+        full: What the allocator said where this rank ran out of memory; else empty.
+
+    Returns:
+        The same of the first rank that has something to say; one rank's discarded checkpoint discards all.
+    """
+    found = ranks.gather((foreign, full), "sums of the checkpoints")
+    reasons = [(number, why, said) for number, (why, said) in enumerate(found) if why or said]
+    for number, why, said in reasons:
+        own = number == ranks.rank
+        if why:
+            return (why if own else f"that of rank {number} is of no use: {why}"), ""
+        if said:
+            full = said if own else f"rank {number}: {said}"
+    return "", full

@@ -1,10 +1,9 @@
 """A completed pass: one rank's sums and checks become those of all ranks, at the end of a pass over the data."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.collection.collection_state import Cursor
+from engine.collection.collection_state import CollectionState, Cursor
 from engine.collection.pass_job import PassJob
 from engine.collection.ranks.agreement import join_cursors
 from engine.collection.ranks.owners import owners_of
@@ -16,9 +15,9 @@ from engine.distributed.group import Ranks
 def complete_pass(
     ranks: Ranks,
     job: PassJob,
+    state: CollectionState,
     statistics: Sequence[LayerStatistics],
     cursor: Cursor,
-    checked: Mapping[str, Any] | None,
     *,
     alone: bool,
 ) -> Cursor:
@@ -26,10 +25,11 @@ def complete_pass(
 
     Args:
         ranks: The ranks.
-        job: The model with its data and task, whose checks take in those of the other ranks.
+        job: The model with its data and task.
+        state: State of the collection, whose checks take in those of the other ranks; before the pass they were the
+            same on every rank.
         statistics: Sums of the layers of the pass on this rank, which become those of all.
         cursor: This rank's position at the end of its data.
-        checked: State of the checks before the pass, the same on every rank; None where nothing is checked.
         alone: Whether it is the only pass.
 
     Returns:
@@ -52,9 +52,9 @@ def complete_pass(
             "gradient rows stand once on each rank instead of once on the node, for lack of room in /dev/shm and in "
             "the folder for temporary files",
         )
-    states = ranks.gather(None if job.self_check is None else job.self_check.state(), "checks of the pass")
-    if job.self_check is not None and checked is not None:
-        job.self_check.join(checked, states)
-    for heard in ranks.gather(sorted(job.heard), "operations without a deterministic form"):
-        job.heard.update(heard)
+    states = ranks.gather(None if state.self_check is None else state.self_check.state(), "checks of the pass")
+    if state.self_check is not None and state.checked is not None:
+        state.self_check.join(state.checked.state(), states)
+    for heard in ranks.gather(sorted(state.nondeterministic), "operations without a deterministic form"):
+        state.nondeterministic.update(heard)
     return whole

@@ -198,7 +198,7 @@ def test_an_attempt_that_goes_on_knows_which_inputs_wait(monkeypatch: pytest.Mon
 
     with pytest.raises(Killed):
         collect_or_read(attempt(4))
-    assert scratch.load_json(MANIFEST)["body"]["deferred"] == ["stem"]
+    assert scratch.load_json(MANIFEST)["body"]["state"]["fields"]["deferred"] == ["stem"]
     resumed = attempt(None)
     found = collect_or_read(resumed)
     require_same(found, plain(Toy(detached), data))

@@ -1,0 +1,141 @@
+"""Pass statistics: the sums of one pass's layers, zeroed, or as a checkpoint holds them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from engine.accumulation.batch_variance import BatchVariance, activation_refusal, gradient_refusal
+from engine.accumulation.layer_statistics import LayerStatistics
+from engine.accumulation.tied_statistics import TiedHeadStatistics
+from engine.collection.checkpoints import CheckpointForeign, Checkpoints, Resumed
+from engine.collection.collection_state import CollectionState
+from engine.collection.normalise import foreseen_flaw
+from engine.collection.pass_job import PassJob, PlannedPass
+from engine.collection.ranks.agreement import agree_on_sums
+from engine.factors.representation import DENSE
+from engine.layers.factor_sides import factor_sides
+from engine.layers.layer import TreatedLayer
+from engine.layers.tied import TiedHeadLayer
+from engine.memory.host_accumulation import ROW_STAGING_NUMBERS, Staging, staging_numbers
+from engine.memory.out_of_memory import first_line, ran_out_of_memory
+from engine.model.batches import Batch
+
+
+def begin_statistics(
+    job: PassJob,
+    planned: PlannedPass,
+    state: CollectionState,
+    stream: Iterator[Batch],
+    checkpoints: Checkpoints,
+    found: Resumed | None,
+) -> tuple[LayerStatistics, ...]:
+    """Return the sums of the layers of a pass: zeroed, or those of a checkpoint that has proved right on every rank.
+
+    Args:
+        job: The model with its data and task, and how passes run it.
+        planned: The layers of the pass.
+        state: State of the collection, which counts the pass, or becomes that of the checkpoint.
+        stream: The data of the pass from its beginning; the batches that the checkpoint holds are taken from it.
+        checkpoints: Reads the checkpoint.
+        found: The checkpoint to go on from; None begins the pass anew.
+
+    Returns:
+        The sums, in the order of ``planned``.
+
+    Raises:
+        CheckpointForeign: If it has not on some rank; the statistics are all that was changed.
+        MemoryError: If memory ran out on some rank.
+    """
+    if found is None:
+        state.begin_pass()
+        return tuple(_allocated(job, planned, state.shared).values())
+    ranks, by_name = job.workspace.machine.ranks, dict[str, LayerStatistics]()
+    foreign = full = ""
+    try:
+        by_name = _allocated(job, planned, state.shared)
+        checkpoints.restore(found, by_name, stream)
+    except CheckpointForeign as error:
+        foreign = str(error)
+    except Exception as error:
+        if ranks is None or not ran_out_of_memory(error):
+            raise
+        full = first_line(error)
+    if ranks is not None:
+        foreign, full = agree_on_sums(ranks, foreign, full)
+    if foreign:
+        raise CheckpointForeign(foreign)
+    if full:
+        raise MemoryError(full)
+    checkpoints.take_over(found)
+    state.take_over(found.stored)
+    if not found.running:
+        state.begin_pass()
+    return tuple(by_name.values())
+
+
+def _allocated(job: PassJob, planned: PlannedPass, shared: dict[str, str]) -> dict[str, LayerStatistics]:
+    """Zeroed sums of every layer of a pass."""
+    treated = planned.layers
+    by_name: dict[str, LayerStatistics] = {}
+    traced = job.collection.exact_trace and job.collection.fisher != "forward_only"
+    staging = row_staging = None
+    if job.offload:
+        sides = [side for layer in treated for side in factor_sides(layer, follows=layer.name in shared)]
+        staging = Staging(staging_numbers(sides), job.dtype, job.workspace.machine.device)
+    elif job.workspace.machine.device.type == "cuda" and any(each.on_host for each in job.representations.values()):
+        row_staging = Staging(ROW_STAGING_NUMBERS, job.dtype, job.workspace.machine.device)
+    unordered = job.orders.unordered_among(treated)
+    for layer in treated:
+        sharing = job.collection.sharing if layer.form == "kronecker" else "expand"
+        # a leader stands before its followers
+        leader = by_name[shared[layer.name]] if layer.name in shared else None
+        representation = job.representations.get(layer.name, DENSE)
+        statistics = statistics_kind(layer)(
+            layer=layer,
+            sharing=sharing,
+            leader=leader,
+            traced=traced and layer.name not in unordered,
+            ordered=layer.name not in unordered,
+            staging=staging,
+            row_staging=row_staging if representation.on_host else None,
+            representation=representation,
+        )
+        needs_order = statistics.needs_order or job.collection.ekfac
+        statistics.flaw = foreseen_flaw(layer, job.collection, planned.mixed)
+        if layer.name in unordered and needs_order and statistics.flaw is None:
+            statistics.flaw = "batch_not_first"
+        statistics.partial = job.workspace.inputs.part is not None
+        ranks = job.workspace.machine.ranks
+        if ranks is not None:
+            # room for this rank's rows; more is made where its part is larger
+            statistics.representation = replace(representation, rows=-(-representation.rows // ranks.size))
+        statistics.allocate(job.dtype, job.workspace.machine.device)
+        statistics.representation = representation
+        if job.collection.batch_variance:
+            _begin_variance_(statistics, job.collection.fisher)
+        by_name[layer.name] = statistics
+    return by_name
+
+
+def _begin_variance_(statistics: LayerStatistics, fisher: str) -> None:
+    """Begin the variance over batches of the sums that a layer holds itself.
+
+    Memory:
+        A second set of those sums.
+    """
+    layer, kept = statistics.layer, statistics.representation.kind
+    if statistics.A is not None and activation_refusal(layer) is None:
+        statistics.variance_A = BatchVariance.of(statistics.A)
+    if statistics.G is not None and gradient_refusal(layer, kept, fisher) is None:
+        statistics.variance_G = BatchVariance.of(statistics.G)
+
+
+def statistics_kind(layer: TreatedLayer) -> type[LayerStatistics]:
+    """Choose the class that holds a layer's sums.
+
+    Args:
+        layer: The layer.
+
+    Returns:
+        The class of a tied head, or the general one.
+    """
+    return TiedHeadStatistics if isinstance(layer, TiedHeadLayer) else LayerStatistics
