@@ -326,6 +326,7 @@ def _finished(
         trainable_parameters=numbers,
         parameters=tuple(trainable),
         examples=state.examples,
+        entered=state.entered,
         updates=state.updates,
         passes=state.passes,
         collection=dataclasses.replace(job.collection),

@@ -8,6 +8,7 @@
     │   ├── NonFiniteLoss        outputs of a batch hold NaN or Inf
     │   ├── NonFiniteFactor      a layer's factor holds NaN or Inf
     │   ├── EmptyData            no example, or no loss term, arrived
+    │   ├── DataDiffer           a later pass over the data saw other examples than the first
     │   ├── WrongShape           outputs and targets do not fit each other, or the task
     │   ├── NoLikelihood         the model's own loss has no distribution to take a Fisher of
     │   ├── ModelRefused         the model raised on a batch
@@ -77,6 +78,12 @@ class EmptyData(UsageError):
     """There is nothing to average over."""
 
     code = "empty_data"
+
+
+class DataDiffer(UsageError):
+    """A pass over the data saw other examples than the one before; the message has both figures."""
+
+    code = "data_differ"
 
 
 class WrongShape(UsageError):

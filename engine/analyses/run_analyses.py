@@ -3,6 +3,7 @@
 ::
 
     an error of the collection, which all share        ends the job
+    other data than the collection saw                 ends the job: nobody knows which of them its factors are of
     a usage error of one analysis                      its refusal; the next analysis begins
     a usage error of the only one, or of every one     ends the job, with the first
     any other error                                    ends the job
@@ -17,7 +18,7 @@ from typing import Any
 from catalog import ANALYSES
 from catalog.analysis import LayerResult, RefusedAnalysis
 from engine.collect import JobFactors
-from engine.errors import UsageError
+from engine.errors import DataDiffer, UsageError
 from engine.workspace import Workspace
 
 
@@ -46,7 +47,7 @@ def run_analyses(
             with workspace.machine.operation(kind):
                 take_summary(kind, _run(kind, workspace, take_row))
         except UsageError as error:
-            if not _stays_with_its_kind(workspace):
+            if isinstance(error, DataDiffer) or not _stays_with_its_kind(workspace):
                 raise
             # its frames hold generators with their buffers and threads
             traceback.clear_frames(error.__traceback__)

@@ -20,6 +20,7 @@ from engine.gradient_identity.self_check import SelfCheck
 from engine.memory.plan import Chosen
 from engine.merging.example_runs import MOST_RUNS, joined, runs_of
 from engine.model.batches import Batch, tensors
+from engine.model.example_digests import EnteredExamples
 from engine.model.mixed_precision import FIRST_SCALE, LossScale
 from engine.row_layout.attention_masks import Key
 from engine.saved_fields import load_fields, save_fields
@@ -78,6 +79,8 @@ class CollectionState:
     runs: list[list[int]] = field(default_factory=list)
     """Indices of all examples that were read; none where they are too scattered, or a checkpoint did not say."""
     updates: int = 0
+    entered: EnteredExamples | None = None
+    """The examples that entered the first pass, which every later one must see; None before its end."""
     passes: int = 0
     batches: int = 0
     """Batches of this rank in a pass, with those that enter nothing."""
@@ -204,6 +207,10 @@ class Cursor:
     updates: int = 0
     terms: int = 0
     """Loss terms of those examples."""
+    entered: EnteredExamples = field(default_factory=EnteredExamples)
+    """Those examples by their digest."""
+    first: EnteredExamples | None = None
+    """The first batch, by its digest."""
     loss_scale: float = FIRST_SCALE
     """The number that `fp16` multiplies directions by."""
     steady: int = 0

@@ -18,7 +18,7 @@ from engine.collection.pass_job import PassJob, PlannedPass
 from engine.collection.pass_statistics import begin_statistics
 from engine.collection.ranks.turns import Turns
 from engine.collection.subsamples import keep_size
-from engine.errors import EmptyData
+from engine.errors import DataDiffer, EmptyData
 from engine.factors.representation import DENSE
 from engine.gradient_identity.refusal import FAILED_CHECK
 from engine.gradient_identity.self_check import SelfCheck
@@ -27,6 +27,7 @@ from engine.model.backward_pass import pull_back
 from engine.model.batches import Batch, tensors
 from engine.model.determinism import seed_generators
 from engine.model.dtype_casts import casts_of
+from engine.model.example_digests import EnteredExamples
 from engine.model.loss_directions import directions
 from engine.model.outputs import predict
 from engine.row_layout.length_buckets import group_by_length
@@ -106,7 +107,6 @@ def run_pass(
         head=_head(job, planned.layers),
     )
     batch_count = None if workspace.inputs.examples is None else -(-workspace.inputs.examples // collection.batch_size)
-    checked = workspace.saves_checkpoints
     cursor = Cursor(number=progress.number) if found is None or not found.running else found.cursor
     if found is not None:
         progress.resume(cursor.batches, batch_count)
@@ -121,6 +121,8 @@ def run_pass(
                 ranks.sign()
             batch = job.moved(arrived)
             current.begin(batch, cursor.batches)
+            # before the model, which may write to its inputs
+            _note_examples(job, cursor, batch, turns)
             if turns.update(cursor.batches) is not None:
                 _decay_(collection, cursor, turns, all_statistics)
                 cursor.terms += _varied(job, batch, collector)
@@ -130,7 +132,7 @@ def run_pass(
                 cursor.examples += batch.size
                 cursor.updates += 1
             before = cursor.read
-            cursor.take(arrived, checked=checked)
+            cursor.take(arrived, checked=workspace.saves_checkpoints)
             eighths = None if job.sizes is None else job.sizes.crossed(before, cursor.read)
             if job.sizes is not None and eighths is not None:
                 snapshot = state.snapshot(eighths, cursor.examples)
@@ -139,10 +141,35 @@ def run_pass(
             workspace.machine.curve.sample(f"pass {progress.number + 1}", "within", workspace.machine.device)
             if checkpoints.due():
                 checkpoints.save(cursor, all_statistics, state)
+    _require_as_before(job, cursor)
     if (collection.ekfac or workspace.options.passes_again) and checkpoints.worth():
         # whoever is killed in the passes that follow begins them anew, or where they were, and nothing before them
         checkpoints.save(cursor, all_statistics, state)
     return all_statistics, cursor
+
+
+def _note_examples(job: PassJob, cursor: Cursor, batch: Batch, turns: Turns) -> None:
+    """Note the digests of a batch, on the device, by which later passes are held to this one."""
+    update = turns.update(cursor.batches)
+    if cursor.batches == 0:
+        cursor.first = EnteredExamples().added(batch, job.task, None)
+    if update is not None:
+        cursor.entered = job.enter(cursor.entered, batch, update)
+
+
+def _require_as_before(job: PassJob, cursor: Cursor) -> None:
+    """Require that a pass has read what the probe has read, and as many examples as were counted before.
+
+    Raises:
+        DataDiffer: If it has not.
+    """
+    job.require_readable_again(cursor.first, cursor.batches)
+    if job.sizes is not None and job.workspace.inputs.part is None and cursor.read != job.sizes.total:
+        raise DataDiffer(
+            f"the data must be the same at every pass: they held {job.sizes.total} examples when `collection.nested` "
+            f"counted them, and {cursor.read} in the pass that followed; give the same examples every time",
+            pointer="/data",
+        )
 
 
 def _decay_(collection: Collection, cursor: Cursor, turns: Turns, sums: tuple[LayerStatistics, ...]) -> None:

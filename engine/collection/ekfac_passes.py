@@ -31,6 +31,7 @@ from engine.memory.guard import Fallback
 from engine.merging.corrections import MergedBases
 from engine.merging.example_runs import joined
 from engine.model.determinism import seed_generators
+from engine.model.example_digests import EnteredExamples
 from engine.model.mixed_precision import FIRST_SCALE
 from engine.workspace import Artifacts, Workspace
 
@@ -95,7 +96,8 @@ def correct_eigenvalues(job: PassJob, state: CollectionState, parts: Sequence[Se
         bases: dict[str, Tensor] = {}
         sums = [_prepared(job, each, state, bases) for each in known if not _exact(each.layer)]
         if sums:
-            _guarded_run(replace(job, overwritten=state.overwritten), tuple(sums), done, total)
+            read = _guarded_run(replace(job, overwritten=state.overwritten), tuple(sums), done, total)
+            job.require_entered(state.entered, _of_ranks(job, read.entered), "the correction")
             if job.workspace.machine.ranks is not None:
                 add_corrections(job.workspace.machine.ranks, sums, job.collection, state.batches)
             done += 1
@@ -152,11 +154,13 @@ def correct_part(
     by_name = {layer.name: layer for layer in layers if layer.parts[0] in bases.holders}
     bases.require_all(name for layer in by_name.values() for name in layer.parts)
     needed = [[by_name[name] for name in part if name in by_name] for part in parts]
-    total, seen = sum(bool(part) for part in needed), list[list[int]]()
+    total, read = sum(bool(part) for part in needed), Cursor(number=0)
+    entered: EnteredExamples | None = None
     for done, part in enumerate(part for part in needed if part):
         shared: dict[int, Tensor] = {}
         sums = [_given(job, layer, bases, shared) for layer in part]
-        seen = _guarded_run(job, tuple(sums), done, total)
+        read = _guarded_run(job, tuple(sums), done, total)
+        entered = job.require_entered(entered, read.entered, f"pass {done + 1} of the correction")
         for own in sums:
             if own.eigenvalues is None:
                 raise ValueError(f"layer `{own.layer.name}` was never allocated")
@@ -164,7 +168,7 @@ def correct_part(
             for name, each in zip(own.layer.parts, values, strict=True):
                 keep(name, each, own.weight_G)
         del sums, shared
-    return joined(seen)
+    return joined(read.runs)
 
 
 def _given(job: PassJob, layer: TreatedLayer, bases: MergedBases, shared: dict[int, Tensor]) -> CorrectionStatistics:
@@ -242,20 +246,31 @@ def eigenvectors(workspace: Workspace, factor: Tensor, layer: str) -> Tensor:
     return found.vectors.to(device)
 
 
-def _guarded_run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total: int) -> list[list[int]]:
+def _of_ranks(job: PassJob, entered: EnteredExamples) -> EnteredExamples:
+    """The examples that entered a pass on all ranks."""
+    ranks = job.workspace.machine.ranks
+    if ranks is None:
+        return entered
+    total = EnteredExamples()
+    for own in ranks.gather(entered, "examples of the correction"):
+        total = total.joined(own)
+    return total
+
+
+def _guarded_run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total: int) -> Cursor:
     """One pass over the data; begun anew, with half as many examples at a time, where memory runs out.
 
-    Returns the runs of the examples that it read.
+    Returns the position at its end.
     """
     before = [counts(each) for each in sums]
-    seen: list[list[int]] = []
+    seen: list[Cursor] = []
 
     def begun(size: int | None) -> None:
         for each, kept in zip(sums, before, strict=True):
             set_counts(each, kept)
             if each.eigenvalues is not None:
                 each.eigenvalues.zero_()
-        seen[:] = _run(replace(job, micro_batch=size), sums, done, total)
+        seen[:] = [_run(replace(job, micro_batch=size), sums, done, total)]
 
     sizes: list[int | None] = [job.micro_batch]
     whole = min(job.collection.batch_size, job.workspace.inputs.examples or job.collection.batch_size)
@@ -272,11 +287,11 @@ def _guarded_run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int
         for size in sizes
     ]
     job.workspace.machine.guard.run_with_fallbacks(rungs, what="the correction", layer=None, stage="correction")
-    return seen
+    return seen[0]
 
 
-def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total: int) -> list[list[int]]:
-    """One pass over the data; returns the runs of the examples that it read."""
+def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total: int) -> Cursor:
+    """One pass over the data; returns the position at its end."""
     workspace, collection = job.workspace, job.collection
     scale = job.precision.loss_scale(FIRST_SCALE, 0)
     collector = Collector(
@@ -298,7 +313,10 @@ def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total:
             workspace.ports.raise_if_cancelled()
             if ranks is not None:
                 ranks.sign()
-            if turns.update(number) is not None:
+            update_number = turns.update(number)
+            if update_number is not None:
+                # before the model, which may write to its inputs
+                cursor.entered = job.enter(cursor.entered, batch, update_number)
                 if collection.ema_decay is not None and updates:
                     for each in sums:
                         each.decay_(collection.ema_decay ** turns.updates_since(number))
@@ -309,7 +327,7 @@ def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total:
             workspace.ports.report(
                 "correction", before + number + 1, None if count is None else total * count, "batches"
             )
-    return cursor.runs
+    return cursor
 
 
 def _of_parts(sums: CorrectionStatistics, basis_A: Tensor | None) -> list[Corrected]:

@@ -10,12 +10,14 @@ from catalog.collection import Collection
 from catalog.inputs import Task
 from engine.collection.ranks.turns import numbered
 from engine.collection.subsamples import Sizes
+from engine.errors import DataDiffer, EmptyData
 from engine.factors.representation import Representation
 from engine.gradient_identity.self_check import SelfCheck
 from engine.layers.layer import TreatedLayer
 from engine.layers.parameter_slice import Places
 from engine.model.batches import Batch, make_batches
 from engine.model.determinism import Numerics
+from engine.model.example_digests import EnteredExamples
 from engine.model.mixed_precision import Precision, choose_precision
 from engine.row_layout.attention_masks import Key, Masking
 from engine.row_layout.row_order import RowOrders
@@ -61,6 +63,10 @@ class PassJob:
     """Checks of the first batch, which those of the collection's state begin with; None where nothing is checked."""
     shared_first: Batch | None = None
     """The first batch that all ranks look at; None where this is the only one."""
+    probed: list[EnteredExamples] = field(default_factory=list)
+    """The first batches that were read before any pass, each by its digest."""
+    entered: EnteredExamples | None = None
+    """The examples that entered the collection, which a later pass must see again; None where that is not known."""
 
     @classmethod
     def of(cls, workspace: Workspace, device: torch.device) -> "PassJob":
@@ -98,9 +104,15 @@ class PassJob:
         """The data, anew, in batches where the caller has them."""
         chunks = self.workspace.inputs.batches() if self.workspace.inputs.batches is not None else iter(())
         ranks, size = self.workspace.machine.ranks, self.collection.batch_size
-        if ranks is None:
-            return make_batches(chunks, size)
-        return make_batches(numbered(chunks, ranks, size), size, may_be_empty=True)
+        if ranks is not None:
+            yield from make_batches(numbered(chunks, ranks, size), size, may_be_empty=True)
+            return
+        try:
+            yield from make_batches(chunks, size)
+        except EmptyData as empty:
+            if self.probed or self.entered is not None:
+                raise _read_once() from empty
+            raise
 
     def whole_stream(self) -> Iterator[Batch]:
         """The whole data, of which this may be a part, anew, in batches where the caller has them."""
@@ -109,7 +121,79 @@ class PassJob:
 
     def probed_batch(self) -> Batch:
         """The batch that the model is probed with, where the caller has it: the first of all data."""
-        return next(self.whole_stream()) if self.shared_first is None else self.shared_first
+        if self.shared_first is not None:
+            return self.shared_first
+        return self.noted(next(self.whole_stream()))
+
+    def noted(self, first: Batch) -> Batch:
+        """Note the digest of a first batch that is read before the passes.
+
+        Args:
+            first: The batch, where the caller has it.
+
+        Returns:
+            The same batch.
+        """
+        if not first.index.is_meta:
+            self.probed.append(EnteredExamples().added(self.moved(first), self.task, None))
+        return first
+
+    def require_readable_again(self, first: EnteredExamples | None, batches: int) -> None:
+        """Require that the data begin anew at every pass, where a pass began with another batch than the probe saw.
+
+        Args:
+            first: The first batch of the pass; None where it had none, or was resumed.
+            batches: Batches of the pass.
+
+        Raises:
+            DataDiffer: If nothing is left to read: what the probe saw has entered nothing.
+        """
+        if not self.probed or self.workspace.inputs.part is not None:
+            return
+        other = first not in (*self.probed, None)
+        if not batches or (other and next(self.stream(), None) is None):
+            raise _read_once()
+
+    def enter(self, entered: EnteredExamples, batch: Batch, update: int) -> EnteredExamples:
+        """Add a batch that is about to enter to those that have.
+
+        Args:
+            entered: The examples so far.
+            batch: The batch, on the device, as ``moved`` returned it.
+            update: Its number among the batches of all ranks that enter.
+
+        Returns:
+            The sum.
+        """
+        # a moving average weighs batches by their order, and smaller sample sizes are the first ones
+        ordered = self.collection.ema_decay is not None or self.collection.nested
+        return entered.added(batch, self.task, update if ordered else None)
+
+    def require_entered(self, before: EnteredExamples | None, entered: EnteredExamples, what: str) -> EnteredExamples:
+        """Require that a whole pass has let the same examples enter as the first one.
+
+        Args:
+            before: What entered the first pass; None where this is it.
+            entered: What entered this pass, of all ranks.
+            what: Name of the pass, for messages.
+
+        Returns:
+            What entered the first pass.
+
+        Raises:
+            DataDiffer: If it is not the same; the message has both figures.
+        """
+        if before is None:
+            return entered
+        before.require(entered, what)
+        if before.keyed != entered.keyed and self.collection.fisher == "mc":
+            self.workspace.ports.log(
+                "warning",
+                f"the examples came in another order to {what} than to the first pass: their indices, by which "
+                "`fisher: mc` draws labels, are others, so that it used another draw of the same labels; give the "
+                "data in one order, or each example an index of its own",
+            )
+        return before
 
     def without_masks(self, calls: frozenset[Key]) -> "PassJob":
         """Return the same job with the mask not laid on some calls; padding is not cut either then.
@@ -132,6 +216,14 @@ class PassJob:
             A copy, which the model may write to.
         """
         return batch.to(self.workspace.machine.device, self.dtype)
+
+
+def _read_once() -> DataDiffer:
+    return DataDiffer(
+        "the data can be read only once, and must begin anew at every pass: the first batch was read to look at the "
+        "model, and is gone; give a list, or a callable that makes a new iterable each time it is called",
+        pointer="/data",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

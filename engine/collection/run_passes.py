@@ -188,6 +188,7 @@ def _pass(
     if job.workspace.inputs.part is None:
         # the other parts may have loss terms
         require_terms(job, cursor, statistics)
+    state.entered = job.require_entered(state.entered, cursor.entered, f"pass {number + 1} of the collection")
     state.examples, state.updates, state.loss_scale = cursor.examples, cursor.updates, cursor.loss_scale
     state.runs = joined(cursor.runs)
     for each in statistics:

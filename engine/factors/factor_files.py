@@ -163,6 +163,7 @@ def write_index(artifacts: Artifacts, collected: FactorSet, kept: Mapping[int, K
             "layers": layers,
             "declared": [asdict(layer) for layer in collected.declared],
             "counted": None if collected.counted is None else asdict(collected.counted),
+            "entered": None if collected.entered is None else asdict(collected.entered),
         },
     )
 
@@ -208,6 +209,7 @@ def read_factors(artifacts: Artifacts) -> FactorSet:
         else None,
         nested=(),
         counted=index.counted,
+        entered=index.entered,
         trainable_parameters=counts.trainable_parameters,
         examples=counts.examples,
         updates=counts.updates,

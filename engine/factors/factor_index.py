@@ -26,6 +26,7 @@ from engine.errors import BrokenFactors
 from engine.factors.factor_set import CountedExamples, LayerFacts, ParameterShape
 from engine.factors.representation import KINDS
 from engine.layers.coverage import DeclaredLayer
+from engine.model.example_digests import EnteredExamples
 
 FORMAT = "kronoscope-factors/1"
 INDEX = "factors/factors.index.json"
@@ -78,6 +79,8 @@ class FactorIndex:
     """The model's trainable parameters; an index from before they were kept has none."""
     counted: CountedExamples | None = None
     """Which examples these are; an index from before that was kept has none."""
+    entered: EnteredExamples | None = None
+    """The examples that entered, by their digest; an index from before that was kept has none."""
 
     def sha256(self) -> str | None:
         """Return the digest of the set, by ``set_digest``; None where the index is from before it had digests."""
@@ -130,6 +133,7 @@ def read_index(value: object) -> FactorIndex:
             for place, entry in enumerate(_listed(value, "parameters"))
         ),
         counted=None if value.get("counted") is None else _record(CountedExamples, value["counted"], "counted"),
+        entered=None if value.get("entered") is None else _record(EnteredExamples, value["entered"], "entered"),
     )
 
 

@@ -9,6 +9,7 @@ from engine.factors.kronecker_factors import Corrected, Factors
 from engine.layers.coverage import DeclaredLayer
 from engine.layers.layer import Form
 from engine.layers.parameter_slice import Window
+from engine.model.example_digests import EnteredExamples
 
 GIVEN_MATRIX = "Matrix"
 """Module of a layer that nobody collected: a matrix of the caller's own, as a block."""
@@ -246,6 +247,8 @@ class FactorSet:
     """Every trainable parameter once, in the order of ``named_parameters()``; None where that is not known."""
     counted: CountedExamples | None = None
     """Which examples these are; None of a collection that did not keep it."""
+    entered: EnteredExamples | None = None
+    """The examples that entered, by their digest; None of a collection that did not keep it, and of a merged one."""
     owners: Mapping[int, int] | None = None
     """The only rank that has the factors of each layer, by ordinal; None where this process has all of them."""
 

@@ -86,6 +86,7 @@ def blend_factor_sets(before: FactorSet, now: FactorSet, decay: float, layers: S
         load_corrected=None,
         nested=(),
         counted=None,
+        entered=None,
         reused_from=None,
     )
 

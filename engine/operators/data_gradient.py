@@ -23,6 +23,7 @@ from engine.memory.out_of_memory import free_memory, lost_device, ran_out_of_mem
 from engine.model.batches import Batch
 from engine.model.determinism import seed_generators, set_numerics
 from engine.model.dtype_casts import casts_of
+from engine.model.example_digests import EnteredExamples
 from engine.model.loss_directions import loss_gradient
 from engine.model.outputs import predict
 from engine.model.preserve_state import preserve_state
@@ -90,6 +91,7 @@ class GradientPass:
             ModelRefused: If the model refuses a batch, or has no derivative.
             NonFiniteLoss: If the gradient is not finite.
             EmptyData: If no loss term weighs anything.
+            DataDiffer: If other examples enter than entered the collection.
 
         Memory:
             Twice the trainable parameters, and the graph of a slice.
@@ -109,15 +111,19 @@ class GradientPass:
             totals = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
             # a model that draws numbers in evaluation mode draws those of the collection
             seed_generators(collection.seed)
-            divisor, update = 0.0, 0
+            divisor, update, entered = 0.0, 0, EnteredExamples()
             for place, arrived in enumerate(job.stream()):
                 job.workspace.ports.raise_if_cancelled()
                 if place % collection.update_freq == 0:
                     past = 1.0 if collection.ema_decay is None else collection.ema_decay
                     weight = past ** (self.updates - 1 - update)
-                    divisor += weight * self._entered(job.moved(arrived), parameters, totals, weight)
+                    batch = job.moved(arrived)
+                    entered = job.enter(entered, batch, update)
+                    divisor += weight * self._entered(batch, parameters, totals, weight)
                     update += 1
                 self.report()
+        if job.entered is not None:
+            job.entered.require(entered, "the gradient")
         if not divisor > 0:
             raise EmptyData(
                 "no loss term of the data weighs anything, so there is no mean loss; correct the targets",

@@ -75,7 +75,7 @@ class ExactCurvature:
             raise UsageError(f"samples must be at least 1 (got {self.samples})")
         self.passes = DataPasses(
             job=self.job, updates=self.updates, report=self.report, what=self.what, remedy=self.remedy,
-            pointer=self.pointer,
+            pointer=self.pointer, labels_drawn=self.of == "fisher",
         )  # fmt: skip
         self._routes = Routes(passes=self.passes, of=self.of, samples=self.samples if self.of == "fisher" else 1)
 

@@ -137,6 +137,7 @@ def cross_check(params: CapacityParams, workspace: Workspace, whole: FactorSet) 
         numerics=Numerics.here(workspace.machine.device, workspace.resume.numerics),
         heard=set(),
         micro_batch=whole.micro_batch,
+        entered=whole.entered,
     )
     blocks = _blocks(job, whole)
     check = _Check(job=job, whole=whole, params=params, blocks=blocks)

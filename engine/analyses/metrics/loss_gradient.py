@@ -215,6 +215,7 @@ def data_gradient(
         numerics=Numerics.here(workspace.machine.device, workspace.resume.numerics),
         heard=set(),
         micro_batch=factors.micro_batch,
+        entered=factors.entered,
     )
     names = [each.name for each in space.parameters]
     run = GradientPass(

@@ -73,6 +73,7 @@ def exact_spectra(
         numerics=Numerics.here(workspace.machine.device, workspace.resume.numerics),
         heard=set(),
         micro_batch=whole.micro_batch,
+        entered=whole.entered,
     )
     return _Searches(params=params, job=job, whole=whole, digests=digests).run()
 

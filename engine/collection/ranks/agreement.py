@@ -183,6 +183,7 @@ def join_cursors(ranks: Ranks, cursor: Cursor, turns: Turns, collection: Collect
     for each, _ in found:
         for name in ("batches", "read", "examples", "updates", "terms"):
             setattr(whole, name, getattr(whole, name) + getattr(each, name))
+        whole.entered = whole.entered.joined(each.entered)
     _require_apart([joined(each.runs) for each, _ in found])
     whole.runs = joined(run for each, _ in found for run in each.runs)
     if any(each.scattered for each, _ in found):

@@ -44,6 +44,8 @@ def join_ranks(ranks: Ranks, job: PassJob) -> PassJob:
     inputs = job.workspace.inputs
     inputs.examples_of_all = total_examples(ranks, inputs.examples)
     first = next(job.stream(), None)
+    if first is not None:
+        job.noted(first)
     holders = sum(ranks.gather(first is not None, "ranks with data"))
     if job.collection.reduction == "none" and holders > 1:
         raise RanksRefused(

@@ -17,6 +17,7 @@ from engine.errors import EngineError, ModelRefused, Unwinding
 from engine.memory.out_of_memory import free_memory, ran_out_of_memory
 from engine.model.batches import Batch
 from engine.model.determinism import seed_generators, set_numerics
+from engine.model.example_digests import EnteredExamples
 from engine.model.preserve_state import preserve_state
 from engine.operators.exact.columns import trained
 
@@ -38,11 +39,15 @@ class DataPasses:
     """Remedy where the model cannot be differentiated as asked for."""
     pointer: str | None
     """The part of the document that asked for it."""
+    labels_drawn: bool = False
+    """Whether labels are drawn, which must be the same in every pass."""
     _micro_batch: int | None = field(init=False)
+    _entered: EnteredExamples | None = field(init=False)
 
     def __post_init__(self) -> None:
         """Begin with the micro-batch of the collection."""
         self._micro_batch = self.job.micro_batch
+        self._entered = self.job.entered
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
@@ -74,12 +79,13 @@ class DataPasses:
 
         Raises:
             ModelRefused: If the model raises, or cannot be differentiated.
+            DataDiffer: If other examples enter than entered the collection, or the first pass.
         """
         job, collection = self.job, self.job.collection
         parameters = trained(job.model, names)
         for parameter in parameters.values():
             parameter.requires_grad_(True)
-        divisor, update = 0.0, 0
+        divisor, update, entered = 0.0, 0, EnteredExamples()
         # a model that draws numbers in evaluation mode draws those of the collection
         seed_generators(collection.seed)
         try:
@@ -88,7 +94,9 @@ class DataPasses:
                 if place % collection.update_freq == 0:
                     past = 1.0 if collection.ema_decay is None else collection.ema_decay
                     weight = past ** (self.updates - 1 - update)
-                    for found, own in self._entered(job.moved(arrived), parameters, compute):
+                    batch = job.moved(arrived)
+                    entered = job.enter(entered, batch, update)
+                    for found, own in self._sliced(batch, parameters, compute):
                         add(found, weight)
                         divisor += weight * own
                         del found
@@ -97,9 +105,12 @@ class DataPasses:
         finally:
             for parameter in parameters.values():
                 parameter.requires_grad_(False)
+        if self._entered is None:
+            self._entered = entered
+        self._entered.require(entered, self.what, labels_drawn=self.labels_drawn)
         return divisor
 
-    def _entered(
+    def _sliced(
         self,
         batch: Batch,
         parameters: Mapping[str, Tensor],
@@ -109,7 +120,7 @@ class DataPasses:
         size = min(self._micro_batch or batch.size, batch.size)
         if size < batch.size:
             for part in batch.slices(size):
-                yield from self._entered(part, parameters, compute)
+                yield from self._sliced(part, parameters, compute)
             return
         state = torch.get_rng_state()
         found = self._tried(batch, parameters, compute)
@@ -123,7 +134,7 @@ class DataPasses:
         self.job.workspace.ports.log(
             "warning", f"{self.what} ran out of memory; it goes on with {self._micro_batch} examples at a time"
         )
-        yield from self._entered(batch, parameters, compute)
+        yield from self._sliced(batch, parameters, compute)
 
     def _tried(
         self,

@@ -105,6 +105,10 @@ BAD = {
     "labels out of range": (["data.kwargs={top: 4}"], ["/data", "classes 0 to 2"]),
     "a factory that raises": (["data.factory=mine_for_kronoscope:explodes"], ["/data/factory", "no such file of mine"]),
     "a factory that is not there": (["model.factory=mine_for_kronoscope:absent"], ["/model/factory", "`absent`"]),
+    "data that change": (
+        ["data.factory=mine_for_kronoscope:anew", "collection.ekfac=true"],
+        ["/data", "must be the same at every pass: 40 examples with the digest ", "the correction"],
+    ),
     "an upload": (["model={source: upload, id: x}"], ["/model/source", "not served here"]),
     "a folder that is not there": (["model={source: directory, path: nowhere}"], ["/model/path", "does not exist"]),
     "a document with NaN": (["stabilisation.damping=.nan"], ["/stabilisation/damping is not a finite number"]),

@@ -29,7 +29,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    listed = [f"--allow-factory=mine_for_kronoscope:{name}" for name in ("model", "data", "endless")]
+    listed = [f"--allow-factory=mine_for_kronoscope:{name}" for name in ("model", "data", "anew", "endless")]
     with subprocess.Popen(
         [*KRONOSCOPE, "serve", "--embedded", "--port", str(port), "--data-dir", "data", *listed],
         cwd=home, env=environment(), stderr=subprocess.PIPE, text=True,
@@ -220,6 +220,18 @@ def test_a_job_that_fails_gives_the_commands_exit_code(kronoscope: Run, url: str
     done = kronoscope("submit", "job.yaml", "--wait", *settings(["model.kwargs={poison: true}"]), "--url", url)
     assert done.returncode == 2, done.stderr
     assert "`2.weight`" in done.stderr
+
+
+def test_data_that_change_between_passes_end_the_job_with_both_figures(
+    folder: Path, kronoscope: Run, client: Client, url: str
+) -> None:
+    document = ["data.factory=mine_for_kronoscope:anew", "kind=[natural_gradient]"]
+    job_id = kronoscope("submit", "job.yaml", *settings(document), "--url", url).stdout.strip()
+    assert kronoscope("watch", job_id, "--url", url).returncode == 2
+    error = client.job(job_id).error
+    assert error is not None
+    assert (error.category, error.code, error.pointer) == ("usage", "data_differ", "/data")
+    assert error.message.count("40 examples with the digest ") == 2
 
 
 def test_a_running_job_is_cancelled(folder: Path, kronoscope: Run, client: Client, url: str) -> None:
