@@ -16,6 +16,7 @@ MAX_PROBES = 256
 MAX_STEPS = 1000
 MAX_PRODUCTS = 100_000
 MAX_POINTS = 1000
+_DEFAULT_K = 10
 _LEAST_TRACE_PRODUCTS = 6
 """The fewest products from which an interval can be computed."""
 
@@ -31,8 +32,8 @@ class SpectrumParams:
     matrices themselves, of all covered parameters together; they need the model, and pass over the data again."""
     end: Literal["both", "largest", "smallest"] = "both"
     """Which end of the spectrum the `k` eigenvalues are of."""
-    k: int = 10
-    """Number of eigenvalues at each end."""
+    k: int | None = None
+    """Number of eigenvalues at each end; null takes 10, or all of a smaller matrix."""
     density: bool = True
     """Whether the density of log10 |λ| is computed; of `ggn` and the others by `probes` random vectors."""
     probes: int = 8
@@ -58,7 +59,8 @@ class SpectrumParams:
             raise FieldError("of", "is empty; name at least one curvature, such as kfac or ggn")
         if len(set(self.curvatures)) != len(self.curvatures):
             raise FieldError("of", "names a curvature twice; name each once")
-        self._require_range("k", 1, MAX_EIGENVALUES)
+        if self.k is not None:
+            self._require_range("k", 1, MAX_EIGENVALUES)
         self._require_range("probes", 1, MAX_PROBES)
         self._require_range("steps", 2, MAX_STEPS)
         self._require_range("points_per_decade", 1, 100)
@@ -74,7 +76,7 @@ class SpectrumParams:
             )
         if not (math.isfinite(self.tolerance) and 0 < self.tolerance < 1):
             raise FieldError("tolerance", f"is {self.tolerance}; take a number between 0 and 1, such as 1e-3")
-        needed = self.k * (2 if self.end == "both" else 1)
+        needed = self.count * (2 if self.end == "both" else 1)
         if self.exact and self.most_products < needed:
             raise FieldError(
                 "most_products",
@@ -90,6 +92,11 @@ class SpectrumParams:
     def curvatures(self) -> tuple[Curvature, ...]:
         """The curvatures asked for, in order."""
         return (self.of,) if isinstance(self.of, str) else self.of
+
+    @property
+    def count(self) -> int:
+        """Eigenvalues wanted at each end, of a matrix that has as many."""
+        return _DEFAULT_K if self.k is None else self.k
 
     @property
     def exact(self) -> tuple[Curvature, ...]:

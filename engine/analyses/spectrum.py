@@ -80,7 +80,7 @@ def _require_known(params: SpectrumParams, whole: FactorSet) -> None:
 
 
 def _require_dimension(params: SpectrumParams, dimension: int, which: str) -> None:
-    if params.k > dimension:
+    if params.k is not None and params.k > dimension:
         raise UsageError(
             f"`spectrum.k` must be at most the dimension {dimension}, the number of {which} parameters "
             f"(got {params.k}); take fewer",

@@ -103,7 +103,7 @@ def ekfac_block(layer: Measured, corrected: Corrected, params: SpectrumParams) -
     """
     values = corrected.eigenvalues.reshape(-1).to(torch.float64)
     largest = float(values.max()) if values.numel() else 0.0
-    ends = min(params.k, values.numel())
+    ends = min(params.count, values.numel())
 
     def at_most(threshold: float) -> int:
         return sum(int((part <= threshold).sum()) for part in torch.split(values, _AT_ONCE))
@@ -198,7 +198,7 @@ class BlockSpectra:
         several = [getattr(block.of_layer, end) for block in ordered]
         sign = -1 if end == "largest" else 1
         merged = heapq.merge(*several, key=lambda each: sign * each.value)
-        return tuple(each for each, _ in zip(merged, range(self.params.k), strict=False))
+        return tuple(each for each, _ in zip(merged, range(self.params.count), strict=False))
 
     def _density(self, ordered: Sequence[BlockSpectrum], dimension: int) -> LogDensity | None:
         counted = [block.of_layer.density for block in ordered if block.of_layer.density is not None]
@@ -251,13 +251,13 @@ def _beyond(counted: EigenvalueCounts, point: float) -> int:
 def _ends(
     products: Products, bounds: tuple[Pair, Pair] | None, params: SpectrumParams
 ) -> tuple[tuple[BoundedEigenvalue, ...], tuple[BoundedEigenvalue, ...]]:
-    ranks = range(1, min(params.k, products.size) + 1)
-    largest = products.top(params.k).tolist() if params.end != "smallest" else []
+    ranks = range(1, min(params.count, products.size) + 1)
+    largest = products.top(params.count).tolist() if params.end != "smallest" else []
     smallest = [products.smallest(rank) for rank in ranks] if params.end != "largest" else []
     if bounds is None:
         return _exact(largest), _exact(smallest)
     below, above = (Products([each]) for each in bounds)
-    tops = zip(largest, below.top(params.k).tolist(), above.top(params.k).tolist(), strict=False)
+    tops = zip(largest, below.top(params.count).tolist(), above.top(params.count).tolist(), strict=False)
     bottoms = (
         (value, below.smallest(rank), above.smallest(rank)) for rank, value in zip(ranks, smallest, strict=False)
     )

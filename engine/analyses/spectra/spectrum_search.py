@@ -61,7 +61,7 @@ class SpectrumSearch:
     def __post_init__(self) -> None:
         """Begin with random vectors keyed by the seed."""
         options = SearchOptions(
-            count=self.params.k,
+            count=min(self.params.count, self.size),
             end=self.params.end,
             tolerance=self.params.tolerance,
             seed=self.seed,

@@ -70,7 +70,7 @@ def choose_search(params: SpectrumParams, size: int, dtype: torch.dtype, free_by
 
 def _lengths(params: SpectrumParams, size: int) -> list[int]:
     """Basis vectors that are tried, the longest first: all that the products make, or a few times the wanted ones."""
-    wanted = params.k * (2 if params.end == "both" else 1)
+    wanted = params.count * (2 if params.end == "both" else 1)
     least = min(size, wanted + 4)
     tried = [params.most_products + SEARCH_WIDTH, 8 * wanted, 4 * wanted, 2 * wanted + 8, least]
     return sorted({max(min(each, size), least) for each in tried}, reverse=True)
@@ -240,7 +240,7 @@ def expected_products(params: SpectrumParams) -> int:
     Returns:
         The density's and the trace's, and six for each eigenvalue wanted.
     """
-    wanted = params.k * (2 if params.end == "both" else 1)
+    wanted = params.count * (2 if params.end == "both" else 1)
     return min(params.most_products, 6 * wanted + 40) + _sampled(params)
 
 
@@ -259,7 +259,7 @@ def expected_passes(params: SpectrumParams) -> int:
     Returns:
         As many as the longer of the density and the search takes.
     """
-    wanted = params.k * (2 if params.end == "both" else 1)
+    wanted = params.count * (2 if params.end == "both" else 1)
     return max(params.steps if params.density else 0, min(params.most_products, 6 * wanted + 40))
 
 
