@@ -1,5 +1,6 @@
 """Nets of one to a hundred parameters, and curvatures of small rank, have the spectra of their dense matrices."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,7 @@ def dead() -> nn.Module:
 
 def perceptron(*widths: int) -> nn.Module:
     layers: list[nn.Module] = [nn.Linear(widths[0], widths[1])]
-    for before, after in zip(widths[1:], widths[2:], strict=False):
+    for before, after in itertools.pairwise(widths[1:]):
         layers += [nn.Tanh(), nn.Linear(before, after)]
     return nn.Sequential(*layers)
 
