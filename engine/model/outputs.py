@@ -19,7 +19,7 @@ from catalog.inputs import Task
 from engine.errors import EngineError, ModelRefused, NonFiniteLoss, Unwinding, WrongShape
 from engine.memory.out_of_memory import lost_device, ran_out_of_memory
 from engine.model.batches import Batch
-from engine.model.dtype_casts import casts_of
+from engine.model.dtype_casts import casts_of, conversion_of, is_mismatch
 from engine.model.output_selection import loss_of, output_of
 from engine.model.sharding.gathering import refusing_absent_reads
 from engine.model.virtual_tokens import with_virtual_tokens
@@ -157,15 +157,25 @@ def call_model(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noq
             str(error)[:500] + _refusing_layer(model, error),
             any(word in str(error) for word in _OF_TRANSFORMS),
         )
-        remedy = (
-            "its `forward` calls its layers inside a transform of `torch.func` (vmap, grad), where they cannot be "
-            "watched; write that part for a whole batch"
-            if transformed
-            else "check that data and model belong together"
-        )
+        remedy, pointer = "check that data and model belong together", "/data"
+        conversion = conversion_of(model) if is_mismatch(error) else None
+        if transformed:
+            remedy = (
+                "its `forward` calls its layers inside a transform of `torch.func` (vmap, grad), where they cannot be "
+                "watched; write that part for a whole batch"
+            )
+            pointer = "/model"
+        elif conversion is not None:
+            other = (
+                "" if conversion[0] not in ("float32", "float64") else f"take `collection.dtype: {conversion[0]}`, or "
+            )
+            remedy = (
+                f"its tensors of {conversion[0]} were converted to {conversion[1]}, as `collection.dtype` says, and a "
+                f"part of it does not follow: {other}write that part in operations that take any type"
+            )
+            pointer = "/collection/dtype"
         raise ModelRefused(
-            f"the model raised on inputs of shape {shapes}: {type(error).__name__}: {said}; {remedy}",
-            pointer="/model" if transformed else "/data",
+            f"the model raised on inputs of shape {shapes}: {type(error).__name__}: {said}; {remedy}", pointer=pointer
         ) from error
 
 
