@@ -32,6 +32,7 @@ _REMEDIES: Mapping[str, str] = {
     "unforeseen_use": "put an example with that use first in the data",
     "gradient_identity": "compare the number in the layer's record with rounding: `collection.dtype: float64`",
     "examples_mix": "compute the outputs of each example from that example alone",
+    "no_gradient": "look for a `forward` that detaches its outputs, or runs under `torch.no_grad` or `inference_mode`",
     "gradient_not_followed": "replace the operation between the parameter and the loss by torch operations",
 }
 
@@ -83,7 +84,7 @@ def assess_coverage(summary: Mapping[str, Any] | None, min_coverage: float | Non
         return None
     missing = sorted(
         (
-            NotMeasured(reason=reason, parameters=count, share=count / trainable, remedy=_REMEDIES.get(reason))
+            NotMeasured(reason=reason, parameters=count, share=count / trainable, remedy=remedy_of(reason))
             for reason, count in (counts.get("reasons") or {}).items()
             if count and reason not in FLAT_REASONS
         ),
@@ -100,6 +101,18 @@ def assess_coverage(summary: Mapping[str, Any] | None, min_coverage: float | Non
         not_measured=tuple(missing),
         message=_sentence(share, trainable, missing) if missing else None,
     )
+
+
+def remedy_of(reason: str) -> str | None:
+    """Return what would cover parameters that are not.
+
+    Args:
+        reason: The reason for which they are not.
+
+    Returns:
+        A clause in the imperative; None where this version does not know the reason.
+    """
+    return _REMEDIES.get(reason)
 
 
 def percentage(share: float) -> str:

@@ -13,7 +13,13 @@ from catalog.record import FieldError, Tagged, option, record
 
 Loss = Literal["cross_entropy", "mse", "bce", "model"]
 TaskType = Literal[
-    "classification", "causal_lm", "masked_lm", "sequence_classification", "regression", "sentence_embedding"
+    "classification",
+    "causal_lm",
+    "masked_lm",
+    "sequence_classification",
+    "token_classification",
+    "regression",
+    "sentence_embedding",
 ]
 
 _FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
@@ -23,6 +29,7 @@ _USUAL_LOSS: dict[str, Loss] = {
     "causal_lm": "cross_entropy",
     "masked_lm": "cross_entropy",
     "sequence_classification": "cross_entropy",
+    "token_classification": "cross_entropy",
     "regression": "mse",
     "sentence_embedding": "mse",
 }
@@ -252,12 +259,18 @@ class Task:
     output: str | None = None
     """Name of the tensor that the loss is taken of, where the model returns a mapping or an object of several.
     Null takes `logits` (`last_hidden_state` for sentence embeddings), or the only tensor there is."""
+    class_axis: int | None = None
+    """Dimension of the outputs that the classes stand on, for a classification with several terms per example: 1 as in
+    torch's losses, -1 for the last one. Null takes what the targets' shape or the model's own number of classes say;
+    where they leave both open, the job is refused."""
 
     def __post_init__(self) -> None:
         """Refuse losses that the task has no outputs for, and weights that the loss has no use for."""
         if self.output is not None and self.likelihood == "model":
             raise FieldError("output", "has no place in `loss: model`: the model's own loss is taken; leave it out")
-        classes = self.type in ("causal_lm", "masked_lm")
+        if self.class_axis is not None:
+            self._require_class_axis(self.class_axis)
+        classes = self.type in ("causal_lm", "masked_lm", "token_classification")
         if classes and self.loss not in (None, "cross_entropy", "model"):
             raise FieldError("loss", f"`{self.loss}` does not fit `{self.type}`; take `cross_entropy` or `model`")
         if self.type == "regression" and self.loss == "cross_entropy":
@@ -266,6 +279,18 @@ class Task:
             raise FieldError("loss", f"`{self.loss}` does not fit `sentence_embedding`, a Gaussian model: take `mse`")
 
         self._require_weights()
+
+    def _require_class_axis(self, axis: int) -> None:
+        if axis == 0:
+            raise FieldError("class_axis", "is 0, the dimension of the examples; take 1, or -1 for the last dimension")
+        if self.type not in ("classification", "sequence_classification"):
+            raise FieldError(
+                "class_axis", f"has no place in `{self.type}`, whose outputs leave no choice; leave it out"
+            )
+        if self.likelihood != "cross_entropy":
+            raise FieldError(
+                "class_axis", f"belongs to `cross_entropy`, and the loss is `{self.likelihood}`; leave it out"
+            )
 
     def _require_weights(self) -> None:
         given = {
@@ -284,6 +309,12 @@ class Task:
             raise FieldError("label_smoothing", f"is {self.label_smoothing}; take a share from 0 to below 1")
         require_weights("class_weights", self.class_weights)
         require_weights("positive_weights", self.positive_weights)
+
+    @property
+    def leaves_class_axis(self) -> bool:
+        """Whether outputs of several terms may have their classes on one dimension or another."""
+        classifies = self.type in ("classification", "sequence_classification")
+        return classifies and self.likelihood == "cross_entropy" and self.class_axis is None
 
     @property
     def likelihood(self) -> Loss:

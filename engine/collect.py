@@ -30,13 +30,12 @@ from engine.collection.ranks.joined_job import follow_planner, gather_model, joi
 from engine.collection.ranks.owners import owners_by_ordinal
 from engine.collection.run_passes import announce, run_passes
 from engine.collection.subsamples import by_ordinal, sizes_of
-from engine.errors import NothingToAnalyse
 from engine.factors.factor_files import read_factors, reused
 from engine.factors.factor_set import CalledOnce, CountedExamples, FactorSet, ParameterShape, Run
 from engine.factors.kronecker_factors import Corrected
 from engine.gradient_identity.refusal import FAILED_CHECK, refusal
 from engine.layers.coverage import DeclaredLayer, Survey, declare
-from engine.layers.coverage_check import require_coverage, survey_layers
+from engine.layers.coverage_check import nothing_covered, require_coverage, survey_layers
 from engine.layers.layer import TreatedLayer
 from engine.memory.budget import give_back_host_memory
 from engine.memory.plan import Plan
@@ -46,6 +45,7 @@ from engine.merging.part_files import read_part
 from engine.model.activation_memory import set_activation_checkpointing
 from engine.model.determinism import DRAWN, Numerics, set_numerics
 from engine.model.preserve_state import preserve_state
+from engine.model.usable_model import require_usable
 from engine.planning.choose_plan import PlannedJob, choose_plan
 from engine.planning.job_plan import smallest_budgets
 from engine.planning.later.joined import with_join
@@ -148,6 +148,7 @@ def prepare_collection(workspace: Workspace) -> Iterator[tuple[PlannedJob, tuple
     """
     job = PassJob.of(workspace, workspace.machine.device)
     _warn_of_other_numerics(job)
+    require_usable(job.model)
     with gather_model(job):
         require_finite_model(job.model)
         if workspace.machine.ranks is not None:
@@ -293,10 +294,7 @@ def _finished(
             declared.append(_not_covered(state, layer, reason))
     declared = [explain(row, state.self_check) for row in declared]
     if not covered:
-        reasons = ", ".join(sorted({layer.reason for layer in declared}))
-        raise NothingToAnalyse(
-            f"no layer of the model ({type(job.model).__name__}) could be measured: {reasons}", pointer="/model"
-        )
+        raise nothing_covered(job.model, declared)
     numbers = sum(math.prod(each.shape) for each in trainable)
     require_coverage(numbers, [found.layer for found in covered], declared, job.collection)
     parts = [(found, group) for found in covered for group in range(found.layer.groups)]

@@ -23,6 +23,7 @@ from engine.factors.factor_files import read_factors
 from engine.factors.factor_index import INDEX
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
+from engine.model.usable_model import require_usable
 from engine.planning.eigendecomposition_memory import (
     eigendecomposition_bytes as eigendecomposition_bytes,  # noqa: PLC0414 - offered here
 )
@@ -146,6 +147,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
         params=options,
     )
     require_document(likelihood, job_options)
+    require_usable(model)
     stored_against = open_against(options.get("compare_curvature"))
     gradient = open_gradient(options.get("natural_gradient"))
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -194,7 +196,8 @@ def _require_objects(model: object, report: object) -> None:
         raise WrongOptionType(f"`report` is {type(report).__name__}; give a function of (stage, done, total, unit)")
     if not isinstance(model, nn.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-        message = f"`model` is {given}; give a torch.nn.Module"
+        of_export = ", the one that was exported" if isinstance(model, torch.export.ExportedProgram) else ""
+        message = f"`model` is {given}; give a torch.nn.Module{of_export}"
         raise TypeError(message)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from catalog.inputs import Task
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.errors import ModelRefused, NonFiniteFactor, NonFiniteLoss, NonFiniteModel
+from engine.errors import NonFiniteFactor, NonFiniteLoss, NonFiniteModel
 from engine.model.batches import Batch, tensors
 from engine.model.outputs import predict
 from engine.model.sharding.gathered_parameters import present
@@ -25,35 +25,33 @@ _SLICES = 8
 
 
 def require_finite_model(model: nn.Module) -> None:
-    """Require that every parameter and buffer has a shape and is finite.
+    """Require that every parameter and buffer is finite.
 
     Args:
         model: The model.
 
     Raises:
-        ModelRefused: If a parameter has no shape yet.
         NonFiniteModel: If one holds NaN or Inf.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if nn.parameter.is_lazy(tensor):
-            raise ModelRefused(
-                f"the model's tensor `{name}` has no shape yet; call the model once on a batch before it is measured",
-                layer=name.rpartition(".")[0],
-                pointer="/model",
-            )
         # torch cannot ask a sparse tensor; what it brings into the outputs is seen there
         if (
             tensor.layout == torch.strided
             and tensor.is_floating_point()
-            and not bool(torch.isfinite(present(tensor)).all())
+            and not bool(torch.isfinite(_comparable(present(tensor))).all())
         ):
-            bad = int((~torch.isfinite(tensor)).sum())
+            bad = int((~torch.isfinite(_comparable(tensor))).sum())
             raise NonFiniteModel(
                 f"the model's tensor `{name}` holds {bad} NaN or infinite number{'s' if bad > 1 else ''} of "
                 f"{tensor.numel()}; mend the checkpoint",
                 layer=name.rpartition(".")[0],
                 pointer="/model",
             )
+
+
+def _comparable(tensor: Tensor) -> Tensor:
+    """The tensor in a type that torch compares numbers in; it does not those of one byte."""
+    return tensor.float() if tensor.element_size() == 1 else tensor
 
 
 @dataclass

@@ -16,9 +16,13 @@ from engine.gradient_identity.self_check import SelfCheck
 from engine.layers.layer import TreatedLayer
 from engine.layers.parameter_slice import Places
 from engine.model.batches import Batch, make_batches
-from engine.model.determinism import Numerics
+from engine.model.determinism import Numerics, seed_generators
 from engine.model.example_digests import EnteredExamples
 from engine.model.mixed_precision import Precision, choose_precision
+from engine.model.output_selection import output_of
+from engine.model.outputs import call_model
+from engine.model.preserve_state import preserve_state
+from engine.model.targets.class_axis import find_class_axis
 from engine.row_layout.attention_masks import Key, Masking
 from engine.row_layout.row_order import RowOrders
 from engine.workspace import Workspace
@@ -194,6 +198,46 @@ class PassJob:
                 "data in one order, or each example an index of its own",
             )
         return before
+
+    def with_class_axis(self, batch: Batch) -> "PassJob":
+        """Return the same job with the dimension of the classes decided, for all batches, by the first one.
+
+        Args:
+            batch: The first batch, on the device, with the model as passes need it.
+
+        Returns:
+            A copy of the job; the job itself where outputs leave no choice.
+
+        Raises:
+            EngineError: If the model refuses the batch, or two readings are left.
+        """
+        task, few = self.task, next(batch.slices(2))
+        if not task.leaves_class_axis:
+            return self
+        with torch.no_grad():
+            shape = output_of(call_model(self.model, few, labelled=False), task, "logits").shape
+        if len(shape) < 3 or shape[0] != few.size:
+            return self
+        axis = find_class_axis(torch.Size((batch.size, *shape[1:])), batch, task, self.model)
+        self.workspace.ports.log(
+            "info", f"outputs of shape (N, {str(tuple(shape[1:]))[1:]} have classes on dimension {axis}"
+        )
+        return replace(self, task=replace(task, class_axis=axis))
+
+    def settled(self) -> "PassJob":
+        """Return the same job with what its first batch decides, for passes that no probe goes before.
+
+        Returns:
+            A copy of the job; the job itself where a probe has decided it.
+
+        Raises:
+            EngineError: As ``with_class_axis`` does.
+        """
+        if not self.task.leaves_class_axis or self.workspace.results.plan is not None:
+            return self
+        with preserve_state(self.model, self.dtype):
+            seed_generators(self.collection.seed)
+            return self.with_class_axis(self.moved(self.probed_batch()))
 
     def without_masks(self, calls: frozenset[Key]) -> "PassJob":
         """Return the same job with the mask not laid on some calls; padding is not cut either then.

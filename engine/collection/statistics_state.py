@@ -17,6 +17,7 @@ from engine.factors.factor_set import LayerSums, TiedSums, VarianceSums
 from engine.factors.spilled_factors import SpilledFactors
 from engine.gradient_identity.layer_check import LayerCheck
 from engine.gradient_identity.self_check import SelfCheck
+from engine.model.example_digests import EnteredExamples
 from engine.saved_fields import load_number, save_number, saved_names
 
 _PARTS = (GradientRows, BatchVariance)
@@ -29,6 +30,7 @@ RECORDS = (
     LayerSums,
     TiedSums,
     VarianceSums,
+    EnteredExamples,
     SelfCheck,
     LayerCheck,
     Traffic,

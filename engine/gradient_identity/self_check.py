@@ -204,9 +204,8 @@ def _joined(known: LayerCheck | None, checks: Sequence[LayerCheck]) -> LayerChec
     """The check of one layer before a pass, and what each rank has added in it."""
     found = known
     for own in checks:
-        added = own.examples - (0 if known is None else known.examples)
-        if added:
-            found = _worse(found, replace(own, examples=added))
+        if own != known:
+            found = _worse(found, replace(own, examples=own.examples - (0 if known is None else known.examples)))
     return checks[0] if found is None else found
 
 

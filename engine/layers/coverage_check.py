@@ -7,11 +7,12 @@ shows what the loss depends on.
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 from catalog.collection import Collection
+from catalog.coverage import remedy_of
 from engine.errors import CoverageBroken, CoverageTooLow, NothingToAnalyse
 from engine.layers.coverage import DeclaredLayer, Survey, survey
 from engine.layers.layer import TreatedLayer
@@ -51,6 +52,22 @@ def survey_layers(model: nn.Module, collection: Collection) -> Survey:
     closed = [row for row in result.declared if not row.open]
     require_coverage(count_trainable_numbers(model), (*result.treated, *possible), closed, collection)
     return result
+
+
+def nothing_covered(model: nn.Module, declared: Sequence[DeclaredLayer]) -> NothingToAnalyse:
+    """Return the error that no layer of a model is covered, with each reason and what would cover its parameters.
+
+    Args:
+        model: The model.
+        declared: Its parameters that are not covered, which are all of them.
+    """
+    first = {row.reason: row for row in sorted(declared, key=lambda row: (row.reason, not row.why))[::-1]}
+    reasons = [f"{reason} ({row.why})" if row.why else reason for reason, row in sorted(first.items())]
+    remedies = [remedy for reason in sorted(first) if (remedy := remedy_of(reason)) is not None]
+    said = "; ".join([", ".join(reasons), *remedies])
+    return NothingToAnalyse(
+        f"no layer of the model ({type(model).__name__}) could be measured: {said}", pointer="/model"
+    )
 
 
 def count_trainable_numbers(model: nn.Module) -> int:

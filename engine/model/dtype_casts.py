@@ -143,6 +143,22 @@ def casts_of(model: nn.Module) -> contextlib.AbstractContextManager[object]:
     return casts if casts is not None and casts.wanted else contextlib.nullcontext()
 
 
+def conversion_of(model: nn.Module) -> tuple[str, str] | None:
+    """Return the names of the dtypes that a model's tensors were converted from, and to; None where none was.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Names such as ``("float32", "float64")``; several are joined by commas.
+    """
+    casts = _CONVERTED.get(model)
+    if casts is None:
+        return None
+    kept = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in casts.kept))
+    return kept, str(casts.dtype).removeprefix("torch.")
+
+
 def is_mismatch(error: BaseException | None) -> bool:
     """Tell whether torch has refused operands of two precisions.
 

@@ -8,11 +8,14 @@ an iterable of mappings (a ``DataLoader``) each is a chunk; ``labels`` (or its l
 a PyTorch ``Dataset``, by items or iterated each item is one example; examples are put together later
 one pair ``(x, y)`` of tensors             one chunk
 =========================================  ===========================================================
+
+Arrays count as tensors everywhere, and a list of numbers does as targets.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
@@ -30,13 +33,13 @@ def is_single_chunk(data: object) -> TypeGuard[tuple[Any, ...]]:
         data: Anything that a caller gives as data.
 
     Returns:
-        True for a pair or triple whose first two entries are tensors or mappings of them.
+        True for a pair or triple whose first two entries are tensors, arrays or mappings of them.
     """
     return (
         isinstance(data, (tuple, list))
         and len(data) in (2, 3)
-        and isinstance(data[1], Tensor)
-        and (isinstance(data[0], Tensor) or _is_mapping_of_tensors(data[0]))
+        and _is_tensor(data[1])
+        and (_is_tensor(data[0]) or _is_mapping_of_tensors(data[0]))
     )
 
 
@@ -54,17 +57,56 @@ def read_chunks(data: Any) -> Iterator[Any]:  # noqa: ANN401 - a caller's own
         WrongShape: If a mapping has no targets, or an item of a dataset cannot be made a tensor.
     """
     if is_single_chunk(data):
-        yield data
+        yield _as_tensors(data)
     elif isinstance(data, Dataset) or _is_map_style(data):
         for place, item in enumerate(_items(data)):
             yield _chunk_of_one(item, place)
     else:
         for item in data:
-            yield _pair(item) if isinstance(item, Mapping) else item
+            yield _as_tensors(_pair(item) if isinstance(item, Mapping) else item)
+
+
+def _is_tensor(value: object) -> bool:
+    """Whether a value is a tensor, or an array such as numpy's."""
+    return isinstance(value, Tensor) or hasattr(value, "__array__")
 
 
 def _is_mapping_of_tensors(value: object) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(each, Tensor) for each in value.values())
+    return isinstance(value, Mapping) and all(_is_tensor(each) for each in value.values())
+
+
+def _as_tensors(chunk: Any) -> Any:  # noqa: ANN401
+    """Return a chunk with tensors in the place of arrays, and of a list of numbers that is its targets."""
+    if not isinstance(chunk, (tuple, list)) or len(chunk) not in (2, 3):
+        return chunk
+    targets = chunk[1]
+    if isinstance(targets, (tuple, list)) and targets and all(isinstance(each, (int, float)) for each in targets):
+        targets = torch.tensor(targets)
+    return tuple(
+        _tree_of_tensors(part, name)
+        for part, name in zip((chunk[0], targets, *chunk[2:]), ("inputs", "targets", "index"), strict=False)
+    )
+
+
+def _tree_of_tensors(tree: Any, name: str) -> Any:  # noqa: ANN401
+    if isinstance(tree, Tensor):
+        return tree
+    if isinstance(tree, Mapping):
+        return {key: _tree_of_tensors(value, f"{name}.{key}") for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return tuple(_tree_of_tensors(value, f"{name}[{place}]") for place, value in enumerate(tree))
+    if not hasattr(tree, "__array__"):
+        return tree
+    array = tree.__array__()
+    try:
+        # torch shares an array's memory, which it cannot where that is read-only or runs backwards
+        shared = array.flags.writeable and all(stride >= 0 for stride in array.strides)
+        return torch.as_tensor(array if shared else array.copy())
+    except (TypeError, ValueError) as error:
+        raise WrongShape(
+            f"{name} must hold numbers (got an array of {array.dtype}); give integers for classes, else floats",
+            pointer="/data",
+        ) from error
 
 
 def _is_map_style(data: object) -> bool:

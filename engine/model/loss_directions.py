@@ -34,7 +34,8 @@ from catalog.collection import Collection
 from catalog.inputs import Loss, Task
 from engine.errors import NoLikelihood, WrongShape
 from engine.model.counter_rng import categories, normals, uniforms
-from engine.model.outputs import Prediction, label_weights
+from engine.model.outputs import Prediction
+from engine.model.targets.class_targets import label_weights, smoothed_labels
 
 
 def directions(prediction: Prediction, index: Tensor, task: Task, collection: Collection) -> Iterator[Tensor]:
@@ -116,6 +117,8 @@ def _observed(prediction: Prediction, targets: Tensor, task: Task) -> Tensor:
     outputs, weights, loss = prediction.outputs.detach(), prediction.weights, task.likelihood
     if loss == "cross_entropy":
         gradient = torch.softmax(outputs, -1)
+        if targets.ndim == gradient.ndim:
+            return _subtract_probabilities_(gradient, targets, weights, task)
         # ignored targets lie outside the classes; their terms are zeroed by the caller
         labels = torch.where(prediction.valid, targets, 0).unsqueeze(-1)
         return _subtract_label_(gradient, labels, weights, task)
@@ -142,6 +145,15 @@ def _subtract_label_(gradient: Tensor, labels: Tensor, weights: Tensor | None, t
     if smoothing:
         gradient.sub_(share * classes, alpha=smoothing / width)
     return gradient.scatter_add_(-1, labels, own * share * classes[labels])
+
+
+def _subtract_probabilities_(gradient: Tensor, targets: Tensor, weights: Tensor | None, task: Task) -> Tensor:
+    """Make ``p − t/W`` of ``gradient`` p (N, R, C), for probabilities; where terms weigh one, ``p Σt − t``."""
+    labels = smoothed_labels(targets, task)
+    if weights is None:
+        return gradient.mul_(labels.sum(-1, keepdim=True)).sub_(labels)
+    share = weights.reciprocal().where(weights > 0, torch.zeros_like(weights))  # a term of no weight is zeroed later
+    return gradient.sub_(labels * share)
 
 
 def _columns(outputs: Tensor, valid: Tensor, counted: Tensor, loss: Loss) -> Iterator[Tensor]:

@@ -8,8 +8,9 @@ position is padding, are not valid.
 
 import math
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +19,23 @@ from torch import Tensor, nn
 from catalog.inputs import Task
 from engine.errors import EngineError, ModelRefused, NonFiniteLoss, Unwinding, WrongShape
 from engine.memory.out_of_memory import lost_device, ran_out_of_memory
-from engine.model.batches import Batch
-from engine.model.dtype_casts import casts_of
+from engine.model.batches import Batch, tensors
+from engine.model.dtype_casts import casts_of, conversion_of, is_mismatch
 from engine.model.output_selection import loss_of, output_of
 from engine.model.sharding.gathering import refusing_absent_reads
+from engine.model.targets.class_axis import find_class_axis
+from engine.model.targets.class_targets import label_weights, read_class_targets, require_labels
 from engine.model.virtual_tokens import with_virtual_tokens
 
 _OF_TRANSFORMS = ("BatchedTensorImpl", "GradTrackingTensor", "torch.func")
 """Words of torch's messages about tensors inside ``torch.func.vmap`` and its like."""
+_BYTES = (
+    "the inputs are uint8, and whether the model takes pixels from 0 to 255, from 0 to 1 or normalised is its own: "
+    "give them as it was trained, as floats (`images.float() / 255`), or token ids as int64; "
+)
+
+_Arrange = Callable[[Any, Batch, Task], "Prediction"]
+"""Makes a prediction of what a model returned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +45,7 @@ class Prediction:
     outputs: Tensor
     """(N, R, C), attached to the graph; (1, 1, 1), the mean loss, for the model's own loss."""
     targets: Tensor | None
-    """(N, R) int64 classes, or (N, R, C) numbers."""
+    """(N, R) int64 classes, or (N, R, C) numbers or probabilities of classes."""
     valid: Tensor
     """(N, R) booleans: loss terms that count."""
     weights: Tensor | None = None
@@ -79,16 +89,20 @@ def predict(model: nn.Module, batch: Batch, task: Task) -> Prediction:
         NonFiniteLoss: If the outputs hold NaN or Inf.
     """
     own_loss = task.likelihood == "model"
+    _require_tensor_targets(batch.targets, task)
     returned = call_model(model, batch, labelled=own_loss)
     batch = with_virtual_tokens(model, batch, task)
-    arrange = {
-        "classification": _classified,
-        "sequence_classification": _classified,
+    classified: _Arrange = partial(_classified, model=model)
+    arrangements: Mapping[str, _Arrange] = {
+        "classification": classified,
+        "sequence_classification": classified,
+        "token_classification": _each_label,
         "causal_lm": _next_token,
         "masked_lm": _each_token,
         "regression": _regressed,
         "sentence_embedding": _pooled,
-    }[task.type]
+    }
+    arrange = arrangements[task.type]
     prediction = _own_loss(returned, batch, task) if own_loss else arrange(returned, batch, task)
     if not _finite(prediction.outputs.detach()):
         raise NonFiniteLoss(
@@ -96,6 +110,18 @@ def predict(model: nn.Module, batch: Batch, task: Task) -> Prediction:
             "look for non-finite inputs or weights"
         )
     return prediction
+
+
+def _require_tensor_targets(targets: object, task: Task) -> None:
+    """Refuse targets that are no tensor: they would be taken for none."""
+    if targets is None or isinstance(targets, Tensor) or task.type == "sentence_embedding":
+        return
+    first = next(iter(targets), None) if isinstance(targets, (tuple, list)) else None
+    shown = type(targets).__name__ + ("" if first is None else f" of {type(first).__name__}, first {first!r:.60}")
+    remedy = "number the names from 0" if isinstance(first, str) else "give one tensor with the examples first"
+    raise WrongShape(
+        f"targets must be a tensor, an array or a list of numbers (got {shown}); {remedy}", pointer="/data"
+    )
 
 
 def _finite(outputs: Tensor) -> bool:
@@ -119,7 +145,9 @@ def class_terms(batch: Batch, task: Task, each: int) -> int:
         classes = (_ids(batch) if classes is None else classes)[:, 1:]
         if batch.mask is not None:
             classes = torch.where(batch.mask[:, 1:] & batch.mask[:, :-1], classes, task.ignore_index)
-    return int((classes != task.ignore_index).sum()) if isinstance(classes, Tensor) else each * batch.size
+    if not isinstance(classes, Tensor) or classes.is_floating_point():
+        return each * batch.size
+    return int((classes != task.ignore_index).sum())
 
 
 def call_model(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noqa: ANN401 - models return anything
@@ -157,15 +185,27 @@ def call_model(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noq
             str(error)[:500] + _refusing_layer(model, error),
             any(word in str(error) for word in _OF_TRANSFORMS),
         )
-        remedy = (
-            "its `forward` calls its layers inside a transform of `torch.func` (vmap, grad), where they cannot be "
-            "watched; write that part for a whole batch"
-            if transformed
-            else "check that data and model belong together"
-        )
+        remedy, pointer = "check that data and model belong together", "/data"
+        conversion = conversion_of(model) if is_mismatch(error) else None
+        if transformed:
+            remedy = (
+                "its `forward` calls its layers inside a transform of `torch.func` (vmap, grad), where they cannot be "
+                "watched; write that part for a whole batch"
+            )
+            pointer = "/model"
+        elif any(each.dtype == torch.uint8 for each in tensors(inputs)):
+            remedy = _BYTES + remedy
+        elif conversion is not None:
+            other = (
+                "" if conversion[0] not in ("float32", "float64") else f"take `collection.dtype: {conversion[0]}`, or "
+            )
+            remedy = (
+                f"its tensors of {conversion[0]} were converted to {conversion[1]}, as `collection.dtype` says, and a "
+                f"part of it does not follow: {other}write that part in operations that take any type"
+            )
+            pointer = "/collection/dtype"
         raise ModelRefused(
-            f"the model raised on inputs of shape {shapes}: {type(error).__name__}: {said}; {remedy}",
-            pointer="/model" if transformed else "/data",
+            f"the model raised on inputs of shape {shapes}: {type(error).__name__}: {said}; {remedy}", pointer=pointer
         ) from error
 
 
@@ -200,20 +240,23 @@ def _own_loss(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: A
     return Prediction(outputs=loss.reshape(1, 1, 1), targets=None, valid=valid)
 
 
-def _classified(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
+def _classified(returned: Any, batch: Batch, task: Task, model: nn.Module) -> Prediction:  # noqa: ANN401
     outputs, targets = output_of(returned, task, "logits"), batch.targets
-    if outputs.ndim < 2 or outputs.shape[0] != batch.size:
-        raise WrongShape(
-            f"outputs of shape {tuple(outputs.shape)} for {batch.size} examples; "
-            "classification needs (examples, …, classes)",
-            pointer="/model",
-        )
     if task.likelihood != "cross_entropy":
         return _numbers(outputs, targets, batch, task)
-    # torch's own convention puts the classes at dimension 1, sequence models put them last
-    if outputs.ndim > 2 and isinstance(targets, Tensor) and targets.shape == outputs.shape[:1] + outputs.shape[2:]:
-        return _classes(outputs.movedim(1, -1), targets, batch, task)
-    return replace(_classes(outputs, targets, batch, task), logits=outputs)
+    if outputs.ndim < 2 or outputs.shape[0] != batch.size:
+        remedy = "; of one logit for each example take `task.loss: bce`" if outputs.shape == (batch.size,) else ""
+        raise WrongShape(
+            f"outputs of shape {tuple(outputs.shape)} for {batch.size} examples; "
+            f"classification needs (examples, …, classes){remedy}",
+            pointer="/task/loss" if remedy else "/model",
+        )
+    axis = find_class_axis(outputs.shape, batch, task, model)
+    if axis == outputs.ndim - 1:
+        return replace(_classes(outputs, targets, batch, task), logits=outputs)
+    if isinstance(targets, Tensor) and targets.shape == outputs.shape:
+        targets = targets.movedim(axis, -1)
+    return _classes(outputs.movedim(axis, -1), targets, batch, task)
 
 
 def _next_token(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
@@ -241,6 +284,15 @@ def _each_token(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa:
             pointer="/data",
         )
     return replace(_classes(outputs, targets, batch, task), logits=outputs)
+
+
+def _each_label(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
+    outputs = _tokens(returned, batch, task)
+    found = _classes(outputs, batch.targets, batch, task)
+    if batch.targets is None and batch.mask is not None and batch.mask.shape == found.valid.shape:
+        # a label for each token of the text, and none for padding
+        found = replace(found, valid=batch.mask)
+    return replace(found, logits=outputs)
 
 
 def _regressed(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
@@ -278,66 +330,19 @@ def _ids(batch: Batch) -> Any:  # noqa: ANN401
 
 def _classes(outputs: Tensor, targets: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
     flat = outputs.reshape(batch.size, -1, outputs.shape[-1])
+    if flat.shape[-1] < 2:
+        raise WrongShape(
+            f"`cross_entropy` needs two logits or more for each term (got outputs of shape {tuple(outputs.shape)}): "
+            "with one, the loss is 0 whatever the label, and so is its curvature; take `task.loss: bce` with targets 0 "
+            "and 1, a head of two logits, or `task.type: regression`",
+            pointer="/task/loss",
+        )
     if not isinstance(targets, Tensor):
-        _require_labels(task.class_weights, "class_weights")
+        require_labels(task.class_weights, "class_weights")
         valid = torch.ones(flat.shape[:2], dtype=torch.bool, device=flat.device)
         return Prediction(outputs=flat, targets=None, valid=valid)
-    if targets.shape != outputs.shape[:-1] or targets.is_floating_point():
-        raise WrongShape(
-            f"targets of shape {tuple(targets.shape)} ({targets.dtype}) do not fit outputs of shape "
-            f"{tuple(outputs.shape)}; cross-entropy needs integer classes of shape {tuple(outputs.shape[:-1])}",
-            pointer="/data",
-        )
-    classes = targets.reshape(flat.shape[:2]).to(torch.int64)
-    valid = classes != task.ignore_index
-    counted = classes[valid]
-    if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= flat.shape[-1]):
-        worst = int(counted.min()) if int(counted.min()) < 0 else int(counted.max())
-        raise WrongShape(
-            f"a target is {worst}, but the model has classes 0 to {flat.shape[-1] - 1}; "
-            f"correct the targets, or mark them {task.ignore_index} to be ignored",
-            pointer="/data",
-        )
-    if task.class_weights is None:
-        return Prediction(outputs=flat, targets=classes, valid=valid)
-    weights = label_weights(task.class_weights, "class_weights", flat)
-    own = weights[torch.where(valid, classes, 0)]
-    weighed = own.to(torch.float64).mul(valid).sum(1)
-    # the smoothed part of a label weighs what all classes do on average, whatever the label
-    hessian = own if task.label_smoothing == 0 else own.lerp(weights.mean(), task.label_smoothing)
-    return Prediction(outputs=flat, targets=classes, valid=valid, weights=hessian.unsqueeze(-1), weighed=weighed)
-
-
-def label_weights(weights: tuple[float, ...], field: str, outputs: Tensor) -> Tensor:
-    """Make a tensor of weights for the outputs of a term.
-
-    Args:
-        weights: One number per output.
-        field: Name of the weights in the task, for the message.
-        outputs: Outputs, shape (…, C); dtype and device are taken from them.
-
-    Returns:
-        The weights, shape (C,).
-
-    Raises:
-        WrongShape: If there is not one for each output.
-    """
-    width = outputs.shape[-1]
-    if len(weights) != width:
-        raise WrongShape(
-            f"`{field}` holds {len(weights)} numbers, but the model has {width} outputs; give one for each",
-            pointer=f"/task/{field}",
-        )
-    return torch.tensor(weights, dtype=outputs.dtype, device=outputs.device)
-
-
-def _require_labels(weights: tuple[float, ...] | None, field: str) -> None:
-    if weights is not None:
-        raise WrongShape(
-            f"`{field}` weighs each term by its label, and the data has no targets; "
-            f"give targets, or leave `{field}` out",
-            pointer=f"/task/{field}",
-        )
+    read = read_class_targets(flat, targets, outputs.shape, task)
+    return Prediction(outputs=flat, targets=read.targets, valid=read.valid, weights=read.weights, weighed=read.weighed)
 
 
 def _numbers(outputs: Tensor, targets: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
@@ -357,15 +362,25 @@ def _numbers(outputs: Tensor, targets: Any, batch: Batch, task: Task) -> Predict
                 pointer="/data",
             )
         wanted = targets.reshape(flat.shape).to(flat.dtype)
+        _require_finite(wanted, batch)
     valid = torch.ones(flat.shape[:2], dtype=torch.bool, device=flat.device)
     weights = _positive(flat, wanted, task) if task.likelihood == "bce" else None
     return Prediction(outputs=flat, targets=wanted, valid=valid, weights=weights)
 
 
+def _require_finite(targets: Tensor, batch: Batch) -> None:
+    if not _finite(targets):
+        wrong = int(torch.nonzero(~torch.isfinite(targets).flatten(1).all(1))[0])
+        raise WrongShape(
+            f"the targets of example {int(batch.index[wrong])} hold NaN or Inf; correct or leave out that example",
+            pointer="/data",
+        )
+
+
 def _positive(outputs: Tensor, targets: Tensor | None, task: Task) -> Tensor | None:
     """Return the weight of each output (N, R, C) in the Hessian: w where the label is 1, one where it is 0."""
     if targets is None:
-        _require_labels(task.positive_weights, "positive_weights")
+        require_labels(task.positive_weights, "positive_weights")
         return None
     if targets.numel() and not (float(targets.min()) >= 0 and float(targets.max()) <= 1):
         raise WrongShape(

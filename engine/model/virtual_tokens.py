@@ -42,7 +42,7 @@ def with_virtual_tokens(model: nn.Module, batch: Batch, task: Task) -> Batch:
         A batch with targets and mask (N, k + T), the targets of the first k ignored; its inputs are the mask alone, if
         there is one.
     """
-    count = virtual_tokens(model) if task.type in ("causal_lm", "masked_lm") else 0
+    count = virtual_tokens(model) if task.type in ("causal_lm", "masked_lm", "token_classification") else 0
     ids = batch.targets
     if ids is None and isinstance(batch.inputs, dict) and task.type == "causal_lm":
         ids = batch.inputs.get("input_ids")

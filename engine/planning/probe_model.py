@@ -66,7 +66,11 @@ def probe_model(job: PassJob, survey: Survey) -> ProbedModel:
     with locate_nan(job.model, job.task) as current:
         current.begin(batch, 0)
         times = 1 if job.collection.batch_size == 1 else _DRY_EXAMPLES[0]
-        settle_casts(job.model, partial(predict, job.model, _repeated(batch, times), job.task))
+        labelled = job.task.likelihood == "model"
+        settle_casts(job.model, partial(call_model, job.model, _repeated(batch, times), labelled=labelled))
+        job = job.with_class_axis(batch)
+        # the analyses that pass over the data later read it alike
+        job.workspace.inputs.task = job.task
         if job.collection.batch_size == 1:
             # every position is the only example's
             one = _seen(job, survey, _repeated(batch, 1))

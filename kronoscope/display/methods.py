@@ -27,7 +27,7 @@ _FISHER = {
     "empirical": "the empirical Fisher, from the labels of the data (which is not the Fisher information)",
     "forward_only": "the input factor A alone, with G set to the identity",
 }
-_TOKEN_TASKS = ("causal_lm", "masked_lm")
+_TOKEN_TASKS = ("causal_lm", "masked_lm", "token_classification")
 _KFAC = """\
 @inproceedings{martens2015kfac,
   title = {Optimizing Neural Networks with {Kronecker}-factored Approximate Curvature},

@@ -33,6 +33,7 @@ from engine.analyses.run_analyses import run_analyses
 from engine.distributed import group
 from engine.errors import StopRequested
 from engine.layers.coverage_check import survey_layers
+from engine.model.usable_model import require_usable
 from engine.workspace import Workspace
 from worker.execution.assignment import Assignment, read_assignment
 from worker.execution.cache.factor_cache import CacheUse, FactorCache
@@ -258,6 +259,7 @@ def _open_model(attempt: _Attempt) -> InputDigests | Finished | Divided:
         loaded = load_model(document, context)
     # what the modules alone show of the coverage, before data is read and a device is touched
     if not assignment.estimate:
+        require_usable(loaded.model)
         survey_layers(loaded.model, document.collection)
     with workspace.machine.operation("data"):
         data = load_data(document, loaded, context)

@@ -138,7 +138,7 @@ def cross_check(params: CapacityParams, workspace: Workspace, whole: FactorSet) 
         heard=set(),
         micro_batch=whole.micro_batch,
         entered=whole.entered,
-    )
+    ).settled()
     blocks = _blocks(job, whole)
     check = _Check(job=job, whole=whole, params=params, blocks=blocks)
     return check.run()

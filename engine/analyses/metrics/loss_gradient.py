@@ -216,7 +216,7 @@ def data_gradient(
         heard=set(),
         micro_batch=factors.micro_batch,
         entered=factors.entered,
-    )
+    ).settled()
     names = [each.name for each in space.parameters]
     run = GradientPass(
         job=job, names=names, updates=factors.updates, report=report, watchers=tuple(watched.values())

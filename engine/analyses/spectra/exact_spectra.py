@@ -74,7 +74,7 @@ def exact_spectra(
         heard=set(),
         micro_batch=whole.micro_batch,
         entered=whole.entered,
-    )
+    ).settled()
     return _Searches(params=params, job=job, whole=whole, digests=digests).run()
 
 

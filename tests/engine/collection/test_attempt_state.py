@@ -3,7 +3,7 @@
 import json
 import types
 import typing
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from engine.collection.collection_state import CollectionState, Cursor
 from engine.collection.pass_job import PassJob
 from engine.collection.statistics_state import RECORDS, counts, fields_of_state, put, set_counts, state_of
 from engine.distributed.traffic import Traffic
+from engine.gradient_identity.layer_check import LayerCheck
 from engine.gradient_identity.self_check import SelfCheck
 from engine.model.mixed_precision import LossScale
 from engine.saved_fields import load_fields, save_fields, saved_names
@@ -51,6 +52,8 @@ HELD: dict[type, dict[str, str]] = {
         "overwritten": "found by every attempt's probe; what passes find is `CollectionState.overwritten`",
         "first_check": "made by every attempt; what passes find is `CollectionState.self_check`, a copy",
         "shared_first": "read by every attempt",
+        "probed": "read by every attempt",
+        "entered": "of a collection that has ended; the state holds what enters this one",
     },
     Collector: {
         "statistics": "in the checkpoint, layer by layer",
@@ -174,6 +177,14 @@ def test_every_field_of_a_layers_statistics_comes_back(kind: type[LayerStatistic
         assert torch.equal(found, value) if isinstance(value, Tensor) else found == value, name
 
 
+def test_sums_that_overflow_come_back() -> None:
+    """JSON has no infinity, and a checkpoint that cannot be written would end a sound job."""
+    found, later = (LayerStatistics(layer=None, sharing="expand") for _ in range(2))  # type: ignore[arg-type]
+    found.trace_sums, found.weight_G = [float("inf"), None, 2.0], float("inf")
+    set_counts(later, json.loads(json.dumps(counts(found), allow_nan=False)))
+    assert (later.trace_sums, later.weight_G) == (found.trace_sums, found.weight_G)
+
+
 def test_every_field_of_the_parts_of_statistics_is_in_their_state() -> None:
     numbers = torch.ones(1, 2, 2)
     rows = GradientRows(rows=numbers, scales=torch.ones(1, 2), largest=torch.ones(1, 2), working=torch.float32)
@@ -193,6 +204,16 @@ def test_the_checks_of_ranks_join_in_every_field() -> None:
         before, found, joined = check(), check(**{name: filled(hints[name])}), check()
         joined.join(before.state(), [before.state(), found.state()])
         assert getattr(joined, name) == getattr(found, name), f"`SelfCheck.join` leaves `{name}` out"
+
+
+def test_a_check_without_an_example_alone_joins_too() -> None:
+    """Of a model that draws, one forward pass alone is looked at."""
+    known = LayerCheck(error=1e-9, identity="completeness", examples=0, proof="same_forward", failed=False)
+    worse = replace(known, error=1e-3, failed=True)
+    joined = SelfCheck(subject=None, mode="growing")  # type: ignore[arg-type]
+    before, found = replace(joined, layers={"a": known}), replace(joined, layers={"a": worse})
+    joined.join(before.state(), [before.state(), found.state()])
+    assert joined.layers == {"a": worse}
 
 
 def test_a_state_takes_over_all_of_another() -> None:

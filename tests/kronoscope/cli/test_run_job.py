@@ -100,6 +100,10 @@ BAD = {
     "no model": (["model=null"], ["/model is missing"]),
     "a negative batch size": (["collection.batch_size=-2", "collection.seed=-1"], ["/collection/batch_size is -2"]),
     "NaN weights": (["model.kwargs={poison: true}"], ["`2.weight`", "NaN"]),
+    "no numbers": (
+        ["model.factory=mine_for_kronoscope:empty"],
+        ["/model the model's tensor `0.weight` stands on the meta"],
+    ),
     "no examples": (["data.kwargs={examples: 0}"], ["/data", "no example"]),
     "inputs of another width": (["data.kwargs={width: 5}"], ["/data", "5"]),
     "labels out of range": (["data.kwargs={top: 4}"], ["/data", "classes 0 to 2"]),

@@ -1,0 +1,200 @@
+"""Targets of a cross-entropy, by torch's own convention: a class of each term, or a probability of each class.
+
+====================  =============================================================================
+targets               what they are, for outputs (N, …, C)
+====================  =============================================================================
+(N, …) integers       classes from 0 to C−1, or ``ignore_index``
+(N, …, C) floats      probabilities of the classes, which sum to one in each term; no term is ignored
+(N, …, C) integers    the same as a one-hot code
+====================  =============================================================================
+
+The weight of a term is the sum of its label, smoothed and weighed by ``class_weights``: ``W = Σ_c t_c`` for
+``t = w ∘ ((1−ε) p + ε/C)``, p the label's probabilities. By torch's mean a sum over classes is divided by the weights
+``w_y`` of its labels, and one over probabilities by the number of terms.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from catalog.inputs import Task
+from engine.errors import WrongShape
+
+_SUM = 1e-2
+"""How far probabilities in 16 bits may sum from one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassTargets:
+    """What the targets say of each loss term."""
+
+    targets: Tensor
+    """(N, R) int64 classes, or (N, R, C) probabilities in the outputs' dtype."""
+    valid: Tensor
+    """(N, R) booleans: terms that count."""
+    weights: Tensor | None = None
+    """(N, R, 1) weights of the terms; None where each is one."""
+    weighed: Tensor | None = None
+    """(N,) float64 sums of the label's weights over the terms that count; None where terms are counted."""
+
+
+def read_class_targets(flat: Tensor, targets: Tensor, shape: torch.Size, task: Task) -> ClassTargets:
+    """Read the targets of a cross-entropy.
+
+    Args:
+        flat: Outputs, shape (N, R, C).
+        targets: As the module's table has them, classes last.
+        shape: The outputs' shape (N, …, C), before their terms were put into one dimension.
+        task: The class weights, the label smoothing and the class to be ignored.
+
+    Returns:
+        Targets, terms that count and their weights.
+
+    Raises:
+        WrongShape: If the targets are of another shape or kind, or are no classes of the model.
+    """
+    if targets.shape == shape:
+        return _probabilities(flat, targets.reshape(flat.shape), task)
+    if targets.shape != shape[:-1] or targets.is_floating_point() or targets.is_complex():
+        raise _unusable(targets, shape)
+    classes = targets.reshape(flat.shape[:2]).to(torch.int64)
+    valid = classes != task.ignore_index
+    _require_known(classes[valid], flat.shape[-1], task)
+    if task.class_weights is None:
+        return ClassTargets(targets=classes, valid=valid)
+    weights = label_weights(task.class_weights, "class_weights", flat)
+    own = weights[torch.where(valid, classes, 0)]
+    weighed = own.to(torch.float64).mul(valid).sum(1)
+    # the smoothed part of a label weighs what all classes do on average, whatever the label
+    smoothed = own if task.label_smoothing == 0 else own.lerp(weights.mean(), task.label_smoothing)
+    return ClassTargets(targets=classes, valid=valid, weights=smoothed.unsqueeze(-1), weighed=weighed)
+
+
+def smoothed_labels(probabilities: Tensor, task: Task) -> Tensor:
+    """Return the labels t as the loss sees them: smoothed, and weighed by their classes.
+
+    Args:
+        probabilities: Labels p, shape (N, R, C), any float dtype.
+        task: The class weights and the label smoothing.
+
+    Returns:
+        ``w ∘ ((1−ε) p + ε/C)``, of the same shape and dtype.
+    """
+    labels, smoothing = probabilities, task.label_smoothing
+    if smoothing:
+        labels = labels * (1 - smoothing) + smoothing / labels.shape[-1]
+    return labels if task.class_weights is None else labels * label_weights(task.class_weights, "class_weights", labels)
+
+
+def sum_to_one(targets: Tensor, axis: int) -> bool:
+    """Return whether targets are probabilities along an axis: none below zero, and one together.
+
+    Args:
+        targets: Any numbers; NaN is no probability.
+        axis: A dimension of them.
+    """
+    wide = targets.to(torch.float64)
+    return bool((wide >= 0).all()) and bool(((wide.sum(axis) - 1).abs() <= _SUM).all())
+
+
+def label_weights(weights: tuple[float, ...], field: str, outputs: Tensor) -> Tensor:
+    """Make a tensor of weights for the outputs of a term.
+
+    Args:
+        weights: One number per output.
+        field: Name of the weights in the task, for the message.
+        outputs: Outputs, shape (…, C); dtype and device are taken from them.
+
+    Returns:
+        The weights, shape (C,).
+
+    Raises:
+        WrongShape: If there is not one for each output.
+    """
+    width = outputs.shape[-1]
+    if len(weights) != width:
+        raise WrongShape(
+            f"`{field}` holds {len(weights)} numbers, but the model has {width} outputs; give one for each",
+            pointer=f"/task/{field}",
+        )
+    return torch.tensor(weights, dtype=outputs.dtype, device=outputs.device)
+
+
+def require_labels(weights: tuple[float, ...] | None, field: str) -> None:
+    """Refuse weights by label where the data has no labels.
+
+    Args:
+        weights: The weights; None asks for nothing.
+        field: Their name in the task.
+
+    Raises:
+        WrongShape: If there are weights.
+    """
+    if weights is not None:
+        raise WrongShape(
+            f"`{field}` weighs each term by its label, and the data has no targets; "
+            f"give targets, or leave `{field}` out",
+            pointer=f"/task/{field}",
+        )
+
+
+def _probabilities(flat: Tensor, targets: Tensor, task: Task) -> ClassTargets:
+    if targets.is_complex() or not sum_to_one(targets, -1):
+        sums = targets.sum(-1) if not targets.is_complex() else targets.real.sum(-1)
+        raise WrongShape(
+            "targets with a number for each class must be probabilities of 0 or more that sum to 1 in each term (got "
+            f"numbers from {_least(targets)} and sums from {_least(sums)} to {_most(sums)}); correct the targets, give "
+            "integer classes, or take `task.loss: bce` for labels that do not exclude each other",
+            pointer="/data",
+        )
+    valid = torch.ones(flat.shape[:2], dtype=torch.bool, device=flat.device)
+    labels = targets.to(flat.dtype)
+    if task.class_weights is None:
+        return ClassTargets(targets=labels, valid=valid)
+    weights = smoothed_labels(labels, task).sum(-1, keepdim=True)
+    return ClassTargets(targets=labels, valid=valid, weights=weights)
+
+
+def _require_known(counted: Tensor, classes: int, task: Task) -> None:
+    if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= classes):
+        worst = int(counted.min()) if int(counted.min()) < 0 else int(counted.max())
+        raise WrongShape(
+            f"a target is {worst}, but the model has classes 0 to {classes - 1}; "
+            f"correct the targets, or mark them {task.ignore_index} to be ignored",
+            pointer="/data",
+        )
+
+
+def _unusable(targets: Tensor, shape: torch.Size) -> WrongShape:
+    remedy = ""
+    if targets.shape == shape[:-1]:
+        remedy = f"; {_of_numbers(targets)}"
+    elif targets.numel() == shape[:-1].numel():
+        remedy = f"; these are as many: give them as `targets.reshape({', '.join(map(str, (-1, *shape[1:-1])))})`"
+    return WrongShape(
+        f"targets of shape {tuple(targets.shape)} ({targets.dtype}) do not fit outputs of shape {tuple(shape)}; "
+        f"cross-entropy needs integer classes of shape {tuple(shape[:-1])}, or probabilities of shape {tuple(shape)}"
+        + remedy,
+        pointer="/data",
+    )
+
+
+def _of_numbers(targets: Tensor) -> str:
+    """What to do with one number for each term that is no integer."""
+    if targets.is_complex():
+        return "give integers"
+    if not bool(targets.isfinite().all()):
+        return "these hold NaN or Inf: correct or leave out those examples, and give integers"
+    broken = targets[targets != targets.round()]
+    if not broken.numel():
+        return "these are whole numbers: give them as integers (`targets.long()`)"
+    return f"these are numbers such as {float(broken[0]):.4g}: take `task.type: regression`, or give classes"
+
+
+def _least(numbers: Tensor) -> str:
+    return f"{float(numbers.real.min()):.4g}" if numbers.numel() else "none"
+
+
+def _most(numbers: Tensor) -> str:
+    return f"{float(numbers.real.max()):.4g}" if numbers.numel() else "none"
