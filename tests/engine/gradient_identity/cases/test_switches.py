@@ -1,0 +1,65 @@
+"""Every part of the check is needed: without it at least three models of the table are judged wrongly."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from engine.gradient_identity.check import BatchCheck
+from tests.engine.gradient_identity.cases.judge import judge
+from tests.engine.gradient_identity.cases.table import MODELS
+
+
+def without_exchange(patch: pytest.MonkeyPatch) -> None:
+    """A model that draws is held to one forward pass."""
+    patch.setattr(BatchCheck, "_exchanged", lambda *_: None)
+
+
+def without_wider_types(patch: pytest.MonkeyPatch) -> None:
+    """Narrow types that the model names stay narrow in the check that decides."""
+    patch.setattr(BatchCheck, "_decided_widely", lambda *_: (None, ""))
+
+
+def without_outputs(patch: pytest.MonkeyPatch) -> None:
+    """Outputs that depend on other examples refuse nothing."""
+    patch.setattr(BatchCheck, "_compare_outputs", lambda *_: None)
+
+
+SWITCHES: list[tuple[Callable[[pytest.MonkeyPatch], None], Sequence[str]]] = [
+    (
+        without_exchange,
+        (
+            "draws: an anchor",
+            "draws: stochastic depth",
+            "draws: shares with Gumbel's noise",
+            "draws: a jitter of 1e-7 before a maximum",
+        ),
+    ),
+    (
+        without_wider_types,
+        (
+            "narrow type: shares in half precision",
+            "narrow type: counts in bfloat16",
+            "narrow type: a rounded bias",
+            "narrow type: a norm in float32",
+        ),
+    ),
+    (
+        without_outputs,
+        (
+            "outputs: the largest of each class",
+            "outputs: the batch's own prior",
+            "outputs: a bonus for the majority",
+            "outputs: votes of the closest",
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("switch", "names"), SWITCHES, ids=lambda value: getattr(value, "__name__", None))
+def test_without_a_part_three_models_are_judged_wrongly(
+    switch: Callable[[pytest.MonkeyPatch], None], names: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [model for model in MODELS if model.name in names]
+    assert [str(judge(model, 8, "float64")) for model in models] == [""] * len(names)
+    switch(monkeypatch)
+    assert sum(bool(str(judge(model, 8, "float64"))) for model in models) >= 3
