@@ -196,15 +196,24 @@ class Moments:
 
     def __init__(self, folder: Path, kept: Path) -> None:
         folder.mkdir(parents=True)
+        kept.mkdir()
         self.folder, self._kept = folder, kept
         self.count = 0
         self.batches: list[int] = []
         """The moments at which a batch begins."""
 
+    @classmethod
+    def of(cls, kept: Path) -> "Moments":
+        """Those that another process has kept."""
+        found = cls.__new__(cls)
+        found._kept, found.batches = kept, json.loads((kept / "batches").read_text())
+        return found
+
     def look(self, *, batch: bool = False) -> None:
         """Keep a copy of the folder as it is now."""
         if batch:
             self.batches.append(self.count)
+            (self._kept / "batches").write_text(json.dumps(self.batches))
         link(self.folder, self._kept / str(self.count))
         self.count += 1
 

@@ -1,9 +1,9 @@
 """Killed anywhere, with its checkpoint whole or harmed, a collection ends with all that an undisturbed one has found.
 
-The whole grid is every moment (each batch, and after each file that is written or removed) of every setting, with the
-checkpoint as it was left and with each of its files missing, cut and flipped; of two ranks, with one rank's harmed or
-both. It runs with ``KRONOSCOPE_ALL_KILLS=1``. Else the commit's hash chooses two settings that differ in everything,
-and moments and harms in them; the kills that once went wrong are among them always.
+The whole grid is every moment of every setting (each batch, and after each file that is written or removed) with the
+checkpoint as it was left, and every batch with each of its files missing, cut and flipped; of two ranks, with one
+rank's harmed or both. It runs with ``KRONOSCOPE_ALL_KILLS=1``. Else the commit's hash chooses two settings that differ
+in everything, and moments and harms in them; the kills that once went wrong are among them always.
 """
 
 import os
@@ -53,7 +53,8 @@ def kills(moments: Moments) -> Iterator[Kill]:
     """All kills of one setting, or a few: with files harmed in every way, and without."""
     if ALL:
         for moment in range(moments.count):
-            yield from ((moment, each) for each in harms(moments.left(moment)))
+            every = harms(moments.left(moment)) if moment in moments.batches else [("", "intact")]
+            yield from ((moment, each) for each in every)
         return
     pick = chosen()
     last = moments.count - 1
@@ -121,7 +122,7 @@ def campaign(rank: int, size: int, root: Path, settings: list[Setting]) -> list[
         moments = Moments(place / "first", place / "moments")
         first = setting.attempt(moments.folder, ranks(), moments)
         results.append((str(setting), "undisturbed", differing(first, truth), first.way))
-        for moment, harmed in rank_kills(rank, moments):
+        for moment, harmed in rank_kills(rank, moments, root / "0" / str(number) / "moments"):
             again = killed(setting, moments.left(moment), place / "again", harmed, ranks())
             results.append((str(setting), moment, harmed, differing(again, truth), again.way, again.lines))
     return results
@@ -135,8 +136,11 @@ def differing(attempt: Attempt, truth: dict[str, str]) -> list[str]:
     return sorted(name for name in truth if attempt.found.get(name) != truth[name])
 
 
-def rank_kills(rank: int, moments: Moments) -> Iterator[Kill]:
-    """Kills of one rank, as many as of the other: at the same batch or the next one, with files of one rank harmed."""
+def rank_kills(rank: int, moments: Moments, of_first: Path) -> Iterator[Kill]:
+    """Kills of one rank, as many as of the other: at the same batch or the next one, with files of one rank harmed.
+
+    Both have files of the same names but for the numbers of a checkpoint; those of rank 0 say which are harmed.
+    """
     pick, intact = random.Random(chosen().random()), ("", "intact")
     last = len(moments.batches) - 1
     steps = range(1, last + 1) if ALL else [last, *pick.sample(range(1, last), 2)]
@@ -144,12 +148,14 @@ def rank_kills(rank: int, moments: Moments) -> Iterator[Kill]:
         yield moments.batches[step], intact
         # one rank is a batch ahead
         yield moments.batches[step - (rank == 0)], intact
+    ranks()  # once both are here, that of the other is whole
+    first = Moments.of(of_first)
     for step in range(1, last + 1) if ALL else [pick.randrange(1, last) for _ in WAYS]:
-        for way in WAYS if ALL else [WAYS[len(WAYS) - 1 - step % len(WAYS)]]:
-            victim, place = pick.choice([0, 1, 2]), pick.random()
-            moment = moments.batches[step]
-            harmed = [each for each in harms(moments.left(moment)) if each[1] == way]
-            yield moment, harmed[int(place * len(harmed))] if victim in (rank, 2) else intact
+        every = [each for each in harms(first.left(first.batches[step])) if each[1] != "intact"]
+        for harmed in every if ALL else [pick.choice(every)]:
+            victim = pick.choice([0, 1, 2])
+            is_here = (moments.left(moments.batches[step]) / harmed[0]).is_file()
+            yield moments.batches[step], harmed if is_here and victim in (rank, 2) else intact
 
 
 def test_two_ranks_are_killed_anywhere(tmp_path: Path) -> None:
