@@ -234,6 +234,7 @@ class Agent:
 
     def _beat(self) -> None:
         """Show that jobs are being looked for; a broker that is gone, or a silent database, is no fault of this one."""
+        self._lock_file.touch()
         if self._settings.pulse_file is not None:
             try:
                 self._settings.pulse_file.touch()

@@ -6,13 +6,17 @@ lock that can be had means: that worker is dead, and so is everything that its g
 for its leases to run out. What cannot be told so, from another machine or without a common folder, the leases tell.
 
 A file's name holds the boot of the kernel, since over a network a lock may be lost while its holder lives.
+
+    .lock of this boot        free: its worker is dead. Its jobs are taken back, and later the file away
+    .new of this boot         free for some time: its worker was killed before it had the name of a lock. Taken away
+    either of another boot    free, and untouched for 30 days: taken away. Whoever holds one touches it every hour
 """
 
 import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import structlog
@@ -23,6 +27,7 @@ _FOLDER = ".workers"
 _FORGET_SECONDS = 15.0
 """How long a dead worker is looked at: a claim that it had sent may be committed after its end."""
 _OLD_SECONDS = 30 * 86_400.0
+_TOUCH_SECONDS = 3600.0
 
 
 class WorkerLock:
@@ -32,6 +37,7 @@ class WorkerLock:
         self.descriptor: int | None = None
         """For guardians to hold; None where there is no lock."""
         self._path = artifact_root / _FOLDER / f"{boot_id() or '?'}.{worker_id}.lock"
+        self._touched = 0.0
 
     def hold(self) -> None:
         """Take the lock; where the folder keeps none, others wait for this worker's leases to run out."""
@@ -49,7 +55,14 @@ class WorkerLock:
             os.close(descriptor)
             _complain(error)
             return
-        self.descriptor = descriptor
+        self.descriptor, self._touched = descriptor, time.monotonic()
+
+    def touch(self) -> None:
+        """Show other machines, which may not see the lock, that it is held; called as often as one likes."""
+        if self.descriptor is not None and time.monotonic() - self._touched >= _TOUCH_SECONDS:
+            self._touched = time.monotonic()
+            with contextlib.suppress(OSError):
+                os.utime(self.descriptor)
 
     def release(self) -> None:
         """Take the file away, since nothing is left to be told; a second call changes nothing."""
@@ -77,31 +90,60 @@ class EndedWorkers:
             The number of jobs taken.
         """
         taken = 0
-        for path in sorted(self._folder.glob("*.lock")):
+        paths = sorted((*self._folder.glob("*.lock"), *self._folder.glob("*.new")))
+        self._since = {path: since for path, since in self._since.items() if path in paths}
+        for path in paths:
             boot, _, worker_id = path.stem.rpartition(".")
-            if boot == self._boot:
+            if boot != self._boot:
+                self._forget_old(path)
+            elif path.suffix == ".lock":
                 taken += self._look(path, worker_id, take_back)
-            elif _age(path) > _OLD_SECONDS:
-                path.unlink(missing_ok=True)
+            else:
+                self._look(path, worker_id, lambda _: 0)
         return taken
 
     def _look(self, path: Path, worker_id: str, take_back: Callable[[str], int]) -> int:
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # it was taken away meanwhile
+        # a lock on its way to its name is not touched before it has had the time to get there
+        if path.suffix == ".new" and not self._is_known(path):
             return 0
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # it lives, or another looks at it just now
-            return 0
-        else:
+        with _taken(path) as is_free:
+            if not is_free:
+                self._since.pop(path, None)
+                return 0
             taken = take_back(worker_id)
-            if time.monotonic() - self._since.setdefault(path, time.monotonic()) > _FORGET_SECONDS:
+            if self._is_known(path):
                 del self._since[path]
                 path.unlink(missing_ok=True)
             return taken
-        finally:
-            os.close(descriptor)
+
+    def _is_known(self, path: Path) -> bool:
+        """Whether a file was looked at long enough."""
+        return time.monotonic() - self._since.setdefault(path, time.monotonic()) > _FORGET_SECONDS
+
+    def _forget_old(self, path: Path) -> None:
+        if _age(path) > _OLD_SECONDS:
+            with _taken(path) as is_free:
+                if is_free:
+                    path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _taken(path: Path) -> Iterator[bool]:
+    """Hold the lock of a file meanwhile; False where somebody else does, or the file is gone."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # it was taken away meanwhile
+        yield False
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_free = True
+    except OSError:  # it lives, or another looks at it just now
+        is_free = False
+    try:
+        yield is_free
+    finally:
+        os.close(descriptor)
 
 
 def _age(path: Path) -> float:

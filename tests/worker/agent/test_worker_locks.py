@@ -1,11 +1,13 @@
 """A worker that was killed is known to be dead at once, by its machine; one that only stands still is not."""
 
+import fcntl
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,82 @@ def test_files_of_another_boot_mean_nothing(tmp_path: Path) -> None:
     (tmp_path / ".workers").mkdir()
     (tmp_path / ".workers" / "elsewhere.other.lock").touch()
     assert EndedWorkers(tmp_path).sweep(lambda _: 1) == 0
+
+
+def test_a_worker_killed_before_its_lock_had_a_name_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between making and renaming: the file has no lock, and might be that of a worker on its way to a name."""
+    program = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from worker.agent.worker_locks import WorkerLock\n"
+        "Path.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "WorkerLock(Path(sys.argv[1]), 'killed').hold()"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program, str(tmp_path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = (tmp_path / ".workers").iterdir()
+    assert left.suffix == ".new"
+    asked: list[str] = []
+    ended = EndedWorkers(tmp_path)
+    for _ in range(2):
+        ended.sweep(lambda worker_id: len(asked.append(worker_id) or asked))
+    assert left.exists()
+    monkeypatch.setattr(worker_locks, "_FORGET_SECONDS", 0.0)
+    ended.sweep(lambda worker_id: len(asked.append(worker_id) or asked))
+    assert not left.exists()
+    # it had no job yet
+    assert asked == []
+
+
+def test_a_lock_on_its_way_to_its_name_is_not_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_locks, "_FORGET_SECONDS", 0.0)
+    ended = EndedWorkers(tmp_path)
+    lock = WorkerLock(tmp_path, "mine")
+    real = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        for _ in range(3):
+            ended.sweep(lambda _: 1)
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    lock.hold()
+    assert lock.descriptor is not None
+    assert [each.suffix for each in (tmp_path / ".workers").iterdir()] == [".lock"]
+    lock.release()
+
+
+@pytest.mark.parametrize("suffix", [".lock", ".new"])
+def test_an_old_file_of_another_machine_goes_once_nobody_holds_it(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / ".workers").mkdir()
+    file = tmp_path / ".workers" / f"elsewhere.other{suffix}"
+    file.touch()
+    old = time.time() - worker_locks._OLD_SECONDS - 60
+    os.utime(file, (old, old))
+    with file.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        os.utime(file, (old, old))
+        EndedWorkers(tmp_path).sweep(lambda _: 1)
+        assert file.exists()
+    EndedWorkers(tmp_path).sweep(lambda _: 1)
+    assert not file.exists()
+
+
+def test_whoever_holds_a_lock_keeps_it_young_for_machines_that_cannot_see_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = WorkerLock(tmp_path, "mine")
+    lock.touch()
+    lock.hold()
+    (file,) = (tmp_path / ".workers").iterdir()
+    os.utime(file, (0, 0))
+    lock.touch()
+    assert file.stat().st_mtime == 0
+    monkeypatch.setattr(worker_locks, "_TOUCH_SECONDS", 0.0)
+    lock.touch()
+    assert time.time() - file.stat().st_mtime < 60
+    lock.release()
 
 
 def test_its_job_is_queued_again_and_its_device_free_where_no_process_can_be_seen(
