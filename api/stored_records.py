@@ -70,6 +70,10 @@ class Manifest:
     """The same of the factors that a comparison was made with."""
     refused: tuple[RefusedAnalysis, ...]
     """Analyses that were refused while others were done."""
+    unused: tuple[str, ...]
+    """Fields, columns, files and tensors of the model's folder and the data that were not used."""
+    notices: tuple[str, ...]
+    """What was read otherwise than it stands there, in a way that changes numbers."""
 
 
 @record

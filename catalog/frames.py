@@ -121,11 +121,17 @@ class Finished:
     """The same of the set that they were compared with."""
     refused: tuple[RefusedAnalysis, ...] = ()
     """Analyses that were refused while others were done."""
+    unused: tuple[str, ...] = ()
+    """What lies in the model's folder or in the data, and was not used."""
+    notices: tuple[str, ...] = ()
+    """What was read otherwise than it stands there, in a way that changes numbers."""
 
     def __post_init__(self) -> None:
         """Make records of objects, which a decoded frame has."""
         refused = tuple(RefusedAnalysis(**each) if isinstance(each, Mapping) else each for each in self.refused)
         object.__setattr__(self, "refused", refused)
+        for name in ("unused", "notices"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
 @record

@@ -134,6 +134,8 @@ class HuggingFaceData:
     """A branch, tag or commit; null is the newest."""
     input_column: str = "text"
     """The column that the model reads."""
+    pair_column: str | None = None
+    """The column of the other halves, where the model reads pairs of texts: the tokenizer joins both."""
     target_column: str | None = None
     """The column of labels; null where the task takes its targets from the inputs."""
     limit: int | None = None
@@ -142,14 +144,16 @@ class HuggingFaceData:
     """Texts are cut at this many tokens."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes below one."""
+        """Refuse sizes below one, and one column for two things."""
+        if self.pair_column is not None and self.pair_column in (self.input_column, self.target_column):
+            raise FieldError("pair_column", f"is `{self.pair_column}`, which another field names; give another column")
         require_positive("limit", self.limit)
         require_positive("sequence_length", self.sequence_length)
 
 
 @record
 class DataFile:
-    """A file: `.safetensors` (`inputs`, `targets`), `.jsonl` (`text`, `label`) or `.txt` (a line each)."""
+    """A file: `.safetensors` (`inputs`, `targets`), `.jsonl` (`text`, `text_pair`, `label`) or `.txt` (a line each)."""
 
     source: Literal["file"]
     """Tells this source from the others: `file`."""

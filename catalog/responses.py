@@ -144,6 +144,9 @@ class JobView:
     """The share of the model that was measured; null before the first summary, and where no model was given."""
     refused: tuple[RefusedAnalysis, ...]
     """Of a job that has succeeded: the analyses that were refused while others were done; their results are missing."""
+    notices: tuple[str, ...]
+    """Of a job that has ended: what of its model's folder or data was read otherwise than it stands there, in a way
+    that changes numbers, such as texts that were cut."""
     failure: FailureView | None
     """Null unless the job has failed."""
     attempt: int

@@ -313,6 +313,8 @@ class Ports:
     """``report(stage, done, total, unit)``."""
     log: Callable[[str, str], None] = _ignore
     """``log(level, message)``."""
+    notice: Callable[[str], None] = _ignore
+    """Receives what was read otherwise than it stands in the data, in a way that changes numbers; it is logged, too."""
     raise_if_cancelled: Callable[[], None] = _ignore
     """Raises ``StopRequested`` when the job should stop."""
     announce_plan: Callable[[Mapping[str, Any]], None] = _ignore

@@ -50,6 +50,10 @@ class AnalysisRefused(UserWarning):
     """One analysis of several was refused; the results of the others stand without it."""
 
 
+class DataNotice(UserWarning):
+    """The data were read otherwise than they stand there, in a way that changes numbers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """The results of ``measure``."""
@@ -123,7 +127,8 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
 
     Returns:
         Rows and summaries of the analyses, with the collected factors, their index and the plan. Where one analysis of
-        several is refused, an ``AnalysisRefused`` warns of it, and the others are there.
+        several is refused, an ``AnalysisRefused`` warns of it, and the others are there. A ``DataNotice`` warns of data
+        that were read otherwise than they stand there.
 
     Raises:
         EngineError: As ``engine.errors`` lists.
@@ -153,6 +158,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     source = repeatable(batches)
     plan: dict[str, Any] = {}
+    noticed: list[str] = []
     budget = MemoryBudget.unlimited() if memory is None else MemoryBudget.measure(limits, device)
     workspace = Workspace(
         inputs=ModelInputs(
@@ -170,7 +176,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
             device=device,
             ranks=join(device),
         ),
-        ports=Ports(artifacts=_artifacts(), announce_plan=plan.update),
+        ports=Ports(artifacts=_artifacts(), announce_plan=plan.update, notice=noticed.append),
     )
     if report is not None:
         workspace.ports.report = report
@@ -179,6 +185,8 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     ranks = workspace.machine.ranks
     with contextlib.nullcontext() if ranks is None else ranks.guarding():
         refused = run_analyses(workspace, rows.append, summary.__setitem__)
+    for message in dict.fromkeys(noticed):
+        warnings.warn(message, DataNotice, stacklevel=2)
     for each in refused:
         warnings.warn(f"`{each.kind}` was refused: {each.message}", AnalysisRefused, stacklevel=2)
     return Measurement(

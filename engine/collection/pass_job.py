@@ -191,8 +191,7 @@ class PassJob:
             return entered
         before.require(entered, what)
         if before.keyed != entered.keyed and self.collection.fisher == "mc":
-            self.workspace.ports.log(
-                "warning",
+            self.workspace.ports.notice(
                 f"the examples came in another order to {what} than to the first pass: their indices, by which "
                 "`fisher: mc` draws labels, are others, so that it used another draw of the same labels; give the "
                 "data in one order, or each example an index of its own",

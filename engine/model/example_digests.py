@@ -29,7 +29,7 @@ from engine.errors import DataDiffer
 from engine.model.batches import Batch, Tree
 
 _WORD = 2**64
-_AT_ONCE = 2**17
+_AT_ONCE = 2**18
 """Numbers that are multiplied at once: they stay in a processor's cache."""
 _INDEX = -0x40A7B892E31B1A47
 
@@ -57,7 +57,7 @@ class EnteredExamples:
             The sum.
 
         Memory:
-            2²⁰ bytes, or twice the numbers of one example.
+            2²¹ bytes, or twice the numbers of one example.
         """
         digests = digest_examples(batch, task)
         keyed = _squared((batch.index.to(digests.device) * _INDEX).add_(digests))
@@ -182,7 +182,7 @@ def _weighted(numbers: Tensor) -> Tensor:
 def _products(words: Tensor, coefficients: Tensor) -> Tensor:
     wide = words.to(torch.int32)
     # small whole numbers have their bits at the upper end of a float's
-    return (wide >> 15).bitwise_xor_(wide).mul_(coefficients).sum(1, dtype=torch.int64)
+    return (wide >> 15).bitwise_xor_(wide).mul_(coefficients).sum(1, dtype=torch.int32).to(torch.int64)
 
 
 def _coefficients(count: int, device: torch.device) -> Tensor:

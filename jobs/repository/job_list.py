@@ -17,6 +17,8 @@ from jobs.schema.tables import jobs
 FIELDS = ("document", "plan")
 """What a list holds only where it is asked for it."""
 _LARGE = (*FIELDS, "manifest")
+_LISTED = ("refused", "notices")
+"""What a list holds of a manifest."""
 _SOURCES = ("model", "data", "factors")
 _PAGE_BYTES = 2**20
 _LONGEST_VALUE = 300
@@ -34,7 +36,7 @@ def read_jobs(
         fields: What is wanted of `FIELDS`.
 
     Returns:
-        The jobs, of their manifests the refused analyses alone, and whether more were selected.
+        The jobs, of their manifests the refused analyses and the notices alone, and whether more were selected.
     """
     query = query.limit(limit + 1)
     most = limit
@@ -45,7 +47,7 @@ def read_jobs(
     if "document" not in fields:
         columns += [document[name].label(f"document_{name}") for name in (*_SOURCES, "labels")]
         columns.append(document["collection", "min_coverage"].label("document_min_coverage"))
-    columns.append(jobs.c.manifest["refused"].label("refused"))
+    columns += [jobs.c.manifest[name].label(name) for name in _LISTED]
     rows = connection.execute(query.with_only_columns(*columns).limit(most + 1)).all()
     return tuple(_record(row, fields) for row in rows[:most]), len(rows) > most
 
@@ -64,7 +66,7 @@ def _fitting(connection: Connection, query: Select[Any], fields: tuple[str, ...]
 
 def _record(row: Row[Any], fields: tuple[str, ...]) -> Job:
     values = dict.fromkeys(_LARGE) | dict(row._mapping)  # noqa: SLF001 - SQLAlchemy's documented name
-    values["manifest"] = {"refused": values["refused"] or []}
+    values["manifest"] = {name: values[name] or [] for name in _LISTED}
     if "document" not in fields:
         values["document"] = {
             **{name: _scalars(values[f"document_{name}"]) for name in _SOURCES},

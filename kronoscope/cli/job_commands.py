@@ -163,6 +163,8 @@ def _watched(client: Client, job_id: str, *, as_json: bool) -> bool:
 def _show_tables(client: Client, results: ResultsView) -> None:
     rows, curve = list(client.layers(results.job.id)), client.memory_curve(results)
     job = results.job
+    for notice in job.notices:
+        message_console().print(f"warning: {notice}", soft_wrap=True, markup=False)
     show_results(result_console(), rows, results.summary, job.kinds, curve, job.coverage, refused=job.refused)
 
 

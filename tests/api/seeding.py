@@ -174,6 +174,21 @@ def partly_refused(
     return claim.job_id
 
 
+def noticed(engine: Engine, root: Path | ArtifactFolder, tenant_id: str) -> str:
+    """A job that has cut texts, and left a field of its data and a file of its model unread."""
+    claim = claimed(engine, tenant_id, DOCUMENT)
+    write_rows(engine, root, claim)
+    for kind in claim.kinds:
+        attempt_writes.write_summary(engine, claim, Summarised(kind=kind, summary=plain(summary(kind))))
+    unused = ("`id` of rows.jsonl", "file `generation_config.json`")
+    last = decode(
+        encode(Finished(unused=unused, notices=("3 of 4 texts are longer than 12 tokens and are cut there",)))
+    )
+    assert isinstance(last, Finished)
+    attempt_endings.finish(engine, claim, last)
+    return claim.job_id
+
+
 def write_rows(engine: Engine, root: Path | ArtifactFolder, claim: Claim, kinds: tuple[str, ...] | None = None) -> None:
     kinds = claim.kinds if kinds is None else kinds
     for ordinal, (name, module, n, m, count) in enumerate(LAYERS):

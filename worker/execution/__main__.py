@@ -84,7 +84,7 @@ from worker.execution.ranks.rank_part import (
 from worker.execution.refusal import Refusal
 from worker.execution.resolve import resolve
 from worker.execution.resume_scratch import adopt_checkpoint
-from worker.execution.start.job_workspace import make_context, make_workspace
+from worker.execution.start.job_workspace import InputNotes, make_context, make_workspace
 from worker.execution.start.planned_part import bounds_of_plan, plan_part
 from worker.execution.stop_flag import StopFlag
 
@@ -162,7 +162,8 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> Fi
     assignment = bounds_of_plan(assignment)
     place = computing_place(requested, device, assignment.bounds, assignment.device if assignment.estimate else None)
     place = replace(place, ranks=ranks)
-    context = make_context(assignment, pipe, checkpoint, place)
+    notes = InputNotes()
+    context = make_context(assignment, pipe, checkpoint, place, notes)
     extended = None if requested.extends is None else open_extended(requested, assignment, context, parse_document)
     document = requested if extended is None else extended.document
     _seed(document.collection.seed)
@@ -171,12 +172,14 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> Fi
         assignment=assignment,
         document=document,
         extended=extended,
-        workspace=make_workspace(assignment, document, pipe, checkpoint, place),
+        workspace=make_workspace(assignment, document, pipe, checkpoint, place, context.notice),
         context=context,
         pipe=pipe,
         place=place,
     )
     finished = _compute(attempt)
+    if isinstance(finished, Finished):
+        finished = replace(finished, unused=tuple(notes.unused), notices=tuple(notes.notices))
     # an attempt that ends otherwise leaves it to the next; whoever knows that there is none clears it
     shutil.rmtree(assignment.scratch, ignore_errors=True)
     group.stop()

@@ -101,6 +101,10 @@ def load_data(document: JobDocument, loaded: LoadedModel, context: LoaderContext
     return validate_chunks(stream, loaded, "/data")
 
 
+def _ignore(*_: object) -> None:
+    """Report to nobody."""
+
+
 def try_before_training(document: JobDocument, context: LoaderContext) -> None:
     """Refuse data that a builtin model cannot take or has no classes for, before the model is trained.
 
@@ -119,7 +123,7 @@ def try_before_training(document: JobDocument, context: LoaderContext) -> None:
     if make is None:
         return
     # the loaders have their say in the log when the job itself loads
-    quiet = replace(context, log=lambda _level, _message: None)
+    quiet = replace(context, log=_ignore, note=_ignore, unused=_ignore)
     bare = load_model(document, replace(quiet, shapes_only=True))
     resolve("worker.execution.models.trial_run:try_untrained")(make, load_data(document, bare, quiet), document.task)
     context.checkpoint()

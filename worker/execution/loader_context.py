@@ -32,6 +32,19 @@ class LoaderContext:
     report: Callable[[str, int, int | None, str], None] = _ignore
     checkpoint: Callable[[], None] = _ignore
     log: Callable[[str, str], None] = _ignore
+    note: Callable[[str], None] = _ignore
+    """Receives what was read otherwise than it stands there, in a way that changes numbers."""
+    unused: Callable[[str], None] = _ignore
+    """Receives what lies in the model's folder or the data, and was not used."""
+
+    def notice(self, message: str) -> None:
+        """Say in log and record that numbers are of something else than what stands in a folder or file.
+
+        Args:
+            message: A sentence, with names and figures.
+        """
+        self.log("warning", message)
+        self.note(message)
 
     def byte_count(self, pointer: str) -> ByteCount:
         """Return a count of what a loader holds, which begins at 0.

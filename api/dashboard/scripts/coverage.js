@@ -70,6 +70,17 @@ export function refusedCard(job, titles) {
   );
 }
 
+/** What of the model's folder or the data was read otherwise than it stands there. */
+export function noticesCard(job) {
+  if (!job.notices?.length) return null;
+  return h(
+    "section",
+    { class: "notice warn", role: "status", "aria-label": "Notices of the inputs" },
+    h("strong", {}, "Not everything was read as it stands"),
+    h("ul", {}, job.notices.map((each) => h("li", {}, ...withCode(each), "."))),
+  );
+}
+
 export function coverageCard(coverage) {
   const total = coverage.trainable_parameters || 1;
   const reasons = Object.entries(coverage.reasons ?? {}).sort((a, b) => b[1] - a[1]);

@@ -1,7 +1,7 @@
 // The page of one job: progress, summary, layers, spectra, memory and files.
 
 import { allPages, cancel, fullId, get, watchJob } from "./api.js";
-import { coverageCard, partialCard, partSentence, refusedCard } from "./coverage.js";
+import { coverageCard, noticesCard, partialCard, partSentence, refusedCard } from "./coverage.js";
 import { h, replace, unpressed } from "./dom.js";
 import { failureCard, filesCard, heading, placementCard } from "./job_parts.js";
 import { figuresCard } from "./figures.js";
@@ -90,7 +90,7 @@ export async function showJob(main, shownId, signal) {
     if (opened && pieces.querySelector("details")) pieces.querySelector("details").open = true;
     if (scrolled) pieces.querySelector(".scroll").scrollLeft = scrolled;
     if (focused) [...pieces.querySelectorAll("a")].find((each) => each.getAttribute("href") === focused)?.focus();
-    replace(live, ENDED.has(job.state) ? null : progressCard(job), placementCard(job), job.failure ? failureCard(job) : null, ENDED.has(job.state) ? refusedCard(job, titles) : null, ENDED.has(job.state) ? partialCard(job.coverage) : null);
+    replace(live, ENDED.has(job.state) ? null : progressCard(job), placementCard(job), job.failure ? failureCard(job) : null, noticesCard(job), ENDED.has(job.state) ? refusedCard(job, titles) : null, ENDED.has(job.state) ? partialCard(job.coverage) : null);
   }
 
   /** Loads the rows so far, at most every second and a half; the last change is always loaded. */

@@ -139,6 +139,13 @@ def test_a_part_of_a_model_does_not_look_like_a_success(page: Page, embedded: Em
     expect(page.locator(f'tr:has(a[href="#/jobs/{job_id}"]) .pill')).to_have_text("Partial, 35 %")
 
 
+def test_what_was_not_read_as_it_stands_is_a_notice_on_the_page(page: Page, embedded: Embedded) -> None:
+    job_id = seeding.noticed(embedded.engine, embedded.artifacts, LOCAL_TENANT)
+    page.goto(f"/#/jobs/{job_id}")
+    notices = page.get_by_label("Notices of the inputs")
+    expect(notices).to_contain_text("3 of 4 texts are longer than 12 tokens and are cut there")
+
+
 def test_a_refused_analysis_does_not_look_like_a_success(page: Page, embedded: Embedded) -> None:
     job_id = seeding.partly_refused(embedded.engine, embedded.artifacts, LOCAL_TENANT)
     page.goto(f"/#/jobs/{job_id}")

@@ -312,6 +312,17 @@ def test_a_part_of_a_model_is_told_as_a_part(keyed: Keyed, ours: httpx.Client) -
     assert submit(ours)["coverage"] is None
 
 
+def test_a_job_says_what_of_its_inputs_was_not_read_as_it_stands(keyed: Keyed, ours: httpx.Client) -> None:
+    job_id = seeding.noticed(keyed.engine, keyed.artifacts, tenant(keyed))
+    said = ["3 of 4 texts are longer than 12 tokens and are cut there"]
+    assert ours.get(f"/v1/jobs/{job_id}").json()["notices"] == said
+    manifest = ours.get(f"/v1/jobs/{job_id}/results").json()["manifest"]
+    assert manifest["unused"] == ["`id` of rows.jsonl", "file `generation_config.json`"]
+    assert manifest["notices"] == said
+    assert submit(ours)["notices"] == []
+    assert {each["id"]: each["notices"] for each in ours.get("/v1/jobs").json()["items"]}[job_id] == said
+
+
 def test_a_job_says_which_of_its_analyses_was_refused(keyed: Keyed, ours: httpx.Client) -> None:
     job_id = seeding.partly_refused(keyed.engine, keyed.artifacts, tenant(keyed))
     job = ours.get(f"/v1/jobs/{job_id}").json()

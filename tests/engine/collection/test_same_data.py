@@ -170,7 +170,7 @@ def test_every_pass_of_a_collection_sees_what_the_first_saw(change: Change) -> N
     ordered = collect_or_read(made(lambda: iter([examples()])))
     warned: list[str] = []
     other = made(Source(shuffled))
-    other.ports.log = lambda level, message: warned.append(message) if level == "warning" else None
+    other.ports.notice = warned.append
     assert (ordered.passes, collect_or_read(other).passes) == (2, 2)
     assert any("another draw of the same labels" in each for each in warned)
     with pytest.raises(DataDiffer, match="pass 2 of the collection"):

@@ -13,6 +13,7 @@ from catalog.frames import (
     Finished,
     Frame,
     LayerDone,
+    LogLine,
     Progress,
     Started,
     Stopped,
@@ -358,3 +359,23 @@ def test_the_real_encoder_is_covered_or_declared(store: Path, tmp_path: Path, mi
     assert [row.layer for row in declared] == ["pooler.dense"]
     packed = safetensors.torch.load_file(tmp_path / "factors" / "0.safetensors")
     assert all(bool(tensor.isfinite().all()) for tensor in packed.values())
+
+
+def test_what_was_not_read_as_it_stands_is_in_the_last_frame(store: Path, tmp_path: Path, minilm: Path) -> None:
+    rows = [{"text": "word " * 40, "id": number} for number in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    document = {
+        "kind": "factors",
+        "model": {"source": "directory", "path": str(minilm)},
+        "data": {"source": "file", "path": str(tmp_path / "rows.jsonl"), "sequence_length": 8},
+        "task": {"type": "sentence_embedding"},
+    }
+    frames, code = run(assignment(store, tmp_path / "artifacts", document))
+    assert code == 0
+    last = frames[-1]
+    assert isinstance(last, Finished)
+    assert "`id` of rows.jsonl" in last.unused
+    assert "file `vocab.txt`" in last.unused
+    said = "3 of 3 texts are longer than 8 tokens and are cut there: `sequence_length`, which can be raised"
+    assert last.notices == (said,)
+    assert [frame.message for frame in frames if isinstance(frame, LogLine) and frame.level == "warning"] == [said]

@@ -1,6 +1,7 @@
 """Data that comes with Kronoscope's own dependencies."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -15,6 +16,10 @@ from worker.execution.refusal import Refusal
 _CHUNK = 1024
 _TOKENS = 128
 """English is cut at this many tokens (at 64 bytes for the byte model)."""
+
+
+def _ignore(*_: object) -> None:
+    """Report to nobody."""
 
 
 def load(source: BuiltinData, request: DataRequest) -> DataStream:
@@ -34,7 +39,9 @@ def load(source: BuiltinData, request: DataRequest) -> DataStream:
         return _digits(source, request)
     vocabulary = request.loaded.vocabulary
     if vocabulary is not None and vocabulary.arguments:
-        return text_stream(english_paragraphs()[: source.limit], None, _TOKENS, request, "/data")
+        # that its paragraphs are cut is what this data set is
+        quiet = replace(request, context=replace(request.context, log=_ignore, note=_ignore))
+        return text_stream(english_paragraphs()[: source.limit], None, _TOKENS, quiet, "/data")
     rows = english_bytes((vocabulary.max_length if vocabulary is not None else None) or 64)[: source.limit]
     if request.task.type != "causal_lm":
         raise Refusal("`english` as bytes fits `causal_lm` only", pointer="/task/type")

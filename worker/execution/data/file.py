@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from catalog.inputs import DataFile
 from worker.execution.data.byte_count import ByteCount
-from worker.execution.data.forward_inputs import model_inputs
+from worker.execution.data.forward_inputs import model_inputs, require_arguments
 from worker.execution.data.labels import label_fault, read_label
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream
-from worker.execution.data.text import text_stream
+from worker.execution.data.text import Text, text_stream
+from worker.execution.data.text_rows import LABELLED, TextFields, choose_fields, list_unused
 from worker.execution.files.open_files import OpenFile
 from worker.execution.files.safetensors_header import TensorEntry, read_header
 from worker.execution.refusal import Refusal, is_storable, names
@@ -24,6 +25,7 @@ from worker.execution.refusal import Refusal, is_storable, names
 _POINTER = "/data/path"
 _MAX_LINE_BYTES = 2**20
 _CHUNK_BYTES = 64 * 2**20
+_MOST_FIELDS = 1_000
 _SUFFIXES = (".safetensors", ".jsonl", ".txt")
 
 
@@ -48,9 +50,9 @@ def load(source: DataFile, request: DataRequest) -> DataStream:
     if suffix == ".safetensors":
         return _tensor_file(path, source, request)
     if suffix == ".jsonl":
-        texts, labels = _json_lines(path, source.limit, request.task.type, request.context.byte_count(_POINTER))
+        texts, labels = _json_lines(path, source.limit, request)
     elif suffix == ".txt":
-        texts, labels = _text_lines(path, source.limit, request.context.byte_count(_POINTER)), None
+        texts, labels = list[Text](_text_lines(path, source.limit, request.context.byte_count(_POINTER))), None
     else:
         raise Refusal(f"`{suffix}` is not read; take {', '.join(_SUFFIXES)}", pointer=_POINTER, code="wrong_format")
     if not texts:
@@ -74,6 +76,7 @@ def _tensor_file(path: OpenFile, source: DataFile, request: DataRequest) -> Data
             "give `inputs` and `targets`, or tensors named as the model's arguments and `targets`",
             pointer=_POINTER,
         )
+    require_arguments(inputs, request.loaded)
     rows = _rows(path, entries)
     if source.limit is not None:
         rows = min(rows, source.limit)
@@ -121,45 +124,83 @@ def _text_lines(path: OpenFile, limit: int | None, count: ByteCount) -> list[str
     return texts
 
 
-def _json_lines(path: OpenFile, limit: int | None, task: str, count: ByteCount) -> tuple[list[str], list[float] | None]:
-    texts: list[str] = []
+def _json_lines(path: OpenFile, limit: int | None, request: DataRequest) -> tuple[list[Text], list[float] | None]:
+    """The texts of a file's lines, or pairs of them, with their labels; what else a line holds is listed."""
+    task, count = request.task.type, request.context.byte_count(_POINTER)
+    texts: list[Text] = []
     labels: list[float] = []
-    for number, line in _lines(path):
-        if limit is not None and len(texts) >= limit:
-            break
-        if not line.strip():
-            continue
-        try:
-            row: Any = json.loads(line)
-            text = row["text"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise Refusal(
-                f"{path.name} line {number} is no JSON object with `text`", pointer=_POINTER, code="wrong_format"
-            ) from error
-        if not isinstance(text, str):
-            raise Refusal(f"{path.name} line {number}: `text` must be a string", pointer=_POINTER, code="wrong_format")
-        if not is_storable(text):
-            raise Refusal(
-                f"{path.name} line {number}: `text` holds half of a surrogate pair, which is not a character; "
-                "write both halves, or the character itself",
-                pointer=_POINTER,
-                code="wrong_format",
-            )
-        if "label" in row:
-            fault = label_fault(row["label"], task)
-            if fault is not None:
-                raise Refusal(f"{path.name} line {number}: `label` {fault}", pointer=_POINTER)
-            count.add_value(row["label"])
-            labels.append(read_label(row["label"], task))
-        count.add_value(text)
-        texts.append(text)
+    fields: TextFields | None = None
+    there: dict[str, None] = {}
+    written = ((number, line) for number, line in _lines(path) if line.strip())
+    for number, line in itertools.islice(written, limit):
+        where = f"{path.name} line {number}"
+        row = _object(line, where)
+        if fields is None or not there.keys() >= row.keys():
+            there.update(dict.fromkeys(row))
+            fields = _chosen(there, fields, task, where)
+        text = _text(row, fields.text, where)
+        texts.append(text if fields.pair is None else (text, _text(row, fields.pair, where)))
+        count.add_value("".join(texts[-1]))
+        if fields.label in row:
+            labels.append(_label(row[fields.label], fields.label, task, where))
+            count.add_value(labels[-1])
     if labels and len(labels) != len(texts):
-        raise Refusal(
-            f"{path.name}: {len(labels)} of {len(texts)} lines have a `label`; give all of them one, or none",
-            pointer=_POINTER,
-            code="ragged",
-        )
+        raise _ragged(f"{path.name}: {len(labels)} of {len(texts)} lines have a `label`; give all of them one, or none")
+    if fields is not None:
+        label = fields.label if task in LABELLED else None
+        list_unused(there, (fields.text, fields.pair, label), path.name, request.context)
     return texts, labels or None
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(f"{where} is no JSON object with `text`", pointer=_POINTER, code="wrong_format") from error
+    if not isinstance(row, dict):
+        raise Refusal(f"{where} is no JSON object with `text`", pointer=_POINTER, code="wrong_format")
+    return row
+
+
+def _chosen(there: Mapping[str, None], before: TextFields | None, task: str, where: str) -> TextFields:
+    """The fields that are read, where one more line shows what there is."""
+    if len(there) > _MOST_FIELDS:
+        raise Refusal(f"{where}: more than {_MOST_FIELDS} fields", pointer=_POINTER, code="wrong_format")
+    try:
+        chosen = choose_fields(tuple(there), task, _POINTER)
+    except Refusal as refusal:
+        what = " is no JSON object with `text`" if refusal.code == "wrong_format" else ""
+        raise Refusal(f"{where}{what}: {refusal.message}", pointer=_POINTER, code=refusal.code) from refusal
+    if before is not None and (chosen.text, chosen.pair) != (before.text, before.pair):
+        raise _ragged(f"{where} has `{chosen.pair or chosen.text}`, and lines before it have not; give every line one")
+    return chosen
+
+
+def _label(label: Any, name: str, task: str, where: str) -> float:  # noqa: ANN401 - decoded from JSON
+    fault = label_fault(label, task)
+    if fault is not None:
+        raise Refusal(f"{where}: `{name}` {fault}", pointer=_POINTER)
+    return read_label(label, task)
+
+
+def _ragged(message: str) -> Refusal:
+    return Refusal(message, pointer=_POINTER, code="ragged")
+
+
+def _text(row: dict[str, Any], name: str, where: str) -> str:
+    text = row.get(name)
+    if name not in row:
+        raise _ragged(f"{where} has no `{name}`, and others have; give every line one")
+    if not isinstance(text, str):
+        raise Refusal(f"{where}: `{name}` must be a string", pointer=_POINTER, code="wrong_format")
+    if not is_storable(text):
+        raise Refusal(
+            f"{where}: `{name}` holds half of a surrogate pair, which is not a character; "
+            "write both halves, or the character itself",
+            pointer=_POINTER,
+            code="wrong_format",
+        )
+    return text
 
 
 def _lines(path: OpenFile) -> Iterator[tuple[int, str]]:

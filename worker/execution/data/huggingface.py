@@ -5,6 +5,7 @@ three formats are named to it.
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,18 @@ import datasets.exceptions
 import huggingface_hub.errors
 
 from catalog.inputs import HuggingFaceData
-from worker.execution.data.byte_count import ByteCount
 from worker.execution.data.labels import label_fault, read_label
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import DataStream
-from worker.execution.data.table_files import read_columns
-from worker.execution.data.text import text_stream
+from worker.execution.data.table_files import Table, read_columns
+from worker.execution.data.text import Text, text_stream
+from worker.execution.data.text_rows import (
+    LABELLED,
+    list_unused,
+    require_no_tensors,
+    require_pair_named,
+    require_pairs_make_sense,
+)
 from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.refusal import Refusal, Unavailable, is_storable, names
 
@@ -40,19 +47,34 @@ def load(source: HuggingFaceData, request: DataRequest) -> DataStream:
         Unavailable: If the hub does not answer.
     """
     request.context.report("data", 0, None, "rows")
-    columns = [source.input_column, *([source.target_column] if source.target_column is not None else [])]
-    count = request.context.byte_count("/data/id")
+    task = request.task.type
+    fields = ("input_column", "pair_column", "target_column")
+    columns = {field: getattr(source, field) for field in fields if getattr(source, field) is not None}
+    if source.pair_column is not None:
+        require_pairs_make_sense(source.input_column, source.pair_column, task, "/data/pair_column")
     place = _local(source, request)
     if place is not None:
-        found = read_columns(place, source.split, columns, source.limit, count)
+        table = read_columns(place, source.split, columns, source.limit, request)
     else:
-        found = _columns(_table(source, request), source, columns, count)
-    texts = found[0]
-    if not texts:
+        table = _columns(_table(source, request), source, columns, request)
+    found = dict(zip(columns, table.columns, strict=True))
+    if not found["input_column"]:
         raise Refusal("the data set holds no row", pointer="/data/id", code="empty_data")
-    _require_texts(texts)
-    labels = _labels(found[1], source, request) if source.target_column is not None else None
-    return text_stream(texts, labels, source.sequence_length, request, "/data")
+    require_no_tensors(table.there, "/data/id")
+    require_pair_named(table.there, source.input_column, source.pair_column, task)
+    read = [source.input_column, source.pair_column, source.target_column if task in LABELLED else None]
+    list_unused(table.there, read, source.id, request.context)
+    labels = _labels(found["target_column"], source, request) if source.target_column is not None else None
+    return text_stream(_texts(found), labels, source.sequence_length, request, "/data")
+
+
+def _texts(found: Mapping[str, list[Any]]) -> list[Text]:
+    """The texts, or pairs of them."""
+    for field in ("input_column", "pair_column"):
+        _require_texts(found.get(field, []), field)
+    if "pair_column" not in found:
+        return found["input_column"]
+    return list(zip(found["input_column"], found["pair_column"], strict=True))
 
 
 def _local(source: HuggingFaceData, request: DataRequest) -> OpenFile | OpenFolder | None:
@@ -63,32 +85,38 @@ def _local(source: HuggingFaceData, request: DataRequest) -> OpenFile | OpenFold
     return None
 
 
-def _columns(table: Any, source: HuggingFaceData, columns: list[str], count: ByteCount) -> list[list[Any]]:  # noqa: ANN401 - untyped library
+def _columns(
+    table: Any,  # noqa: ANN401 - untyped library
+    source: HuggingFaceData,
+    columns: Mapping[str, str],
+    request: DataRequest,
+) -> Table:
     there = list(table.column_names)
-    for field, column in zip(("input_column", "target_column"), columns, strict=False):
+    count = request.context.byte_count("/data/id")
+    for field, column in columns.items():
         if column not in there:
             raise Refusal(f"`{column}` is not a column; there are {names(there, 20)}", pointer=f"/data/{field}")
     found: list[list[Any]] = [[] for _ in columns]
     for place in range(min(source.limit or len(table), len(table))):
         row = table[place]
-        for values, column in zip(found, columns, strict=True):
+        for values, column in zip(found, columns.values(), strict=True):
             count.add_value(row[column])
             values.append(row[column])
-    return found
+    return Table(columns=found, there=tuple(there))
 
 
-def _require_texts(texts: list[Any]) -> None:
+def _require_texts(texts: list[Any], field: str) -> None:
     for row, text in enumerate(texts):
         if not isinstance(text, str):
             raise Refusal(
                 f"row {row} holds {type(text).__name__}, not text; tensors come from `source: file`",
-                pointer="/data/input_column",
+                pointer=f"/data/{field}",
                 code="wrong_type",
             )
         if not is_storable(text):
             raise Refusal(
                 f"row {row} holds half of a surrogate pair, which is not a character",
-                pointer="/data/input_column",
+                pointer=f"/data/{field}",
                 code="wrong_format",
             )
 

@@ -6,7 +6,8 @@ read in small batches, and counted as they come; what would not fit is refused b
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -14,7 +15,9 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from worker.execution.data.byte_count import ByteCount
+from worker.execution.data.request import DataRequest
 from worker.execution.files.open_files import OpenFile, OpenFolder
+from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal, names, storable_text
 
 SUFFIXES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
@@ -26,41 +29,56 @@ _MOST_DOCUMENT_BYTES = 256 * 2**20
 _DECODED_PER_BYTE = 24
 """`[],` has three bytes, and takes 64 once it is a list in a list."""
 _POINTER = "/data/id"
+_MOST_COLUMNS = 1_000
+"""Of which names are listed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Columns of a data set."""
+
+    columns: list[list[Any]]
+    """The values of each column that is read."""
+    there: tuple[str, ...]
+    """Names of all columns."""
 
 
 def read_columns(
-    place: OpenFile | OpenFolder, split: str, columns: Sequence[str], limit: int | None, count: ByteCount
-) -> list[list[Any]]:
+    place: OpenFile | OpenFolder, split: str, columns: Mapping[str, str], limit: int | None, request: DataRequest
+) -> Table:
     """Read columns of a file, or of all files of a folder whose names hold the split's, else of all.
 
     Args:
         place: The file or folder.
         split: The split that files are chosen by.
-        columns: Names of the columns.
+        columns: Names of the columns by the document's fields that name them; all but `target_column` hold texts.
         limit: The most rows that are read; None reads all.
-        count: Counts the bytes that are held.
+        request: Counts the bytes that are held, and lists the files of a folder that are not read.
 
     Returns:
-        The values of each column, in the order of the files' names and of the rows in them.
+        The values of each column, in the order of the files' names and of the rows in them, and all columns' names.
 
     Raises:
         Refusal: If there are no files of one kind, a file cannot be read or has not the columns, or there are more
             bytes than may be held.
     """
     found: list[list[Any]] = [[] for _ in columns]
-    for row in itertools.islice(_rows(place, split, columns, count), limit):
+    there: dict[str, None] = {}
+    count = request.context.byte_count(_POINTER)
+    for row in itertools.islice(_rows(_files(place, split, request.context), columns, count, there), limit):
         for column, value in zip(found, row, strict=True):
             count.add_value(value)
             column.append(value)
-    return found
+    return Table(columns=found, there=tuple(there))
 
 
 def _rows(
-    place: OpenFile | OpenFolder, split: str, columns: Sequence[str], count: ByteCount
+    files: Iterable[OpenFile], columns: Mapping[str, str], count: ByteCount, there: dict[str, None]
 ) -> Iterator[Sequence[Any]]:
-    for file in _files(place, split):
+    """Rows of all files; ``there`` takes the names of their columns."""
+    for file in files:
         try:
-            yield from _READERS[SUFFIXES[file.suffix]](file, columns, count)
+            yield from _READERS[SUFFIXES[file.suffix]](file, columns, count, there)
         except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
             raise Refusal(
                 f"{file.name} cannot be read as {SUFFIXES[file.suffix]}: {storable_text(str(error))[:300]}",
@@ -69,7 +87,7 @@ def _rows(
             ) from error
 
 
-def _files(place: OpenFile | OpenFolder, split: str) -> Iterator[OpenFile]:
+def _files(place: OpenFile | OpenFolder, split: str, context: LoaderContext) -> Iterator[OpenFile]:
     if isinstance(place, OpenFile):
         listed = [place.name]
     else:
@@ -84,6 +102,12 @@ def _files(place: OpenFile | OpenFolder, split: str) -> Iterator[OpenFile]:
     if isinstance(place, OpenFile):
         yield place
         return
+    if listed == every and len(every) > 1 and not all(split in name for name in every):
+        context.notice(
+            f"no file of {place.name} has `{split}` in its name, so all {len(every)} are read: {names(every)}"
+        )
+    for name in sorted(set(every) - set(listed)):
+        context.unused(f"file {names([name])} of {place.name}")
     for name in listed:
         file = place.file(name)
         if file is not None:
@@ -94,29 +118,39 @@ def _suffix(name: str) -> str:
     return "." + name.rpartition(".")[2]
 
 
-def _parquet(file: OpenFile, columns: Sequence[str], count: ByteCount) -> Iterator[Sequence[Any]]:  # noqa: ARG001 - as every reader
+def _parquet(
+    file: OpenFile,
+    columns: Mapping[str, str],
+    count: ByteCount,  # noqa: ARG001 - as every reader
+    there: dict[str, None],
+) -> Iterator[Sequence[Any]]:
     with file.open() as stream, pyarrow.parquet.ParquetFile(stream, pre_buffer=False) as table:
-        _require_columns(table.schema_arrow.names, columns)
-        for batch in table.iter_batches(_ROWS_AT_ONCE, columns=list(columns), use_threads=False):
-            yield from zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
+        _require_columns(table.schema_arrow.names, columns, there)
+        for batch in table.iter_batches(_ROWS_AT_ONCE, columns=list(columns.values()), use_threads=False):
+            yield from zip(*(batch.column(name).to_pylist() for name in columns.values()), strict=True)
 
 
-def _csv(file: OpenFile, columns: Sequence[str], count: ByteCount) -> Iterator[Sequence[Any]]:  # noqa: ARG001 - as every reader
+def _csv(
+    file: OpenFile,
+    columns: Mapping[str, str],
+    count: ByteCount,  # noqa: ARG001 - as every reader
+    there: dict[str, None],
+) -> Iterator[Sequence[Any]]:
     with file.open() as stream:
-        _require_columns(_header(stream), columns)
+        _require_columns(_header(stream), columns, there)
         stream.seek(0)
         with pyarrow.csv.open_csv(
             stream,
             read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=_CSV_BLOCK_BYTES),
             parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
             convert_options=pyarrow.csv.ConvertOptions(
-                include_columns=list(columns),
-                # the first column holds texts, also where they look like numbers
-                column_types={columns[0]: pa.string()},
+                include_columns=list(columns.values()),
+                # texts, also where they look like numbers
+                column_types={name: pa.string() for field, name in columns.items() if field != "target_column"},
             ),
         ) as reader:
             for batch in reader:
-                yield from zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
+                yield from zip(*(batch.column(name).to_pylist() for name in columns.values()), strict=True)
 
 
 def _header(stream: BinaryIO) -> list[str]:
@@ -126,13 +160,17 @@ def _header(stream: BinaryIO) -> list[str]:
     return found
 
 
-def _json(file: OpenFile, columns: Sequence[str], count: ByteCount) -> Iterator[Sequence[Any]]:
+def _json(
+    file: OpenFile, columns: Mapping[str, str], count: ByteCount, there: dict[str, None]
+) -> Iterator[Sequence[Any]]:
     for number, row in enumerate(_json_rows(file, count)):
         if not isinstance(row, dict):
             raise ValueError(f"row {number} is not an object")  # noqa: TRY004 - a fault of the file
         if number == 0:
-            _require_columns(list(row), columns)
-        yield [row.get(name) for name in columns]
+            _require_columns(list(row), columns, there)
+        if len(there) < _MOST_COLUMNS:
+            there.update(dict.fromkeys(row))
+        yield [row.get(name) for name in columns.values()]
 
 
 def _json_rows(file: OpenFile, count: ByteCount) -> Iterator[Any]:
@@ -156,12 +194,12 @@ def _json_rows(file: OpenFile, count: ByteCount) -> Iterator[Any]:
                 yield json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
 
 
-def _require_columns(there: Sequence[str], columns: Sequence[str]) -> None:
-    missing = next((name for name in columns if name not in there), None)
-    if missing is not None:
-        field = "input_column" if missing == columns[0] else "target_column"
-        raise Refusal(f"`{missing}` is not a column; there are {names(list(there), 20)}", pointer=f"/data/{field}")
-    twice = next((name for name in columns if list(there).count(name) > 1), None)
+def _require_columns(there: Sequence[str], columns: Mapping[str, str], known: dict[str, None]) -> None:
+    known.update(dict.fromkeys(list(there)[:_MOST_COLUMNS]))
+    for field, name in columns.items():
+        if name not in there:
+            raise Refusal(f"`{name}` is not a column; there are {names(list(there), 20)}", pointer=f"/data/{field}")
+    twice = next((name for name in columns.values() if list(there).count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"two columns are called `{twice}`")
 

@@ -16,18 +16,19 @@ from engine.model.counter_rng import uniforms
 from worker.execution.data.forward_inputs import row_positions
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream
+from worker.execution.data.text_rows import LABELLED
 from worker.execution.data.tokenizer_process import TokenizerProcess
 from worker.execution.loaded_model import Vocabulary
 from worker.execution.refusal import Refusal, is_storable
 
-_LABELLED = ("classification", "sequence_classification", "regression")
-"""Tasks whose targets are labels, one for each text."""
 _MASKED_SHARE = 0.15
 _MASKING = 0x6D61736B
 """Last part of the draw's key: sampled labels have the same seed and example, and must not follow it."""
 _TEXT_BYTES = 500
 """Two tensors of one text beside their numbers."""
 _AT_ONCE = 512
+Text = str | tuple[str, str]
+"""A text, or a pair of them."""
 _CHARACTERS_AT_ONCE = 2**18
 
 
@@ -39,17 +40,21 @@ class _Encoded:
     """(T,) int64."""
     special: Tensor
     """(T,) booleans: tokens that the tokenizer added."""
+    types: Tensor | None
+    """(T,) int64: 1 for the tokens of the other half of a pair; None where all are 0."""
+    cut: bool
+    """Whether it was longer."""
     place: int
     """Its number among the texts given: the key of its masking and of its sampled labels."""
 
 
 def text_stream(
-    texts: Sequence[str], labels: Sequence[float] | None, length: int, request: DataRequest, pointer: str
+    texts: Sequence[Text], labels: Sequence[float] | None, length: int, request: DataRequest, pointer: str
 ) -> DataStream:
     """Tokenise texts with the model's own tokenizer.
 
     Args:
-        texts: The texts.
+        texts: The texts; a pair is joined as the tokenizer joins two texts.
         labels: One number per text; None if there are none.
         length: The most tokens of a text; what is longer is cut off.
         request: The model, the task and the batches that are wanted.
@@ -65,20 +70,20 @@ def text_stream(
     vocabulary = request.loaded.vocabulary
     if vocabulary is None:
         raise Refusal("these are texts, but the model reads no tokens; give tensors", pointer=pointer)
-    if labels is None and request.task.type in _LABELLED:
+    if labels is None and request.task.type in LABELLED:
         raise Refusal(
             f"`{request.task.type}` needs a label for every text, and there is none", pointer=pointer, code="no_targets"
         )
-    if vocabulary.max_length is not None:
-        length = min(length, vocabulary.max_length)
+    asked, length = length, length if vocabulary.max_length is None else min(length, vocabulary.max_length)
     least = 2 if request.task.type == "causal_lm" else 1
     with _open_tokenizer(texts, vocabulary, length, request, pointer) as tokenizer:
         mask_id = _mask_id(tokenizer) if request.task.type == "masked_lm" else None
         count = request.context.byte_count(pointer)
-        encoded = []
+        encoded, cut = [], 0
         for text in _encode(texts, tokenizer, length, request):
             _require_known_ids(text, vocabulary, pointer)
             count.add(text.ids.nbytes + text.special.nbytes + _TEXT_BYTES)
+            cut += text.cut
             if len(text.ids) >= least:
                 encoded.append(text)
     if not encoded:
@@ -86,18 +91,28 @@ def text_stream(
             f"none of the {len(texts)} texts has {least} tokens or more; give text", pointer=pointer, code="empty_data"
         )
     if len(encoded) < len(texts):
-        request.context.log("info", f"{len(texts) - len(encoded)} texts with fewer than {least} tokens are left out")
+        request.context.notice(
+            f"{len(texts) - len(encoded)} of {len(texts)} texts have fewer than {least} tokens and are left out"
+        )
+    _tell_cut(cut, len(texts), length, asked, request)
 
     def batches() -> Iterator[Chunk]:
         for start in range(0, len(encoded), request.batch_size):
             yield _batch(encoded[start : start + request.batch_size], labels, vocabulary, mask_id, request)
 
-    given = labels if request.task.type in _LABELLED else None
+    given = labels if request.task.type in LABELLED else None
     return DataStream(
         batches=batches,
         examples=len(encoded),
         labels=None if given is None else lambda: iter([_labels(encoded, given, request)]),
     )
+
+
+def _tell_cut(cut: int, count: int, length: int, asked: int, request: DataRequest) -> None:
+    """Say how many texts were longer than what is read of them."""
+    if cut:
+        why = "the model has no more positions" if length < asked else "`sequence_length`, which can be raised"
+        request.context.notice(f"{cut} of {count} texts are longer than {length} tokens and are cut there: {why}")
 
 
 def _labels(texts: Sequence[_Encoded], labels: Sequence[float], request: DataRequest) -> tuple[Tensor, Tensor]:
@@ -109,13 +124,19 @@ def _labels(texts: Sequence[_Encoded], labels: Sequence[float], request: DataReq
 
 @contextlib.contextmanager
 def _open_tokenizer(
-    texts: Sequence[str], vocabulary: Vocabulary, length: int, request: DataRequest, pointer: str
+    texts: Sequence[Text], vocabulary: Vocabulary, length: int, request: DataRequest, pointer: str
 ) -> Iterator[TokenizerProcess | None]:
     """Open the model's tokenizer; None for a model that reads bytes."""
     if vocabulary.tokenizer is None:
         if vocabulary.arguments:
             raise Refusal(
                 "the model's folder has no tokenizer.json, so texts cannot be read; add it, or give token ids",
+                pointer=pointer,
+                code="no_tokenizer",
+            )
+        if any(not isinstance(text, str) for text in texts):
+            raise Refusal(
+                "these are pairs of texts, and the model has no tokenizer that could join them; give single texts",
                 pointer=pointer,
                 code="no_tokenizer",
             )
@@ -127,7 +148,7 @@ def _open_tokenizer(
         length,
         [token for token in known if token is not None and is_storable(token)],
         # no character takes more than 4 bytes
-        max(len(text) if text.isascii() else 4 * len(text) for text in texts),
+        max(len(text) if text.isascii() else 4 * len(text) for text in map(_joined, texts)),
         request.context.checkpoint,
         pointer,
     ) as tokenizer:
@@ -135,7 +156,7 @@ def _open_tokenizer(
 
 
 def _encode(
-    texts: Sequence[str], tokenizer: TokenizerProcess | None, length: int, request: DataRequest
+    texts: Sequence[Text], tokenizer: TokenizerProcess | None, length: int, request: DataRequest
 ) -> Iterator[_Encoded]:
     start = 0
     while start < len(texts):
@@ -143,24 +164,32 @@ def _encode(
         some = _next_texts(texts, start)
         if tokenizer is None:
             for place, text in enumerate(some, start):
-                ids = torch.tensor(list(text.encode()[:length]), dtype=torch.int64)
-                yield _Encoded(ids=ids, special=torch.zeros(len(ids), dtype=torch.bool), place=place)
+                own = _joined(text).encode()
+                ids = torch.tensor(list(own[:length]), dtype=torch.int64)
+                special = torch.zeros(len(ids), dtype=torch.bool)
+                yield _Encoded(ids=ids, special=special, types=None, cut=len(own) > length, place=place)
         else:
-            for place, (tokens, special) in enumerate(tokenizer.encode(some, start), start):
+            for place, found in enumerate(tokenizer.encode(some, start), start):
                 yield _Encoded(
-                    ids=torch.tensor(tokens, dtype=torch.int64),
-                    special=torch.tensor(special, dtype=torch.bool),
+                    ids=torch.tensor(found.ids, dtype=torch.int64),
+                    special=torch.tensor(found.special, dtype=torch.bool),
+                    types=torch.tensor(found.types, dtype=torch.int64) if any(found.types) else None,
+                    cut=found.cut,
                     place=place,
                 )
         start += len(some)
         request.context.report("data", start, len(texts), "texts")
 
 
-def _next_texts(texts: Sequence[str], start: int) -> Sequence[str]:
+def _joined(text: Text) -> str:
+    return text if isinstance(text, str) else "".join(text)
+
+
+def _next_texts(texts: Sequence[Text], start: int) -> Sequence[Text]:
     """Return texts of one message: at most 512, and of 1 MiB together unless one alone has more."""
     characters = 0
     for count, text in enumerate(texts[start : start + _AT_ONCE]):
-        characters += len(text)
+        characters += len(_joined(text))
         if count and characters > _CHARACTERS_AT_ONCE:
             return texts[start : start + count]
     return texts[start : start + _AT_ONCE]
@@ -173,6 +202,14 @@ def _require_known_ids(text: _Encoded, vocabulary: Vocabulary, pointer: str) -> 
         raise Refusal(
             f"the tokenizer gives token id {highest} in text {text.place}, but the model's embedding has "
             f"{vocabulary.size} rows (ids 0 to {vocabulary.size - 1}); take the tokenizer that belongs to the model",
+            pointer=pointer,
+            code="unknown_token",
+        )
+    types = 0 if text.types is None else int(text.types.max())
+    if vocabulary.token_types and types >= vocabulary.token_types:
+        raise Refusal(
+            f"the tokenizer marks a token of text {text.place} as of text {types} of a pair, but the model knows "
+            f"{vocabulary.token_types} (`type_vocab_size`); take a model of pairs, or give single texts",
             pointer=pointer,
             code="unknown_token",
         )
@@ -216,9 +253,20 @@ def _batch(
     if not vocabulary.arguments:
         return ids, targets, places
     inputs = {"input_ids": ids, "attention_mask": mask}
+    if vocabulary.token_types and any(text.types is not None for text in texts):
+        inputs["token_type_ids"] = _token_types(texts, ids)
     if vocabulary.explicit_positions:
         inputs["position_ids"] = row_positions(ids)
     return inputs, targets, places
+
+
+def _token_types(texts: Sequence[_Encoded], ids: Tensor) -> Tensor:
+    """Which half of its pair each token (n, T) is of; 0 where there is padding."""
+    types = torch.zeros_like(ids)
+    for row, text in enumerate(texts):
+        if text.types is not None:
+            types[row, : len(text.types)] = text.types
+    return types
 
 
 def _masked_positions(text: _Encoded, seed: int) -> Tensor:

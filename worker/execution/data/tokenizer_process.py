@@ -6,8 +6,8 @@ library runs apart, bounded by the kernel and by a clock, and whatever ends it i
     parent                                    tokenizer process
     {"length": …, "masks": […]}  ──────────>  limits its memory, reads the file
                                  <──────────  {"mask": id or null}, or {"error": "…"}
-    ["text", …]                  ──────────>
-                                 <──────────  [[ids, special], …], or {"error": "…"}
+    ["text", ["one", "other"], …] ─────────>
+                                 <──────────  [[ids, special, types, cut], …], or {"error": "…"}
 
 Each message is JSON after its length in 8 bytes, little-endian.
 """
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from worker.execution.files.open_files import ReadableFile
 from worker.execution.refusal import Refusal
@@ -37,6 +37,18 @@ _MOST_BYTES = 4 * 2**30
 _LOOK_SECONDS = 0.2
 _MOST_REPLY_BYTES = 2**30
 _PASSED = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "VIRTUAL_ENV")
+
+
+class Tokens(NamedTuple):
+    """The tokens of one text."""
+
+    ids: list[int]
+    special: list[int]
+    """1 for each token that the tokenizer added, else 0."""
+    types: list[int]
+    """1 for each token of the other half of a pair, else 0."""
+    cut: bool
+    """Whether there were more."""
 
 
 class TokenizerProcess:
@@ -106,23 +118,22 @@ class TokenizerProcess:
                     with contextlib.suppress(OSError):
                         stream.close()
 
-    def encode(self, texts: Sequence[str], first: int) -> list[tuple[list[int], list[int]]]:
+    def encode(self, texts: Sequence[str | tuple[str, str]], first: int) -> list[Tokens]:
         """Return the tokens of texts.
 
         Args:
-            texts: The texts, together 1 MiB or a single one.
+            texts: The texts or pairs of texts, together 1 MiB or a single one.
             first: The number of the first text among all, for messages.
 
         Returns:
-            For each text its ids, and 1 for each token that the tokenizer added, else 0.
+            The tokens of each text, in order.
 
         Raises:
             Refusal: If the tokenizer fails on a text, or needs too much memory or time.
         """
         last = first + len(texts) - 1
         which = f"text {first}" if last == first else f"texts {first} to {last}"
-        found: list[tuple[list[int], list[int]]] = self._asked(list(texts), f"fails on {which}")
-        return found
+        return [Tokens(*each) for each in self._asked(list(texts), f"fails on {which}")]
 
     def _asked(self, message: object, what: str) -> Any:  # noqa: ANN401 - each message has its own reply
         content = json.dumps(message).encode()

@@ -65,7 +65,11 @@ class _Tokenizer:
         return {"mask": next((token for token in known if token is not None), None)}
 
     def encode(self, message: Any) -> Any:  # noqa: ANN401 - decoded from JSON
-        return [(encoding.ids, encoding.special_tokens_mask) for encoding in self._tokenizer.encode_batch(message)]
+        texts = [text if isinstance(text, str) else tuple(text) for text in message]
+        return [
+            (encoding.ids, encoding.special_tokens_mask, encoding.type_ids, bool(encoding.overflowing))
+            for encoding in self._tokenizer.encode_batch(texts)
+        ]
 
 
 def _answered(answer: Callable[[Any], Any], message: Any) -> Any:  # noqa: ANN401 - decoded from JSON

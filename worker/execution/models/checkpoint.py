@@ -18,6 +18,7 @@ from worker.execution.loaded_model import LoadedModel, Vocabulary
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models.checkpoint_weights import CheckpointFiles, fill, find_weights
 from worker.execution.models.config_json import Architecture, read_architecture
+from worker.execution.models.folder_files import list_unused_files, require_no_adapter
 from worker.execution.refusal import Refusal, names
 
 _MAX_TOKENIZER_BYTES = 64 * 2**20
@@ -71,7 +72,8 @@ def load_checkpoint(folder: OpenFolder, task: Task, context: LoaderContext, poin
         Refusal: If the configuration, the weights or the tokenizer are not valid; the message says which.
     """
     transformers.logging.set_verbosity_error()
-    architecture = read_architecture(folder.file("config.json"), pointer)
+    require_no_adapter(folder, pointer)
+    architecture = read_architecture(folder.file("config.json"), context, pointer)
     if task.type not in architecture.family.tasks:
         raise Refusal(
             f"a `{architecture.model_type}` does not do `{task.type}`; "
@@ -104,12 +106,15 @@ def _filled(
     folder: OpenFolder, architecture: Architecture, task: Task, context: LoaderContext, pointer: str
 ) -> nn.Module:
     found = find_weights(folder, pointer)
+    list_unused_files(folder, found.read, task, context, images=not architecture.family.vocabulary)
     _require_plausible(architecture, found, pointer)
     context.checkpoint()
     _require_room(architecture, task, context, pointer)
     model = _build(architecture, task, pointer)
     with torch.no_grad():
-        unused = fill(model, str(model.base_model_prefix), architecture.model_type, found, pointer)
+        unused = fill(model, architecture.model_type, found, context, pointer)
+    for name in unused:
+        context.unused(f"tensor {names([name])}")
     if unused:
         context.log("info", f"{len(unused)} tensors of the checkpoint are not used by `{task.type}`: {names(unused)}")
     return model
@@ -175,6 +180,7 @@ def _vocabulary(
         max_length=length,
         tokenizer=tokenizer,
         pad_id=pad_id,
+        token_types=fields("type_vocab_size") if architecture.model_type == "bert" else 0,
         mask_token=_mask_token(folder.file("tokenizer_config.json")),
         arguments=frozenset(inspect.signature(model.forward).parameters),
         explicit_positions=family.explicit_positions,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.files.safetensors_header import TensorEntry, read_header
+from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal, names
 
 _MAX_INDEX_BYTES = 8 * 2**20
@@ -49,6 +50,8 @@ class CheckpointFiles:
 
     entries: Mapping[str, TensorEntry]
     files: Mapping[str, OpenFile]
+    read: tuple[str, ...]
+    """Names of the files."""
 
     @property
     def numbers(self) -> int:
@@ -72,7 +75,7 @@ def find_weights(folder: OpenFolder, pointer: str) -> CheckpointFiles:
     whole = folder.file("model.safetensors")
     if whole is not None:
         header = read_header(whole, pointer)
-        return CheckpointFiles(entries=header, files=dict.fromkeys(header, whole))
+        return CheckpointFiles(entries=header, files=dict.fromkeys(header, whole), read=(whole.name,))
     index = folder.file("model.safetensors.index.json")
     if index is None:
         others = [name for name in folder.names() if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
@@ -84,7 +87,9 @@ def find_weights(folder: OpenFolder, pointer: str) -> CheckpointFiles:
         raise Refusal(f"the folder has no model.safetensors; {remedy}", pointer=pointer, code="not_found")
     entries: dict[str, TensorEntry] = {}
     files: dict[str, OpenFile] = {}
-    for shard in _shards(index, pointer):
+    places = _weight_map(index, pointer)
+    shards = sorted(set(places.values()))
+    for shard in shards:
         file = folder.file(shard)
         if file is None:
             raise Refusal(f"{index.name} names `{shard}`, which is not in the folder", pointer=pointer)
@@ -96,35 +101,45 @@ def find_weights(folder: OpenFolder, pointer: str) -> CheckpointFiles:
         if len(entries) > _MAX_TENSORS:
             raise Refusal(f"the files hold more than {_MAX_TENSORS:,} tensors", pointer=pointer)
         files.update(dict.fromkeys(header, file))
-    return CheckpointFiles(entries=entries, files=files)
+    absent = sorted(name for name in places if name not in entries)
+    if absent:
+        raise Refusal(
+            f"{index.name} names {len(absent)} tensors that the files do not hold: {names(absent)}; take the files "
+            "that belong to it",
+            pointer=pointer,
+            code="missing_tensor",
+        )
+    return CheckpointFiles(entries=entries, files=files, read=(index.name, *shards))
 
 
-def _shards(index: OpenFile, pointer: str) -> list[str]:
+def _weight_map(index: OpenFile, pointer: str) -> dict[str, str]:
+    """The file of each tensor, by the index."""
     if index.stat().st_size > _MAX_INDEX_BYTES:
         raise Refusal(f"{index.name} has more than {_MAX_INDEX_BYTES:,} bytes", pointer=pointer)
     try:
-        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        places = dict(json.loads(index.read_bytes())["weight_map"])
+        shards = set(places.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Refusal(f"{index.name} has no readable `weight_map`", pointer=pointer) from error
     if len(shards) > _MAX_SHARDS:
         raise Refusal(f"{index.name} names {len(shards):,} files; at most {_MAX_SHARDS} are read", pointer=pointer)
     if not shards or any(not isinstance(shard, str) or not _SHARD.fullmatch(shard) for shard in shards):
         raise Refusal(f"{index.name} names something that is not a safetensors file beside it", pointer=pointer)
-    return shards
+    return places
 
 
-def fill(model: nn.Module, prefix: str, model_type: str, found: CheckpointFiles, pointer: str) -> list[str]:
+def fill(model: nn.Module, model_type: str, found: CheckpointFiles, context: LoaderContext, pointer: str) -> list[str]:
     """Copy a checkpoint's tensors into a model.
 
     Args:
         model: The built model.
-        prefix: The base model's prefix, which names in the checkpoint may lack or have.
         model_type: The architecture, for its older spellings of names.
         found: The checkpoint's tensors.
+        context: Takes notices.
         pointer: The field of the document that named the checkpoint, for messages.
 
     Returns:
-        Names of tensors that are left over because the task does not use them.
+        Names of tensors that are left over: the task does not use them, or they are made anew.
 
     Memory:
         One tensor beyond the model itself.
@@ -133,7 +148,8 @@ def fill(model: nn.Module, prefix: str, model_type: str, found: CheckpointFiles,
         Refusal: If a tensor is missing, unexpected, of another shape or type, or not finite.
     """
     state = model.state_dict()
-    places, unused = _places(found.entries, state, prefix, model_type, pointer)
+    current = _current_names(found.entries, model_type, context)
+    places, unused = _places(found.entries, current, state, str(model.base_model_prefix), pointer)
     _require_complete(model, state, places, pointer)
     wrong = [
         f"`{name}` is {list(found.entries[name].shape)} where config.json says {list(state[place].shape)}"
@@ -144,6 +160,11 @@ def fill(model: nn.Module, prefix: str, model_type: str, found: CheckpointFiles,
         raise Refusal(
             f"{len(wrong)} tensors have another shape: {'; '.join(wrong[:3])}", pointer=pointer, code="wrong_shape"
         )
+    if _untie_differing(model, state, places, found, context):
+        state = model.state_dict()
+    wide = sorted(name for name in places.values() if found.entries[name].dtype == "F64")
+    if wide:
+        context.notice(f"{len(wide)} tensors are float64 in the files and are read as float32: {names(wide)}")
     by_file: dict[OpenFile, list[tuple[str, str]]] = {}
     for place, name in places.items():
         by_file.setdefault(found.files[name], []).append((place, name))
@@ -154,14 +175,67 @@ def fill(model: nn.Module, prefix: str, model_type: str, found: CheckpointFiles,
     return unused
 
 
+def _untie_differing(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    places: Mapping[str, str],
+    found: CheckpointFiles,
+    context: LoaderContext,
+) -> bool:
+    """Give tensors that the configuration ties a memory of their own where the files hold both, and they differ.
+
+    So does transformers: such a configuration contradicts the files, and the files are what was trained.
+    """
+    tied: dict[int, list[str]] = {}
+    for place in places:
+        if state[place].numel():
+            tied.setdefault(state[place].data_ptr(), []).append(place)
+    untied = False
+    for first, *others in tied.values():
+        for other in others:
+            one, two = (_tensor(found, places[each]).to(torch.float32) for each in (first, other))
+            if torch.equal(one, two):
+                continue
+            owner, _, name = other.rpartition(".")
+            setattr(model.get_submodule(owner), name, nn.Parameter(state[other].clone()))
+            untied = True
+            context.notice(
+                f"config.json ties {names([other])} to {names([first])}, and the files hold both with different "
+                "numbers: they are measured untied, as transformers loads them; write `tie_word_embeddings: false` if "
+                "that is meant"
+            )
+    return untied
+
+
+def _tensor(found: CheckpointFiles, name: str) -> Tensor:
+    with safetensors.safe_open(found.files[name], framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+
+def _current_names(entries: Mapping[str, TensorEntry], model_type: str, context: LoaderContext) -> dict[str, str]:
+    """The names that tensors have today, without what wrappers put before or between them."""
+    bare = {name: name.replace("._orig_mod.", ".").removeprefix("_orig_mod.") for name in entries}
+    while all(name.startswith("module.") for name in bare.values()) and bare:
+        bare = {name: now.removeprefix("module.").removeprefix("_orig_mod.") for name, now in bare.items()}
+    changed = [name for name, now in bare.items() if name != now]
+    if changed:
+        context.log("info", f"{len(changed)} tensors are read without a wrapper's prefix: {names(changed, 2)}")
+    return {name: _current_name(now, model_type) for name, now in bare.items()}
+
+
 def _places(
-    entries: Mapping[str, TensorEntry], state: Mapping[str, Tensor], prefix: str, model_type: str, pointer: str
+    entries: Mapping[str, TensorEntry],
+    names_now: Mapping[str, str],
+    state: Mapping[str, Tensor],
+    prefix: str,
+    pointer: str,
 ) -> tuple[dict[str, str], list[str]]:
     """Where each tensor goes, and what goes nowhere."""
     places: dict[str, str] = {}
     unused, unexpected = [], []
     for name in entries:
-        current = _current_name(name, model_type)
+        current = names_now[name]
         candidates = (current, f"{prefix}.{current}", current.removeprefix(f"{prefix}."))
         place = next((candidate for candidate in candidates if candidate in state), None)
         if place is not None:
@@ -173,14 +247,21 @@ def _places(
                     pointer=pointer,
                     code="wrong_dtype",
                 )
+            if not state[place].is_floating_point() and entries[name].dtype in _FLOATING:
+                raise Refusal(
+                    f"`{name}` is {entries[name].dtype}, and the model counts in whole numbers there; take an intact "
+                    "checkpoint",
+                    pointer=pointer,
+                    code="wrong_dtype",
+                )
             places[place] = name
-        elif current.removeprefix(f"{prefix}.").startswith(_HEADS):
+        elif current.removeprefix(f"{prefix}.").startswith(_HEADS) or _STALE.search(current):
             unused.append(name)
-        elif not _STALE.search(name):
+        else:
             unexpected.append(name)
     if unexpected:
         raise Refusal(
-            f"the files hold {len(unexpected)} tensors that a `{model_type}` of this config.json does not have: "
+            f"the files hold {len(unexpected)} tensors that the model of this config.json does not have: "
             f"{names(sorted(unexpected))}",
             pointer=pointer,
             code="unexpected_tensor",

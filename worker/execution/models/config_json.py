@@ -11,13 +11,17 @@ from typing import Any, NoReturn
 import transformers
 
 from worker.execution.files.open_files import OpenFile
+from worker.execution.loader_context import LoaderContext
 from worker.execution.models.families import FAMILIES, MAX_DEPTH, MAX_LABELS, Family, Fields
-from worker.execution.refusal import Refusal
+from worker.execution.models.unread_fields import account_for_fields
+from worker.execution.refusal import Refusal, names
 
 _MAX_CONFIG_BYTES = 2**20
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 _ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
                  "attention_factor", "beta_fast", "beta_slow")  # fmt: skip
+_ROTARY = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", "rotary_pct")
+_ROPE_FIELDS = (*_ROPE_NUMBERS, "rope_type", "type", "rope_theta", "finetuned", "partial_rotary_factor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +38,20 @@ class Architecture:
     """transformers' configuration object, built from ``fields`` alone."""
 
 
-def read_architecture(file: OpenFile | None, pointer: str) -> Architecture:
+def read_architecture(file: OpenFile | None, context: LoaderContext, pointer: str) -> Architecture:
     """Read the architecture in a ``config.json``.
 
     Args:
         file: The file; None if there is none.
+        context: Takes the fields that are not read.
         pointer: The field of the document that named its folder, for messages.
 
     Returns:
         The architecture, with each field checked against its type and bound.
 
     Raises:
-        Refusal: If a field is missing, of another type or out of bounds, or asks for foreign code.
+        Refusal: If a field is missing, of another type or out of bounds, asks for foreign code, or would change the
+            model and is not read.
     """
     config = _read_json(file, pointer)
     model_type = config.get("model_type")
@@ -71,6 +77,7 @@ def read_architecture(file: OpenFile | None, pointer: str) -> Architecture:
     if labels is not None:
         extra["num_labels"] = labels
     configuration = getattr(transformers, family.config)(**fields, **extra)
+    account_for_fields(config, _fields_read(family), configuration, context, pointer)
     return Architecture(
         model_type=model_type,
         family=family,
@@ -79,6 +86,13 @@ def read_architecture(file: OpenFile | None, pointer: str) -> Architecture:
         end_id=_end_id(config, fields("vocab_size")),
         configuration=configuration,
     )
+
+
+def _fields_read(family: Family) -> frozenset[str]:
+    """Names of all fields that are read of a family's configuration."""
+    rotary = _ROTARY if family.rotary else ()
+    own = (*family.sizes, *family.optional, *family.numbers, *family.flags, *family.words, *(family.lists or {}))
+    return frozenset((*own, *rotary, "model_type", "id2label", "num_labels", "eos_token_id", "quantization_config"))
 
 
 def _read_json(file: OpenFile | None, pointer: str) -> dict[str, Any]:
@@ -160,6 +174,12 @@ def _rope(config: dict[str, Any], model_type: str, pointer: str) -> dict[str, An
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(given, dict):
         _refuse("`rope_scaling` must be an object", pointer)
+    other = next((name for name in given if name not in _ROPE_FIELDS and given[name] is not None), None)
+    if other is not None:
+        _refuse(f"`rope_scaling` has {names([other])}, which is not read and would change the model", pointer)
+    partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if model_type != "gpt_neox" and partial not in (None, 1, 1.0):
+        _refuse(f"`partial_rotary_factor` is {str(partial)[:40]}, which a `{model_type}` does not read here", pointer)
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in _ROPE_TYPES:
         _refuse(f"`rope_scaling` has an unknown type; known are {', '.join(_ROPE_TYPES)}", pointer)

@@ -25,7 +25,9 @@ from worker.execution.refusal import Refusal, Unavailable
 
 _ID = re.compile(r"[A-Za-z0-9][\w.\-]{0,95}(/[A-Za-z0-9][\w.\-]{0,95})?", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9][\w.\-/]{0,199}", re.ASCII)
-_FILES = ["config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json"]
+_FILES = ("config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
+          "adapter_config.json", "generation_config.json", "preprocessor_config.json",
+          "*_Pooling/config.json")  # fmt: skip
 
 
 def load(source: HuggingFaceModel, task: Task, context: LoaderContext) -> LoadedModel:

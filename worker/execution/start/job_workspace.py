@@ -2,6 +2,8 @@
 
 import hashlib
 import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from catalog import ANALYSES
@@ -23,10 +25,17 @@ from worker.execution.ranks.rank_part import NoFiles, writes_files
 from worker.execution.stop_flag import StopFlag
 
 _SMALL_INPUT_BYTES = 256 * 2**20
+_MOST_UNUSED = 500
+_MOST_NOTICES = 50
 
 
 def make_workspace(
-    assignment: Assignment, document: JobDocument, pipe: FramePipe, checkpoint: StopFlag, place: ComputingPlace
+    assignment: Assignment,
+    document: JobDocument,
+    pipe: FramePipe,
+    checkpoint: StopFlag,
+    place: ComputingPlace,
+    notice: Callable[[str], None],
 ) -> Workspace:
     """Return the workspace of an attempt without its inputs.
 
@@ -36,6 +45,7 @@ def make_workspace(
         pipe: The pipe to the parent, which takes reports, log lines, the plan and the names of artifacts.
         checkpoint: The flag that is read between units of work.
         place: The device, with the memory that may be used.
+        notice: Receives what was read otherwise than it stands in the data.
 
     Returns:
         The workspace; of its inputs only the task is there.
@@ -79,6 +89,7 @@ def make_workspace(
             report=pipe.report,
             raise_if_cancelled=checkpoint.checkpoint,
             log=pipe.log,
+            notice=notice,
             announce_plan=pipe.planned,
         ),
         resume=Resume(
@@ -95,7 +106,35 @@ def make_workspace(
     )
 
 
-def make_context(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag, place: ComputingPlace) -> LoaderContext:
+@dataclass(frozen=True)
+class InputNotes:
+    """What the loaders have noted of a model's folder and data, each line once and in order."""
+
+    unused: dict[str, None] = field(default_factory=dict)
+    """What was not used."""
+    notices: dict[str, None] = field(default_factory=dict)
+    """What was read otherwise than it stands there."""
+
+    def list_unused(self, name: str) -> None:
+        """Note one thing that was not used; beyond some, only that there are more.
+
+        Args:
+            name: What it is, and where it stands.
+        """
+        self.unused.setdefault(name if len(self.unused) < _MOST_UNUSED else "and more")
+
+    def note(self, message: str) -> None:
+        """Note what changes numbers.
+
+        Args:
+            message: A sentence.
+        """
+        self.notices.setdefault(message if len(self.notices) < _MOST_NOTICES else "and more")
+
+
+def make_context(
+    assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag, place: ComputingPlace, notes: InputNotes
+) -> LoaderContext:
     """Return what the loaders of an attempt may use.
 
     Args:
@@ -103,6 +142,7 @@ def make_context(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag, 
         pipe: The pipe to the parent, which takes reports and log lines.
         checkpoint: The flag that is read between units of work.
         place: The device, with the memory that may be used.
+        notes: Take what the loaders note.
 
     Returns:
         Rules, folders and ports of the loaders.
@@ -116,6 +156,8 @@ def make_context(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag, 
         report=pipe.report,
         checkpoint=checkpoint.checkpoint,
         log=pipe.log,
+        note=notes.note,
+        unused=notes.list_unused,
         shapes_only=assignment.estimate,
         # the budget counts what this process holds already; inputs that are small the plan refuses, with its reasons
         most_bytes=max(_SMALL_INPUT_BYTES, place.memory.host_bytes - resident_bytes()),

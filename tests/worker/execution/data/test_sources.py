@@ -113,7 +113,7 @@ def test_lines_of_text_are_read_as_bytes_by_a_byte_model(
 @pytest.mark.parametrize(
     ("task", "said", "kept"),
     [
-        ("causal_lm", ["info: 2 texts with fewer than 2 tokens are left out"], ["ab", "abc"]),
+        ("causal_lm", ["warning: 2 of 4 texts have fewer than 2 tokens and are left out"], ["ab", "abc"]),
         ("sentence_embedding", [], ["a", "b", "ab", "abc"]),
     ],
 )

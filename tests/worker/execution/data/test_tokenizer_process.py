@@ -36,15 +36,17 @@ def precompiled(content: bytes) -> Any:
 
 def encoded(
     path: Path, texts: list[str], largest: int = 100, checkpoint: Callable[[], None] = lambda: None
-) -> list[tuple[list[int], list[int]]]:
+) -> list[tuple[list[int], list[int], bool]]:
     with TokenizerProcess.start(path, 8, ["[UNK]"], largest, checkpoint, "/data/path") as tokenizer:
         assert tokenizer.mask_id == 2
-        return tokenizer.encode(texts, 0)
+        return [(found.ids, found.special, found.cut) for found in tokenizer.encode(texts, 0)]
 
 
 def test_a_sound_file_gives_its_tokens_cut_to_the_length(tmp_path: Path) -> None:
     path = tokenizer_file(tmp_path)
-    assert encoded(path, ["a b zzz", "", "a " * 100]) == [[[0, 1, 2], [0] * 3], [[], []], [[0] * 8, [0] * 8]]
+    assert encoded(path, ["a b zzz", "", "a " * 100]) == [
+        ([0, 1, 2], [0] * 3, False), ([], [], False), ([0] * 8, [0] * 8, True),
+    ]  # fmt: skip
 
 
 def endless(folder: Path) -> Path:
@@ -115,4 +117,4 @@ def test_a_stop_request_ends_the_process(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_long_text_has_room(tmp_path: Path) -> None:
     model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "[UNK]": 2}, "merges": [], "unk_token": "[UNK]"}
     path = tokenizer_file(tmp_path, model=model, pre_tokenizer=None)
-    assert encoded(path, ["ab" * 2**19], largest=2**20) == [[[0, 1] * 4, [0] * 8]]
+    assert encoded(path, ["ab" * 2**19], largest=2**20) == [([0, 1] * 4, [0] * 8, True)]

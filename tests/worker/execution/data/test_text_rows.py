@@ -1,0 +1,229 @@
+"""Every field of a row of texts is read, refused, or listed; pairs are what transformers' tokenizer makes of them."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from catalog.inputs import DataFile, DirectoryModel, HuggingFaceData, Task
+from catalog.record import FieldError
+from worker.execution.data import builtin, file, huggingface
+from worker.execution.data.request import DataRequest
+from worker.execution.data.text_rows import PAIRS
+from worker.execution.loaded_model import LoadedModel, Vocabulary
+from worker.execution.loader_context import LoaderContext
+from worker.execution.models.checkpoint import load
+from worker.execution.refusal import Refusal
+
+ONE = ["a man is playing a guitar", "it rains", "the third premise of them all is rather long, and has a comma"]
+OTHER = ["someone makes music in the street", "the sun shines", "short"]
+LABELS = [0, 2, 1]
+
+
+class Read:
+    """A file that was read, with what the loader said."""
+
+    def __init__(self, context: LoaderContext, loaded: LoadedModel, task: str) -> None:
+        self.unused: list[str] = []
+        self.notices: list[str] = []
+        own = replace(context, note=self.notices.append, unused=self.unused.append)
+        self.request = DataRequest(task=Task(type=task), loaded=loaded, batch_size=4, seed=0, context=own)  # type: ignore[arg-type]
+
+    def file(self, path: Path, **more: Any) -> Any:
+        stream = file.load(DataFile(source="file", path=str(path), **more), self.request)
+        (chunk,) = stream.batches()
+        return chunk
+
+    def table(self, path: Path, **more: Any) -> Any:
+        stream = huggingface.load(HuggingFaceData(source="huggingface", id=str(path), **more), self.request)
+        (chunk,) = stream.batches()
+        return chunk
+
+
+@pytest.fixture
+def encoder(minilm: Path, context: LoaderContext) -> LoadedModel:
+    return load(DirectoryModel(source="directory", path=str(minilm)), Task(type="sentence_embedding"), context)
+
+
+@pytest.fixture
+def reading(context: LoaderContext, encoder: LoadedModel) -> Callable[..., Read]:
+    return lambda task="sequence_classification", loaded=encoder: Read(context, loaded, task)
+
+
+def lines(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def pairs(one: str, other: str, **more: Any) -> list[dict[str, Any]]:
+    return [{one: a, other: b, "label": c, **more} for a, b, c in zip(ONE, OTHER, LABELS, strict=True)]
+
+
+def require_tokens_of(minilm: Path, inputs: dict[str, torch.Tensor], **options: Any) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
+    expected = tokenizer(ONE, OTHER, padding=True, return_tensors="pt", **options)
+    for name in ("input_ids", "attention_mask", "token_type_ids"):
+        assert torch.equal(inputs[name], expected[name])
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_both_halves_of_a_pair_are_read_as_transformers_joins_them(
+    tmp_path: Path, minilm: Path, reading: Callable[..., Read], one: str, other: str
+) -> None:
+    read = reading()
+    inputs, targets, _ = read.file(lines(tmp_path, pairs(one, other)))
+    require_tokens_of(minilm, inputs)
+    assert targets.tolist() == LABELS
+    assert (read.unused, read.notices) == ([], [])
+    read = reading()
+    inputs, *_ = read.file(lines(tmp_path, pairs(one, other)), sequence_length=12)
+    require_tokens_of(minilm, inputs, truncation=True, max_length=12)
+    assert len(read.notices) == 1
+    assert read.notices[0].endswith("longer than 12 tokens and are cut there: `sequence_length`, which can be raised")
+
+
+def test_the_model_sees_which_half_a_token_is_of(tmp_path: Path, minilm: Path, reading: Callable[..., Read]) -> None:
+    inputs, *_ = reading().file(lines(tmp_path, pairs("premise", "hypothesis")))
+    model = transformers.AutoModel.from_pretrained(minilm).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
+    given = tokenizer(ONE, OTHER, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs)[0], model(**given)[0])
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv", "jsonl"])
+def test_pairs_of_a_table_are_read_or_refused(
+    tmp_path: Path, minilm: Path, reading: Callable[..., Read], suffix: str
+) -> None:
+    table = datasets.Dataset.from_dict({"sentence1": ONE, "sentence2": OTHER, "label": LABELS, "idx": [4, 5, 6]})
+    path = tmp_path / f"train.{suffix}"
+    {"parquet": table.to_parquet, "jsonl": table.to_json, "csv": table.to_csv}[suffix](str(path))
+    named: dict[str, Any] = {"input_column": "sentence1", "target_column": "label"}
+    with pytest.raises(Refusal, match="`pair_column: sentence2`") as refused:
+        reading().table(tmp_path, **named)
+    assert refused.value.pointer == "/data/pair_column"
+    read = reading()
+    inputs, targets, _ = read.table(tmp_path, pair_column="sentence2", **named)
+    require_tokens_of(minilm, inputs)
+    assert targets.tolist() == LABELS
+    assert read.unused == [f"`idx` of {tmp_path}"]
+    with pytest.raises(Refusal, match="`absent` is not a column"):
+        reading().table(tmp_path, pair_column="absent", **named)
+    read = reading("masked_lm")
+    read.table(tmp_path, input_column="sentence1")
+    assert f"`sentence2` of {tmp_path}" in read.unused
+    assert any("the other half of a pair" in each for each in read.notices)
+    with pytest.raises(FieldError, match="which another field names"):
+        HuggingFaceData(source="huggingface", id="x", pair_column="text")
+
+
+def test_files_of_another_split_are_listed_and_a_split_that_no_file_has_is_a_notice(
+    tmp_path: Path, reading: Callable[..., Read]
+) -> None:
+    for name in ("train", "validation"):
+        datasets.Dataset.from_dict({"text": ONE}).to_json(str(tmp_path / f"{name}.jsonl"))
+    read = reading("masked_lm")
+    read.table(tmp_path)
+    assert read.unused == [f"file `validation.jsonl` of {tmp_path.name}"]
+    assert read.notices == []
+    (tmp_path / "train.jsonl").rename(tmp_path / "test.jsonl")
+    read = reading("masked_lm")
+    stream = huggingface.load(HuggingFaceData(source="huggingface", id=str(tmp_path)), read.request)
+    assert stream.examples == 6
+    assert any("so all 2 are read" in each for each in read.notices)
+
+
+def test_every_other_key_of_a_line_is_listed(tmp_path: Path, reading: Callable[..., Read]) -> None:
+    rows = [{"text": "a text", "label": 0, "id": 3, "weight": 2.0}, {"text": "another", "label": 1, "source": "web"}]
+    read = reading()
+    read.file(lines(tmp_path, rows))
+    assert read.unused == [f"`{name}` of rows.jsonl" for name in ("id", "weight", "source")]
+    assert read.notices == ["`weight` of rows.jsonl is not read: every example counts once"]
+    read = reading("masked_lm")
+    read.file(lines(tmp_path, rows))
+    assert "`label` of rows.jsonl" in read.unused
+
+
+BAD = [
+    ([{"text": "a", "hypothesis": "b", "label": 0}], "looks like the other half of a pair"),
+    ([{"text": "a", "sentence1": "b", "sentence2": "c", "label": 0}], "more than one reading"),
+    ([{"premise": "a", "hypothesis": "b", "sentence1": "c", "sentence2": "d", "label": 0}], "more than one reading"),
+    ([{"input_ids": [1, 2], "text": "a", "label": 0}], "`input_ids` would be numbers for the model"),
+    ([{"premise": "a", "label": 0}], "line 1 is no JSON object with `text`: there is no `text` among `premise`"),
+    (
+        [{"text": "a", "label": 0}, {"text": "b", "text_pair": "c", "label": 0}],
+        "line 2 has `text_pair`, and lines before",
+    ),
+    ([{"text": "a", "text_pair": "c", "label": 0}, {"text": "b", "label": 0}], "line 2 has no `text_pair`"),
+    ([{"text": "a", "text_pair": None, "label": 0}], "`text_pair` must be a string"),
+    ([["a", "b"]], "line 1 is no JSON object"),
+]
+
+
+@pytest.mark.parametrize(("rows", "said"), BAD, ids=[said[:30] for _, said in BAD])
+def test_what_cannot_be_read_as_it_stands_is_refused(
+    tmp_path: Path, reading: Callable[..., Read], rows: Any, said: str
+) -> None:
+    with pytest.raises(Refusal, match=said):
+        reading().file(lines(tmp_path, rows))
+
+
+def test_pairs_are_refused_where_texts_are_embedded_or_there_is_no_tokenizer(
+    tmp_path: Path, reading: Callable[..., Read]
+) -> None:
+    path = lines(tmp_path, pairs("text", "text_pair"))
+    with pytest.raises(Refusal, match="embeds each by itself"):
+        reading("sentence_embedding").file(path)
+    bare = LoadedModel(model=torch.nn.Linear(3, 2), vocabulary=Vocabulary(size=256, max_length=16, tokenizer=None))
+    with pytest.raises(Refusal, match="no tokenizer that could join them"):
+        reading("causal_lm", bare).file(path)
+
+
+def test_texts_that_are_cut_are_counted(tmp_path: Path, minilm: Path, reading: Callable[..., Read]) -> None:
+    texts = ["word " * count for count in (1, 5, 600, 509, 511, 700)]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
+    longer = sum(len(tokenizer(text)["input_ids"]) > 512 for text in texts)
+    path = lines(tmp_path, [{"text": text} for text in texts])
+    read = reading("masked_lm")
+    stream = file.load(DataFile(source="file", path=str(path), sequence_length=1000), read.request)
+    assert max(inputs["input_ids"].shape[1] for inputs, *_ in stream.batches()) == 512
+    said = f"{longer} of 6 texts are longer than 512 tokens and are cut there: the model has no more positions"
+    assert read.notices == [said]
+    bare = LoadedModel(model=torch.nn.Linear(3, 2), vocabulary=Vocabulary(size=256, max_length=16, tokenizer=None))
+    read = reading("causal_lm", bare)
+    (tmp_path / "lines.txt").write_text("x" * 16 + "\n" + "y" * 17 + "\nz\n")
+    read.file(tmp_path / "lines.txt")
+    assert read.notices == [
+        "1 of 3 texts have fewer than 2 tokens and are left out",
+        "1 of 3 texts are longer than 16 tokens and are cut there: the model has no more positions",
+    ]
+
+
+def test_tensors_that_a_model_has_no_argument_for_are_refused(tmp_path: Path, reading: Callable[..., Read]) -> None:
+    path = tmp_path / "data.safetensors"
+    ids = {"input_ids": torch.ones(4, 5, dtype=torch.int64), "attention_mask": torch.ones(4, 5, dtype=torch.int64)}
+    safetensors.torch.save_file(ids | {"targets": torch.arange(4)}, path)
+    inputs, _ = reading().file(path)
+    assert set(inputs) == set(ids)
+    safetensors.torch.save_file(ids | {"weights": torch.ones(4), "targets": torch.arange(4)}, path)
+    with pytest.raises(Refusal, match="`weights` are tensors that the model's forward has no argument for"):
+        reading().file(path)
+    safetensors.torch.save_file(ids | {"labels": torch.arange(4)}, path)
+    with pytest.raises(Refusal, match="name them `targets`"):
+        reading().file(path)
+
+
+def test_that_the_english_data_set_is_cut_is_no_notice(reading: Callable[..., Read]) -> None:
+    from catalog.inputs import BuiltinData  # noqa: PLC0415 - beside its only use
+
+    read = reading("masked_lm")
+    builtin.load(BuiltinData(source="builtin", name="english", limit=8), read.request)
+    assert read.notices == []

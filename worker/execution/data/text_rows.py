@@ -1,0 +1,171 @@
+"""Text rows: the fields of a file's rows that are a text, the other half of its pair, and its label.
+
+What a row holds besides is not read, and is listed: by name, once for the file. A field that would change what is
+measured if it were read (the other half of a pair, token ids, a weight) is refused with the remedy, or a notice.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from worker.execution.loader_context import LoaderContext
+from worker.execution.refusal import Refusal, names
+
+PAIRS = (
+    ("text", "text_pair"), ("text1", "text2"), ("text_1", "text_2"), ("text_a", "text_b"),
+    ("sentence1", "sentence2"), ("sentence_1", "sentence_2"), ("sentence_a", "sentence_b"), ("sent1", "sent2"),
+    ("sequence1", "sequence2"), ("premise", "hypothesis"), ("question1", "question2"), ("question", "context"),
+    ("question", "sentence"), ("question", "passage"), ("query", "passage"),
+    ("query", "document"), ("claim", "evidence"), ("s1", "s2"),
+)  # fmt: skip
+"""Names by which the two halves of a pair go, in lower case."""
+_TEXTS = ("text", "sentence", "content")
+"""Names of a text by itself, the first one there."""
+LABELS = ("label", "labels", "target", "targets")
+"""Names of a label, the first one there."""
+_TENSORS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "pixel_values"})
+_WEIGHTS = frozenset({"weight", "weights", "sample_weight", "sample_weights"})
+_SECOND = frozenset(second for _, second in PAIRS) - set(_TEXTS)
+LABELLED = ("classification", "sequence_classification", "regression")
+"""Tasks whose targets are labels, one for each text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFields:
+    """The fields that are read."""
+
+    text: str
+    pair: str | None
+    """The other half of a pair, which the tokenizer joins to the text."""
+    label: str | None
+
+
+def choose_fields(there: Sequence[str], task: str, pointer: str) -> TextFields:
+    """Choose the fields of a row that are read.
+
+    Args:
+        there: Names of the row's fields.
+        task: The type of the task.
+        pointer: The field of the document that named the file, for messages.
+
+    Returns:
+        The text, its pair where both halves have names that go together, and the label.
+
+    Raises:
+        Refusal: If there is no text, more than one reading, or a field that must not be left out.
+    """
+    known = {name.lower(): name for name in there}
+    require_no_tensors(there, pointer)
+    pairs = [(known[one], known[other]) for one, other in PAIRS if one in known and other in known]
+    single = next((known[name] for name in _TEXTS if name in known), None)
+    label = next((known[name] for name in LABELS if name in known), None)
+    if len(pairs) > 1 or (pairs and single is not None and single not in pairs[0]):
+        raise Refusal(
+            f"more than one reading of {names(list(there), 20)} is possible; name the text `text`, and the other half "
+            "of a pair `text_pair`, and leave the others out",
+            pointer=pointer,
+            code="ambiguous_fields",
+        )
+    if pairs:
+        require_pairs_make_sense(*pairs[0], task, pointer)
+        return TextFields(text=pairs[0][0], pair=pairs[0][1], label=label)
+    if single is None:
+        raise Refusal(
+            f"there is no `text` among {names(list(there), 20)}; name the text `text`, and the other half of a pair "
+            "`text_pair`",
+            pointer=pointer,
+            code="wrong_format",
+        )
+    half = next((known[name] for name in known if name in _SECOND), None)
+    if half is not None and task in LABELLED:
+        raise _half(single, half, "name the halves `text` and `text_pair`, or leave it out", pointer)
+    return TextFields(text=single, pair=None, label=label)
+
+
+def require_pairs_make_sense(text: str, pair: str, task: str, pointer: str) -> None:
+    """Refuse pairs where each text is embedded by itself.
+
+    Args:
+        text: Name of the first half.
+        pair: Name of the second half.
+        task: The type of the task.
+        pointer: The field of the document that named the file.
+
+    Raises:
+        Refusal: If the task is `sentence_embedding`.
+    """
+    if task == "sentence_embedding":
+        raise Refusal(
+            f"`{text}` and `{pair}` are two texts, and `sentence_embedding` embeds each by itself; give every text a "
+            "row of its own",
+            pointer=pointer,
+            code="unused_field",
+        )
+
+
+def require_pair_named(there: Sequence[str], text: str, pair: str | None, task: str) -> None:
+    """Refuse a table of pairs of which the document names one half, where a label belongs to both.
+
+    Args:
+        there: Names of the columns.
+        text: The column that the model reads.
+        pair: The column of the other halves; None where the document names none.
+        task: The type of the task.
+
+    Raises:
+        Refusal: If a column stands there that goes with the first one.
+    """
+    known = {name.lower(): name for name in there}
+    if pair is None and task in LABELLED:
+        other = next((known[b] for a, b in PAIRS if a == text.lower() and b in known), None)
+        if other is not None:
+            raise _half(
+                text, other, f"name it (`pair_column: {other}`), or give a file without it", "/data/pair_column"
+            )
+
+
+def require_no_tensors(there: Sequence[str], pointer: str) -> None:
+    """Refuse rows of numbers that the model's arguments are.
+
+    Args:
+        there: Names of the fields.
+        pointer: The field of the document that named the file.
+
+    Raises:
+        Refusal: If one is named as a model's argument.
+    """
+    found = [name for name in there if name.lower() in _TENSORS]
+    if found:
+        raise Refusal(
+            f"{names(found)} would be numbers for the model, and texts are read here; give them as tensors in a "
+            "`.safetensors` file, or leave them out",
+            pointer=pointer,
+            code="unused_field",
+        )
+
+
+def list_unused(there: Iterable[str], used: Iterable[str | None], where: str, context: LoaderContext) -> None:
+    """List the fields of a file that are not read, with a notice of those that would change numbers.
+
+    Args:
+        there: Names of all fields.
+        used: Names of those that are read; None is none.
+        where: Name of the file.
+        context: Takes the lines.
+    """
+    read = set(used)
+    for name in dict.fromkeys(there):
+        if name in read:
+            continue
+        context.unused(f"`{name}` of {where}")
+        if name.lower() in _WEIGHTS:
+            context.notice(f"`{name}` of {where} is not read: every example counts once")
+        elif name.lower() in _SECOND:
+            context.notice(f"`{name}` of {where} is not read: it looks like the other half of a pair")
+
+
+def _half(text: str, other: str, remedy: str, pointer: str) -> Refusal:
+    return Refusal(
+        f"`{other}` stands beside `{text}` and looks like the other half of a pair, which the labels are of; {remedy}",
+        pointer=pointer,
+        code="unused_field",
+    )
