@@ -228,10 +228,10 @@ def test_data_that_change_between_passes_end_the_job_with_both_figures(
     document = ["data.factory=mine_for_kronoscope:anew", "kind=[natural_gradient]"]
     job_id = kronoscope("submit", "job.yaml", *settings(document), "--url", url).stdout.strip()
     assert kronoscope("watch", job_id, "--url", url).returncode == 2
-    error = client.job(job_id).error
-    assert error is not None
-    assert (error.category, error.code, error.pointer) == ("usage", "data_differ", "/data")
-    assert error.message.count("40 examples with the digest ") == 2
+    failure = client.job(job_id).failure
+    assert failure is not None
+    assert (failure.category, failure.code, failure.pointer) == ("usage", "data_differ", "/data")
+    assert failure.message.count("40 examples with the digest ") == 2
 
 
 def test_a_running_job_is_cancelled(folder: Path, kronoscope: Run, client: Client, url: str) -> None:
