@@ -1,6 +1,6 @@
 """What the child says when it cannot do a job: whose fault, which field, and the remedy."""
 
-from typing import Literal
+from typing import Any, Literal
 
 Category = Literal["usage", "transient", "fatal"]
 
@@ -49,6 +49,26 @@ def is_storable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object's fields, for ``object_pairs_hook``: of two with one name Python would keep the last.
+
+    Args:
+        pairs: Names and values, in order.
+
+    Returns:
+        The object.
+
+    Raises:
+        ValueError: If two fields have one name.
+    """
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"two fields are called {names([name])}")
+        found[name] = value
+    return found
 
 
 def names(found: list[str], most: int = 5) -> str:

@@ -20,7 +20,7 @@ from worker.execution.data.text import Text, text_stream
 from worker.execution.data.text_rows import LABELLED, TextFields, choose_fields, list_unused
 from worker.execution.files.open_files import OpenFile
 from worker.execution.files.safetensors_header import TensorEntry, read_header
-from worker.execution.refusal import Refusal, is_storable, names
+from worker.execution.refusal import Refusal, is_storable, names, unique_keys
 
 _POINTER = "/data/path"
 _MAX_LINE_BYTES = 2**20
@@ -154,9 +154,10 @@ def _json_lines(path: OpenFile, limit: int | None, request: DataRequest) -> tupl
 
 def _object(line: str, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = json.loads(line, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
-        raise Refusal(f"{where} is no JSON object with `text`", pointer=_POINTER, code="wrong_format") from error
+        why = f": {error}" if str(error).startswith("two fields") else ""
+        raise Refusal(f"{where} is no JSON object with `text`{why}", pointer=_POINTER, code="wrong_format") from error
     if not isinstance(row, dict):
         raise Refusal(f"{where} is no JSON object with `text`", pointer=_POINTER, code="wrong_format")
     return row

@@ -18,7 +18,7 @@ from worker.execution.data.byte_count import ByteCount
 from worker.execution.data.request import DataRequest
 from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.loader_context import LoaderContext
-from worker.execution.refusal import Refusal, names, storable_text
+from worker.execution.refusal import Refusal, names, storable_text, unique_keys
 
 SUFFIXES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 _ROWS_AT_ONCE = 16
@@ -181,7 +181,7 @@ def _json_rows(file: OpenFile, count: ByteCount) -> Iterator[Any]:
                 raise ValueError(f"a list of more than {_MOST_DOCUMENT_BYTES:,} bytes; write one object in a line")
             count.require(_DECODED_PER_BYTE * file.stat().st_size)
             stream.seek(0)
-            yield from json.loads(stream.read().decode("utf-8-sig"))
+            yield from json.loads(stream.read().decode("utf-8-sig"), object_pairs_hook=unique_keys)
             return
         stream.seek(0)
         for number in itertools.count(1):
@@ -191,7 +191,8 @@ def _json_rows(file: OpenFile, count: ByteCount) -> Iterator[Any]:
             if len(line) > _MOST_LINE_BYTES:
                 raise ValueError(f"line {number} is longer than {_MOST_LINE_BYTES:,} bytes")
             if line.strip():
-                yield json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                yield json.loads(text, object_pairs_hook=unique_keys)
 
 
 def _require_columns(there: Sequence[str], columns: Mapping[str, str], known: dict[str, None]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.files.safetensors_header import TensorEntry, read_header
 from worker.execution.loader_context import LoaderContext
-from worker.execution.refusal import Refusal, names
+from worker.execution.refusal import Refusal, names, unique_keys
 
 _MAX_INDEX_BYTES = 8 * 2**20
 _MAX_SHARDS = 512
@@ -117,7 +117,7 @@ def _weight_map(index: OpenFile, pointer: str) -> dict[str, str]:
     if index.stat().st_size > _MAX_INDEX_BYTES:
         raise Refusal(f"{index.name} has more than {_MAX_INDEX_BYTES:,} bytes", pointer=pointer)
     try:
-        places = dict(json.loads(index.read_bytes())["weight_map"])
+        places = dict(json.loads(index.read_bytes(), object_pairs_hook=unique_keys)["weight_map"])
         shards = set(places.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Refusal(f"{index.name} has no readable `weight_map`", pointer=pointer) from error

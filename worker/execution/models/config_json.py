@@ -14,12 +14,13 @@ from worker.execution.files.open_files import OpenFile
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models.families import FAMILIES, MAX_DEPTH, MAX_LABELS, Family, Fields
 from worker.execution.models.unread_fields import account_for_fields
-from worker.execution.refusal import Refusal, names
+from worker.execution.refusal import Refusal, names, unique_keys
 
 _MAX_CONFIG_BYTES = 2**20
 _ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 _ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
                  "attention_factor", "beta_fast", "beta_slow")  # fmt: skip
+_NO_JSON = "is not valid JSON (NaN and Infinity are not)"
 _ROTARY = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", "rotary_pct")
 _ROPE_FIELDS = (*_ROPE_NUMBERS, "rope_type", "type", "rope_theta", "finetuned", "partial_rotary_factor")
 
@@ -101,9 +102,9 @@ def _read_json(file: OpenFile | None, pointer: str) -> dict[str, Any]:
     if file.stat().st_size > _MAX_CONFIG_BYTES:
         _refuse(f"has {file.stat().st_size:,} bytes; at most {_MAX_CONFIG_BYTES:,} are read", pointer)
     try:
-        value = json.loads(file.read_bytes(), parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        _refuse("is not valid JSON (NaN and Infinity are not)", pointer)
+        value = json.loads(file.read_bytes(), parse_constant=_no_constant, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        _refuse(str(error) if str(error).startswith("two fields") else _NO_JSON, pointer)
     if not isinstance(value, dict):
         _refuse("is not a JSON object", pointer)
     return value

@@ -176,6 +176,15 @@ def test_what_cannot_be_read_as_it_stands_is_refused(
         reading().file(lines(tmp_path, rows))
 
 
+def test_a_field_that_stands_twice_in_a_line_is_refused(tmp_path: Path, reading: Callable[..., Read]) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a", "label": 0, "text": "b"}\n')
+    with pytest.raises(Refusal, match="two fields are called `text`"):
+        reading().file(path)
+    with pytest.raises(Refusal, match="two fields are called `text`"):
+        reading().table(path, target_column="label")
+
+
 def test_pairs_are_refused_where_texts_are_embedded_or_there_is_no_tokenizer(
     tmp_path: Path, reading: Callable[..., Read]
 ) -> None:

@@ -256,6 +256,14 @@ def test_the_preprocessing_of_images_is_a_notice(saved: Saved) -> None:
     assert any("`preprocessor_config.json` is not applied" in each for each in notes.notices)
 
 
+def test_a_field_that_stands_twice_is_refused(saved: Saved) -> None:
+    folder = saved("AutoModel", bert())
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace("{", '{"hidden_act": "relu", ', 1))
+    with pytest.raises(Refusal, match="two fields are called `hidden_act`"):
+        loaded(folder)
+
+
 def test_a_quantised_configuration_is_refused(saved: Saved) -> None:
     folder = saved("AutoModel", bert())
     rewrite(folder, quantization_config={"quant_method": "gptq"})
