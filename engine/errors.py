@@ -12,6 +12,7 @@
     │   ├── WrongShape           outputs and targets do not fit each other, or the task
     │   ├── NoLikelihood         the model's own loss has no distribution to take a Fisher of
     │   ├── ModelRefused         the model raised on a batch
+    │   ├── ModelChanged         a forward pass writes to a parameter, replaces or adds one
     │   ├── NothingToAnalyse     no trainable parameter in a treated layer
     │   ├── CoverageTooLow       less is covered than `collection.min_coverage` asks
     │   ├── BiasColumnMismatch   a factor or gradient disagrees with its layer about the bias column
@@ -102,6 +103,12 @@ class ModelRefused(UsageError):
     """The model raised on a batch of this data."""
 
     code = "model_refused"
+
+
+class ModelChanged(UsageError):
+    """A parameter moved while the model was measured."""
+
+    code = "model_changed"
 
 
 class NothingToAnalyse(UsageError):

@@ -30,12 +30,13 @@ import torch
 from torch import Tensor, nn
 
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.collection.collection_state import CollectionState, Cursor, bit_sum
+from engine.collection.collection_state import CollectionState, Cursor
 from engine.collection.statistics_state import counts, put, set_counts, state_of
 from engine.errors import Unwinding
 from engine.factors.kronecker_factors import digest
 from engine.factors.spilled_factors import SpilledFactors
 from engine.model.batches import Batch
+from engine.model.checksum import bit_sum
 from engine.model.sharding.gathered_parameters import present
 from engine.saved_fields import load_fields, save_fields
 from engine.workspace import Artifacts, Workspace, load_sealed, save_sealed

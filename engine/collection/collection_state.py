@@ -8,9 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.distributed.traffic import Traffic
 from engine.factors.factor_set import LayerSums
@@ -20,6 +17,7 @@ from engine.gradient_identity.self_check import SelfCheck
 from engine.memory.plan import Chosen
 from engine.merging.example_runs import MOST_RUNS, joined, runs_of
 from engine.model.batches import Batch, tensors
+from engine.model.checksum import bit_sum
 from engine.model.example_digests import EnteredExamples
 from engine.model.mixed_precision import FIRST_SCALE, LossScale
 from engine.row_layout.attention_masks import Key
@@ -258,21 +256,3 @@ class Cursor:
             self.runs = joined(self.runs)
             if len(self.runs) > MOST_RUNS:
                 self.runs, self.scattered = [], True
-
-
-def bit_sum(tensor: Tensor) -> int:
-    """Sum a tensor's bytes, read as 64-bit integers: an exact checksum, which differs for other numbers.
-
-    Args:
-        tensor: A tensor of any shape, dtype and device.
-
-    Returns:
-        The sum of its 64-bit words modulo 2⁶⁴, plus that of the bytes left over; 0 for what is not stored densely.
-    """
-    if tensor.layout != torch.strided:
-        return 0
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    # torch reads only what lies on a multiple of its size as a wider type
-    aligned = flat[:whole] if flat.storage_offset() % 8 == 0 else flat[:whole].clone()
-    return int(aligned.view(torch.int64).sum()) + int(flat[whole:].sum(dtype=torch.int64))

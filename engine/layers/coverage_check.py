@@ -16,6 +16,7 @@ from catalog.coverage import remedy_of
 from engine.errors import CoverageBroken, CoverageTooLow, NothingToAnalyse
 from engine.layers.coverage import DeclaredLayer, Survey, survey
 from engine.layers.layer import TreatedLayer
+from engine.model.preserve_state import in_evaluation
 
 
 def survey_layers(model: nn.Module, collection: Collection) -> Survey:
@@ -33,14 +34,9 @@ def survey_layers(model: nn.Module, collection: Collection) -> Survey:
         CoverageTooLow: If less can be covered than ``collection`` asks.
         CoverageBroken: If the survey does not add up.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        # batch norm is treated by its running statistics, which only evaluation mode uses
-        model.eval()
+    # batch norm is treated by its running statistics, which only evaluation mode uses
+    with in_evaluation(model):
         result = survey(model)
-    finally:
-        for module, training in modes:
-            module.training = training
     possible = [row for row in result.declared if row.open]
     if not result.treated and not possible:
         reasons = sorted(count_by_reason(result.declared)) or ["no trainable parameter"]

@@ -21,6 +21,7 @@ from engine.errors import EngineError, ModelRefused, NonFiniteLoss, Unwinding, W
 from engine.memory.out_of_memory import lost_device, ran_out_of_memory
 from engine.model.batches import Batch, tensors
 from engine.model.dtype_casts import casts_of, conversion_of, is_mismatch
+from engine.model.model_state import forward_of
 from engine.model.output_selection import loss_of, output_of
 from engine.model.sharding.gathering import refusing_absent_reads
 from engine.model.targets.class_axis import find_class_axis
@@ -166,7 +167,7 @@ def call_model(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noq
     """
     inputs = batch.inputs
     try:
-        with casts_of(model), refusing_absent_reads():
+        with forward_of(model), casts_of(model), refusing_absent_reads():
             if isinstance(inputs, Mapping):
                 return model(**inputs, labels=batch.targets) if labelled else model(**inputs)
             positional = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)

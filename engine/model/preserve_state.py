@@ -1,6 +1,7 @@
 """Preserved state: a model runs for measuring, and is left exactly as it was before."""
 
 import contextlib
+import random
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.model.dtype_casts import note_conversion
+from engine.model.model_state import ModelState
 from engine.model.sharding.gathered_parameters import converted, put_back
 
 
@@ -16,8 +18,8 @@ from engine.model.sharding.gathered_parameters import converted, put_back
 def preserve_state(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Run a model in ``eval()`` without parameter gradients, and restore it afterwards.
 
-    Flags, modes, weights, buffers, `.grad`s, hooks and the generators' state are as before afterwards, whatever happens
-    inside.
+    Flags, modes, weights, buffers, `.grad`s, hooks, the generators' state and what modules hold besides are as before
+    afterwards, whatever happens inside; and after every forward pass, as ``model_state`` describes.
 
     Args:
         model: The model.
@@ -25,54 +27,94 @@ def preserve_state(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
     Returns:
         A context manager.
+
+    Raises:
+        ModelChanged: At the end, if a parameter has other numbers than at the beginning.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    flags = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
     contents = [
         (tensor, tensor.data)
         for tensor in (*model.parameters(), *model.buffers())
         if tensor.is_floating_point() and tensor.dtype != dtype
     ]
     note_conversion(model, frozenset(tensor.dtype for tensor, _ in contents), dtype)
-    # a model may write to its buffers, or put others in their place
-    buffers = [
-        (module, name, buffer, buffer.data, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()  # noqa: SLF001 - own buffers, each beside its module
-        if buffer is not None and buffer.layout == torch.strided
-    ]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with (
         torch.inference_mode(mode=False),
         torch.random.fork_rng(devices=devices),
+        _other_generators(),
         _full_precision(),
         _eager(),
         _plain(model),
+        in_evaluation(model) as state,
         _in_order(model),
         _step_by_step(model),
     ):
         try:
-            model.eval()
-            for parameter, *_ in flags:
+            for parameter in model.parameters():
                 parameter.requires_grad_(False)
                 # a gradient has its parameter's type, which changes
                 parameter.grad = None
             for tensor, _ in contents:
                 tensor.data = converted(tensor, dtype)
-            yield
+            with state.held(model):
+                yield
         finally:
             for tensor, data in contents:
                 put_back(tensor, data)
-            for module, name, buffer, data, content in buffers:
-                buffer.data = data
-                if not torch.equal(data, content):
-                    data.copy_(content)
-                module._buffers[name] = buffer  # noqa: SLF001
-            for parameter, flag, gradient in flags:
-                parameter.requires_grad_(flag)
-                parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[ModelState]:
+    """Put a model into evaluation mode, and restore it afterwards: modes, weights, buffers, and what its modules hold.
+
+    Args:
+        model: The model, in any mode.
+
+    Yields:
+        What it is restored to.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    merging = [module for module in model.modules() if _does_more_in_train(module)]
+    state = ModelState(model, (own for module in merging for own in module.parameters(recurse=False)))
+
+    def restore() -> None:
+        try:
+            for module, training in modes:
+                if training and module in merging:
+                    module.train()
+        finally:
+            state.restore()
             for module, training in modes:
                 module.training = training
+
+    try:
+        model.eval()
+        yield state
+    finally:
+        try:
+            restore()
+        except KeyboardInterrupt:
+            # a second one within is not to leave the model half restored
+            restore()
+            raise
+
+
+def _does_more_in_train(module: nn.Module) -> bool:
+    """Tell whether a module does more in ``train`` than to set a flag: some merge weights for evaluation."""
+    return getattr(module.train, "__func__", None) is not nn.Module.train
+
+
+@contextlib.contextmanager
+def _other_generators() -> Iterator[None]:
+    """Keep the state of Python's own generator, and of numpy's where it is loaded."""
+    numpy: Any = sys.modules.get("numpy")
+    python, others = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if others is not None:
+            numpy.random.set_state(others)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ points, in the order in which a job comes to them:
 import os
 import signal
 import time
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -52,13 +53,13 @@ class Gated(nn.Module):
         super().__init__()
         torch.manual_seed(7)
         self.first, self.second, self.head = nn.Linear(12, 20), nn.Linear(20, 10), nn.Linear(10, 3)
-        self._gates, self._seconds, self._calls = gates, seconds, 0
+        self._gates, self._seconds, self._calls = gates, seconds, count(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self._calls += 1
+        number = next(self._calls)
         time.sleep(self._seconds)
         if self._gates is not None:
-            self._gates.at(f"batch{self._calls}")
+            self._gates.at(f"batch{number}")
             self._gates.passed()
         return self.head(relu(self.second(relu(self.first(x)))))
 

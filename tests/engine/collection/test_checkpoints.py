@@ -1,5 +1,6 @@
 """A collection that is stopped anywhere and gone on with from its checkpoint ends with the same bits."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -14,10 +15,10 @@ from engine.analyses.factors import collect_factors
 from engine.collect import collect_or_read
 from engine.collection import checkpoints
 from engine.collection.checkpoints import MANIFEST
-from engine.collection.collection_state import bit_sum
 from engine.collection.statistics_state import counts
 from engine.errors import NonFiniteLoss, StopRequested
 from engine.memory.plan import Chosen
+from engine.model.checksum import bit_sum
 from engine.workspace import Workspace, save_sealed
 from tests.oracles import MemoryArtifacts, workspace
 
@@ -38,10 +39,11 @@ class Small(nn.Module):
         self.words.weight = self.table.weight
         self.head = nn.Linear(20, 3)
         self.register_buffer("count", torch.zeros(()))
-        self.forwards = 0
+        # an iterator moves on: numbers are put back after every forward pass
+        self.forwards = itertools.count()
 
     def forward(self, ids: Tensor) -> Tensor:
-        self.forwards += 1
+        next(self.forwards)
         if torch.is_grad_enabled():
             # so that the dry run leaves it alone; without the generators' state and the buffer a resumed run differs
             self.count += 1
@@ -123,7 +125,7 @@ def test_the_same_bits_wherever_it_is_stopped(options: dict[str, Any], stop_at: 
     undisturbed = space(MemoryArtifacts(), **options)
     undisturbed.resume.checkpoint_seconds = 0
     truth = rows(undisturbed)
-    forwards = undisturbed.inputs.model.forwards  # type: ignore[union-attr]
+    forwards = next(undisturbed.inputs.model.forwards)  # type: ignore[union-attr]
     scratch = MemoryArtifacts()
     stopped(scratch, stop_at, **options)
     again = space(scratch, **options)
@@ -133,7 +135,7 @@ def test_the_same_bits_wherever_it_is_stopped(options: dict[str, Any], stop_at: 
     dry_runs = forwards - -(-BATCHES // options.get("update_freq", 1))
     update_freq = options.get("update_freq", 1)
     left = sum(number % update_freq == 0 for number in range(stop_at - 1, BATCHES))
-    assert again.inputs.model.forwards == dry_runs + left  # type: ignore[union-attr]
+    assert next(again.inputs.model.forwards) == dry_runs + left  # type: ignore[union-attr]
     assert float(again.inputs.model.count) == 0  # type: ignore[union-attr, arg-type]
 
 
@@ -143,7 +145,7 @@ def undisturbed_passes() -> tuple[list[dict[str, Any]], int]:
     undisturbed = space(MemoryArtifacts())
     undisturbed.resume.chosen = Chosen(parts=PARTS)
     truth = rows(undisturbed)
-    return truth, undisturbed.inputs.model.forwards  # type: ignore[union-attr, return-value]
+    return truth, next(undisturbed.inputs.model.forwards)  # type: ignore[union-attr, return-value]
 
 
 @pytest.mark.parametrize("stop_at", range(1, 3 * BATCHES + 2))
@@ -159,7 +161,7 @@ def test_finished_passes_are_not_made_again(stop_at: int, undisturbed_passes: tu
     again.resume.chosen = Chosen(parts=PARTS)
     lines = said(again)
     assert rows(again) == truth
-    assert again.inputs.model.forwards == forwards - min(stop_at - 1, 3 * BATCHES)  # type: ignore[union-attr]
+    assert next(again.inputs.model.forwards) == forwards - min(stop_at - 1, 3 * BATCHES)  # type: ignore[union-attr]
     assert bool(lines) == (stop_at > 1)
 
 

@@ -18,6 +18,7 @@ from worker.process.child_process import EXECUTION, Child
 
 MODEL = """
 import time
+from itertools import count
 from pathlib import Path
 from torch import nn, relu
 
@@ -26,12 +27,12 @@ class Gated(nn.Module):
     def __init__(self, gate, at):
         super().__init__()
         self.first, self.second, self.head = nn.Linear(12, 40), nn.Linear(40, 30), nn.Linear(30, 3)
-        self.gate, self.at, self.calls = Path(gate), at, 0
+        self.gate, self.at, self.calls = Path(gate), at, count(1)
 
     def forward(self, x):
-        self.calls += 1
+        number = next(self.calls)
         time.sleep(0.02)
-        while self.calls == self.at and self.gate.exists():
+        while number == self.at and self.gate.exists():
             self.gate.with_name("waits").touch()
             time.sleep(0.01)
         return self.head(relu(self.second(relu(self.first(x)))))

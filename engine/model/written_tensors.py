@@ -1,0 +1,119 @@
+"""Written tensors: the numbers of buffers and parameters, how a write to them is noticed, and how it is undone."""
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.model.checksum import bit_sum
+
+_LOOKED_AT = 2**12
+"""Numbers of a tensor that is compared before every forward pass, whatever its version says."""
+
+
+class Contents:
+    """The numbers of tensors, with a copy of them.
+
+    Args:
+        tensors: Strided tensors of any shapes.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = [each for each in tensors if not each.is_meta]
+        self._data = [each.data for each in self._tensors]
+        self._copies = [each.detach().clone() for each in self._tensors]
+        self._leaves = [each.is_leaf for each in self._tensors]
+        small: dict[Any, list[int]] = {}
+        for place, each in enumerate(self._tensors):
+            if each.numel() <= _LOOKED_AT and each.is_contiguous():
+                small.setdefault((each.dtype, each.device), []).append(place)
+        self._looks = [
+            ([self._data[place].view(-1) for place in own], torch.cat([self._copies[place].view(-1) for place in own]))
+            for own in small.values()
+        ]
+        self._marks = self._marked()
+
+    def are_there(self) -> bool:
+        """Tell whether every tensor has the storage that it had."""
+        return all(each.data_ptr() == mark[1] for each, mark in zip(self._tensors, self._marks, strict=True))
+
+    def rewind(self) -> None:
+        """Write the numbers back where they were written to since, in the precision that the tensors have now."""
+        if self._marked() == self._marks and all(same_numbers(torch.cat(now), copy) for now, copy in self._looks):
+            return
+        for tensor, copy, leaf in zip(self._tensors, self._copies, self._leaves, strict=True):
+            _detach_again(tensor, leaf=leaf)
+            own = copy.to(tensor.dtype)
+            if tensor.shape == copy.shape and not same_numbers(tensor.detach(), own):
+                # autograd is to notice where the numbers were still needed
+                tensor.detach().copy_(own)
+        self._marks = self._marked()
+
+    def put_back(self) -> None:
+        """Give every tensor its own storage back, with its numbers."""
+        for tensor, data, copy, leaf in zip(self._tensors, self._data, self._copies, self._leaves, strict=True):
+            _detach_again(tensor, leaf=leaf)
+            tensor.data = data
+            if not same_numbers(data, copy):
+                data.copy_(copy)
+
+    def _marked(self) -> list[tuple[int, int]]:
+        return [(version_of(each), each.data_ptr()) for each in self._tensors]
+
+
+def _detach_again(tensor: Tensor, *, leaf: bool) -> None:
+    """Take a tensor out of a graph that a write has made it a part of."""
+    if leaf and not tensor.is_leaf:
+        # a view cannot be; what it is a view of is
+        with contextlib.suppress(RuntimeError):
+            tensor.detach_()
+
+
+class Watched:
+    """A parameter, whose numbers must stay as they are."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, *, copied: bool) -> None:
+        self.name, self.parameter = name, parameter
+        self._copy = parameter.detach().clone() if copied else None
+        self._sum = 0 if copied else bit_sum(parameter)
+        self._version, self._dtype = version_of(parameter), parameter.dtype
+
+    def has_moved(self, *, whatever: bool) -> bool:
+        """Tell whether the numbers differ, and put them back where there is a copy.
+
+        Args:
+            whatever: Look also where the parameter's version says that nothing was written.
+        """
+        version = version_of(self.parameter)
+        if (version == self._version and not whatever) or self.parameter.dtype != self._dtype:
+            return False
+        if self._copy is None:
+            moved = bit_sum(self.parameter) != self._sum
+        else:
+            moved = not same_numbers(self.parameter.detach(), self._copy)
+            if moved and self.parameter.shape == self._copy.shape:
+                self.parameter.data.copy_(self._copy)
+        if not moved or self._copy is not None:
+            self._version = version_of(self.parameter)
+        return moved
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written to in place; 0 for one that was made for inference alone.
+
+    Args:
+        tensor: Any tensor.
+    """
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - what autograd itself compares
+
+
+def same_numbers(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors have the same numbers, NaN among them.
+
+    Args:
+        one: A tensor of any shape.
+        other: Another of the same dtype.
+    """
+    return torch.equal(one, other) or (one.shape == other.shape and bit_sum(one) == bit_sum(other))
