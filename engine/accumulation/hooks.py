@@ -38,7 +38,7 @@ from engine.model.mixed_precision import LossScale
 from engine.model.outputs import Prediction
 from engine.row_layout.attention_masks import Key, MaskBroken, Masking, counted, position_count
 from engine.row_layout.call_shapes import CallShapes
-from engine.row_layout.layer_calls import entered_by
+from engine.row_layout.layer_calls import entered_by, hidden_by
 from engine.row_layout.row_order import RowOrders, example_first
 from engine.row_layout.shared_inputs import Sharing
 from engine.row_layout.unbatched_inputs import lacks_examples, spread
@@ -204,6 +204,10 @@ class Collector:
     def _after(self, statistics: LayerStatistics, role: TreatedLayer) -> Any:  # noqa: ANN401 - torch's hook signature
         def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
             entered = entered_by(args, kwargs)
+            hidden = hidden_by(entered) or hidden_by(output)
+            if hidden is not None:
+                statistics.flaw = statistics.flaw or hidden
+                return None
             counts, name = self._counts(statistics), statistics.layer.name
             key = self._calls.key(role.name)
             self.shapes.note(name, self._calls.of(name), entered)

@@ -28,6 +28,8 @@ class Probe:
     """Every call of a layer, with its tensors."""
     examples: int
     """Examples in the pass."""
+    whole: bool = False
+    """They are those of the first batch, and not copies of one."""
     mixed: frozenset[str] = frozenset()
     """Names of layers whose positions belong to no one example."""
     shared: dict[str, str] = field(default_factory=dict)

@@ -6,6 +6,7 @@ examples apart, what is used where no hook sees it, and what autograd saves of a
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -15,11 +16,12 @@ from engine.accumulation.loss_head import head_of
 from engine.collection.nan_check import locate_nan
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import Probe, ProbedModel
-from engine.errors import EngineError
+from engine.errors import EngineError, ModelChanged, ModelRefused
 from engine.factors.representation import WorkloadEstimate, choose
 from engine.layers.coverage import Survey, declare
 from engine.layers.elementwise import BareLayer
-from engine.layers.layer import BlockLayer
+from engine.layers.layer import BlockLayer, TreatedLayer
+from engine.memory.out_of_memory import lost_device, ran_out_of_memory
 from engine.model.activation_memory import GradientCopies, Saved, trace_saved_bytes
 from engine.model.batches import Batch, map_tensors, tensors
 from engine.model.determinism import seed_generators
@@ -73,46 +75,58 @@ def probe_model(job: PassJob, survey: Survey) -> ProbedModel:
         job.workspace.inputs.task = job.task
         if job.collection.batch_size == 1:
             # every position is the only example's
-            one = _seen(job, survey, _repeated(batch, 1))
-            job = dataclasses.replace(
-                job, masking=_masking(job, survey, batch), overwritten=find_overwritten(one.calls)
-            )
-            one = dataclasses.replace(one, mixed=_without_example(one))
-            return ProbedModel(job=job, survey=survey, probe=one)
-        fewer, more = (_repeated(batch, times) for times in _DRY_EXAMPLES)
+            return _probe_as_it_is(job, survey, batch)
+        try:
+            return _probe_copies(job, survey, batch)
+        except EngineError:
+            # what a model makes of copies of one example says nothing of its data; its first batch does
+            return _probe_as_it_is(job, survey, batch)
+
+
+def _probe_copies(job: PassJob, survey: Survey, batch: Batch) -> ProbedModel:
+    """Probe with two sizes of batches of one example, repeated."""
+    fewer, more = (_repeated(batch, times) for times in _DRY_EXAMPLES)
+    few, many = _seen(job, survey, fewer), _seen(job, survey, more)
+    tables = find_shared_tables(few.calls, many.calls)
+    shapes_alone = batch.index.is_meta
+    if tables:
+        # only numbers can prove it
+        spread = (
+            frozenset(tables)
+            if shapes_alone
+            else find_spreadable_tables(tables, partial(_disturbed, job, survey, fewer))
+        )
+        job = dataclasses.replace(job, tables=spread)
         few, many = _seen(job, survey, fewer), _seen(job, survey, more)
-        tables = find_shared_tables(few.calls, many.calls)
-        shapes_alone = batch.index.is_meta
-        if tables:
-            # only numbers can prove it
-            spread = (
-                frozenset(tables)
-                if shapes_alone
-                else find_spreadable_tables(tables, partial(_disturbed, job, survey, fewer))
-            )
-            job = dataclasses.replace(job, tables=spread)
-            few, many = _seen(job, survey, fewer), _seen(job, survey, more)
-        run = partial(predict, job.model, task=job.task)
-        job = dataclasses.replace(job, masking=_masking(job, survey, batch))
-        if shapes_alone:
-            few = dataclasses.replace(few, mixed=find_unattributed(few.calls, many.calls, _DRY_EXAMPLES))
-            return ProbedModel(job=job, survey=survey, probe=few)
-        orders = find_row_orders(batch, few.calls, few.examples, _run(job, survey))
-        job = dataclasses.replace(job, orders=orders)
-        with torch.no_grad():
-            cut = is_padding_irrelevant(batch, job.task, few.calls, few.examples, job.masking, run)
-        job = dataclasses.replace(job, cut_padding=cut, overwritten=find_overwritten(few.calls))
+    run = partial(predict, job.model, task=job.task)
+    job = dataclasses.replace(job, masking=_masking(job, survey, batch))
+    if shapes_alone:
+        few = dataclasses.replace(few, mixed=find_unattributed(few.calls, many.calls, _DRY_EXAMPLES))
+        return ProbedModel(job=job, survey=survey, probe=few)
+    orders = find_row_orders(batch, few.calls, few.examples, _run(job, survey))
+    job = dataclasses.replace(job, orders=orders)
+    with torch.no_grad():
+        cut = is_padding_irrelevant(batch, job.task, few.calls, few.examples, job.masking, run)
+    job = dataclasses.replace(job, cut_padding=cut, overwritten=find_overwritten(few.calls))
     # where rows have an order of their own, the operations may show it
     mixed = find_unattributed(few.calls, many.calls, _DRY_EXAMPLES) | job.orders.unordered_among(survey.treated)
     return ProbedModel(job=job, survey=survey, probe=dataclasses.replace(few, mixed=mixed))
 
 
+def _probe_as_it_is(job: PassJob, survey: Survey, batch: Batch) -> ProbedModel:
+    """Probe with the first batch itself, which shows less: two sizes of it are not held against each other."""
+    one = dataclasses.replace(_seen(job, survey, batch), whole=job.collection.batch_size > 1)
+    job = dataclasses.replace(job, masking=_masking(job, survey, batch), overwritten=find_overwritten(one.calls))
+    mixed = _without_example(one)
+    return ProbedModel(job=job, survey=survey, probe=dataclasses.replace(one, mixed=mixed))
+
+
 def _without_example(one: Probe) -> frozenset[str]:
-    """Return the names of layers of which some call on one example shows no dimension for it.
+    """Return the names of layers of which some call shows no dimension for the examples.
 
     Their positions are those of no example by themselves (a table of distances): the operations may show it.
     """
-    return frozenset(call.layer.name for call in one.calls if not call.layer.batch_first(call.entered, 1))
+    return frozenset(call.layer.name for call in one.calls if not call.layer.batch_first(call.entered, one.examples))
 
 
 def exclude_other_uses(probed: ProbedModel) -> ProbedModel:
@@ -126,20 +140,30 @@ def exclude_other_uses(probed: ProbedModel) -> ProbedModel:
     """
     job, survey, seen = probed.job, probed.survey, probed.probe
     called = {call.layer.name for call in seen.calls}
-    batch = _repeated(job.moved(job.probed_batch()), seen.examples)
+    (batch,) = _samples(job, seen)[:1]
 
     def run() -> Tensor:
         seed_generators(job.collection.seed)
         return predict(job.model, batch, job.task).outputs
 
-    elsewhere = find_shared_parameters(
-        [layer for layer in survey.treated if layer.name in called], survey.aliases, run, casts_of(job.model)
-    )
+    def other_uses(layers: Sequence[TreatedLayer]) -> frozenset[str] | None:
+        try:
+            return find_shared_parameters(layers, survey.aliases, run, casts_of(job.model))
+        except (EngineError, RuntimeError) as error:
+            _require_undecided(error)
+            return None
+
+    layers, barred = [layer for layer in survey.treated if layer.name in called], frozenset[str]()
+    elsewhere = other_uses(layers)
+    if elsewhere is None:
+        # with those in place, forward takes gradients with respect to what stands for the parameters
+        barred = frozenset(layer.name for layer in layers if other_uses([layer]) is None)
+        elsewhere = barred | (other_uses([layer for layer in layers if layer.name not in barred]) or frozenset())
     if not elsewhere:
         return probed
     refused = tuple(
         # the operations may still show what all their uses are
-        dataclasses.replace(declare(layer, "used_elsewhere"), open=True)
+        dataclasses.replace(declare(layer, "used_elsewhere"), open=layer.name not in barred)
         for layer in survey.treated
         if layer.name in elsewhere
     )
@@ -166,14 +190,22 @@ def probe_functional_layers(probed: ProbedModel, forced: frozenset[str] = frozen
     parameters = find_candidates(job.model, survey, {call.layer for call in seen.calls}, mixed, forced)
     if not parameters:
         return dataclasses.replace(probed, job=dataclasses.replace(job, places=places_of(survey)))
-    batch = job.moved(job.probed_batch())
-    several = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
-    runs = [_operations(job, survey, _repeated(batch, times), parameters) for times in several]
+    samples = _samples(job, seen)
+    try:
+        runs = [_operations(job, survey, sample, parameters) for sample in samples]
+    except (EngineError, RuntimeError) as error:
+        _require_undecided(error)
+        # what is measured is what modules show, and the gradient identity decides
+        return dataclasses.replace(probed, job=dataclasses.replace(job, places=places_of(survey)))
     survey = add_functional_layers(job.model, survey, parameters, tuple(uses for uses, _ in runs), mixed, forced)
     treated = {role for layer in survey.treated for role in (layer, *layer.roles)}
     calls = [[call for call in found if call.layer in treated] + calls_of(uses, survey) for uses, found in runs]
-    mixed = frozenset() if len(calls) == 1 else find_unattributed(calls[0], calls[1], _DRY_EXAMPLES)
-    seen = dataclasses.replace(seen, layers=survey.treated, calls=calls[0], examples=several[0], mixed=mixed)
+    if len(calls) == 1:
+        # of a whole batch the calls of operations have said whose their rows are
+        mixed = _without_example(dataclasses.replace(seen, calls=calls[0])) if seen.whole else frozenset()
+    else:
+        mixed = find_unattributed(calls[0], calls[1], _DRY_EXAMPLES)
+    seen = dataclasses.replace(seen, layers=survey.treated, calls=calls[0], examples=samples[0].size, mixed=mixed)
     # a part of a parameter that is not covered is no unforeseen use of its other parts
     return ProbedModel(job=dataclasses.replace(job, places=places_of(survey)), survey=survey, probe=seen)
 
@@ -210,43 +242,47 @@ def _with_activations(job: PassJob, survey: Survey, seen: Probe) -> Probe:
     stepped = {name: tensor for layer in kernels for name, tensor in layer.watched.items()}
 
     def run(examples: int) -> Tensor:
-        part = _repeated(batch, examples)
+        part = samples[sizes.index(examples)]
         seen_by = ParameterUseMode(stepped, Uses(examples=examples)) if stepped else None
         if seen_by is not None:
             seen_by.begin(tensors(part.inputs), examples)
         with job.precision.autocast(job.workspace.machine.device), seen_by or contextlib.nullcontext():
             return predict(job.model, part, job.task).outputs
 
-    sizes = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
+    samples = _samples(job, seen)
+    sizes = tuple(sample.size for sample in samples)
     # a direction that overflows is pulled back again, through the same graph; and so is another direction
     repeated = job.precision.amp == "fp16"
     retained = repeated or job.collection.fisher == "type2" or job.collection.samples > 1
-    saved, recomputed, met, normalised = trace_saved_bytes(run, sizes, job.model, watched, copies, retained=retained)
+    try:
+        saved, recomputed, met, normalised = trace_saved_bytes(
+            run, sizes, job.model, watched, copies, retained=retained
+        )
+    except (EngineError, RuntimeError) as error:
+        _require_undecided(error)
+        return seen
     if saved.of(1) == 0:
         # no graph at all: what the collection follows are loose parameters, which no module's call shows
         return seen
     # steps, and a graph that is kept, are no single module's; what bare parameters hold has a term of its own
     if stepped or (retained and not any(isinstance(layer, BareLayer) for layer in survey.treated)):
-        met = _with_passes(job, survey, seen.mixed, sizes, met, retained=retained)
+        met = _with_passes(job, survey, seen.mixed, samples, met, retained=retained)
     return dataclasses.replace(
         seen, saved=saved, recomputed=recomputed, met=met, met_normalised=normalised, repeated=repeated
     )
 
 
 def _with_passes(
-    job: PassJob, survey: Survey, mixed: frozenset[str], sizes: tuple[int, ...], met: Saved, *, retained: bool
+    job: PassJob, survey: Survey, mixed: frozenset[str], samples: list[Batch], met: Saved, *, retained: bool
 ) -> Saved:
     """``met``, or what whole passes hold where that is more."""
-    batch = job.moved(job.probed_batch())
     job = dataclasses.replace(job, places=places_of(survey))
     try:
-        held = [
-            pass_events(job, survey.treated, mixed, _repeated(batch, size), directions=1 + retained) for size in sizes
-        ]
+        held = [pass_events(job, survey.treated, mixed, sample, directions=1 + retained) for sample in samples]
     except (EngineError, InputOverwritten):
         # the pass that counts says why, or is made anew
         return met
-    return dataclasses.replace(met, others=peak_lines(sizes, held))
+    return dataclasses.replace(met, others=peak_lines(tuple(sample.size for sample in samples), held))
 
 
 def _represented(job: PassJob, survey: Survey, seen: Probe) -> Probe:
@@ -317,6 +353,21 @@ def _run(job: PassJob, survey: Survey) -> Run:
     return run
 
 
+def _require_undecided(error: Exception) -> None:
+    """Raise an error anew that an optional probe is not to hide: memory or a device is gone, or a parameter moved."""
+    if isinstance(error, ModelChanged) or ran_out_of_memory(error) or lost_device(error):
+        raise error
+
+
+def _samples(job: PassJob, seen: Probe) -> list[Batch]:
+    """Return the batches of a dry run: one example repeated, or the first batch as it is."""
+    batch = job.moved(job.probed_batch())
+    if seen.whole:
+        return [batch]
+    sizes = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
+    return [_repeated(batch, size) for size in sizes]
+
+
 def _repeated(batch: Batch, times: int) -> Batch:
     def repeated(tensor: Tensor) -> Tensor:
         return tensor[:1].repeat_interleave(times, 0)
@@ -329,8 +380,13 @@ def _repeated(batch: Batch, times: int) -> Batch:
 
 
 def _seen(job: PassJob, survey: Survey, batch: Batch) -> Probe:
-    with torch.no_grad(), record_calls(survey.treated, batch.size, job.tables) as calls:
-        prediction = predict(job.model, batch, job.task)
+    try:
+        with torch.no_grad(), record_calls(survey.treated, batch.size, job.tables) as calls:
+            prediction = predict(job.model, batch, job.task)
+    except ModelRefused:
+        # a forward pass may take gradients itself
+        with torch.enable_grad(), record_calls(survey.treated, batch.size, job.tables) as calls:
+            prediction = predict(job.model, batch, job.task)
     head = head_of(calls, prediction.logits)
     return Probe(
         layers=survey.treated,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from engine.errors import Unwinding
@@ -55,7 +56,7 @@ def record_calls(
 
     def watch(layer: TreatedLayer) -> Any:  # noqa: ANN401 - torch's hook signature
         def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:  # noqa: ANN401
-            entered = entered_by(args, kwargs)
+            entered, output = plain_of(entered_by(args, kwargs)), plain_of(output)
             writes, instead = version(entered), None
             if layer.name in tables and lacks_examples(entered):
                 instead = spread(output, entered, examples)
@@ -110,6 +111,37 @@ def entered_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if not isinstance(entered, Tensor):
         raise TypeError(f"a treated layer was called with {type(entered).__name__} instead of a tensor")
     return entered
+
+
+def hidden_by(tensor: object) -> str | None:
+    """Tell why the rows of a tensor cannot be looked at.
+
+    Args:
+        tensor: What entered or left a layer.
+
+    Returns:
+        The reason as coverage names it: within a transform of ``torch.func`` a tensor stands for another, and a nested
+        one holds rows of several lengths; None for a plain tensor, or what is none.
+    """
+    if not isinstance(tensor, Tensor):
+        return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 - torch has no other name for it
+        return "transformed"
+    return "nested_tensor" if tensor.is_nested else None
+
+
+def plain_of(tensor: Tensor) -> Tensor:
+    """Return a tensor of which sizes can be read, in the place of one whose rows cannot be looked at.
+
+    Args:
+        tensor: What entered or left a layer.
+
+    Returns:
+        What a transform's tensor stands for, a nested one padded to one length, shape (N, T, d); any other itself.
+    """
+    while hidden_by(tensor) == "transformed":
+        tensor = torch._C._functorch.get_unwrapped(tensor)  # noqa: SLF001 - likewise
+    return torch.nested.to_padded_tensor(tensor, 0.0) if hidden_by(tensor) == "nested_tensor" else tensor
 
 
 def version(tensor: Tensor) -> int:
