@@ -30,6 +30,7 @@ from engine.collection.ranks.joined_job import follow_planner, gather_model, joi
 from engine.collection.ranks.owners import owners_by_ordinal
 from engine.collection.run_passes import announce, run_passes
 from engine.collection.subsamples import by_ordinal, sizes_of
+from engine.errors import ModelRefused
 from engine.factors.factor_files import read_factors, reused
 from engine.factors.factor_set import CalledOnce, CountedExamples, FactorSet, ParameterShape, Run
 from engine.factors.kronecker_factors import Corrected
@@ -50,6 +51,7 @@ from engine.planning.choose_plan import PlannedJob, choose_plan
 from engine.planning.job_plan import smallest_budgets
 from engine.planning.later.joined import with_join
 from engine.planning.model_memory import weigh_model
+from engine.planning.plain_call import explain_refusal
 from engine.planning.probe_model import exclude_other_uses, probe_functional_layers, probe_model, probe_sizes
 from engine.workspace import JobOptions, Workspace
 
@@ -156,12 +158,15 @@ def prepare_collection(workspace: Workspace) -> Iterator[tuple[PlannedJob, tuple
         survey = survey_layers(job.model, job.collection)
         trainable = list_parameters(job.model)
         with preserve_state(job.model, job.dtype), set_numerics(job.numerics, job.heard):
-            # the survey saw the caller's flags; what follows sees every parameter frozen
-            planned = _settle(job, survey, sum(math.prod(each.shape) for each in trainable))
-            # what the probe held would stay with the process, beside what the passes hold
-            give_back_host_memory()
-            workspace.machine.guard.hold(planned.plan)
-            yield planned, tuple(trainable)
+            try:
+                # the survey saw the caller's flags; what follows sees every parameter frozen
+                planned = _settle(job, survey, sum(math.prod(each.shape) for each in trainable))
+                # what the probe held would stay with the process, beside what the passes hold
+                give_back_host_memory()
+                workspace.machine.guard.hold(planned.plan)
+                yield planned, tuple(trainable)
+            except ModelRefused as refused:
+                raise explain_refusal(job, refused) from refused
 
 
 def _cached(workspace: Workspace) -> FactorSet | None:

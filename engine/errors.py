@@ -103,6 +103,8 @@ class ModelRefused(UsageError):
     """The model raised on a batch of this data."""
 
     code = "model_refused"
+    examples: tuple[int, ...] | None = None
+    """Numbers of the examples in the data; None where they do not matter."""
 
 
 class ModelChanged(UsageError):

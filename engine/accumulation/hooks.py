@@ -204,9 +204,8 @@ class Collector:
     def _after(self, statistics: LayerStatistics, role: TreatedLayer) -> Any:  # noqa: ANN401 - torch's hook signature
         def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
             entered = entered_by(args, kwargs)
-            hidden = hidden_by(entered) or hidden_by(output)
-            if hidden is not None:
-                statistics.flaw = statistics.flaw or hidden
+            statistics.flaw = statistics.flaw or hidden_by(entered, output)
+            if hidden_by(entered, output):
                 return None
             counts, name = self._counts(statistics), statistics.layer.name
             key = self._calls.key(role.name)
@@ -389,14 +388,15 @@ class Collector:
         if meeting is None or not statistics.layer.weight:
             # a bias's gradient needs no input
             use = use.without_input()
-
         look = partial(note_reached, self._reached, dropped, use.role or statistics.layer)
 
         enter = arrival(statistics, use, meeting, arrange, calls=lambda: self._calls.of(name), looks=(look, *observed))
 
         def arrived(gradient: Tensor) -> None:
-            if entry is not None:
-                entry()
-            self._direction.receive(gradient, enter, self.scale)
+            # what the forward pass takes itself is no gradient of the loss
+            if self._calls.returning:
+                if entry is not None:
+                    entry()
+                self._direction.receive(gradient, enter, self.scale)
 
         return watch_gradient(output, arrived)

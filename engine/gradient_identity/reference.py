@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from engine.errors import ModelRefused
 from engine.gradient_identity.checked_model import Subject, unwritten
 from engine.gradient_identity.recorded_rows import direction_of, run
 from engine.model.backward_pass import drain_backward_queue, run_backward
@@ -113,9 +114,19 @@ def narrowest_dtype(subject: Subject, batch: Batch) -> torch.dtype:
     """
     results = _Results(subject.dtype)
     own = subject.moved(batch)
-    # looked at last: what was widened on the way is not narrow
-    with unwritten(subject.model), torch.no_grad(), subject.casting(), results:
-        run(replace(subject, widens=False), own)
+
+    def run_watched() -> None:
+        # looked at last: what was widened on the way is not narrow
+        with unwritten(subject.model), subject.casting(), results:
+            run(replace(subject, widens=False), own)
+
+    try:
+        with torch.no_grad():
+            run_watched()
+    except ModelRefused:
+        # a forward pass may take gradients itself
+        with torch.enable_grad():
+            run_watched()
     return results.narrowest
 
 

@@ -13,6 +13,8 @@ A parameter is counted once, by identity. Reasons:
   finds none either);
 - ``several_inputs``: it was called with more than one input, which changes what it computes;
 - ``batch_not_first``: its positions cannot be told apart by example;
+- ``transformed``: the layer is called inside ``torch.func.vmap``, ``grad``, ``jvp`` or their like;
+- ``nested_tensor``: the layer is called with a nested tensor;
 - ``needs_gradients``: `forward_only` has no gradient to build an exact block from;
 - ``unknown_operation``: a parameter enters an operation that is not understood (the row names it);
 - ``unforeseen_use``: later data made the model use it in a way that the first example did not show;

@@ -205,9 +205,11 @@ def call_model(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noq
                 f"part of it does not follow: {other}write that part in operations that take any type"
             )
             pointer = "/collection/dtype"
-        raise ModelRefused(
+        refused = ModelRefused(
             f"the model raised on inputs of shape {shapes}: {type(error).__name__}: {said}; {remedy}", pointer=pointer
-        ) from error
+        )
+        refused.examples = None if batch.index.is_meta else tuple(batch.index.tolist())
+        raise refused from error
 
 
 def _refusing_layer(model: nn.Module, error: Exception) -> str:

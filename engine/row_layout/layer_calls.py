@@ -113,21 +113,24 @@ def entered_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return entered
 
 
-def hidden_by(tensor: object) -> str | None:
-    """Tell why the rows of a tensor cannot be looked at.
+def hidden_by(*tensors: object) -> str | None:
+    """Tell why the rows of some tensors cannot be looked at.
 
     Args:
-        tensor: What entered or left a layer.
+        tensors: What entered or left a layer.
 
     Returns:
         The reason as coverage names it: within a transform of ``torch.func`` a tensor stands for another, and a nested
-        one holds rows of several lengths; None for a plain tensor, or what is none.
+        one holds rows of several lengths; None where all are plain tensors, or none.
     """
-    if not isinstance(tensor, Tensor):
-        return None
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 - torch has no other name for it
-        return "transformed"
-    return "nested_tensor" if tensor.is_nested else None
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            continue
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 - torch has no other name for it
+            return "transformed"
+        if tensor.is_nested:
+            return "nested_tensor"
+    return None
 
 
 def plain_of(tensor: Tensor) -> Tensor:

@@ -1,13 +1,12 @@
-"""A model that calls its layers inside a transform of ``torch.func`` is refused for what it does, not for its data."""
+"""Layers that a model calls inside a transform of ``torch.func`` are declared, and all others are measured."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import grad, vmap
+from torch.func import grad, jvp, vmap
 
-from engine.errors import ModelRefused
 from tests.oracles import collect
 
 
@@ -28,12 +27,16 @@ def differentiated(stem: nn.Linear, x: Tensor) -> Tensor:
     return vmap(grad(lambda example: stem(example).tanh().sum()))(x)
 
 
-@pytest.mark.parametrize("run", [mapped, differentiated])
+def forward_mode(stem: nn.Linear, x: Tensor) -> Tensor:
+    return jvp(lambda rows: stem(rows).tanh(), (x,), (torch.ones_like(x),))[1]
+
+
+@pytest.mark.parametrize("run", [mapped, differentiated, forward_mode])
 def test_a_transform_around_layers_is_named(run: Callable[[nn.Linear, Tensor], Tensor]) -> None:
     data = [(torch.randn(8, 5), torch.randint(0, 3, (8,)))]
-    with pytest.raises(ModelRefused, match=r"inside a transform of `torch\.func`") as refused:
-        collect(Transformed(run), data, "classification")
-    assert refused.value.pointer == "/model"
+    whole = collect(Transformed(run), data, "classification")
+    assert {layer.name for layer in whole.layers} == {"head"}
+    assert {layer.name: layer.reason for layer in whole.declared} == {"stem": "transformed"}
 
 
 def test_a_transform_without_layers_is_none_of_it() -> None:
