@@ -224,8 +224,7 @@ class Collector:
                 return instead
             arrange = example_first if self.orders.by_positions(key) else None
             plain = entered.detach() if arrange is None else arrange(entered.detach(), self.examples)
-            if name in self.overwritten:
-                plain = plain.clone()
+            plain = plain.clone() if name in self.overwritten else plain
             dropped = self._dropped(key, role, plain)
             use = Use(entered=plain, examples=self.examples, kept=counted(role, plain, dropped), role=role)
             entry = self._enter(statistics, use) if counts else None
@@ -389,7 +388,6 @@ class Collector:
             # a bias's gradient needs no input
             use = use.without_input()
         look = partial(note_reached, self._reached, dropped, use.role or statistics.layer)
-
         enter = arrival(statistics, use, meeting, arrange, calls=lambda: self._calls.of(name), looks=(look, *observed))
 
         def arrived(gradient: Tensor) -> None:

@@ -1,7 +1,6 @@
 """A probe that cannot run says nothing: the model is measured, and what is wrong with its data a plain call says."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -46,7 +45,8 @@ def adapted(model: Net, x: Tensor) -> Tensor:
 
 def nested(model: Net, x: Tensor) -> Tensor:
     rows = torch.nested.as_nested_tensor([each[None] for each in x], layout=torch.jagged)
-    return torch.nested.to_padded_tensor(model.first(rows), 0.0).squeeze(1).tanh()
+    padded: Tensor = torch.nested.to_padded_tensor(model.first(rows), 0.0)
+    return padded.squeeze(1).tanh()
 
 
 def tangent(model: Net, x: Tensor) -> Tensor:
@@ -107,9 +107,9 @@ def test_the_data_are_not_blamed_where_the_model_runs_by_itself() -> None:
     def hooked(model: Net, x: Tensor) -> Tensor:
         if any(each.requires_grad for each in model.parameters()) or model.first._forward_hooks:
             raise RuntimeError("nobody is to watch")
-        return model.first(x).tanh()
+        return torch.tanh(model.first(x))
 
     x, y = data()
     with pytest.raises(ModelRefused, match="by itself the model runs on its first batch") as refused:
-        collect(Net(hooked), [(x, y)], "classification", **dict[str, Any]())
+        collect(Net(hooked), [(x, y)], "classification")
     assert refused.value.pointer == "/model"
