@@ -1,6 +1,6 @@
 """Model state: a model is after every forward pass as it was before, and its parameters never move.
 
-    references    what its places hold (``state_places``) is put back when a forward pass ends, however it ends
+    references    what its places hold (``reachable_state``) is put back when a forward pass ends, however it ends
     contents      buffers and other tensors that were written to are written back before the next forward pass, since
                   the backward pass may still read them, and at the end
     parameters    which they are, the version of each after every forward pass, and all bits at the end
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError, ModelChanged
-from engine.model.state_places import ModulePlace, Places, differs, holds_tensor
+from engine.model.reachable_state import Places
+from engine.model.state_places import ModulePlace, differs, holds_tensor
 from engine.model.written_tensors import Contents, Watched
 
 _COPIED_BYTES = 2**24
