@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from engine.model.state_places import (
     CONTAINERS,
+    ArrayPlace,
     ClassPlace,
     DictPlace,
     ListPlace,
@@ -34,6 +35,7 @@ from engine.model.state_places import (
 
 MOST_PLACES = 20_000
 """Places at which the search ends."""
+_ARRAY_BYTES = 2**20
 _ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.device, torch.Size}
 )
@@ -79,16 +81,16 @@ class Places:
         while (self._inner or self._outer) and len(self.places) < MOST_PLACES:
             # what both reach is the model's
             outer = not self._inner
-            self._visit((self._outer if outer else self._inner).pop(), outer=outer)
+            value = (self._outer if outer else self._inner).pop()
+            if id(value) not in self._seen:
+                self._seen.add(id(value))
+                self._visit(value, outer=outer)
 
     def _reach(self, values: Iterable[Any], *, outer: bool) -> None:
         waiting = self._outer if outer else self._inner
         waiting.extend(value for value in values if type(value) not in _ATOMS)
 
     def _visit(self, value: Any, *, outer: bool) -> None:  # noqa: ANN401 - whatever a model refers to
-        if id(value) in self._seen:
-            return
-        self._seen.add(id(value))
         if isinstance(value, Tensor):
             self.tensors.append((value, outer))
         elif isinstance(value, CONTAINERS):
@@ -96,14 +98,16 @@ class Places:
                 if isinstance(value, container):
                     self.places.append(place(value, outer=outer))
             self._reach(value.values() if isinstance(value, dict) else value, outer=outer)
-        elif isinstance(value, torch.Generator):
-            self.generators.append(value)
         elif isinstance(value, type):
             self._visit_class(value)
         elif isinstance(value, _FUNCTIONS):
             self._visit_function(value, outer=outer)
         elif isinstance(value, (nn.Module, *_PLAIN)) or _is_foreign(type(value)):
             self._visit_instance(value, outer=outer)
+        elif _is_array(value):
+            self.places.append(ArrayPlace(value, outer=outer))
+        elif isinstance(value, torch.Generator):
+            self.generators.append(value)
 
     def _visit_instance(self, value: Any, *, outer: bool) -> None:  # noqa: ANN401 - of any class
         if isinstance(value, _MOVING) or hasattr(value, "__next__"):
@@ -116,7 +120,7 @@ class Places:
             return
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
-            self._visit(own, outer=outer)
+            self._reach((own,), outer=outer)
         slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
         if slots:
             accesses = (partial(getattr, value), partial(setattr, value), partial(delattr, value))
@@ -158,6 +162,14 @@ class Places:
         place = NamesPlace(names, *accesses, outer=outer)
         self.places.append(place)
         self._reach(place.take(), outer=outer)
+
+
+def _is_array(value: Any) -> bool:  # noqa: ANN401 - the engine does without numpy
+    """Tell whether something is a small array of numpy that is written to as it lies in memory."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray) or value.dtype.hasobject:
+        return False
+    return bool(value.flags.c_contiguous and value.flags.writeable and 0 < value.nbytes <= _ARRAY_BYTES)
 
 
 def _content(cell: types.CellType, name: str, default: object) -> object:

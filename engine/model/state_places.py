@@ -80,6 +80,23 @@ class SetPlace(Place):
         self.held.update(before)
 
 
+class ArrayPlace(Place):
+    """An array of numpy, contiguous: its bytes."""
+
+    def __init__(self, held: Any, *, outer: bool) -> None:  # noqa: ANN401 - the engine does without numpy
+        self._held, self.outer, self._known = held, outer, b""
+
+    def take(self) -> Sequence[Any]:
+        """See ``Place``; the same object for the same bytes."""
+        now = self._held.tobytes()
+        self._known = self._known if now == self._known else now
+        return (self._known,)
+
+    def put_back(self, before: Sequence[Any]) -> None:
+        """See ``Place``."""
+        self._held.data.cast("B")[:] = before[0]
+
+
 class ModulePlace(Place):
     """The attributes of a module, with its parameters, buffers, submodules and hooks."""
 
