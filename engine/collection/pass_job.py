@@ -10,7 +10,7 @@ from catalog.collection import Collection
 from catalog.inputs import Task
 from engine.collection.ranks.turns import numbered
 from engine.collection.subsamples import Sizes
-from engine.errors import DataDiffer, EmptyData
+from engine.errors import DataDiffer, EmptyData, ModelRefused
 from engine.factors.representation import Representation
 from engine.gradient_identity.self_check import SelfCheck
 from engine.layers.layer import TreatedLayer
@@ -213,8 +213,15 @@ class PassJob:
         task, few = self.task, next(batch.slices(2))
         if not task.leaves_class_axis:
             return self
-        with torch.no_grad():
-            shape = output_of(call_model(self.model, few, labelled=False), task, "logits").shape
+        try:
+            with torch.no_grad():
+                outputs = call_model(self.model, few, labelled=False)
+        except ModelRefused:
+            # a forward pass may take gradients itself, or want the whole batch
+            few = batch
+            with torch.enable_grad():
+                outputs = call_model(self.model, few, labelled=False)
+        shape = output_of(outputs, task, "logits").shape
         if len(shape) < 3 or shape[0] != few.size:
             return self
         axis = find_class_axis(torch.Size((batch.size, *shape[1:])), batch, task, self.model)
