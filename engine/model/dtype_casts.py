@@ -67,6 +67,12 @@ class OwnCasts(TorchFunctionMode):
         return self.dtype if isinstance(value, torch.dtype) and value in self.kept else value
 
 
+_NARROW = frozenset(
+    kind for kind in vars(torch).values() if isinstance(kind, torch.dtype) and kind.is_floating_point
+) - {torch.float64}  # fmt: skip
+"""Every floating-point type of this torch but the widest, those of eight bits among them."""
+
+
 class AllCasts(OwnCasts):
     """A mode in which no narrower type than float64 is named: each stands for float64, and so does the default one.
 
@@ -74,7 +80,7 @@ class AllCasts(OwnCasts):
     """
 
     def __init__(self) -> None:
-        super().__init__(frozenset({torch.float32, torch.float16, torch.bfloat16}), torch.float64)
+        super().__init__(_NARROW, torch.float64)
 
     def __torch_function__(
         self,

@@ -84,7 +84,6 @@ NOT_YET: dict[str, str] = {
             "draws: noise as wide as the data",
             "draws: noise as wide as the data, each example by itself",
             "experts: a capacity",
-            "narrow type: inputs of eight bits",
             "narrow type: steps of integers",
             "whole batch: a branch beside",
         ],
