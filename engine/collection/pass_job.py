@@ -133,12 +133,12 @@ class PassJob:
         """Note the digest of a first batch that is read before the passes.
 
         Args:
-            first: The batch, where the caller has it.
+            first: The batch, where the caller has it; a plan's has shapes alone, and nothing to note.
 
         Returns:
             The same batch.
         """
-        if not first.index.is_meta:
+        if self.workspace.machine.device.type != "meta":
             self.probed.append(EnteredExamples().added(self.moved(first), self.task, None))
         return first
 
