@@ -1,5 +1,8 @@
 """What a job says at INFO: one line per layer, one closing line per analysis, warnings where the numbers need one.
 
+At DEBUG a layer has a line more: ranks and clipped eigenvalues, and of a collection the positions that were summed here
+and over all ranks (``T_local=``, ``T_global=``), the ``world_size=``, and the bytes that the sums were reduced by.
+
 The symbols stand in the text literally (``λ_G=``, ``policy=``, ``T=``, ``κ_A=``, ``κ_G=``), so that a log
 can be searched for them. A dash is a value of a stage that did not run, or that is undefined. A condition
 number stands before and after clipping, ``κ_A=inf→1e+06``; a singular side's is ``inf``.
@@ -7,6 +10,7 @@ number stands before and after clipping, ``κ_A=inf→1e+06``; a singular side's
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from catalog.frames import Frame, LayerDone, LogLine, Summarised
@@ -28,6 +32,7 @@ class LogFormatter:
     def __init__(self, document: object) -> None:
         self._document = document if isinstance(document, Mapping) else {}
         self._policies: set[str] = set()
+        self._dampings: dict[str, Dampings] = {}
         self._branches: dict[str, Counter[str]] = {}
 
     def lines(self, frame: Frame) -> list[LogLine]:
@@ -46,10 +51,50 @@ class LogFormatter:
             policy = record.get("policy")
             if policy is not None:
                 self._policies.add(str(policy))
+            self._dampings.setdefault(frame.kind, Dampings()).add(record)
             return layer_lines(frame)
         if isinstance(frame, Summarised):
-            return closing_lines(frame, self._document, self._policies, self._branches.get(frame.kind, {}))
+            return closing_lines(
+                frame,
+                self._document,
+                self._policies,
+                self._branches.get(frame.kind, {}),
+                self._dampings.get(frame.kind, Dampings()),
+            )
         return []
+
+
+@dataclass
+class Dampings:
+    """The least and the largest damping of each side over the layers of one analysis."""
+
+    bounds: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take in the dampings of one layer, where its record has them.
+
+        Args:
+            record: The layer's record.
+        """
+        for name in _LAMBDAS:
+            value = record.get(name)
+            if isinstance(value, (int, float)):
+                least, most = self.bounds.get(name, (value, value))
+                self.bounds[name] = min(least, value), max(most, value)
+
+    def shown(self) -> str:
+        """Return the dampings as the closing line has them: one number, or the least and the largest."""
+        said = []
+        for name, symbol in _LAMBDAS.items():
+            least, most = self.bounds.get(name, (None, None))
+            if least is None or most is None:
+                said.append(f"{symbol}=-")
+            else:
+                said.append(f"{symbol}={least:.6g}" if least == most else f"{symbol}={least:.6g}…{most:.6g}")
+        return " ".join(said)
+
+
+_LAMBDAS = {"lambda_A": "λ_A", "lambda_G": "λ_G"}
 
 
 def layer_lines(frame: LayerDone) -> list[LogLine]:
@@ -87,11 +132,27 @@ def layer_lines(frame: LayerDone) -> list[LogLine]:
         clipped = f"clipped_A={_value(record, 'clipped_A')} clipped_G={_value(record, 'clipped_G')}"
         message = f"{frame.kind} {frame.ordinal} {printable(frame.layer)}: {clipped} {' '.join(ranks)}".rstrip()
         lines.append(LogLine(level="debug", message=message))
+    if record.get("world_size") is not None:
+        lines.append(LogLine(level="debug", message=_reduction(frame, record)))
     return lines
 
 
+def _reduction(frame: LayerDone, record: Mapping[str, Any]) -> str:
+    """How the sums of a layer were reduced: positions of this rank and of all, ranks, bytes."""
+    return (
+        f"{frame.kind} {frame.ordinal} {printable(frame.layer)}: T_local={_value(record, 'positions_local')}"
+        f" T_global={_value(record, 'positions')} world_size={_value(record, 'world_size')}"
+        f" reduction={_value(record, 'reduction')} sent_bytes={_value(record, 'sent_bytes')}"
+        f" factor_bytes={_value(record, 'factor_bytes')}"
+    )
+
+
 def closing_lines(
-    frame: Summarised, document: Mapping[str, Any], policies: Iterable[str], branches: Mapping[str, int] | None = None
+    frame: Summarised,
+    document: Mapping[str, Any],
+    policies: Iterable[str],
+    branches: Mapping[str, int] | None = None,
+    dampings: Dampings | None = None,
 ) -> list[LogLine]:
     """Return the closing INFO line of one analysis, and its warnings.
 
@@ -101,6 +162,7 @@ def closing_lines(
         policies: The policies that the layers' records named.
         branches: Covered layers by the branch that their records name; counts in the summary have precedence. None:
             no counts.
+        dampings: The dampings of the layers; None: none are known.
 
     Returns:
         The lines, the INFO line first.
@@ -124,7 +186,7 @@ def closing_lines(
                 f" {_by_branch(summary.get('branches') or branches or {})}"
                 f"{_clipped(frame.kind, summary)}"
                 f" policy={','.join(sorted(set(policies))) or '-'} update_freq={_value(summary, 'update_freq')}"
-                f" damping={_value(summary, 'damping')} ({summary['damping_mode']}, {summary['damping_split']})"
+                f"{_asked_damping(summary)} {(dampings or Dampings()).shown()}"
                 f" κ_max={_value(summary, 'kappa_max')} coverage={_value(coverage, 'covered_share')}"
                 f" ({_value(coverage, 'covered_parameters')} of {_value(coverage, 'trainable_parameters')} parameters,"
                 f" {_value(coverage, 'layers_declared')} layers declared)"
@@ -145,6 +207,15 @@ def closing_lines(
             )
         )
     return lines
+
+
+def _asked_damping(summary: Mapping[str, Any]) -> str:
+    """The damping as it was asked for: one for both sides, but where a side has one of its own."""
+    own = {side: summary.get(f"damping_{side}") for side in ("A", "G")}
+    given = "".join(f" damping_{side}={value:.6g}" for side, value in own.items() if value is not None)
+    both = None not in own.values()
+    mode, split = summary["damping_mode"], summary["damping_split"]
+    return f"{given} ({mode})" if both else f" damping={_value(summary, 'damping')}{given} ({mode}, {split})"
 
 
 def _by_branch(branches: Mapping[str, int]) -> str:

@@ -143,6 +143,37 @@ def done(outcome: dict[str, Any]) -> LayerDone:
     return LayerDone(kind="capacity", ordinal=0, layer="fc", outcome=outcome, observed={})
 
 
+@pytest.mark.parametrize(
+    ("stabilisation", "said"),
+    [
+        ({}, " damping=0.0001 (relative, pi) λ_A=0.01…0.3 λ_G=0.5 "),
+        ({"damping_A": 0.02}, " damping=0.0001 damping_A=0.02 (relative, pi) λ_A=0.01…0.3 λ_G=0.5 "),
+        ({"damping_A": 0.02, "damping_G": 3}, " damping_A=0.02 damping_G=3 (relative) λ_A=0.01…0.3 λ_G=0.5 "),
+    ],
+)
+def test_the_closing_line_names_the_dampings_that_were_used(stabilisation: dict[str, Any], said: str) -> None:
+    formatter = LogFormatter({"stabilisation": stabilisation})
+    for ordinal, value in enumerate((0.3, 0.01, None)):
+        record = {"branch": "eigendecomposition", "lambda_A": value, "lambda_G": 0.5}
+        outcome = {"status": "covered", "record": record}
+        formatter.lines(LayerDone(kind="capacity", ordinal=ordinal, layer="fc", outcome=outcome, observed={}))
+    (line,) = formatter.lines(Summarised(kind="capacity", summary={}))
+    assert said in line.message
+    # another analysis has its own layers
+    assert " λ_A=- λ_G=- " in formatter.lines(Summarised(kind="spectrum", summary={}))[0].message
+
+
+def test_a_debug_line_says_how_the_sums_of_a_layer_were_reduced() -> None:
+    record = {
+        "branch": "woodbury", "positions_local": 96, "positions": 192, "world_size": 2, "reduction": "gram",
+        "sent_bytes": 73_728, "factor_bytes": 1_052_956,
+    }  # fmt: skip
+    lines = [line for line in layer_lines(done({"status": "covered", "record": record})) if line.level == "debug"]
+    assert [line.message for line in lines] == [
+        "capacity 0 fc: T_local=96 T_global=192 world_size=2 reduction=gram sent_bytes=73728 factor_bytes=1052956"
+    ]
+
+
 def test_the_closing_line_of_a_reconstruction_says_what_was_clipped() -> None:
     names = ReconstructionSummary.__dataclass_fields__
     known = {"layers": 2, "factors": 4, "clipped": 31, "eigenvalues": 120, "floor_kept": 0.998, "kappa_reached": 1.5e6}
