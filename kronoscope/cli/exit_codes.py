@@ -15,6 +15,7 @@ import typer
 from catalog.analysis import RefusedAnalysis
 from catalog.coverage import CoverageView
 from kronoscope.cli.documents import DocumentUnreadable
+from kronoscope.cli.run_folder import NoRun
 from kronoscope.cli.run_job import NotInstalled
 from kronoscope.cli.serve import ServiceFailed
 from kronoscope.client.client import ClientError, DownloadFailed, ServiceUnreachable
@@ -67,7 +68,7 @@ def run_command(command: Callable[[], object]) -> int:
     except ClientError as error:
         may_pass = isinstance(error, (ServiceUnreachable, DownloadFailed)) or error.status == 429 or error.status >= 500
         return _report_errors(TRANSIENT if may_pass else USAGE, error.lines)
-    except (DocumentUnreadable, NotInstalled, ServiceFailed) as error:
+    except (DocumentUnreadable, NoRun, NotInstalled, ServiceFailed) as error:
         return _report_errors(TRANSIENT if isinstance(error, ServiceFailed) else USAGE, [str(error)])
     return OK
 

@@ -3,8 +3,9 @@
 import hashlib
 import itertools
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,14 +14,16 @@ from catalog.record import plain
 from catalog.responses import ArtifactView, JobView, ResultsView
 from kronoscope.cli.documents import read_document
 from kronoscope.cli.exit_codes import CATEGORIES, FATAL, INTERNAL, STOPPED, USAGE, fail, require_whole
-from kronoscope.cli.options import AsJson, Document, JobId, Settings, Url, complete
+from kronoscope.cli.options import AsJson, Document, JobId, JobOrFolder, Settings, Url, complete
 from kronoscope.cli.output import message_console, print_json, result_console
+from kronoscope.cli.run_folder import read_run
 from kronoscope.cli.schedule_options import Deadline, Priority, Within, with_schedule
 from kronoscope.client.client import Client
+from kronoscope.client.responses import Layer
 from kronoscope.display.job_table import job_table
 from kronoscope.display.methods import methods_text
 from kronoscope.display.progress import display_for
-from kronoscope.display.results import placement_problem, show_progress, show_results
+from kronoscope.display.results import placement_problem, read_memory_curve, show_progress, show_results
 
 _STATES = ("queued", "running", "waiting", "cancelling", "succeeded", "failed", "cancelled")
 
@@ -70,7 +73,7 @@ def watch(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
 
 
 def results(
-    job_id: JobId,
+    job_id: JobOrFolder,
     download: Annotated[Path | None, typer.Option(help="Folder to download the job's files into.")] = None,
     overwrite: Annotated[
         bool, typer.Option("--force", "--overwrite", help="Replace other files of the same names there.")
@@ -82,22 +85,42 @@ def results(
     as_json: AsJson = False,
 ) -> None:
     """Print a job's table, or everything as JSON, or the text for a paper; download its files."""
-    with Client(url) as client:
-        job_results = client.results(client.full_id(job_id))
-        text = methods_text(job_results, list(client.layers(job_results.job.id))) if methods else None
-        if as_json:
-            rows = [plain(row) for row in client.layers(job_results.job.id)]
-            print_json(plain(job_results) | {"layers": rows} | ({"methods": text} if text is not None else {}))
-        elif text is not None:
-            sys.stdout.write(f"{text}\n")
-        else:
-            _show_tables(client, job_results)
-            if not job_results.job.ended:
-                message_console().print(f"the job is {job_results.job.state}: these are the layers so far")
+    if Path(job_id).is_dir() or "/" in job_id:  # no id has a slash
         if download is not None:
-            _download(client, job_results, download, overwrite=overwrite, silent=as_json)
-    if job_results.job.state == "succeeded":
-        require_whole(job_results.job.coverage, job_results.job.refused)
+            fail(USAGE, [f"the files of {job_id} are there already; leave --download out, or give a job's id"])
+        found, rows = read_run(Path(job_id))
+        _print_results(found, rows, read_memory_curve(Path(job_id) / "artifacts"), methods=methods, as_json=as_json)
+        _end_as(found.job)
+        return
+    with Client(url) as client:
+        found = client.results(client.full_id(job_id))
+        rows = list(client.layers(found.job.id))
+        curve = None if as_json or methods else client.memory_curve(found)
+        _print_results(found, rows, curve, methods=methods, as_json=as_json)
+        if download is not None:
+            _download(client, found, download, overwrite=overwrite, silent=as_json)
+    _end_as(found.job)
+
+
+def _print_results(
+    found: ResultsView, rows: list[Layer], curve: Mapping[str, Any] | None, *, methods: bool, as_json: bool
+) -> None:
+    text = methods_text(found, rows) if methods else None
+    if as_json:
+        listed = [plain(row) for row in rows]
+        print_json(plain(found) | {"layers": listed} | ({"methods": text} if text is not None else {}))
+    elif text is not None:
+        sys.stdout.write(f"{text}\n")
+    else:
+        _show_tables(found, rows, curve)
+        if not found.job.ended:
+            message_console().print(f"the job is {found.job.state}: these are the layers so far")
+
+
+def _end_as(job: JobView) -> None:
+    """End the command as the job has ended: with a code of its own where it was done in part."""
+    if job.state == "succeeded":
+        require_whole(job.coverage, job.refused)
 
 
 def cancel(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
@@ -155,17 +178,17 @@ def _watched(client: Client, job_id: str, *, as_json: bool) -> bool:
     if job.state == "cancelled":
         fail(STOPPED, ["the job was cancelled"])
     if not as_json:
-        _show_tables(client, client.results(job_id))
+        found = client.results(job_id)
+        _show_tables(found, list(client.layers(job_id)), client.memory_curve(found))
     require_whole(job.coverage, job.refused)
     return True
 
 
-def _show_tables(client: Client, results: ResultsView) -> None:
-    rows, curve = list(client.layers(results.job.id)), client.memory_curve(results)
-    job = results.job
-    for notice in job.notices:
+def _show_tables(found: ResultsView, rows: list[Layer], curve: Mapping[str, Any] | None) -> None:
+    job = found.job
+    for notice in job.notices or ():
         message_console().print(f"warning: {notice}", soft_wrap=True, markup=False)
-    show_results(result_console(), rows, results.summary, job.kinds, curve, job.coverage, refused=job.refused)
+    show_results(result_console(), rows, found.summary, job.kinds, curve, job.coverage, refused=job.refused)
 
 
 def _download(client: Client, results: ResultsView, folder: Path, *, overwrite: bool, silent: bool) -> None:

@@ -65,3 +65,6 @@ Url = Annotated[str | None, typer.Option("--url", help="The service; default KRO
 Store = Annotated[Path | None, typer.Option(help="Folder of fetched and trained models.")]
 Offline = Annotated[bool, typer.Option("--offline", help="Fetch nothing from the hub.")]
 JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id.")]
+JobOrFolder = Annotated[
+    str, typer.Argument(metavar="ID|FOLDER", help="The job's id, or the folder of a `kronoscope run`.")
+]

@@ -12,15 +12,8 @@ from catalog.coverage import CoverageView, percentage
 from catalog.record import plain
 from catalog.responses import ResultsView
 from kronoscope.client.responses import Layer
+from kronoscope.display.computed import computed
 
-_COMPUTED = {
-    "factors": "the Kronecker factors A and G of each layer",
-    "capacity": "the spectra, traces and effective dimensions of each layer's block",
-    "reconstruction": "the error of inverting each layer's block in lower precision",
-    "compare_curvature": "the overlap of leading eigenspaces, the distance and the Kullback-Leibler divergence of each "
-    "layer's factors against a second set",
-    "spectrum": "eigenvalues at both ends, trace and density of the curvature",
-}
 _FISHER = {
     "mc": "the Fisher information, with {samples} sampled from the model for each example and loss term",
     "type2": "the Fisher information in closed form, which is the generalised Gauss-Newton matrix",
@@ -70,8 +63,11 @@ def methods_text(results: ResultsView, rows: Sequence[Layer]) -> str:
 def _measured(results: ResultsView, rows: Sequence[Layer]) -> list[str]:
     document = results.job.document
     version = _version(results.manifest or {})
-    computed = " and ".join(_COMPUTED.get(kind, kind) for kind in results.job.kinds)
-    sentences = [f"We computed {computed} with Kronoscope {version}."]
+    refused = {each.kind: each for each in results.job.refused or ()}
+    done = [computed(kind, document) for kind in results.job.kinds if kind not in refused]
+    # phrases have commas of their own
+    sentences = [f"We computed {'; '.join(done)} with Kronoscope {version}."]
+    sentences += [f"The analysis {kind} was refused: {each.message}." for kind, each in refused.items()]
     if not results.job.ended or results.job.state != "succeeded":
         sentences.append(f"The job is {results.job.state}: this describes the layers so far.")
     if document.get("factors") is not None:
@@ -150,10 +146,11 @@ def _damping(document: Mapping[str, Any], rows: Sequence[Layer]) -> list[str]:
     else:
         size = f"{value} times the mean eigenvalue of each factor" if relative else value
         text = f"The damping is {size}, added to A and to G"
-    for side in ("A", "G"):
-        if rule[f"damping_{side}"] is not None:
-            of = ", relative to its mean eigenvalue" if relative else ""
-            text += f"; that of {side} is {rule[f'damping_{side}']:g}{of}"
+    own = {side: rule[f"damping_{side}"] for side in ("A", "G") if rule[f"damping_{side}"] is not None}
+    of = " times its mean eigenvalue" if relative else ""
+    said = [f"that of {side} is {size:g}{of}" for side, size in own.items()]
+    both = len(own) == len(("A", "G"))
+    text = f"Of the damping, {' and '.join(said)}" if both else "; ".join([text, *said])
     kappa = rule["kappa_max"]
     limit = "no eigenvalue was clipped" if kappa is None else f"eigenvalues below λ_max/{kappa:g} count as clipped"
     return [f"{text}; {limit}."]

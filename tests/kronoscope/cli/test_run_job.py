@@ -13,6 +13,8 @@ import torch
 
 from catalog import ANALYSES
 from engine.errors import BrokenFactors
+from jobs.codec import document_json, parse_document, sha256_of
+from kronoscope.cli.documents import read_document
 from kronoscope.local import load_factors, load_stabilised
 from tests.kronoscope.conftest import KRONOSCOPE, environment, settings
 
@@ -90,6 +92,31 @@ def test_a_run_leaves_everything_it_promises(ran: Path, kronoscope: Run) -> None
     found = json.loads((ran.parent / "stored" / "results.json").read_text())["layers"]
     fresh = [row for row in results["layers"] if row["kind"] == "capacity"]
     assert [row["metrics"] for row in found] == [row["metrics"] for row in fresh]
+
+
+def test_a_folder_has_results_as_a_job_of_a_service_has(ran: Path, kronoscope: Run) -> None:
+    job, results = (json.loads((ran / name).read_text()) for name in ("job.json", "results.json"))
+    shown = kronoscope("results", "out")
+    assert shown.returncode == 0, shown.stderr
+    assert "capacity: 2 layers; 100.0% of 83 trainable parameters" in shown.stdout
+    told = json.loads(kronoscope("results", "out", "--json").stdout)
+    assert [(row["kind"], row["layer"]) for row in told["layers"]] == [
+        (row["kind"], row["layer"]) for row in results["layers"]
+    ]
+    assert told["layers"][0]["metrics"]["trace_A"] == results["layers"][0]["metrics"]["trace_A"]
+    said = kronoscope("results", "out", "--methods").stdout
+    assert "We computed the Kronecker factors A and G of each layer; the spectra, traces and effective" in said
+    assert "40 examples, 40 loss terms entered a plain average, in batches of 16, with seed 0" in said
+    document = parse_document(json.dumps(read_document(ran.parent / "job.yaml")).encode())
+    digest = sha256_of(document_json(document))
+    assert f"the model {job['model_sha256']}; the data {job['data_sha256']}; the job document {digest}." in said
+    for arguments, code, sentence in (
+        (("out/artifacts",), 2, "holds no job.json; give the folder that `kronoscope run` was given as --output"),
+        (("./nowhere",), 2, "holds no job.json"),
+        (("out", "--download", "there"), 2, "the files of out are there already"),
+    ):
+        wrong = kronoscope("results", *arguments)
+        assert (wrong.returncode, sentence in wrong.stderr) == (code, True), wrong.stderr
 
 
 BAD = {
