@@ -17,7 +17,11 @@ TIMEOUT_SECONDS = 60.0
 
 
 def run_ranks(
-    size: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = TIMEOUT_SECONDS
+    size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    most_seconds: float = 300,
 ) -> list[Any]:
     """Run ``function(rank, *arguments)`` on ``size`` ranks; return what each returned, or the error that it raised."""
     with socket.socket() as probe:
@@ -33,7 +37,7 @@ def run_ranks(
         for process in processes:
             process.start()
         for process in processes:
-            process.join(300)
+            process.join(most_seconds)
             if process.is_alive():
                 process.kill()
         files = [Path(folder) / str(rank) for rank in range(size)]
