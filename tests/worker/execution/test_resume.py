@@ -172,13 +172,12 @@ def dying(folder: Path, sync: int) -> list[str]:
     return [sys.executable, "-P", str(program), str(sync)]
 
 
-def digests(frames: list[Frame]) -> list[tuple[Any, ...]]:
+def outcomes(frames: list[Frame]) -> list[Any]:
+    """All that the ledger's digests cover."""
     failed = [frame for frame in frames if isinstance(frame, Failed)]
     assert not failed
     assert isinstance(frames[-1], Finished)
-    rows = [frame.outcome for frame in frames if isinstance(frame, LayerDone)]
-    return [(row["layer"], row["record"]["digest_A"], row["record"]["digest_G"], row["record"]["positions"],
-             row["record"]["update_index"], row["metrics"]) for row in rows]  # fmt: skip
+    return [frame.outcome for frame in frames if isinstance(frame, LayerDone)]
 
 
 def resumed_at(frames: list[Frame]) -> tuple[int, int]:
@@ -189,21 +188,21 @@ def resumed_at(frames: list[Frame]) -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     place = Place(tmp_path_factory.mktemp("undisturbed"))
-    found = digests(place.run())
+    found = outcomes(place.run())
     assert len(found) == 3
     assert not place.scratch(1).exists()
     return found
 
 
-def test_killed_in_the_middle(undisturbed: list[tuple[Any, ...]], tmp_path: Path) -> None:
+def test_killed_in_the_middle(undisturbed: list[Any], tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.killed_at_the_gate()
     left = {path.name for path in place.scratch(1).rglob("*.safetensors")}
     assert left
     frames = place.run()
-    assert digests(frames) == undisturbed
+    assert outcomes(frames) == undisturbed
     batch, batches = resumed_at(frames)
     # two dry runs come before: the gate stood at batch 22
     repeated = 21 - batch
@@ -223,48 +222,62 @@ def test_gradient_rows_survive_a_kill(tmp_path: Path) -> None:
     truth = plain.run()
     place.killed_at_the_gate()
     frames = place.run()
-    assert digests(frames) == digests(truth)
+    assert outcomes(frames) == outcomes(truth)
     assert resumed_at(frames)[0] > 0
     records = [frame.outcome["record"] for frame in frames if isinstance(frame, LayerDone)]
     assert [each["gradient_rows"] for each in records if each["branch"] == "woodbury"] != []
 
 
-def test_killed_in_the_second_pass(undisturbed: list[tuple[Any, ...]], tmp_path: Path) -> None:
-    place = Place(tmp_path, PARTS, at=2 + BATCHES + 20)
+def test_killed_with_the_checks_of_every_job(tmp_path: Path) -> None:
+    plain, place = Place(tmp_path / "plain"), Place(tmp_path / "killed")
+    for each in (plain, place):
+        del each.document["collection"]["self_check"]
+    truth = outcomes(plain.run())
+    # some of the forward passes are those of checks
+    assert all(row["record"]["examples_checked"] > 4 for row in truth)
+    place.killed_at_the_gate()
+    frames = place.run()
+    assert outcomes(frames) == truth
+    assert resumed_at(frames)[0] > 0
+
+
+def test_killed_in_the_second_pass(tmp_path: Path) -> None:
+    undisturbed = outcomes(Place(tmp_path / "plain", PARTS).run())
+    place = Place(tmp_path / "killed", PARTS, at=2 + BATCHES + 20)
     # else a disk that takes its time for one of the first pass leaves none for the second
     program = tmp_path / "saves.py"
     program.write_text(AT_EVERY_BATCH)
     place.killed_at_the_gate(sys.executable, "-P", str(program))
     frames = place.run()
-    assert digests(frames) == undisturbed
+    assert outcomes(frames) == undisturbed
     batch, batches = resumed_at(frames)
     assert batches == 3 * BATCHES
     assert BATCHES <= batch < 2 * BATCHES
 
 
 @pytest.mark.parametrize("sync", [4, 5], ids=["the manifest", "the sums"])
-def test_killed_while_a_checkpoint_is_written(undisturbed: list[tuple[Any, ...]], tmp_path: Path, sync: int) -> None:
+def test_killed_while_a_checkpoint_is_written(undisturbed: list[Any], tmp_path: Path, sync: int) -> None:
     place = Place(tmp_path)
     frames = place.run(*dying(tmp_path, sync))
     assert not isinstance(frames[-1], Finished)
     assert list(place.scratch(1).rglob(".part-*"))
     again = place.run()
-    assert digests(again) == undisturbed
+    assert outcomes(again) == undisturbed
     assert resumed_at(again)[0] > 0
 
 
-def test_a_torn_checkpoint_is_said_to_be(undisturbed: list[tuple[Any, ...]], tmp_path: Path) -> None:
+def test_a_torn_checkpoint_is_said_to_be(undisturbed: list[Any], tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.killed_at_the_gate()
     (sums,) = place.scratch(1).rglob("*.safetensors")
     os.truncate(sums, sums.stat().st_size // 2)
     frames = place.run()
-    assert digests(frames) == undisturbed
+    assert outcomes(frames) == undisturbed
     lines = [frame.message for frame in frames if isinstance(frame, LogLine) and frame.level == "warning"]
     assert any("discarded" in line and "safetensors" in line for line in lines)
 
 
-def test_a_zombie_reaches_nothing_of_a_later_attempt(undisturbed: list[tuple[Any, ...]], tmp_path: Path) -> None:
+def test_a_zombie_reaches_nothing_of_a_later_attempt(undisturbed: list[Any], tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.killed_at_the_gate()
     # the later attempt dies, too, while the earlier one writes again as if it had never been killed
@@ -275,7 +288,7 @@ def test_a_zombie_reaches_nothing_of_a_later_attempt(undisturbed: list[tuple[Any
     for file in place.scratch(1).rglob("*.safetensors"):
         file.write_bytes(b"\0" * file.stat().st_size)
     frames = place.run()
-    assert digests(frames) == undisturbed
+    assert outcomes(frames) == undisturbed
     assert resumed_at(frames)[0] > 0
 
 
