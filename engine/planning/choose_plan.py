@@ -11,6 +11,9 @@ head that has another one, in this order:
     `woodbury.approximate` (default)  a sketch of them, or of the gradients, with its bound
     terms ≤ V                         the probabilities, exact, at V T² operations for each question
     else                              a dense G, whose diagonal, trace and norm are all that is known of it
+
+Gradient rows have a Gram matrix of as many rows, which no solver takes either beyond 46,340. Where `all` or `hybrid`
+asks for so many and eigenvalues are wanted, the head is sketched where it may be, and the job refused where it may not.
 """
 
 from dataclasses import dataclass, replace
@@ -114,13 +117,16 @@ def choose_plan(workspace: Workspace, probed: ProbedModel) -> PlannedJob:
         The plan, which may not fit, and the probe with the representations that it counts on.
 
     Raises:
-        BeyondSolvers: If EK-FAC needs eigenvectors that there is no way to compute.
+        BeyondSolvers: If EK-FAC needs eigenvectors that there is no way to compute, or eigenvalues are wanted of more
+            gradient rows than solvers take.
     """
     plan = forecast(workspace, probed.probe)
     if calibrated(workspace, plan):
         plan = forecast(workspace, probed.probe)
     _require_bases(probed.job, probed.survey)
-    return _with_narrower_head(workspace, probed, plan)
+    planned = _with_narrower_head(workspace, probed, plan)
+    _require_solvable_rows(planned.probed)
+    return planned
 
 
 def _with_narrower_head(workspace: Workspace, probed: ProbedModel, plan: Plan) -> PlannedJob:
@@ -160,6 +166,38 @@ def _require_bases(job: PassJob, survey: Survey) -> None:
             )
 
 
+def _require_solvable_rows(probed: ProbedModel) -> None:
+    """Refuse gradient rows of which eigenvalues are wanted, and that are, or may be, more than eigensolvers take."""
+    job, probe = probed.job, probed.probe
+    options, examples = job.workspace.options, job.workspace.inputs.foreseen_examples(job.workspace.machine.ranks)
+    if options.decomposition == "none":
+        return
+    for layer in probed.survey.treated:
+        kept = probe.representations.get(layer.name)
+        if kept is None or not _rows_beyond_solvers(kept, layer):
+            continue
+        sketched = layer is probe.head and not options.woodbury.approximate
+        ways = ["`woodbury.approximate: true`, which sketches it"] if sketched else []
+        ways.append("`woodbury.policy: auto`")
+        if examples is None:
+            count = "the data do not say how many"
+            ways.append("data that say how many examples they hold")
+        else:
+            count = f"{kept.rows}"
+            ways.append(f"at most {examples * LARGEST // kept.rows} examples")
+        raise BeyondSolvers(
+            f"`woodbury.policy: {options.woodbury.policy}` would keep the G of layer `{layer.name}`, which has "
+            f"{layer.out_dim} outputs, as gradient rows ({count}), and eigensolvers take at most {LARGEST} of them; "
+            f"take {', or '.join(ways)}",
+            layer=layer.name,
+            pointer="/woodbury/policy",
+        )
+
+
+def _rows_beyond_solvers(kept: Representation, layer: TreatedLayer) -> bool:
+    return kept.kind == "woodbury" and kept.held_rows(layer.out_dim) > LARGEST
+
+
 def _narrower(job: PassJob, survey: Survey, probe: Probe, plan: Plan) -> Narrower | None:
     """The job with its head's diagonal in place of G, and a sketch where one is allowed; None where G has to be whole.
 
@@ -186,12 +224,13 @@ def _narrower(job: PassJob, survey: Survey, probe: Probe, plan: Plan) -> Narrowe
 
 
 def _beyond_solvers(job: PassJob, probe: Probe, head: str) -> bool:
-    """Whether the head's G would be dense, larger than any solver takes, and may be sketched instead."""
-    kept = probe.representations.get(head)
-    dense = probe.head is not None and (kept is None or kept.kind == "dense")
-    return (
-        dense and probe.head is not None and probe.head.out_dim > LARGEST and job.workspace.options.woodbury.approximate
-    )
+    """Whether the head's G, or as many of its rows, would be more than any solver takes, and may be sketched instead."""
+    kept, options = probe.representations.get(head), job.workspace.options
+    if probe.head is None or probe.head.out_dim <= LARGEST or not options.woodbury.approximate:
+        return False
+    if kept is None or kept.kind == "dense":
+        return True
+    return options.decomposition != "none" and _rows_beyond_solvers(kept, probe.head)
 
 
 def _diagonal(job: PassJob, layer: TreatedLayer, probe: Probe, plan: Plan) -> Representation:

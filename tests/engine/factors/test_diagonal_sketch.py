@@ -20,6 +20,7 @@ from engine.collect import collect_or_read
 from engine.errors import BeyondSolvers, BrokenFactors, BudgetExceeded, NotConverged
 from engine.factors.diagonal_sketch import DiagonalSketch
 from engine.factors.factor_files import read_factors
+from engine.linalg import eigensolvers
 from engine.measurement import decompose_layer, subsample_spectra
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Chosen
@@ -457,3 +458,51 @@ def test_smaller_sample_sizes_of_a_dense_factor_beyond_the_solvers_end_no_job(mo
     assert len(metrics.nested) == 4
     assert metrics.nested[0].effective_rank is None
     assert metrics.nested[0].trace > 0
+
+
+def rowed(*, approximate: bool, examples: int | None = 700, policy: str = "all") -> Workspace:
+    """More gradient rows of a head of 700 classes than solvers would take."""
+    generator = torch.Generator().manual_seed(1)
+    chunks = [(torch.randn(700, 5, generator=generator), torch.randint(0, 700, (700,), generator=generator))]
+    made = workspace(Net(700), chunks, "classification", fisher="empirical", dtype="float32", batch_size=100)
+    made.inputs.examples, made.options.kinds = examples, ("capacity",)
+    made.options.woodbury = Woodbury(policy=policy, approximate=approximate, sketch_rank=20)  # type: ignore[arg-type]
+    return made
+
+
+@pytest.mark.parametrize("policy", ["all", "hybrid"])
+@pytest.mark.parametrize("examples", [700, None])
+def test_rows_beyond_the_eigensolvers_are_sketched_by_the_plan(
+    examples: int | None, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (choose_plan, decomposition_memory, decompose_layer, eigensolvers):
+        monkeypatch.setattr(module, "LARGEST", 600)
+    made = rowed(approximate=True, examples=examples, policy=policy)
+    made.options.woodbury = dataclasses.replace(made.options.woodbury, hybrid_from=600)
+    plans: list[Any] = []
+    made.ports.announce_plan = plans.append
+    rows, _ = drained(measure_capacity(CapacityParams(), made))
+    (record,) = [row.record for row in rows if row.layer == "head"]
+    assert record.branch == "diagonal_sketch"
+    assert plans[0]["sketched"] == ("head",)
+
+
+@pytest.mark.parametrize("examples", [700, None])
+def test_rows_beyond_the_eigensolvers_that_may_not_be_sketched_are_refused_before_a_batch(
+    examples: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (choose_plan, decomposition_memory, decompose_layer, eigensolvers):
+        monkeypatch.setattr(module, "LARGEST", 600)
+    made = rowed(approximate=False, examples=examples)
+    plans: list[Any] = []
+    made.ports.announce_plan = plans.append
+    said = "most 600 examples" if examples else "say how many examples they hold"
+    with pytest.raises(BeyondSolvers, match=rf"`head`, which has 700 outputs.*approximate: true.*{said}") as refused:
+        drained(measure_capacity(CapacityParams(), made))
+    assert (refused.value.layer, refused.value.pointer) == ("head", "/woodbury/policy")
+    assert plans == []
+    # what it says would fit does
+    made = rowed(approximate=False)
+    made.inputs.examples = 600
+    collect_or_read(made)
