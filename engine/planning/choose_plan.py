@@ -224,7 +224,7 @@ def _narrower(job: PassJob, survey: Survey, probe: Probe, plan: Plan) -> Narrowe
 
 
 def _beyond_solvers(job: PassJob, probe: Probe, head: str) -> bool:
-    """Whether the head's G, or as many of its rows, would be more than any solver takes, and may be sketched instead."""
+    """Whether the head's G, or as many of its rows, are more than solvers take, and may be sketched instead."""
     kept, options = probe.representations.get(head), job.workspace.options
     if probe.head is None or probe.head.out_dim <= LARGEST or not options.woodbury.approximate:
         return False
