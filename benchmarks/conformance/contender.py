@@ -1,11 +1,15 @@
-"""One contender in a process of its own: loads a case, then collects batch by batch as it is told.
+"""One contender in a process of its own: loads a case, then collects batch by batch, or job by job, as it is told.
 
 Speaks JSON lines on what was its standard output. The library's own loop pulls the batches, and
 what lies between two pulls is one batch's cost; whoever orders the next batch decides when, so
-that several contenders take turns.
+that several contenders take turns. A whole job is one call, on a copy of the model, from its beginning to
+the factors; the first warms the process.
 """
 
 import argparse
+import copy
+import dataclasses
+import gc
 import importlib
 import json
 import os
@@ -16,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TextIO
 
 import torch
@@ -24,7 +29,11 @@ from torch import Tensor, nn
 from benchmarks.cases import collection
 from benchmarks.conformance.problem import Factors
 
-VARIANTS: dict[str, dict[str, Any]] = {"exact_trace": {"exact_trace": True}, "every_parameter": {}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "exact_trace": {"exact_trace": True},
+    "every_parameter": {},
+    "check_off": {"self_check": "off"},
+}
 """Further rows of Kronoscope's own, with the options they take."""
 
 
@@ -77,6 +86,9 @@ def main() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     library, _, variant = arguments.library.partition("+")
     adapter = importlib.import_module(f"benchmarks.conformance.adapters.{library}")
+    if arguments.case in collection.JOBS:
+        run_jobs(adapter, arguments.case, VARIANTS.get(variant, {}), output)
+        return
     problem, batch = collection.built(arguments.case)
     if variant == "every_parameter":
         problem.model.requires_grad_(requires_grad=True)
@@ -110,6 +122,33 @@ def main() -> None:
         missing=[name for name in problem.layers if name not in factors],
         parameters=sum(parameter.numel() for parameter in _trained(problem.model, problem.layers)),
     )
+
+
+def run_jobs(adapter: ModuleType, name: str, options: dict[str, Any], output: TextIO) -> None:
+    """Do a whole job for each order, and say what it took.
+
+    Args:
+        adapter: The library's, with ``whole_job`` or ``collect``.
+        name: The job.
+        options: What the library's call takes besides.
+        output: Where lines go.
+    """
+    problem, batches = collection.built_job(name)
+    tell(output, event="ready", package=adapter.PACKAGE, version=version(adapter.PACKAGE))
+    whole = getattr(adapter, "whole_job", adapter.collect)
+    while sys.stdin.readline().split()[:1] == ["job"]:
+        # libraries wrap a model, and leave it so
+        own = dataclasses.replace(problem, model=copy.deepcopy(problem.model))
+        gc.collect()
+        wall, cpu = time.perf_counter(), time.process_time()
+        try:
+            factors = whole(own, batches, **options)
+        except Exception as error:  # noqa: BLE001 - a library may refuse with anything, and that is a result
+            first = str(error).strip().partition("\n")[0]
+            tell(output, event="refused", message=f"{type(error).__name__}: {first[:300]}")
+            return
+        spent = time.perf_counter() - wall, time.process_time() - cpu
+        tell(output, event="batch", wall=spent[0], cpu=spent[1], layers=len(factors), traces=traces(factors))
 
 
 def _trained(model: nn.Module, layers: tuple[str, ...]) -> Iterator[nn.Parameter]:

@@ -7,5 +7,5 @@ python=${2:-python3}
 [ -x "$folder/bin/python" ] || "$python" -m venv "$folder"
 "$folder/bin/python" -m pip install --quiet --disable-pip-version-check -r "$here/requirements.txt"
 "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r "$here/peers.txt"
-"$folder/bin/python" -c 'import bergson, curvlinops, kronfluence'
+"$folder/bin/python" -c 'import bergson, curvlinops, dattri_llm, kronfluence'
 echo "The peers stand in $folder"

@@ -1,4 +1,4 @@
-"""Kronoscope itself, through ``engine.collect.collect_or_read``, as every job calls it."""
+"""Kronoscope itself, through ``engine.collect.collect_or_read``, as every job calls it; a whole job by ``measure``."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -11,6 +11,7 @@ from catalog.collection import Collection
 from catalog.inputs import Task
 from engine.collect import collect_or_read
 from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
+from kronoscope.local import measure
 
 PACKAGE = "kronoscope"
 _BESIDES = {"exact_trace": False}
@@ -54,3 +55,12 @@ def collect(problem: Problem, stream: Stream, **options: object) -> Factors:
     found = Accounted({name: (factors.A, factors.G) for name, factors in loaded.items()})
     found.declared_parameters = sum(layer.parameter_count for layer in whole.declared)
     return found
+
+
+def whole_job(problem: Problem, batches: list[tuple[Any, Any]], **options: Any) -> Factors:  # noqa: ANN401 - of a collection
+    """A and G as a user gets them: one call of ``measure`` for `factors` alone, the self-check on by default."""
+    chosen = {"fisher": problem.fisher, "dtype": "float32", "batch_size": problem.examples, **_BESIDES, **options}
+    found = measure(
+        problem.model, batches, task=Task(type=problem.task), kinds=("factors",), collection=Collection(**chosen)
+    )
+    return {name: (found.factors[name].A, found.factors[name].G) for name in found.factors}
