@@ -246,7 +246,8 @@ class Task:
     """What the outputs mean, hence which likelihood's curvature is measured."""
 
     type: TaskType
-    """What the outputs mean; it decides the usual loss."""
+    """What the outputs mean; it decides the usual loss. `token_classification` has a class for each token: of files it
+    reads `words` and `tags`, a list in each line or row, and the first token of a word has the word's tag."""
     loss: Loss | None = None
     """Null takes the task's usual loss: cross-entropy, or `mse` for regression and sentence embeddings."""
     ignore_index: int = -100

@@ -16,6 +16,7 @@ from worker.execution.data.forward_inputs import model_inputs, require_arguments
 from worker.execution.data.labels import label_fault, read_label
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream
+from worker.execution.data.tagged_words import TAGS, WORDS, TaggedWords, read_tagged_words, tagged_stream
 from worker.execution.data.text import Text, text_stream
 from worker.execution.data.text_rows import LABELLED, TextFields, choose_fields, list_unused
 from worker.execution.files.open_files import OpenFile
@@ -49,6 +50,8 @@ def load(source: DataFile, request: DataRequest) -> DataStream:
     suffix = Path(source.path).suffix.lower()
     if suffix == ".safetensors":
         return _tensor_file(path, source, request)
+    if suffix == ".jsonl" and request.task.type == "token_classification":
+        return tagged_stream(_tagged_lines(path, source.limit, request), source.sequence_length, request, _POINTER)
     if suffix == ".jsonl":
         texts, labels = _json_lines(path, source.limit, request)
     elif suffix == ".txt":
@@ -134,7 +137,7 @@ def _json_lines(path: OpenFile, limit: int | None, request: DataRequest) -> tupl
     written = ((number, line) for number, line in _lines(path) if line.strip())
     for number, line in itertools.islice(written, limit):
         where = f"{path.name} line {number}"
-        row = _object(line, where)
+        row = _object(line, where, "`text`")
         if fields is None or not there.keys() >= row.keys():
             there.update(dict.fromkeys(row))
             fields = _chosen(there, fields, task, where)
@@ -152,14 +155,31 @@ def _json_lines(path: OpenFile, limit: int | None, request: DataRequest) -> tupl
     return texts, labels or None
 
 
-def _object(line: str, where: str) -> dict[str, Any]:
+def _tagged_lines(path: OpenFile, limit: int | None, request: DataRequest) -> list[TaggedWords]:
+    """The words of a file's lines with their tags; what else a line holds is listed."""
+    texts, there, count = [], dict[str, None](), request.context.byte_count(_POINTER)
+    written = ((number, line) for number, line in _lines(path) if line.strip())
+    for number, line in itertools.islice(written, limit):
+        where = f"{path.name} line {number}"
+        row = _object(line, where, f"`{WORDS}` and `{TAGS}`")
+        texts.append(read_tagged_words(row, (WORDS, TAGS), where, _POINTER))
+        there.update(dict.fromkeys(itertools.islice(row, _MOST_FIELDS)))
+        for value in (*texts[-1].words, *texts[-1].tags):
+            count.add_value(value)
+    if not texts:
+        raise Refusal(f"{path.name} holds no text; give at least one line", pointer=_POINTER, code="empty_data")
+    list_unused(there, (WORDS, TAGS), path.name, request.context)
+    return texts
+
+
+def _object(line: str, where: str, wanted: str) -> dict[str, Any]:
     try:
         row = json.loads(line, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         why = f": {error}" if str(error).startswith("two fields") else ""
-        raise Refusal(f"{where} is no JSON object with `text`{why}", pointer=_POINTER, code="wrong_format") from error
+        raise Refusal(f"{where} is no JSON object with {wanted}{why}", pointer=_POINTER, code="wrong_format") from error
     if not isinstance(row, dict):
-        raise Refusal(f"{where} is no JSON object with `text`", pointer=_POINTER, code="wrong_format")
+        raise Refusal(f"{where} is no JSON object with {wanted}", pointer=_POINTER, code="wrong_format")
     return row
 
 

@@ -18,6 +18,7 @@ from worker.execution.data.labels import label_fault, read_label
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import DataStream
 from worker.execution.data.table_files import Table, read_columns
+from worker.execution.data.tagged_words import read_tagged_words, tagged_stream
 from worker.execution.data.text import Text, text_stream
 from worker.execution.data.text_rows import (
     LABELLED,
@@ -60,6 +61,9 @@ def load(source: HuggingFaceData, request: DataRequest) -> DataStream:
     found = dict(zip(columns, table.columns, strict=True))
     if not found["input_column"]:
         raise Refusal("the data set holds no row", pointer="/data/id", code="empty_data")
+    if task == "token_classification":
+        list_unused(table.there, (source.input_column, source.target_column), source.id, request.context)
+        return _tagged(found, source, request)
     require_no_tensors(table.there, "/data/id")
     require_pair_named(table.there, source.input_column, source.pair_column, task)
     read = [source.input_column, source.pair_column, source.target_column if task in LABELLED else None]
@@ -75,6 +79,23 @@ def _texts(found: Mapping[str, list[Any]]) -> list[Text]:
     if "pair_column" not in found:
         return found["input_column"]
     return list(zip(found["input_column"], found["pair_column"], strict=True))
+
+
+def _tagged(found: Mapping[str, list[Any]], source: HuggingFaceData, request: DataRequest) -> DataStream:
+    """The words of one column with the tags of another."""
+    if source.target_column is None:
+        raise Refusal(
+            "is null, and `token_classification` needs a column of tags; name it", pointer="/data/target_column"
+        )
+    if source.pair_column is not None:
+        raise Refusal("has no place in `token_classification`; leave it out", pointer="/data/pair_column")
+    fields, count = (source.input_column, source.target_column), request.context.byte_count("/data/id")
+    texts = []
+    for number, row in enumerate(zip(found["input_column"], found["target_column"], strict=True)):
+        texts.append(read_tagged_words(dict(zip(fields, row, strict=True)), fields, f"row {number}", "/data"))
+        for value in (*texts[-1].words, *texts[-1].tags):
+            count.add_value(value)
+    return tagged_stream(texts, source.sequence_length, request, "/data")
 
 
 def _local(source: HuggingFaceData, request: DataRequest) -> OpenFile | OpenFolder | None:

@@ -8,6 +8,8 @@ library runs apart, bounded by the kernel and by a clock, and whatever ends it i
                                  <──────────  {"mask": id or null}, or {"error": "…"}
     ["text", ["one", "other"], …] ─────────>
                                  <──────────  [[ids, special, types, cut], …], or {"error": "…"}
+    {"words": [["word", …], …]}  ──────────>
+                                 <──────────  [[ids, words, cut], …], or {"error": "…"}
 
 Each message is JSON after its length in 8 bytes, little-endian.
 """
@@ -47,6 +49,16 @@ class Tokens(NamedTuple):
     """1 for each token that the tokenizer added, else 0."""
     types: list[int]
     """1 for each token of the other half of a pair, else 0."""
+    cut: bool
+    """Whether there were more."""
+
+
+class WordTokens(NamedTuple):
+    """The tokens of one text that came as words."""
+
+    ids: list[int]
+    words: list[int | None]
+    """The word that each token is of, counted from 0; None for a token that the tokenizer added."""
     cut: bool
     """Whether there were more."""
 
@@ -134,6 +146,23 @@ class TokenizerProcess:
         last = first + len(texts) - 1
         which = f"text {first}" if last == first else f"texts {first} to {last}"
         return [Tokens(*each) for each in self._asked(list(texts), f"fails on {which}")]
+
+    def encode_words(self, texts: Sequence[Sequence[str]], first: int) -> "list[WordTokens]":
+        """Return the tokens of texts that come as words.
+
+        Args:
+            texts: The words of each text.
+            first: The number of the first text among all, for messages.
+
+        Returns:
+            The tokens of each text, in order.
+
+        Raises:
+            Refusal: If the tokenizer fails on a text, or needs too much memory or time.
+        """
+        message = {"words": [list(words) for words in texts]}
+        what = f"fails on the words of texts {first} to {first + len(texts) - 1}"
+        return [WordTokens(*each) for each in self._asked(message, what)]
 
     def _asked(self, message: object, what: str) -> Any:  # noqa: ANN401 - each message has its own reply
         content = json.dumps(message).encode()

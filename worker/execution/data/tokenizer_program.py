@@ -65,10 +65,23 @@ class _Tokenizer:
         return {"mask": next((token for token in known if token is not None), None)}
 
     def encode(self, message: Any) -> Any:  # noqa: ANN401 - decoded from JSON
+        if isinstance(message, dict):
+            return self._encode_words(message["words"])
         texts = [text if isinstance(text, str) else tuple(text) for text in message]
         return [
             (encoding.ids, encoding.special_tokens_mask, encoding.type_ids, bool(encoding.overflowing))
             for encoding in self._tokenizer.encode_batch(texts)
+        ]
+
+    def _encode_words(self, texts: list[list[str]]) -> Any:  # noqa: ANN401 - goes into JSON
+        splitter = self._tokenizer.pre_tokenizer
+        if isinstance(splitter, tokenizers.pre_tokenizers.ByteLevel) and not splitter.add_prefix_space:
+            # a word by itself is one after a space, as transformers has it for words
+            splitter.add_prefix_space = True
+            self._tokenizer.pre_tokenizer = splitter
+        return [
+            (encoding.ids, encoding.word_ids, bool(encoding.overflowing))
+            for encoding in self._tokenizer.encode_batch(texts, is_pretokenized=True)
         ]
 
 

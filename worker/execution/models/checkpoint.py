@@ -27,6 +27,7 @@ _AUTO = {
     "masked_lm": "AutoModelForMaskedLM",
     "sequence_classification": "AutoModelForSequenceClassification",
     "classification": "AutoModelForSequenceClassification",
+    "token_classification": "AutoModelForTokenClassification",
     "regression": "AutoModelForSequenceClassification",
     "sentence_embedding": "AutoModel",
 }

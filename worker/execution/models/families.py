@@ -24,6 +24,7 @@ class Fields(dict[str, Any]):
 
 
 _TEXT_TASKS = frozenset({"sequence_classification", "classification", "regression", "sentence_embedding"})
+_TOKEN_TASKS = _TEXT_TASKS | {"token_classification"}
 _IMAGE_TASKS = frozenset({"classification", "regression"})
 
 
@@ -122,7 +123,7 @@ def _bert(config: str, *, reserved: int, explicit: bool) -> Family:
         flags=("tie_word_embeddings",),
         words={"hidden_act": _ACTIVATIONS, "position_embedding_type": frozenset({"absolute"})},
         weights=_bert_weights,
-        tasks=_TEXT_TASKS | {"masked_lm"},
+        tasks=_TOKEN_TASKS | {"masked_lm"},
         divides=("hidden_size", "num_attention_heads"),
         length="max_position_embeddings",
         reserved_positions=reserved,
@@ -140,7 +141,7 @@ def _llama(config: str, *optional: str) -> Family:
         flags=("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"),
         words={"hidden_act": _ACTIVATIONS},
         weights=_llama_weights,
-        tasks=_TEXT_TASKS | {"causal_lm"},
+        tasks=_TOKEN_TASKS | {"causal_lm"},
         length="max_position_embeddings",
         rotary=True,
         fixed=(("bos_token_id", None), ("eos_token_id", None)),
@@ -160,7 +161,7 @@ FAMILIES: dict[str, Family] = {
         flags=("sinusoidal_pos_embds", "tie_word_embeddings"),
         words={"activation": _ACTIVATIONS},
         weights=_distilbert_weights,
-        tasks=_TEXT_TASKS | {"masked_lm"},
+        tasks=_TOKEN_TASKS | {"masked_lm"},
         divides=("dim", "n_heads"),
         length="max_position_embeddings",
         explicit_positions=True,
@@ -174,7 +175,7 @@ FAMILIES: dict[str, Family] = {
         flags=("tie_word_embeddings", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
         words={"activation_function": _ACTIVATIONS},
         weights=_gpt2_weights,
-        tasks=_TEXT_TASKS | {"causal_lm"},
+        tasks=_TOKEN_TASKS | {"causal_lm"},
         divides=("n_embd", "n_head"),
         length="n_positions",
         explicit_positions=True,
@@ -189,7 +190,7 @@ FAMILIES: dict[str, Family] = {
         flags=("tie_word_embeddings", "attention_bias", "use_parallel_residual"),
         words={"hidden_act": _ACTIVATIONS},
         weights=_gpt_neox_weights,
-        tasks=_TEXT_TASKS | {"causal_lm"},
+        tasks=_TOKEN_TASKS | {"causal_lm"},
         divides=("hidden_size", "num_attention_heads"),
         length="max_position_embeddings",
         rotary=True,
