@@ -231,9 +231,9 @@ def _record(kind: type[T], value: object, place: str) -> T:
         if nested is not None and isinstance(own, (list, tuple)):
             found[name] = tuple(_record(nested, each, f"{where}/{number}") for number, each in enumerate(own))
             continue
-        single = next((each for each in (expected, *get_args(expected)) if is_dataclass(each)), None)
+        single = _single(expected)
         if single is not None and isinstance(own, Mapping):
-            found[name] = _record(single, own, where)  # type: ignore[arg-type] # a record is a type
+            found[name] = _record(single, own, where)
             continue
         if not _fits(own, expected):
             _refuse(where, _described(expected), own)
@@ -241,12 +241,19 @@ def _record(kind: type[T], value: object, place: str) -> T:
     return kind(**found)
 
 
+@cache
 def _nested(expected: Any) -> type | None:  # noqa: ANN401 - a type or a form of typing
     """The record of which a field holds several; None of any other field."""
     for form in (expected, *get_args(expected)):
         if get_origin(form) is tuple and is_dataclass(get_args(form)[0]):
             return get_args(form)[0]  # type: ignore[no-any-return] # a record is a type
     return None
+
+
+@cache
+def _single(expected: Any) -> type | None:  # noqa: ANN401 - a type or a form of typing
+    """The record that a field holds; None of any other field."""
+    return next((each for each in (expected, *get_args(expected)) if is_dataclass(each)), None)  # type: ignore[return-value] # a record is a type
 
 
 @cache
@@ -260,7 +267,7 @@ def _kinds(kind: type) -> Mapping[str, tuple[Any, bool]]:
 
 
 def _fits(value: object, kind: Any) -> bool:  # noqa: ANN401 - a type or a form of typing
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin, arguments = _form(kind)
     if origin in (Union, UnionType):
         return any(_fits(value, each) for each in arguments)
     if origin is tuple:
@@ -269,6 +276,12 @@ def _fits(value: object, kind: Any) -> bool:  # noqa: ANN401 - a type or a form 
         return any(type(value) is type(each) and value == each for each in arguments)
     check = _CHECKS.get(kind)
     return check is not None and check(value)
+
+
+@cache
+def _form(kind: Any) -> tuple[Any, tuple[Any, ...]]:  # noqa: ANN401 - a type or a form of typing
+    """The origin of a form of typing and its arguments; looking them up takes longer than the check itself."""
+    return get_origin(kind), get_args(kind)
 
 
 def _is_finite(value: object) -> bool:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from engine.errors import BrokenFactors, NonFiniteFactor
 from engine.factors.capacitance import NOISE, Factorised, cancellation, independent_solve, robust_solve
-from engine.factors.kronecker_factors import digest, unpacked
+from engine.factors.kronecker_factors import digest, mirrored_, unpacked
 from engine.factors.representation_bytes import NUMBERS_AT_ONCE, low_rank_bytes
 from engine.linalg.eigendecomposition import decompose
 from engine.linalg.linear_operator import RowSide
@@ -39,6 +39,7 @@ from engine.memory.guard import Guard
 
 _MOST_CANCELLED = 16
 """Up to here float32 keeps six digits of a product with the rows."""
+_STRIP_ROWS = 512
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,7 +99,7 @@ class LowRank(RowSide):
         return whole
 
     def gram(self) -> Tensor:
-        """K (T, T) float64, where arithmetic is done.
+        """K (T, T) float64, where arithmetic is done; one triangle is computed, in strips.
 
         Memory:
             T² numbers, and 16 MiB of widened columns.
@@ -110,8 +111,9 @@ class LowRank(RowSide):
         width = max(NUMBERS_AT_ONCE // max(self.count, 1), 1)
         for start in range(0, self.size, width):
             columns = self.rows[:, start : start + width].to(self.computes_on).to(torch.float64)
-            total.addmm_(columns, columns.T)
-        return total.mul_(scales[:, None]).mul_(scales)
+            for top in range(0, self.count, _STRIP_ROWS):
+                total[top : top + _STRIP_ROWS, top:].addmm_(columns[top : top + _STRIP_ROWS], columns[top:].T)
+        return mirrored_(total).mul_(scales[:, None]).mul_(scales)
 
     def spectrum(self, layer: str, guard: Guard | None = None) -> tuple[Tensor, tuple[str, ...]]:
         """Return all n eigenvalues from the Gram matrix: at most T are not zero.
@@ -141,9 +143,6 @@ class LowRank(RowSide):
         """Return the r nonzero eigenvalues and their eigenvectors.
 
         These are the Gram matrix's times the rows, made orthonormal once more, from the largest down.
-
-        Args:
-            layer: Not used.
 
         Returns:
             Values (r,), ascending, and orthonormal vectors (n, r), one a column; float64.

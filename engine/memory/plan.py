@@ -9,6 +9,7 @@ it so.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from typing import Any, Literal
 
 from catalog.memory import PLANNED_STAGES, PlannedStage
@@ -141,10 +142,20 @@ class Plan:
     pace: Paced = "usual"
     """Whether the seconds are foreseen from what this machine was measured to do, or from what is usual."""
 
-    @property
+    @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """Those that hold anything of their own, in order."""
-        return tuple(stage for stage in STAGES if any(term.stage == stage for term in self.terms))
+        held = {term.stage for term in self.terms}
+        return tuple(stage for stage in STAGES if stage in held)
+
+    @cached_property
+    def _sums(self) -> Mapping[tuple[Place, str, str | None], int]:
+        """Bytes by place, stage and layer; a search asks hundreds of times."""
+        sums: dict[tuple[Place, str, str | None], int] = {}
+        for term in self.terms:
+            key = term.place, term.stage, term.layer
+            sums[key] = sums.get(key, 0) + term.size_bytes
+        return sums
 
     def peak_bytes(self, place: Place) -> int:
         """Return the largest of the stages' bytes.
@@ -168,12 +179,15 @@ class Plan:
             The sum of its terms and of those held throughout; of terms that belong to a layer, those of the layer that
             takes most.
         """
-        here = [term for term in self.terms if term.place == place and term.stage in (stage, "throughout")]
-        layers: dict[str, int] = {}
-        for term in here:
-            if term.layer is not None:
-                layers[term.layer] = layers.get(term.layer, 0) + term.size_bytes
-        return sum(term.size_bytes for term in here if term.layer is None) + max(layers.values(), default=0)
+        common, layers = 0, dict[str, int]()
+        for (where, when, layer), size in self._sums.items():
+            if where != place or when not in (stage, "throughout"):
+                continue
+            if layer is None:
+                common += size
+            else:
+                layers[layer] = layers.get(layer, 0) + size
+        return common + max(layers.values(), default=0)
 
     def _at_peak(self, place: Place) -> list[Term]:
         """The terms of the stage that holds most in one place."""
