@@ -6,19 +6,25 @@ measured here, on the device that this process has.
 
 import statistics
 import time
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks import results_file
+from benchmarks.reconstruction import basis, factor, spectrum
+from engine.factors.clip_eigenvalues import PLACEMENTS, placement_bytes, stabilise_
 from engine.planning.eigendecomposition_memory import eigendecomposition_bytes
+from kronoscope.local import measure
 
 CLASSES = 50_257
 """Outputs of GPT-2's head."""
 TERMS = 2_048
 """Loss terms of two sequences of 1,024 tokens."""
 WIDTH = 768
+WIDE = 10_000
+REBUILT = 4_096
+KAPPA_MAX = 1e6
 
 
 def dense_head_bytes() -> dict[str, float]:
@@ -32,6 +38,88 @@ def dense_head_bytes() -> dict[str, float]:
         "matrix_vectors_and_workspace_gb": 4 * square / 1e9,
         "widest_matrix_of_lapack_gib": eigendecomposition_bytes(46_340, vectors=True).host_bytes / 2**30,
     }
+
+
+def decomposition_bytes() -> dict[str, float]:
+    """GB of decomposing a matrix of 10,000 rows that is kept in float32, and of its square in float32."""
+    return {
+        "matrix_gb": 4 * WIDE**2 / 1e9,
+        "with_vectors_gb": eigendecomposition_bytes(WIDE, vectors=True).host_bytes / 1e9,
+        "values_alone_gb": eigendecomposition_bytes(WIDE, vectors=False).host_bytes / 1e9,
+    }
+
+
+def freed_by_rows() -> dict[str, float]:
+    """GB that rows in 16 bits and their Gram matrix take less than decomposing the head's dense G, and than G alone."""
+    kept = 2 * TERMS * CLASSES + 4 * TERMS**2
+    return {
+        "of_a_decomposition_gb": (4 * 4 * CLASSES**2 - kept) / 1e9,
+        "of_the_matrix_gb": (4 * CLASSES**2 - kept) / 1e9,
+    }
+
+
+def rebuild_bytes() -> dict[str, float]:
+    """MB of ``(Q * λ) @ Q.T`` with Q at 4,096 rows in float32, and the most that an update takes beside both."""
+    cpu = torch.device("cpu")
+    ours = [max(placement_bytes(REBUILT, None, torch.float32, placement, cpu)) for placement in PLACEMENTS]
+    return {"basis_product_and_result_mb": 3 * 4 * REBUILT**2 / 1e6, "update_at_most_mb": max(ours) / 1e6}
+
+
+def rebuild_milliseconds() -> dict[str, float]:
+    """Milliseconds of rebuilding a factor of 4,096 rows in float32 from its eigenvectors, and of the updates."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    exact, figures = basis(REBUILT), {}
+    vectors = exact.to(device, torch.float32)
+    for name, clipped in (("half_clipped", REBUILT // 2), ("twentieth_clipped", REBUILT // 20)):
+        values = spectrum(REBUILT, clipped)
+        scaled = values.to(device, torch.float32)
+        figures["whole_ms"] = _median_ms(lambda by=scaled: (vectors * by) @ vectors.T, device)
+        original = factor(values, exact)
+        for placement in ("device", "panels"):
+            home = device if placement == "device" else torch.device("cpu")
+            stands, stored = original.to(home), vectors.to(home)
+            work = stands.clone()
+            figures[f"{name}_{placement}_ms"] = _median_ms(
+                lambda place=placement, of=work, by=values, through=stored: stabilise_(
+                    of, by, through, KAPPA_MAX, placement=place, device=device
+                ),
+                device,
+                # a factor that has been through it is no longer what its basis says
+                lambda of=work, before=stands: of.copy_(before),
+            )
+    return figures
+
+
+def forward_passes() -> dict[str, float]:
+    """Forward passes of a batch with labels sampled from the model, and with those of the data; and their seconds."""
+    inputs, targets = torch.randn(16 * 256, 256), torch.randint(10, (16 * 256,))
+
+    def passes(fisher: str, batches: int) -> tuple[int, float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10))
+        calls = 0
+
+        def count(*_: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        model.register_forward_hook(count)
+        start = time.perf_counter()
+        measure(
+            model,
+            (inputs[: batches * 256], targets[: batches * 256]),
+            task="classification",
+            kinds=("factors",),
+            collection={"fisher": fisher, "batch_size": 256, "self_check": "off", "exact_trace": False},
+        )
+        return calls, time.perf_counter() - start
+
+    figures = {}
+    for fisher in ("mc", "empirical"):
+        many, few = ([passes(fisher, batches) for _ in range(3)] for batches in (16, 8))
+        figures[f"{fisher}_passes"] = (many[0][0] - few[0][0]) / 8
+        figures[f"{fisher}_batch_ms"] = 1e3 * (min(each[1] for each in many) - min(each[1] for each in few)) / 8
+    return figures
 
 
 def row_bytes() -> dict[str, float]:
@@ -125,9 +213,10 @@ def saved_for_backward() -> dict[str, float]:
     }
 
 
-def _median_ms(work: Any, device: torch.device) -> float:  # noqa: ANN401 - a function without arguments
+def _median_ms(work: Callable[[], object], device: torch.device, prepare: Callable[[], object] = lambda: None) -> float:
     seconds = []
     for _ in range(6):
+        prepare()
         start = time.perf_counter()
         work()
         if device.type == "cuda":
@@ -139,6 +228,7 @@ def _median_ms(work: Any, device: torch.device) -> float:  # noqa: ANN401 - a fu
 def main() -> None:
     """Compute and measure all of them."""
     errors, saved, ratio = local_gram_errors(), saved_for_backward(), communication_ratio()
+    passes, rebuilt = forward_passes(), rebuild_bytes()
     results_file.write(
         "circulating_figures",
         [
@@ -155,6 +245,10 @@ def main() -> None:
                 saved["each_batch_in_two_slices"] / saved["one_batch"],
                 0.55,
             ),
+            results_file.claim("forward passes of a batch with labels sampled from the model", passes["mc_passes"], 1),
+            results_file.claim(
+                "MB of an update at 4,096 rows beside factor and basis", rebuilt["update_at_most_mb"], 64
+            ),
         ],
         {
             "dense_head_bytes": dense_head_bytes(),
@@ -164,6 +258,11 @@ def main() -> None:
             "local_gram_errors": errors,
             "communication": ratio,
             "saved_for_backward_mib": saved,
+            "decomposition_of_10000_rows": decomposition_bytes(),
+            "rebuild_of_4096_rows_bytes": rebuilt,
+            "rebuild_of_4096_rows": rebuild_milliseconds(),
+            "freed_by_rows": freed_by_rows(),
+            "true_fisher": passes,
         },
     )
 
