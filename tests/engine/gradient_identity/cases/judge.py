@@ -78,7 +78,8 @@ def _judge_reasons(verdict: Verdict, name: str, reasons: set[str], truth: Truth)
     """One of ``reasons`` must hold of a parameter that is not covered."""
     if not reasons:
         verdict.unsaid.append(f"nothing is said of {name}")
-    mixed, idle = truth.off[name] > 1e-12, not truth.has_gradient(name)
+    # outputs that depend on other examples are a reason for every layer: the directions of the loss follow them
+    mixed, idle = max(truth.off[name], truth.outputs_off) > 1e-12, not truth.has_gradient(name)
     if not (
         (reasons & _MIXED and mixed) or ("no_gradient" in reasons and idle) or (reasons == {"never_routed"} and idle)
     ):

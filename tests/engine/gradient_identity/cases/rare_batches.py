@@ -75,14 +75,14 @@ def skipped_apart(net: Net, x: Tensor) -> Tensor:
 
 
 def faint(net: Net, x: Tensor) -> Tensor:
-    """Outputs change by a thousandth."""
+    """Outputs change by some thousandths."""
     z = net.a(x.clamp(-4, 4)).tanh()
-    return net.h(z * (1 + 1e-3 * z.mean() * rare(x).any()))
+    return net.h(z * (1 + 5e-2 * z.mean() * rare(x).any()))
 
 
 def faint_apart(net: Net, x: Tensor) -> Tensor:
     z = net.a(x.clamp(-4, 4)).tanh()
-    return net.h(z * (1 + 1e-3 * z.mean(1, keepdim=True) * rare(x)[:, None]))
+    return net.h(z * (1 + 5e-2 * z.mean(1, keepdim=True) * rare(x)[:, None]))
 
 
 def called(net: Net, x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ PAIRS = [
         ("its vector handed round", told, told_apart),
         ("two examples exchanged", exchanged, exchanged_apart),
         ("gradients scaled on their way back", clipped_back, clipped_back_apart),
-        ("a thousandth of the outputs", faint, faint_apart),
+        ("some thousandths of the outputs", faint, faint_apart),
     ]
 ] + [
     Pair(

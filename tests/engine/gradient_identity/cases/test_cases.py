@@ -46,7 +46,7 @@ NOT_YET: dict[str, str] = {
             "rare batch: a guard against overflow",
             "rare batch: a layer left out",
             "rare batch: a layer put in",
-            "rare batch: a thousandth of the outputs",
+            "rare batch: some thousandths of the outputs",
             "rare batch: bounds beside an outlier",
             "rare batch: gradients scaled on their way back",
             "rare batch: its vector handed round",

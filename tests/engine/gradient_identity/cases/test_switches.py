@@ -1,10 +1,12 @@
 """Every part of the check is needed: without it at least three models of the table are judged wrongly."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import pytest
 
 from engine.gradient_identity.check import BatchCheck
+from engine.model.model_state import ModelState
 from tests.engine.gradient_identity.cases.judge import judge
 from tests.engine.gradient_identity.cases.table import MODELS
 
@@ -22,6 +24,12 @@ def without_wider_types(patch: pytest.MonkeyPatch) -> None:
 def without_outputs(patch: pytest.MonkeyPatch) -> None:
     """Outputs that depend on other examples refuse nothing."""
     patch.setattr(BatchCheck, "_compare_outputs", lambda *_: None)
+
+
+def without_model_state(patch: pytest.MonkeyPatch) -> None:
+    """What a forward pass leaves in the model stays there."""
+    patch.setattr(ModelState, "forward", lambda _: nullcontext())
+    patch.setattr(ModelState, "restore", lambda _: None)
 
 
 SWITCHES: list[tuple[Callable[[pytest.MonkeyPatch], None], Sequence[str]]] = [
@@ -50,6 +58,15 @@ SWITCHES: list[tuple[Callable[[pytest.MonkeyPatch], None], Sequence[str]]] = [
             "outputs: the batch's own prior",
             "outputs: a bonus for the majority",
             "outputs: votes of the closest",
+        ),
+    ),
+    (
+        without_model_state,
+        (
+            "kept state: a counter, each example by itself",
+            "kept state: a list that grows, each example by itself",
+            "kept state: the last example's vector, each example by itself",
+            "kept state: a plain tensor written in place, each example by itself",
         ),
     ),
 ]
