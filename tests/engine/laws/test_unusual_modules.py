@@ -394,7 +394,7 @@ def of_lists_in_lists() -> nn.Module:
 
 
 around("called_by_functional_call", WHOLE, lambda m, x: torch.func.functional_call(m, dict(m.named_parameters()), (x,)))
-around("called_in_vmap", "inside a transform of `torch.func`.*write that part for a whole batch",
+around("called_in_vmap", "could be measured: transformed.*outside of `torch.func.vmap`.*on a whole batch",
        lambda m, x: torch.vmap(m)(x))  # fmt: skip
 around("checkpointed", WHOLE, lambda m, x: checkpoint(m, x, use_reentrant=False))
 around("that_returns_a_mapping", WHOLE, lambda m, x: {"logits": m(x), "loss": None})
@@ -403,7 +403,7 @@ around("that_returns_nothing", "returned `NoneType` without a tensor; the task n
 around("that_returns_a_text", "returned `str` without a tensor", lambda m, x: "logits")
 around("that_returns_an_array", "returned `ndarray` without a tensor", lambda m, x: m(x).detach().numpy())
 around("that_is_a_generator", "returned `generator` without a tensor", lambda m, x: (m(each) for each in [x]))
-around("that_returns_classes", r"outputs of shape \(2,\) for 2 examples; classification needs",
+around("that_returns_classes", r"outputs of shape \(\d+,\) for \d+ examples; classification needs",
        lambda m, x: m(x).argmax(1))  # fmt: skip
 DETACHED = (
     "could be measured: no_gradient.*look for a `forward` that detaches its outputs, or runs under `torch.no_grad`"
