@@ -78,10 +78,12 @@ class LayerOperator:
             found = self._inverted(arranged(matrices))
             if found is not None:
                 return found
+        # before anything asks for eigenvalues, which come with vectors of some precision
+        joint = self.joint_in(matrices.dtype)
         self.require_power(exponent)
         if exponent == 0:
             return matrices.clone()
-        found, cancelled = self.joint_in(matrices.dtype).apply_counting(matrices, exponent)
+        found, cancelled = joint.apply_counting(matrices, exponent)
         if cancelled <= _MOST_CANCELLED or matrices.dtype == torch.float64:
             return found
         wide = matrices.to(torch.float64)

@@ -15,6 +15,7 @@ from engine.factors.factor_set import FactorSet
 from engine.factors.kronecker_factors import Corrected
 from engine.factors.low_rank import LowRank
 from engine.factors.softmax_fisher import SoftmaxFisher
+from engine.linalg.eigendecomposition import decompose
 from engine.operators.kronecker.ill_conditioned import IllConditioned
 from engine.operators.kronecker.layer_store import OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
@@ -145,6 +146,21 @@ def test_a_regular_factored_layer_is_not_reported_for_a_small_damping() -> None:
     whole = damped(one_layer(A, G), "factored", 1e16, "kfac", report=heard.append)
     whole.solve(torch.ones(OUT * INTO, dtype=torch.float64))
     assert not heard
+
+
+@pytest.mark.parametrize("exponent", [-1.0, -0.5, 0.5])
+def test_a_factor_is_decomposed_once_for_vectors_in_float64(exponent: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def counted(factor: Tensor, *arguments: object, **options: object) -> object:
+        made.append(len(factor))
+        return decompose(factor, *arguments, **options)  # type: ignore[arg-type] # as it was called
+
+    monkeypatch.setattr("engine.operators.kronecker.layer_store.decompose", counted)
+    whole = damped(FACTORS["regular"](), "exact", 1e4, "kfac")
+    whole.power(exponent) @ torch.ones(OUT * INTO, dtype=torch.float64)
+    whole.logdet()
+    assert sorted(made) == [OUT, INTO]
 
 
 SINGULAR = {
