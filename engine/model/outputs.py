@@ -333,7 +333,8 @@ def _ids(batch: Batch) -> Any:  # noqa: ANN401
 
 def _classes(outputs: Tensor, targets: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
     flat = outputs.reshape(batch.size, -1, outputs.shape[-1])
-    if flat.shape[-1] < 2:
+    fitting = not isinstance(targets, Tensor) or targets.shape in (outputs.shape, outputs.shape[:-1])
+    if flat.shape[-1] < 2 and fitting:
         raise WrongShape(
             f"`cross_entropy` needs two logits or more for each term (got outputs of shape {tuple(outputs.shape)}): "
             "with one, the loss is 0 whatever the label, and so is its curvature; take `task.loss: bce` with targets 0 "

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from catalog.collection import Collection
+from engine.collection.pass_job import PassJob
 from engine.errors import EngineError, ModelRefused, WrongShape
 from kronoscope.local import Measurement, measure
+from tests.oracles import workspace
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 X = torch.randn(10, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -103,6 +105,19 @@ def test_one_logit_under_cross_entropy_is_refused(last: tuple[nn.Module, ...], f
     with pytest.raises(WrongShape, match=r"take `task\.loss: bce`") as caught:
         run(net(1, *last), X, y, fisher)
     assert caught.value.pointer == "/task/loss"
+
+
+@pytest.mark.parametrize("shape", [(5, 1, 4, 4), (5, 4, 4)])
+def test_one_logit_of_each_pixel_is_refused(shape: tuple[int, ...]) -> None:
+    x, y = torch.randn(5, 2, 4, 4, dtype=torch.float64), torch.randint(0, 2, shape)
+    with pytest.raises(WrongShape, match=r"take `task\.loss: bce`"):
+        run(nn.Conv2d(2, 1, 1).double(), x, y, "mc")
+
+
+def test_a_head_with_pixels_left_is_refused_by_its_shape() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.AdaptiveAvgPool2d(1)).double()
+    with pytest.raises(WrongShape, match="do not fit outputs of shape"):
+        run(model, torch.randn(10, 2, 4, 4, dtype=torch.float64), Y, "mc")
 
 
 BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -227,6 +242,18 @@ def test_a_first_batch_that_says_nothing_is_refused_though_a_later_one_would() -
     chunks = [(SEQUENCE, LABELS), (SEQUENCE[:, :4], LABELS[:, :4])]
     with pytest.raises(WrongShape, match="two ways"):
         measure(net(5), chunks, task="classification", kinds=("factors",))
+
+
+def test_passes_over_factors_that_were_collected_before_read_their_first_batch_first() -> None:
+    """Where a cache has the factors no probe decides; a first batch that is open is refused here, too."""
+    chunks = [(SEQUENCE[:, :4], LABELS[:, :4]), (SEQUENCE, LABELS)]
+    model, device = net(5).train(), torch.device("cpu")
+    job = PassJob.of(workspace(model, chunks, "classification"), device).settled()
+    assert job.task.class_axis == 2
+    assert model.training
+    with pytest.raises(WrongShape, match="two ways"):
+        PassJob.of(workspace(model, chunks[::-1], "classification"), device).settled()
+    assert model.training
 
 
 class Known(nn.Module):

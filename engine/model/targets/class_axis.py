@@ -87,6 +87,9 @@ def _fitting(shape: torch.Size, targets: object, axes: tuple[int, ...]) -> list[
     if len(axes) == 1 or not isinstance(targets, Tensor):
         return list(axes)
     if targets.shape == shape:
+        if shape[axes[0]] == 1:
+            # one logit, which is refused as such
+            return [axes[0]]
         # of shapes alone a plan takes torch's reading
         return [axes[0]] if targets.is_meta else [axis for axis in axes if sum_to_one(targets, axis)] or list(axes)
     fitting = [axis for axis in axes if tuple(targets.shape) == _terms(shape, axis)]
