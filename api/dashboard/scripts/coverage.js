@@ -64,7 +64,7 @@ export function refusedCard(job, titles) {
       "ul",
       {},
       job.refused.map((each) =>
-        h("li", {}, h("strong", {}, titles.get(each.kind) ?? each.kind), ": ", ...withCode(each.message), each.pointer ? [" Field ", h("code", {}, each.pointer), "."] : null, " ", h("code", {}, each.code)),
+        h("li", {}, h("strong", {}, titles.get(each.kind) ?? each.kind), ": ", ...withCode(each.message), each.pointer ? [" (field ", h("code", {}, each.pointer), ")"] : null, "."),
       ),
     ),
   );
