@@ -96,6 +96,11 @@ def open_operator(factors: FactorSet, **choices: Unpack[OperatorChoices]) -> Ope
         OptionRefused: If a choice is none of its words or unknown, or the device is not there.
         EngineError: As ``engine.errors`` lists.
     """
+    layers = choices.get("layers")
+    if isinstance(layers, str):
+        raise OptionRefused(
+            f"`layers` must be a list, each a string, or None (got {layers!r}); write a list of names: [{layers!r}]"
+        )
     given = read_choices(OperatorChoices, choices)
     resident = given.get("resident_bytes")
     if resident is not None and resident < 0:
