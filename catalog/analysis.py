@@ -85,6 +85,20 @@ class RefusedAnalysis:
 
 
 @record
+class LookedAt:
+    """In how many batches the self-check looked at what ran, over all passes and ranks."""
+
+    signatures: int = 0
+    """Batches whose calls and graph were compared with those of the batches before."""
+    glances: int = 0
+    """Batches of which one example's outputs were held against the example alone."""
+    full: int = 0
+    """Batches of which one example's rows were held against plain autograd."""
+    no_glance: str | None = None
+    """Why batches got no glance; null where they did."""
+
+
+@record
 class Coverage:
     """Every trainable parameter is covered or declared; nothing is skipped silently."""
 
@@ -107,3 +121,5 @@ class Coverage:
     alone; null where `collection.self_check` is `off` or the factors came without a model."""
     examples_checked: int | None
     """Examples that the layer with the fewest was held against; 0 where a model draws random numbers."""
+    looked_at: LookedAt | None
+    """Batches that the self-check looked at, and how; null where `examples_checked` is."""

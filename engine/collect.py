@@ -248,7 +248,7 @@ def _settle(job: PassJob, survey: Survey, trainable: int) -> PlannedJob:
         if not plan.fits(workspace.machine.budget):
             plan.require(workspace.machine.budget, smallest_budgets(workspace, planned.probed.probe, planned.less))
         with set_activation_checkpointing(job.model, wanted=plan.chosen.activation_checkpointing):
-            changed = verification.changes(planned.probed)
+            changed = verification.changes(planned.probed, plan.chosen)
         if workspace.machine.ranks is not None:
             require_same_checks(workspace.machine.ranks, verification.failed)
         if not changed:
@@ -341,6 +341,7 @@ def _finished(
         amp_fallback=job.precision.fallback,
         loss_scale=state.loss_scale if job.precision.amp == "fp16" else None,
         planned_peak_bytes=plan.largest_peak_bytes,
+        looked_at=None if state.self_check is None or not state.self_check.layers else state.self_check.looked_at,
         nondeterministic=tuple(sorted(state.nondeterministic)),
         not_replayed=job.numerics.not_replayed(job.workspace.resume.numerics),
         load=lambda ordinal: factors[ordinal](),

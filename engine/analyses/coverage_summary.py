@@ -29,6 +29,7 @@ def coverage(whole: FactorSet) -> Coverage:
         examples_checked=min((each.examples_checked or 0 for each in whole.layers), default=None)
         if any(each is not None for each in _identities(whole))
         else None,
+        looked_at=whole.looked_at,
     )
 
 

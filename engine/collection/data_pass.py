@@ -1,6 +1,9 @@
 """Passes: the data goes through the model, and the sums of one pass's layers take in every batch."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +25,7 @@ from engine.errors import DataDiffer, EmptyData
 from engine.factors.representation import DENSE
 from engine.gradient_identity.refusal import FAILED_CHECK
 from engine.gradient_identity.self_check import SelfCheck
+from engine.gradient_identity.summed_rows import NO_ROWS, SummedRows
 from engine.layers.layer import TreatedLayer
 from engine.model.backward_pass import pull_back
 from engine.model.batches import Batch, tensors
@@ -113,7 +117,7 @@ def run_pass(
     ranks = workspace.machine.ranks
     turns = Turns.of(ranks, collection.update_freq)
     collector.scale = job.precision.loss_scale(cursor.loss_scale, cursor.steady)
-    with locate_nan(job.model, job.task) as current, collector.attached(), torch.enable_grad():
+    with locate_nan(job.model, job.task) as current, collector.attached(), torch.enable_grad(), _unused(state):
         current.read = cursor.read
         for arrived in stream:
             workspace.ports.raise_if_cancelled()
@@ -125,8 +129,9 @@ def run_pass(
             _note_examples(job, cursor, batch, turns)
             if turns.update(cursor.batches) is not None:
                 _decay_(collection, cursor, turns, all_statistics)
-                cursor.terms += _varied(job, batch, collector)
-                _check(job, state.self_check, (arrived, cursor.batches), collector)
+                summed = _observed(job, state.self_check, (arrived, cursor), collector)
+                cursor.terms += _varied(job, batch, collector, summed)
+                _check(job, state.self_check, (cursor.batches, summed), collector)
                 cursor.note(collector.scale)
                 current.require_finite(all_statistics)
                 cursor.examples += batch.size
@@ -179,15 +184,34 @@ def _decay_(collection: Collection, cursor: Cursor, turns: Turns, sums: tuple[La
             statistics.decay_(collection.ema_decay ** turns.updates_since(cursor.batches))
 
 
-def _check(job: PassJob, self_check: SelfCheck | None, current: tuple[Batch, int], collector: Collector) -> None:
-    """Let the layers prove themselves on a batch and its number, where a check is due."""
-    (batch, number), shapes = current, collector.shapes.take()
-    if self_check is None or not self_check.is_due(number, shapes):
+def _unused(state: CollectionState) -> AbstractContextManager[None]:
+    return nullcontext() if state.self_check is None else state.self_check.watching_unused()
+
+
+def _observed(
+    job: PassJob, self_check: SelfCheck | None, current: tuple[Batch, Cursor], collector: Collector
+) -> SummedRows:
+    """Choose what is to be kept of a batch while it is summed, by its number."""
+    arrived, cursor = current
+    if self_check is None or (self_check.mode == "first" and cursor.number > 0):
+        return NO_ROWS
+    layers = [found.layer for found in collector.statistics if found.flaw is None]
+    return self_check.observe(layers, arrived, cursor.batches, partial(parts_of, job, arrived))
+
+
+def _check(job: PassJob, self_check: SelfCheck | None, current: tuple[int, SummedRows], collector: Collector) -> None:
+    """Let the layers prove themselves on a batch, by its number and what was kept of it, where a check is due."""
+    (number, summed), shapes = current, collector.shapes.take()
+    if self_check is None:
         return
+    due, glance = self_check.is_due(number, shapes, summed)
     sums = {found.layer.name: found for found in collector.statistics if found.flaw is None}
+    layers = [found.layer for found in sums.values()]
+    if not (due or glance) or (number == 0 and self_check.is_rehearsed(layers, summed)):
+        return
     heard = frozenset(job.heard)
     with collector.detached():
-        failed = self_check.check_later([found.layer for found in sums.values()], batch, number)
+        failed = self_check.check_later(layers, summed) if due or self_check.glance_differs(summed) else []
     # what plain autograd alone does without a deterministic form enters no factor
     job.heard.intersection_update(heard)
     for name in failed:
@@ -229,7 +253,22 @@ def _head(job: PassJob, treated: tuple[TreatedLayer, ...]) -> LossHead | None:
     return None
 
 
-def update(job: PassJob, batch: Batch, collector: Collector) -> int:
+def parts_of(job: PassJob, batch: Batch) -> Iterator[Batch]:
+    """Cut a batch into the groups that go through the model together.
+
+    Args:
+        job: The model, and how passes run it; its ``micro_batch`` is the size of a group.
+        batch: The batch, on any device.
+
+    Yields:
+        Groups that hold each example once.
+    """
+    groups = group_by_length(batch, job.task) if job.cut_padding else (batch,)
+    size = job.micro_batch or batch.size
+    return (part for own in groups for part in own.slices(size))
+
+
+def update(job: PassJob, batch: Batch, collector: Collector, summed: SummedRows = NO_ROWS) -> int:
     """Let one batch enter the statistics, a slice at a time.
 
     Both factors are sums over examples, of the summed loss: slices change nothing but the order
@@ -239,31 +278,32 @@ def update(job: PassJob, batch: Batch, collector: Collector) -> int:
         job: The model, and how passes run it; its ``micro_batch`` is the size of a slice.
         batch: The batch, on the device.
         collector: The hooks, attached to the model, with the sums of the layers.
+        summed: Keeps the rows of some examples.
 
     Returns:
         Loss terms of the batch.
     """
-    groups = group_by_length(batch, job.task) if job.cut_padding else (batch,)
-    size = job.micro_batch or batch.size
-    terms = sum(_enter(job, part, collector) for own in groups for part in own.slices(size))
+    terms = sum(_enter(job, part, collector, summed) for part in parts_of(job, batch))
+    summed.end(collector)
     for staging in {each for found in collector.statistics for each in (found.staging, found.row_staging)}:
         if staging is not None:
             staging.settle()
     return terms
 
 
-def _varied(job: PassJob, batch: Batch, collector: Collector) -> int:
+def _varied(job: PassJob, batch: Batch, collector: Collector, summed: SummedRows) -> int:
     """Let one batch enter the statistics and their variance, as one however it is sliced; returns its loss terms."""
     for statistics in collector.statistics:
         statistics.begin_update_()
-    terms = update(job, batch, collector)
+    terms = update(job, batch, collector, summed)
     for statistics in collector.statistics:
         statistics.end_update_()
     return terms
 
 
-def _enter(job: PassJob, batch: Batch, collector: Collector) -> int:
+def _enter(job: PassJob, batch: Batch, collector: Collector, summed: SummedRows) -> int:
     """Let examples that go through the model together enter the statistics; returns their loss terms."""
+    summed.begin(batch, collector)
     collector.begin(batch.size, batch.mask, tensors(batch.inputs))
     with torch.set_grad_enabled(collector.gradients):
         with job.precision.autocast(job.workspace.machine.device):
@@ -271,6 +311,7 @@ def _enter(job: PassJob, batch: Batch, collector: Collector) -> int:
         # probabilities, and what is drawn from them, in the precision of the sums
         prediction = replace(prediction, outputs=prediction.outputs.to(job.dtype))
     collector.forward_done()
+    summed.predicted(prediction)
     if prediction.terms:
         collector.predicted(prediction)
     terms, divisor, shares = prediction.terms, prediction.divisor, prediction.shares
@@ -285,6 +326,7 @@ def _enter(job: PassJob, batch: Batch, collector: Collector) -> int:
             if waiting is not None:
                 _return(job, end, waiting, collector, last=False)
             waiting = direction
+            summed.directed(direction)
         if waiting is not None:
             del prediction
             _return(job, end, waiting, collector, last=True)

@@ -7,22 +7,32 @@ with the identity that failed and its number as the reason.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import nn
 
+from engine.accumulation.hooks import Collector
+from engine.collection.collection_state import Cursor
+from engine.collection.data_pass import parts_of, update
 from engine.collection.normalise import foreseen_flaw
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import ProbedModel
-from engine.gradient_identity.checked_model import Subject, widened_bytes
+from engine.gradient_identity.checked_model import Subject, unwritten, widened_bytes
+from engine.gradient_identity.glance import Glances
 from engine.gradient_identity.layer_check import LayerCheck
+from engine.gradient_identity.recorded_rows import NoSums
 from engine.gradient_identity.refusal import refusal
-from engine.gradient_identity.schedule import FIRST_EXAMPLES
-from engine.gradient_identity.self_check import SelfCheck
+from engine.gradient_identity.schedule import first_examples
+from engine.gradient_identity.self_check import SelfCheck, different_examples, kept_generators
+from engine.gradient_identity.summed_rows import SummedRows
 from engine.layers.coverage import DeclaredLayer, Survey
 from engine.layers.layer import TreatedLayer
 from engine.memory.out_of_memory import free_memory, ran_out_of_memory
+from engine.memory.plan import Chosen
 from engine.model.batches import Batch
-from engine.model.determinism import DRAWN
+from engine.model.determinism import DRAWN, seed_generators
+from engine.row_layout.attention_masks import MaskBroken
+from engine.row_layout.layer_calls import InputOverwritten
 
 UNEXPLAINED = "gradient_not_followed"
 """Reason of parameters with a gradient that no operation which is understood was seen to bring."""
@@ -90,11 +100,12 @@ class Verification:
             probe=replace(probe, layers=layers, calls=[call for call in probe.calls if call.layer.name not in gone]),
         )
 
-    def changes(self, probed: ProbedModel) -> bool:
-        """Check the layers that no check has passed.
+    def changes(self, probed: ProbedModel, chosen: Chosen) -> bool:
+        """Check the layers that no check has passed, in the first batch as the passes let it through the model.
 
         Args:
             probed: The model after its probe.
+            chosen: What the plan has chosen for the passes.
 
         Returns:
             Whether a layer failed, so that the model is to be probed anew.
@@ -110,9 +121,12 @@ class Verification:
             for layer in survey.treated
             if layer.parameters not in self._passed and foreseen_flaw(layer, job.collection, mixed) is None
         ]
+        self.self_check.unused = _uncovered(job, survey, (*_UNUSED, "no_gradient"))
         if not layers:
             return False
         self.self_check.subject = subject_of(job)
+        # whether padding may be cut is found out afterwards
+        job = replace(job, micro_batch=chosen.micro_batch, cut_padding=False)
         batch = job.probed_batch()
         heard = frozenset(job.heard)
         found = self._checked(job, layers, batch, _uncovered(job, survey))
@@ -165,12 +179,14 @@ class Verification:
     def _checked(
         self, job: PassJob, layers: Sequence[TreatedLayer], batch: Batch, others: dict[str, nn.Parameter]
     ) -> dict[str, LayerCheck]:
-        """Check ``layers``, with fewer examples at a time where memory runs out."""
-        count = FIRST_EXAMPLES
+        """Check ``layers``, with fewer examples where memory runs out."""
+        count = first_examples(batch)
         while True:
             try:
                 with job.workspace.machine.operation("self-check", "collection"):
-                    return self.self_check.check_first(layers, batch, others, count)
+                    summed, seen = _first_rows(job, layers, batch, different_examples(batch, count))
+                    self.self_check.glances = _glances(layers, summed, batch.size)
+                    return self.self_check.check_first(seen, summed, others)
             except Exception as error:
                 if not ran_out_of_memory(error) or count <= 1:
                     raise
@@ -180,6 +196,64 @@ class Verification:
 
     def _say(self, job: PassJob, layer: TreatedLayer, check: LayerCheck, consequence: str) -> None:
         job.workspace.ports.log("warning", f"layer `{layer.name}`: {check.why}; {consequence}")
+
+
+def _first_rows(
+    job: PassJob, layers: Sequence[TreatedLayer], batch: Batch, places: Sequence[int]
+) -> tuple[SummedRows, list[TreatedLayer]]:
+    """Let the first batch go through the model as a pass lets it, and sum nothing.
+
+    Args:
+        job: The model, and how the pass runs it.
+        layers: Layers whose rows are kept.
+        batch: The whole batch.
+        places: Places of the examples whose rows are kept.
+
+    Returns:
+        The rows, and the layers that no hook has refused.
+    """
+    index = frozenset(int(batch.index[place]) for place in places)
+    statistics = tuple(NoSums(layer=layer, sharing="expand") for layer in layers)
+    collector = Collector(
+        statistics=statistics,
+        gradients=job.collection.fisher != "forward_only",
+        tables=job.tables,
+        places=job.places,
+        masking=job.masking,
+        orders=job.orders,
+        overwritten=job.overwritten,
+    )
+    cursor = Cursor(number=0)
+    collector.scale = job.precision.loss_scale(cursor.loss_scale, cursor.steady)
+    buffers = tuple(job.model.buffers())
+    with kept_generators(job.workspace.machine.device):
+        while True:
+            summed = SummedRows(layers=layers, index=index, parts=partial(parts_of, job, batch), buffers=buffers)
+            seed_generators(job.collection.seed)
+            try:
+                with unwritten(job.model), collector.attached():
+                    update(job, job.moved(batch), collector, summed)
+            except MaskBroken as broken:
+                # the pass finds it too, and lets all of these positions count
+                job = job.without_masks(broken.calls)
+            except InputOverwritten as written:
+                collector.overwritten |= frozenset(written.layers)
+            else:
+                return summed, [each.layer for each in statistics if each.flaw is None]
+            collector.masking, collector.observers = job.masking, {}
+
+
+def _glances(layers: Sequence[TreatedLayer], summed: SummedRows, examples: int) -> Glances:
+    """Count what a forward pass of one example takes, and in how many batches it is worth a glance."""
+    multiplications = sums = 0
+    for group in summed.groups[:1]:
+        for recorder in group.recorders.values():
+            layer = recorder.layer
+            numbers = sum(gradient.numel() for _, gradient in recorder.met) // len(group.places)
+            rows = numbers // max(1, layer.fan_out * layer.groups)
+            multiplications += rows * layer.fan_in * layer.fan_out * layer.groups
+            sums += rows * layer.groups * (layer.fan_in**2 + layer.fan_out**2) // 2
+    return Glances.of(multiplications, sums, max(summed.nodes, len(layers)), examples)
 
 
 def subject_of(job: PassJob) -> Subject:
@@ -222,12 +296,12 @@ def explain(row: DeclaredLayer, self_check: SelfCheck | None) -> DeclaredLayer:
         why = "plain autograd finds a gradient, but no operation that is understood was seen to use the parameters"
         return replace(row, reason=UNEXPLAINED, why=why)
     if not reached and row.reason in _UNUSED:
-        return replace(row, reason="no_gradient", why="plain autograd finds none in any checked example")
+        return replace(row, reason="no_gradient", why="no batch brought them any")
     return row
 
 
-def _uncovered(job: PassJob, survey: Survey) -> dict[str, nn.Parameter]:
-    """Trainable parameters that no layer covers."""
+def _uncovered(job: PassJob, survey: Survey, reasons: Sequence[str] | None = None) -> dict[str, nn.Parameter]:
+    """Trainable parameters that no layer covers, for some reasons or for any."""
     parameters = dict(job.model.named_parameters(remove_duplicate=False))
-    names = [name for row in survey.declared for name in row.parameters]
+    names = [n for row in survey.declared if reasons is None or row.reason in reasons for n in row.parameters]
     return {name: parameters[name] for name in names if name in parameters}

@@ -19,6 +19,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from catalog.analysis import LookedAt
 from catalog.collection import Collection
 from catalog.record import FieldError, canonical_json
 from catalog.woodbury import Woodbury
@@ -77,6 +78,8 @@ class FactorIndex:
     counts: CollectionCounts
     parameters: tuple[ParameterShape, ...] | None
     """The model's trainable parameters; an index from before they were kept has none."""
+    looked_at: LookedAt | None
+    """Batches that the self-check looked at."""
     counted: CountedExamples | None = None
     """Which examples these are; an index from before that was kept has none."""
     entered: EnteredExamples | None = None
@@ -132,6 +135,7 @@ def read_index(value: object) -> FactorIndex:
             _record(ParameterShape, entry, f"parameters/{place}")
             for place, entry in enumerate(_listed(value, "parameters"))
         ),
+        looked_at=None if value.get("looked_at") is None else _record(LookedAt, value["looked_at"], "looked_at"),
         counted=None if value.get("counted") is None else _record(CountedExamples, value["counted"], "counted"),
         entered=None if value.get("entered") is None else _record(EnteredExamples, value["entered"], "entered"),
     )

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from catalog.analysis import LookedAt
 from catalog.collection import Collection
 from catalog.woodbury import Woodbury
 from engine.factors.kronecker_factors import Corrected, Factors
@@ -233,6 +234,8 @@ class FactorSet:
     planned_peak_bytes: int | None
     nondeterministic: tuple[str, ...] | None
     """Operations of the model without a deterministic form; None where nobody listened."""
+    looked_at: LookedAt | None = None
+    """Batches that the self-check looked at; None where nothing was checked, or an earlier job did not say."""
     not_replayed: tuple[str, ...]
     """What the job's first attempt computed with and this one could not."""
     load: Callable[[int], Factors]

@@ -31,7 +31,7 @@ from engine.gradient_identity.completeness import completeness
 from engine.gradient_identity.findings import Allowance, Findings
 from engine.gradient_identity.gradients import LayerRows
 from engine.gradient_identity.layer_check import Checked, LayerCheck
-from engine.gradient_identity.recorded_rows import Recording, record
+from engine.gradient_identity.recorded_rows import Forward, Recording, record
 from engine.gradient_identity.reference import Objective, narrowest_dtype
 from engine.layers.layer import TreatedLayer
 from engine.memory.out_of_memory import first_line, lost_device, ran_out_of_memory
@@ -43,19 +43,20 @@ _RAISED = 10.0
 
 @dataclass
 class BatchCheck:
-    """Checks some layers on one batch."""
+    """Checks some layers on examples that go through the model together."""
 
     subject: Subject
     layers: Sequence[TreatedLayer]
-    batch: Batch
-    """A few different examples."""
+    forward: Forward
+    """All of these examples, and the state of torch's generators that their forward pass began with."""
     examples: Sequence[int]
-    """Places in ``batch`` of those that are held against themselves alone."""
-    seed: int
+    """Places of those that are held against themselves alone."""
+    summed: Recording | None = None
+    """The rows of ``examples`` as a pass has handed them to its sums; None records them here."""
     drawing: frozenset[str] = frozenset()
-    """Layers that are known to draw; taken as given where ``repeats`` is not set."""
-    repeats: bool = True
-    """Run the batch twice."""
+    """Layers that are known to draw."""
+    drawn_outputs: bool = False
+    """The outputs are known to change from one run to the next."""
     others: Mapping[str, nn.Parameter] = field(default_factory=dict)
     """Parameters that no layer covers, whose gradients are looked at too."""
     has_room: Callable[[], bool] = lambda: True
@@ -101,7 +102,7 @@ class BatchCheck:
     def _decided_widely(self, suspects: Sequence[TreatedLayer], findings: Findings) -> tuple[Checked | None, str]:
         """The same check of ``suspects`` in float64 throughout; None with the reason where that cannot be had."""
         subject = self.subject
-        if subject.widens or (subject.is_exact and narrowest_dtype(subject, self.batch) == torch.float64):
+        if subject.widens or (subject.is_exact and narrowest_dtype(subject, self.forward.batch) == torch.float64):
             return None, ""
         if not self.has_room():
             return None, "there was no memory for the model in float64"
@@ -112,10 +113,13 @@ class BatchCheck:
             try:
                 with subject.widened(widens=widens) as wide:
                     floor = max(self.floor, findings.largest_norm)
-                    return replace(self, subject=wide, layers=suspects, others={}, floor=floor).run(), ""
+                    whole = replace(self, subject=wide, layers=suspects, others={}, floor=floor, summed=None)
+                    return replace(whole, drawing=findings.draws).run(), ""
             except (EngineError, RuntimeError, TypeError) as error:
-                if ran_out_of_memory(error) or lost_device(error):
+                if lost_device(error):
                     raise
+                if ran_out_of_memory(error):
+                    return None, "there was no memory for the batch in float64"
                 # a model that names its precision, or a kernel that knows no other
                 said = said or first_line(error)
         return None, f"the model could not be run in float64 ({said})"
@@ -151,7 +155,7 @@ class BatchCheck:
 
     def _allowed(self, suspects: Sequence[TreatedLayer], findings: Findings, reason: str) -> Allowance:
         """The tolerance of each of ``suspects``, raised by the rounding of an example among copies of itself."""
-        narrowest = narrowest_dtype(self.subject, self.batch)
+        narrowest = narrowest_dtype(self.subject, self.forward.batch)
         tolerance = max(self.subject.tolerance, TOLERANCES.get(narrowest, NARROW_TOLERANCE))
         if tolerance > TOLERANCES[torch.float64] and not reason:
             reason = f"an operation of the model returns {str(narrowest).removeprefix('torch.')} whatever it is given"
@@ -169,17 +173,18 @@ class BatchCheck:
     def _rounding(self, suspects: Sequence[TreatedLayer], findings: Findings) -> tuple[dict[str, float], float]:
         """How far an example among copies of itself is from the example alone: of each layer, and of the outputs."""
         example = self.examples[0]
-        copies = pick_examples(self.batch, [example] * self.batch.size)
+        batch, start = self.forward.batch, self.forward.start
+        copies = Forward(batch=pick_examples(batch, [example] * batch.size), start=start)
+        single = Forward(batch=pick_examples(batch, [example]), start=start)
         errors = {layer.name: Errors() for layer in suspects}
         try:
-            many = record(self.subject, suspects, copies, self.seed)
-            cotangent = None if many.cotangent is None else many.cotangent[:1]
-            one = record(self.subject, suspects, pick_examples(self.batch, [example]), self.seed, cotangent)
+            many = record(self.subject, suspects, copies, places=(0,))
+            one = record(self.subject, suspects, single, None if many.cotangent is None else many.of(many.cotangent, 0))
         except EngineError:
             return dict.fromkeys(errors, 0.0), 0.0
-        for layer in suspects:
+        for layer in suspects if many.layers.keys() == one.layers.keys() == errors.keys() else ():
             compare_rows(errors[layer.name], many.rows(layer.name, 0), one.rows(layer.name, 0), floor=0.0)
-        own = _own(many.outputs, 0, self.batch.size)
+        own = many.of(many.outputs, 0)
         comparable = findings.mixing and own.shape == one.outputs.shape
         outputs = relative(own - one.outputs, one.outputs) if comparable else 0.0
         return {name: each.independence for name, each in errors.items()}, outputs
@@ -187,34 +192,42 @@ class BatchCheck:
     # ---- the identities
 
     def _findings(self, subject: Subject, layers: Sequence[TreatedLayer]) -> Findings:
-        together = record(subject, layers, self.batch, self.seed)
+        together = self._together(subject, layers)
         # what a hook has refused already stands with its own reason
-        layers = [layer for layer in layers if together.layers[layer.name].flaw is None]
+        layers = [layer for layer in layers if layer.name in together.layers]
         names = [layer.name for layer in layers]
         if not is_finite(together):
             # the pass says which layer's, and what to do
             return Findings()
-        usual = "single" if self.batch.size == 1 else "alone" if subject.has_gradients else "inputs"
+        single = self.forward.batch.size == 1 == subject.collection.batch_size
+        usual = "single" if single else "alone" if subject.has_gradients else "inputs"
         findings = Findings(
             errors={name: Errors() for name in names},
             proof=dict.fromkeys(names, usual),
-            draws=self._drawing(together) if self.repeats else self.drawing & set(names),
+            draws=self.drawing & set(names),
         )
         # where rows have an order of their own, nothing is said of single examples
         unordered = subject.orders.unordered_among(layers)
-        drawing = [layer for layer in layers if layer.name in findings.draws - unordered]
         bound = [layer for layer in layers if layer.name not in findings.draws | unordered]
         try:
-            for example in self.examples if bound else ():
-                self._alone(subject, bound, together, example, findings)
+            for number in range(len(self.examples)) if bound else ():
+                self._alone(subject, bound, together, number, findings)
+            drawn, drawn_outputs = self._drawing(subject, bound, together, findings)
         except EngineError:
-            if self.batch.size == 1:
+            if self.forward.batch.size == 1:
                 raise
             # examples that cannot be run alone: packed ones, or the nodes of one graph
-            beside, bound = bound, []
             findings.forget(names)
-            self._beside_others(subject, beside, together, findings)
-        if drawing and self.batch.size > 1:
+            self._beside_others(subject, bound, together, findings)
+            drawn, drawn_outputs = self._drawing(subject, bound, together, findings)
+            bound = []
+        if drawn or drawn_outputs:
+            # the same rows, of layers that draw
+            self.drawing, self.summed = self.drawing | drawn, together
+            self.drawn_outputs |= drawn_outputs
+            return self._findings(subject, layers)
+        drawing = [layer for layer in layers if layer.name in findings.draws - unordered]
+        if self.forward.batch.size > 1 and (drawing or self.drawn_outputs):
             self._exchanged(subject, drawing, together, findings)
         rest = [layer for layer in layers if layer not in bound]
         if rest:
@@ -222,47 +235,64 @@ class BatchCheck:
             self._same_forward(subject, rest, together, findings)
         return findings
 
-    def _drawing(self, together: Recording) -> frozenset[str]:
-        """Layers whose rows are others when the batch is run again with the generator elsewhere."""
-        layers = [recorder.layer for recorder in together.layers.values() if recorder.flaw is None]
-        again = record(self.subject, layers, self.batch, self.seed + 1, together.cotangent)
+    def _together(self, subject: Subject, layers: Sequence[TreatedLayer]) -> Recording:
+        """The rows of the examples in the batch that is summed."""
+        return self.summed or record(subject, layers, self.forward, places=self.examples)
+
+    @property
+    def _elsewhere(self) -> int:
+        """A state of the generators other than any pass begins with: rows that hang on it are drawn."""
+        return self.subject.collection.seed + 0x5EED
+
+    def _drawing(
+        self, subject: Subject, layers: Sequence[TreatedLayer], together: Recording, findings: Findings
+    ) -> tuple[frozenset[str], bool]:
+        """Which of differing layers draw, and whether outputs do: by the batch run again, the generator elsewhere."""
+        layers = findings.suspects(layers, subject.tolerance, outputs=self._outputs_decide)
+        if not layers:
+            return frozenset(), False
+        again = record(subject, layers, replace(self.forward, start=self._elsewhere), places=self.examples)
         drawn = set()
         for name in again.layers:
             differing = Errors()
-            for example in range(self.batch.size):
-                compare_rows(differing, together.rows(name, example), again.rows(name, example), floor=0.0)
-            if not differing.independence <= self.subject.tolerance:
+            for number in range(len(self.examples)):
+                compare_rows(differing, together.rows(name, number), again.rows(name, number), floor=0.0)
+            if not differing.independence <= subject.tolerance:
                 drawn.add(name)
-        return frozenset(drawn)
+        own, others = (each.of(each.outputs, 0) for each in (together, again))
+        changed = own.shape == others.shape and relative(own - others, own) > subject.tolerance
+        return frozenset(drawn), changed and not self.drawn_outputs
 
     def _alone(
         self,
         subject: Subject,
         layers: Sequence[TreatedLayer],
         together: Recording,
-        example: int,
+        number: int,
         findings: Findings,
     ) -> None:
-        """Hold one example's rows and outputs against the example alone."""
-        batch = pick_examples(self.batch, [example])
-        cotangent = None if together.cotangent is None else _own(together.cotangent, example, self.batch.size)
-        one = record(subject, layers, batch, self.seed, cotangent)
-        own = _own(together.outputs, example, self.batch.size)
-        if own.shape != one.outputs.shape:
-            raise EngineError("the outputs of one example have another shape alone")
-        self._compare_outputs(findings, own, one.outputs)
+        """Hold one example's rows and outputs against the example alone, the generator elsewhere."""
+        batch = pick_examples(self.forward.batch, [self.examples[number]])
+        alone = Forward(batch=batch, start=self._elsewhere)
+        cotangent = None if together.cotangent is None else together.of(together.cotangent, number)
+        one = record(subject, layers, alone, cotangent)
+        own = together.of(together.outputs, number)
+        if own.shape != one.outputs.shape or one.layers.keys() != {layer.name for layer in layers}:
+            raise EngineError("one example alone has other outputs, or other rows")
+        if not self.drawn_outputs and not findings.draws:
+            self._compare_outputs(findings, own, one.outputs)
         errors = findings.errors
         if not subject.has_gradients or together.cotangent is None:
             for layer in layers:
-                here, alone = together.rows(layer.name, example), one.rows(layer.name, 0)
-                compare_rows(errors[layer.name], here, alone, floor=0.0)
+                here, there = together.rows(layer.name, number), one.rows(layer.name, 0)
+                compare_rows(errors[layer.name], here, there, floor=0.0)
             return
-        rows = {layer.name: LayerRows(recorder=together.layers[layer.name], example=example) for layer in layers}
-        norm = self._complete(subject, rows, batch, one.cotangent, findings)
+        rows = {layer.name: LayerRows(recorder=together.layers[layer.name], example=number) for layer in layers}
+        norm = self._complete(subject, rows, alone, one.cotangent, findings)
         # gradients that are nothing but rounding beside the model's largest
         floor = subject.negligible(norm) / subject.tolerance
         for layer in layers:
-            compare_rows(errors[layer.name], together.rows(layer.name, example), one.rows(layer.name, 0), floor=floor)
+            compare_rows(errors[layer.name], together.rows(layer.name, number), one.rows(layer.name, 0), floor=floor)
 
     def _compare_outputs(self, findings: Findings, own: Tensor, plain: Tensor) -> None:
         """Note how far an example's outputs beside others are from those in another run; a loss is of all examples."""
@@ -279,58 +309,66 @@ class BatchCheck:
         self, subject: Subject, layers: Sequence[TreatedLayer], together: Recording, findings: Findings
     ) -> None:
         """Hold the rows and outputs of examples against theirs beside others, in a batch of the same shape."""
-        count = self.batch.size
+        batch, count = self.forward.batch, self.forward.batch.size
         # gradients that are nothing but rounding beside the largest
-        sizes = [
-            float(row.abs().max()) for name in findings.errors for row in together.rows(name, 0).gradients() if len(row)
-        ]
+        recordings = [together.rows(name, 0) for name in findings.errors]
+        sizes = [float(row.abs().max()) for each in recordings for row in each.gradients() if row.numel()]
         floor = subject.negligible(max(sizes, default=0.0)) / subject.tolerance
-        for example in self.examples:
+        cotangent = self._whole_cotangent(subject, layers, together)
+        for number, example in enumerate(self.examples):
             other = (example + 1) % count
             # all others are exchanged, the next one too
             places = [example if place in (example, other) else other for place in range(count)]
+            exchanged = replace(self.forward, batch=pick_examples(batch, places))
             try:
-                beside = record(subject, layers, pick_examples(self.batch, places), self.seed, together.cotangent)
+                beside = record(subject, layers, exchanged, cotangent, [example])
             except EngineError:
                 return
-            own, theirs = (_own(each.outputs, example, count) for each in (together, beside))
+            own, theirs = together.of(together.outputs, number), beside.of(beside.outputs, 0)
             if own.shape != theirs.shape:
                 return
             self._compare_outputs(findings, theirs, own)
             for layer in layers:
-                here, there = together.rows(layer.name, example), beside.rows(layer.name, example)
+                here, there = together.rows(layer.name, number), beside.rows(layer.name, 0)
                 compare_rows(findings.errors[layer.name], here, there, floor=floor)
+
+    def _whole_cotangent(self, subject: Subject, layers: Sequence[TreatedLayer], together: Recording) -> Tensor | None:
+        """What the collection pulls back of all of these examples; a pass has kept that of the checked ones alone."""
+        if together.places is not None or together.cotangent is None:
+            return together.cotangent
+        return record(subject, layers, self.forward, places=self.examples).cotangent
 
     def _same_forward(
         self, subject: Subject, layers: Sequence[TreatedLayer], together: Recording, findings: Findings
     ) -> None:
         """Hold the sum of all rows against the whole batch, the generator in the same state."""
-        rows = {layer.name: LayerRows(recorder=together.layers[layer.name], example=None) for layer in layers}
-        self._complete(subject, rows, self.batch, together.cotangent, findings)
+        whole = record(subject, layers, self.forward)
+        for layer in layers:
+            # what is summed is what is held against plain autograd here
+            for number, example in enumerate(self.examples):
+                here, there = together.rows(layer.name, number), whole.rows(layer.name, example)
+                compare_rows(findings.errors[layer.name], here, there, floor=0.0)
+        rows = {layer.name: LayerRows(recorder=whole.layers[layer.name], example=None) for layer in layers}
+        self._complete(subject, rows, self.forward, whole.cotangent, findings)
 
     def _complete(
         self,
         subject: Subject,
         rows: Mapping[str, LayerRows],
-        batch: Batch,
+        forward: Forward,
         cotangent: Tensor | None,
         findings: Findings,
     ) -> float:
         """Note how far ``rows`` are from plain gradients; returns the norm of the model's largest layer's."""
         if cotangent is None:
             return self.floor
-        objective = Objective(batch=batch, seed=self.seed, cotangent=cotangent)
+        objective = Objective(forward=forward, cotangent=cotangent)
         compared = completeness(subject, rows, self.others, objective, floor=self.floor)
         for name, error in compared.errors.items():
             findings.errors[name].raise_to("completeness", error)
         findings.unseen |= compared.unseen
         findings.largest_norm = max(findings.largest_norm, compared.largest_norm)
         return compared.largest_norm
-
-
-def _own(tensor: Tensor, example: int, examples: int) -> Tensor:
-    """One example's part; a loss of the model's own is of all."""
-    return tensor[example : example + 1] if tensor.shape[0] == examples else tensor
 
 
 def pick_examples(batch: Batch, places: Sequence[int]) -> Batch:

@@ -65,6 +65,11 @@ class Subject:
         return torch.finfo(narrow.get(self.precision.amp, self.dtype)).eps
 
     @property
+    def rounding_of_repetition(self) -> float:
+        """Relative difference between two runs of the same batch: of sums that a device adds in another order."""
+        return 0.0 if self.device.type == "cpu" else self.tolerance
+
+    @property
     def is_exact(self) -> bool:
         """Whether the model computes in float64, the widest that there is."""
         return self.dtype == torch.float64

@@ -13,7 +13,7 @@ from engine.gradient_identity.check import pick_examples
 from engine.gradient_identity.checked_model import Subject
 from engine.gradient_identity.completeness import completeness
 from engine.gradient_identity.gradients import LayerRows
-from engine.gradient_identity.recorded_rows import record
+from engine.gradient_identity.recorded_rows import Forward, record
 from engine.gradient_identity.reference import Objective
 from engine.layers.layer import TreatedLayer
 from engine.model.batches import Batch
@@ -44,12 +44,13 @@ def padding_has_no_gradient(subject: Subject, layers: Sequence[TreatedLayer], ba
     if cut.mask is None or cut.mask.shape == batch.mask[:1].shape:
         return True
     try:
-        short = record(subject, layers, cut, seed)
-        cotangent = record(subject, layers, whole, seed).cotangent
+        padded = Forward(batch=whole, start=seed)
+        short = record(subject, layers, Forward(batch=cut, start=seed))
+        cotangent = record(subject, layers, padded).cotangent
         if cotangent is None:
             return short.cotangent is None
-        own = {name: LayerRows(recorder=each, example=0) for name, each in short.layers.items() if each.flaw is None}
-        objective = Objective(batch=whole, seed=seed, cotangent=cotangent)
+        own = {name: LayerRows(recorder=each, example=0) for name, each in short.layers.items()}
+        objective = Objective(forward=padded, cotangent=cotangent)
         errors = completeness(subject, own, {}, objective).errors
     except EngineError:
         return False

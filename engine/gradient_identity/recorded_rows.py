@@ -1,6 +1,7 @@
-"""Recorded rows: the rows that the hooks of a collection hand to each layer's sums, kept instead of summed."""
+"""Recorded rows: the rows that the hooks of a collection hand to each layer's sums, of all examples or of a few."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,28 +15,27 @@ from engine.gradient_identity.checked_model import Subject, unwritten
 from engine.layers.layer import TreatedLayer, Use, of_examples
 from engine.model.backward_pass import drain_backward_queue, pull_back
 from engine.model.batches import Batch, tensors
-from engine.model.counter_rng import normals
-from engine.model.determinism import seed_generators
-from engine.model.loss_directions import directions, root_product
+from engine.model.determinism import Generators, set_generators
+from engine.model.loss_directions import directions
 from engine.model.outputs import Prediction, predict
-from engine.row_layout.layer_calls import InputOverwritten
+from engine.row_layout.layer_calls import InputOverwritten, require_unwritten, version
 
 
 @dataclass(eq=False)
-class RowRecorder(LayerStatistics):
-    """Keeps the rows of one layer in one forward and backward pass."""
+class RowRecorder:
+    """Keeps the rows of one layer in one forward and backward pass: those of all examples, or of a few."""
 
+    layer: TreatedLayer
+    places: tuple[int, ...] | None = None
+    """The examples whose rows are kept, each numbered by its place here; None keeps those of all."""
+    weight: float = 1.0
+    """Factor of the direction that is pulled back: rows are those of the sum over directions."""
     uses: list[Use] = field(default_factory=list)
     """Calls whose inputs enter A, in order."""
     met: list[tuple[Use, Tensor]] = field(default_factory=list)
     """Calls with the gradients of their outputs, in the order of their arrival."""
     example_gradients: Tensor | None = None
     """(N, numbers) of a parameter that enters no product."""
-
-    @property
-    def joint(self) -> bool:
-        """Whether inputs and gradients are wanted together: always."""
-        return True
 
     @property
     def picks(self) -> bool:
@@ -48,25 +48,35 @@ class RowRecorder(LayerStatistics):
         Args:
             use: The call, with the tensor that entered it.
         """
-        self.uses.append(use)
+        self.uses.append(self._kept(use))
 
-    def add_gradient_(self, use: Use, gradient: Tensor) -> None:
-        """Count one gradient, which comes again with all calls of the layer.
-
-        Args:
-            use: The call; ignored.
-            gradient: Gradient of its output, of that output's shape; ignored.
-        """
-        del use, gradient
-        self.gradients += 1
-
-    def add_met_(self, met: Met) -> None:
-        """Keep all calls of one direction.
+    def follow(self, use: Use) -> Callable[[Tensor], None]:
+        """Follow one call until its gradient arrives.
 
         Args:
-            met: Each call of the layer with the gradient of its output.
+            use: The call, with the tensor that entered it.
+
+        Returns:
+            A function of the gradient, which adds that of one direction.
+
+        Raises:
+            InputOverwritten: When the gradient arrives, if the model has written to an input that is no copy.
         """
-        self.met.extend(met)
+        kept, read = self._kept(use), version(use.input)
+        number: int | None = None
+
+        def arrived(gradient: Tensor) -> None:
+            nonlocal number
+            if self.places is None:
+                require_unwritten(use.input, read, self.layer.name)
+            own = gradient if self.places is None else _cut(gradient, use, self.places)
+            if number is None:
+                number = len(self.met)
+                self.met.append((kept, own if self.weight == 1 else own * self.weight))
+            else:
+                self.met[number] = kept, self.met[number][1] + self.weight * own
+
+        return arrived
 
     def add_example_gradients_(self, gradients: Tensor, start: int, examples: int) -> None:
         """Keep gradients of examples with respect to a bare parameter.
@@ -76,10 +86,58 @@ class RowRecorder(LayerStatistics):
             start: Place of the first of them in the batch.
             examples: Examples of the whole batch.
         """
-        self.gradients += 1
+        places = range(examples) if self.places is None else self.places
         if self.example_gradients is None:
-            self.example_gradients = gradients.new_zeros(examples, gradients.shape[1])
-        self.example_gradients[start : start + gradients.shape[0]] = gradients
+            self.example_gradients = gradients.new_zeros(len(places), gradients.shape[1])
+        for number, place in enumerate(places):
+            if start <= place < start + gradients.shape[0]:
+                self.example_gradients[number] += self.weight * gradients[place - start]
+
+    def _kept(self, use: Use) -> Use:
+        if self.places is None:
+            return use
+        entered, owners = _cut(use.input, use, self.places), None
+        if use.owners is not None:
+            own = [torch.full_like(use.owners[use.owners == place], n) for n, place in enumerate(self.places)]
+            owners = torch.cat(own)
+        kept = None if use.kept is None else _cut(use.kept[:, None], use, self.places)[:, 0]
+        return Use(entered=entered, examples=len(self.places), kept=kept, owners=owners, role=use.role)
+
+
+def _cut(tensor: Tensor, use: Use, places: Sequence[int]) -> Tensor:
+    """A copy of the rows of some examples, one example behind the other."""
+    if use.owners is None:
+        return torch.cat([of_examples(tensor, use.examples, place, place + 1) for place in places])
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    return torch.cat([rows[use.owners == place] for place in places])
+
+
+@dataclass(eq=False)
+class NoSums(LayerStatistics):
+    """Stands for the sums of a layer where its rows are observed and enter none."""
+
+    @property
+    def joint(self) -> bool:
+        """Whether inputs and gradients are wanted together: not even one by one."""
+        return False
+
+    def add_input_(self, use: Use) -> None:
+        """Let no input enter."""
+        del use
+
+    def add_gradient_(self, use: Use, gradient: Tensor) -> None:
+        """Count one gradient."""
+        del use, gradient
+        self.gradients += 1
+
+    def add_met_(self, met: Met) -> None:
+        """Let no calls enter."""
+        del met
+
+    def add_example_gradients_(self, gradients: Tensor, start: int, examples: int) -> None:
+        """Count gradients of a bare parameter."""
+        del gradients, start, examples
+        self.gradients += 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +178,24 @@ class Recording:
     cotangent: Tensor | None
     """The vector that was pulled back, of the shape of ``outputs``; None where none was."""
     examples: int
+    """N of the outputs."""
+    places: tuple[int, ...] | None = None
+    """Places in the outputs of the examples whose rows are kept, in order; None where those of all are."""
+
+    def of(self, tensor: Tensor, number: int) -> Tensor:
+        """Take one example's part of the outputs, or of the cotangent; a loss of the model's own is of all.
+
+        Args:
+            tensor: Either of them.
+            number: Number of the example among those whose rows are kept.
+
+        Returns:
+            A view of one example, or the tensor itself.
+        """
+        if tensor.shape[0] != self.examples:
+            return tensor
+        place = number if self.places is None else self.places[number]
+        return tensor[place : place + 1]
 
     def rows(self, layer: str, example: int) -> ExampleRows:
         """Return the rows of one example.
@@ -134,21 +210,35 @@ class Recording:
         return ExampleRows(recorder=self.layers[layer], example=example)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """A batch, and where a forward pass of it begins."""
+
+    batch: Batch
+    """Examples, on any device."""
+    start: Generators | int
+    """States of torch's generators at the beginning of the forward pass, or their seed."""
+
+
 def record(
-    subject: Subject, layers: Sequence[TreatedLayer], batch: Batch, seed: int, cotangent: Tensor | None = None
+    subject: Subject,
+    layers: Sequence[TreatedLayer],
+    forward: Forward,
+    cotangent: Tensor | None = None,
+    places: Sequence[int] | None = None,
 ) -> Recording:
-    """Run ``batch`` with the hooks of a collection, and keep the rows of ``layers``.
+    """Run a batch with the hooks of a collection, and keep the rows of ``layers``.
 
     Args:
         subject: The model, and how it is run.
         layers: Layers to record.
-        batch: Examples, on any device.
-        seed: State of torch's generator at the beginning of the forward pass.
+        forward: The batch, and the state of torch's generators.
         cotangent: What to pull back, of the shape of the outputs; None takes what the collection
             pulls back of these examples.
+        places: The examples whose rows are kept; None keeps those of all.
 
     Returns:
-        Inputs and output gradients of every call.
+        Inputs and output gradients of every call, and the outputs of the whole batch.
 
     Raises:
         EngineError: If the model refuses the batch.
@@ -157,27 +247,34 @@ def record(
         Inputs and output gradients of ``layers``, beside what the pass itself holds.
     """
     written = subject.overwritten
+    kept = None if places is None else tuple(places)
     while True:
         try:
-            return _recorded(replace(subject, overwritten=written), layers, batch, seed, cotangent)
+            return _recorded(replace(subject, overwritten=written), layers, forward, cotangent, kept)
         except InputOverwritten as found:
             written |= set(found.layers)
 
 
 def _recorded(
-    subject: Subject, layers: Sequence[TreatedLayer], batch: Batch, seed: int, cotangent: Tensor | None
+    subject: Subject,
+    layers: Sequence[TreatedLayer],
+    forward: Forward,
+    cotangent: Tensor | None,
+    places: tuple[int, ...] | None,
 ) -> Recording:
-    recorders = {layer.name: RowRecorder(layer=layer, sharing="expand") for layer in layers}
+    recorders = {layer.name: RowRecorder(layer=layer, places=places) for layer in layers}
+    statistics = tuple(NoSums(layer=layer, sharing="expand") for layer in layers)
     collector = Collector(
-        statistics=tuple(recorders.values()),
+        statistics=statistics,
         gradients=subject.has_gradients,
         tables=subject.tables,
         places=subject.places,
         orders=subject.orders,
         overwritten=subject.overwritten,
+        observers={name: (recorder,) for name, recorder in recorders.items()},
     )
-    own = subject.moved(batch)
-    seed_generators(seed)
+    own = subject.moved(forward.batch)
+    set_generators(forward.start, subject.device)
     with (
         drain_backward_queue(subject.device),
         unwritten(subject.model),
@@ -193,7 +290,13 @@ def _recorded(
             pull_back(get_gradient_edge(prediction.outputs), cotangent, within=subject.returning())
             collector.returned()
         collector.end()
-    return Recording(layers=recorders, outputs=prediction.outputs.detach(), cotangent=cotangent, examples=batch.size)
+    return Recording(
+        layers={each.layer.name: recorders[each.layer.name] for each in statistics if each.flaw is None},
+        outputs=prediction.outputs.detach(),
+        cotangent=cotangent,
+        examples=own.size,
+        places=places,
+    )
 
 
 def run(subject: Subject, batch: Batch) -> Prediction:
@@ -215,7 +318,7 @@ def run(subject: Subject, batch: Batch) -> Prediction:
 
 
 def direction_of(subject: Subject, prediction: Prediction, index: Tensor) -> Tensor:
-    """Choose the vector that a check pulls back: the collection's first direction, or a random one for `type2`.
+    """Compute the vector that a check pulls back: the collection's directions, added up with their weights.
 
     Args:
         subject: The model, and how it is run.
@@ -225,9 +328,21 @@ def direction_of(subject: Subject, prediction: Prediction, index: Tensor) -> Ten
     Returns:
         The vector, shape (N, R, C), in the precision of the outputs.
     """
-    if subject.collection.fisher == "type2" and subject.task.likelihood != "model":
-        count, terms, width = prediction.outputs.shape
-        numbers = torch.arange(terms * width, device=index.device)[None, :]
-        drawn = normals(subject.collection.seed, index[:, None], numbers)
-        return root_product(prediction, drawn.view(count, terms, width).to(prediction.outputs.dtype), subject.task)
-    return next(directions(prediction, index, subject.task, subject.collection))
+    total: Tensor | None = None
+    for number, direction in enumerate(directions(prediction, index, subject.task, subject.collection)):
+        total = direction if total is None else total + direction_weight(number) * direction
+    if total is None:
+        raise ValueError("a collection without gradients has no direction")
+    return total
+
+
+def direction_weight(number: int) -> float:
+    """Return the factor of one direction of a batch in the sum of all that is checked.
+
+    Args:
+        number: The direction, from 0.
+
+    Returns:
+        1 for the first one, and for the others a number between 0.5 and 1.5 that differs from theirs.
+    """
+    return 1.0 if number == 0 else 1.0 + 0.5 * math.sin(1.7 * number)

@@ -12,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 from engine.errors import ModelRefused
 from engine.gradient_identity.checked_model import Subject, unwritten
-from engine.gradient_identity.recorded_rows import direction_of, run
+from engine.gradient_identity.recorded_rows import Forward, direction_of, run
 from engine.model.backward_pass import drain_backward_queue, run_backward
 from engine.model.batches import Batch
-from engine.model.determinism import seed_generators
+from engine.model.determinism import set_generators
 
 Arrived = Callable[[nn.Parameter, Tensor], None]
 """Gets a parameter and its gradient, which is let go of afterwards."""
@@ -25,10 +25,8 @@ Arrived = Callable[[nn.Parameter, Tensor], None]
 class Objective:
     """The number ``⟨v, f(x)⟩`` whose gradient is taken."""
 
-    batch: Batch
-    """x: examples, on any device."""
-    seed: int
-    """State of torch's generator at the beginning of the forward pass."""
+    forward: Forward
+    """x: examples, on any device, and the state of torch's generators."""
     cotangent: Tensor
     """v, shape (N, R, C) as the outputs. Where the model computes its own loss, what a collection pulls back takes
     its place."""
@@ -62,8 +60,8 @@ def pull_back(
     Memory:
         The gradient of one parameter, beside what the pass itself holds.
     """
-    own, cotangent = subject.moved(objective.batch), objective.cotangent
-    seed_generators(objective.seed)
+    own, cotangent = subject.moved(objective.forward.batch), objective.cotangent
+    set_generators(objective.forward.start, subject.device)
     arrivals: list[nn.Parameter] = []
     failures: list[Exception] = []
 

@@ -2,12 +2,29 @@
 
 from dataclasses import dataclass
 
+from engine.model.batches import Batch, tensors
 from engine.workspace import Workspace
 
 FIRST_EXAMPLES = 4
 """Different examples of the first batch that are held against themselves alone."""
-LATER_EXAMPLES = 2
-"""Examples of a later batch that are run together; one of them is held against itself alone."""
+_MANY = 16
+"""Examples of a batch, of which the first ones are few."""
+_LONG = 128
+"""Numbers of an example from which on it takes longer than what surrounds it."""
+
+
+def first_examples(batch: Batch) -> int:
+    """Choose how many examples of the first batch are held against themselves alone.
+
+    Args:
+        batch: The first batch. Where it has few examples, each long one alone takes a large part of the batch's time.
+
+    Returns:
+        Four, or as many as there are; half of that of few long ones.
+    """
+    most = min(FIRST_EXAMPLES, batch.size)
+    numbers = max(each[:1].numel() for each in tensors(batch.inputs))
+    return most if batch.size >= _MANY or numbers < _LONG else -(-most // 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +40,8 @@ class CheckWork:
 def check_work(workspace: Workspace, batches: int) -> CheckWork:
     """Count the work of the checks of one collection.
 
-    The first check runs four examples together twice, and each of them alone twice, once with the
-    gradients of the weights; a later one runs two together and one alone, twice.
+    The first batch goes through the model once more, and some of its examples alone twice, once with the
+    gradients of the weights; of a later batch one example does so.
 
     Args:
         workspace: The job, whose ``self_check`` says which batches are checked.
@@ -36,11 +53,8 @@ def check_work(workspace: Workspace, batches: int) -> CheckWork:
     collection = workspace.options.collection
     if collection.self_check == "off":
         return CheckWork(examples=0.0, passes=0)
-    first = min(FIRST_EXAMPLES, collection.batch_size)
-    weighed = 4 / 3
-    examples, passes = first * (3 + weighed), 2 + 2 * first
-    if collection.self_check == "growing":
-        later = (batches - 1).bit_length()
-        examples += later * (LATER_EXAMPLES + 1 + weighed)
-        passes += 3 * later
-    return CheckWork(examples=examples, passes=passes)
+    # there and back, and there and back once more with the gradients of the weights
+    alone = 1 + 4 / 3
+    later = (batches - 1).bit_length() if collection.self_check == "growing" else 0
+    checked = min(FIRST_EXAMPLES, collection.batch_size) + later
+    return CheckWork(examples=collection.batch_size + checked * alone, passes=1 + 2 * checked)

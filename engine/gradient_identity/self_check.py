@@ -8,7 +8,7 @@ and no generator, buffer or sum is changed by a check: factors have the same bit
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
@@ -16,12 +16,18 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import nn
 
-from engine.gradient_identity.check import BatchCheck, pick_examples
+from catalog.analysis import LookedAt
+from engine.errors import EngineError, Unwinding
+from engine.gradient_identity.check import BatchCheck
 from engine.gradient_identity.checked_model import Subject
+from engine.gradient_identity.comparison import Errors, compare_rows
 from engine.gradient_identity.cut_padding import padding_has_no_gradient
-from engine.gradient_identity.layer_check import Checked, LayerCheck
-from engine.gradient_identity.schedule import FIRST_EXAMPLES, LATER_EXAMPLES
+from engine.gradient_identity.glance import Glances, differs_alone
+from engine.gradient_identity.layer_check import LayerCheck
+from engine.gradient_identity.summed_rows import NO_ROWS, SummedRows
+from engine.gradient_identity.unused_parameters import watch_unused
 from engine.layers.layer import TreatedLayer
+from engine.memory.out_of_memory import first_line
 from engine.model.batches import Batch, tensors
 from engine.saved_fields import load_fields, save_fields
 
@@ -34,12 +40,17 @@ class SelfCheck:
         "subject": "the model and how it is run, which every attempt has",
         "mode": "an option of the collection, which is among a checkpoint's conditions",
         "has_room": "asks the machine of the attempt",
+        "rehearsed": "found again by the first check of every attempt",
+        "glances": "counted again by the first check of every attempt",
+        "unused": "found again by the probe of every attempt",
     }
 
     subject: Subject
     mode: Literal["first", "growing", "off"]
     has_room: Callable[[], bool] = lambda: True
     """Whether there is memory for the model in float64."""
+    rehearsed: SummedRows | None = None
+    """The rows that the first check has held against plain autograd; found again by every attempt."""
     layers: dict[str, LayerCheck] = field(default_factory=dict)
     """The check of each layer, over all batches."""
     drawing: frozenset[str] = frozenset()
@@ -50,21 +61,48 @@ class SelfCheck:
     """Norm of the largest gradient of any layer so far, which tells what is rounding beside it."""
     shapes: set[str] = field(default_factory=set)
     """Shapes in which batches have called the layers, as ``Collector.shapes`` writes them."""
+    structures: set[str] = field(default_factory=set)
+    """What ran in the batches: graphs, and the calls of layers without their sizes."""
+    new_sizes: int = 0
+    """Batches that differed from those before in sizes alone."""
+    looked_at: LookedAt = field(default_factory=LookedAt)
+    """Batches that were looked at, and how."""
+    glances: Glances = field(default_factory=Glances)
+    """The batches that get a glance; found again by every attempt."""
+    unused: dict[str, nn.Parameter] = field(default_factory=dict)
+    """Parameters that nothing was seen to use, which are watched during the passes; found again by every attempt."""
+
+    def observe(
+        self, layers: Sequence[TreatedLayer], batch: Batch, number: int, parts: Callable[[], Iterator[Batch]]
+    ) -> SummedRows:
+        """Choose an example of a batch, whose rows are kept while the batch is summed.
+
+        Args:
+            layers: Layers that are not known to be flawed.
+            batch: The whole batch.
+            number: Its number in the data, from 0, which decides the example.
+            parts: Makes the groups anew in which the batch goes through the model.
+
+        Returns:
+            What keeps the rows; of no example where no batch but the first is looked at.
+        """
+        if self.mode == "off" or (self.mode == "first" and number > 0) or not layers:
+            return NO_ROWS
+        # another example at each glance
+        turn = self.glances.turn(number)
+        chosen = int(batch.index[(number if turn is None else turn) % batch.size])
+        buffers = tuple(self.subject.model.buffers())
+        return SummedRows(layers=layers, index=frozenset({chosen}), parts=parts, buffers=buffers)
 
     def check_first(
-        self,
-        layers: Sequence[TreatedLayer],
-        batch: Batch,
-        others: Mapping[str, nn.Parameter],
-        count: int = FIRST_EXAMPLES,
+        self, layers: Sequence[TreatedLayer], summed: SummedRows, others: Mapping[str, nn.Parameter]
     ) -> dict[str, LayerCheck]:
         """Check ``layers`` on different examples of the first batch.
 
         Args:
-            layers: Those that are not known to be flawed.
-            batch: The whole first batch.
+            layers: Those that no hook has refused.
+            summed: The rows of the examples, as the hooks of a pass have shown them.
             others: Parameters that no layer covers, by name.
-            count: Examples that go through the model together.
 
         Returns:
             What was found of each layer.
@@ -72,13 +110,10 @@ class SelfCheck:
         Raises:
             EngineError: If the model refuses the batch.
         """
-        some = pick_examples(batch, different_examples(batch, count))
-        found = self._check(layers, some, range(some.size), repeats=True, others=others)
-        self.drawing |= found.draws
-        self.unseen |= found.unseen
-        self.largest_norm = max(self.largest_norm, found.largest_norm)
-        self.layers |= found.layers
-        return found.layers
+        found = self._check(layers, summed, others)
+        self.layers |= found
+        self.rehearsed = summed
+        return found
 
     def allows_cutting(self, layers: Sequence[TreatedLayer], batch: Batch) -> bool:
         """Tell whether the padding of the first batch may be cut off, by the gradients of some layers.
@@ -91,33 +126,117 @@ class SelfCheck:
             False where the most padded example has other gradients without its padding.
         """
         some = [layer for layer in layers if layer.name not in self.drawing]
-        with self._generators_kept():
+        with kept_generators(self.subject.device):
             return padding_has_no_gradient(self.subject, some, batch, self.subject.collection.seed)
 
-    def is_due(self, number: int, shapes: AbstractSet[str]) -> bool:
-        """Tell whether a batch is to be checked, and remember the shapes of its calls.
+    def is_due(self, number: int, shapes: AbstractSet[str], summed: SummedRows) -> tuple[bool, bool]:
+        """Tell whether a batch is to be checked in full, and remember what ran in it.
 
         Args:
             number: The batch, from 0.
             shapes: Shapes in which it has called the layers.
+            summed: What was kept of it.
 
         Returns:
-            True in the mode `growing` for batches 1, 2, 4, 8 and so on, and for those with a shape that no batch had
-            before.
+            True for the first batch, and in the mode `growing` for batches 1, 2, 4, 8 and so on, for those in which
+            something ran that did not run before, and for the first, second, fourth … of those with new sizes alone;
+            and whether it gets a glance otherwise.
         """
-        fresh = not shapes <= self.shapes
-        self.shapes |= shapes
-        if self.mode != "growing" or number == 0:
-            return False
-        return fresh or number & (number - 1) == 0
+        if not summed.groups:
+            return False, False
+        if self.mode != "growing":
+            return number == 0, False
+        new = self._has_new_signature(shapes, summed)
+        self.looked_at = replace(self.looked_at, signatures=self.looked_at.signatures + 1)
+        if number & (number - 1) == 0 or new:
+            return True, False
+        return False, self.glances.turn(number) is not None and self.looked_at.no_glance is None
 
-    def check_later(self, layers: Sequence[TreatedLayer], batch: Batch, number: int) -> list[str]:
-        """Check layers on one example of a later batch.
+    def _has_new_signature(self, shapes: AbstractSet[str], summed: SummedRows) -> bool:
+        """Whether something ran that did not run before, or as often with other sizes as asks for a check."""
+        structures = summed.signatures | {shape.partition("(")[0] for shape in shapes}
+        new, resized = not structures <= self.structures, not shapes <= self.shapes
+        self.structures |= structures
+        self.shapes |= shapes
+        self.new_sizes += resized and not new
+        return new or (resized and self.new_sizes & (self.new_sizes - 1) == 0)
+
+    def glance_differs(self, summed: SummedRows) -> bool:
+        """Take a glance: tell whether outputs of an example are others beside the others.
+
+        Args:
+            summed: What was kept of the batch.
+
+        Returns:
+            False too where no example can be run alone, which the record says.
+        """
+        reason = self._no_glance(summed)
+        differs = False
+        if reason is None:
+            try:
+                with kept_generators(self.subject.device):
+                    differs = differs_alone(self.subject, summed)
+            except (EngineError, Unwinding) as error:
+                reason = f"an example cannot be run alone: {first_line(error)}"
+        if reason is not None:
+            self.looked_at = replace(self.looked_at, no_glance=reason)
+        else:
+            self.looked_at = replace(self.looked_at, glances=self.looked_at.glances + 1)
+        return differs
+
+    def _no_glance(self, summed: SummedRows) -> str | None:
+        """Why one example's outputs say nothing."""
+        if self.drawing:
+            return "the model draws random numbers"
+        if self.subject.task.likelihood == "model":
+            return "the model's own loss is of all examples of a batch"
+        if any(check.mixes for check in self.layers.values()):
+            return "outputs are known to depend on other examples"
+        if all(group.size == 1 for group in summed.groups):
+            return "examples go through the model one at a time"
+        if any(check.proof == "same_forward" and check.examples == 0 for check in self.layers.values()):
+            return "examples cannot be run alone"
+        return None
+
+    def watching_unused(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a gradient of a parameter that nothing was seen to use is noticed."""
+        if self.mode == "off" or not self.subject.has_gradients:
+            return contextlib.nullcontext()
+        return watch_unused(
+            {name: each for name, each in self.unused.items() if name not in self.unseen}, self._reached
+        )
+
+    def _reached(self, name: str) -> None:
+        self.unseen |= {name}
+
+    def is_rehearsed(self, layers: Sequence[TreatedLayer], summed: SummedRows) -> bool:
+        """Tell whether the rows of an example are those that the first check has proven already.
+
+        Args:
+            layers: Layers that are not known to be flawed.
+            summed: The rows of the example, as a pass has summed them.
+
+        Returns:
+            False too where the example was none of the first check's, or went through the model in another shape.
+        """
+        rows = {} if self.rehearsed is None else self.rehearsed.by_example(layers)
+        own = summed.by_example(layers)
+        if not own or not own.keys() <= rows.keys():
+            return False
+        differing = Errors()
+        for example, mine in own.items():
+            for layer in layers:
+                if layer.name not in mine or layer.name not in rows[example]:
+                    return False
+                compare_rows(differing, mine[layer.name], rows[example][layer.name], floor=0.0)
+        return differing.independence <= self.subject.rounding_of_repetition
+
+    def check_later(self, layers: Sequence[TreatedLayer], summed: SummedRows) -> list[str]:
+        """Check layers on one example of a batch that was summed.
 
         Args:
             layers: Layers that are not known to be flawed; none runs no check.
-            batch: The whole batch.
-            number: Its number in the data, from 0, which decides the example.
+            summed: The rows of the example.
 
         Returns:
             Names of the layers that fail.
@@ -125,43 +244,41 @@ class SelfCheck:
         Raises:
             EngineError: If the model refuses the batch.
         """
-        if not layers:
-            return []
-        first = number % batch.size
-        places = [first, *(place for place in range(batch.size) if place != first)][:LATER_EXAMPLES]
-        found = self._check(layers, pick_examples(batch, places), [0], repeats=False, others={})
-        for name, check in found.layers.items():
+        found = self._check(layers, summed, {}) if layers else {}
+        self.looked_at = replace(self.looked_at, full=self.looked_at.full + bool(found))
+        for name, check in found.items():
             self.layers[name] = _worse(self.layers.get(name), check)
-        return [name for name, check in found.layers.items() if check.failed]
+        return [name for name, check in found.items() if check.failed]
 
     def _check(
-        self,
-        layers: Sequence[TreatedLayer],
-        batch: Batch,
-        examples: Sequence[int],
-        *,
-        repeats: bool,
-        others: Mapping[str, nn.Parameter],
-    ) -> Checked:
-        check = BatchCheck(
-            subject=self.subject,
-            layers=layers,
-            batch=batch,
-            examples=examples,
-            seed=self.subject.collection.seed,
-            drawing=self.drawing,
-            repeats=repeats,
-            others=others,
-            has_room=self.has_room,
-            explained=any(check.mixes and check.error > 0 for check in self.layers.values()),
-            floor=self.largest_norm,
-        )
-        with self._generators_kept():
-            return check.run()
-
-    def _generators_kept(self) -> contextlib.AbstractContextManager[None]:
-        devices = [self.subject.device] if self.subject.device.type == "cuda" else []
-        return torch.random.fork_rng(devices=devices)
+        self, layers: Sequence[TreatedLayer], summed: SummedRows, others: Mapping[str, nn.Parameter]
+    ) -> dict[str, LayerCheck]:
+        """Check each group of a batch; the worse check of a layer counts, over the examples of all groups."""
+        whole: dict[str, LayerCheck] = {}
+        for group in summed.groups:
+            recording = summed.recording(group, layers)
+            if recording is None:
+                continue
+            check = BatchCheck(
+                subject=self.subject,
+                layers=layers,
+                forward=summed.forward(group),
+                examples=group.places,
+                summed=recording,
+                drawing=self.drawing,
+                others=others,
+                has_room=self.has_room,
+                explained=any(check.mixes and check.error > 0 for check in self.layers.values()),
+                floor=self.largest_norm,
+            )
+            with kept_generators(self.subject.device), group.restored():
+                found = check.run()
+            self.drawing |= found.draws
+            self.unseen |= found.unseen
+            self.largest_norm = max(self.largest_norm, found.largest_norm)
+            for name, each in found.layers.items():
+                whole[name] = _worse(whole.get(name), each)
+        return whole
 
     # ---- checkpoints
 
@@ -197,7 +314,32 @@ class SelfCheck:
         self.drawing = frozenset().union(*(rank.drawing for rank in ranks))
         self.unseen = frozenset().union(*(rank.unseen for rank in ranks))
         self.shapes = set().union(*(rank.shapes for rank in ranks))
+        self.structures = set().union(*(rank.structures for rank in ranks))
+        self.new_sizes = known.new_sizes + sum(rank.new_sizes - known.new_sizes for rank in ranks)
+        self.looked_at = _looks_joined(known.looked_at, [rank.looked_at for rank in ranks])
         self.largest_norm = max(rank.largest_norm for rank in ranks)
+
+
+def kept_generators(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context that puts torch's generators back where they stood.
+
+    Args:
+        device: Device that the model runs on.
+
+    Returns:
+        The context.
+    """
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+def _looks_joined(known: LookedAt, ranks: Sequence[LookedAt]) -> LookedAt:
+    """The batches before a pass, and those that each rank has looked at in it."""
+    return LookedAt(
+        signatures=known.signatures + sum(each.signatures - known.signatures for each in ranks),
+        glances=known.glances + sum(each.glances - known.glances for each in ranks),
+        full=known.full + sum(each.full - known.full for each in ranks),
+        no_glance=next((each.no_glance for each in ranks if each.no_glance is not None), None),
+    )
 
 
 def _joined(known: LayerCheck | None, checks: Sequence[LayerCheck]) -> LayerCheck:

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from catalog.analysis import LookedAt
 from engine.errors import NothingToAnalyse, NotMergeable
 from engine.factors.factor_set import FactorSet, LayerFacts, LayerSums, NestedSize
 from engine.factors.kronecker_factors import Factors
@@ -93,6 +94,7 @@ def merge_factor_sets(sets: Sequence[FactorSet]) -> FactorSet:
         micro_batch=first.micro_batch if len({each.micro_batch for each in full}) == 1 else None,
         loss_scale=min((each.loss_scale for each in full if each.loss_scale is not None), default=None),
         planned_peak_bytes=None,
+        looked_at=_looked_at(full),
         nondeterministic=_united(full),
         not_replayed=tuple(dict.fromkeys(each for own in full for each in own.not_replayed)),
         load=partial(_load, tuple(kept), tuple(facts), named, held),
@@ -238,6 +240,19 @@ def _with_leaders(facts: list[LayerFacts], kept: list[_Layer], sets: Sequence[Fa
         leader = leaders.pop() if len(leaders) == 1 else None
         found.append(replace(own, shared_A_with=None if leader is None else ordinals.get(leader)))
     return found
+
+
+def _looked_at(sets: Sequence[FactorSet]) -> LookedAt | None:
+    """Batches of all sets that a self-check looked at; None where a set does not say."""
+    known = [each.looked_at for each in sets if each.looked_at is not None]
+    if len(known) < len(sets):
+        return None
+    return LookedAt(
+        signatures=sum(each.signatures for each in known),
+        glances=sum(each.glances for each in known),
+        full=sum(each.full for each in known),
+        no_glance=next((each.no_glance for each in known if each.no_glance is not None), None),
+    )
 
 
 def _united(sets: Sequence[FactorSet]) -> tuple[str, ...] | None:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
 import torch
+from torch import Tensor
 
 DRAWN = "random numbers drawn in evaluation mode"
 """How a model that draws stands among the operations that another run may do otherwise."""
@@ -105,6 +106,44 @@ def seed_generators(seed: int) -> None:
         torch.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
+
+
+@dataclass(frozen=True, eq=False)
+class Generators:
+    """States of torch's default generators, to which a forward pass can be brought back."""
+
+    host: Tensor
+    """Bytes of the CPU's."""
+    device: Tensor | None
+    """Bytes of the device's; None where that is the CPU."""
+
+    @classmethod
+    def here(cls, device: torch.device) -> "Generators":
+        """Read the states as they are.
+
+        Args:
+            device: Device that the model runs on.
+
+        Returns:
+            A copy of the states.
+        """
+        on_device = device.type == "cuda"
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_device else None)
+
+
+def set_generators(start: Generators | int, device: torch.device) -> None:
+    """Bring torch's default generators to where a forward pass began.
+
+    Args:
+        start: Their states, or a seed.
+        device: Device that the model runs on.
+    """
+    if isinstance(start, int):
+        seed_generators(start)
+        return
+    torch.set_rng_state(start.host)
+    if start.device is not None:
+        torch.cuda.set_rng_state(start.device, device)
 
 
 @functools.cache

@@ -1,12 +1,12 @@
 """Self-check memory: the bytes of a self-check, from the shapes that a dry run showed.
 
-The rows of ``k`` examples are the inputs of the treated layers, which autograd holds anyway, and the gradients
-of their outputs. The first check comes before the sums are there, later ones stand beside them; the passes
-themselves hold the slice that they work on at neither time. So only what exceeds these is planned beside them.
+The rows of a few examples are copies of the inputs of the treated layers and of the gradients of their outputs. They
+stand beside the slice that a pass works on, and afterwards beside one example alone. The first check comes before the
+sums are there, later ones stand beside them. Only what exceeds all this is planned.
 """
 
 from engine.collection.probe import Probe
-from engine.gradient_identity.schedule import FIRST_EXAMPLES, LATER_EXAMPLES
+from engine.gradient_identity.schedule import FIRST_EXAMPLES
 from engine.model.activation_memory import Saved
 from engine.planning.layer_memory import example_gradients
 from engine.workspace import Workspace
@@ -32,31 +32,24 @@ def check_bytes(
     collection = workspace.options.collection
     if collection.self_check == "off":
         return 0
-    first = min(FIRST_EXAMPLES, collection.batch_size)
-    # the first one runs its batch twice, a later one runs it once, and one example alone
-    excess = _held(probe, saved, first, 2 * first) - passing - sums
-    if collection.self_check == "growing":
-        later = min(LATER_EXAMPLES, collection.batch_size)
-        excess = max(excess, _held(probe, saved, later, later + 1) - passing)
-    return max(0, excess)
+    kept = min(FIRST_EXAMPLES, collection.batch_size)
+    # rows that are kept of a batch stand beside what it holds on its way, and beside one example alone afterwards
+    first = max(_rows(probe, kept) - sums, _held(probe, saved) + _rows(probe, kept) - passing - sums)
+    # what the first check has proven stays until the passes have shown the same
+    later = _rows(probe, kept) + max(_rows(probe, 1), _held(probe, saved) + _rows(probe, 1) - passing)
+    return max(0, first, later)
 
 
-def _held(probe: Probe, saved: Saved | None, examples: int, recorded: int) -> int:
-    """Return the bytes of what a check holds at once.
+def _rows(probe: Probe, examples: int) -> int:
+    """Return the bytes of the rows of some examples, with their gradients of bare parameters."""
+    numbers = sum(call.entered.numel() + call.output.numel() for call in probe.calls) + 2 * probe.outputs
+    each = numbers * examples // probe.examples
+    return (each + example_gradients(probe.layers, examples, examples)) * probe.dtype.itemsize
 
-    Args:
-        probe: The layers, and the sizes of their calls.
-        saved: What autograd saves; None where nothing is pulled back.
-        examples: Examples that go through the model together.
-        recorded: Examples of which gradients of bare parameters are kept, over all of the check's runs.
 
-    Returns:
-        Bytes of the rows of the examples, their passes, the gradients of bare parameters by example, and the gradient
-        of the largest weight, twice.
-    """
+def _held(probe: Probe, saved: Saved | None) -> int:
+    """Return the bytes that one example alone holds: its pass, its rows, and a gradient of the largest weight twice."""
     inputs = sum(call.entered.numel() for call in probe.calls)
-    gradients = sum(call.output.numel() for call in probe.calls)
-    through = inputs * probe.dtype.itemsize * examples // probe.examples if saved is None else saved.of(examples)
-    each = (gradients + 4 * probe.outputs) * examples // probe.examples
+    through = inputs * probe.dtype.itemsize // probe.examples if saved is None else saved.of(1)
     weight = max((layer.groups * layer.fan_in * layer.fan_out for layer in probe.layers if layer.weight), default=0)
-    return through + (each + 2 * weight + example_gradients(probe.layers, examples, recorded)) * probe.dtype.itemsize
+    return through + _rows(probe, 1) + 2 * weight * probe.dtype.itemsize

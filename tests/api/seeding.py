@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy import Engine
 
-from catalog.analysis import Coverage, LayerResult, RefusedAnalysis
+from catalog.analysis import Coverage, LayerResult, LookedAt, RefusedAnalysis
 from catalog.capacity import CapacitySummary
 from catalog.capacity_metrics import (
     CapacityMetrics,
@@ -432,6 +432,7 @@ def coverage() -> Coverage:
         reasons={"no_gradient": 1},
         gradient_identity=2.1e-7,
         examples_checked=6,
+        looked_at=LookedAt(signatures=5, glances=5, full=4),
     )
 
 

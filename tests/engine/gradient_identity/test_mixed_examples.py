@@ -1,4 +1,4 @@
-"""Models whose examples mix behind draws, narrow types and outputs: whoever differs from plain autograd is refused.
+"""Models whose examples mix behind draws, narrow types, outputs and sizes: what differs from autograd is refused.
 
 The oracle of each case is the trace of the Fisher block by plain autograd, example by example: where the collection
 covers a layer, it has that trace; where the examples mix, no such number is the model's.
@@ -166,3 +166,46 @@ def test_rounding_is_judged_beside_the_largest_gradient_of_the_model() -> None:
     inputs, targets = torch.randn(12, 3, 10), torch.randint(0, 5, (12,))
     whole = collect_or_read(workspace(model, [(inputs, targets)], "classification", dtype="float32"))
     assert whole.declared == ()
+
+
+def smoothed(net: Net, x: Tensor) -> Tensor:
+    """Neighbours, where there are six examples or more."""
+    z = net.a(x).tanh()
+    if len(x) > 5:
+        z = 0.5 * z + 0.5 * z[torch.cdist(x, x).topk(5, largest=False)[1]].mean(1)
+    return net.h(z)
+
+
+def rolled(net: Net, x: Tensor) -> Tensor:
+    z = net.a(x).tanh()
+    return net.h(z + 0.3 * z.roll(3, 0) if len(x) > 4 else z)
+
+
+def counted(net: Net, x: Tensor) -> Tensor:
+    """The number of examples decides the way, and no number of any of them."""
+    z = net.a(x).tanh()
+    return net.h(torch.cat([part * 1.0 for part in z.split(2)]) if len(x) > 5 else z)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("use", [smoothed, rolled])
+def test_what_the_size_of_the_batch_decides_is_seen(use: Run, dtype: str) -> None:
+    assert measured(Net(use), dtype=dtype, batch_size=8) is None
+
+
+@pytest.mark.parametrize("use", [smoothed, rolled])
+def test_groups_that_are_too_small_to_mix_are_covered(use: Run) -> None:
+    model = Net(use)
+    whole = measured(model, batch_size=4)
+    assert whole is not None
+    for layer in whole.layers:
+        assert layer.exact_trace == pytest.approx(plain_trace(model, model.get_submodule(layer.name)), rel=1e-10)
+
+
+def test_a_size_that_decides_nothing_is_covered() -> None:
+    model = Net(counted)
+    whole = measured(model, batch_size=8)
+    assert whole is not None
+    assert whole.declared == ()
+    for layer in whole.layers:
+        assert layer.exact_trace == pytest.approx(plain_trace(model, model.get_submodule(layer.name)), rel=1e-10)

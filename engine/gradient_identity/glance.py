@@ -1,0 +1,106 @@
+"""The glance: the outputs of one example in the batch that is summed, against the same example alone.
+
+One forward pass of one example, without a graph. How often it comes is counted, never timed: what is covered must not
+depend on how busy a machine is. Of a batch of N examples it takes
+
+    (w + n) / (N (3 w + s) + 6 n)
+
+with the multiplications of one example w, those of its sums s, and what an operation takes beside its numbers n.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.errors import EngineError
+from engine.gradient_identity.check import pick_examples
+from engine.gradient_identity.checked_model import Subject, unwritten
+from engine.gradient_identity.comparison import relative
+from engine.gradient_identity.recorded_rows import run
+from engine.gradient_identity.summed_rows import Group, SummedRows
+
+SHARE = 0.02
+"""Most that glances may take of a batch's time."""
+_OPERATION = 300_000
+"""Multiplications in the time that an operation takes beside its numbers."""
+_PASS = 6
+"""The same of a batch's whole pass, in those of a forward pass alone."""
+_SMALL = 2 * 10**7
+"""Multiplications of a glance that takes less than what surrounds a whole collection."""
+_SMALL_BATCHES = 32
+"""Batches that each get a glance then."""
+_SELDOM = 64
+"""Batches of which one gets a glance in any case."""
+
+
+@dataclass(frozen=True)
+class Glances:
+    """The batches that get a glance."""
+
+    every: int = 1
+    """One of so many."""
+    first: int = 0
+    """And each of so many at the beginning."""
+
+    @classmethod
+    def of(cls, multiplications: int, sums: int, operations: int, examples: int) -> "Glances":
+        """Count what a glance takes of a batch.
+
+        Args:
+            multiplications: Multiplications of one example's forward pass.
+            sums: Those that its rows take to be summed.
+            operations: Operations of a forward pass.
+            examples: Examples of a batch.
+
+        Returns:
+            The batches that get one.
+        """
+        glance = multiplications + operations * _OPERATION
+        batch = examples * (3 * multiplications + sums) + _PASS * operations * _OPERATION
+        every = max(1, min(_SELDOM, -int(-glance // (SHARE * batch))))
+        return cls(every=every, first=_SMALL_BATCHES if glance < _SMALL else 0)
+
+    def turn(self, number: int) -> int | None:
+        """Number the glances.
+
+        Args:
+            number: A batch, from 0.
+
+        Returns:
+            Which glance this batch gets, from 0; None where it gets none.
+        """
+        if number < self.first:
+            return number
+        return None if number % self.every else self.first + number // self.every
+
+
+def differs_alone(subject: Subject, summed: SummedRows) -> bool:
+    """Tell whether the outputs of the kept examples differ from those that they have alone.
+
+    Args:
+        subject: The model, and how it is run.
+        summed: What was kept of the batch.
+
+    Returns:
+        True where they depend on other examples.
+
+    Raises:
+        EngineError: If an example cannot be run alone.
+    """
+    return any(_differs(subject, summed, group) for group in summed.groups)
+
+
+def _differs(subject: Subject, summed: SummedRows, group: Group) -> bool:
+    if group.outputs is None:
+        return False
+    whole = summed.forward(group).batch
+    for number, place in enumerate(group.places):
+        own = subject.moved(pick_examples(whole, [place]))
+        with unwritten(subject.model), torch.no_grad():
+            alone = run(subject, own).outputs
+        mine = group.outputs[number : number + 1]
+        if mine.shape != alone.shape:
+            raise EngineError("the outputs of one example have another shape alone")
+        if relative(mine - alone, alone) > subject.tolerance:
+            return True
+    return False

@@ -1,0 +1,221 @@
+"""Summed rows: the rows of a few examples of one batch, as the hooks of a pass hand them to its sums.
+
+A batch may go through the model in several groups. Each group that holds one of the examples keeps their rows, their
+outputs and what was pulled back of them, and where torch's generators stood.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.accumulation.hooks import Collector
+from engine.gradient_identity.recorded_rows import ExampleRows, Forward, Recording, RowRecorder, direction_weight
+from engine.gradient_identity.signature import graph_signature
+from engine.layers.layer import TreatedLayer
+from engine.model.batches import Batch
+from engine.model.determinism import Generators
+from engine.model.outputs import Prediction
+from engine.row_layout.layer_calls import version
+
+_SMALL = 2**16
+"""Numbers of a buffer of which a copy costs nothing."""
+
+
+@dataclass(kw_only=True)
+class Group:
+    """Examples that go through the model together, some of which are kept."""
+
+    number: int
+    """Its place among the groups of the batch."""
+    places: tuple[int, ...]
+    """Places in the group of the examples that are kept."""
+    index: tuple[int, ...]
+    """Their numbers in the data."""
+    start: Generators
+    """Where torch's generators stood when its forward pass began."""
+    recorders: dict[str, RowRecorder]
+    size: int
+    """Examples of the group."""
+    buffers: list[tuple[Tensor, int, Tensor | None]]
+    """The model's buffers, each with its version, and a copy of the numbers that the forward pass began with; no copy
+    of a large one."""
+    outputs: Tensor | None = None
+    """Those of the examples that are kept, shape (k, R, C), or a loss of the model's own."""
+    cotangent: Tensor | None = None
+    """The sum of the directions that were pulled back, each with its weight, of the same shape."""
+    directions: int = 0
+    """Directions so far."""
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Let the model's buffers hold what the forward pass began with, for the time inside."""
+        written = [(buffer, before) for buffer, read, before in self.buffers if version(buffer) != read]
+        after = [buffer.detach().clone() for buffer, before in written if before is not None]
+        copied = [(buffer, before) for buffer, before in written if before is not None]
+        try:
+            for buffer, before in copied:
+                buffer.data.copy_(before)
+            yield
+        finally:
+            for (buffer, _), own in zip(copied, after, strict=True):
+                buffer.data.copy_(own)
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """Copy what belongs to the examples that are kept.
+
+        Args:
+            tensor: Outputs of the group, or a direction, shape (N, R, C).
+
+        Returns:
+            Shape (k, R, C); a copy of the whole tensor where it is not one of N examples.
+        """
+        if tensor.shape[0] != self.size:
+            return tensor.clone()
+        return tensor[torch.tensor(self.places, device=tensor.device)]
+
+
+@dataclass(kw_only=True)
+class SummedRows:
+    """The rows of a few examples of one batch."""
+
+    layers: Sequence[TreatedLayer]
+    """Layers whose rows are kept."""
+    index: frozenset[int]
+    """Numbers of the examples in the data."""
+    parts: Callable[[], Iterator[Batch]]
+    """Makes the groups of the batch anew, as they were before the model saw them."""
+    buffers: Sequence[Tensor] = ()
+    """The model's buffers, which a forward pass may write to."""
+    signatures: set[str] = field(default_factory=set)
+    """What ran in the forward passes of all groups."""
+    nodes: int = 0
+    """Nodes of the graph of the last group."""
+    groups: list[Group] = field(default_factory=list)
+    """Groups that hold one of the examples."""
+    _seen: int = 0
+    _open: Group | None = None
+
+    def begin(self, part: Batch, collector: Collector) -> None:
+        """Prepare for the forward pass of one group.
+
+        Args:
+            part: The group, on the device of the model.
+            collector: The hooks of the pass, which show the rows of the group from here on.
+        """
+        self._open, collector.observers = None, {}
+        if not self.index:
+            return
+        places = tuple(place for place, number in enumerate(part.index.tolist()) if number in self.index)
+        if places:
+            recorders = {layer.name: RowRecorder(layer=layer, places=places) for layer in self.layers}
+            start = Generators.here(part.index.device)
+            self._open = Group(
+                number=self._seen,
+                places=places,
+                index=tuple(int(part.index[place]) for place in places),
+                start=start,
+                recorders=recorders,
+                size=part.size,
+                buffers=[
+                    (each, version(each), each.detach().clone() if each.numel() <= _SMALL else None)
+                    for each in self.buffers
+                ],
+            )
+            self.groups.append(self._open)
+            collector.observers = {name: (recorder,) for name, recorder in recorders.items()}
+        self._seen += 1
+
+    def predicted(self, prediction: Prediction) -> None:
+        """Keep the outputs of the examples.
+
+        Args:
+            prediction: Outputs of the group, shape (N, R, C).
+        """
+        if self.index:
+            digest, self.nodes = graph_signature(prediction.outputs)
+            self.signatures.add(digest)
+        if self._open is not None:
+            self._open.outputs = self._open.cut(prediction.outputs.detach())
+
+    def directed(self, direction: Tensor) -> None:
+        """Keep what is about to be pulled back of the examples.
+
+        Args:
+            direction: One direction of the group, of the shape of its outputs.
+        """
+        group = self._open
+        if group is None:
+            return
+        weight = direction_weight(group.directions)
+        own = group.cut(direction)
+        for recorder in group.recorders.values():
+            recorder.weight = weight
+        group.cotangent = own if group.cotangent is None else group.cotangent + weight * own
+        group.directions += 1
+
+    def end(self, collector: Collector) -> None:
+        """Close the batch.
+
+        Args:
+            collector: The hooks of the pass, which show nothing any more.
+        """
+        self._open, collector.observers = None, {}
+
+    def forward(self, group: Group) -> Forward:
+        """Make the forward pass of a group again.
+
+        Args:
+            group: One of ``groups``.
+
+        Returns:
+            Its examples, and where the generators stood.
+        """
+        batch = next(part for number, part in enumerate(self.parts()) if number == group.number)
+        return Forward(batch=batch, start=group.start)
+
+    def by_example(self, layers: Sequence[TreatedLayer]) -> dict[int, dict[str, ExampleRows]]:
+        """Return the rows of each example.
+
+        Args:
+            layers: Layers that no hook has refused.
+
+        Returns:
+            Rows by layer, by the number of the example in the data.
+        """
+        rows: dict[int, dict[str, ExampleRows]] = {}
+        for group in self.groups:
+            for number, example in enumerate(group.index):
+                recording = self.recording(group, layers)
+                if recording is not None:
+                    rows[example] = {name: recording.rows(name, number) for name in recording.layers}
+        return rows
+
+    def recording(self, group: Group, layers: Sequence[TreatedLayer]) -> Recording | None:
+        """Return the rows that were kept of a group.
+
+        Args:
+            group: One of ``groups``.
+            layers: Layers that no hook has refused.
+
+        Returns:
+            Their rows; None where the forward pass did not end.
+        """
+        if group.outputs is None:
+            return None
+        return Recording(
+            layers={layer.name: group.recorders[layer.name] for layer in layers if layer.name in group.recorders},
+            outputs=group.outputs,
+            cotangent=group.cotangent,
+            examples=len(group.places),
+        )
+
+
+def _no_parts() -> Iterator[Batch]:
+    return iter(())
+
+
+NO_ROWS = SummedRows(layers=(), index=frozenset(), parts=_no_parts)
+"""Keeps nothing."""
