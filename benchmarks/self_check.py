@@ -1,20 +1,20 @@
-"""What the self-check adds to a collection, in processor seconds of the same run.
+"""What the self-check adds to a job, in processor seconds.
 
-The cases of the collection benchmark whose batches have 32 examples or more. Each collects eight batches with
-``self_check: growing``; the seconds of the first check, of the later ones, and of a batch without any are
-taken apart, and from them follows the share of a collection of 30 and of 200 batches. What a
-collection takes once besides its batches is left out, which makes the share larger than it is.
+The share is (with − without) / with, where both are the processor seconds of whole jobs of 8 batches, `self_check:
+growing` and `off`, set-up and finishing included: the median of five alternating pairs. Jobs of 200 batches are run
+on the MLP; for the other cases they follow from the parts, which another run of 8 batches with the check takes apart.
 
-    python -m benchmarks.self_check [--cases mlp minilm] [--output NAME]
+    python -m benchmarks.self_check [--cases mlp minilm] [--pairs N] [--output NAME]
 """
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,107 +24,172 @@ from benchmarks.cases.collection import built
 from catalog.collection import Collection
 from catalog.inputs import Task
 from engine.collect import collect_or_read
+from engine.collection import data_pass
+from engine.collection.first_check import Verification
+from engine.factors.factor_set import FactorSet
 from engine.gradient_identity.self_check import SelfCheck
+from engine.gradient_identity.summed_rows import SummedRows
+from engine.model.batches import map_tensors
 from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 
-CASES = ("mlp", "resnet18", "minilm")
-BATCHES = 8
-SHARES = {30: 0.10, 200: 0.03}
-"""Of how many batches, and the most that the check may add."""
+BATCHES, MANY = 8, 200
+CASES: dict[str, tuple[str, int | None, float]] = {
+    "mlp": ("mlp", 256, 0.20),
+    "resnet18": ("resnet18", None, 0.20),
+    "gpt2_with_head": ("gpt2_with_head", None, 0.20),
+    "gpt2_without_head": ("gpt2_without_head", None, 0.20),
+    "gpt2_with_head_of_4": ("gpt2_with_head", 4, 0.30),
+    "gpt2_without_head_of_4": ("gpt2_without_head", 4, 0.30),
+    "minilm": ("minilm", None, 0.20),
+}
+"""Benchmark case, examples of a batch where they are fewer than the case's, and the largest share of 8 batches."""
+OF_MANY = 0.05
+"""The largest share of 200 batches."""
+GLANCING = 0.02
+"""The largest share of a batch that signature and glance may take."""
+
+Part = tuple[type[Any] | Any, str, str]
+PARTS: tuple[Part, ...] = (
+    (Verification, "_checked", "first"),
+    (Verification, "cuts_padding", "padding"),
+    (SelfCheck, "check_later", "later"),
+    (SelfCheck, "glance_differs", "glance"),
+    (SelfCheck, "is_due", "signature"),
+    (SelfCheck, "observe", "rows"),
+    (SummedRows, "begin", "rows"),
+    (SummedRows, "predicted", "signature"),
+    (SummedRows, "directed", "rows"),
+    (data_pass, "_varied", "batch"),
+)
+"""Functions whose processor seconds are those of a part of the check; ``batch`` holds some of them."""
 
 
 @dataclass
-class Times:
-    """Processor seconds of one collection."""
+class Parts:
+    """Processor seconds of the parts of one job."""
 
-    first: float = 0.0
-    later: list[float] = field(default_factory=list)
-    checked: float = 0.0
-    """Of the checks since the last batch."""
-    batches: list[float] = field(default_factory=list)
-    """Of each batch, without its check."""
-    last: float = 0.0
-
-    def batch_done(self, stage: str, done: int, *_: object) -> None:
-        """Note one batch."""
-        now = time.process_time()
-        if stage == "collection" and done > 1:
-            self.batches.append(now - self.last - self.checked)
-        self.last, self.checked = now, 0.0
+    seconds: dict[str, list[float]] = field(default_factory=dict)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Time every check."""
-        kept = SelfCheck.check_first, SelfCheck.check_later
-
-        def wrapped(check: Callable[..., Any], *, first: bool) -> Callable[..., Any]:
-            def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the check takes and returns
-                begun = time.process_time()
-                returned = check(*args, **kwargs)
-                spent = time.process_time() - begun
-                if first:
-                    self.first += spent
-                else:
-                    self.later.append(spent)
-                    self.checked += spent
-                return returned
-
-            return run
-
+        """Time every part."""
+        kept = [(owner, name, getattr(owner, name)) for owner, name, _ in PARTS]
         try:
-            SelfCheck.check_first = wrapped(kept[0], first=True)  # type: ignore[method-assign]
-            SelfCheck.check_later = wrapped(kept[1], first=False)  # type: ignore[method-assign]
+            for owner, name, part in PARTS:
+                setattr(owner, name, self._wrapped(getattr(owner, name), part))
             yield
         finally:
-            SelfCheck.check_first, SelfCheck.check_later = kept  # type: ignore[method-assign]
+            for owner, name, before in kept:
+                setattr(owner, name, before)
+
+    def of(self, part: str) -> float:
+        """Seconds of a part over the whole job."""
+        return sum(self.seconds.get(part, ()))
+
+    def _wrapped(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the function takes and returns
+            begun = time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds.setdefault(part, []).append(time.process_time() - begun)
+
+        return run
 
 
-def measured(name: str) -> dict[str, Any]:
-    """Seconds of one case."""
-    problem, (inputs, targets) = built(name)
-    times = Times()
+def job_seconds(name: str, batches: int, mode: Literal["growing", "off"]) -> tuple[float, FactorSet]:
+    """Processor seconds of one whole job, and its factors."""
+    case, examples, _ = CASES[name]
+    problem, (inputs, targets) = built(case)
+    size = problem.examples if examples is None else examples
+    batch = tuple(map_tensors(each, lambda tensor: tensor[:size]) for each in (inputs, targets))
     space = Workspace(
         inputs=ModelInputs(
             model=problem.model,
-            batches=lambda: iter([(inputs, targets)] * BATCHES),
+            batches=lambda: iter([batch] * batches),
             task=Task(type=problem.task),
-            examples=BATCHES * problem.examples,
+            examples=batches * size,
         ),
-        options=JobOptions(collection=Collection(fisher=problem.fisher, batch_size=problem.examples)),
+        options=JobOptions(collection=Collection(fisher=problem.fisher, batch_size=size, self_check=mode)),
         ports=Ports(artifacts=NoArtifacts()),
     )
-    space.ports.report = times.batch_done
-    with times.timed():
-        whole = collect_or_read(space)
-    batch = statistics.median(times.batches)
-    later = statistics.mean(times.later)
-    shares = {count: (times.first + (count - 1).bit_length() * later) / (count * batch) for count in SHARES}
+    begun = time.process_time()
+    whole = collect_or_read(space)
+    return time.process_time() - begun, whole
+
+
+def share_of(name: str, batches: int, pairs: int) -> tuple[float, list[dict[str, float]]]:
+    """Median share of the check in jobs of so many batches, and the seconds of each pair."""
+    figures = []
+    for _ in range(pairs):
+        with_check, _ = job_seconds(name, batches, "growing")
+        without, _ = job_seconds(name, batches, "off")
+        figures.append({"with": with_check, "without": without, "share": (with_check - without) / with_check})
+    return statistics.median(each["share"] for each in figures), figures
+
+
+def measured(name: str, pairs: int) -> dict[str, Any]:
+    """Shares and parts of one case."""
+    job_seconds(name, 2, "growing")  # what is loaded once
+    share, figures = share_of(name, BATCHES, pairs)
+    parts = Parts()
+    with parts.timed():
+        seconds, whole = job_seconds(name, BATCHES, "growing")
+    batch = statistics.median(parts.seconds["batch"]) - (parts.of("rows") + parts.of("signature")) / BATCHES
+    glances = parts.seconds.get("glance", [])
+    each = statistics.median(glances) if glances else 0.0
+    glancing = parts.of("signature") / BATCHES + (each * _glance_share(whole, glances))
+    later = parts.seconds.get("later", [])
+    checks = statistics.mean(later) if later else 0.0
+    looked = glancing + parts.of("rows") / BATCHES
+    beside = parts.of("first") + parts.of("padding") + checks * math.ceil(math.log2(MANY)) + MANY * looked
+    without = statistics.median(pair["without"] for pair in figures) + (MANY - BATCHES) * batch
+    many, of_many = beside / (beside + without), "from parts"
+    if name == "mlp":
+        many, _ = share_of(name, MANY, max(1, pairs // 2 + 1))
+        of_many = "run"
     return {
-        "examples": problem.examples,
-        "first_check_seconds": times.first,
-        "later_check_seconds": later,
+        "share_of_8": share,
+        "share_of_200": many,
+        "share_of_200_is": of_many,
+        "signature_and_glance_of_a_batch": glancing / batch,
+        "pairs": figures,
+        "parts": {
+            part: parts.of(part) / seconds for part in ("first", "padding", "later", "glance", "signature", "rows")
+        },
         "batch_seconds": batch,
-        "shares": {str(count): share for count, share in shares.items()},
+        "later_check_seconds": checks,
+        "looked_at": None if whole.looked_at is None else vars(whole.looked_at),
         "largest_difference": max(layer.gradient_identity or 0.0 for layer in whole.layers),
         "layers": len(whole.layers),
     }
 
 
+def _glance_share(whole: FactorSet, glances: list[float]) -> float:
+    """Glances of a batch."""
+    signatures = 0 if whole.looked_at is None else whole.looked_at.signatures
+    # batches that are checked in full get none
+    unchecked = max(1, signatures - (0 if whole.looked_at is None else whole.looked_at.full) - 1)
+    return min(1.0, len(glances) / unchecked)
+
+
 def main() -> None:
     """Measure every case and store the result."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=tuple(CASES))
+    parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--output", default="self_check")
     options = parser.parse_args()
     torch.manual_seed(0)
-    figures = {name: measured(name) for name in options.cases}
-    claims = [
-        results_file.claim(
-            f"{name}: the check's share of a collection of {count} batches", found["shares"][str(count)], most
+    claims, figures = [], {}
+    for name in options.cases:
+        found = figures[name] = measured(name, options.pairs)
+        wanted = (
+            (f"the check's share of a job of {BATCHES} batches", "share_of_8", CASES[name][2]),
+            (f"the check's share of a job of {MANY} batches", "share_of_200", OF_MANY),
+            ("signature and glance, of a batch", "signature_and_glance_of_a_batch", GLANCING),
         )
-        for name, found in figures.items()
-        for count, most in SHARES.items()
-    ]
+        claims += [results_file.claim(f"{name}: {text}", found[key], most) for text, key, most in wanted]
     results_file.write(options.output, claims, figures)
 
 

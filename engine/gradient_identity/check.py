@@ -31,11 +31,11 @@ from engine.gradient_identity.completeness import completeness
 from engine.gradient_identity.findings import Allowance, Findings
 from engine.gradient_identity.gradients import LayerRows
 from engine.gradient_identity.layer_check import Checked, LayerCheck
+from engine.gradient_identity.picked_examples import pick_examples
 from engine.gradient_identity.recorded_rows import Forward, Recording, record
 from engine.gradient_identity.reference import Objective, narrowest_dtype
 from engine.layers.layer import TreatedLayer
 from engine.memory.out_of_memory import first_line, lost_device, ran_out_of_memory
-from engine.model.batches import Batch, map_tensors
 
 _RAISED = 10.0
 """Times that measured rounding may raise the tolerance."""
@@ -125,11 +125,13 @@ class BatchCheck:
         return None, f"the model could not be run in float64 ({said})"
 
     def _judged(self, findings: Findings, allowance: Allowance) -> Checked:
-        mixes = not findings.mixing <= allowance.outputs
+        directed = not findings.directions <= allowance.outputs
+        mixes = directed or not findings.mixing <= allowance.outputs
         exact = TOLERANCES[torch.float64]
         broken = {name for name, each in findings.errors.items() if not each.largest[0] <= allowance.layers[name]}
-        # where rows show the mixing, layers whose rows do not are on no path through it
-        alone = mixes and self._outputs_decide and not broken
+        # where rows show the mixing, layers whose rows do not are on no path
+        # through it, unless what is pulled back of their examples is another one
+        alone = directed or (mixes and self._outputs_decide and not broken)
         layers = {}
         for name, errors in findings.errors.items():
             error, identity = errors.largest
@@ -281,6 +283,7 @@ class BatchCheck:
             raise EngineError("one example alone has other outputs, or other rows")
         if not self.drawn_outputs and not findings.draws:
             self._compare_outputs(findings, own, one.outputs)
+            self._compare_directions(findings, cotangent, one.direction)
         errors = findings.errors
         if not subject.has_gradients or together.cotangent is None:
             for layer in layers:
@@ -303,10 +306,21 @@ class BatchCheck:
         self, subject: Subject, layers: Sequence[TreatedLayer], together: Recording, findings: Findings
     ) -> None:
         """Hold the rows of a model that draws against those beside other examples, the generator in the same state."""
-        self._beside_others(subject, layers, together, findings)
+        self._beside_others(subject, layers, together, findings, directed=True)
+
+    def _compare_directions(self, findings: Findings, own: Tensor | None, plain: Tensor | None) -> None:
+        """Note how far what is pulled back of an example is from what its loss asks for in another run."""
+        if own is not None and plain is not None:
+            findings.directions = max(findings.directions, relative(own - plain, plain))
 
     def _beside_others(
-        self, subject: Subject, layers: Sequence[TreatedLayer], together: Recording, findings: Findings
+        self,
+        subject: Subject,
+        layers: Sequence[TreatedLayer],
+        together: Recording,
+        findings: Findings,
+        *,
+        directed: bool = False,
     ) -> None:
         """Hold the rows and outputs of examples against theirs beside others, in a batch of the same shape."""
         batch, count = self.forward.batch, self.forward.batch.size
@@ -328,6 +342,9 @@ class BatchCheck:
             if own.shape != theirs.shape:
                 return
             self._compare_outputs(findings, theirs, own)
+            if directed and beside.direction is not None and together.cotangent is not None:
+                mine = together.of(together.cotangent, number)
+                self._compare_directions(findings, mine, beside.of(beside.direction, 0))
             for layer in layers:
                 here, there = together.rows(layer.name, number), beside.rows(layer.name, 0)
                 compare_rows(findings.errors[layer.name], here, there, floor=floor)
@@ -369,23 +386,3 @@ class BatchCheck:
         findings.unseen |= compared.unseen
         findings.largest_norm = max(findings.largest_norm, compared.largest_norm)
         return compared.largest_norm
-
-
-def pick_examples(batch: Batch, places: Sequence[int]) -> Batch:
-    """Pick examples of a batch.
-
-    Args:
-        batch: The batch.
-        places: Places of the examples, in the order wanted; one may come more than once.
-
-    Returns:
-        A batch of copies of those examples.
-    """
-    index = torch.tensor(places, device=batch.index.device)
-
-    def pick(tensor: Tensor) -> Tensor:
-        return tensor[index.to(tensor.device)]
-
-    return Batch(
-        inputs=map_tensors(batch.inputs, pick), targets=map_tensors(batch.targets, pick), index=pick(batch.index)
-    )

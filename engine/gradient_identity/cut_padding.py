@@ -9,10 +9,10 @@ example of the first batch is cut, and its rows are held against plain autograd 
 from collections.abc import Sequence
 
 from engine.errors import EngineError
-from engine.gradient_identity.check import pick_examples
 from engine.gradient_identity.checked_model import Subject
 from engine.gradient_identity.completeness import completeness
 from engine.gradient_identity.gradients import LayerRows
+from engine.gradient_identity.picked_examples import pick_examples
 from engine.gradient_identity.recorded_rows import Forward, record
 from engine.gradient_identity.reference import Objective
 from engine.layers.layer import TreatedLayer

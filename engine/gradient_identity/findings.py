@@ -18,6 +18,8 @@ class Findings:
     unseen: set[str] = field(default_factory=set)
     mixing: float = 0.0
     """Largest relative difference between an example's outputs beside others and alone."""
+    directions: float = 0.0
+    """The same of what the loss asks to be pulled back of them."""
     largest_norm: float = 0.0
 
     def suspects(self, layers: Sequence[TreatedLayer], tolerance: float, *, outputs: bool) -> list[TreatedLayer]:
@@ -31,7 +33,7 @@ class Findings:
         Returns:
             Those to be decided upon, in the order of ``layers``.
         """
-        mixing = outputs and not self.mixing <= tolerance
+        mixing = (outputs and not self.mixing <= tolerance) or not self.directions <= tolerance
         known = [layer for layer in layers if layer.name in self.errors]
         return [layer for layer in known if mixing or not self.errors[layer.name].largest[0] <= tolerance]
 
@@ -44,7 +46,7 @@ class Findings:
         Returns:
             A copy without the other layers.
         """
-        return replace(self, errors={name: self.errors[name] for name in names}, mixing=0.0)
+        return replace(self, errors={name: self.errors[name] for name in names}, mixing=0.0, directions=0.0)
 
     def forget(self, names: Sequence[str]) -> None:
         """Begin anew with the differences of some layers.
@@ -53,7 +55,7 @@ class Findings:
             names: Names of the layers.
         """
         self.errors = {name: Errors() for name in names}
-        self.unseen, self.mixing, self.largest_norm = set(), 0.0, 0.0
+        self.unseen, self.mixing, self.directions, self.largest_norm = set(), 0.0, 0.0, 0.0
 
 
 @dataclass(frozen=True)

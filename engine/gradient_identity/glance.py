@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from engine.errors import EngineError
-from engine.gradient_identity.check import pick_examples
 from engine.gradient_identity.checked_model import Subject, unwritten
 from engine.gradient_identity.comparison import relative
+from engine.gradient_identity.picked_examples import pick_examples
 from engine.gradient_identity.recorded_rows import run
 from engine.gradient_identity.summed_rows import Group, SummedRows
 

@@ -150,7 +150,8 @@ class ExampleRows:
 
     def inputs(self) -> Iterator[Tensor]:
         """Yield the example's part of each call's input, of its shape, or (rows, d_in) where rows were picked."""
-        for use in self.recorder.uses:
+        # where gradients arrive, the inputs of calls without one do not count
+        for use in [use for use, _ in self.recorder.met] or self.recorder.uses:
             if use.owners is None:
                 yield use.of_examples(self.example, self.example + 1).input
             else:
@@ -179,6 +180,8 @@ class Recording:
     """The vector that was pulled back, of the shape of ``outputs``; None where none was."""
     examples: int
     """N of the outputs."""
+    direction: Tensor | None = None
+    """What the loss itself asks to be pulled back of these outputs, where another vector was; None for `type2`."""
     places: tuple[int, ...] | None = None
     """Places in the outputs of the examples whose rows are kept, in order; None where those of all are."""
 
@@ -273,7 +276,7 @@ def _recorded(
         overwritten=subject.overwritten,
         observers={name: (recorder,) for name, recorder in recorders.items()},
     )
-    own = subject.moved(forward.batch)
+    own, direction = subject.moved(forward.batch), None
     set_generators(forward.start, subject.device)
     with (
         drain_backward_queue(subject.device),
@@ -287,6 +290,8 @@ def _recorded(
         if subject.has_gradients and prediction.outputs.requires_grad and (prediction.terms or cotangent is not None):
             if cotangent is None or subject.task.likelihood == "model":
                 cotangent = direction_of(subject, prediction, own.index)
+            elif subject.collection.fisher != "type2" and prediction.terms:
+                direction = direction_of(subject, prediction, own.index)
             pull_back(get_gradient_edge(prediction.outputs), cotangent, within=subject.returning())
             collector.returned()
         collector.end()
@@ -295,6 +300,7 @@ def _recorded(
         outputs=prediction.outputs.detach(),
         cotangent=cotangent,
         examples=own.size,
+        direction=direction,
         places=places,
     )
 
