@@ -24,6 +24,7 @@ def without_wider_types(patch: pytest.MonkeyPatch) -> None:
 def without_outputs(patch: pytest.MonkeyPatch) -> None:
     """Outputs that depend on other examples refuse nothing."""
     patch.setattr(BatchCheck, "_compare_outputs", lambda *_: None)
+    patch.setattr(BatchCheck, "_compare_directions", lambda *_: None)
 
 
 def without_model_state(patch: pytest.MonkeyPatch) -> None:
