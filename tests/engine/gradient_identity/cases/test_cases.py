@@ -25,16 +25,6 @@ EVERY_WAY = [(size, dtype) for size in SIZES for dtype in DTYPES]
 NOT_YET: dict[str, str] = {
     **dict.fromkeys(
         [
-            "batch size: a bound of six examples",
-            "whole batch: a trimmed mean",
-            "whole batch: signs that more than four share",
-            "whole batch: the fifth largest",
-            "whole batch: the sum of those behind the fifth",
-        ],
-        "the summed batch is not looked at",
-    ),
-    **dict.fromkeys(
-        [
             "batch size: a bound of six examples, each example by itself",
             "experts: a sorted dispatch, each example by itself",
             "experts: texts one by one, each example by itself",
@@ -46,48 +36,10 @@ NOT_YET: dict[str, str] = {
             "rare batch: a guard against overflow",
             "rare batch: a layer left out",
             "rare batch: a layer put in",
-            "rare batch: some thousandths of the outputs",
-            "rare batch: bounds beside an outlier",
             "rare batch: gradients scaled on their way back",
             "rare batch: its vector handed round",
-            "rare batch: turned round",
-            "rare batch: two examples exchanged",
         ],
         "this batch is not looked at",
-    ),
-    **dict.fromkeys(
-        [
-            "draws: a generator set back in every call",
-            "draws: an example of numpy's generator",
-            "draws: partners of Python's generator",
-            "kept state: a closure",
-            "kept state: a counter",
-            "kept state: a dictionary by batch size, in another",
-            "kept state: a list of a class",
-            "kept state: a list that grows",
-            "kept state: a plain tensor written in place",
-            "kept state: a queue of keys",
-            "kept state: a running mean in a buffer",
-            "kept state: a scale set by the first data",
-            "kept state: a submodule replaced",
-            "kept state: an array of numpy",
-            "kept state: an attribute that is added",
-            "kept state: an object of its own",
-            "kept state: the last example's vector",
-        ],
-        "what is put back shows how examples mix, and the loss's own directions are not compared",
-    ),
-    **dict.fromkeys(
-        [
-            "draws: a permutation",
-            "draws: a seed made of the data",
-            "draws: noise as wide as the data",
-            "draws: noise as wide as the data, each example by itself",
-            "experts: a capacity",
-            "narrow type: steps of integers",
-            "whole batch: a branch beside",
-        ],
-        "the loss's own directions are not compared",
     ),
 }
 """Models that are judged wrongly in some way, with the reason."""
