@@ -1,6 +1,7 @@
 """A model ready to be measured, with what the data must know about it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -19,6 +20,10 @@ class Vocabulary:
     """`tokenizer.json`; null for a model that reads bytes."""
     pad_id: int = 0
     mask_token: str | None = None
+    truncation_side: str | None = None
+    """The end at which `tokenizer_config.json` has texts cut; null leaves it to `tokenizer.json`."""
+    normaliser: Mapping[str, bool | None] = field(default_factory=dict)
+    """What `tokenizer_config.json` says of a BERT normaliser, which `tokenizer.json` must say, too."""
     arguments: frozenset[str] = frozenset()
     """Names that ``forward`` takes besides `input_ids`; empty: it takes one tensor of ids."""
     token_types: int = 0

@@ -20,7 +20,7 @@ from torch import Tensor
 from worker.execution.data.forward_inputs import row_positions
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream
-from worker.execution.data.tokenizer_process import TokenizerProcess, WordTokens
+from worker.execution.data.tokenizer_process import TokenizerProcess, WordTokens, tokenizer_settings
 from worker.execution.loaded_model import Vocabulary
 from worker.execution.refusal import Refusal, is_storable
 
@@ -129,7 +129,7 @@ def tagged_stream(texts: Sequence[TaggedWords], length: int, request: DataReques
     cut = 0
     largest = max(sum(len(word.encode()) + 1 for word in text.words) for text in texts)
     with TokenizerProcess.start(
-        vocabulary.tokenizer, length, (), largest, request.context.checkpoint, pointer
+        vocabulary.tokenizer, tokenizer_settings(vocabulary, length, ()), largest, request.context.checkpoint, pointer
     ) as tokenizer:
         for start in range(0, len(texts), _AT_ONCE):
             request.context.checkpoint()

@@ -17,7 +17,7 @@ from worker.execution.data.forward_inputs import row_positions
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream
 from worker.execution.data.text_rows import LABELLED
-from worker.execution.data.tokenizer_process import TokenizerProcess
+from worker.execution.data.tokenizer_process import TokenizerProcess, tokenizer_settings
 from worker.execution.loaded_model import Vocabulary
 from worker.execution.refusal import Refusal, is_storable
 
@@ -145,8 +145,7 @@ def _open_tokenizer(
     known = (vocabulary.mask_token, "[MASK]", "<mask>")
     with TokenizerProcess.start(
         vocabulary.tokenizer,
-        length,
-        [token for token in known if token is not None and is_storable(token)],
+        tokenizer_settings(vocabulary, length, [token for token in known if token is not None and is_storable(token)]),
         # no character takes more than 4 bytes
         max(len(text) if text.isascii() else 4 * len(text) for text in map(_joined, texts)),
         request.context.checkpoint,

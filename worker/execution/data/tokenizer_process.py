@@ -4,7 +4,7 @@ Rust's panics are no ``Exception``, some abort the process, and a normaliser can
 library runs apart, bounded by the kernel and by a clock, and whatever ends it is the fault of the file::
 
     parent                                    tokenizer process
-    {"length": …, "masks": […]}  ──────────>  limits its memory, reads the file
+    {"length": …, "masks": …}    ──────────>  limits its memory, reads the file
                                  <──────────  {"mask": id or null}, or {"error": "…"}
     ["text", ["one", "other"], …] ─────────>
                                  <──────────  [[ids, special, types, cut], …], or {"error": "…"}
@@ -22,10 +22,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from worker.execution.files.open_files import ReadableFile
+from worker.execution.loaded_model import Vocabulary
 from worker.execution.refusal import Refusal
 
 _PROGRAM = (sys.executable, "-P", "-m", "worker.execution.data.tokenizer_program")
@@ -63,6 +64,25 @@ class WordTokens(NamedTuple):
     """Whether there were more."""
 
 
+def tokenizer_settings(vocabulary: Vocabulary, length: int, masks: Sequence[str]) -> dict[str, Any]:
+    """Return what a tokenizer is started with.
+
+    Args:
+        vocabulary: The model's tokenizer, and what its configuration says of it.
+        length: The most tokens of a text.
+        masks: Texts of the mask token, of which the first one known is taken.
+
+    Returns:
+        What JSON holds, for ``TokenizerProcess.start``.
+    """
+    return {
+        "length": length,
+        "masks": list(masks),
+        "side": vocabulary.truncation_side,
+        "normaliser": dict(vocabulary.normaliser),
+    }
+
+
 class TokenizerProcess:
     """A tokenizer that runs apart; ``start`` makes one."""
 
@@ -79,8 +99,7 @@ class TokenizerProcess:
     def start(
         cls,
         path: ReadableFile,
-        length: int,
-        masks: Sequence[str],
+        settings: Mapping[str, Any],
         largest_text_bytes: int,
         checkpoint: Callable[[], None],
         pointer: str,
@@ -89,8 +108,9 @@ class TokenizerProcess:
 
         Args:
             path: A ``tokenizer.json``.
-            length: The most tokens of a text; what is longer is cut off.
-            masks: Texts of the mask token, of which the first one known is taken.
+            settings: `length`, the most tokens of a text, what is longer is cut off; `masks`, texts of the mask token,
+                of which the first one known is taken; `side`, the end that is cut, or None; `normaliser`, what the
+                file's BERT normaliser must be, if it has one.
             largest_text_bytes: Bytes of the longest text that will be given.
             checkpoint: Called while it works; what it raises ends the process.
             pointer: The field of the document, for messages.
@@ -120,7 +140,7 @@ class TokenizerProcess:
         try:
             tokenizer = cls(process, checkpoint, pointer)
             tokenizer._limit_bytes = limit
-            tokenizer.mask_id = tokenizer._asked({"length": length, "masks": list(masks)}, "cannot be read")["mask"]
+            tokenizer.mask_id = tokenizer._asked(dict(settings), "cannot be read")["mask"]
             yield tokenizer
         finally:
             process.kill()

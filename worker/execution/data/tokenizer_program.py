@@ -16,6 +16,11 @@ from typing import Any, BinaryIO
 import tokenizers
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_NORMALISER = {
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
 _MOST_MESSAGE_CHARACTERS = 300
 
 
@@ -59,10 +64,22 @@ class _Tokenizer:
     def open(self, message: Any) -> Any:  # noqa: ANN401 - decoded from JSON
         with os.fdopen(self._descriptor, "rb") as file:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read())
+        fault = self._contradiction(message.get("normaliser") or {})
+        if fault is not None:
+            return {"error": fault}
+        own = (self._tokenizer.truncation or {}).get("direction", "right")
         self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(message["length"])
+        self._tokenizer.enable_truncation(message["length"], direction=message.get("side") or own)
         known = (self._tokenizer.token_to_id(token) for token in message["masks"])
         return {"mask": next((token for token in known if token is not None), None)}
+
+    def _contradiction(self, said: dict[str, bool | None]) -> str | None:
+        """What tokenizer_config.json says of the normaliser, and the file does not; None where they agree."""
+        for name, value in said.items():
+            own = getattr(self._tokenizer.normalizer, _NORMALISER[name], value)
+            if own != value:
+                return f"tokenizer_config.json says `{name}: {value}`, and it has {own}, so make them agree"
+        return None
 
     def encode(self, message: Any) -> Any:  # noqa: ANN401 - decoded from JSON
         if isinstance(message, dict):

@@ -5,7 +5,6 @@ and only then is a module built and filled.
 """
 
 import inspect
-import json
 
 import torch
 import transformers
@@ -13,12 +12,13 @@ from torch import nn
 
 from catalog.inputs import DirectoryModel, Task
 from engine.memory.plan import readable_bytes
-from worker.execution.files.open_files import OpenFile, OpenFolder
+from worker.execution.files.open_files import OpenFolder
 from worker.execution.loaded_model import LoadedModel, Vocabulary
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models.checkpoint_weights import CheckpointFiles, fill, find_weights
 from worker.execution.models.config_json import Architecture, read_architecture
 from worker.execution.models.folder_files import list_unused_files, require_no_adapter
+from worker.execution.models.tokenizer_config import TokenizerConfig, read_tokenizer_config
 from worker.execution.refusal import Refusal, names
 
 _MAX_TOKENIZER_BYTES = 64 * 2**20
@@ -94,7 +94,10 @@ def load_checkpoint(folder: OpenFolder, task: Task, context: LoaderContext, poin
         # built with a padding index has no gradient for that token
         pad_id = architecture.end_id or 0
         model.config.pad_token_id = pad_id  # type: ignore[union-attr] # every transformers model has one
-    vocabulary = _vocabulary(folder, architecture, model, pad_id, pointer) if architecture.family.vocabulary else None
+    vocabulary = None
+    if architecture.family.vocabulary:
+        tokens = read_tokenizer_config(folder.file("tokenizer_config.json"), context)
+        vocabulary = _vocabulary(folder, architecture, model, pad_id, tokens, pointer)
     return LoadedModel(
         model=model,
         vocabulary=vocabulary,
@@ -169,7 +172,12 @@ def _build(architecture: Architecture, task: Task, pointer: str) -> nn.Module:
 
 
 def _vocabulary(
-    folder: OpenFolder, architecture: Architecture, model: nn.Module, pad_id: int, pointer: str
+    folder: OpenFolder,
+    architecture: Architecture,
+    model: nn.Module,
+    pad_id: int,
+    tokens: TokenizerConfig,
+    pointer: str,
 ) -> Vocabulary:
     family, fields = architecture.family, architecture.fields
     tokenizer = folder.file("tokenizer.json")
@@ -182,19 +190,9 @@ def _vocabulary(
         tokenizer=tokenizer,
         pad_id=pad_id,
         token_types=fields("type_vocab_size") if architecture.model_type == "bert" else 0,
-        mask_token=_mask_token(folder.file("tokenizer_config.json")),
+        mask_token=tokens.mask_token,
+        truncation_side=tokens.truncation_side,
+        normaliser=tokens.normaliser,
         arguments=frozenset(inspect.signature(model.forward).parameters),
         explicit_positions=family.explicit_positions,
     )
-
-
-def _mask_token(file: OpenFile | None) -> str | None:
-    """The text of the mask token: a string there, or an object with its content."""
-    if file is None or file.stat().st_size > 2**20:
-        return None
-    try:
-        token = json.loads(file.read_bytes()).get("mask_token")
-    except (ValueError, AttributeError, RecursionError):
-        return None
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None

@@ -1,6 +1,7 @@
 """Every field of a row of texts is read, refused, or listed; pairs are what transformers' tokenizer makes of them."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -214,6 +215,42 @@ def test_texts_that_are_cut_are_counted(tmp_path: Path, minilm: Path, reading: C
         "1 of 3 texts have fewer than 2 tokens and are left out",
         "1 of 3 texts are longer than 16 tokens and are cut there: the model has no more positions",
     ]
+
+
+@pytest.fixture
+def copied(tmp_path: Path, minilm: Path) -> Callable[..., Path]:
+    """A copy of the encoder's folder with other fields in tokenizer_config.json."""
+
+    def make(**fields: Any) -> Path:
+        folder = tmp_path / "copied"
+        shutil.copytree(minilm, folder, dirs_exist_ok=True)
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads((minilm / path.name).read_text()) | fields))
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_are_cut_at_the_end_that_transformers_cuts(
+    tmp_path: Path, copied: Callable[..., Path], context: LoaderContext, side: str
+) -> None:
+    folder = copied(truncation_side=side)
+    model = load(DirectoryModel(source="directory", path=str(folder)), Task(type="sentence_embedding"), context)
+    inputs, *_ = Read(context, model, "sequence_classification").file(
+        lines(tmp_path, pairs("premise", "hypothesis")), sequence_length=9
+    )
+    require_tokens_of(folder, inputs, truncation=True, max_length=9)
+
+
+@pytest.mark.parametrize("field", ["do_lower_case", "strip_accents", "tokenize_chinese_chars"])
+def test_a_tokenizer_config_that_contradicts_the_tokenizer_is_refused(
+    tmp_path: Path, copied: Callable[..., Path], context: LoaderContext, field: str
+) -> None:
+    folder = copied(**{field: False})
+    model = load(DirectoryModel(source="directory", path=str(folder)), Task(type="sentence_embedding"), context)
+    with pytest.raises(Refusal, match=f"tokenizer_config.json says `{field}: False`"):
+        Read(context, model, "masked_lm").file(lines(tmp_path, [{"text": "Ä text"}]))
 
 
 def test_tensors_that_a_model_has_no_argument_for_are_refused(tmp_path: Path, reading: Callable[..., Read]) -> None:

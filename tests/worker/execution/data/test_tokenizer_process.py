@@ -37,7 +37,9 @@ def precompiled(content: bytes) -> Any:
 def encoded(
     path: Path, texts: list[str], largest: int = 100, checkpoint: Callable[[], None] = lambda: None
 ) -> list[tuple[list[int], list[int], bool]]:
-    with TokenizerProcess.start(path, 8, ["[UNK]"], largest, checkpoint, "/data/path") as tokenizer:
+    with TokenizerProcess.start(
+        path, {"length": 8, "masks": ["[UNK]"]}, largest, checkpoint, "/data/path"
+    ) as tokenizer:
         assert tokenizer.mask_id == 2
         return [(found.ids, found.special, found.cut) for found in tokenizer.encode(texts, 0)]
 
