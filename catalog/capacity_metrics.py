@@ -23,10 +23,11 @@ class SpectralDensity:
 
     edges: tuple[float, ...]
     """One more than counts; ascending up to the largest eigenvalue."""
-    counts: tuple[int, ...]
-    """Eigenvalues above the left edge, up to the right one."""
+    counts: tuple[int | None, ...]
+    """Eigenvalues above the left edge, up to the right one; null below the rounding of the factors, which is the larger
+    dimension times ε of their dtype of the largest eigenvalue."""
     below: int
-    """Eigenvalues up to the first edge, the zeros among them."""
+    """Eigenvalues up to the first edge whose count is not null, the zeros among them."""
 
 
 @record
@@ -50,7 +51,8 @@ class EffectiveDimensionCurve:
     damping: tuple[float, ...]
     """λ, in absolute numbers."""
     effective_dimension: tuple[float | None, ...]
-    """Null where λ lies within the rounding of a G that is never made dense."""
+    """Null where λ lies within the rounding of the factors, as the counts of the density, or of a G that is never made
+    dense."""
 
 
 @record

@@ -24,10 +24,10 @@ class EigenvalueCounts:
 
     log10_edges: tuple[float, ...]
     """One more than counts, ascending: whole multiples of 1/`spectrum.points_per_decade`."""
-    counts: tuple[int, ...]
-    """Eigenvalues from the left edge up to the right one."""
+    counts: tuple[int | None, ...]
+    """Eigenvalues from the left edge up to the right one; null within the rounding of the factors."""
     below: int
-    """Eigenvalues below the first edge, the zeros among them."""
+    """Eigenvalues below the first edge whose count is not null, the zeros among them."""
 
 
 @record
@@ -82,8 +82,9 @@ class DensityCurve:
     beyond_high: tuple[float, ...] | None
     """Upper end of it."""
     resolved_log10: float | None
-    """The point below which `spectrum.steps` products cannot tell magnitudes apart, so that there is no density; null
-    where every eigenvalue is known, or the density reaches down to the first point."""
+    """The point below which there is no density: of an exact matrix, `spectrum.steps` products cannot tell magnitudes
+    apart there; of `kfac` and `ekfac`, magnitudes are rounding there, less than the larger dimension of a layer times ε
+    of the factors' dtype times the layer's largest eigenvalue. Null where the density reaches the first point."""
 
 
 @record

@@ -13,7 +13,7 @@ function drawDensity(place, { edges, counts, below }, signal) {
   const all = counts.reduce((sum, count) => sum + count, below);
   const [low, high] = [edges[first], edges.at(-1)];
   const plot = {
-    label: `${number(all)} eigenvalues of the model between ${number(low)} and ${number(high)}, ${number(below)} below ${number(edges[0])}`,
+    label: `${number(all)} eigenvalues of the model between ${number(low)} and ${number(high)}, ${number(below)} below ${number(edges[counts.findIndex((count) => count !== null)] ?? high)}`,
     height: () => HEIGHT,
     xs: bins.map((bin) => Math.sqrt(bin.from * bin.to)),
     x: { name: "eigenvalue of F", log: true, low, high, format: decade },

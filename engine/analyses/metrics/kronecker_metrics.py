@@ -39,6 +39,8 @@ class Sides:
     damping: Damping
     tolerance: float
     """Share of the largest eigenvalue below which one does not count towards the rank."""
+    rounding: float = 0.0
+    """Share of the largest eigenvalue below which the others are rounding of the factors."""
     structured_G: Structured | None = None
     """G where it has no eigenvalues to be had and answers for itself."""
     scale_G: float = 1.0

@@ -1,7 +1,7 @@
 """One layer's capacity metrics, those that were asked for."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,9 +56,7 @@ def sides_of(layer: Measured, whole: FactorSet, params: CapacityParams, device: 
             f"layer `{facts.name}`: the eigenvalues of G ⊗ A exceed float64; scale the model's inputs or loss",
             layer=facts.name,
         )
-    if tolerance is None:
-        precision = torch.float64 if layer.record.dtype == "float64" else torch.float32
-        tolerance = max(facts.in_dim, facts.out_dim) * torch.finfo(precision).eps
+    rounding = rounding_of(layer)
     structured, scale = None, 1.0
     if params.decomposition != "none" and layer.spectrum_A is not None and layer.spectrum_G is None:
         # read again for this layer alone: no layer's factors are held
@@ -73,11 +71,25 @@ def sides_of(layer: Measured, whole: FactorSet, params: CapacityParams, device: 
         frobenius_A=layer.frobenius_A,
         frobenius_G=layer.frobenius_G,
         damping=layer.damping,
-        tolerance=tolerance,
+        tolerance=rounding if tolerance is None else tolerance,
+        rounding=rounding,
         structured_G=structured,
         scale_G=scale,
         counted_G=layer.counted_G,
     )
+
+
+def rounding_of(layer: Measured) -> float:
+    """Return the share of a layer's largest eigenvalue below which the others are rounding.
+
+    Args:
+        layer: The measured layer.
+
+    Returns:
+        The larger dimension times ε of the factors' dtype.
+    """
+    precision = torch.float64 if layer.record.dtype == "float64" else torch.float32
+    return max(layer.facts.in_dim, layer.facts.out_dim) * torch.finfo(precision).eps
 
 
 def structured_side(factors: Factors, device: torch.device) -> tuple[Structured | None, float]:
@@ -139,7 +151,7 @@ def layer_metrics(layer: Measured, sides: Sides, params: CapacityParams) -> Capa
         products = sides.products()
         if products is not None:
             rank = SCALARS["rank"](sides) if "decay" in wanted else None
-            found |= ordered(products, params, None if rank is None else int(rank))
+            found |= ordered(products, params, None if rank is None else int(rank), sides.rounding * products.largest)
     return CapacityMetrics(
         form=layer.facts.form,
         dimension=sides.dimension,
@@ -202,13 +214,14 @@ def _undefined(sides: Sides, found: Mapping[str, Any]) -> dict[str, str]:
     return reasons(asked, singular, undamped=sides.damping.joint is None)
 
 
-def ordered(products: Products, params: CapacityParams, rank: int | None) -> dict[str, Any]:
+def ordered(products: Products, params: CapacityParams, rank: int | None, rounding: float = 0.0) -> dict[str, Any]:
     """Compute the metrics that follow from the order of the eigenvalues.
 
     Args:
         products: The eigenvalues of one layer's F, or of a model's blocks.
         params: The metrics asked for, with their levels and bins.
         rank: Eigenvalues above the tolerance, which the decay is fitted over; None where it is not fitted.
+        rounding: Magnitude below which eigenvalues are rounding, and are not counted one by one.
 
     Returns:
         Density, quantiles, decay and largest eigenvalues by name, those that were asked for and are defined.
@@ -218,7 +231,8 @@ def ordered(products: Products, params: CapacityParams, rank: int | None) -> dic
     if "density" in wanted:
         edges, counts, below = histogram(products, DECADES, params.density_bins)
         if edges:
-            found["density"] = SpectralDensity(edges=tuple(edges), counts=tuple(counts), below=below)
+            known, under = resolved_counts(edges, counts, rounding)
+            found["density"] = SpectralDensity(edges=tuple(edges), counts=known, below=below + under)
     if "quantiles" in wanted:
         values = {level: quantile(products, level) for level in params.quantile_levels}
         found["quantiles"] = tuple(
@@ -238,6 +252,23 @@ def ordered(products: Products, params: CapacityParams, rank: int | None) -> dic
     return found
 
 
+def resolved_counts(
+    edges: Sequence[float], counts: Sequence[int], rounding: float
+) -> tuple[tuple[int | None, ...], int]:
+    """Leave out the counts of what is rounding.
+
+    Args:
+        edges: One more than counts, ascending.
+        counts: Eigenvalues between two edges.
+        rounding: Magnitude below which eigenvalues are rounding.
+
+    Returns:
+        The counts, None where the left edge is below that magnitude, and the sum of those that are left out.
+    """
+    known = tuple(count if edge >= rounding else None for edge, count in zip(edges, counts, strict=False))
+    return known, sum(counts) - sum(count or 0 for count in known)
+
+
 def curve(sides: Sides, params: CapacityParams) -> EffectiveDimensionCurve | None:
     """Compute the effective dimension over a grid of absolute dampings.
 
@@ -249,7 +280,12 @@ def curve(sides: Sides, params: CapacityParams) -> EffectiveDimensionCurve | Non
         The curve, with None at dampings that are not resolved; None where no damping is.
     """
     grid = params.damping_grid or DAMPING_GRID
-    values = sides.effective_dimensions(grid)
+    bounds = sides.bounds
+    least = 0.0 if bounds is None else sides.rounding * float(bounds[1][0][-1]) * float(bounds[1][1][-1])
+    values = [
+        None if damping < least else value
+        for damping, value in zip(grid, sides.effective_dimensions(grid), strict=True)
+    ]
     if all(value is None for value in values):
         return None
     return EffectiveDimensionCurve(damping=grid, effective_dimension=tuple(values))

@@ -136,7 +136,7 @@ def _of_all_eigenvalues(layers: Sequence[ModelLayer], params: CapacityParams) ->
         if wanted & {"rank", "decay"}:
             tolerance = max(layer.sides.tolerance for layer in layers)
             rank = products.size - products.at_most(tolerance * products.largest)
-        found |= {"rank": rank if "rank" in wanted else None, **ordered(products, params, rank)}
+        found |= {"rank": rank if "rank" in wanted else None, **ordered(products, params, rank, _rounding(layers))}
     if "top_eigenvalues" in wanted:
         found["top_eigenvalues"] = _top(layers, pairs, params.top_k)
     lowest = [float(a[0]) * float(g[0]) for a, g in pairs]
@@ -148,6 +148,19 @@ def _of_all_eigenvalues(layers: Sequence[ModelLayer], params: CapacityParams) ->
         added = [layer.sides.damping.joint or 0.0 for layer in layers]
         found["kappa_damped"] = _ratio(max(map(operator.add, highest, added)), min(map(operator.add, lowest, added)))
     return found
+
+
+def _rounding(layers: Sequence[ModelLayer]) -> float:
+    """Return the magnitude below which eigenvalues of some layer are rounding."""
+    return max(
+        (
+            layer.sides.rounding * float(pair[0][-1]) * float(pair[1][-1])
+            for layer in layers
+            for pair in [layer.sides.ordered_spectra]
+            if pair is not None
+        ),
+        default=0.0,
+    )
 
 
 def _top(layers: Sequence[ModelLayer], pairs: Sequence[Pair], count: int) -> tuple[TopEigenvalue, ...]:

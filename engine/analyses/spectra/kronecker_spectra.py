@@ -22,6 +22,7 @@ from catalog.spectrum_metrics import (
     LayerSpectrum,
     LogDensity,
 )
+from engine.analyses.metrics.layer_metrics import resolved_counts, rounding_of
 from engine.analyses.spectra.log_density import Lattice, LogCounts
 from engine.factors.kronecker_factors import Corrected
 from engine.linalg.kronecker_quantiles import Pair, Products
@@ -40,6 +41,8 @@ class BlockSpectrum:
     of_layer: LayerSpectrum
     top: float
     """The largest eigenvalue."""
+    rounding: float
+    """Magnitude below which eigenvalues are rounding of the factors."""
     counts: LogCounts
     """Fine counts; none without a density."""
 
@@ -68,13 +71,13 @@ def kfac_block(layer: Measured, params: SpectrumParams) -> BlockSpectrum:
     else:
         raise ValueError("a layer without eigenvalues of G has no spectrum")
     products = Products([pair])
-    density = _counted(products.largest, params, products.at_most, products.size)
+    density = _counted(products.largest, params, products.at_most, products.size, rounding_of(layer))
     largest, smallest = _ends(products, bounds, params)
     of_layer = LayerSpectrum(
         trace=layer.trace_A * layer.trace_G,
         largest=largest,
         smallest=smallest,
-        zeros=products.at_most(_rounding(layer) * products.largest),
+        zeros=products.at_most(rounding_of(layer) * products.largest),
         density=density,
     )
     counts = LogCounts.of_products(pair) if density is not None else LogCounts.none()
@@ -83,6 +86,7 @@ def kfac_block(layer: Measured, params: SpectrumParams) -> BlockSpectrum:
         dimension=products.size,
         of_layer=of_layer,
         top=products.largest,
+        rounding=rounding_of(layer) * products.largest,
         counts=counts,
     )
 
@@ -108,17 +112,22 @@ def ekfac_block(layer: Measured, corrected: Corrected, params: SpectrumParams) -
     def at_most(threshold: float) -> int:
         return sum(int((part <= threshold).sum()) for part in torch.split(values, _AT_ONCE))
 
-    density = _counted(largest, params, at_most, values.numel())
+    density = _counted(largest, params, at_most, values.numel(), rounding_of(layer))
     of_layer = LayerSpectrum(
         trace=float(values.sum()),
         largest=_exact(values.topk(ends).values.tolist()) if params.end != "smallest" else (),
         smallest=_exact(values.topk(ends, largest=False).values.tolist()) if params.end != "largest" else (),
-        zeros=at_most(_rounding(layer) * largest),
+        zeros=at_most(rounding_of(layer) * largest),
         density=density,
     )
     counts = LogCounts.of_values(values) if density is not None else LogCounts.none()
     return BlockSpectrum(
-        ordinal=layer.facts.ordinal, dimension=values.numel(), of_layer=of_layer, top=largest, counts=counts
+        ordinal=layer.facts.ordinal,
+        dimension=values.numel(),
+        of_layer=of_layer,
+        top=largest,
+        rounding=rounding_of(layer) * largest,
+        counts=counts,
     )
 
 
@@ -211,20 +220,23 @@ class BlockSpectra:
             counts = counts.plus(block.counts)
         points = lattice.points.tolist()
         beyond = [sum(_beyond(each, point) for each in counted) / dimension for point in points]
+        least = max(block.rounding for block in ordered)
+        smoothed = counts.smoothed(lattice, dimension).tolist()
+        known = [magnitude >= least for magnitude in lattice.magnitudes]
         curve = DensityCurve(
-            density=tuple(counts.smoothed(lattice, dimension).tolist()),
+            density=tuple(value if own else None for value, own in zip(smoothed, known, strict=True)),
             density_low=None,
             density_high=None,
             beyond=tuple(beyond),
             beyond_low=None,
             beyond_high=None,
-            resolved_log10=None,
+            resolved_log10=None if all(known) else points[known.index(True)],
         )
         return LogDensity(log10=tuple(points), width=lattice.width, positive=curve, negative=None)
 
 
 def _counted(
-    largest: float, params: SpectrumParams, at_most: Callable[[float], int], size: int
+    largest: float, params: SpectrumParams, at_most: Callable[[float], int], size: int, rounding: float
 ) -> EigenvalueCounts | None:
     """Counts between the points of the lattice, over the decades below the largest eigenvalue."""
     if not params.density or largest <= 0:
@@ -234,17 +246,19 @@ def _counted(
     counted = [at_most(magnitude) for magnitude in lattice.magnitudes]
     # the points above the largest eigenvalue are for the smoothing's tail
     needed = next(place for place, count in enumerate(counted) if count == size) + 1
+    between = [right - left for left, right in itertools.pairwise(counted[:needed])]
+    counts, under = resolved_counts(lattice.magnitudes, between, rounding * largest)
     return EigenvalueCounts(
-        log10_edges=tuple(lattice.points[:needed].tolist()),
-        counts=tuple(right - left for left, right in itertools.pairwise(counted[:needed])),
-        below=counted[0],
+        log10_edges=tuple(lattice.points[:needed].tolist()), counts=counts, below=counted[0] + under
     )
 
 
 def _beyond(counted: EigenvalueCounts, point: float) -> int:
     """Eigenvalues above a point of the lattice, which is none below the counts' first edge."""
     return sum(
-        count for edge, count in zip(counted.log10_edges, counted.counts, strict=False) if edge >= point - _SAME_POINT
+        count or 0
+        for edge, count in zip(counted.log10_edges, counted.counts, strict=False)
+        if edge >= point - _SAME_POINT
     )
 
 
@@ -270,9 +284,3 @@ def _exact(values: Sequence[float]) -> tuple[BoundedEigenvalue, ...]:
 
 def _between(value: float, low: float, high: float) -> BoundedEigenvalue:
     return BoundedEigenvalue(value=value, bound=max(value - low, high - value, 0.0), converged=False)
-
-
-def _rounding(layer: Measured) -> float:
-    """Share of the largest eigenvalue below which the others are rounding."""
-    precision = torch.float64 if layer.record.dtype == "float64" else torch.float32
-    return max(layer.facts.in_dim, layer.facts.out_dim) * torch.finfo(precision).eps
