@@ -18,18 +18,21 @@ from engine.collection.pass_job import PassJob
 from engine.collection.probe import Probe, ProbedModel
 from engine.errors import EngineError, ModelChanged, ModelRefused
 from engine.factors.representation import WorkloadEstimate, choose
+from engine.gradient_identity.check import pick_examples
+from engine.gradient_identity.self_check import different_examples
 from engine.layers.coverage import Survey, declare
 from engine.layers.elementwise import BareLayer
 from engine.layers.layer import BlockLayer, TreatedLayer
 from engine.memory.out_of_memory import lost_device, ran_out_of_memory
 from engine.model.activation_memory import GradientCopies, Saved, trace_saved_bytes
-from engine.model.batches import Batch, map_tensors, tensors
+from engine.model.batches import Batch, tensors
 from engine.model.determinism import seed_generators
 from engine.model.dtype_casts import casts_of, settle_casts
 from engine.model.outputs import call_model, predict
 from engine.model.pass_peak import peak_lines
 from engine.planning.choose_plan import head_choice
 from engine.planning.collection.reductions import with_shards
+from engine.planning.dry_batches import DRY_EXAMPLES, repeated, samples_of
 from engine.planning.dry_pass import pass_events
 from engine.planning.layer_memory import AT_A_NORMALISATION
 from engine.row_layout.attention_masks import Masking, Run, try_masks
@@ -39,6 +42,7 @@ from engine.row_layout.layer_calls import (
     called,
     find_followers,
     find_overwritten,
+    find_routed,
     find_shared_tables,
     find_unattributed,
     record_calls,
@@ -50,8 +54,8 @@ from engine.tracing.function_mode import ParameterUseMode
 from engine.tracing.functional_layers import Uses, add_functional_layers, calls_of, find_candidates, places_of
 from engine.tracing.shared_parameters import find_shared_parameters
 
-_DRY_EXAMPLES = (2, 3)
-"""One example, repeated. Not once alone: a model may squeeze a batch of one away."""
+_DIFFERENT_EXAMPLES = 5
+"""So many different ones show which layers are given rows of some alone."""
 
 
 def probe_model(job: PassJob, survey: Survey) -> ProbedModel:
@@ -67,9 +71,9 @@ def probe_model(job: PassJob, survey: Survey) -> ProbedModel:
     batch = job.moved(job.probed_batch())
     with locate_nan(job.model, job.task) as current:
         current.begin(batch, 0)
-        times = 1 if job.collection.batch_size == 1 else _DRY_EXAMPLES[0]
+        times = 1 if job.collection.batch_size == 1 else DRY_EXAMPLES[0]
         labelled = job.task.likelihood == "model"
-        settle_casts(job.model, partial(call_model, job.model, _repeated(batch, times), labelled=labelled))
+        settle_casts(job.model, partial(call_model, job.model, repeated(batch, times), labelled=labelled))
         job = job.with_class_axis(batch)
         # the analyses that pass over the data later read it alike
         job.workspace.inputs.task = job.task
@@ -85,7 +89,7 @@ def probe_model(job: PassJob, survey: Survey) -> ProbedModel:
 
 def _probe_copies(job: PassJob, survey: Survey, batch: Batch) -> ProbedModel:
     """Probe with two sizes of batches of one example, repeated."""
-    fewer, more = (_repeated(batch, times) for times in _DRY_EXAMPLES)
+    fewer, more = (repeated(batch, times) for times in DRY_EXAMPLES)
     few, many = _seen(job, survey, fewer), _seen(job, survey, more)
     tables = find_shared_tables(few.calls, many.calls)
     shapes_alone = batch.index.is_meta
@@ -98,19 +102,35 @@ def _probe_copies(job: PassJob, survey: Survey, batch: Batch) -> ProbedModel:
         )
         job = dataclasses.replace(job, tables=spread)
         few, many = _seen(job, survey, fewer), _seen(job, survey, more)
-    run = partial(predict, job.model, task=job.task)
     job = dataclasses.replace(job, masking=_masking(job, survey, batch))
     if shapes_alone:
-        few = dataclasses.replace(few, mixed=find_unattributed(few.calls, many.calls, _DRY_EXAMPLES))
+        few = dataclasses.replace(few, mixed=find_unattributed(few.calls, many.calls, DRY_EXAMPLES))
         return ProbedModel(job=job, survey=survey, probe=few)
     orders = find_row_orders(batch, few.calls, few.examples, _run(job, survey))
     job = dataclasses.replace(job, orders=orders)
     with torch.no_grad():
-        cut = is_padding_irrelevant(batch, job.task, few.calls, few.examples, job.masking, run)
+        cut = is_padding_irrelevant(
+            batch, job.task, few.calls, few.examples, job.masking, partial(predict, job.model, task=job.task)
+        )
     job = dataclasses.replace(job, cut_padding=cut, overwritten=find_overwritten(few.calls))
     # where rows have an order of their own, the operations may show it
-    mixed = find_unattributed(few.calls, many.calls, _DRY_EXAMPLES) | job.orders.unordered_among(survey.treated)
+    mixed = find_unattributed(few.calls, many.calls, DRY_EXAMPLES) | job.orders.unordered_among(survey.treated)
+    mixed |= _routed(job, survey, few, batch)
     return ProbedModel(job=job, survey=survey, probe=dataclasses.replace(few, mixed=mixed))
+
+
+def _routed(job: PassJob, survey: Survey, few: Probe, batch: Batch) -> frozenset[str]:
+    """Return the names of layers that are given the rows of some examples alone, as experts are.
+
+    Copies of one example all take one way, and different ones show it.
+    """
+    if batch.size == 1:
+        return frozenset()
+    try:
+        seen = _seen(job, survey, pick_examples(batch, different_examples(batch, _DIFFERENT_EXAMPLES)))
+    except EngineError:
+        return frozenset()
+    return find_routed(few.calls, seen.calls, (few.examples, seen.examples))
 
 
 def _probe_as_it_is(job: PassJob, survey: Survey, batch: Batch) -> ProbedModel:
@@ -140,7 +160,7 @@ def exclude_other_uses(probed: ProbedModel) -> ProbedModel:
     """
     job, survey, seen = probed.job, probed.survey, probed.probe
     called = {call.layer.name for call in seen.calls}
-    (batch,) = _samples(job, seen)[:1]
+    (batch,) = samples_of(job, seen)[:1]
 
     def run() -> Tensor:
         seed_generators(job.collection.seed)
@@ -190,7 +210,7 @@ def probe_functional_layers(probed: ProbedModel, forced: frozenset[str] = frozen
     parameters = find_candidates(job.model, survey, {call.layer for call in seen.calls}, mixed, forced)
     if not parameters:
         return dataclasses.replace(probed, job=dataclasses.replace(job, places=places_of(survey)))
-    samples = _samples(job, seen)
+    samples = samples_of(job, seen)
     try:
         runs = [_operations(job, survey, sample, parameters) for sample in samples]
     except (EngineError, RuntimeError) as error:
@@ -204,7 +224,7 @@ def probe_functional_layers(probed: ProbedModel, forced: frozenset[str] = frozen
         # of a whole batch the calls of operations have said whose their rows are
         mixed = _without_example(dataclasses.replace(seen, calls=calls[0])) if seen.whole else frozenset()
     else:
-        mixed = find_unattributed(calls[0], calls[1], _DRY_EXAMPLES)
+        mixed = find_unattributed(calls[0], calls[1], DRY_EXAMPLES)
     seen = dataclasses.replace(seen, layers=survey.treated, calls=calls[0], examples=samples[0].size, mixed=mixed)
     # a part of a parameter that is not covered is no unforeseen use of its other parts
     return ProbedModel(job=dataclasses.replace(job, places=places_of(survey)), survey=survey, probe=seen)
@@ -249,7 +269,7 @@ def _with_activations(job: PassJob, survey: Survey, seen: Probe) -> Probe:
         with job.precision.autocast(job.workspace.machine.device), seen_by or contextlib.nullcontext():
             return predict(job.model, part, job.task).outputs
 
-    samples = _samples(job, seen)
+    samples = samples_of(job, seen)
     sizes = tuple(sample.size for sample in samples)
     # a direction that overflows is pulled back again, through the same graph; and so is another direction
     repeated = job.precision.amp == "fp16"
@@ -357,26 +377,6 @@ def _require_undecided(error: Exception) -> None:
     """Raise an error anew that an optional probe is not to hide: memory or a device is gone, or a parameter moved."""
     if isinstance(error, ModelChanged) or ran_out_of_memory(error) or lost_device(error):
         raise error
-
-
-def _samples(job: PassJob, seen: Probe) -> list[Batch]:
-    """Return the batches of a dry run: one example repeated, or the first batch as it is."""
-    batch = job.moved(job.probed_batch())
-    if seen.whole:
-        return [batch]
-    sizes = (1,) if job.collection.batch_size == 1 else _DRY_EXAMPLES
-    return [_repeated(batch, size) for size in sizes]
-
-
-def _repeated(batch: Batch, times: int) -> Batch:
-    def repeated(tensor: Tensor) -> Tensor:
-        return tensor[:1].repeat_interleave(times, 0)
-
-    return Batch(
-        inputs=map_tensors(batch.inputs, repeated),
-        targets=map_tensors(batch.targets, repeated),
-        index=repeated(batch.index),
-    )
 
 
 def _seen(job: PassJob, survey: Survey, batch: Batch) -> Probe:

@@ -5,9 +5,11 @@ looked up once for a whole batch.
 """
 
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -18,6 +20,9 @@ from engine.layers.embedding import EmbeddingLayer
 from engine.layers.layer import TreatedLayer
 from engine.layers.linear import LinearLayer
 from engine.row_layout.unbatched_inputs import disturb_last_copy, lacks_examples, spread
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+"""The place of a module in a list of such, within its name."""
 
 
 @dataclass
@@ -243,6 +248,31 @@ def find_unattributed(fewer: list[Call], more: list[Call], examples: tuple[int, 
     }
     left, right = (_sizes(calls) for calls in (fewer, more))
     return frozenset(mixed | {name for name in left | right if left[name] * examples[1] != right[name] * examples[0]})
+
+
+def find_routed(copies: list[Call], different: list[Call], examples: tuple[int, int]) -> frozenset[str]:
+    """Find the layers that are given the rows of some examples alone, as experts are.
+
+    Args:
+        copies: Calls for a batch of one example, repeated.
+        different: Calls for a batch of different examples.
+        examples: Examples of the two batches, in this order.
+
+    Returns:
+        Names of layers with a call of different examples that has not the rows of each, and of layers in the same list
+        of modules as one of these, or as one that only different examples call.
+    """
+    known: dict[str, set[Fraction]] = {}
+    for call in copies:
+        known.setdefault(call.layer.name, set()).add(Fraction(call.entered.numel(), examples[0]))
+    alike = {
+        _NUMBER.sub(".*", call.layer.name)
+        for call in different
+        if not call.layer.batch_first(call.entered, examples[1])
+        or Fraction(call.entered.numel(), examples[1]) not in known.get(call.layer.name, ())
+    }
+    names = {call.layer.name for call in (*copies, *different)}
+    return frozenset(name for name in names if _NUMBER.sub(".*", name) in alike)
 
 
 def find_shared_tables(fewer: list[Call], more: list[Call]) -> tuple[str, ...]:

@@ -18,7 +18,18 @@ from engine.model.tensor_storage import storage_of
 from engine.tracing.torch_functions import Operation
 
 _PLACES = frozenset(
-    {"gather", "scatter", "scatter_add", "scatter_reduce", "index_copy", "index_add", "index_fill", "index_put", "put"}
+    {
+        "gather",
+        "scatter",
+        "scatter_add",
+        "scatter_reduce",
+        "index_copy",
+        "index_add",
+        "index_fill",
+        "index_put",
+        "put",
+        "take",
+    }
     | {"take_along_dim", "sort", "msort", "flip", "fliplr", "flipud", "roll", "setitem", "masked_scatter"}
 )
 """Operations that may put numbers where those of another example were."""
@@ -138,7 +149,8 @@ def follow_rows(operation: Operation, entered: Tensor, rows: Rows, left: Tensor,
     """
     name, args, kwargs = operation.name, operation.args, operation.kwargs
     if name in _PLACES and _rearranges(operation, left.ndim, rows.dim):
-        return replace(rows, labels=None) if _puts_back(operation, entered, rows, left) else None
+        back = _puts_back(operation, entered, rows, left)
+        return replace(rows, labels=None) if back else _gathered(operation, entered, rows)
     packing = _PACKINGS.get(name)
     if left is entered or packing is not None:
         return rows if packing is None else packing(rows, args, left)
@@ -163,6 +175,16 @@ def _selected(entered: Tensor, rows: Rows, args: Sequence[Any], kwargs: Mapping[
     return _picked(rows, index, rows.dim) if dim % entered.ndim == rows.dim else rows
 
 
+def _gathered(operation: Operation, entered: Tensor, rows: Rows) -> Rows | None:
+    """Return the rows of whole slices that an index has gathered; None where it takes other places for some columns."""
+    args = operation.args
+    if operation.name not in ("gather", "take_along_dim") or len(args) != 3 or args[0] is not entered:
+        return None
+    index = args[2] if operation.name == "gather" else args[1]
+    places = index.movedim(rows.dim, 0).flatten(1)
+    return _picked(rows, places[:, 0], rows.dim) if places.numel() and bool((places == places[:, :1]).all()) else None
+
+
 def _puts_back(operation: Operation, entered: Tensor, rows: Rows, left: Tensor) -> bool:
     """Tell whether what was picked is put to the very places that it was picked from."""
     args = operation.args
@@ -179,7 +201,7 @@ def _rearranges(operation: Operation, dimensions: int, dim: int) -> bool:
     if name == "setitem":
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return _part_at(list(index), dimensions, dim)[0] != slice(None)
-    if name in ("index_put", "put", "masked_scatter", "msort", "fliplr", "flipud"):
+    if name in ("index_put", "put", "take", "masked_scatter", "msort", "fliplr", "flipud"):
         return True
     at = 2 if name in ("roll", "take_along_dim") else 1
     along = kwargs.get("dim", kwargs.get("dims", args[at] if len(args) > at else None))

@@ -66,10 +66,10 @@ def grouped(model: Fused, x: Tensor, routes: Tensor) -> Tensor:
     return torch.zeros_like(out).index_copy(0, order, out).view_as(x)
 
 
-def gathered(model: Fused, x: Tensor, routes: Tensor) -> Tensor:
+def taken(model: Fused, x: Tensor, routes: Tensor) -> Tensor:
     """Tokens brought into the order of their experts, as far as provenance goes by an unknown operation."""
     order = routes.flatten().argsort(stable=True)
-    tokens = x.flatten(0, 1).gather(0, order[:, None].expand(-1, 4))
+    tokens = x.flatten(0, 1).take(order[:, None] * 4 + torch.arange(4))
     out, start = [], 0
     for expert in range(EXPERTS - 1):
         stop = start + int((routes == expert).sum())
@@ -84,7 +84,7 @@ def scattered(model: Fused, x: Tensor, routes: Tensor) -> Tensor:
     order = routes.flatten().argsort(stable=True)
     tokens = torch.zeros_like(x.flatten(0, 1))
     tokens[order.argsort()] = x.flatten(0, 1)
-    return gathered(model, tokens.view_as(x), routes.flatten()[order].view_as(routes))
+    return taken(model, tokens.view_as(x), routes.flatten()[order].view_as(routes))
 
 
 def data(examples: int = 6, length: int = 7) -> tuple[Tensor, Tensor]:
@@ -147,7 +147,7 @@ def test_a_slice_is_a_linear_layer_that_sees_only_its_tokens(mixture: Mixture, s
     ]
 
 
-@pytest.mark.parametrize("mixture", [gathered, scattered])
+@pytest.mark.parametrize("mixture", [taken, scattered])
 def test_tokens_whose_examples_are_not_known_are_declared(mixture: Mixture) -> None:
     # the second gives a token what the place of another one routes it to: its examples mix, which the check would say
     whole = collect(Fused(mixture), [data()], "masked_lm", fisher="mc", sharing="reduce", self_check="off")

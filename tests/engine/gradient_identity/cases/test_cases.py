@@ -26,7 +26,6 @@ NOT_YET: dict[str, str] = {
     **dict.fromkeys(
         [
             "batch size: a bound of six examples, each example by itself",
-            "experts: a sorted dispatch, each example by itself",
             "experts: texts one by one, each example by itself",
         ],
         "rows that are fed by a slice or a list are not followed",

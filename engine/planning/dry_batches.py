@@ -1,0 +1,48 @@
+"""The batches of a dry run: copies of one example, or the first batch as it is."""
+
+from torch import Tensor
+
+from engine.collection.pass_job import PassJob
+from engine.collection.probe import Probe
+from engine.model.batches import Batch, map_tensors
+
+DRY_EXAMPLES = (2, 3)
+"""One example, repeated. Not once alone: a model may squeeze a batch of one away."""
+
+
+def samples_of(job: PassJob, seen: Probe) -> list[Batch]:
+    """Return the batches of a dry run: one example repeated, or the first batch as it is.
+
+    Args:
+        job: The data.
+        seen: What an earlier dry run has shown.
+
+    Returns:
+        Batches on the device, the smaller one first.
+    """
+    batch = job.moved(job.probed_batch())
+    if seen.whole:
+        return [batch]
+    sizes = (1,) if job.collection.batch_size == 1 else DRY_EXAMPLES
+    return [repeated(batch, size) for size in sizes]
+
+
+def repeated(batch: Batch, times: int) -> Batch:
+    """Return the first example of a batch, repeated.
+
+    Args:
+        batch: The batch.
+        times: Copies of the example.
+
+    Returns:
+        A batch of that size.
+    """
+
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor[:1].repeat_interleave(times, 0)
+
+    return Batch(
+        inputs=map_tensors(batch.inputs, copied),
+        targets=map_tensors(batch.targets, copied),
+        index=copied(batch.index),
+    )
