@@ -8,16 +8,19 @@ depend on how busy a machine is. Of a batch of N examples it takes
 with the multiplications of one example w, those of its sums s, and what an operation takes beside its numbers n.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from engine.errors import EngineError
+from engine.errors import EngineError, Unwinding
 from engine.gradient_identity.checked_model import Subject, unwritten
 from engine.gradient_identity.comparison import relative
 from engine.gradient_identity.picked_examples import pick_examples
 from engine.gradient_identity.recorded_rows import run
 from engine.gradient_identity.summed_rows import Group, SummedRows
+from engine.model.batches import Batch
 
 SHARE = 0.02
 """Most that glances may take of a batch's time."""
@@ -29,6 +32,8 @@ _SMALL = 2 * 10**7
 """Multiplications of a glance that takes less than what surrounds a whole collection."""
 _SMALL_BATCHES = 32
 """Batches that each get a glance then."""
+_OTHERS = 8
+"""Examples of a batch in which something new ran that get a glance each."""
 _SELDOM = 64
 """Batches of which one gets a glance in any case."""
 
@@ -90,17 +95,45 @@ def differs_alone(subject: Subject, summed: SummedRows) -> bool:
     return any(_differs(subject, summed, group) for group in summed.groups)
 
 
+def find_mixed(subject: Subject, parts: Iterator[Batch]) -> tuple[Batch, int] | None:
+    """Find an example whose outputs differ from those that it has alone, among a few that are spread over each group.
+
+    Args:
+        subject: The model, and how it is run.
+        parts: Groups of examples that go through the model together.
+
+    Returns:
+        Its group and its place there; None where no example differs, or none can be run alone.
+    """
+    try:
+        for part in parts:
+            together, count = _outputs(subject, part), min(_OTHERS, part.size)
+            for place in (number * part.size // count for number in range(count)):
+                alone = _outputs(subject, pick_examples(part, [place]))
+                if _is_other(together[place : place + 1], alone, subject):
+                    return part, place
+    except (EngineError, Unwinding):
+        pass
+    return None
+
+
+def _outputs(subject: Subject, batch: Batch) -> Tensor:
+    own = subject.moved(batch)
+    with unwritten(subject.model), torch.no_grad():
+        return run(subject, own).outputs
+
+
+def _is_other(mine: Tensor, alone: Tensor, subject: Subject) -> bool:
+    if mine.shape != alone.shape:
+        raise EngineError("the outputs of one example have another shape alone")
+    return relative(mine - alone, alone) > subject.tolerance
+
+
 def _differs(subject: Subject, summed: SummedRows, group: Group) -> bool:
     if group.outputs is None:
         return False
     whole = summed.forward(group).batch
-    for number, place in enumerate(group.places):
-        own = subject.moved(pick_examples(whole, [place]))
-        with unwritten(subject.model), torch.no_grad():
-            alone = run(subject, own).outputs
-        mine = group.outputs[number : number + 1]
-        if mine.shape != alone.shape:
-            raise EngineError("the outputs of one example have another shape alone")
-        if relative(mine - alone, alone) > subject.tolerance:
-            return True
-    return False
+    return any(
+        _is_other(group.outputs[number : number + 1], _outputs(subject, pick_examples(whole, [place])), subject)
+        for number, place in enumerate(group.places)
+    )

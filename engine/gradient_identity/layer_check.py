@@ -1,6 +1,6 @@
 """The result of a check: of one layer, and of one batch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Proof = str
 """`alone`, `single` (batches of one example), `inputs` (no gradients), or `same_forward`."""
@@ -50,3 +50,25 @@ class Checked:
     """Names of parameters, covered by no layer, whose gradient is not zero."""
     largest_norm: float = 0.0
     """Norm of the largest layer's gradient of one example."""
+
+
+def worse(before: LayerCheck | None, now: LayerCheck) -> LayerCheck:
+    """Take two checks of one layer as one.
+
+    Args:
+        before: The earlier one; None where there was none.
+        now: The later one.
+
+    Returns:
+        The worse of them, over the examples of both, with the looser tolerance.
+    """
+    if before is None:
+        return now
+    worst = now if now.failed or now.error > before.error else before
+    loosest = max(before, now, key=lambda each: each.tolerance or 0.0)
+    return replace(
+        worst,
+        examples=before.examples + now.examples,
+        tolerance=loosest.tolerance,
+        tolerance_reason=loosest.tolerance_reason,
+    )

@@ -22,8 +22,9 @@ from engine.gradient_identity.check import BatchCheck
 from engine.gradient_identity.checked_model import Subject
 from engine.gradient_identity.comparison import Errors, compare_rows
 from engine.gradient_identity.cut_padding import padding_has_no_gradient
-from engine.gradient_identity.glance import Glances, differs_alone
-from engine.gradient_identity.layer_check import LayerCheck
+from engine.gradient_identity.glance import Glances, differs_alone, find_mixed
+from engine.gradient_identity.layer_check import LayerCheck, worse
+from engine.gradient_identity.recorded_rows import Forward
 from engine.gradient_identity.summed_rows import NO_ROWS, SummedRows
 from engine.gradient_identity.unused_parameters import watch_unused
 from engine.layers.layer import TreatedLayer
@@ -156,6 +157,7 @@ class SelfCheck:
         """Whether something ran that did not run before, or as often with other sizes as asks for a check."""
         structures = summed.signatures | {shape.partition("(")[0] for shape in shapes}
         new, resized = not structures <= self.structures, not shapes <= self.shapes
+        summed.is_new = new
         self.structures |= structures
         self.shapes |= shapes
         self.new_sizes += resized and not new
@@ -245,9 +247,12 @@ class SelfCheck:
             EngineError: If the model refuses the batch.
         """
         found = self._check(layers, summed, {}) if layers else {}
+        if summed.is_new and layers and not any(check.failed and check.mixes for check in found.values()):
+            for name, check in self._check_others(layers, summed).items():
+                found[name] = worse(found.get(name), check)
         self.looked_at = replace(self.looked_at, full=self.looked_at.full + bool(found))
         for name, check in found.items():
-            self.layers[name] = _worse(self.layers.get(name), check)
+            self.layers[name] = worse(self.layers.get(name), check)
         return [name for name, check in found.items() if check.failed]
 
     def _check(
@@ -259,26 +264,40 @@ class SelfCheck:
             recording = summed.recording(group, layers)
             if recording is None:
                 continue
-            check = BatchCheck(
-                subject=self.subject,
-                layers=layers,
-                forward=summed.forward(group),
-                examples=group.places,
-                summed=recording,
-                drawing=self.drawing,
-                others=others,
-                has_room=self.has_room,
-                explained=any(check.mixes and check.error > 0 for check in self.layers.values()),
-                floor=self.largest_norm,
-            )
+            check = self._batch_check(layers, summed.forward(group), group.places)
+            check.summed, check.others = recording, others
             with kept_generators(self.subject.device), group.restored():
                 found = check.run()
             self.drawing |= found.draws
             self.unseen |= found.unseen
             self.largest_norm = max(self.largest_norm, found.largest_norm)
             for name, each in found.layers.items():
-                whole[name] = _worse(whole.get(name), each)
+                whole[name] = worse(whole.get(name), each)
         return whole
+
+    def _batch_check(self, layers: Sequence[TreatedLayer], forward: Forward, places: Sequence[int]) -> BatchCheck:
+        """The check of some examples of one batch, by places in it."""
+        return BatchCheck(
+            subject=self.subject,
+            layers=layers,
+            forward=forward,
+            examples=places,
+            drawing=self.drawing,
+            has_room=self.has_room,
+            explained=any(check.mixes and check.error > 0 for check in self.layers.values()),
+            floor=self.largest_norm,
+        )
+
+    def _check_others(self, layers: Sequence[TreatedLayer], summed: SummedRows) -> dict[str, LayerCheck]:
+        """Check layers on an example whose outputs differ beside others, of a batch in which something new ran."""
+        if self._no_glance(summed) is not None or not self.subject.has_gradients:
+            return {}
+        with kept_generators(self.subject.device):
+            found = find_mixed(self.subject, summed.parts())
+            if found is None:
+                return {}
+            forward = Forward(batch=found[0], start=summed.groups[0].start)
+            return self._batch_check(layers, forward, (found[1],)).run().layers
 
     # ---- checkpoints
 
@@ -347,7 +366,7 @@ def _joined(known: LayerCheck | None, checks: Sequence[LayerCheck]) -> LayerChec
     found = known
     for own in checks:
         if own != known:
-            found = _worse(found, replace(own, examples=own.examples - (0 if known is None else known.examples)))
+            found = worse(found, replace(own, examples=own.examples - (0 if known is None else known.examples)))
     return checks[0] if found is None else found
 
 
@@ -370,17 +389,3 @@ def different_examples(batch: Batch, count: int) -> list[int]:
             chosen.append(place)
     rest = [place for place in range(batch.size) if place not in chosen]
     return sorted(chosen + rest[: min(count, batch.size) - len(chosen)])
-
-
-def _worse(before: LayerCheck | None, now: LayerCheck) -> LayerCheck:
-    """Both checks of one layer as one."""
-    if before is None:
-        return now
-    worst = now if now.failed or now.error > before.error else before
-    loosest = max(before, now, key=lambda each: each.tolerance or 0.0)
-    return replace(
-        worst,
-        examples=before.examples + now.examples,
-        tolerance=loosest.tolerance,
-        tolerance_reason=loosest.tolerance_reason,
-    )

@@ -91,6 +91,8 @@ class SummedRows:
     """The model's buffers, which a forward pass may write to."""
     signatures: set[str] = field(default_factory=set)
     """What ran in the forward passes of all groups."""
+    is_new: bool = False
+    """Something ran that ran in no batch before."""
     nodes: int = 0
     """Nodes of the graph of the last group."""
     groups: list[Group] = field(default_factory=list)

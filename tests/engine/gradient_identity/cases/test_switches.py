@@ -2,13 +2,40 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
 from engine.gradient_identity.check import BatchCheck
+from engine.gradient_identity.layer_check import Checked
+from engine.gradient_identity.picked_examples import pick_examples
+from engine.gradient_identity.self_check import SelfCheck
 from engine.model.model_state import ModelState
 from tests.engine.gradient_identity.cases.judge import judge
 from tests.engine.gradient_identity.cases.table import MODELS
+
+
+def without_glances(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SelfCheck, "glance_differs", lambda *_: False)
+    patch.setattr(SelfCheck, "_check_others", lambda *_: {})
+
+
+def without_summed_batch(patch: pytest.MonkeyPatch) -> None:
+    """Picked examples go through the model together, in place of the batch that is summed."""
+    run = BatchCheck.run
+
+    def run_few(check: BatchCheck) -> Checked:
+        few = pick_examples(check.forward.batch, list(check.examples))
+        return run(replace(check, forward=replace(check.forward, batch=few), examples=range(few.size), summed=None))
+
+    patch.setattr(BatchCheck, "run", run_few)
+    without_glances(patch)
+
+
+def without_every_batch(patch: pytest.MonkeyPatch) -> None:
+    """Batches 1, 2, 4, 8 … alone are looked at."""
+    patch.setattr(SelfCheck, "_has_new_signature", lambda *_: False)
+    without_glances(patch)
 
 
 def without_exchange(patch: pytest.MonkeyPatch) -> None:
@@ -34,6 +61,24 @@ def without_model_state(patch: pytest.MonkeyPatch) -> None:
 
 
 SWITCHES: list[tuple[Callable[[pytest.MonkeyPatch], None], Sequence[str]]] = [
+    (
+        without_summed_batch,
+        (
+            "whole batch: a trimmed mean",
+            "whole batch: the fifth largest",
+            "whole batch: signs that more than four share",
+            "batch size: a bound of six examples",
+        ),
+    ),
+    (
+        without_every_batch,
+        (
+            "rare batch: bounds beside an outlier",
+            "rare batch: turned round",
+            "rare batch: a layer left out",
+            "rare batch: some thousandths of the outputs",
+        ),
+    ),
     (
         without_exchange,
         (
