@@ -33,7 +33,7 @@ from engine.factors.factor_set import ParameterShape
 from engine.model.batches import Batch
 from engine.operators.blocks import Block
 from engine.operators.exact.columns import Column, Sliced, apart
-from engine.operators.exact.data_passes import DataPasses
+from engine.operators.exact.data_passes import DataPasses, Learnt
 from engine.operators.exact.output_curvature import Curvature
 from engine.operators.exact.routes import Routes
 from engine.operators.parameter_space import ParameterSpace
@@ -92,6 +92,16 @@ class ExactCurvature:
     def second_gradients(self) -> str | None:
         """Why products of this model go by second gradients; None where they need not, or none was computed yet."""
         return self._routes.reason
+
+    @property
+    def learnt(self) -> Learnt:
+        """What products have learnt so far, for a later attempt."""
+        return self.passes.learnt(self._routes.reason)
+
+    @learnt.setter
+    def learnt(self, learnt: Learnt) -> None:
+        self.passes.take_over(learnt)
+        self._routes.reason = learnt.route
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:

@@ -25,8 +25,10 @@ from engine.errors import UsageError
 from engine.factors.factor_set import FactorSet
 from engine.memory.budget import give_back_host_memory
 from engine.model.determinism import Numerics
+from engine.operators.exact.data_passes import Learnt
 from engine.operators.products import ExactCurvature
 from engine.planning.later.spectrum import choose_search, expected_passes
+from engine.saved_fields import load_fields, save_fields
 from engine.workspace import Workspace
 
 _STAGE: Literal["spectrum"] = "spectrum"
@@ -159,7 +161,7 @@ class _Searches:
             device=workspace.machine.device,
         )
         if saved is not None:
-            self._restore(search, of, saved)
+            self._restore(search, matrix, saved)
 
         def multiply(vectors: Tensor) -> Tensor:
             return covered.restrict(matrix.product(covered.expand(vectors)))
@@ -169,24 +171,27 @@ class _Searches:
                 search.step(multiply)
                 workspace.machine.curve.sample(f"spectrum of {of}", "within", workspace.machine.device)
                 if self._checkpoints.due():
-                    self._checkpoints.save(self._saved(of, chosen, search), search.state())
+                    self._checkpoints.save(self._saved(matrix, chosen, search), search.state())
             found = found_spectrum(of, search)
         return replace(found, products=search.products, passes=search.passes)
 
-    def _restore(self, search: SpectrumSearch, of: str, saved: SavedSearch) -> None:
+    def _restore(self, search: SpectrumSearch, matrix: ExactCurvature, saved: SavedSearch) -> None:
         state = self._checkpoints.tensors()
-        if state is None:
+        if state is None or saved.learnt is None:
             return
         search.restore(state)
+        matrix.learnt = Learnt(**load_fields(Learnt, saved.learnt))
         search.products, search.passes = saved.counts["products"], saved.counts["passes"]
         self.job.workspace.ports.log(
             "info",
-            f"the search of {of} resumed after {search.passes} passes over the data ({search.products} products)",
+            f"the search of {matrix.of} resumed after {search.passes} passes over the data "
+            f"({search.products} products)",
         )
 
-    def _saved(self, of: str, chosen: dict[str, int], search: SpectrumSearch) -> SavedSearch:
+    def _saved(self, matrix: ExactCurvature, chosen: dict[str, int], search: SpectrumSearch) -> SavedSearch:
         counts = {"products": search.products, "passes": search.passes}
-        return SavedSearch(finished=self._finished, of=of, chosen=chosen, counts=counts)
+        learnt = save_fields(matrix.learnt)
+        return SavedSearch(finished=self._finished, of=matrix.of, chosen=chosen, counts=counts, learnt=learnt)
 
     def _report(self) -> None:
         """Called after every batch; nobody knows beforehand how many passes a search takes, so the total grows."""

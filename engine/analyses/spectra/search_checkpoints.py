@@ -8,6 +8,7 @@ that does not belong, or does not read as written, is discarded with a line in t
 
 import itertools
 import json
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,9 +20,11 @@ from engine.factors.kronecker_factors import digest
 from engine.workspace import Artifacts, Workspace, load_sealed, save_sealed
 
 MANIFEST = "search/search.json"
-_FORMAT = "kronoscope-search/1"
+_FORMAT = "kronoscope-search/2"
 _SHARE = 20
 """No checkpoint sooner than this many times what the last one took: they cost at most 5 % of the time."""
+_FILE = re.compile(r"search/\d+\.\d+\.safetensors")
+"""Names of the files of tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,8 @@ class SavedSearch:
     """The choice that memory allowed when the search began."""
     counts: Mapping[str, int]
     """Products and passes of the curvature under way."""
+    learnt: Mapping[str, Any] | None = None
+    """What its products have learnt, as plain values; None between two."""
 
 
 @dataclass(kw_only=True)
@@ -88,7 +93,13 @@ class SearchCheckpoints:
             self.discard(f"it was made under another {', another '.join(differing)}")
             return None
         self._serial, self._files = body["serial"], body["files"]
-        return SavedSearch(finished=body["finished"], of=body["of"], chosen=body["chosen"], counts=body["counts"])
+        return SavedSearch(
+            finished=body["finished"],
+            of=body["of"],
+            chosen=body["chosen"],
+            counts=body["counts"],
+            learnt=body["learnt"],
+        )
 
     def tensors(self) -> dict[str, Tensor] | None:
         """Read the tensors of the checkpoint that ``find`` returned.
@@ -113,12 +124,19 @@ class SearchCheckpoints:
         return found
 
     def discard(self, why: str) -> None:
-        """Log that an earlier checkpoint is not used.
+        """Log that an earlier checkpoint is not used, and delete its files.
 
         Args:
             why: The reason, as the end of a sentence.
         """
         self.workspace.ports.log("warning", f"the checkpoint of an earlier attempt's search is discarded: {why}")
+        try:
+            names = [name for name in self._scratch.load_json(MANIFEST)["body"]["files"] if _FILE.fullmatch(name)]
+        except Exception:  # noqa: BLE001 - whatever is wrong with it, nothing of it is read again
+            names = list(self._files)
+        for name in (MANIFEST, *names):
+            self._scratch.remove(name)
+        self._serial, self._files = 0, {}
 
     def due(self) -> bool:
         """Whether it is time to save."""
@@ -156,6 +174,7 @@ class SearchCheckpoints:
                 "of": saved.of,
                 "chosen": saved.chosen,
                 "counts": saved.counts,
+                "learnt": saved.learnt,
                 "files": files,
             }
             save_sealed(self._scratch, MANIFEST, body)

@@ -24,6 +24,18 @@ from engine.operators.exact.columns import trained
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Learnt:
+    """What passes have learnt of memory, data and model: with it a later attempt makes the same products."""
+
+    micro_batch: int | None
+    """Examples that go through the model at once, where memory sufficed."""
+    entered: EnteredExamples | None
+    """The examples that every pass lets enter."""
+    route: str | None
+    """Why products go by second gradients; None where they need not so far."""
+
+
 @dataclass(kw_only=True)
 class DataPasses:
     """Passes over the examples that entered a job's factors, in the precision of its own passes."""
@@ -48,6 +60,25 @@ class DataPasses:
         """Begin with the micro-batch of the collection."""
         self._micro_batch = self.job.micro_batch
         self._entered = self.job.entered
+
+    def learnt(self, route: str | None) -> Learnt:
+        """Return what passes have learnt so far.
+
+        Args:
+            route: Why products go by second gradients; None where they need not.
+
+        Returns:
+            It all.
+        """
+        return Learnt(micro_batch=self._micro_batch, entered=self._entered, route=route)
+
+    def take_over(self, learnt: Learnt) -> None:
+        """Go on with what the passes of an earlier attempt have learnt.
+
+        Args:
+            learnt: What ``learnt`` returned there.
+        """
+        self._micro_batch, self._entered = learnt.micro_batch, learnt.entered
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:

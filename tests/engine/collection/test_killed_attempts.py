@@ -22,6 +22,8 @@ from tests.engine.collection.killed_attempts import KINDS, WAYS, Attempt, Moment
 from tests.engine.distributed.rank_processes import run_ranks
 
 ALL = os.environ.get("KRONOSCOPE_ALL_KILLS") == "1"
+# the whole grid of one setting takes up to an hour
+pytestmark = [pytest.mark.timeout(0)] if ALL else []
 SETTINGS = [Setting(model, kind, passes) for model in ("plain", "draws") for kind in KINDS for passes in (1, 3)]
 WRITES = [Setting("writes", kind, passes) for kind in KINDS for passes in (1, 3)]
 Kill = tuple[int, tuple[str, str]]
