@@ -45,8 +45,7 @@ class LayerStatistics:
         "leader": "it follows from what the state of the collection says of sharing",
         "representation": "it follows from the plan",
         "sums_dtype": "an option of the collection",
-        "staging": "a way to the host, empty between two batches",
-        "row_staging": "a way to the host, empty between two batches",
+        **dict.fromkeys(("staging", "row_staging"), "a way to the host, empty between two batches"),
     }
 
     layer: TreatedLayer
@@ -207,11 +206,7 @@ class LayerStatistics:
         self.variance_G.end_(self.G, self.weight_G)
 
     def add_input_(self, use: Use) -> None:
-        """Add ``Σ a aᵀ`` of one call.
-
-        Args:
-            use: The call, with the tensor that entered it.
-        """
+        """Add ``Σ a aᵀ`` of one call, by the tensor that entered it."""
         layer, entered, kept = self.layer, use.input, use.kept
         if isinstance(layer, BlockLayer):
             self.positions += entered.numel() // layer.fan_in if kept is None else int(kept.sum())

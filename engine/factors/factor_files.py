@@ -249,12 +249,7 @@ def read_layer(
 
 
 def write_run(artifacts: Artifacts, collected: FactorSet) -> None:
-    """Write the facts of the run that a job's rows repeat when it reuses these factors.
-
-    Args:
-        artifacts: Where to write.
-        collected: The factor set.
-    """
+    """Write the facts of the run that a job's rows repeat when it reuses these factors."""
     artifacts.save_json(RUN, {name: getattr(collected, name) for name in _RUN})
 
 

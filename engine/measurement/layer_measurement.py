@@ -92,8 +92,7 @@ def measure_layers(workspace: Workspace) -> Iterator[Measured]:
         workspace: The job: its model or stored factors, options, machine and ports.
 
     Returns:
-        Every covered layer once; its factors are not held. Once the last one is measured, the index of the kept factors
-        is written.
+        Every covered layer once; its factors are not held. After the last, the index of the kept factors is written.
 
     Raises:
         EngineError: As ``engine.errors`` lists.

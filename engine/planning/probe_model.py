@@ -18,7 +18,7 @@ from engine.collection.pass_job import PassJob
 from engine.collection.probe import Probe, ProbedModel
 from engine.errors import EngineError, ModelChanged, ModelRefused
 from engine.factors.representation import WorkloadEstimate, choose
-from engine.gradient_identity.check import pick_examples
+from engine.gradient_identity.picked_examples import pick_examples
 from engine.gradient_identity.self_check import different_examples
 from engine.layers.coverage import Survey, declare
 from engine.layers.elementwise import BareLayer

@@ -32,11 +32,7 @@ NOT_YET: dict[str, str] = {
     ),
     **dict.fromkeys(
         [
-            "rare batch: a guard against overflow",
-            "rare batch: a layer left out",
-            "rare batch: a layer put in",
             "rare batch: gradients scaled on their way back",
-            "rare batch: its vector handed round",
         ],
         "this batch is not looked at",
     ),
