@@ -179,7 +179,7 @@ class Verification:
     def _checked(
         self, job: PassJob, layers: Sequence[TreatedLayer], batch: Batch, others: dict[str, nn.Parameter]
     ) -> dict[str, LayerCheck]:
-        """Check ``layers``, with fewer examples where memory runs out."""
+        """Check ``layers``; where memory runs out with fewer examples, then in smaller groups, as the pass will find."""
         count = first_examples(batch)
         while True:
             try:
@@ -188,11 +188,15 @@ class Verification:
                     self.self_check.glances = _glances(layers, summed, batch.size)
                     return self.self_check.check_first(seen, summed, others)
             except Exception as error:
-                if not ran_out_of_memory(error) or count <= 1:
+                group = job.micro_batch or batch.size
+                if not ran_out_of_memory(error) or (count <= 1 and group <= 1):
                     raise
             # outside of the except block, whose traceback held the rows
             free_memory(job.workspace.machine.device)
-            count //= 2
+            if count > 1:
+                count //= 2
+            else:
+                job = replace(job, micro_batch=-(-group // 2))
 
     def _say(self, job: PassJob, layer: TreatedLayer, check: LayerCheck, consequence: str) -> None:
         job.workspace.ports.log("warning", f"layer `{layer.name}`: {check.why}; {consequence}")

@@ -203,3 +203,25 @@ def test_layers_of_one_factor_stay_in_one_pass() -> None:
     assert below == replace(chosen, parts=(("q", "k", "v"), ("o",)))
     assert next_fallback(replace(chosen, parts=(("q", "k"),)), 0, 8, {"k": "q"}, aside=True) is None
     assert next_fallback(chosen, 0, 8, {}, aside=False) is None
+
+
+def test_a_first_batch_that_does_not_fit_is_checked_in_smaller_groups() -> None:
+    class Large(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > 8:
+                raise RuntimeError(SAID)
+            return super().forward(x)
+
+    made, wanted = space(batch_size=24), space(micro_batch=6, batch_size=24)
+    x, y = torch.randn(24, 4), torch.randint(0, 3, (24,))
+    for each in (made, wanted):
+        each.inputs.batches = lambda: iter([(x, y)])
+    assert made.inputs.model is not None
+    # the plan is made from a few examples, and knows nothing of it
+    made.inputs.model = Large(*made.inputs.model)
+    found, reference = collect_or_read(made), collect_or_read(wanted)
+    assert found.micro_batch == 6
+    for one, other in zip(found.layers, reference.layers, strict=True):
+        assert one.examples_checked
+        assert digest(found.load(one.ordinal).A) == digest(reference.load(other.ordinal).A)
+        assert digest(found.load(one.ordinal).G) == digest(reference.load(other.ordinal).G)
