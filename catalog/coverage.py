@@ -29,6 +29,7 @@ _REMEDIES: Mapping[str, str] = {
     "batch_not_first": "put the examples in the first dimension; or take `collection.sharing: expand` without `ekfac`",
     "transformed": "call the layer outside of `torch.func.vmap`, `grad`, `jvp` and their like, on a whole batch",
     "nested_tensor": "pad the examples to one length and mask what is padding, in place of a nested tensor",
+    "complex_numbers": "hold real and imaginary parts in real parameters of their own, and compute with these",
     "needs_gradients": "take a `collection.fisher` with gradients: `mc`, `type2` or `empirical`",
     "unknown_operation": "replace the operation that the layer's record names",
     "unforeseen_use": "put an example with that use first in the data",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.factors.low_rank import LowRank, scaled_rows
+from engine.linalg.gram import require_real
 from engine.linalg.linear_operator import Structured
 from engine.memory.host_accumulation import Staging
 
@@ -104,7 +105,11 @@ class GradientRows:
 
         Args:
             rows: Gradients, shape (P, groups · n), any float dtype, where gradients arrive.
+
+        Raises:
+            TypeError: If they are complex.
         """
+        require_real(rows)
         for start in range(0, rows.shape[0], self.size):
             piece = rows[start : start + self.size]
             if self.count + piece.shape[0] > self.size:

@@ -245,16 +245,16 @@ class Collector:
         """
         statistics = self._products.get((product.weight, product.bias))
         if statistics is None:
-            if (product.weight, product.bias) in self.places:
-                return product.left
             places = (product.weight, product.bias)
-            self._unforeseen(frozenset(place.parameter for place in places if place is not None))
+            if places not in self.places:
+                self._unforeseen(frozenset(place.parameter for place in places if place is not None))
             return product.left
         counts = self._counts(statistics)
         key, name = self._calls.key(statistics.layer.name), statistics.layer.name
         self.shapes.note(name, self._calls.of(name), product.entered, picked=product.rows.labels is not None)
         if counts:
             self._sharing.check(statistics.layer.name, product.entered, masked=self.masking.permits(key))
+        statistics.flaw = statistics.flaw or hidden_by(product.entered, product.left)
         if statistics.flaw is not None:
             return product.left
         rows, plain = product.rows, product.entered.detach()

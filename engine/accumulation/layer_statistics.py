@@ -29,7 +29,7 @@ from engine.accumulation.sketched_rows import SketchRows
 from engine.factors.representation import DENSE, Representation
 from engine.layers.convolution import ConvolutionLayer
 from engine.layers.layer import BlockLayer, TreatedLayer, Use
-from engine.linalg.gram import add_gram_, add_grams_
+from engine.linalg.gram import add_gram_, add_grams_, require_real
 from engine.memory.host_accumulation import Staging
 from engine.merging.estimates import exact_trace
 
@@ -207,7 +207,7 @@ class LayerStatistics:
 
     def add_input_(self, use: Use) -> None:
         """Add ``Σ a aᵀ`` of one call, by the tensor that entered it."""
-        layer, entered, kept = self.layer, use.input, use.kept
+        layer, entered, kept = self.layer, require_real(use.input), use.kept
         if isinstance(layer, BlockLayer):
             self.positions += entered.numel() // layer.fan_in if kept is None else int(kept.sum())
             return
@@ -285,7 +285,7 @@ class LayerStatistics:
         self.gradients += 1
         if self.sums_dtype is None or isinstance(layer, BlockLayer):
             return
-        rows = layer.gradient_rows(gradient)
+        rows = layer.gradient_rows(require_real(gradient))
         if self.sharing == "reduce" and layer.form == "kronecker":
             rows = summed_rows(rows.to(self.sums_dtype), use)
         elif kept is not None:
@@ -303,7 +303,7 @@ class LayerStatistics:
         """
         self.gradients += 1
         if self.G is not None:
-            squares = gradients.to(self.G.dtype).square()
+            squares = require_real(gradients).to(self.G.dtype).square()
             self._add_small_(self.G, squares.sum(0))
             if self.traced:
                 norms = torch.zeros(examples, 1, dtype=torch.float64, device=squares.device)
@@ -337,7 +337,7 @@ class LayerStatistics:
         if self.sums_dtype is None:
             return
         if isinstance(self.layer, BlockLayer):
-            gradients = block_gradients(self.layer, met).to(self.sums_dtype)
+            gradients = require_real(block_gradients(self.layer, met)).to(self.sums_dtype)
             self._add_rows_(gradients)
             if self.traced:
                 self._add_norms_(gradients.to(torch.float64).square().sum(1, keepdim=True))

@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.accumulation.gradient_rows import GradientRows
 from engine.accumulation.probability_rows import Terms, chunks
 from engine.factors.diagonal_sketch import DiagonalSketch
+from engine.linalg.gram import require_real
 
 _NUMBERS_AT_ONCE = 2**21
 _SHORTENED = 1 - 2.0**-20
@@ -88,6 +89,7 @@ class SketchRows(GradientRows):
         """
         if self.of_terms:
             return
+        require_real(rows)
         diagonals = self._sums(self.diagonals)
         height = max(1, _NUMBERS_AT_ONCE // max(rows.shape[1], 1))
         for start in range(0, rows.shape[0], height):

@@ -16,7 +16,7 @@ from engine.factors.factor_set import TiedSums
 from engine.factors.kronecker_factors import TiedParts, mirrored_
 from engine.layers.layer import Use
 from engine.layers.tied import TiedHeadLayer
-from engine.linalg.gram import add_gram_
+from engine.linalg.gram import add_gram_, require_real
 from engine.merging.nearest_product import HeadSide, Terms, nearest_product_
 
 
@@ -102,7 +102,7 @@ class TiedHeadStatistics(LayerStatistics):
         if self.vectors is not None:
             rows = self.layer.table.gradient_rows(gradient) if isinstance(self.layer, TiedHeadLayer) else gradient
             rows = rows if use.kept is None else rows[use.kept]
-            add_gram_(self.vectors, rows.to(self.vectors.dtype))
+            add_gram_(self.vectors, require_real(rows).to(self.vectors.dtype))
 
     def _is_lookup(self, use: Use) -> bool:
         layer = self.layer

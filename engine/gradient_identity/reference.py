@@ -147,8 +147,8 @@ class _Results(TorchFunctionMode):
         # what leaves torch comes back as an operand that no operation has returned
         self._left = self._left or getattr(func, "__name__", "") in ("numpy", "__array__", "__dlpack__")
         for each in (returned, *(args if self._left else ())):
-            if isinstance(each, Tensor) and each.is_floating_point():
-                self.narrowest = max(each.dtype, self.narrowest, key=lambda dtype: torch.finfo(dtype).eps)
+            if isinstance(each, Tensor) and (each.is_floating_point() or each.is_complex()):
+                self.narrowest = max(each.dtype.to_real(), self.narrowest, key=lambda dtype: torch.finfo(dtype).eps)
         return returned
 
 

@@ -22,7 +22,8 @@ A parameter is counted once, by identity. Reasons:
 - ``gradient_identity``: its rows are not the gradient of each example alone (the row has the number);
 - ``examples_mix``: the same, where what the model returns for one example depends on the others;
 - ``gradient_not_followed``: plain autograd finds a gradient that no operation was seen to bring;
-- ``no_numbers``: a parameter with a dimension of zero holds nothing that could be measured.
+- ``no_numbers``: a parameter with a dimension of zero holds nothing that could be measured;
+- ``complex_numbers``: a parameter is complex, or the layer is called with complex numbers.
 
 What a module says (``unsupported_layer``, ``bare_parameter``, ``overridden_forward``) is not the
 last word: the operations of a dry run may still show the layers.
@@ -36,7 +37,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from engine.layers.convolution import ConvolutionLayer, TransposedConvolutionLayer, treats_convolution
 from engine.layers.embedding import EmbeddingLayer, treats_embedding
-from engine.layers.layer import TreatedLayer
+from engine.layers.layer import COMPLEX_NUMBERS, TreatedLayer
 from engine.layers.linear import LinearLayer, TransposedLinearLayer, is_transposed_linear, treats_linear
 from engine.layers.normalisation import (
     BatchNormLayer,
@@ -120,7 +121,7 @@ def survey(model: nn.Module) -> Survey:
                     open=reason in _OPEN,
                 )
             )
-    declared += _empty(model)
+    declared += _unmeasurable(model)
     covering = {parameter: layer.name for layer in treated for parameter in layer.parameters}
     names = {
         id(parameter): covering[_qualified(name, key)]
@@ -160,7 +161,7 @@ def _own_parameters(model: nn.Module) -> tuple[list[_Own], list[tuple[nn.Module,
         trainable = {
             key: parameter
             for key, parameter in module._parameters.items()  # noqa: SLF001 - likewise
-            if parameter is not None and parameter.requires_grad and parameter.numel()
+            if parameter is not None and parameter.requires_grad and _unmeasured(parameter) is None
         }
         if id(module) not in families:
             spare = [key for key, parameter in trainable.items() if id(parameter) in held]
@@ -170,19 +171,37 @@ def _own_parameters(model: nn.Module) -> tuple[list[_Own], list[tuple[nn.Module,
     return own, aliases
 
 
-def _empty(model: nn.Module) -> Iterator[DeclaredLayer]:
-    """Yield rows for the trainable parameters that hold no number, those of one module in one."""
+_UNMEASURED = {
+    "no_numbers": "a dimension of each is zero",
+    COMPLEX_NUMBERS: "A and G are second moments of real numbers",
+}
+
+
+def _unmeasured(parameter: nn.Parameter) -> str | None:
+    """Tell why a parameter is none that any layer could cover, by what it holds."""
+    if not parameter.numel():
+        return "no_numbers"
+    return COMPLEX_NUMBERS if parameter.is_complex() else None
+
+
+def _unmeasurable(model: nn.Module) -> Iterator[DeclaredLayer]:
+    """Yield rows for the trainable parameters that no layer could cover, those of one module and reason in one."""
+    counted: set[int] = set()
     for name, module in model.named_modules():
-        own = module._parameters.items()  # noqa: SLF001 - likewise
-        keys = [key for key, each in own if each is not None and each.requires_grad and not each.numel()]
-        if keys:
+        own = {key: each for key, each in module._parameters.items() if each is not None and each.requires_grad}  # noqa: SLF001 - likewise
+        for reason, why in _UNMEASURED.items():
+            rows = {key: each for key, each in own.items() if _unmeasured(each) == reason}
+            if not rows:
+                continue
+            fresh = {id(each): each.numel() for each in rows.values() if id(each) not in counted}
+            counted.update(fresh)
             yield DeclaredLayer(
                 name=name,
                 module=type(module).__name__,
-                reason="no_numbers",
-                parameters=tuple(_qualified(name, key) for key in keys),
-                parameter_count=0,
-                why="a dimension of each is zero",
+                reason=reason,
+                parameters=tuple(_qualified(name, key) for key in rows),
+                parameter_count=sum(fresh.values()),
+                why=why,
             )
 
 

@@ -19,6 +19,9 @@ from torch import Tensor, nn
 
 Form = Literal["kronecker", "diagonal", "block", "diagonal_block"]
 
+COMPLEX_NUMBERS = "complex_numbers"
+"""Reason of a layer that complex numbers enter or leave, or whose parameters are complex."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Use:

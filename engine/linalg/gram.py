@@ -32,9 +32,13 @@ def add_gram_(total: Tensor, rows: Tensor, staging: Staging | None = None) -> Te
     Returns:
         ``total``.
 
+    Raises:
+        TypeError: If ``rows`` are complex.
+
     Memory:
         Nothing besides its arguments and, where the precisions differ, 4 Mi numbers.
     """
+    require_real(rows)
     size = total.shape[0]
     if size == 0:
         return total
@@ -54,6 +58,23 @@ def add_gram_(total: Tensor, rows: Tensor, staging: Staging | None = None) -> Te
         else:
             staging.add_(here, partial(_product, left, right))
     return total
+
+
+def require_real(rows: Tensor) -> Tensor:
+    """Require that what enters a sum is real: a cast to the sum's precision would drop the imaginary part.
+
+    Args:
+        rows: A tensor of any shape.
+
+    Returns:
+        The same tensor.
+
+    Raises:
+        TypeError: If it is complex.
+    """
+    if rows.is_complex():
+        raise TypeError(f"rows of A and G must be real, and these are {rows.dtype}; declare their layer as not covered")
+    return rows
 
 
 def _strips(total: Tensor, rows: Tensor) -> int:
@@ -96,9 +117,13 @@ def add_grams_(totals: Tensor, rows: Tensor, staging: Staging | None = None) -> 
     Returns:
         ``totals``.
 
+    Raises:
+        TypeError: If ``rows`` are complex.
+
     Memory:
         Nothing besides its arguments; for groups of one column P · groups numbers.
     """
+    require_real(rows)
     groups, size = totals.shape[:2]
     if rows.dtype != totals.dtype:
         for piece in _pieces(rows):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from engine.errors import Unwinding
 from engine.layers.embedding import EmbeddingLayer
-from engine.layers.layer import TreatedLayer
+from engine.layers.layer import COMPLEX_NUMBERS, TreatedLayer
 from engine.layers.linear import LinearLayer
 from engine.row_layout.unbatched_inputs import disturb_last_copy, lacks_examples, spread
 
@@ -125,8 +125,8 @@ def hidden_by(*tensors: object) -> str | None:
         tensors: What entered or left a layer.
 
     Returns:
-        The reason as coverage names it: within a transform of ``torch.func`` a tensor stands for another, and a nested
-        one holds rows of several lengths; None where all are plain tensors, or none.
+        The reason as coverage names it: within a transform of ``torch.func`` a tensor stands for another, a nested one
+        holds rows of several lengths, and complex rows have no A and G; None where all are plain tensors, or none.
     """
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
@@ -135,6 +135,8 @@ def hidden_by(*tensors: object) -> str | None:
             return "transformed"
         if tensor.is_nested:
             return "nested_tensor"
+        if tensor.is_complex():
+            return COMPLEX_NUMBERS
     return None
 
 

@@ -197,6 +197,8 @@ class ParameterUseMode(Multiplying):
         if operation.writes:
             return self._written(operation, sources)
         left = operation.run(self._parameter_leaf)
+        if any(result.is_complex() for result in tensors_of((left,))):
+            return self._strange(operation, sources)
         results = [result for result in tensors_of((left,)) if result.is_floating_point()]
         if operation.name in ("detach", "data") or not results:
             return left
