@@ -1,4 +1,4 @@
-"""Complex numbers: a layer that holds, takes or gives them is declared by name, and the real ones beside it are right."""
+"""Complex numbers: a layer that holds, takes or gives them is declared by name; real ones beside it are right."""
 
 from collections.abc import Callable
 from typing import Any
