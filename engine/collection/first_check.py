@@ -179,7 +179,7 @@ class Verification:
     def _checked(
         self, job: PassJob, layers: Sequence[TreatedLayer], batch: Batch, others: dict[str, nn.Parameter]
     ) -> dict[str, LayerCheck]:
-        """Check ``layers``; where memory runs out with fewer examples, then in smaller groups, as the pass will find."""
+        """Check ``layers``; where memory runs out with fewer examples, then in smaller groups, as the pass will."""
         count = first_examples(batch)
         while True:
             try:
