@@ -23,6 +23,7 @@ from engine.collection.ranks.turns import Turns
 from engine.collection.subsamples import keep_size
 from engine.errors import DataDiffer, EmptyData
 from engine.factors.representation import DENSE
+from engine.gradient_identity.batch_sums import BatchSums
 from engine.gradient_identity.refusal import FAILED_CHECK
 from engine.gradient_identity.self_check import SelfCheck
 from engine.gradient_identity.summed_rows import NO_ROWS, SummedRows
@@ -36,6 +37,8 @@ from engine.model.loss_directions import directions
 from engine.model.outputs import predict
 from engine.row_layout.length_buckets import group_by_length
 from engine.workspace import Workspace
+
+Sums = tuple[LayerStatistics, ...]
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,7 @@ def run_pass(
                 _check(job, state.self_check, (cursor.batches, summed), collector)
                 cursor.note(collector.scale)
                 current.require_finite(all_statistics)
+                _hold_sums(job, state.self_check, batch, summed, all_statistics)
                 cursor.examples += batch.size
                 cursor.updates += 1
             before = cursor.read
@@ -193,10 +197,29 @@ def _observed(
 ) -> SummedRows:
     """Choose what is to be kept of a batch while it is summed, by its number."""
     arrived, cursor = current
-    if self_check is None or (self_check.mode == "first" and cursor.number > 0):
+    if self_check is None or self_check.mode == "off":
         return NO_ROWS
-    layers = [found.layer for found in collector.statistics if found.flaw is None]
-    return self_check.observe(layers, arrived, cursor.batches, partial(parts_of, job, arrived))
+    layers, summed = [found.layer for found in collector.statistics if found.flaw is None], NO_ROWS
+    if self_check.mode == "growing" or cursor.number == 0:
+        summed = self_check.observe(layers, arrived, cursor.batches, partial(parts_of, job, arrived))
+    if cursor.updates:
+        return summed
+    device = job.workspace.machine.device
+    sums = BatchSums.of(collector.statistics, job.collection.seed, device, gradients=collector.gradients)
+    return replace(summed, sums=sums)
+
+
+def _hold_sums(
+    job: PassJob, self_check: SelfCheck | None, batch: Batch, summed: SummedRows, all_statistics: Sums
+) -> None:
+    """Let the sums of the first batch prove themselves: a layer whose are not those of its rows is not covered."""
+    if self_check is None or summed.sums is None:
+        return
+    by_name = {found.layer.name: found for found in all_statistics}
+    for name, (error, side) in summed.sums.failed(batch.size).items():
+        by_name[name].flaw = FAILED_CHECK
+        check = self_check.refuse_sums(name, error)
+        job.workspace.ports.log("warning", f"layer `{name}`: {check.why}, in {side}; it is not covered")
 
 
 def _check(job: PassJob, self_check: SelfCheck | None, current: tuple[int, SummedRows], collector: Collector) -> None:

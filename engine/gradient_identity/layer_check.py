@@ -13,7 +13,7 @@ class LayerCheck:
     error: float
     """The largest relative difference."""
     identity: str
-    """The identity that it is of: `completeness` or `independence`."""
+    """The identity that it is of: `completeness`, `independence` or `sums`."""
     examples: int
     """Examples held against themselves alone."""
     proof: Proof
@@ -29,6 +29,10 @@ class LayerCheck:
     @property
     def why(self) -> str:
         """The identity that failed, for a layer that is not covered."""
+        if self.identity == "sums":
+            return (
+                f"its sums differ from the rows of the first batch by {self.error:.2g} (sums of the gradient identity)"
+            )
         mixing = "what the model returns for one example depends on the others"
         if self.mixes and self.error == 0:
             return f"{mixing}, and with it the gradient of its loss"

@@ -299,6 +299,14 @@ class SelfCheck:
             forward = Forward(batch=found[0], start=summed.groups[0].start)
             return self._batch_check(layers, forward, (found[1],)).run().layers
 
+    def refuse_sums(self, name: str, error: float) -> LayerCheck:
+        """Note that the sums of a layer are not those of its rows; ``error`` is the relative difference."""
+        known = self.layers.get(name)
+        proof = "alone" if known is None else known.proof
+        failed = LayerCheck(error=error, identity="sums", examples=0, proof=proof, failed=True)
+        self.layers[name] = worse(known, failed)
+        return self.layers[name]
+
     # ---- checkpoints
 
     def state(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.accumulation.hooks import Collector
+from engine.gradient_identity.batch_sums import BatchSums
 from engine.gradient_identity.recorded_rows import ExampleRows, Forward, Recording, RowRecorder, direction_weight
 from engine.gradient_identity.signature import graph_signature
 from engine.layers.layer import TreatedLayer
@@ -95,6 +96,8 @@ class SummedRows:
     """Something ran that ran in no batch before."""
     nodes: int = 0
     """Nodes of the graph of the last group."""
+    sums: BatchSums | None = None
+    """Holds the sums against all rows of the batch; None but in the first one of a pass."""
     groups: list[Group] = field(default_factory=list)
     """Groups that hold one of the examples."""
     _seen: int = 0
@@ -108,8 +111,14 @@ class SummedRows:
             collector: The hooks of the pass, which show the rows of the group from here on.
         """
         self._open, collector.observers = None, {}
-        if not self.index:
-            return
+        if self.index:
+            self._keep(part, collector)
+        if self.sums is not None:
+            self.sums.begin(part.size)
+            collector.observers = self.sums.beside(collector.observers)
+
+    def _keep(self, part: Batch, collector: Collector) -> None:
+        """Let the rows of the examples of one group be kept, if there are any."""
         places = tuple(place for place, number in enumerate(part.index.tolist()) if number in self.index)
         if places:
             recorders = {layer.name: RowRecorder(layer=layer, places=places) for layer in self.layers}
@@ -136,6 +145,8 @@ class SummedRows:
         Args:
             prediction: Outputs of the group, shape (N, R, C).
         """
+        if self.sums is not None:
+            self.sums.predicted(prediction)
         if self.index:
             digest, self.nodes = graph_signature(prediction.outputs)
             self.signatures.add(digest)
@@ -148,6 +159,8 @@ class SummedRows:
         Args:
             direction: One direction of the group, of the shape of its outputs.
         """
+        if self.sums is not None:
+            self.sums.close()
         group = self._open
         if group is None:
             return
@@ -165,6 +178,8 @@ class SummedRows:
             collector: The hooks of the pass, which show nothing any more.
         """
         self._open, collector.observers = None, {}
+        if self.sums is not None:
+            self.sums.close()
 
     def forward(self, group: Group) -> Forward:
         """Make the forward pass of a group again.

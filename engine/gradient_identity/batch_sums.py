@@ -1,0 +1,342 @@
+"""Batch sums: what the first batch of a pass has left in each layer's A and G, held against the rows of that batch.
+
+The rows are those that the hooks hand to the sums; each leaves two scalars behind as it passes (``row_moments``), by
+which the sums are judged when the batch is done: the trace, and one seeded quadratic form. So accumulation is inside
+the proof: a row that was dropped or counted twice, a divisor, a triangle, a precision, the order of columns.
+
+Held are all kinds of sums but these: of a sketch (``diagonal_sketch``) the diagonal alone, since what the sketch leaves
+out is within its bound and no fault; under `forward_only` A alone, since G is set to the identity.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.accumulation.layer_statistics import LayerStatistics
+from engine.accumulation.row_observer import RowObserver
+from engine.accumulation.sketched_rows import SketchRows
+from engine.accumulation.tied_statistics import TiedHeadStatistics
+from engine.gradient_identity.checked_model import TOLERANCES
+from engine.gradient_identity.row_moments import RowMoments, counted_rows, pooled, seeded_numbers, vector_of
+from engine.gradient_identity.sum_moments import SumMoments, in_order_of_sums, of_rows, of_sum
+from engine.layers.convolution import ConvolutionLayer
+from engine.layers.layer import BlockLayer, Use
+from engine.layers.tied import TiedHeadLayer
+from engine.model.outputs import Prediction
+
+_SIDES = ("A", "G", "counts", "vectors")
+"""The sums of a layer; the last two of a table that is a head's weight too."""
+
+
+@contextmanager
+def _apart(tensor: Tensor) -> Iterator[None]:
+    """Leave the model's own modes outside: its casts, its functions and its graph."""
+    with (
+        torch.no_grad(),
+        torch._C.DisableTorchFunction(),  # noqa: SLF001 - its only name
+        torch.autocast(tensor.device.type, enabled=False),
+    ):
+        yield
+
+
+@dataclass(eq=False)
+class LayerMoments:
+    """The moments of the rows of one layer, which an observer takes in as they pass."""
+
+    statistics: LayerStatistics
+    sides: Mapping[str, RowMoments]
+    kept: Tensor | None = None
+    """(P,) positions of the loss's head that count, in the forward pass under way; None where all do."""
+    _block: Tensor | None = None
+    """(N, n) example gradients of the direction under way, of a layer whose block is exact."""
+
+    @classmethod
+    def of(cls, statistics: LayerStatistics, numbers: Mapping[str, Tensor]) -> "LayerMoments":
+        """Begin without any row.
+
+        Args:
+            statistics: Sums of the layer, allocated.
+            numbers: What the vectors of each side are made of; a side that is not named is not held.
+
+        Returns:
+            Moments of each of its sums.
+        """
+        layer, sides = statistics.layer, {}
+        shapes = {"A": (layer.groups, layer.in_dim), "G": (layer.groups, layer.out_dim)}
+        if layer.form in ("block", "diagonal_block"):
+            del shapes["A"]
+        if isinstance(layer, TiedHeadLayer):
+            shapes |= {"counts": (1, layer.fan_out), "vectors": (1, layer.fan_in)}
+        for name in shapes.keys() & numbers.keys():
+            vector = vector_of(numbers[name], shapes[name])
+            sides[name] = RowMoments.of(vector, statistics.sums_dtype or torch.float64)
+        return cls(statistics=statistics, sides=sides)
+
+    @property
+    def of_terms(self) -> bool:
+        """Whether G is of the probabilities of the loss's terms, and no gradient of the head enters it."""
+        return self.statistics.representation.of_terms
+
+    def add_input_(self, use: Use) -> None:
+        """Take in the input of one call.
+
+        Args:
+            use: The call, with its input.
+        """
+        layer = self.statistics.layer
+        with _apart(use.input):
+            if self._is_lookup(use):
+                self.sides["counts"].add_ids_(
+                    use.input.reshape(-1) if use.kept is None else use.input.reshape(-1)[use.kept]
+                )
+                return
+            self.kept = use.kept
+            if "A" not in self.sides:
+                return
+            side, reduce = self.sides["A"], self.statistics.sharing == "reduce"
+            if isinstance(layer, ConvolutionLayer):
+                side.add_patches_(layer, use, means=reduce)
+            elif layer.form == "diagonal":
+                side.add_ids_(counted_rows(layer, use))
+            elif not reduce:
+                side.add_(counted_rows(layer, use)[:, : self._width], ones=layer.bias)
+            elif use.input.numel():
+                rows = layer.activation_rows(use.input)
+                side.add_(pooled(rows, use, side.dtype, mean=True)[:, : self._width], ones=layer.bias)
+
+    def follow(self, use: Use) -> Callable[[Tensor], None]:
+        """Follow one call until its gradient arrives.
+
+        Args:
+            use: The call, with its input.
+
+        Returns:
+            A function of the gradient of one direction.
+        """
+        own = use if isinstance(self.statistics.layer, BlockLayer) else use.without_input()
+
+        def arrived(gradient: Tensor) -> None:
+            with _apart(gradient):
+                self._add_gradient_(own, gradient)
+
+        return arrived
+
+    def add_example_gradients_(self, gradients: Tensor, start: int, examples: int) -> None:
+        """Take in gradients of some examples with respect to a bare parameter.
+
+        Args:
+            gradients: Shape (n, numbers).
+            start: Place of the first of them in the batch.
+            examples: Examples of the batch.
+        """
+        del start, examples
+        with _apart(gradients):
+            self.sides["G"].add_diagonal_(gradients)
+
+    def close(self) -> None:
+        """Close one direction: the example gradients of all its calls are whole."""
+        block, self._block = self._block, None
+        if block is not None:
+            with _apart(block):
+                self._take_in_(self.sides["G"], block)
+
+    def predicted(self, prediction: Prediction) -> None:
+        """Take in the loss's terms, where G is theirs.
+
+        Args:
+            prediction: Outputs of the group, shape (N, R, V), and which of their terms count.
+        """
+        if not self.of_terms or not prediction.terms:
+            return
+        logits, side = prediction.outputs.detach(), self.sides["G"]
+        with _apart(logits):
+            counted = prediction.valid
+            if self.kept is not None:
+                counted = counted & self.kept.view(counted.shape[0], -1)[:, : counted.shape[1]]
+            weights = counted.to(torch.float64)
+            if prediction.weights is not None:
+                weights = weights * prediction.weights[..., 0]
+            sketched = isinstance(self.statistics.gradient_rows, SketchRows)
+            side.add_probabilities_(logits[counted], weights[counted], diagonal=sketched)
+
+    def differences(self) -> Iterator[tuple[float, float, str]]:
+        """Yield the relative difference between each sum and the rows, what its precision may explain, and its name."""
+        for name, side in self.sides.items():
+            found = self._summed(name)
+            if found is not None:
+                yield _difference(side, found), TOLERANCES[_narrower(found.dtype, side.dtype)], name
+            weight = self._weight(name)
+            if weight is not None:
+                yield abs(weight - side.rows) / max(side.rows, 1.0), TOLERANCES[torch.float64], f"divisor of {name}"
+
+    @property
+    def _width(self) -> int:
+        layer = self.statistics.layer
+        return layer.groups * layer.fan_in if layer.weight else 0
+
+    def _is_lookup(self, use: Use) -> bool:
+        layer = self.statistics.layer
+        return isinstance(layer, TiedHeadLayer) and use.role is layer.table
+
+    def _add_gradient_(self, use: Use, gradient: Tensor) -> None:
+        layer, side = self.statistics.layer, self.sides["G"]
+        if isinstance(layer, BlockLayer):
+            own = layer.example_gradients(use, gradient)
+            self._block = own if self._block is None else self._block + own
+            return
+        if isinstance(layer, TiedHeadLayer) and use.role is layer.table:
+            rows, side = layer.table.gradient_rows(gradient), self.sides["vectors"]
+        elif self.of_terms:
+            return
+        else:
+            rows = layer.gradient_rows(gradient)
+        if self.statistics.sharing == "reduce" and layer.form == "kronecker" and not self._is_lookup(use):
+            rows = pooled(rows, use, side.dtype, mean=False)
+        elif use.kept is not None:
+            rows = rows[use.kept]
+        self._take_in_(side, rows)
+
+    def _take_in_(self, side: RowMoments, rows: Tensor) -> None:
+        if side is self.sides["G"] and isinstance(self.statistics.gradient_rows, SketchRows):
+            side.add_diagonal_(rows)
+        else:
+            side.add_(rows)
+
+    def _summed(self, name: str) -> SumMoments | None:
+        """The same of the sums; None where there is none to be held."""
+        found, side = self.statistics, self.sides[name]
+        if name == "A":
+            # A is that of whoever shares it: each of them holds its own rows against it
+            holder = found.leader or found
+            total = holder.A if holder.flaw is None else None
+            return None if total is None else of_sum(total, in_order_of_sums(holder.layer, side.vector))
+        if name == "G" and found.gradient_rows is not None:
+            return of_rows(found.gradient_rows, side.vector)
+        total = found.G
+        if isinstance(found, TiedHeadStatistics) and name != "G":
+            total = found.counts if name == "counts" else found.vectors
+        return None if total is None else of_sum(total, side.vector)
+
+    def _weight(self, name: str) -> float | None:
+        """What a sum is divided by, where that is a count of its rows."""
+        found = self.statistics
+        if name == "A":
+            holder = found.leader or found
+            return holder.weight_A if holder.flaw is None else None
+        return found.weight_counts if isinstance(found, TiedHeadStatistics) and name == "counts" else None
+
+
+def _narrower(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _difference(side: RowMoments, found: SumMoments) -> float:
+    squares, forms = side.squares.cpu(), side.forms.cpu()
+    if not squares.numel() or not bool(squares.isfinite().all() and forms.isfinite().all()):
+        # beyond the range of the precision: what the sums are then is said of them elsewhere
+        return 0.0
+    # products below the smallest normal number are lost on either side
+    lost = torch.finfo(side.dtype).tiny * (side.rows + 1) * side.vector.shape[1]
+    off = [((found.squares.cpu() - squares).abs() - lost) / (squares + lost)]
+    off.append(((found.forms.cpu() - forms).abs() - 100 * lost) / (squares + forms + lost))
+    return float(torch.stack(off).nan_to_num(nan=torch.inf).clamp_min(0).max())
+
+
+@dataclass(kw_only=True)
+class BatchSums:
+    """The moments of the rows of one batch, of all layers of a pass."""
+
+    layers: Mapping[str, LayerMoments]
+    examples: int = 0
+    """Examples of the groups so far."""
+    divisor: float = 0.0
+    """Loss terms of the groups so far, by their weights."""
+    gradients: bool = True
+    """False under `forward_only`."""
+
+    @classmethod
+    def of(
+        cls, all_statistics: Sequence[LayerStatistics], seed: int, device: torch.device, *, gradients: bool
+    ) -> "BatchSums":
+        """Begin without any row.
+
+        Args:
+            all_statistics: Sums of the layers of the pass, zero so far.
+            seed: Seed of the job.
+            device: Device of the passes.
+            gradients: Whether gradients enter.
+
+        Returns:
+            Moments of each layer that is not known to be flawed.
+        """
+        held = [name for name in _SIDES if gradients or name in ("A", "counts")]
+        numbers = {name: seeded_numbers(seed, _SIDES.index(name), device) for name in held}
+        moments = (LayerMoments.of(found, numbers) for found in all_statistics if found.flaw is None)
+        return cls(layers={each.statistics.layer.name: each for each in moments}, gradients=gradients)
+
+    def beside(self, observers: Mapping[str, Sequence[RowObserver]]) -> dict[str, Sequence[RowObserver]]:
+        """Return observers with those of the sums behind them.
+
+        Args:
+            observers: Those who see rows already, by layer.
+
+        Returns:
+            The same, and one more for each layer.
+        """
+        return dict(observers) | {name: (*observers.get(name, ()), each) for name, each in self.layers.items()}
+
+    def begin(self, examples: int) -> None:
+        """Prepare for one group.
+
+        Args:
+            examples: Its examples.
+        """
+        self.examples += examples
+        for each in self.layers.values():
+            each.kept = None
+
+    def predicted(self, prediction: Prediction) -> None:
+        """Take in what a group's loss is made of.
+
+        Args:
+            prediction: Its outputs.
+        """
+        self.divisor += prediction.divisor
+        if self.gradients:
+            for each in self.layers.values():
+                each.predicted(prediction)
+
+    def close(self) -> None:
+        """Close one direction, or the last one."""
+        for each in self.layers.values():
+            each.close()
+
+    def failed(self, examples: int) -> dict[str, tuple[float, str]]:
+        """Find the layers whose sums are not those of the rows.
+
+        Args:
+            examples: Examples of the whole batch.
+
+        Returns:
+            The relative difference, and the sum that it is of, by layer.
+        """
+        self.close()
+        found: dict[str, tuple[float, str]] = {}
+        for name, each in self.layers.items():
+            if each.statistics.flaw is not None:
+                continue
+            known = [*each.differences(), self._terms(each.statistics), self._missing(examples)]
+            failed = [(error, side) for error, tolerance, side in known if not error <= tolerance]
+            if failed:
+                found[name] = max(failed)
+        return found
+
+    def _terms(self, statistics: LayerStatistics) -> tuple[float, float, str]:
+        differing = abs(statistics.weight_G - self.divisor)
+        return differing / (abs(self.divisor) or 1.0), TOLERANCES[torch.float64], "loss terms"
+
+    def _missing(self, examples: int) -> tuple[float, float, str]:
+        return abs(self.examples - examples) / examples, 0.0, "examples"

@@ -1,0 +1,231 @@
+"""Row moments: what two numbers of a sum of outer products must be, from the rows that enter it, one call at a time.
+
+For ``S = Σ r rᵀ`` and a seeded vector v the trace is ``Σ ‖r‖²`` and the form ``vᵀSv`` is ``Σ (r·v)²``: two scalars for
+each group, and no row is kept. A convolution's patches are not written out: ``r·v`` over all of them is the layer's own
+map with v in the weight's place, and their squares are those of the input under a weight of ones.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.layers.convolution import ConvolutionLayer
+from engine.layers.layer import TreatedLayer, Use
+from engine.model.counter_rng import normals
+
+_PERIOD = 8191
+"""Numbers of a vector after which it repeats itself."""
+_NUMBERS_AT_ONCE = 2**22
+_PROBABILITIES_AT_ONCE = 2**20
+_TRANSPOSED = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)
+
+
+def seeded_numbers(seed: int, side: int, device: torch.device) -> Tensor:
+    """Draw the numbers that the vectors of one side of all layers are made of, a function of seed and side alone.
+
+    Args:
+        seed: Seed of the job.
+        side: Number of the side.
+        device: Device of the rows.
+
+    Returns:
+        Standard normal numbers, shape (8191,), float64.
+    """
+    return normals(seed, side, torch.arange(_PERIOD, device=device))
+
+
+def vector_of(numbers: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Make the vector of one side of a layer.
+
+    Args:
+        numbers: Those of the side, shape (8191,).
+        shape: Groups, and numbers of each.
+
+    Returns:
+        As many of the numbers, the same ones again after the last.
+    """
+    count = shape[0] * shape[1]
+    return numbers.repeat(-(-count // numbers.numel()))[:count].view(shape)
+
+
+@dataclass(eq=False)
+class RowMoments:
+    """Trace and form of one side of a layer, from its rows so far."""
+
+    vector: Tensor
+    """v (groups, n) float64, the column of ones' last where there is one."""
+    dtype: torch.dtype
+    """Precision in which rows are multiplied: that of the sums, or a wider one of the rows."""
+    squares: Tensor
+    """(groups,) float64 ``Σ ‖r‖²``."""
+    forms: Tensor
+    """(groups,) float64 ``Σ (r·v)²``."""
+    rows: float = 0.0
+    """Rows so far."""
+
+    @classmethod
+    def of(cls, vector: Tensor, dtype: torch.dtype) -> "RowMoments":
+        """Begin without any row.
+
+        Args:
+            vector: v, shape (groups, n).
+            dtype: Precision of the sums.
+
+        Returns:
+            Zeros.
+        """
+        zeros = vector.new_zeros(vector.shape[0])
+        return cls(vector=vector, dtype=dtype, squares=zeros, forms=zeros.clone())
+
+    def add_(self, rows: Tensor, *, ones: bool = False) -> None:
+        """Take in rows.
+
+        Args:
+            rows: Shape (P, groups · n), without the column of ones.
+            ones: Whether they have it.
+        """
+        groups, width = self.vector.shape[0], self.vector.shape[1] - int(ones)
+        self.rows += rows.shape[0]
+        self._ones_(rows.shape[0], ones=ones)
+        if not width:
+            self.forms += rows.shape[0] * self.vector[:, -1].square() if ones else 0.0
+            return
+        wide = torch.promote_types(rows.dtype, self.dtype)
+        vector, last = self.vector[:, :width].to(wide), self.vector[:, -1] if ones else 0.0
+        height = max(1, _NUMBERS_AT_ONCE // (groups * width))
+        for start in range(0, rows.shape[0], height):
+            piece = rows[start : start + height].to(wide).view(-1, groups, width)
+            self.squares += torch.linalg.vector_norm(piece, dim=2).to(torch.float64).square().sum(0)
+            dots = piece[:, 0] @ vector.T if groups == 1 else torch.einsum("pgn,gn->pg", piece, vector)
+            # complex rows enter no sum: were they cut to their real part, this would differ
+            self.forms += (dots.to(torch.promote_types(dots.dtype, torch.float64)) + last).abs().square().sum(0)
+
+    def add_ids_(self, ids: Tensor) -> None:
+        """Take in one-hot rows.
+
+        Args:
+            ids: Places of the ones, shape (P,).
+        """
+        self.rows += ids.numel()
+        self.squares += ids.numel()
+        self.forms += self.vector[0, ids.long()].square().sum()
+
+    def add_diagonal_(self, rows: Tensor) -> None:
+        """Take in rows of which the sum keeps the squares alone: the form is that of the diagonal.
+
+        Args:
+            rows: Shape (P, groups · n).
+        """
+        self.rows += rows.shape[0]
+        height = max(1, _NUMBERS_AT_ONCE // max(1, self.vector.numel()))
+        for start in range(0, rows.shape[0], height):
+            squares = rows[start : start + height].to(torch.float64).square().sum(0).view_as(self.vector)
+            self.squares += squares.sum(1)
+            self.forms += (squares * self.vector.square()).sum(1)
+
+    def add_probabilities_(self, logits: Tensor, weights: Tensor, *, diagonal: bool) -> None:
+        """Take in ``Σ ω (diag p − p pᵀ)``.
+
+        Args:
+            logits: Shape (P, V).
+            weights: ω (P,) float64.
+            diagonal: Whether the form is that of the diagonal alone.
+        """
+        own = self.vector[0]
+        self.rows += logits.shape[0]
+        height = max(1, _PROBABILITIES_AT_ONCE // logits.shape[1])
+        for start in range(0, logits.shape[0], height):
+            weight = weights[start : start + height]
+            p = torch.softmax(logits[start : start + height].to(torch.float64), 1)
+            rest = p * (p.sum(1, keepdim=True) - p)
+            self.squares += (rest.sum(1) * weight).sum()
+            # Σ p v² − (Σ p v)², without its cancellation
+            centred = own - (p @ own)[:, None]
+            form = (rest * own.square()).sum(1) if diagonal else (p * centred.square()).sum(1)
+            self.forms += (form * weight).sum()
+
+    def add_patches_(self, layer: ConvolutionLayer, use: Use, *, means: bool) -> None:
+        """Take in the patches of one call of a convolution.
+
+        Args:
+            layer: The convolution.
+            use: The call with its input.
+            means: Whether each example has one row, the mean of its patches.
+        """
+        entered = use.input.to(torch.promote_types(use.input.dtype, self.dtype))
+        width, last = layer.fan_in if layer.weight else 0, self.vector[:, -1] if layer.bias else 0.0
+        positions = layer.geometry(entered.shape).positions
+        if means or not width:
+            # a few numbers an example, so that its patches may be written out
+            for place in range(entered.shape[0]):
+                patches = layer.activation_rows(entered[place : place + 1])
+                self.add_(
+                    (patches.mean(0, keepdim=True) if means else patches)[:, : width * layer.groups], ones=layer.bias
+                )
+            return
+        self.rows += positions
+        self._ones_(positions, ones=layer.bias)
+        kernel = self.vector[:, :width].to(entered.dtype)
+        self.squares += _applied(layer, entered.square(), torch.ones_like(kernel)).to(torch.float64).sum((0, 2))
+        self.forms += (_applied(layer, entered, kernel).to(torch.float64) + _column(last)).square().sum((0, 2))
+
+    def _ones_(self, rows: int, *, ones: bool) -> None:
+        self.squares += rows * int(ones)
+
+
+def _column(numbers: Tensor | float) -> Tensor | float:
+    return numbers[:, None] if isinstance(numbers, Tensor) else numbers
+
+
+def _applied(layer: ConvolutionLayer, entered: Tensor, kernel: Tensor) -> Tensor:  # (N, groups, positions)
+    """The layer's own map, of one output for each group, with ``kernel`` (groups, d_in) as its weight."""
+    module = layer.module
+    if not module.transposed:
+        weight = kernel.view(layer.groups, -1, *module.kernel_size)
+        return module._conv_forward(entered, weight, None).flatten(2)  # noqa: SLF001 - the padding modes are there
+    weight = layer.as_stored(kernel[:, None]).reshape(-1, 1, *module.kernel_size)
+    apply: Callable[..., Tensor] = _TRANSPOSED[len(module.kernel_size) - 1]
+    options = (module.stride, module.padding, module.output_padding, module.groups, module.dilation)
+    return apply(entered, weight, None, *options).flatten(2)
+
+
+def pooled(rows: Tensor, use: Use, dtype: torch.dtype, *, mean: bool) -> Tensor:
+    """Sum the rows of each example over its positions that count, or average them.
+
+    Args:
+        rows: Rows of one call, shape (P, d).
+        use: The call: its examples, and which of its positions count.
+        dtype: Precision of the sums.
+        mean: Whether to average; an example without a position is left out then.
+
+    Returns:
+        One row an example, shape (n, d).
+    """
+    wide = rows.to(torch.promote_types(rows.dtype, dtype))
+    owners = use.owners
+    if owners is None:
+        owners = torch.arange(use.examples, device=rows.device).repeat_interleave(rows.shape[0] // use.examples)
+    if use.kept is not None:
+        wide, owners = wide[use.kept], owners[use.kept]
+    sums = wide.new_zeros(use.examples, rows.shape[1]).index_add_(0, owners, wide)
+    if not mean:
+        return sums
+    counts = torch.bincount(owners, minlength=use.examples)
+    return sums[counts > 0] / counts[counts > 0, None].to(sums.dtype)
+
+
+def counted_rows(layer: TreatedLayer, use: Use) -> Tensor:
+    """Read the rows of one call's input at the positions that count.
+
+    Args:
+        layer: The layer.
+        use: The call with its input.
+
+    Returns:
+        Shape (P, groups · d_in), or ids (P,).
+    """
+    rows = layer.activation_rows(use.input)
+    return rows if use.kept is None else rows[use.kept]

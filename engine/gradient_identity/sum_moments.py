@@ -1,0 +1,139 @@
+"""Sum moments: the same two numbers, trace and form, read from what a layer's statistics have summed."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.accumulation.gradient_rows import GradientRows
+from engine.accumulation.probability_rows import ProbabilityRows
+from engine.accumulation.sketched_rows import SketchRows
+from engine.factors.kronecker_factors import mirrored_
+from engine.layers.convolution import ConvolutionLayer
+from engine.layers.layer import TreatedLayer
+
+_MIRRORED = 512
+"""Rows of a matrix that is mirrored as the factor will be; of a larger one, its first ones."""
+_STRIP = 256
+_NUMBERS_AT_ONCE = 2**20
+
+
+@dataclass(frozen=True)
+class SumMoments:
+    """Trace and form of one side of a layer, from its sums."""
+
+    squares: Tensor
+    """(groups,) float64."""
+    forms: Tensor
+    """(groups,) float64."""
+    dtype: torch.dtype
+    """The narrowest precision that the sums are kept in."""
+
+
+def of_sum(total: Tensor, vector: Tensor) -> SumMoments:
+    """Read a sum of outer products, or its diagonal.
+
+    Args:
+        total: Shape (groups, n, n) or (n, n), of which the upper triangle counts; or (n,).
+        vector: v (groups, n) float64.
+
+    Returns:
+        Its trace and form.
+
+    Memory:
+        2 Mi numbers.
+    """
+    own = vector.to(total.device)
+    if total.ndim == 1:
+        wide = total.to(torch.float64)
+        return SumMoments(wide.sum()[None], (wide @ own[0].square())[None], total.dtype)
+    total = total if total.ndim == 3 else total[None]
+    squares = total.diagonal(dim1=1, dim2=2).to(torch.float64).sum(1)
+    size = total.shape[1]
+    if size > _MIRRORED:
+        forms = torch.stack([_form(*each) for each in zip(total, own, strict=True)])
+        return SumMoments(squares, forms, total.dtype)
+    step, forms = max(1, _NUMBERS_AT_ONCE // max(1, size * size)), torch.empty_like(squares)
+    for start in range(0, total.shape[0], step):
+        forms[start : start + step] = _whole(total[start : start + step], own[start : start + step])
+    return SumMoments(squares, forms, total.dtype)
+
+
+def _whole(total: Tensor, own: Tensor) -> Tensor:
+    matrix = mirrored_(total.clone())
+    products = torch.matmul(matrix, own.to(matrix.dtype)[:, :, None])[:, :, 0]
+    return (products.to(torch.float64) * own).sum(1)
+
+
+def _form(matrix: Tensor, own: Tensor) -> Tensor:
+    """The form of a large matrix by its upper triangle; and of its first rows as they are mirrored."""
+    lead = matrix[:_MIRRORED, :_MIRRORED]
+    mirrored = _whole(lead[None], own[None, :_MIRRORED])[0]
+    return _upper(matrix, own) - _upper(lead, own[:_MIRRORED]) + mirrored
+
+
+def _upper(matrix: Tensor, own: Tensor) -> Tensor:
+    narrow, form = own.to(matrix.dtype), own.new_zeros(())
+    for start in range(0, matrix.shape[0], _STRIP):
+        stop = start + _STRIP
+        block, left = matrix[start:stop, start:stop].triu(), own[start:stop]
+        form += left @ ((block + block.triu(1).T) @ narrow[start:stop]).to(torch.float64)
+        form += 2 * (left @ (matrix[start:stop, stop:] @ narrow[stop:]).to(torch.float64))
+    return form
+
+
+def in_order_of_sums(layer: TreatedLayer, vector: Tensor) -> Tensor:
+    """Arrange a vector in the weight's order as the sums of A have it: those of a convolution, kernel before channels.
+
+    Args:
+        layer: The layer.
+        vector: v (groups, in_dim).
+
+    Returns:
+        The same numbers; a copy for a convolution.
+    """
+    width = layer.fan_in if layer.weight else 0
+    if not isinstance(layer, ConvolutionLayer) or not width:
+        return vector
+    places = vector[:, :width].view(vector.shape[0], -1, layer.module.weight[0, 0].numel()).transpose(1, 2)
+    places = places.flip(1) if layer.module.transposed else places
+    return torch.cat([places.reshape(vector.shape[0], width), vector[:, width:]], 1)
+
+
+def of_rows(kept: GradientRows, vector: Tensor) -> SumMoments:
+    """Read rows that are kept in place of their sum; of a sketch its diagonal.
+
+    A sketch leaves out what its bound says, so no form of its rows is exact: the diagonal beside it is.
+
+    Args:
+        kept: Rows of one batch; gradients, or probabilities with their weights.
+        vector: v (groups, n) float64.
+
+    Returns:
+        Trace and form of the G that they stand for.
+    """
+    if isinstance(kept, SketchRows) and kept.diagonals is not None:
+        own = vector.to(kept.diagonals.device).square()
+        return SumMoments(kept.diagonals.sum(1), (kept.diagonals * own).sum(1), kept.rows.dtype)
+    groups = kept.rows.shape[0]
+    squares = vector.new_zeros(groups, device=kept.rows.device)
+    forms, own = squares.clone(), vector.to(kept.rows.device)
+    height = max(1, _NUMBERS_AT_ONCE // kept.size)
+    for group in range(groups):
+        for start in range(0, kept.count, height):
+            stop = min(start + height, kept.count)
+            rows = kept.rows[group, start:stop].to(torch.float64)
+            scales = kept.scales[group, start:stop].to(rows.device)
+            if isinstance(kept, ProbabilityRows):
+                rows /= rows.sum(1, keepdim=True)
+                squares[group] += ((rows * (1 - rows)).sum(1) * scales).sum()
+                centred = own[group] - (rows @ own[group])[:, None]
+                forms[group] += ((rows * centred.square()).sum(1) * scales).sum()
+            else:
+                squares[group] += (rows.square().sum(1) * scales.square()).sum()
+                forms[group] += ((rows @ own[group]) * scales).square().sum()
+        if kept.triangle is not None:
+            triangle = kept.triangle[group]
+            squares[group] += torch.linalg.vector_norm(triangle, dim=1).to(torch.float64).square().sum()
+            forms[group] += (triangle @ own[group].to(triangle.dtype)).to(torch.float64).square().sum()
+    return SumMoments(squares, forms, kept.rows.dtype)
