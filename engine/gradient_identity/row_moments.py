@@ -18,8 +18,8 @@ from engine.model.counter_rng import normals
 
 _PERIOD = 8191
 """Numbers of a vector after which it repeats itself."""
-_NUMBERS_AT_ONCE = 2**22
-_PROBABILITIES_AT_ONCE = 2**20
+_NUMBERS_AT_ONCE = 2**20
+_PROBABILITIES_AT_ONCE = 2**17
 _TRANSPOSED = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)
 
 

@@ -12,10 +12,10 @@ from engine.factors.kronecker_factors import mirrored_
 from engine.layers.convolution import ConvolutionLayer
 from engine.layers.layer import TreatedLayer
 
-_MIRRORED = 512
+_MIRRORED = 64
 """Rows of a matrix that is mirrored as the factor will be; of a larger one, its first ones."""
-_STRIP = 256
-_NUMBERS_AT_ONCE = 2**20
+_STRIP = 128
+_NUMBERS_AT_ONCE = 2**17
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def of_sum(total: Tensor, vector: Tensor) -> SumMoments:
         Its trace and form.
 
     Memory:
-        2 Mi numbers.
+        256 Ki numbers.
     """
     own = vector.to(total.device)
     if total.ndim == 1:
@@ -73,12 +73,13 @@ def _form(matrix: Tensor, own: Tensor) -> Tensor:
 
 
 def _upper(matrix: Tensor, own: Tensor) -> Tensor:
-    narrow, form = own.to(matrix.dtype), own.new_zeros(())
+    narrow, form = own.to(matrix.dtype), -(matrix.diagonal().to(torch.float64) @ own.square())
     for start in range(0, matrix.shape[0], _STRIP):
         stop = start + _STRIP
-        block, left = matrix[start:stop, start:stop].triu(), own[start:stop]
-        form += left @ ((block + block.triu(1).T) @ narrow[start:stop]).to(torch.float64)
-        form += 2 * (left @ (matrix[start:stop, stop:] @ narrow[stop:]).to(torch.float64))
+        products = matrix[start:stop, start:stop].triu() @ narrow[start:stop]
+        if stop < matrix.shape[0]:
+            products += matrix[start:stop, stop:] @ narrow[stop:]
+        form += 2 * (own[start:stop] @ products.to(torch.float64))
     return form
 
 
