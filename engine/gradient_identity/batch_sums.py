@@ -235,14 +235,15 @@ def _narrower(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 def _difference(side: RowMoments, found: SumMoments) -> float:
     squares, forms = side.squares.cpu(), side.forms.cpu()
-    if not squares.numel() or not bool(squares.isfinite().all() and forms.isfinite().all()):
-        # beyond the range of the precision: what the sums are then is said of them elsewhere
+    four = torch.stack([squares, forms, found.squares.cpu(), found.forms.cpu()])
+    if not squares.numel() or not bool(four.isfinite().all()):
+        # beyond the range of a precision: of sums and of rows that are kept this ends the job, with its remedy
         return 0.0
     # products below the smallest normal number are lost on either side
     lost = torch.finfo(side.dtype).tiny * (side.rows + 1) * side.vector.shape[1]
     off = [((found.squares.cpu() - squares).abs() - lost) / (squares + lost)]
     off.append(((found.forms.cpu() - forms).abs() - 100 * lost) / (squares + forms + lost))
-    return float(torch.stack(off).nan_to_num(nan=torch.inf).clamp_min(0).max())
+    return float(torch.stack(off).clamp_min(0).max())
 
 
 @dataclass(kw_only=True)

@@ -13,7 +13,7 @@ from engine.layers.convolution import ConvolutionLayer
 from engine.layers.layer import TreatedLayer
 
 _MIRRORED = 64
-"""Rows of a matrix that is mirrored as the factor will be; of a larger one, its first ones."""
+"""Rows of a matrix that is mirrored as the factor will be; of a larger one as many, evenly spaced."""
 _STRIP = 128
 _NUMBERS_AT_ONCE = 2**17
 
@@ -66,10 +66,11 @@ def _whole(total: Tensor, own: Tensor) -> Tensor:
 
 
 def _form(matrix: Tensor, own: Tensor) -> Tensor:
-    """The form of a large matrix by its upper triangle; and of its first rows as they are mirrored."""
-    lead = matrix[:_MIRRORED, :_MIRRORED]
-    mirrored = _whole(lead[None], own[None, :_MIRRORED])[0]
-    return _upper(matrix, own) - _upper(lead, own[:_MIRRORED]) + mirrored
+    """The form of a large matrix by its upper triangle; and of some rows and columns as they are mirrored."""
+    last = matrix.shape[0] - 1
+    places = torch.tensor([last * each // (_MIRRORED - 1) for each in range(_MIRRORED)], device=matrix.device)
+    some, mine = matrix[places[:, None], places], own[places]
+    return _upper(matrix, own) - _upper(some, mine) + _whole(some[None], mine[None])[0]
 
 
 def _upper(matrix: Tensor, own: Tensor) -> Tensor:
