@@ -259,7 +259,7 @@ class Collector:
             return product.left
         rows, plain = product.rows, product.entered.detach()
         arranged = rows.example_first(plain.clone() if name in self.overwritten else plain, self.examples)
-        owners, kept = routing(rows, arranged.numel() // max(arranged.shape[-1], 1), self.examples, self.mask)
+        owners, kept = routing(rows, arranged, self.examples, self.mask)
         kept = kept if self.masking.permits(key) else None
         use = Use(entered=arranged, examples=self.examples, kept=kept, owners=owners)
         entry = self._enter(statistics, use) if counts else None

@@ -11,7 +11,7 @@ from torch.nn import functional
 from engine.layers.parameter_slice import Place, place_of
 from engine.memory.out_of_memory import is_unexplained
 from engine.model.tensor_storage import storage_of
-from engine.tracing.batch_provenance import Rows
+from engine.tracing.batch_provenance import Rows, rows_of_one
 from engine.tracing.derived_weights import Chain, Derivation, Joined, Picked, Sum, derivation_of, derivation_of_view
 from engine.tracing.parameter_uses import Product, Sink
 from engine.tracing.tensor_marks import Marking
@@ -43,6 +43,12 @@ class Multiplying(Marking):
         if self._marks.sources(entered):
             return NotImplemented
         rows = self._marks.rows(entered)
+        if entered.ndim == 1 and rows is not None and (rows.one is not None or self._marks.examples == 1):
+            # an example's only row
+            with self:
+                return functional.linear(entered.unsqueeze(0), weight, bias).squeeze(0)
+        if rows is not None and rows.one is not None and rows.dim == entered.ndim - 1:
+            rows = rows_of_one(rows.one, entered, self._marks.examples)
         if rows is None or weight.ndim != 2 or rows.dim == entered.ndim - 1 or (bias is not None and bias.ndim != 1):
             return NotImplemented
         alike = next((dim for dim in (0, 1) if weight.stride(dim) == 0 and weight.shape[dim] > 1), None)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.tracing.batch_provenance import Rows
+from engine.tracing.moved_rows import rows_along
 
 SCATTERS = frozenset({"scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_reduce"})
 """Operations that put the rows of a source where an index says: ``(into, dim, index, source, …)``."""
@@ -36,6 +37,24 @@ def source_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, Tens
     return arguments["dim"], arguments["index"], source
 
 
+def written_at(args: Sequence[Any]) -> tuple[int, Tensor, Tensor] | None:
+    """Read what is assigned to some indices of a tensor's first dimension, ``into[i] = source`` say.
+
+    Args:
+        args: Tensor, index and value of the assignment.
+
+    Returns:
+        The dimension 0, index, shape (K,), and source, of any shape; None where it is assigned to all indices alike, or
+        no tensor is.
+    """
+    into, index, source = args
+    first = index[0] if isinstance(index, tuple) and index else index
+    if not isinstance(source, Tensor) or not isinstance(first, (int, slice, Tensor, list)) or first == slice(None):
+        return None
+    places = torch.arange(into.shape[0], device=into.device)[first]
+    return (0, places.reshape(-1), source) if places.ndim < 2 else None
+
+
 def follow_scatter(
     source: Rows, into: Rows | None, index: Tensor, dim: int, left: Tensor, examples: int
 ) -> Rows | None:
@@ -53,18 +72,12 @@ def follow_scatter(
         The rows of the result; None where examples meet in it.
     """
     places = index.movedim(dim, 0).flatten(1) if index.ndim > 1 else index[:, None]
-    known = _owners(source, examples, index.device)[: places.shape[0], None]
+    known = source.owner_of_each(examples, index.device)[: places.shape[0], None]
     for rows in (into,) if into is not None else _layouts(source, left, dim, examples):
-        owners = _owners(rows, examples, index.device)
+        owners = rows.owner_of_each(examples, index.device)
         if owners.shape[0] == left.shape[dim] and bool((owners[places] == known).all()):
             return Rows(dim=dim, minor=rows.minor, size=rows.size, labels=rows.labels, origin=rows.origin)
     return None if into is not None else _received(places, known, left.shape[dim], dim, examples)
-
-
-def _owners(rows: Rows, examples: int, device: torch.device) -> Tensor:
-    """Return the example of each index along the dimension of the examples, (K,)."""
-    own = rows.owners(examples)
-    return own if own is not None else torch.arange(rows.size, device=device) // rows.minor % examples
 
 
 def _layouts(source: Rows, left: Tensor, dim: int, examples: int) -> Iterator[Rows]:
@@ -73,7 +86,8 @@ def _layouts(source: Rows, left: Tensor, dim: int, examples: int) -> Iterator[Ro
     while layout is not None:
         yield layout
         layout = layout.origin
-    yield source
+    if source.one is None:
+        yield source
     size = left.shape[dim]
     if size and size % examples == 0:
         yield Rows(dim=dim, minor=size // examples, size=size)
@@ -103,11 +117,5 @@ def follow_join(parts: Sequence[Rows], examples: int, device: torch.device) -> R
     Returns:
         The rows of the result, by a layout of examples where it has one, else by labels.
     """
-    owners = torch.cat([_owners(part, examples, device) for part in parts])
-    count = owners.shape[0]
-    for minor in (1, count // examples):
-        if minor and count % (minor * examples) == 0:
-            layout = Rows(dim=parts[0].dim, minor=minor, size=count)
-            if torch.equal(_owners(layout, examples, device), owners):
-                return layout
-    return Rows(dim=parts[0].dim, minor=1, size=examples, labels=owners)
+    owners = torch.cat([part.owner_of_each(examples, device) for part in parts])
+    return rows_along(owners, parts[0].dim, examples)

@@ -4,7 +4,7 @@ A tensor is *derived* where it was made of watched parameters alone, and *data* 
 entered the model is in it; of data, a mark says where its examples are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,9 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 from engine.memory.out_of_memory import is_unexplained
 from engine.row_layout.layer_calls import version
-from engine.tracing.batch_provenance import Rows, batch_first, follow_rows
+from engine.tracing.batch_provenance import Rows, batch_first, rows_of_one
 from engine.tracing.derived_weights import Derivation
-from engine.tracing.scattered_rows import SCATTERS, follow_join, follow_scatter, source_of
+from engine.tracing.followed_rows import follow_rows
+from engine.tracing.moved_rows import STACKS, follow_moved, with_one
+from engine.tracing.scattered_rows import SCATTERS, follow_join, follow_scatter, source_of, written_at
 from engine.tracing.torch_functions import CONSTANTS, JOINS, Operation, tensors_of
 
 _MARK = "kronoscope"
@@ -177,19 +179,57 @@ class Marks:
         if not data or (operation.name in ("to", "type_as") and operation.args[0] is not data[0]):
             # a constant that takes only its type from the data stays one
             return
-        for result in tensors_of((operation.args[0],) if operation.writes and operation.args else (left,)):
-            rows = self._combined(operation, result)
-            for tensor in data:
-                before = self.rows(tensor)
-                if before is not None and rows is None:
-                    rows = self._followed(operation, tensor, before, result)
+        results = list(tensors_of((operation.args[0],) if operation.writes and operation.args else (left,)))
+        one, moved = self._only(operation, data), None
+        for place, result in enumerate(results):
+            rows = self._combined(operation, result) or self._followed_any(operation, data, result, one)
+            if rows is None and one is not None:
+                rows = rows_of_one(one, result, self.examples)
+            if rows is None and self.examples > 1:
+                moved = self._moved(operation) if moved is None else moved
+                rows = moved[place] if len(moved) == len(results) else None
             if operation.name not in CONSTANTS or (rows is not None and rows.labels is None):
                 self.put(result, rows=rows)
+
+    def _only(self, operation: Operation, data: Sequence[Tensor]) -> int | None:
+        """Return the example that all data of an operation are of, as far as known; None where they are of several."""
+        known = [rows for tensor in data if (rows := self.rows(tensor)) is not None]
+        found = {rows.one for rows in known}
+        if len(found) != 1 or self.examples == 1:
+            return None
+        joins = operation.name in JOINS | STACKS
+        # the rows of a constant beside it, or around it, may be of others
+        if (joins and len(known) < len(operation.tensors)) or (operation.writes and self.of(operation.args[0]) is None):
+            return None
+        return found.pop()
+
+    def _followed_any(self, operation: Operation, data: Sequence[Tensor], left: Tensor, one: int | None) -> Rows | None:
+        """Follow the rows of the first tensor of which they are known; where examples differ, of all examples'."""
+        for tensor in data:
+            before = self.rows(tensor)
+            if before is None or (before.one is not None and one is None):
+                continue
+            rows = self._followed(operation, tensor, before, left)
+            if rows is not None and (one is None or rows.fits(left)):
+                return with_one(rows, before, self.examples)
+        # one example alone
+        alone = self.examples == 1 and left.ndim > 0 and operation.tensors[0] is data[0]
+        return Rows(dim=0, minor=left.shape[0], size=left.shape[0]) if alone else None
+
+    def _moved(self, operation: Operation) -> list[Rows | None]:
+        try:
+            return follow_moved(
+                operation, lambda tensor: None if self.of(tensor) is None else self.rows(tensor), self.examples
+            )
+        except Exception as error:
+            if not is_unexplained(error):
+                raise
+            return []
 
     def _combined(self, operation: Operation, left: Tensor) -> Rows | None:
         """Return the rows of what the rows of several tensors were put into; None where there is no rule for it."""
         try:
-            if operation.name in SCATTERS:
+            if operation.name in SCATTERS or operation.name == "setitem":
                 return self._scattered(operation, left)
             return self._joined(operation, left) if operation.name in JOINS - {"stack"} else None
         except Exception as error:
@@ -205,15 +245,20 @@ class Marks:
 
     def _scattered(self, operation: Operation, left: Tensor) -> Rows | None:
         """Return the rows of what other rows were put into, along the dimension of their examples."""
-        parts, into = source_of(operation.args, operation.kwargs), operation.args[0]
+        args, into = operation.args, operation.args[0]
+        parts = written_at(args) if operation.name == "setitem" else source_of(args, operation.kwargs)
         rows = None if parts is None else self.rows(parts[2])
-        if parts is None or rows is None or self.of(parts[2]) is None or parts[0] % left.ndim != rows.dim:
+        if parts is None or rows is None or self.of(parts[2]) is None:
+            return None
+        if rows.one is None and parts[0] % left.ndim != rows.dim + left.ndim - parts[2].ndim:
             return None
         held = self.of(into)
-        if held is not None and (held.rows is None or held.rows.dim != rows.dim):
+        if held is not None and (held.rows is None or held.rows.dim != parts[0] % left.ndim):
             # what is there already has an order that is not known
             return None
-        return follow_scatter(rows, None if held is None else held.rows, parts[1], rows.dim, left, self.examples)
+        return follow_scatter(
+            rows, None if held is None else held.rows, parts[1], parts[0] % left.ndim, left, self.examples
+        )
 
     def _followed(self, operation: Operation, entered: Tensor, rows: Rows, left: Tensor) -> Rows | None:
         try:
