@@ -237,7 +237,8 @@ def _settle(job: PassJob, survey: Survey, trainable: int) -> PlannedJob:
         modules = exclude_other_uses(dry)
     while True:
         with workspace.machine.operation("dry run"):
-            probed = verification.without_refused(probe_functional_layers(modules, verification.forced))
+            functional = probe_functional_layers(modules, verification.forced, verification.unplaced)
+            probed = verification.without_refused(functional)
         _require_coverage_so_far(probed, trainable)
         planned = choose_plan(workspace, probe_sizes(probed))
         if workspace.machine.ranks is not None:

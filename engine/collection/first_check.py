@@ -1,8 +1,8 @@
 """Verification: how layers that fail the first check of a collection are treated.
 
-A layer whose rows are not the gradient of each example alone is treated by the operations that its
-parameters enter, in place of its module's calls, and checked again. A layer that still fails is not covered,
-with the identity that failed and its number as the reason.
+A layer whose rows are not the gradient of each example alone, or not told apart by example, is treated by the
+operations that its parameters enter, in place of its module's calls, and checked again. A layer that still fails is
+not covered, with the identity that failed and its number as the reason.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from functools import partial
 from torch import nn
 
 from engine.accumulation.hooks import Collector
+from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.collection_state import Cursor
 from engine.collection.data_pass import parts_of, update
 from engine.collection.normalise import foreseen_flaw
@@ -48,8 +49,12 @@ class Verification:
     self_check: SelfCheck
     forced: frozenset[str] = frozenset()
     """Layers to be found in the operations, by name."""
+    unplaced: frozenset[str] = frozenset()
+    """Layers to be found in the operations, as the shapes of the first batch do not tell whose their rows are."""
     refused: dict[tuple[str, ...], LayerCheck] = field(default_factory=dict)
     """Checks that failed for good, by the parameters of their layers."""
+    _lost: frozenset[str] = frozenset()
+    """Layers of which no row was looked at in the last check, as they are not told apart by example."""
     _passed: set[tuple[str, ...]] = field(default_factory=set)
     """Parameters of layers that need no further check."""
 
@@ -75,7 +80,7 @@ class Verification:
     @property
     def failed(self) -> list[str]:
         """Layers that failed a check so far, by name or by their parameters."""
-        return [*self.forced, *(" ".join(names) for names in self.refused)]
+        return [*self.forced, *self.unplaced, *(" ".join(names) for names in self.refused)]
 
     def without_refused(self, probed: ProbedModel) -> ProbedModel:
         """Leave out the layers that failed for good; they are not covered.
@@ -142,6 +147,10 @@ class Verification:
         changed = False
         for layer in layers:
             check = found.get(layer.name)
+            if layer.name in self._lost - self.unplaced:
+                # by its operations it is checked again
+                changed = True
+                continue
             if check is None or not check.failed:
                 self._passed.add(layer.parameters)
                 continue
@@ -152,6 +161,7 @@ class Verification:
             else:
                 self.refused[layer.parameters] = check
                 self._say(job, layer, check, "it is not covered")
+        self.unplaced |= self._lost
         return changed
 
     def cuts_padding(self, probed: ProbedModel) -> bool:
@@ -184,7 +194,9 @@ class Verification:
         while True:
             try:
                 with job.workspace.machine.operation("self-check", "collection"):
-                    summed, seen = _first_rows(job, layers, batch, different_examples(batch, count))
+                    summed, statistics = _first_rows(job, layers, batch, different_examples(batch, count))
+                    seen = [each.layer for each in statistics if each.flaw is None]
+                    self._lost = frozenset(each.layer.name for each in statistics if each.flaw == "batch_not_first")
                     self.self_check.glances = _glances(layers, summed, batch.size)
                     return self.self_check.check_first(seen, summed, others)
             except Exception as error:
@@ -204,7 +216,7 @@ class Verification:
 
 def _first_rows(
     job: PassJob, layers: Sequence[TreatedLayer], batch: Batch, places: Sequence[int]
-) -> tuple[SummedRows, list[TreatedLayer]]:
+) -> tuple[SummedRows, Sequence[LayerStatistics]]:
     """Let the first batch go through the model as a pass lets it, and sum nothing.
 
     Args:
@@ -214,7 +226,7 @@ def _first_rows(
         places: Places of the examples whose rows are kept.
 
     Returns:
-        The rows, and the layers that no hook has refused.
+        The rows, and the statistics of each layer, with a flaw where a hook has refused it.
     """
     index = frozenset(int(batch.index[place]) for place in places)
     statistics = tuple(NoSums(layer=layer, sharing="expand") for layer in layers)
@@ -243,7 +255,7 @@ def _first_rows(
             except InputOverwritten as written:
                 collector.overwritten |= frozenset(written.layers)
             else:
-                return summed, [each.layer for each in statistics if each.flaw is None]
+                return summed, statistics
             collector.masking, collector.observers = job.masking, {}
 
 

@@ -4,10 +4,14 @@ from torch import Tensor
 
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import Probe
+from engine.gradient_identity.picked_examples import pick_examples
+from engine.gradient_identity.self_check import different_examples
 from engine.model.batches import Batch, map_tensors
 
 DRY_EXAMPLES = (2, 3)
 """One example, repeated. Not once alone: a model may squeeze a batch of one away."""
+_DIFFERENT_EXAMPLES = 5
+"""So many different ones show which layers are given rows of some alone."""
 
 
 def samples_of(job: PassJob, seen: Probe) -> list[Batch]:
@@ -25,6 +29,19 @@ def samples_of(job: PassJob, seen: Probe) -> list[Batch]:
         return [batch]
     sizes = (1,) if job.collection.batch_size == 1 else DRY_EXAMPLES
     return [repeated(batch, size) for size in sizes]
+
+
+def different_sample(job: PassJob) -> Batch:
+    """Return a few different examples of the first batch, which may take different ways through a model.
+
+    Args:
+        job: The data.
+
+    Returns:
+        A batch on the device.
+    """
+    batch = job.moved(job.probed_batch())
+    return pick_examples(batch, different_examples(batch, _DIFFERENT_EXAMPLES))
 
 
 def repeated(batch: Batch, times: int) -> Batch:

@@ -18,8 +18,6 @@ from engine.collection.pass_job import PassJob
 from engine.collection.probe import Probe, ProbedModel
 from engine.errors import EngineError, ModelChanged, ModelRefused
 from engine.factors.representation import WorkloadEstimate, choose
-from engine.gradient_identity.picked_examples import pick_examples
-from engine.gradient_identity.self_check import different_examples
 from engine.layers.coverage import Survey, declare
 from engine.layers.elementwise import BareLayer
 from engine.layers.layer import BlockLayer, TreatedLayer
@@ -32,7 +30,7 @@ from engine.model.outputs import call_model, predict
 from engine.model.pass_peak import peak_lines
 from engine.planning.choose_plan import head_choice
 from engine.planning.collection.reductions import with_shards
-from engine.planning.dry_batches import DRY_EXAMPLES, repeated, samples_of
+from engine.planning.dry_batches import DRY_EXAMPLES, different_sample, repeated, samples_of
 from engine.planning.dry_pass import pass_events
 from engine.planning.layer_memory import AT_A_NORMALISATION
 from engine.row_layout.attention_masks import Masking, Run, try_masks
@@ -53,9 +51,6 @@ from engine.row_layout.unbatched_inputs import find_spreadable_tables
 from engine.tracing.function_mode import ParameterUseMode
 from engine.tracing.functional_layers import Uses, add_functional_layers, calls_of, find_candidates, places_of
 from engine.tracing.shared_parameters import find_shared_parameters
-
-_DIFFERENT_EXAMPLES = 5
-"""So many different ones show which layers are given rows of some alone."""
 
 
 def probe_model(job: PassJob, survey: Survey) -> ProbedModel:
@@ -120,14 +115,11 @@ def _probe_copies(job: PassJob, survey: Survey, batch: Batch) -> ProbedModel:
 
 
 def _routed(job: PassJob, survey: Survey, few: Probe, batch: Batch) -> frozenset[str]:
-    """Return the names of layers that are given the rows of some examples alone, as experts are.
-
-    Copies of one example all take one way, and different ones show it.
-    """
+    """Return the names of layers that are given the rows of some examples alone, as different examples show."""
     if batch.size == 1:
         return frozenset()
     try:
-        seen = _seen(job, survey, pick_examples(batch, different_examples(batch, _DIFFERENT_EXAMPLES)))
+        seen = _seen(job, survey, different_sample(job))
     except EngineError:
         return frozenset()
     return find_routed(few.calls, seen.calls, (few.examples, seen.examples))
@@ -196,17 +188,20 @@ def exclude_other_uses(probed: ProbedModel) -> ProbedModel:
     )
 
 
-def probe_functional_layers(probed: ProbedModel, forced: frozenset[str] = frozenset()) -> ProbedModel:
+def probe_functional_layers(
+    probed: ProbedModel, forced: frozenset[str] = frozenset(), unplaced: frozenset[str] = frozenset()
+) -> ProbedModel:
     """Look into the operations where modules alone do not show what the parameters do.
 
     Args:
         probed: The layers that modules show, and their calls.
         forced: Names of layers whose calls do not show what their parameters do, whatever their class says.
+        unplaced: Names of layers whose rows the shapes of the first batch do not tell apart by example.
 
     Returns:
         The same with the layers that the operations show, and with all places in parameters that are layers.
     """
-    job, survey, seen, mixed = probed.job, probed.survey, probed.probe, probed.probe.mixed
+    job, survey, seen, mixed = probed.job, probed.survey, probed.probe, probed.probe.mixed | unplaced
     parameters = find_candidates(job.model, survey, {call.layer for call in seen.calls}, mixed, forced)
     if not parameters:
         return dataclasses.replace(probed, job=dataclasses.replace(job, places=places_of(survey)))
@@ -217,7 +212,11 @@ def probe_functional_layers(probed: ProbedModel, forced: frozenset[str] = frozen
         _require_undecided(error)
         # what is measured is what modules show, and the gradient identity decides
         return dataclasses.replace(probed, job=dataclasses.replace(job, places=places_of(survey)))
-    survey = add_functional_layers(job.model, survey, parameters, tuple(uses for uses, _ in runs), mixed, forced)
+    uses = [found for found, _ in runs]
+    if mixed and len(runs) > 1:
+        with contextlib.suppress(EngineError):
+            uses.append(_operations(job, survey, different_sample(job), parameters)[0])
+    survey = add_functional_layers(job.model, survey, parameters, tuple(uses), mixed, forced)
     treated = {role for layer in survey.treated for role in (layer, *layer.roles)}
     calls = [[call for call in found if call.layer in treated] + calls_of(uses, survey) for uses, found in runs]
     if len(calls) == 1:

@@ -40,9 +40,7 @@ class Multiplying(Marking):
         Returns:
             What stands for the result, shape (…, out); NotImplemented where it is not such a product.
         """
-        if self._marks.sources(entered):
-            return NotImplemented
-        rows = self._marks.rows(entered)
+        rows = None if self._marks.sources(entered) else self._marks.rows(entered)
         if entered.ndim == 1 and rows is not None and (rows.one is not None or self._marks.examples == 1):
             # an example's only row
             with self:

@@ -25,13 +25,6 @@ EVERY_WAY = [(size, dtype) for size in SIZES for dtype in DTYPES]
 NOT_YET: dict[str, str] = {
     **dict.fromkeys(
         [
-            "batch size: a bound of six examples, each example by itself",
-            "experts: texts one by one, each example by itself",
-        ],
-        "rows that are fed by a slice or a list are not followed",
-    ),
-    **dict.fromkeys(
-        [
             "rare batch: gradients scaled on their way back",
         ],
         "this batch is not looked at",
