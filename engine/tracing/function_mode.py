@@ -28,7 +28,7 @@ from torch import Tensor
 
 from engine.memory.out_of_memory import is_unexplained
 from engine.model.tensor_storage import detach_view, storage_of
-from engine.tracing.batch_provenance import Rows, batch_first
+from engine.tracing.batch_provenance import Rows, batch_first, rows_of_one
 from engine.tracing.custom_functions import show_custom_functions
 from engine.tracing.example_contributions import find_contribution, takes_shapes_alone
 from engine.tracing.matrix_products import Multiplying
@@ -308,12 +308,19 @@ class ParameterUseMode(Multiplying):
     # ---- broadcast over examples
     def _lifted(self, operation: Operation) -> dict[int, Tensor] | None:
         """Return a copy for each example of every derived tensor among the arguments; None if that is impossible."""
+        one = None if operation.writes else self._marks.only(operation)
+        if one is not None:
+            # the whole operation is that example's
+            derived = {id(each): self._leaf(each) for each in operation.tensors if self._marks.sources(each)}
+            return {
+                key: self._copies(each, rows_of_one(one, each, self._marks.examples)) for key, each in derived.items()
+            }
         data = [tensor for tensor in operation.tensors if self._marks.is_data(tensor)]
         if operation.writes and not (operation.tensors[0] is data[0] and operation.name in POINTWISE):
             return None
         broadcasts = operation.name in POINTWISE or operation.name == "scaled_dot_product_attention"
         dimensions = max(tensor.ndim for tensor in operation.tensors)
-        rows = self._rows_at(data, dimensions)
+        rows = self._marks.rows_at(data, dimensions)
         if rows is None:
             return None
         joins = operation.name in JOINS
@@ -329,15 +336,6 @@ class ParameterUseMode(Multiplying):
                 return None
             lifted[id(tensor)] = self._copies(single, rows)
         return lifted
-
-    def _rows_at(self, data: Sequence[Tensor], dimensions: int) -> Rows | None:
-        """Return the place of the examples in a result with that many dimensions, broadcast from the last."""
-        for tensor in data:
-            rows = self._marks.rows(tensor)
-            if rows is not None:
-                dim = rows.dim + dimensions - tensor.ndim
-                return Rows(dim=dim, minor=rows.minor, size=rows.size, labels=rows.labels)
-        return None
 
     def _single(self, derived: Tensor, dimensions: int, rows: Rows, *, alone: bool) -> Tensor | None:
         """Return ``derived`` with one index along the dimension of the examples; None where it has several that differ.
@@ -378,11 +376,11 @@ class ParameterUseMode(Multiplying):
             return copies.contiguous() if self._repeats(tensor) else copies
 
     def _copies(self, single: Tensor, rows: Rows) -> Tensor:
-        """Repeat ``single`` along the examples' dimension, each copy with its own gradient."""
+        """Repeat ``single`` along the examples' dimension, each copy with its own gradient; once for one example."""
         names = self._marks.sources(single)
         wanted = self._sink.broadcast(names)
         count = rows.size if rows.labels is None else rows.labels.shape[0]
-        shape = [count if dim == rows.dim else -1 for dim in range(single.ndim)]
+        shape = [count if dim == rows.dim and rows.one is None else -1 for dim in range(single.ndim)]
         copies = single.detach().expand(shape)
         if wanted and torch.is_grad_enabled():
             copies.requires_grad_()
@@ -391,9 +389,10 @@ class ParameterUseMode(Multiplying):
             def arrived(leaf: Tensor) -> None:
                 if leaf.grad is not None:
                     gradient, leaf.grad = leaf.grad, None
-                    summed = rows.per_example(gradient, examples).unsqueeze(rows.dim + 1)
+                    if rows.one is None:
+                        gradient = rows.per_example(gradient, examples).unsqueeze(rows.dim + 1)
                     own = (Derived(tensor=single, names=names),)
-                    self._pullback.arrived.append(Arrived(derived=own, gradient=summed))
+                    self._pullback.arrived.append(Arrived(derived=own, gradient=gradient, example=rows.one))
 
             copies.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         self._marks.put(copies, rows=rows)

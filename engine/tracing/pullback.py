@@ -37,11 +37,29 @@ class Arrived:
     gradient: Tensor
     """By example (N, *shape) of the one ``derived``, or of the result of ``contribution``."""
     contribution: Contribution | None = None
+    example: int | None = None
+    """The one example that ``gradient`` is of, with no dimension for it; None where it is by example."""
 
     @property
     def names(self) -> frozenset[str]:
         """The names of all parameters that the tensors were made of."""
         return frozenset().union(*(each.names for each in self.derived))
+
+    def of_examples(self, start: int, stop: int) -> Tensor:
+        """Return the gradients of some examples.
+
+        Args:
+            start: The first of them.
+            stop: The example after the last one.
+
+        Returns:
+            Gradients, shape (stop − start, *shape), zeros for the others of a use by one example alone.
+        """
+        if self.example is None:
+            return self.gradient[start:stop]
+        gradients = self.gradient.new_zeros(stop - start, *self.gradient.shape)
+        gradients[self.example - start] = self.gradient
+        return gradients
 
 
 def detach_data(
@@ -118,7 +136,9 @@ class Pullback:
 
     def _add_(self, totals: dict[str, Tensor], arrived: Arrived, start: int, stop: int) -> bool:
         """Add what one use gives the examples from ``start`` to ``stop``; False where it gives nothing that holds."""
-        parts: Sequence[Tensor] | None = [arrived.gradient[start:stop]]
+        if arrived.example is not None and not start <= arrived.example < stop:
+            return True
+        parts: Sequence[Tensor] | None = [arrived.of_examples(start, stop)]
         if arrived.contribution is not None:
             parts = arrived.contribution.gradients(arrived.gradient, start, stop)
         if parts is None:

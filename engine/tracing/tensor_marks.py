@@ -168,6 +168,23 @@ class Marks:
         mark = self.of(tensor)
         return batch_first(tensor, self.examples) if mark is None else mark.rows
 
+    def rows_at(self, data: Sequence[Tensor], dimensions: int) -> Rows | None:
+        """Return where the examples of a result are that data are broadcast to, from the last dimension.
+
+        Args:
+            data: Data of any shapes.
+            dimensions: Dimensions of the result.
+
+        Returns:
+            Its rows, as those of the first data of which they are known; None where they are not known of any.
+        """
+        for tensor in data:
+            rows = self.rows(tensor)
+            if rows is not None:
+                dim = rows.dim + dimensions - tensor.ndim
+                return Rows(dim=dim, minor=rows.minor, size=rows.size, labels=rows.labels)
+        return None
+
     def follow(self, operation: Operation, left: object) -> None:
         """Mark the results of an operation on data.
 
@@ -180,7 +197,7 @@ class Marks:
             # a constant that takes only its type from the data stays one
             return
         results = list(tensors_of((operation.args[0],) if operation.writes and operation.args else (left,)))
-        one, moved = self._only(operation, data), None
+        one, moved = self.only(operation), None
         for place, result in enumerate(results):
             rows = self._combined(operation, result) or self._followed_any(operation, data, result, one)
             if rows is None and one is not None:
@@ -191,8 +208,16 @@ class Marks:
             if operation.name not in CONSTANTS or (rows is not None and rows.labels is None):
                 self.put(result, rows=rows)
 
-    def _only(self, operation: Operation, data: Sequence[Tensor]) -> int | None:
-        """Return the example that all data of an operation are of, as far as known; None where they are of several."""
+    def only(self, operation: Operation) -> int | None:
+        """Return the example that all data of an operation are of, as far as their rows are known.
+
+        Args:
+            operation: The operation.
+
+        Returns:
+            The example; None where they are of several, or a batch has no more than one.
+        """
+        data = [tensor for tensor in operation.tensors if self.of(tensor) is not None and not self.sources(tensor)]
         known = [rows for tensor in data if (rows := self.rows(tensor)) is not None]
         found = {rows.one for rows in known}
         if len(found) != 1 or self.examples == 1:

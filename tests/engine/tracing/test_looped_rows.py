@@ -147,6 +147,41 @@ def test_a_loop_over_one_example_is_no_loop(run: Callable[[Net, Tensor], Tensor]
     assert not verdict
 
 
+class Others(nn.Module):
+    """Layers of other kinds before a linear one, fed by the function that a test gives."""
+
+    def __init__(self, run: Callable[["Others", Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.around, self.h = nn.LayerNorm(6), nn.Conv1d(1, 2, 3, padding=1), nn.Linear(6, 5)
+        self.scale, self.run = nn.Parameter(torch.randn(6)), run
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.h(self.run(self, x))
+
+
+@pytest.mark.parametrize(("name", "run"), [
+    ("norm", lambda net, x: torch.stack([net.norm(row).tanh() for row in x])),
+    ("norm", lambda net, x: torch.cat([net.norm(part).tanh() for part in x.split(3)])),
+    ("around", lambda net, x: torch.stack([net.around(row[None, None])[0].tanh().sum(0) for row in x])),
+    ("around", lambda net, x: torch.cat([net.around(part[:, None]).tanh().sum(1) for part in x.split(3)])),
+    ("scale", lambda net, x: torch.stack([(row * net.scale).tanh() for row in x])),
+])  # fmt: skip
+def test_layers_of_other_kinds_are_followed_in_a_loop(name: str, run: Callable[[Others, Tensor], Tensor]) -> None:
+    model, x = Others(run), inputs().double()
+    y = torch.randint(5, (len(x),), generator=torch.Generator().manual_seed(3))
+    whole = collect(model, [(x, y)], "classification", fisher="empirical", batch_size=8)
+    assert {row.reason for row in whole.declared} <= {"no_gradient"}
+    parameters = [each for key, each in model.named_parameters() if key.startswith(name)]
+    truth = 0.0
+    for place in range(len(x)):
+        loss = nn.functional.cross_entropy(model(x[place : place + 1]), y[place : place + 1])
+        truth += sum(float(each.square().sum()) for each in torch.autograd.grad(loss, parameters)) / len(x)
+    traces = [layer.exact_trace for layer in whole.layers if layer.name.startswith(name)]
+    assert sum(trace for trace in traces if trace is not None) == pytest.approx(truth, rel=1e-10)
+
+
 class Padded(nn.Module):
     """A model of padded texts, whose last layer a test feeds."""
 
