@@ -48,6 +48,7 @@ from engine.row_layout.layer_calls import (
 from engine.row_layout.length_buckets import is_padding_irrelevant
 from engine.row_layout.row_order import find_row_orders
 from engine.row_layout.unbatched_inputs import find_spreadable_tables
+from engine.tracing.assumed_products import assumed_products
 from engine.tracing.function_mode import ParameterUseMode
 from engine.tracing.functional_layers import Uses, add_functional_layers, calls_of, find_candidates, places_of
 from engine.tracing.shared_parameters import find_shared_parameters
@@ -216,6 +217,7 @@ def probe_functional_layers(
     if mixed and len(runs) > 1:
         with contextlib.suppress(EngineError):
             uses.append(_operations(job, survey, different_sample(job), parameters)[0])
+            uses[-1].products += assumed_products(survey.treated, uses, parameters, unplaced)
     survey = add_functional_layers(job.model, survey, parameters, tuple(uses), mixed, forced)
     treated = {role for layer in survey.treated for role in (layer, *layer.roles)}
     calls = [[call for call in found if call.layer in treated] + calls_of(uses, survey) for uses, found in runs]

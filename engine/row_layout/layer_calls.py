@@ -38,6 +38,18 @@ class Call:
     """Writes to ``output`` before it was returned."""
 
 
+def list_of(name: str) -> str:
+    """Name the list that a module stands in.
+
+    Args:
+        name: Qualified name of the module.
+
+    Returns:
+        The name without numbers, which all modules at such a place of a list have in common.
+    """
+    return _NUMBER.sub(".*", name)
+
+
 @contextlib.contextmanager
 def record_calls(
     layers: tuple[TreatedLayer, ...],
@@ -268,13 +280,13 @@ def find_routed(copies: list[Call], different: list[Call], examples: tuple[int, 
     for call in copies:
         known.setdefault(call.layer.name, set()).add(Fraction(call.entered.numel(), examples[0]))
     alike = {
-        _NUMBER.sub(".*", call.layer.name)
+        list_of(call.layer.name)
         for call in different
         if not call.layer.batch_first(call.entered, examples[1])
         or Fraction(call.entered.numel(), examples[1]) not in known.get(call.layer.name, ())
     }
     names = {call.layer.name for call in (*copies, *different)}
-    return frozenset(name for name in names if _NUMBER.sub(".*", name) in alike)
+    return frozenset(name for name in names if list_of(name) in alike)
 
 
 def find_shared_tables(fewer: list[Call], more: list[Call]) -> tuple[str, ...]:
