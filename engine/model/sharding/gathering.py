@@ -64,8 +64,10 @@ class _Units:
         """Have a unit's numbers; what is there and no running unit needs makes room first."""
         if unit in self._filled:
             return
-        self.release()
-        self._rounds.bring(unit, [fill_storage(parameter) for parameter in self.parameters[unit]])
+        # ranks must send each other what they expect, whatever casts one of them is under
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - its only name
+            self.release()
+            self._rounds.bring(unit, [fill_storage(parameter) for parameter in self.parameters[unit]])
         self._filled.add(unit)
 
     def release(self) -> None:
@@ -77,8 +79,9 @@ class _Units:
 
     def serve(self) -> None:
         """Serve other ranks while this one waits for them."""
-        self.release()
-        self._rounds.serve()
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - its only name
+            self.release()
+            self._rounds.serve()
 
     def running(self, unit: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a unit's ``forward`` with its numbers brought together around it."""
