@@ -29,7 +29,7 @@ from engine.gradient_identity.summed_rows import NO_ROWS, SummedRows
 from engine.gradient_identity.unused_parameters import watch_unused
 from engine.layers.layer import TreatedLayer
 from engine.memory.out_of_memory import first_line
-from engine.model.batches import Batch, tensors
+from engine.model.batches import Batch
 from engine.saved_fields import load_fields, save_fields
 
 
@@ -376,24 +376,3 @@ def _joined(known: LayerCheck | None, checks: Sequence[LayerCheck]) -> LayerChec
         if own != known:
             found = worse(found, replace(own, examples=own.examples - (0 if known is None else known.examples)))
     return checks[0] if found is None else found
-
-
-def different_examples(batch: Batch, count: int) -> list[int]:
-    """Choose examples whose inputs differ.
-
-    Args:
-        batch: The batch.
-        count: Number of examples wanted.
-
-    Returns:
-        Ascending places of up to ``count`` examples; equal ones are among them where too few differ.
-    """
-    chosen: list[int] = []
-    parts = tensors(batch.inputs)
-    for place in range(batch.size):
-        if len(chosen) == count:
-            return chosen
-        if not any(all(torch.equal(each[place], each[other]) for each in parts) for other in chosen):
-            chosen.append(place)
-    rest = [place for place in range(batch.size) if place not in chosen]
-    return sorted(chosen + rest[: min(count, batch.size) - len(chosen)])

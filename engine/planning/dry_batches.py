@@ -4,8 +4,7 @@ from torch import Tensor
 
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import Probe
-from engine.gradient_identity.picked_examples import pick_examples
-from engine.gradient_identity.self_check import different_examples
+from engine.gradient_identity.picked_examples import different_examples, pick_examples
 from engine.model.batches import Batch, map_tensors
 
 DRY_EXAMPLES = (2, 3)

@@ -21,7 +21,7 @@ from engine.factors.representation import WorkloadEstimate, choose
 from engine.layers.coverage import Survey, declare
 from engine.layers.elementwise import BareLayer
 from engine.layers.layer import BlockLayer, TreatedLayer
-from engine.memory.out_of_memory import lost_device, ran_out_of_memory
+from engine.memory.out_of_memory import free_memory, lost_device, ran_out_of_memory
 from engine.model.activation_memory import GradientCopies, Saved, trace_saved_bytes
 from engine.model.batches import Batch, tensors
 from engine.model.determinism import seed_generators
@@ -122,6 +122,14 @@ def _routed(job: PassJob, survey: Survey, few: Probe, batch: Batch) -> frozenset
     try:
         seen = _seen(job, survey, different_sample(job))
     except EngineError:
+        return frozenset()
+    except Exception as error:
+        if not ran_out_of_memory(error):
+            raise
+        seen = None
+    if seen is None:
+        # outside of the except block, whose traceback holds the tensors; the passes take smaller slices
+        free_memory(job.workspace.machine.device)
         return frozenset()
     return find_routed(few.calls, seen.calls, (few.examples, seen.examples))
 
