@@ -27,6 +27,8 @@ from engine.layers.layer import BlockLayer, Use
 from engine.layers.tied import TiedHeadLayer
 from engine.model.outputs import Prediction
 
+_ROUNDINGS = 10
+"""Times the precision's ε that a sum of rows may be off, beside the sum of their norms."""
 _SIDES = ("A", "G", "counts", "vectors")
 """The sums of a layer; the last two of a table that is a head's weight too."""
 
@@ -105,7 +107,7 @@ class LayerMoments:
                 side.add_(counted_rows(layer, use)[:, : self._width], ones=layer.bias)
             elif use.input.numel():
                 rows = layer.activation_rows(use.input)
-                side.add_(pooled(rows, use, side.dtype, mean=True)[:, : self._width], ones=layer.bias)
+                side.add_pooled_(rows, use, mean=True, width=self._width, ones=layer.bias)
 
     def follow(self, use: Use) -> Callable[[Tensor], None]:
         """Follow one call until its gradient arrives.
@@ -194,16 +196,18 @@ class LayerMoments:
         else:
             rows = layer.gradient_rows(gradient)
         if self.statistics.sharing == "reduce" and layer.form == "kronecker" and not self._is_lookup(use):
-            rows = pooled(rows, use, side.dtype, mean=False)
-        elif use.kept is not None:
-            rows = rows[use.kept]
-        self._take_in_(side, rows)
+            self._take_in_(side, rows, use)
+            return
+        self._take_in_(side, rows if use.kept is None else rows[use.kept])
 
-    def _take_in_(self, side: RowMoments, rows: Tensor) -> None:
+    def _take_in_(self, side: RowMoments, rows: Tensor, together: Use | None = None) -> None:
+        """Take in rows as they are, or added up to one for each example of a call."""
         if side is self.sides["G"] and isinstance(self.statistics.gradient_rows, SketchRows):
-            side.add_diagonal_(rows)
-        else:
+            side.add_diagonal_(rows if together is None else pooled(rows, together, side.dtype, mean=False))
+        elif together is None:
             side.add_(rows)
+        else:
+            side.add_pooled_(rows, together, mean=False)
 
     def _summed(self, name: str) -> SumMoments | None:
         """The same of the sums; None where there is none to be held."""
@@ -240,7 +244,11 @@ def _difference(side: RowMoments, found: SumMoments) -> float:
         # beyond the range of a precision: of sums and of rows that are kept this ends the job, with its remedy
         return 0.0
     # products below the smallest normal number are lost on either side
-    lost = torch.finfo(side.dtype).tiny * (side.rows + 1) * side.vector.shape[1]
+    underflow = torch.finfo(side.dtype).tiny * (side.rows + 1) * side.vector.shape[1]
+    # and what rounding e leaves of rows that cancel: 2 e s is at most a tolerance of s² and e² over it
+    precision = _narrower(found.dtype, side.dtype)
+    rounding = torch.as_tensor(side.pooled, dtype=torch.float64).cpu() * (_ROUNDINGS * torch.finfo(precision).eps) ** 2
+    lost = underflow + rounding / TOLERANCES[precision]
     off = [((found.squares.cpu() - squares).abs() - lost) / (squares + lost)]
     off.append(((found.forms.cpu() - forms).abs() - 100 * lost) / (squares + forms + lost))
     return float(torch.stack(off).clamp_min(0).max())

@@ -203,6 +203,9 @@ class BatchCheck:
             return Findings()
         single = self.forward.batch.size == 1 == subject.collection.batch_size
         usual = "single" if single else "alone" if subject.has_gradients else "inputs"
+        if together.cotangent is None:
+            # nothing was pulled back: a batch without loss terms, or a head whose G comes from the outputs
+            subject = subject.without_gradients()
         findings = Findings(
             errors={name: Errors() for name in names},
             proof=dict.fromkeys(names, usual),
@@ -339,7 +342,7 @@ class BatchCheck:
             except EngineError:
                 return
             own, theirs = together.of(together.outputs, number), beside.of(beside.outputs, 0)
-            if own.shape != theirs.shape:
+            if own.shape != theirs.shape or not {layer.name for layer in layers} <= beside.layers.keys():
                 return
             self._compare_outputs(findings, theirs, own)
             if directed and beside.direction is not None and together.cotangent is not None:

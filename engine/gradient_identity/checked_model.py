@@ -48,6 +48,10 @@ class Subject:
     widens: bool = False
     """Narrower types that the model names stand for float64."""
 
+    def without_gradients(self) -> "Subject":
+        """Return the same subject of which inputs and outputs alone are looked at."""
+        return replace(self, collection=replace(self.collection, fisher="forward_only"))
+
     @property
     def has_gradients(self) -> bool:
         """Whether the collection pulls anything back."""

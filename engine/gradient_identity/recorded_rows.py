@@ -36,6 +36,17 @@ class RowRecorder:
     """Calls with the gradients of their outputs, in the order of their arrival."""
     example_gradients: Tensor | None = None
     """(N, numbers) of a parameter that enters no product."""
+    _again: list[int] | None = None
+    """Calls that this direction may have run again, as a reentrant checkpoint does; None in the first direction."""
+
+    def begin_direction(self, weight: float, *, first: bool) -> None:
+        """Prepare for the gradients of one direction.
+
+        Args:
+            weight: Factor of the direction.
+            first: Whether it is the first one.
+        """
+        self.weight, self._again = weight, None if first else list(range(len(self.met)))
 
     @property
     def picks(self) -> bool:
@@ -70,6 +81,7 @@ class RowRecorder:
             if self.places is None:
                 require_unwritten(use.input, read, self.layer.name)
             own = gradient if self.places is None else _cut(gradient, use, self.places)
+            number = self._recomputed(kept) if number is None else number
             if number is None:
                 number = len(self.met)
                 self.met.append((kept, own if self.weight == 1 else own * self.weight))
@@ -92,6 +104,13 @@ class RowRecorder:
         for number, place in enumerate(places):
             if start <= place < start + gradients.shape[0]:
                 self.example_gradients[number] += self.weight * gradients[place - start]
+
+    def _recomputed(self, kept: Use) -> int | None:
+        """Find the call that was run again for another direction: the first one with the same input."""
+        for place, known in enumerate(self._again or ()):
+            if torch.equal(self.met[known][0].input, kept.input):
+                return (self._again or []).pop(place)
+        return None
 
     def _kept(self, use: Use) -> Use:
         if self.places is None:
@@ -147,11 +166,12 @@ class ExampleRows:
     recorder: RowRecorder
     example: int
     """Place in the batch."""
+    has_gradients: bool = True
+    """Something was pulled back: the inputs of calls without a gradient do not count then."""
 
     def inputs(self) -> Iterator[Tensor]:
         """Yield the example's part of each call's input, of its shape, or (rows, d_in) where rows were picked."""
-        # where gradients arrive, the inputs of calls without one do not count
-        for use in [use for use, _ in self.recorder.met] or self.recorder.uses:
+        for use in [use for use, _ in self.recorder.met] if self.has_gradients else self.recorder.uses:
             if use.owners is None:
                 yield use.of_examples(self.example, self.example + 1).input
             else:
@@ -210,7 +230,7 @@ class Recording:
         Returns:
             A view of the recording.
         """
-        return ExampleRows(recorder=self.layers[layer], example=example)
+        return ExampleRows(recorder=self.layers[layer], example=example, has_gradients=self.cotangent is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,8 @@ class RowMoments:
     """(groups,) float64 ``Σ (r·v)²``."""
     rows: float = 0.0
     """Rows so far."""
+    pooled: Tensor | float = 0.0
+    """(groups,) float64 ``Σ (Σ ‖r‖)²`` of rows that were added up to one: what those may have lost by cancelling."""
 
     @classmethod
     def of(cls, vector: Tensor, dtype: torch.dtype) -> "RowMoments":
@@ -102,6 +104,21 @@ class RowMoments:
             dots = piece[:, 0] @ vector.T if groups == 1 else torch.einsum("pgn,gn->pg", piece, vector)
             # complex rows enter no sum: were they cut to their real part, this would differ
             self.forms += (dots.to(torch.promote_types(dots.dtype, torch.float64)) + last).abs().square().sum(0)
+
+    def add_pooled_(self, rows: Tensor, use: Use, *, mean: bool, width: int | None = None, ones: bool = False) -> None:
+        """Take in one row for each example, the sum or the mean of its positions.
+
+        Args:
+            rows: Rows of one call, shape (P, groups · n).
+            use: The call: its examples, and which of its positions count.
+            mean: Whether positions are averaged.
+            width: Numbers of a row that are taken in; None is all.
+            ones: Whether the rows have a column of ones besides.
+        """
+        whole = pooled(rows, use, self.dtype, mean=mean)
+        self.add_(whole if width is None else whole[:, :width], ones=ones)
+        norms = torch.linalg.vector_norm(rows.reshape(rows.shape[0], self.vector.shape[0], -1), dim=2)
+        self.pooled = self.pooled + pooled(norms, use, torch.float64, mean=mean).to(torch.float64).square().sum(0)
 
     def add_ids_(self, ids: Tensor) -> None:
         """Take in one-hot rows.

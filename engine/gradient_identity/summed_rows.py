@@ -167,7 +167,7 @@ class SummedRows:
         weight = direction_weight(group.directions)
         own = group.cut(direction)
         for recorder in group.recorders.values():
-            recorder.weight = weight
+            recorder.begin_direction(weight, first=group.directions == 0)
         group.cotangent = own if group.cotangent is None else group.cotangent + weight * own
         group.directions += 1
 
