@@ -29,7 +29,9 @@ def test_products_solves_and_roots_equal_those_of_the_cpu(net: str, kind: str) -
         # a vector on the host comes back there, and one on the device stays there
         found = there.power(exponent) @ right.to(DEVICE)
         assert found.device.type == "cuda"
-        assert relative_error(found.cpu(), here.power(exponent) @ right) < 1e-9
+        # without damping, an eigenvalue that is zero but for rounding has a root of √eps beside the largest one's
+        bound = torch.finfo(torch.float64).eps ** 0.5 if (kind, exponent) == ("none", 0.5) else 1e-9
+        assert relative_error(found.cpu(), here.power(exponent) @ right) < bound
         assert (there.power(exponent) @ right).device.type == "cpu"
     assert there.trace() == pytest.approx(here.trace(), rel=1e-10)
     assert relative_error(there.diagonal(), here.diagonal()) < 1e-10

@@ -314,15 +314,15 @@ def test_a_batch_that_is_halved_for_want_of_memory_counts_once(monkeypatch: pyte
             return real(*arguments)
         seen = 0
 
-        def failing(job: Any, batch: Any, collector: Any) -> int:
+        def failing(job: Any, batch: Any, collector: Any, summed: Any) -> int:
             nonlocal seen
             seen += 1
             if seen == 3:
                 # after its first example has entered
                 for each in list(batch.slices(1))[:1]:
-                    data_pass._enter(job, each, collector)
+                    data_pass._enter(job, each, collector, summed)
                 raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 96 bytes")
-            return true_update(job, batch, collector)
+            return true_update(job, batch, collector, summed)
 
         with monkeypatch.context() as patch:
             patch.setattr(data_pass, "update", failing)
@@ -404,7 +404,7 @@ def test_the_plan_counts_what_is_set_aside(fisher: str, monkeypatch: pytest.Monk
     held = []
     real = data_pass.update
 
-    def counting(job: Any, batch: Any, collector: Any) -> int:
+    def counting(job: Any, batch: Any, collector: Any, summed: Any) -> int:
         tensors = [
             tensor
             for each in collector.statistics
@@ -412,7 +412,7 @@ def test_the_plan_counts_what_is_set_aside(fisher: str, monkeypatch: pytest.Monk
             if tensor is not None
         ]
         held.append(sum(tensor.nbytes for tensor in tensors))
-        return real(job, batch, collector)
+        return real(job, batch, collector, summed)
 
     monkeypatch.setattr(data_pass, "update", counting)
     plans: list[Any] = []

@@ -216,7 +216,7 @@ def across_examples(model: Used, x: Tensor) -> Tensor:
 
 
 STRANGE: list[tuple[Callable[[Used, Tensor], Tensor], tuple[int, ...], str, str]] = [
-    (lambda _, x: x, (4, 4), "no_gradient", "plain autograd"),
+    (lambda _, x: x, (4, 4), "no_gradient", "no batch"),
     (overwriting, (4,), "unknown_operation", "setitem"),
 ]
 
