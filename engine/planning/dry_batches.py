@@ -30,16 +30,15 @@ def samples_of(job: PassJob, seen: Probe) -> list[Batch]:
     return [repeated(batch, size) for size in sizes]
 
 
-def different_sample(job: PassJob) -> Batch:
-    """Return a few different examples of the first batch, which may take different ways through a model.
+def different_sample(batch: Batch) -> Batch:
+    """Return a few different examples of a batch, which may take different ways through a model.
 
     Args:
-        job: The data.
+        batch: The first batch.
 
     Returns:
-        A batch on the device.
+        A batch where the other one is.
     """
-    batch = job.moved(job.probed_batch())
     return pick_examples(batch, different_examples(batch, _DIFFERENT_EXAMPLES))
 
 

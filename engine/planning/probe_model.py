@@ -22,7 +22,7 @@ from engine.layers.coverage import Survey, declare
 from engine.layers.elementwise import BareLayer
 from engine.layers.layer import BlockLayer, TreatedLayer
 from engine.memory.out_of_memory import free_memory, lost_device, ran_out_of_memory
-from engine.model.activation_memory import GradientCopies, Saved, trace_saved_bytes
+from engine.model.activation_memory import GradientCopies, trace_saved_bytes
 from engine.model.batches import Batch, tensors
 from engine.model.determinism import seed_generators
 from engine.model.dtype_casts import casts_of, settle_casts
@@ -120,7 +120,7 @@ def _routed(job: PassJob, survey: Survey, few: Probe, batch: Batch) -> frozenset
     if batch.size == 1:
         return frozenset()
     try:
-        seen = _seen(job, survey, different_sample(job))
+        seen = _seen(job, survey, different_sample(batch))
     except EngineError:
         return frozenset()
     except Exception as error:
@@ -224,7 +224,8 @@ def probe_functional_layers(
     uses = [found for found, _ in runs]
     if mixed and len(runs) > 1:
         with contextlib.suppress(EngineError):
-            uses.append(_operations(job, survey, different_sample(job), parameters)[0])
+            different = different_sample(job.moved(job.probed_batch()))
+            uses.append(_operations(job, survey, different, parameters)[0])
             uses[-1].products += assumed_products(survey.treated, uses, parameters, unplaced)
     survey = add_functional_layers(job.model, survey, parameters, tuple(uses), mixed, forced)
     treated = {role for layer in survey.treated for role in (layer, *layer.roles)}
@@ -295,23 +296,14 @@ def _with_activations(job: PassJob, survey: Survey, seen: Probe) -> Probe:
         return seen
     # steps, and a graph that is kept, are no single module's; what bare parameters hold has a term of its own
     if stepped or (retained and not any(isinstance(layer, BareLayer) for layer in survey.treated)):
-        met = _with_passes(job, survey, seen.mixed, samples, met, retained=retained)
+        placed = dataclasses.replace(job, places=places_of(survey))
+        # where a pass refuses the sample, the one that counts says why, or is made anew
+        with contextlib.suppress(EngineError, InputOverwritten):
+            held = [pass_events(placed, survey.treated, seen.mixed, each, directions=1 + retained) for each in samples]
+            met = dataclasses.replace(met, others=peak_lines(sizes, held))
     return dataclasses.replace(
         seen, saved=saved, recomputed=recomputed, met=met, met_normalised=normalised, repeated=repeated
     )
-
-
-def _with_passes(
-    job: PassJob, survey: Survey, mixed: frozenset[str], samples: list[Batch], met: Saved, *, retained: bool
-) -> Saved:
-    """``met``, or what whole passes hold where that is more."""
-    job = dataclasses.replace(job, places=places_of(survey))
-    try:
-        held = [pass_events(job, survey.treated, mixed, sample, directions=1 + retained) for sample in samples]
-    except (EngineError, InputOverwritten):
-        # the pass that counts says why, or is made anew
-        return met
-    return dataclasses.replace(met, others=peak_lines(tuple(sample.size for sample in samples), held))
 
 
 def _represented(job: PassJob, survey: Survey, seen: Probe) -> Probe:

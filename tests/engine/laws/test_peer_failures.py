@@ -417,9 +417,9 @@ def test_the_plan_says_the_memory_of_every_stage_beforehand() -> None:
     """
     model = plain()
     batches: list[int] = []
-    # dry runs are of three examples at most
-    model.register_forward_pre_hook(lambda _, args: batches.append(1) if len(args[0]) > 3 else None)
-    space = workspace(model, [classified()], "classification", fisher="mc")
+    # dry runs are of five examples at most
+    model.register_forward_pre_hook(lambda _, args: batches.append(1) if len(args[0]) > 5 else None)
+    space = workspace(model, [classified()], "classification", fisher="mc", batch_size=8)
     seen: list[tuple[Any, int]] = []
     space.ports.announce_plan = lambda plan: seen.append((plan, len(batches)))
     collect_or_read(space)

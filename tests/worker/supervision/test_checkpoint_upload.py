@@ -31,15 +31,18 @@ import os, signal, time
 from pathlib import Path
 from torch import nn
 
+calls = 0  # of the process: what a model counts itself is set back after every batch
+
 class Mortal(nn.Module):
     def __init__(self, grave):
         super().__init__()
-        self.head, self.grave, self.calls = nn.Linear(12, 3), Path(grave), 0
+        self.head, self.grave = nn.Linear(12, 3), Path(grave)
 
     def forward(self, x):
-        self.calls += 1
+        global calls
+        calls += 1
         time.sleep(0.01)
-        if self.calls == 20 and not self.grave.exists():
+        if calls == 45 and not self.grave.exists():
             self.grave.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return self.head(x)
