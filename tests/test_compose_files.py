@@ -175,7 +175,7 @@ def test_prometheus_is_confined_and_gets_the_token_where_it_looks_for_it() -> No
 def test_every_setting_that_is_named_is_read(path: Path) -> None:
     code = "".join(
         file.read_text()
-        for room in ("api", "catalog", "jobs", "kronoscope", "worker", "tests/chaos")
+        for room in ("api", "catalog", "jobs", "kronoscope", "worker", "tests/chaos", "tests/engine")
         for file in sorted((ROOT / room).rglob("*.py"))
     )
     known = set(re.findall(r"KRONOSCOPE_[A-Z]+(?:_[A-Z]+)*", code))

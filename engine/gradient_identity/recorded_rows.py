@@ -314,6 +314,9 @@ def _recorded(
                 direction = direction_of(subject, prediction, own.index)
             pull_back(get_gradient_edge(prediction.outputs), cotangent, within=subject.returning())
             collector.returned()
+        elif not prediction.outputs.requires_grad:
+            # without a loss term of its own, an example alone has no loss of the model's own to pull back
+            cotangent = None
         collector.end()
     return Recording(
         layers={each.layer.name: recorders[each.layer.name] for each in statistics if each.flaw is None},

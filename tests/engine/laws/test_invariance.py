@@ -165,5 +165,6 @@ def test_the_models_own_mean_loss_is_rescaled_by_each_slices_terms(size: int) ->
     made = [workspace(model, [(ids, labels)], "masked_lm", "model", fisher="empirical", batch_size=6) for _ in range(2)]
     made[1].options.memory = Memory(micro_batch=size)
     whole, cut = (collect_or_read(one) for one in made)
+    assert [layer.form for layer in whole.layers] == ["diagonal", "kronecker"]
     assert counts(cut) == counts(whole)
     assert largest_error(cut, whole) < 1e-12

@@ -82,5 +82,5 @@ def test_a_tuned_prompt_is_that_of_plain_autograd(batch_size: int, *, padded: bo
 
 def test_a_prefix_of_keys_and_values_adds_no_position() -> None:
     inputs = data(padded=False)
-    with pytest.raises(WrongShape, match=r"targets of shape \(2, 9\)"):
+    with pytest.raises(WrongShape, match=r"targets of shape \(4, 9\)"):
         collect(Tuned("PeftType.PREFIX_TUNING"), [(inputs, inputs["input_ids"])], "causal_lm")
