@@ -117,7 +117,8 @@ class RowMoments:
         """
         whole = pooled(rows, use, self.dtype, mean=mean)
         self.add_(whole if width is None else whole[:, :width], ones=ones)
-        norms = torch.linalg.vector_norm(rows.reshape(rows.shape[0], self.vector.shape[0], -1), dim=2)
+        groups = self.vector.shape[0]
+        norms = torch.linalg.vector_norm(rows.reshape(rows.shape[0], groups, rows.shape[1] // groups), dim=2)
         self.pooled = self.pooled + pooled(norms, use, torch.float64, mean=mean).to(torch.float64).square().sum(0)
 
     def add_ids_(self, ids: Tensor) -> None:

@@ -186,13 +186,13 @@ def test_a_size_is_reached_at_the_end_of_its_batch() -> None:
 
 def test_batches_too_large_for_the_sizes_are_said() -> None:
     said: list[str] = []
-    made = space(64, nested=True, batch_size=64)
+    made = space(40, nested=True, batch_size=40)
     made.ports.log = lambda level, message: said.append(f"{level}: {message}")
     whole = collect_or_read(made)
     assert whole.nested == ()
-    assert any("warning" in line and "lower `collection.batch_size` to 8 or less" in line for line in said)
+    assert any("warning" in line and "lower `collection.batch_size` to 5 or less" in line for line in said)
     (row, *_) = collect_factors(None, made)
-    assert [entry.examples for entry in row.metrics.nested] == [64]
+    assert [entry.examples for entry in row.metrics.nested] == [40]
 
 
 def test_data_of_unknown_length_is_counted_first() -> None:
