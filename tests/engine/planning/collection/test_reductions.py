@@ -42,6 +42,8 @@ def measured(rank: int) -> dict[str, Any]:
         if reduction == "gram":
             # the profiler counts all of the memory that ranks hold together, on each of them
             peak -= outputs * count * 4 * (RANKS - 1) // RANKS
+        # two copies of a small model are there before the plan is made, which counts them with the process
+        peak -= 2 * sum(each.nbytes for each in made.inputs.model.parameters())
         plan, ranks = made.results.plan, made.machine.ranks
         assert plan is not None
         assert ranks is not None
