@@ -18,7 +18,8 @@ from engine.model.counter_rng import normals
 
 _PERIOD = 8191
 """Numbers of a vector after which it repeats itself."""
-_NUMBERS_AT_ONCE = 2**20
+NUMBERS_AT_ONCE = 2**20
+"""Numbers of rows that are taken in at once, in float64."""
 _PROBABILITIES_AT_ONCE = 2**17
 _TRANSPOSED = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)
 
@@ -97,7 +98,7 @@ class RowMoments:
             return
         wide = torch.promote_types(rows.dtype, self.dtype)
         vector, last = self.vector[:, :width].to(wide), self.vector[:, -1] if ones else 0.0
-        height = max(1, _NUMBERS_AT_ONCE // (groups * width))
+        height = max(1, NUMBERS_AT_ONCE // (groups * width))
         for start in range(0, rows.shape[0], height):
             piece = rows[start : start + height].to(wide).view(-1, groups, width)
             self.squares += torch.linalg.vector_norm(piece, dim=2).to(torch.float64).square().sum(0)
@@ -138,7 +139,7 @@ class RowMoments:
             rows: Shape (P, groups · n).
         """
         self.rows += rows.shape[0]
-        height = max(1, _NUMBERS_AT_ONCE // max(1, self.vector.numel()))
+        height = max(1, NUMBERS_AT_ONCE // max(1, self.vector.numel()))
         for start in range(0, rows.shape[0], height):
             squares = rows[start : start + height].to(torch.float64).square().sum(0).view_as(self.vector)
             self.squares += squares.sum(1)

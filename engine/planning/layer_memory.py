@@ -156,13 +156,12 @@ def _stored_size(storage_dtype: str | None, item: int) -> int:
     return item if storage_dtype is None else torch.empty((), dtype=getattr(torch, storage_dtype)).element_size()
 
 
-def example_gradients(treated: Sequence[TreatedLayer], examples: int, recorded: int = 0) -> int:
+def example_gradients(treated: Sequence[TreatedLayer], examples: int) -> int:
     """Return how many numbers the gradients of bare parameters by example hold, with what waits for them.
 
     Args:
         treated: Layers of one pass.
         examples: Examples that go through the model together.
-        recorded: Examples whose gradients are kept besides; a collection keeps none, a check all of its own.
 
     Returns:
         Numbers at the peak of a backward pass.
@@ -173,5 +172,4 @@ def example_gradients(treated: Sequence[TreatedLayer], examples: int, recorded: 
     again = sum(layer.out_dim for layer in bare if layer.held is not None)
     # of some examples: those with respect to what was made of the parameters, and pulled back to them, and one more
     made = 3 * examples_at_once(examples, again) * again
-    kept = recorded * sum(layer.out_dim for layer in bare)
-    return copied + made + kept + examples * sum(layer.held or 0 for layer in bare)
+    return copied + made + examples * sum(layer.held or 0 for layer in bare)

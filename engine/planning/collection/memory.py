@@ -86,11 +86,13 @@ def plan_of(
         sizes.append(("packed factor", "n² / 2, beyond the activations", packed, "exact", "collection"))
     if workspace.options.collection.nested:
         # a follower's copy comes with a copy of the A that it shares
-        copies = (
-            each.groups * sum(side * side if dense else side for side, dense in sides_of(each, follows=False))
-            for each in probe.layers
+        own = max(
+            (
+                each.groups * sum(side * side if dense else side for side, dense in sides_of(each, follows=False))
+                for each in probe.layers
+            ),
+            default=0,
         )
-        own = max(copies, default=0)
         copied = own * probe.dtype.itemsize + largest * largest * probe.dtype.itemsize // 2
         sizes.append(("nested copy", "in² + out² + n² / 2, largest layer", copied, "exact", "collection"))
         sizes.append(
