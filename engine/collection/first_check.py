@@ -270,7 +270,8 @@ def _glances(layers: Sequence[TreatedLayer], summed: SummedRows, examples: int) 
             rows = numbers // max(1, layer.fan_out * layer.groups)
             multiplications += rows * layer.fan_in * layer.fan_out * layer.groups
             sums += rows * layer.groups * (layer.fan_in**2 + layer.fan_out**2) // 2
-    return Glances.of(multiplications, sums, max(summed.nodes, len(layers)), examples)
+    weights = sum(layer.fan_in * layer.fan_out * layer.groups for layer in layers if layer.weight)
+    return Glances.of(multiplications, sums, max(summed.nodes, len(layers)), examples, weights=weights)
 
 
 def subject_of(job: PassJob) -> Subject:

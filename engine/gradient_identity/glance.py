@@ -3,9 +3,10 @@
 One forward pass of one example, without a graph. How often it comes is counted, never timed: what is covered must not
 depend on how busy a machine is. Of a batch of N examples it takes
 
-    (w + n) / (N (3 w + s) + 6 n)
+    (w + 16 r + n) / (N (3 w + s) + 6 n)
 
-with the multiplications of one example w, those of its sums s, and what an operation takes beside its numbers n.
+with the multiplications of one example w, those of its sums s, the numbers r of the weights, which are read for that
+one example, and what operations and the pass around them take beside their numbers n.
 """
 
 from collections.abc import Iterator
@@ -26,6 +27,10 @@ SHARE = 0.02
 """Most that glances may take of a batch's time."""
 _OPERATION = 300_000
 """Multiplications in the time that an operation takes beside its numbers."""
+_FORWARD = 2 * 10**8
+"""Multiplications in the time that a forward pass takes beside its operations, its model's state put back."""
+_READ = 16
+"""Multiplications in the time that a number of a weight is read from memory."""
 _PASS = 6
 """The same of a batch's whole pass, in those of a forward pass alone."""
 _SMALL = 2 * 10**7
@@ -48,7 +53,7 @@ class Glances:
     """And each of so many at the beginning."""
 
     @classmethod
-    def of(cls, multiplications: int, sums: int, operations: int, examples: int) -> "Glances":
+    def of(cls, multiplications: int, sums: int, operations: int, examples: int, *, weights: int = 0) -> "Glances":
         """Count what a glance takes of a batch.
 
         Args:
@@ -56,14 +61,16 @@ class Glances:
             sums: Those that its rows take to be summed.
             operations: Operations of a forward pass.
             examples: Examples of a batch.
+            weights: Numbers of the weights.
 
         Returns:
             The batches that get one.
         """
-        glance = multiplications + operations * _OPERATION
-        batch = examples * (3 * multiplications + sums) + _PASS * operations * _OPERATION
+        around = operations * _OPERATION + _FORWARD
+        glance = multiplications + _READ * weights + around
+        batch = examples * (3 * multiplications + sums) + _PASS * around
         every = max(1, min(_SELDOM, -int(-glance // (SHARE * batch))))
-        return cls(every=every, first=_SMALL_BATCHES if glance < _SMALL else 0)
+        return cls(every=every, first=_SMALL_BATCHES if glance - _FORWARD < _SMALL else 0)
 
     def turn(self, number: int) -> int | None:
         """Number the glances.
