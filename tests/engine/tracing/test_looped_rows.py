@@ -78,7 +78,7 @@ def every_other(net: Net, x: Tensor) -> Tensor:
 
 
 def written(net: Net, x: Tensor) -> Tensor:
-    """What stands in a table that a loop fills enters a layer again."""
+    """Assert that rows which a loop writes into a table keep their examples when they enter a layer."""
     z = hidden(net, x)
     table = z.new_zeros(len(x), 8)
     for place in range(len(x)):
