@@ -48,9 +48,9 @@ from engine.row_layout.layer_calls import (
 from engine.row_layout.length_buckets import is_padding_irrelevant
 from engine.row_layout.row_order import find_row_orders
 from engine.row_layout.unbatched_inputs import find_spreadable_tables
-from engine.tracing.assumed_products import assumed_products
 from engine.tracing.function_mode import ParameterUseMode
 from engine.tracing.functional_layers import Uses, add_functional_layers, calls_of, find_candidates, places_of
+from engine.tracing.parameter_uses import assumed_products
 from engine.tracing.shared_parameters import find_shared_parameters
 
 
@@ -121,10 +121,8 @@ def _routed(job: PassJob, survey: Survey, few: Probe, batch: Batch) -> frozenset
         return frozenset()
     try:
         seen = _seen(job, survey, different_sample(batch))
-    except EngineError:
-        return frozenset()
     except Exception as error:
-        if not ran_out_of_memory(error):
+        if not (isinstance(error, EngineError) or ran_out_of_memory(error)):
             raise
         seen = None
     if seen is None:
@@ -224,9 +222,10 @@ def probe_functional_layers(
     uses = [found for found, _ in runs]
     if mixed and len(runs) > 1:
         with contextlib.suppress(EngineError):
-            different = different_sample(job.moved(job.probed_batch()))
-            uses.append(_operations(job, survey, different, parameters)[0])
-            uses[-1].products += assumed_products(survey.treated, uses, parameters, unplaced)
+            sample = different_sample(job.moved(job.probed_batch()))
+            uses.append(_operations(job, survey, sample, parameters)[0])
+            products = [each for use in uses for each in use.products]
+            uses[-1].products += assumed_products(survey.treated, products, parameters, unplaced)
     survey = add_functional_layers(job.model, survey, parameters, tuple(uses), mixed, forced)
     treated = {role for layer in survey.treated for role in (layer, *layer.roles)}
     calls = [[call for call in found if call.layer in treated] + calls_of(uses, survey) for uses, found in runs]
