@@ -314,7 +314,7 @@ def _recorded(
                 direction = direction_of(subject, prediction, own.index)
             pull_back(get_gradient_edge(prediction.outputs), cotangent, within=subject.returning())
             collector.returned()
-        elif not prediction.outputs.requires_grad:
+        elif subject.task.likelihood == "model" and not prediction.terms:
             # without a loss term of its own, an example alone has no loss of the model's own to pull back
             cotangent = None
         collector.end()

@@ -29,7 +29,9 @@ from catalog.field_errors import complaints
 from catalog.frames import Divided, Finished, Started, Stopped, Summarised, layer_frame
 from catalog.job import JobDocument
 from catalog.record import plain
+from engine.analyses.metrics.loss_gradient import require_fit
 from engine.analyses.run_analyses import run_analyses
+from engine.collection.parameter_windows import list_parameters
 from engine.distributed import group
 from engine.errors import StopRequested
 from engine.layers.coverage_check import survey_layers
@@ -264,6 +266,8 @@ def _open_model(attempt: _Attempt) -> InputDigests | Finished | Divided:
     if not assignment.estimate:
         require_usable(loaded.model)
         survey_layers(loaded.model, document.collection)
+        if workspace.inputs.gradient is not None:
+            require_fit(workspace.inputs.gradient, list_parameters(loaded.model))
     with workspace.machine.operation("data"):
         data = load_data(document, loaded, context)
     workspace.inputs.batches, workspace.inputs.examples = data.batches, data.examples
