@@ -206,6 +206,8 @@ class BatchCheck:
         if together.cotangent is None:
             # nothing was pulled back: a batch without loss terms, or a head whose G comes from the outputs
             subject = subject.without_gradients()
+            # outputs without a graph: no row was summed, and at the end of the pass the layer has no gradient
+            layers = [layer for layer in layers if together.layers[layer.name].uses]
         findings = Findings(
             errors={name: Errors() for name in names},
             proof=dict.fromkeys(names, usual),
