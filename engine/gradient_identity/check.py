@@ -196,7 +196,7 @@ class BatchCheck:
     # ---- the identities
 
     def _findings(self, subject: Subject, layers: Sequence[TreatedLayer]) -> Findings:
-        together = self._together(subject, layers)
+        together = self.summed or record(subject, layers, self.forward, places=self.examples)
         # what a hook has refused already stands with its own reason
         layers = [layer for layer in layers if layer.name in together.layers]
         names = [layer.name for layer in layers]
@@ -243,10 +243,6 @@ class BatchCheck:
             findings.proof |= dict.fromkeys((layer.name for layer in rest), "same_forward")
             self._same_forward(subject, rest, together, findings)
         return findings
-
-    def _together(self, subject: Subject, layers: Sequence[TreatedLayer]) -> Recording:
-        """The rows of the examples in the batch that is summed."""
-        return self.summed or record(subject, layers, self.forward, places=self.examples)
 
     @property
     def _elsewhere(self) -> int:
