@@ -27,6 +27,7 @@ from engine.collect import collect_or_read
 from engine.collection import data_pass
 from engine.collection.first_check import Verification
 from engine.factors.factor_set import FactorSet
+from engine.gradient_identity.glance import Glances
 from engine.gradient_identity.self_check import SelfCheck
 from engine.gradient_identity.summed_rows import SummedRows
 from engine.model.batches import map_tensors
@@ -69,6 +70,8 @@ class Parts:
     """Processor seconds of the parts of one job."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    glances: Glances = field(default_factory=Glances)
+    """The batches that get one, in a job of any length."""
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -88,6 +91,8 @@ class Parts:
 
     def _wrapped(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the function takes and returns
+            if args and isinstance(args[0], SelfCheck):
+                self.glances = args[0].glances
             begun = time.process_time()
             try:
                 return function(*args, **kwargs)
@@ -136,9 +141,9 @@ def measured(name: str, pairs: int) -> dict[str, Any]:
     with parts.timed():
         seconds, whole = job_seconds(name, BATCHES, "growing")
     batch = statistics.median(parts.seconds["batch"]) - (parts.of("rows") + parts.of("signature")) / BATCHES
-    glances = parts.seconds.get("glance", [])
+    glances = parts.seconds.get("glance") or _glances_of_a_longer_job(name)
     each = statistics.median(glances) if glances else 0.0
-    glancing = parts.of("signature") / BATCHES + (each * _glance_share(whole, glances))
+    glancing = parts.of("signature") / BATCHES + each / parts.glances.every
     later = parts.seconds.get("later", [])
     checks = statistics.mean(later) if later else 0.0
     looked = glancing + parts.of("rows") / BATCHES
@@ -165,12 +170,12 @@ def measured(name: str, pairs: int) -> dict[str, Any]:
     }
 
 
-def _glance_share(whole: FactorSet, glances: list[float]) -> float:
-    """Glances of a batch."""
-    signatures = 0 if whole.looked_at is None else whole.looked_at.signatures
-    # batches that are checked in full get none
-    unchecked = max(1, signatures - (0 if whole.looked_at is None else whole.looked_at.full) - 1)
-    return min(1.0, len(glances) / unchecked)
+def _glances_of_a_longer_job(name: str) -> list[float]:
+    """Seconds of each glance, where the batches of a short job that would get one are all checked in full."""
+    parts = Parts()
+    with parts.timed():
+        job_seconds(name, 4 * BATCHES, "growing")
+    return parts.seconds.get("glance", [])
 
 
 def main() -> None:

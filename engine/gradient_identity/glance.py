@@ -3,7 +3,7 @@
 One forward pass of one example, without a graph. How often it comes is counted, never timed: what is covered must not
 depend on how busy a machine is. Of a batch of N examples it takes
 
-    (w + 16 r + n) / (N (3 w + s) + 6 n)
+    (5/4 w + 16 r + n) / (N (3 w + s) + 6 n)
 
 with the multiplications of one example w, those of its sums s, the numbers r of the weights, which are read for that
 one example, and what operations and the pass around them take beside their numbers n.
@@ -29,6 +29,8 @@ _OPERATION = 300_000
 """Multiplications in the time that an operation takes beside its numbers."""
 _FORWARD = 2 * 10**8
 """Multiplications in the time that a forward pass takes beside its operations, its model's state put back."""
+_ALONE = 1.25
+"""Multiplications of an example beside others in the time of one of an example alone, whose rows fill fewer tiles."""
 _READ = 16
 """Multiplications in the time that a number of a weight is read from memory."""
 _PASS = 6
@@ -67,7 +69,7 @@ class Glances:
             The batches that get one.
         """
         around = operations * _OPERATION + _FORWARD
-        glance = multiplications + _READ * weights + around
+        glance = _ALONE * multiplications + _READ * weights + around
         batch = examples * (3 * multiplications + sums) + _PASS * around
         every = max(1, min(_SELDOM, -int(-glance // (SHARE * batch))))
         return cls(every=every, first=_SMALL_BATCHES if glance - _FORWARD < _SMALL else 0)
