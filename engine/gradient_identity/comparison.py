@@ -75,6 +75,47 @@ def _sorted(rows: Tensor) -> Tensor:
     return rows[(rows.to(torch.float64) @ weights).argsort()]
 
 
+Sketch = tuple[tuple[int, float, float], ...]
+"""Of each call's input and gradient: how many numbers, their norm, and a form in them that sees their places."""
+
+
+def sketch(rows: ExampleRows) -> Sketch:
+    """Sum up one example's rows in few numbers, by which they are known again.
+
+    Args:
+        rows: Rows of the example.
+
+    Returns:
+        The size, the Frobenius norm and ``uᵀ X v`` with fixed vectors of each input and gradient X, shape (T, d).
+    """
+    found = []
+    for each in (*rows.inputs(), *rows.gradients()):
+        wide = each if each.is_floating_point() else each.to(torch.float64)
+        matrix = wide.reshape(-1, wide.shape[-1]) if wide.ndim else wide.reshape(1, 1)
+        left, right = (torch.arange(1.0, 1 + size, device=wide.device).sin_().to(wide.dtype) for size in matrix.shape)
+        found.append((each.numel(), float(torch.linalg.vector_norm(matrix)), float(left @ (matrix @ right))))
+    return tuple(found)
+
+
+def is_known(own: Sketch, known: Sketch, tolerance: float) -> bool:
+    """Tell whether rows are those that were seen before, by their sketches.
+
+    Args:
+        own: Their sketch.
+        known: The sketch of the rows that were seen.
+        tolerance: Relative difference that adding in another order explains.
+
+    Returns:
+        Whether they are; False too where a number is not finite.
+    """
+    if [each[0] for each in own] != [each[0] for each in known]:
+        return False
+    return all(
+        abs(norm - before) <= tolerance * before and abs(form - earlier) <= tolerance * before
+        for (_, norm, form), (_, before, earlier) in zip(own, known, strict=True)
+    )
+
+
 def is_finite(recording: Recording) -> bool:
     """Tell whether all gradients of a recording are finite.
 

@@ -20,7 +20,7 @@ from catalog.analysis import LookedAt
 from engine.errors import EngineError, Unwinding
 from engine.gradient_identity.check import BatchCheck
 from engine.gradient_identity.checked_model import Subject
-from engine.gradient_identity.comparison import Errors, compare_rows
+from engine.gradient_identity.comparison import Sketch, is_known
 from engine.gradient_identity.cut_padding import padding_has_no_gradient
 from engine.gradient_identity.glance import Glances, differs_alone, find_mixed
 from engine.gradient_identity.layer_check import LayerCheck, worse
@@ -50,8 +50,8 @@ class SelfCheck:
     mode: Literal["first", "growing", "off"]
     has_room: Callable[[], bool] = lambda: True
     """Whether there is memory for the model in float64."""
-    rehearsed: SummedRows | None = None
-    """The rows that the first check has held against plain autograd; found again by every attempt."""
+    rehearsed: dict[int, dict[str, Sketch]] = field(default_factory=dict)
+    """Rows that the first check has held against plain autograd, by example; found again by every attempt."""
     layers: dict[str, LayerCheck] = field(default_factory=dict)
     """The check of each layer, over all batches."""
     drawing: frozenset[str] = frozenset()
@@ -113,7 +113,8 @@ class SelfCheck:
         """
         found = self._check(layers, summed, others)
         self.layers |= found
-        self.rehearsed = summed
+        for example, rows in summed.sketches(layers).items():
+            self.rehearsed.setdefault(example, {}).update(rows)
         return found
 
     def allows_cutting(self, layers: Sequence[TreatedLayer], batch: Batch) -> bool:
@@ -221,17 +222,15 @@ class SelfCheck:
         Returns:
             False too where the example was none of the first check's, or went through the model in another shape.
         """
-        rows = {} if self.rehearsed is None else self.rehearsed.by_example(layers)
-        own = summed.by_example(layers)
-        if not own or not own.keys() <= rows.keys():
-            return False
-        differing = Errors()
-        for example, mine in own.items():
-            for layer in layers:
-                if layer.name not in mine or layer.name not in rows[example]:
-                    return False
-                compare_rows(differing, mine[layer.name], rows[example][layer.name], floor=0.0)
-        return differing.independence <= self.subject.rounding_of_repetition
+        own, tolerance = summed.sketches(layers), self.subject.rounding_of_repetition
+        names = [layer.name for layer in layers]
+        for example, rows in own.items():
+            known = self.rehearsed.get(example, {})
+            if not all(name in rows and name in known for name in names):
+                return False
+            if not all(is_known(rows[name], known[name], tolerance) for name in names):
+                return False
+        return bool(own)
 
     def check_later(self, layers: Sequence[TreatedLayer], summed: SummedRows) -> list[str]:
         """Check layers on one example of a batch that was summed.

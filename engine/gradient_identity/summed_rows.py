@@ -13,7 +13,8 @@ from torch import Tensor
 
 from engine.accumulation.hooks import Collector
 from engine.gradient_identity.batch_sums import BatchSums
-from engine.gradient_identity.recorded_rows import ExampleRows, Forward, Recording, RowRecorder, direction_weight
+from engine.gradient_identity.comparison import Sketch, sketch
+from engine.gradient_identity.recorded_rows import Forward, Recording, RowRecorder, direction_weight
 from engine.gradient_identity.signature import graph_signature
 from engine.layers.layer import TreatedLayer
 from engine.model.batches import Batch
@@ -193,22 +194,23 @@ class SummedRows:
         batch = next(part for number, part in enumerate(self.parts()) if number == group.number)
         return Forward(batch=batch, start=group.start)
 
-    def by_example(self, layers: Sequence[TreatedLayer]) -> dict[int, dict[str, ExampleRows]]:
-        """Return the rows of each example.
+    def sketches(self, layers: Sequence[TreatedLayer]) -> dict[int, dict[str, Sketch]]:
+        """Sum up the rows of each example.
 
         Args:
             layers: Layers that no hook has refused.
 
         Returns:
-            Rows by layer, by the number of the example in the data.
+            A sketch by layer, by the number of the example in the data.
         """
-        rows: dict[int, dict[str, ExampleRows]] = {}
+        found: dict[int, dict[str, Sketch]] = {}
         for group in self.groups:
+            recording = self.recording(group, layers)
+            if recording is None:
+                continue
             for number, example in enumerate(group.index):
-                recording = self.recording(group, layers)
-                if recording is not None:
-                    rows[example] = {name: recording.rows(name, number) for name in recording.layers}
-        return rows
+                found[example] = {name: sketch(recording.rows(name, number)) for name in recording.layers}
+        return found
 
     def recording(self, group: Group, layers: Sequence[TreatedLayer]) -> Recording | None:
         """Return the rows that were kept of a group.

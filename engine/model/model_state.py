@@ -83,7 +83,7 @@ class ModelState:
         """
         if not self._contents.are_there():
             self._working = Contents(self._written)
-        self._watched = [Watched(name, each, copied=self._few) for name, each in self._unmoved.items()]
+        self._watched = [Watched(name, each, copied=False) for name, each in self._unmoved.items()]
         outer = _HELD.get(model)
         _HELD[model] = self
         try:

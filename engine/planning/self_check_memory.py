@@ -40,8 +40,7 @@ def check_bytes(
     kept, own = _rows(probe, min(FIRST_EXAMPLES, collection.batch_size)), _rows(probe, 1)
     # rows that are kept of a batch stand beside what it holds on its way, and beside one example alone afterwards
     first = max(kept - sums, _held(probe, saved) + kept - passing - sums)
-    # what the first check has proven stays until the passes have shown the same
-    later = kept + own + max(_moments(probe, collection.batch_size), _held(probe, saved) - passing)
+    later = own + max(_moments(probe, collection.batch_size), _held(probe, saved) - passing)
     return max(0, first, later)
 
 

@@ -12,8 +12,12 @@ from engine.analyses.coverage_summary import coverage
 from engine.collect import collect_or_read
 from engine.errors import NothingToAnalyse
 from engine.factors.factor_set import FactorSet
+from engine.gradient_identity.comparison import is_known, sketch
 from engine.gradient_identity.glance import Glances
+from engine.gradient_identity.recorded_rows import ExampleRows, RowRecorder
 from engine.gradient_identity.signature import graph_signature
+from engine.layers.layer import Use
+from engine.layers.linear import LinearLayer
 from tests.oracles import workspace
 
 Run = Callable[["Net", Tensor], Tensor]
@@ -151,3 +155,28 @@ def test_glances_come_as_seldom_as_their_share_of_a_batch_asks() -> None:
     small = Glances.of(1000, 1000, 20, 4)
     assert (small.every, small.first) == (9, 32)
     assert [small.turn(number) for number in (0, 1, 31, 35, 36, 45)] == [0, 1, 31, None, 36, 37]
+
+
+def test_rows_are_known_again_by_their_numbers_and_places() -> None:
+    torch.manual_seed(0)
+    entered, arrived = torch.randn(1, 5, 8), torch.randn(1, 5, 3)
+
+    def rows(a: Tensor, g: Tensor) -> ExampleRows:
+        use = Use(entered=a, examples=1)
+        recorder = RowRecorder(layer=LinearLayer("", nn.Linear(8, 3), weight=True, bias=True), met=[(use, g)])
+        return ExampleRows(recorder=recorder, example=0)
+
+    known = sketch(rows(entered, arrived))
+    assert is_known(sketch(rows(entered.clone(), arrived.clone())), known, 0.0)
+    nudged = arrived.clone()
+    nudged[0, 4, 2] *= 1 + 1e-4
+    for a, g in (
+        (entered.flip(1), arrived),
+        (entered, arrived.flip(2)),
+        (entered, nudged),
+        (-entered, arrived),
+        (entered[:, :4], arrived[:, :4]),
+        (entered, arrived * torch.nan),
+    ):
+        assert not is_known(sketch(rows(a, g)), known, 0.0)
+    assert is_known(sketch(rows(entered, nudged)), known, 1e-3)

@@ -233,7 +233,7 @@ def test_weights_that_are_merged_for_evaluation_come_back_to_the_bit(dtype: str)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("way", ["replaced", "written", "written past autograd", "added"])
+@pytest.mark.parametrize("way", ["replaced", "written", "written past autograd", "turned round", "added"])
 def test_a_parameter_that_moves_is_named_and_put_back(way: str, dtype: str) -> None:
     class Moving(Weighed):
         def forward(self, x: Tensor) -> Tensor:
@@ -244,6 +244,9 @@ def test_a_parameter_that_moves_is_named_and_put_back(way: str, dtype: str) -> N
                     self.w.mul_(0.5)
             elif way == "written past autograd":
                 self.w.data.mul_(0.5)
+            elif way == "turned round":
+                with torch.no_grad():
+                    self.w.copy_(self.w.flip(0))
             elif not hasattr(self, "late"):
                 self.late = nn.Linear(8, 8, dtype=x.dtype)
             left = x @ self.w.T
