@@ -76,7 +76,7 @@ def _sorted(rows: Tensor) -> Tensor:
 
 
 Sketch = tuple[tuple[int, float, float], ...]
-"""Of each call's input and gradient: how many numbers, their norm, and a form in them that sees their places."""
+"""Size, Frobenius norm and bilinear form of each call's input and gradient."""
 
 
 def sketch(rows: ExampleRows) -> Sketch:
@@ -90,7 +90,8 @@ def sketch(rows: ExampleRows) -> Sketch:
     """
     found = []
     for each in (*rows.inputs(), *rows.gradients()):
-        wide = each if each.is_floating_point() else each.to(torch.float64)
+        real = torch.view_as_real(each) if each.is_complex() else each
+        wide = real if real.is_floating_point() else real.to(torch.float64)
         matrix = wide.reshape(-1, wide.shape[-1]) if wide.ndim else wide.reshape(1, 1)
         left, right = (torch.arange(1.0, 1 + size, device=wide.device).sin_().to(wide.dtype) for size in matrix.shape)
         found.append((each.numel(), float(torch.linalg.vector_norm(matrix)), float(left @ (matrix @ right))))

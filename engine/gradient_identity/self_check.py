@@ -51,7 +51,8 @@ class SelfCheck:
     has_room: Callable[[], bool] = lambda: True
     """Whether there is memory for the model in float64."""
     rehearsed: dict[int, dict[str, Sketch]] = field(default_factory=dict)
-    """Rows that the first check has held against plain autograd, by example; found again by every attempt."""
+    """Sketches of the rows that the first check has held against plain autograd, by example and layer; found again by
+    every attempt."""
     layers: dict[str, LayerCheck] = field(default_factory=dict)
     """The check of each layer, over all batches."""
     drawing: frozenset[str] = frozenset()

@@ -416,3 +416,15 @@ def test_every_type_of_tensor_has_a_checksum(dtype: torch.dtype) -> None:
     assert bit_sum(moved.T.contiguous().T) == bit_sum(tensor)
     assert bit_sum(tensor[:0]) == 0
     assert bit_sum(torch.ones((), dtype=dtype)) != 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_checksum_tells_signs_and_places_apart(dtype: torch.dtype) -> None:
+    tensor = torch.randn(7, 61).to(dtype)
+    others = [-tensor, tensor.flip(0), tensor.flip(1), tensor.roll(1), tensor.reshape(-1)[torch.randperm(427)]]
+    for place in range(427):
+        for second in (place, (place + 1) % 427, (place + 2) % 427, (place + 128) % 427):
+            other = tensor.clone().view(-1)
+            other[[place, second]] *= -1
+            others.append(other)
+    assert bit_sum(tensor) not in {bit_sum(each) for each in others}
