@@ -90,6 +90,9 @@ def sketch(rows: ExampleRows) -> Sketch:
     """
     found = []
     for each in (*rows.inputs(), *rows.gradients()):
+        if not each.numel():
+            found.append((0, 0.0, 0.0))
+            continue
         real = torch.view_as_real(each) if each.is_complex() else each
         wide = real if real.is_floating_point() else real.to(torch.float64)
         matrix = wide.reshape(-1, wide.shape[-1]) if wide.ndim else wide.reshape(1, 1)
