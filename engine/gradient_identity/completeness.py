@@ -123,12 +123,13 @@ def completeness(
     uncovered = {id(each): name for name, each in others.items() if id(each) not in pieces}
     wanted |= {id(each): each for each in others.values()}
 
-    def compared(*, at_once: bool = True) -> _Arrivals:
-        distances = {name: _Distance(rows=own) for name, own in rows.items()}
-        arrivals = _Arrivals(distances, pieces, uncovered, set(pieces))
-        parts = pull_back(subject, list(wanted.values()), objective, arrivals, at_once=at_once)
-        if parts and at_once:
-            return compared(at_once=False)
+    def compared() -> _Arrivals:
+        # a function that called itself would be a cycle, and hold all rows until the garbage collector came by
+        for at_once in (True, False):
+            distances = {name: _Distance(rows=own) for name, own in rows.items()}
+            arrivals = _Arrivals(distances, pieces, uncovered, set(pieces))
+            if not pull_back(subject, list(wanted.values()), objective, arrivals, at_once=at_once):
+                break
         arrivals.close()
         return arrivals
 

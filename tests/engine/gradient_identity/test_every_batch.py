@@ -1,5 +1,7 @@
 """Every batch is looked at: what the data bring on in one batch alone is refused, or called by its name."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -8,16 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engine.accumulation.hooks import Collector
 from engine.analyses.coverage_summary import coverage
 from engine.collect import collect_or_read
 from engine.errors import NothingToAnalyse
 from engine.factors.factor_set import FactorSet
+from engine.gradient_identity import self_check
 from engine.gradient_identity.comparison import is_known, sketch
 from engine.gradient_identity.glance import Glances
 from engine.gradient_identity.recorded_rows import ExampleRows, RowRecorder
 from engine.gradient_identity.signature import graph_signature
+from engine.gradient_identity.summed_rows import SummedRows
 from engine.layers.layer import Use
 from engine.layers.linear import LinearLayer
+from engine.model.batches import Batch
 from tests.oracles import workspace
 
 Run = Callable[["Net", Tensor], Tensor]
@@ -180,3 +186,22 @@ def test_rows_are_known_again_by_their_numbers_and_places() -> None:
     ):
         assert not is_known(sketch(rows(a, g)), known, 0.0)
     assert is_known(sketch(rows(entered, nudged)), known, 1e-3)
+
+
+def test_rows_are_let_go_before_the_next_batch_without_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Watched(SummedRows):
+        def begin(self, part: Batch, collector: Collector) -> None:
+            alive.append(sum(each() is not None for each in begun))
+            super().begin(part, collector)
+            begun.extend(weakref.ref(each) for group in self.groups for each in group.recorders.values())
+
+    alive: list[int] = []
+    begun: list[weakref.ref[RowRecorder]] = []
+    monkeypatch.setattr(self_check, "SummedRows", Watched)
+    gc.disable()
+    try:
+        assert measured(lambda net, x: net.h(torch.tanh(net.a(x))), rare=None) is not None
+    finally:
+        gc.enable()
+    assert len(begun) >= 7 * 2
+    assert alive == [0] * len(alive)
