@@ -78,9 +78,12 @@ def test_a_signal_becomes_128_plus_its_number(guarded: Any) -> None:
 
 
 def test_sigterm_reaches_the_command_and_not_the_guardian(guarded: Any) -> None:
-    program = "import signal; print('ready', flush=True); signal.pause()"
-    handler = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(42));"
-    process, _ = guarded(sys.executable, "-c", handler + program)
+    # blocked until it is waited for: between its last look at handlers and `pause`, Python would sleep over a signal
+    program = (
+        "import signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); print('ready', flush=True); "
+        "sys.exit(42 if signal.sigwait([signal.SIGTERM]) == signal.SIGTERM else 1)"
+    )
+    process, _ = guarded(sys.executable, "-c", program)
     assert process.stdout.readline() == b"ready\n"
     process.send_signal(signal.SIGTERM)
     assert process.wait(240) == 42
