@@ -10,6 +10,7 @@ page alone. Packages that are missing are said to be (``make architectures`` ins
 import argparse
 import json
 import logging
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -98,7 +99,10 @@ def shown(name: str, row: dict[str, Any]) -> Iterator[str]:
 def reasons(row: dict[str, Any]) -> str:
     """Why something is not covered, or nothing was measured."""
     if "message" in row:
-        return str(row["message"]).split(";")[0].replace("\n", " ")[:160]
+        said = str(row["message"]).replace("\n", " ")
+        while (shorter := re.sub(r" \([^()]*\)", "", said)) != said:
+            said = shorter
+        return said.split(";")[0]
     return ", ".join(f"{reason} {share:.1%}" for reason, share in row.get("reasons", {}).items())
 
 

@@ -124,8 +124,9 @@ def _summed(case: Case, place: int) -> tuple[Tensor, int]:
             target = torch.where((kept[:, 1:] & kept[:, :-1]).bool(), target, IGNORED)
     if case.task == "regression":
         outputs = outputs.reshape(-1, outputs.shape[-1])
-        # the mean over C outputs divides the curvature by C, so a gradient of the sum by its root
-        return (outputs - target.reshape(outputs.shape)).square().sum() / outputs.shape[-1] ** 0.5, outputs.shape[0]
+        # the loss of a term is the mean over its C outputs
+        rows, wide = outputs.shape
+        return functional.mse_loss(outputs, target.reshape(outputs.shape), reduction="sum") / wide, rows
     if outputs.ndim > 2 and target.shape == outputs.shape[:1] + outputs.shape[2:]:
         outputs = outputs.movedim(1, -1)
     flat, classes = outputs.reshape(-1, outputs.shape[-1]), target.reshape(-1)
