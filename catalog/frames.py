@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from catalog.analysis import LayerResult, RefusedAnalysis
+from catalog.frame_bounds import cut, require_within
 from catalog.record import canonical_json, plain, record
 
 MAX_FRAME_BYTES = 8 * 2**20
@@ -196,7 +197,7 @@ def layer_frame(result: LayerResult) -> LayerDone:
 
 
 def encode(frame: Frame) -> bytes:
-    """Encode a frame as one line of JSON.
+    """Encode a frame as one line of JSON, its texts and lists cut to their bounds.
 
     Args:
         frame: The frame.
@@ -207,7 +208,7 @@ def encode(frame: Frame) -> bytes:
     Raises:
         ValueError: If a number is NaN or infinite, or the line would be longer than 8 MiB.
     """
-    line = canonical_json(frame).encode() + b"\n"
+    line = canonical_json(cut(plain(frame))).encode() + b"\n"
     if len(line) > MAX_FRAME_BYTES:
         message = f"a frame of {len(line):,} bytes; at most {MAX_FRAME_BYTES:,} cross the pipe"
         raise ValueError(message)
@@ -225,13 +226,16 @@ def decode(line: bytes) -> Frame:
 
     Raises:
         ValueError: If it is not a frame of this vocabulary.
+        FrameBeyond: If it is one, and says what no process of ours would.
     """
     value = json.loads(line, parse_constant=_finite, parse_float=_finite)
     try:
-        return _FRAMES[value["frame"]](**value)
+        frame = _FRAMES[value["frame"]](**value)
+        require_within(value)
     except (KeyError, TypeError) as error:
         message = f"not a frame: {error}"
         raise ValueError(message) from error
+    return frame
 
 
 def _finite(text: str) -> float:

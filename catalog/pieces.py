@@ -20,6 +20,8 @@ Shards = int | Literal["auto"]
 ROUNDS: tuple[Round, ...] = ("collect", "decompose", "correct")
 """In the order in which a job takes them."""
 MAX_SHARDS = 4096
+PIECES_PER_DEVICE = 2
+"""Of a job with `shards: auto`."""
 DecomposeRound = Literal["auto", "always", "never"]
 """Whether the decompositions of a divided job are divided as well: where that takes less time, or in any case."""
 
@@ -65,6 +67,35 @@ class Piece:
     def title(self) -> str:
         """The place as people count: `piece 3 of 6`."""
         return f"piece {self.index + 1} of {self.count}"
+
+
+def most_pieces_of(name: Round | str, shards: Shards, devices: int, collected: int) -> int:
+    """Return the most pieces that a round can have.
+
+    Args:
+        name: The round.
+        shards: The document's option.
+        devices: Devices that could compute at once.
+        collected: Pieces of the round `collect`, once there are any.
+
+    Returns:
+        The number; of a later round one for each device, or two for each piece that was collected where that is more.
+    """
+    if name == "collect":
+        return auto_pieces(devices) if shards == "auto" else shards
+    return max(devices, 2 * collected)
+
+
+def auto_pieces(devices: int) -> int:
+    """Return the number of pieces that `shards: auto` takes at most.
+
+    Args:
+        devices: Devices that could compute at once.
+
+    Returns:
+        Two for each, since a fast one may then take more than a slow one; 1 for one, which gains nothing.
+    """
+    return PIECES_PER_DEVICE * devices if devices > 1 else 1
 
 
 def read_piece(value: Mapping[str, Any]) -> Piece:

@@ -30,7 +30,7 @@ SHARDS = 16
 OPERATOR_CODES = frozenset(
     {
         "artifact_damaged",
-        "bad_division",
+        "broken_child",
         "crashed",
         "deadline_exceeded",
         "device_lost",

@@ -24,7 +24,7 @@ from sqlalchemy import ColumnElement, Connection, Engine, Row, and_, delete, exi
 from catalog.estimate import ESTIMATE
 from catalog.frames import Divided
 from catalog.job import MAX_NAME
-from catalog.pieces import Piece, read_piece
+from catalog.pieces import Piece, most_pieces_of, read_piece
 from catalog.record import FieldError, plain
 from jobs.lifecycle import TERMINAL, State, ending
 from jobs.metrics.counters import add, add_failure
@@ -46,7 +46,7 @@ _INHERITED = (
     "queued_at",  # pieces take their parent's place in the queue: what was submitted later comes after them
 )
 _AT_ONCE = 500
-_BAD = "bad_division"
+_BAD = "broken_child"
 _BASES = "factors/bases/"
 """Where a job stores the eigenbases of its merged factors, for the round in which pieces correct eigenvalues."""
 
@@ -56,15 +56,16 @@ class ParentBusy(Exception):
 
 
 @by_holder
-def divide(engine: Engine, claim: Claim, frame: Divided) -> State:
+def divide(engine: Engine, claim: Claim, frame: Divided, devices: int = 1) -> State:
     """End the attempt by leaving a round to child jobs, one for each piece.
 
-    A division that cannot be carried out is a fault of the computing process, and fails the job.
+    A division that was not asked for, or cannot be carried out, is a fault of the computing process, and fails the job.
 
     Args:
         engine: The ledger's database.
         claim: The claim under which the caller writes.
         frame: The child's last frame.
+        devices: The number of devices that the child was told of.
 
     Returns:
         The job's new state: `waiting`, `cancelled` if that was asked for, or `failed`.
@@ -81,7 +82,7 @@ def divide(engine: Engine, claim: Claim, frame: Divided) -> State:
             tell_parent(connection, parent, drawn, state)
             return state
         try:
-            pieces = _pieces_of(connection, drawn, frame)
+            pieces = _pieces_of(connection, drawn, frame, devices)
         except (FieldError, TypeError, ValueError) as error:
             failure = _bad_division(str(error))
             move(connection, drawn, "failed", {"failure": failure}, reason=_BAD)
@@ -266,15 +267,21 @@ def progress_between(connection: Connection, drawn: Row[Any]) -> dict[str, Any] 
     return None if piece is None else _whole_round(connection, drawn, piece["round"])
 
 
-def _pieces_of(connection: Connection, drawn: Row[Any], frame: Divided) -> list[Piece]:
-    """The pieces of a frame, checked: a whole round of a job that is no piece, and not divided before."""
+def _pieces_of(connection: Connection, drawn: Row[Any], frame: Divided, devices: int) -> list[Piece]:
+    """The pieces of a frame, checked: a whole round of a job that may be divided into as many, and was not before."""
     if drawn.parent_id is not None or drawn.kind == ESTIMATE:
         raise ValueError("a piece, or an estimate, cannot be divided")
+    shards = drawn.document.get("shards")
+    if shards is None:
+        raise ValueError("its document has no `shards`")
+    earlier = connection.execute(select(jobs.c.piece).where(jobs.c.parent_id == drawn.id)).scalars().all()
+    most = most_pieces_of(frame.round, shards, devices, sum(piece["round"] == "collect" for piece in earlier))
+    if len(frame.pieces) > most:
+        raise ValueError(f"{len(frame.pieces)} pieces, where the round `{frame.round}` of this job has {most} at most")
     pieces = [read_piece(each) for each in frame.pieces]
     numbered = [(piece.round, piece.index, piece.count) for piece in pieces]
     if not pieces or numbered != [(frame.round, index, len(pieces)) for index in range(len(pieces))]:
         raise ValueError(f"the round `{frame.round}` of {len(pieces)} pieces must hold each of them once, in order")
-    earlier = connection.execute(select(jobs.c.piece).where(jobs.c.parent_id == drawn.id)).scalars()
     if any(piece["round"] == frame.round for piece in earlier):
         raise ValueError(f"the round `{frame.round}` was divided before")
     return pieces

@@ -119,6 +119,12 @@ class Script:
     def raw(self, text: Any) -> None:
         os.write(self.frames, text.encode())
 
+    def raw_file(self, path: Any) -> None:
+        """The bytes of a file, which may be longer than a command line."""
+        left = memoryview(Path(path).read_bytes())
+        while left:
+            left = left[os.write(self.frames, left) :]
+
     def flood(self, count: Any) -> None:
         """Bytes without an end of line."""
         for _ in range(count // 65_536):

@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from catalog.cgroups import oom_kills
+from catalog.frame_bounds import FrameBeyond
 from catalog.frames import Divided, Failed, Finished, Frame, Stopped
 from catalog.ranks import MAX_WORLD_SIZE
 from worker.process.artifact_check import ArtifactMismatch
 from worker.process.child_process import EXECUTION, RANKS, STOP_GRACE_SECONDS, Child, MalformedFrame
-from worker.process.crash import LastPosition, Signature, crash_failure, ending
+from worker.process.crash import BROKEN_CHILD, LastPosition, Signature, crash_failure, ending
 
 _PARENT_POLL_SECONDS = 0.5
 
@@ -116,7 +117,7 @@ def run_child(
                     last = frame
                 else:
                     take(frame)
-        except (MalformedFrame, ArtifactMismatch, OSError) as error:
+        except (MalformedFrame, FrameBeyond, ArtifactMismatch, OSError) as error:
             child.kill()
             last = trouble(error)
         code = child.wait()
@@ -141,6 +142,8 @@ def trouble(error: Exception) -> Failed:
         code, message = "output_failed", f"the output folder refused a write: {error.strerror}; make room in it"
     elif isinstance(error, ArtifactMismatch):
         code, message = "artifact_damaged", f"{error}; run the job again"
+    elif isinstance(error, FrameBeyond):
+        code, message = BROKEN_CHILD, f"the computing process sent {error}"
     else:
         code, message = "malformed_frame", f"{error}; a factory that writes to foreign file descriptors would do this"
     return Failed(category="fatal", code=code, message=message, pointer=None, layer=None, detail=None)

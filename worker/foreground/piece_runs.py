@@ -19,6 +19,7 @@ from catalog.record import plain
 from worker.foreground.child_run import Last, trouble
 from worker.foreground.output_folder import OutputFolder
 from worker.process.artifact_check import require_artifact
+from worker.process.crash import BROKEN_CHILD
 
 _RECORD = "piece.json"
 
@@ -103,7 +104,7 @@ class PieceRuns:
         last = self._attempt(assignment, take)
         if isinstance(last, Divided):
             message = f"{piece.title} was divided itself, which no piece may be"
-            return Failed(category="fatal", code="bad_division", message=message, pointer=None, layer=None, detail=None)
+            return Failed(category="fatal", code=BROKEN_CHILD, message=message, pointer=None, layer=None, detail=None)
         if isinstance(last, Finished):
             try:
                 self._write(piece, last)

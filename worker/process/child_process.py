@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
+from catalog.frame_bounds import FrameBeyond
 from catalog.frames import MAX_FRAME_BYTES, Frame, decode
 from catalog.record import record
 from worker.process.confinement import Confinement
@@ -31,6 +32,8 @@ STOP_GRACE_SECONDS = 8.0
 
 _GUARDIAN = (sys.executable, "-P", "-m", "worker.process.guardian")
 _GROUP_GONE_SECONDS = 5.0
+_ALL_FRAMES_BYTES = 2**32
+"""Of one attempt: rows are stored in the ledger, where no quota counts them."""
 
 # Model code runs in the child, so it gets what computing needs by name; a deny-list would have to know
 # every secret an operator ever sets.
@@ -197,14 +200,21 @@ class Child:
         Raises:
             MalformedFrame: If a line is too long or no frame. A line cut short by the child's
                 death is no frame and no fault: the death itself is what counts.
+            FrameBeyond: If a frame says what no process of ours would, or all of them are too much together.
         """
+        size = 0
         for line in lines(self._frames.fileno(), self._gone_read, MAX_FRAME_BYTES + 1):
             if not line.endswith(b"\n"):
                 if len(line) > MAX_FRAME_BYTES:
                     raise MalformedFrame(f"a line of more than {MAX_FRAME_BYTES:,} bytes came over the frame pipe")
                 return
+            size += len(line)
+            if size > _ALL_FRAMES_BYTES:
+                raise FrameBeyond(f"more than {_ALL_FRAMES_BYTES:,} bytes of frames")
             try:
                 yield decode(line)
+            except FrameBeyond:
+                raise
             except (ValueError, RecursionError, AttributeError) as error:
                 raise MalformedFrame(
                     f"the frame pipe carried a line that is not a frame ({type(error).__name__})"

@@ -20,6 +20,9 @@ RANK_LOST = "rank_lost"
 OOM = "oom"
 """The code of a kill by the kernel for want of memory, of the computing process or of one rank: a crash, too."""
 
+BROKEN_CHILD = "broken_child"
+"""The code of a failure of a process that said what none of ours would."""
+
 LOST_PARTS = (DEVICE_LOST, RANK_LOST, OOM)
 """Codes of last frames that tell of a crash: of a device, or of one rank of several."""
 

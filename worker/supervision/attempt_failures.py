@@ -3,10 +3,11 @@
 from dataclasses import replace
 from typing import Literal
 
+from catalog.frame_bounds import FrameBeyond
 from catalog.frames import Failed
 from jobs.errors import ArtifactDamaged, QuotaExceeded
 from worker.disk.free_space import DISK_FULL, describe_full_disk
-from worker.process.crash import OOM, RANK_LOST
+from worker.process.crash import BROKEN_CHILD, OOM, RANK_LOST
 
 _DEADLINE_PASSED = (
     "the job was stopped at its deadline; the layers that were done stay. Submit it again with a later one"
@@ -45,15 +46,19 @@ def full_disk_failure(error: Exception) -> Failed | None:
     return None if full is None else failure_frame("transient", DISK_FULL, full)
 
 
-def artifact_failure(error: ArtifactDamaged | QuotaExceeded) -> Failed:
-    """Return the failure of an attempt with a file that cannot be kept.
+def unkept_failure(error: ArtifactDamaged | FrameBeyond | QuotaExceeded) -> Failed:
+    """Return the failure of an attempt that has sent what cannot be kept.
 
     Args:
-        error: What is wrong with the file.
+        error: What is wrong with the file, or with the frame.
 
     Returns:
-        A transient failure for a damaged file, one of usage for one beyond the quota.
+        A transient failure for a damaged file, one of usage for one beyond the quota, a fatal one for a frame that no
+        process of ours would send: such a process is not believed a second time.
     """
+    if isinstance(error, FrameBeyond):
+        hint = "a factory that writes to foreign file descriptors would do this"
+        return failure_frame("fatal", BROKEN_CHILD, f"the computing process sent {error}; {hint}")
     if isinstance(error, QuotaExceeded):
         return failure_frame("usage", "disk_quota", f"{error}; what was done stays")
     return failure_frame("transient", "artifact_damaged", f"{error}; it is computed again")

@@ -6,13 +6,16 @@ holds (every write of both may be repeated); once the lease is lost nothing more
 
 import contextlib
 import random
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import singledispatchmethod
 from typing import Self, TypeVar
 
 from sqlalchemy import Engine
 from structlog.typing import FilteringBoundLogger
 
+from catalog.frame_bounds import FrameBeyond, Text
 from catalog.frames import ArtifactWritten, Frame, LayerDone, LogLine, Planned, Progress, Started, Summarised
 from catalog.record import record
 from jobs.errors import LeaseLost, LedgerUnavailable, StoreUnavailable
@@ -32,6 +35,11 @@ T = TypeVar("T")
 _FIRST_RETRY_SECONDS = 0.2
 _LONGEST_RETRY_SECONDS = 5.0
 _MAX_LOG_LINES = 1_000
+_LOGGED = Text(most=8_000)
+_MOST = {Started: 16, Planned: 64, LayerDone: 200_000, ArtifactWritten: 200_000, Summarised: 256}
+"""Frames of one type in an attempt: each becomes a row, or a write of the job's."""
+_MOST_STAGES = 10_000
+"""Changes of the stage that progress tells of, each of which is written at once."""
 
 
 class Misplaced(Exception):
@@ -84,6 +92,8 @@ class LedgerSink:
         self._progress.take_plan(claim.plan or {})
         self._formatter = LogFormatter(claim.document)
         self._log_lines = 0
+        self._taken: Counter[type[Frame]] = Counter()
+        self._stage, self._stages = "", 0
 
     def take(self, frame: Frame) -> None:
         """Write one frame, and log what is to be said of it.
@@ -96,13 +106,29 @@ class LedgerSink:
             LeaseLost: If the job has another holder by now, or none.
             ArtifactDamaged: If an announced artifact is missing or other than announced.
             QuotaExceeded: If it is more than its tenant's files may take.
+            FrameBeyond: If it is of an analysis that the job does not have, or there are too many of its type.
         """
+        self._require_expected(frame)
         self._keep(frame)
+        if isinstance(frame, LogLine) and self._log_lines > _MAX_LOG_LINES:
+            return
         layer = {"layer": frame.layer} if isinstance(frame, LayerDone) else {}
         for line in self._formatter.lines(frame):
             getattr(self._log, line.level)(line.message, **layer)
             if isinstance(frame, Summarised):
                 self._keep(line)
+
+    def _require_expected(self, frame: Frame) -> None:
+        self._taken[type(frame)] += 1
+        most = _MOST.get(type(frame))
+        if most is not None and self._taken[type(frame)] > most:
+            raise FrameBeyond(f"more than {most:,} frames `{frame.frame}`")
+        if isinstance(frame, (LayerDone, Summarised)) and frame.kind not in self._claim.kinds:
+            raise FrameBeyond(f"a frame `{frame.frame}` of `{frame.kind}`, which the job does not ask for")
+        if isinstance(frame, Progress) and frame.stage != self._stage:
+            self._stage, self._stages = frame.stage, self._stages + 1
+            if self._stages > _MOST_STAGES:
+                raise FrameBeyond(f"progress through more than {_MOST_STAGES:,} stages")
 
     def write(self, write: Callable[[], T]) -> T:
         """Write, and repeat a write that was not answered after ever longer pauses, which differ between workers.
@@ -190,4 +216,5 @@ class LedgerSink:
         """A line of the job's history; a child that talks without end is cut off."""
         self._log_lines += 1
         if self._log_lines <= _MAX_LOG_LINES and frame.level != "debug":
+            frame = replace(frame, message=_LOGGED.cut(frame.message))
             self.write(lambda: attempt_writes.write_log_line(self._engine, self._claim, frame))

@@ -26,6 +26,7 @@ from typing import Any
 from sqlalchemy import Engine
 
 from catalog.cgroups import oom_kills
+from catalog.frame_bounds import FrameBeyond
 from catalog.frames import Divided, Failed, Finished, Frame, Stopped
 from jobs.devices.leases import note_guardian, release
 from jobs.errors import ArtifactDamaged, LeaseLost, LedgerUnavailable, QuotaExceeded
@@ -55,12 +56,12 @@ from worker.settings import WorkerSettings
 from worker.supervision import child_launch
 from worker.supervision.attempt_failures import (
     LEASE_TOO_SMALL,
-    artifact_failure,
     failure_frame,
     full_disk_failure,
     how_it_broke,
     layout_failure,
     stop_failure,
+    unkept_failure,
     with_detail,
 )
 from worker.supervision.checkpoint_upload import ScratchMirror
@@ -215,9 +216,9 @@ class Supervisor:
             child.kill()
             output.tail()  # its thread reads from descriptors that are about to be others'
             raise
-        except (ArtifactDamaged, QuotaExceeded) as error:
+        except (ArtifactDamaged, FrameBeyond, QuotaExceeded) as error:
             child.kill()
-            return artifact_failure(error), None
+            return unkept_failure(error), None
         except Interrupted:
             child.kill()
             return None, None
@@ -265,13 +266,13 @@ class Supervisor:
             self._sink.write(lambda: note_guardian(self._engine, *self.held, child.pid, child.began))
 
     def _assignment(self) -> dict[str, Any]:
-        artifacts = self._folder.attempt_dir(self._claim.job_id, self._claim.fence)
+        place = self._folder.attempt_dir(*self.held)
         factors = lay_out_factors(self._engine, self._folder, self._claim)
         pieces = lay_out_pieces(self._engine, self._folder, self._claim)
+        self._devices = int(pieces.get("devices", 1))
         if self._watch.reason is None:  # else no child will read it
             self._bring_scratch()
-        threads = self._terms.threads
-        told = child_launch.assignment(self._claim, self._settings, threads, artifacts, factors, self._scratch)
+        told = child_launch.assignment(self._claim, self._settings, self._terms.threads, place, factors, self._scratch)
         return told | pieces
 
     def _bring_scratch(self) -> None:
@@ -287,8 +288,7 @@ class Supervisor:
         if self._copies is None:
             yield
             return
-        folder = self._scratch.attempt_folder(self._claim.job_id, self._claim.fence)
-        with ScratchMirror(self._copies, self._claim, folder, self._watch, self._log):
+        with ScratchMirror(self._copies, self._claim, self._scratch.attempt_folder(*self.held), self._watch, self._log):
             yield
 
     def _follow(self, child: Child) -> Frame | None:
@@ -317,7 +317,7 @@ class Supervisor:
         if isinstance(last, Finished):
             state = self._sink.write(lambda: attempt_endings.finish(self._engine, self._claim, last))
         elif isinstance(last, Divided):
-            state = self._sink.write(lambda: divide(self._engine, self._claim, last))
+            state = self._sink.write(lambda: divide(self._engine, self._claim, last, self._devices))
         elif isinstance(last, Failed) and last.code in LOST_PARTS:
             state = self._lose_part(with_detail(last, tail))
         elif isinstance(last, Failed):

@@ -171,7 +171,7 @@ def test_a_second_round_follows_the_first_and_is_not_made_twice(ledger: Engine, 
     assert divide(ledger, third, frame(2)) == "failed"
     failure = seen(ledger, mine.job_id).failure
     assert failure is not None
-    assert (failure["category"], failure["code"]) == ("fatal", "bad_division")
+    assert (failure["category"], failure["code"]) == ("fatal", "broken_child")
     assert "round `collect` was divided before" in failure["message"]
     assert len(read_pieces(ledger, LOCAL_TENANT, mine.job_id)) == 5
 
@@ -192,7 +192,7 @@ def test_what_is_no_round_fails_the_job_and_leaves_no_piece(
     mine = held(shards=2)
     assert divide(ledger, mine, bad) == "failed"
     assert read_pieces(ledger, LOCAL_TENANT, mine.job_id) == ()
-    assert seen(ledger, mine.job_id).failure["code"] == "bad_division"
+    assert seen(ledger, mine.job_id).failure["code"] == "broken_child"
 
 
 def test_a_piece_cannot_be_divided(ledger: Engine, divided: Callable[..., Any]) -> None:

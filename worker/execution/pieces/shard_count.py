@@ -10,9 +10,10 @@ device gains nothing from pieces.
 from collections.abc import Mapping
 from typing import Any
 
+from catalog.pieces import PIECES_PER_DEVICE, auto_pieces
+
 LEAST_SECONDS = 60.0
 """Collection that makes a piece worth while."""
-PIECES_PER_DEVICE = 2
 
 
 def most_pieces(devices: int, cuts: int) -> int:
@@ -25,7 +26,7 @@ def most_pieces(devices: int, cuts: int) -> int:
     Returns:
         At least 1.
     """
-    return max(1, min(PIECES_PER_DEVICE * devices if devices > 1 else 1, cuts))
+    return max(1, min(auto_pieces(devices), cuts))
 
 
 def choose_count(plan: Mapping[str, Any], planned: int, devices: int, cuts: int) -> tuple[int, str]:

@@ -1,0 +1,231 @@
+"""The bounds of what a computing process says: nothing beyond them is believed, however it is worded.
+
+The honest process cuts its texts and lists to them before it sends a frame (`cut`). Code that is not ours may hold the
+same pipe, so whoever reads a frame refuses what is beyond (`require_within`), and the job ends.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import Any
+
+from catalog.pieces import MAX_SHARDS, ROUNDS
+from catalog.record import record
+
+MAX_COUNT = 2**53
+"""The largest count: the last integer that every reader of JSON holds exactly."""
+_HEXADECIMAL = r"[0-9a-f]{64}"
+_WORD = r"[a-z][a-z0-9_]{0,63}"
+_UNSTORABLE = re.compile("[\0\ud800-\udfff]")
+
+
+class FrameBeyond(ValueError):
+    """A frame that no process of ours would send."""
+
+
+@record
+class Text:
+    """A text of at most so many characters."""
+
+    most: int
+    pattern: str | None = None
+    """What the whole of it must match; such a text is not cut."""
+    choices: tuple[str, ...] = ()
+    """What it may be; empty for anything."""
+    optional: bool = False
+
+    def cut(self, value: Any) -> Any:  # noqa: ANN401 - of any type until it was looked at
+        """Return the value, its end left out where it is too long."""
+        if not isinstance(value, str) or len(value) <= self.most or self.pattern or self.choices:
+            return value
+        return value[: self.most - 1] + "…"
+
+    def fits(self, value: Any) -> bool:  # noqa: ANN401
+        """Return whether a value is a text."""
+        return isinstance(value, str) or (self.optional and value is None)
+
+    def refuses(self, value: str | None) -> str | None:
+        """Return what is wrong with a text; None if nothing is."""
+        if value is None:
+            return None
+        shown = repr(value[:40])
+        faults = {
+            f"has {len(value):,} characters, and at most {self.most:,} are taken": len(value) > self.most,
+            "holds characters that no database stores": _UNSTORABLE.search(value) is not None,
+            f"is {shown}, and must be one of {', '.join(self.choices)}": self.choices and value not in self.choices,
+            f"is {shown}, which is not of its form": self.pattern and re.fullmatch(self.pattern, value) is None,
+        }
+        return next((why for why, holds in faults.items() if holds), None)
+
+
+@record
+class Count:
+    """An integer from 0."""
+
+    optional: bool = False
+
+    def cut(self, value: Any) -> Any:  # noqa: ANN401
+        """Return the value."""
+        return value
+
+    def fits(self, value: Any) -> bool:  # noqa: ANN401
+        """Return whether a value is an integer."""
+        return (isinstance(value, int) and not isinstance(value, bool)) or (self.optional and value is None)
+
+    def refuses(self, value: int | None) -> str | None:
+        """Return what is wrong with an integer; None if nothing is."""
+        return None if value is None or 0 <= value <= MAX_COUNT else f"must be 0 to 2⁵³ (got {str(value)[:40]})"
+
+
+@record
+class Entries:
+    """A list of texts or objects."""
+
+    most: int
+    of: "Text | Members"
+
+    def cut(self, value: Any) -> Any:  # noqa: ANN401
+        """Return the list with each entry cut, and a last one that says how many more there were."""
+        if not isinstance(value, (list, tuple)):
+            return value
+        kept = [self.of.cut(each) for each in value[: self.most]]
+        if len(value) > self.most and isinstance(self.of, Text):
+            kept[-1] = f"and {len(value) - self.most + 1:,} more"
+        return tuple(kept)
+
+    def fits(self, value: Any) -> bool:  # noqa: ANN401
+        """Return whether a value is a list of such entries."""
+        return isinstance(value, (list, tuple)) and all(map(self.of.fits, value))
+
+    def refuses(self, value: Sequence[Any]) -> str | None:
+        """Return what is wrong with a list; None if nothing is."""
+        if len(value) > self.most:
+            return f"has {len(value):,} entries, and at most {self.most:,} are taken"
+        return next(
+            (f"entry {place} {why}" for place, each in enumerate(value) if (why := self.of.refuses(each))), None
+        )
+
+
+@record
+class Members:
+    """An object, of some of whose members more is known."""
+
+    most_bytes: int | None = None
+    """As JSON; None leaves it at the bound of a frame."""
+    known: Mapping[str, "Bound"] = field(default_factory=dict)
+
+    def cut(self, value: Any) -> Any:  # noqa: ANN401
+        """Return the object with its texts cut."""
+        if not isinstance(value, Mapping):
+            return value
+        return {name: self.known[name].cut(each) if name in self.known else each for name, each in value.items()}
+
+    def fits(self, value: Any) -> bool:  # noqa: ANN401
+        """Return whether a value is an object with such members."""
+        return isinstance(value, Mapping) and all(
+            bound.fits(value[name]) for name, bound in self.known.items() if name in value
+        )
+
+    def refuses(self, value: Mapping[str, Any]) -> str | None:
+        """Return what is wrong with an object; None if nothing is."""
+        for name, bound in self.known.items():
+            why = bound.refuses(value[name]) if name in value else None
+            if why is not None:
+                return f"`{name}` {why}"
+        if self.most_bytes is None or (size := len(json.dumps(value))) <= self.most_bytes:
+            return None
+        return f"has {size:,} bytes, and at most {self.most_bytes:,} are taken"
+
+
+Bound = Text | Count | Entries | Members
+
+_KIND, _LAYER, _POINTER = Text(most=64, pattern=_WORD), Text(most=16_384), Text(most=1_000, optional=True)
+_MESSAGE = Text(most=4_000)
+_DIGEST = Text(most=64, pattern=_HEXADECIMAL, optional=True)
+_ANYTHING = Members()
+_LINES = Entries(most=1_000, of=Text(most=2_000))
+_REFUSED = {
+    "kind": _KIND,
+    "code": _KIND,
+    "message": _MESSAGE,
+    "pointer": _POINTER,
+    "layer": Text(most=16_384, optional=True),
+}
+
+_FIELDS: Mapping[str, Mapping[str, Bound]] = {
+    "started": {"environment": Members(most_bytes=2**16)},
+    "progress": {
+        "stage": _KIND,
+        "done": Count(),
+        "total": Count(optional=True),
+        "unit": Text(most=64, pattern=_WORD),
+    },
+    "planned": {"plan": Members(most_bytes=4 * 2**20)},
+    "layer": {"kind": _KIND, "ordinal": Count(), "layer": _LAYER, "outcome": _ANYTHING, "observed": _ANYTHING},
+    "artifact": {
+        "name": Text(most=1_024),
+        "sha256": Text(most=64, pattern=_HEXADECIMAL),
+        "size_bytes": Count(),
+        "media_type": Text(most=100),
+    },
+    "summary": {"kind": _KIND, "summary": _ANYTHING},
+    "log": {"level": Text(most=16, choices=("debug", "info", "warning")), "message": Text(most=2**20)},
+    "failed": {
+        "category": Text(most=16, choices=("usage", "transient", "fatal")),
+        "code": _KIND,
+        "message": _MESSAGE,
+        "pointer": _POINTER,
+        "layer": Text(most=16_384, optional=True),
+        "detail": Text(most=20_000, optional=True),
+    },
+    "finished": {
+        "model_sha256": _DIGEST,
+        "data_sha256": _DIGEST,
+        "examples": Count(optional=True),
+        "factors_sha256": _DIGEST,
+        "against_sha256": _DIGEST,
+        "refused": Entries(most=64, of=Members(known=_REFUSED)),
+        "unused": _LINES,
+        "notices": _LINES,
+    },
+    "stopped": {},
+    "divided": {
+        "round": Text(most=16, choices=ROUNDS),
+        "pieces": Entries(most=MAX_SHARDS, of=_ANYTHING),
+    },
+}
+BOUNDS = {name: Members(known=fields) for name, fields in _FIELDS.items()}
+"""Of each type of frame."""
+
+
+def cut(frame: Mapping[str, Any]) -> dict[str, Any]:
+    """Cut the texts and lists of a frame to their bounds.
+
+    Args:
+        frame: The frame as JSON has it.
+
+    Returns:
+        A frame that is within them, as far as cutting helps.
+    """
+    within: dict[str, Any] = BOUNDS[frame["frame"]].cut(frame)
+    return within
+
+
+def require_within(frame: Mapping[str, Any]) -> None:
+    """Require that a frame is one that a process of ours might have sent.
+
+    Args:
+        frame: The frame as JSON has it, of a known type.
+
+    Raises:
+        TypeError: If a field has another type than it should.
+        FrameBeyond: If one is longer or larger than its bound, or is not one of those listed.
+    """
+    bounds = BOUNDS[frame["frame"]]
+    wrong = next((name for name, bound in bounds.known.items() if name in frame and not bound.fits(frame[name])), None)
+    if wrong is not None:
+        raise TypeError(f"`{wrong}` is {type(frame[wrong]).__name__}, or holds what it should not")
+    why = bounds.refuses(frame)
+    if why is not None:
+        raise FrameBeyond(f"a frame `{frame['frame']}` whose {why}")
