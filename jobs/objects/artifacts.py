@@ -12,12 +12,15 @@ files stay where they are until their job is deleted.
 """
 
 import contextlib
+import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from catalog.open_beneath import LED_ASTRAY, open_beneath
 from jobs.errors import ArtifactDamaged
 from jobs.objects.local_store import LocalObjects, require_digest
 from jobs.objects.object_store import ObjectStore, StoredObject
@@ -86,13 +89,26 @@ class ArtifactFolder:
         """
         if not _NAME.fullmatch(name):
             raise ArtifactDamaged(f"an artifact's name {name[:80]!r} is not made of plain path segments")
-        staged = self.root.resolve() / self._job_part(job_id) / str(int(fence)) / name
-        # links and pipes were not written by the artifact port: a link could lead out of the root, a pipe would hang
-        if staged.resolve() != staged:
-            raise ArtifactDamaged(f"artifact {name} is reached through a link; only plain files are artifacts")
         key = object_key(tenant_id, sha256)
-        self.store.put(key, staged, sha256=sha256, size_bytes=size_bytes)
+        with self._staged(Path(self._job_part(job_id), str(int(fence)), name)) as staged:
+            self.store.put(key, staged, sha256=sha256, size_bytes=size_bytes)
         return key
+
+    def _staged(self, relative: Path) -> BinaryIO:
+        """Open what an attempt has written; a link that it put on the way could lead out of its folder."""
+        name = "/".join(relative.parts[2:])
+        try:
+            descriptor = open_beneath(self.root, relative)
+        except OSError as error:
+            why = "is reached through a link; only plain files are artifacts"
+            if error.errno not in LED_ASTRAY:
+                why = f"cannot be opened ({error.strerror}); was the folder moved?"
+            raise ArtifactDamaged(f"artifact {name} {why}") from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise ArtifactDamaged(f"artifact {name} is not a plain file")
+        # by its own name, for messages
+        return open(name, "rb", opener=lambda *_: descriptor)
 
     def open(self, artifact: Artifact, first: int = 0) -> BinaryIO:
         """Open a listed file for reading; its size is checked, its digest only by `verify`.

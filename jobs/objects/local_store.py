@@ -1,8 +1,9 @@
-"""Objects in a folder: linked under a temporary name, verified, synced, renamed.
+"""Objects in a folder: copied under a temporary name, verified, synced, renamed.
 
-A file that is already on the same file system is linked, not copied, so that keeping it costs its
-folder entry alone. A lock on the folder, which the kernel takes back from a process that is gone,
-keeps whoever removes an old object from removing the new one that just replaced it.
+What is kept is a copy that nobody else has open, made by the file system where that shares blocks between copies:
+whoever wrote the source may write to it still, or hold a second name of it. A lock on the folder, which the kernel
+takes back from a process that is gone, keeps whoever removes an old object from removing the new one that just
+replaced it.
 """
 
 import contextlib
@@ -17,11 +18,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from catalog.open_beneath import READ
 from jobs.errors import ArtifactDamaged
-from jobs.objects.object_store import PART, StoredObject
+from jobs.objects.object_store import PART, Source, StoredObject
 
 CHUNK_BYTES = 2**20
+_DESCRIPTORS = "/proc/self/fd" if Path("/proc/self/fd").is_dir() else "/dev/fd"
 _LOCK = ".objects.lock"
+_COPY_BYTES = 2**30
+_NO_COPIES = frozenset({errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM})
 _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
 
 
@@ -36,12 +41,12 @@ class LocalObjects:
         """
         self.root = root.absolute()
 
-    def put(self, key: str, source: Path, *, sha256: str, size_bytes: int) -> None:
-        """Link the file into place, or copy it from another file system (`ObjectStore.put`).
+    def put(self, key: str, source: Source, *, sha256: str, size_bytes: int) -> None:
+        """Copy the file into place (`ObjectStore.put`).
 
         Args:
             key: The object's key, a path of plain segments.
-            source: The file, which nobody changes any more.
+            source: The file, by its path or open.
             sha256: The declared digest, in hexadecimal.
             size_bytes: The declared size.
 
@@ -53,11 +58,11 @@ class LocalObjects:
         _make_folder(target.parent)
         part = target.with_name(f"{PART}{uuid.uuid4().hex}")
         try:
-            _take(source, part)
-            # a link has its source's age: were that old, a sweep would take it while it is verified
-            os.utime(part)
-            with open_plain(part, size_bytes, called=source.name) as file:
-                require_digest(file, sha256, called=source.name)
+            called = Path(source.name).name
+            with open_plain(source, size_bytes, called=called) as file:
+                _copy(file, part)
+            with open_plain(part, size_bytes, called=called) as file:
+                require_digest(file, sha256, called=called)
                 os.fsync(file.fileno())
             with self._locked(fcntl.LOCK_SH):
                 # its age begins now: nobody removes it before a row names it
@@ -190,11 +195,11 @@ class LocalObjects:
             yield
 
 
-def open_plain(path: Path, size_bytes: int, *, called: str) -> BinaryIO:
+def open_plain(source: Source, size_bytes: int, *, called: str) -> BinaryIO:
     """Open a plain file of the declared size; neither links nor pipes are followed.
 
     Args:
-        path: The file.
+        source: The file; an open one is opened anew, at its beginning.
         size_bytes: The declared size.
         called: The name for error messages.
 
@@ -206,7 +211,10 @@ def open_plain(path: Path, size_bytes: int, *, called: str) -> BinaryIO:
     """
     try:
         # a pipe would hang
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if isinstance(source, Path):
+            descriptor = os.open(source, READ | os.O_NOFOLLOW)
+        else:
+            descriptor = os.open(f"{_DESCRIPTORS}/{source.fileno()}", READ)
     except OSError as error:
         raise ArtifactDamaged(
             f"artifact {called} cannot be opened ({error.strerror}); was the folder moved?"
@@ -239,16 +247,27 @@ def require_digest(file: BinaryIO, sha256: str, *, called: str) -> None:
 
 
 def _take(source: Path, part: Path) -> None:
+    """Link an object, which nobody changes any more, or copy it to another file system."""
     try:
         os.link(source, part, follow_symlinks=False)
     except FileNotFoundError as error:
         raise ArtifactDamaged(f"artifact {source.name} cannot be opened: there is no such file") from error
     except OSError as error:
         if error.errno not in _NO_LINKS or not stat.S_ISREG(source.lstat().st_mode):
-            if not source.is_file() or source.is_symlink():
-                raise ArtifactDamaged(f"artifact {source.name} is not a plain file") from error
             raise
         shutil.copyfile(source, part, follow_symlinks=False)
+
+
+def _copy(file: BinaryIO, part: Path) -> None:
+    """Copy an open file from its beginning to a new one, which this process's user alone may write."""
+    with part.open("xb") as copy:
+        try:
+            while os.copy_file_range(file.fileno(), copy.fileno(), _COPY_BYTES):
+                pass
+        except (AttributeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_COPIES:
+                raise
+            shutil.copyfileobj(file, copy, CHUNK_BYTES)
 
 
 def _make_folder(folder: Path) -> None:

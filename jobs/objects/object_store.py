@@ -19,6 +19,10 @@ MARKS = "marks/"
 """The prefix of a store's own notes beside the objects; an old one was left by a killed process."""
 
 
+Source = Path | BinaryIO
+"""A file that is to be stored: by its path, or open."""
+
+
 @record
 class StoredObject:
     """One entry of a store's listing."""
@@ -32,12 +36,12 @@ class StoredObject:
 class ObjectStore(Protocol):
     """A store of objects."""
 
-    def put(self, key: str, source: Path, *, sha256: str, size_bytes: int) -> None:
+    def put(self, key: str, source: Source, *, sha256: str, size_bytes: int) -> None:
         """Store a copy of a file in place of any earlier object; its age begins anew.
 
         Args:
             key: The object's key.
-            source: The file, which nobody changes any more.
+            source: The file; whatever becomes of it meanwhile, the bytes that are stored are those declared.
             sha256: The declared digest.
             size_bytes: The declared size.
 

@@ -29,7 +29,7 @@ from obstore.store import S3Store
 
 from jobs.errors import ArtifactDamaged, StoreUnavailable
 from jobs.objects.local_store import open_plain, require_digest
-from jobs.objects.object_store import MARKS, PART, StoredObject
+from jobs.objects.object_store import MARKS, PART, Source, StoredObject
 from jobs.objects.presigned_urls import signed_url
 from jobs.s3_settings import S3Settings
 
@@ -74,12 +74,12 @@ class S3Objects:
         self._store = self._connect(seconds=300.0, retry_seconds=20.0)
         self._hasty = self._connect(**_HASTY)
 
-    def put(self, key: str, source: Path, *, sha256: str, size_bytes: int) -> None:
+    def put(self, key: str, source: Source, *, sha256: str, size_bytes: int) -> None:
         """Upload the file, and check that it outlived any removal of its predecessor (`ObjectStore.put`).
 
         Args:
             key: The object's key, a path of plain segments.
-            source: The file, which nobody changes any more.
+            source: The file, by its path or open.
             sha256: The declared digest, in hexadecimal.
             size_bytes: The declared size.
 
@@ -96,7 +96,7 @@ class S3Objects:
                 continue
             if found.size_bytes != size_bytes:
                 raise ArtifactDamaged(
-                    f"the store keeps {found.size_bytes:,} bytes of {source.name}, {size_bytes:,} were sent"
+                    f"the store keeps {found.size_bytes:,} bytes of {Path(source.name).name}, {size_bytes:,} were sent"
                 )
             return
         raise StoreUnavailable(f"the store of artifacts has lost an object {_ROUNDS} times after taking it")
@@ -224,20 +224,20 @@ class S3Objects:
             retry_config={"max_retries": 3, "retry_timeout": timedelta(seconds=retry_seconds)},
         )
 
-    def _upload(self, key: str, source: Path, sha256: str, size_bytes: int) -> None:
-        began = time.monotonic()
-        with open_plain(source, size_bytes, called=source.name) as file, _translated(key):
+    def _upload(self, key: str, source: Source, sha256: str, size_bytes: int) -> None:
+        began, called = time.monotonic(), Path(source.name).name
+        with open_plain(source, size_bytes, called=called) as file, _translated(key):
             if size_bytes <= _PART_BYTES:
                 # what is sent is what was verified, whoever writes into the file meanwhile
                 content = file.read(_PART_BYTES + 1)
-                require_digest(io.BytesIO(content), sha256, called=source.name)
+                require_digest(io.BytesIO(content), sha256, called=called)
                 obstore.put(self._store, key, content, use_multipart=False)
             else:
                 size = _part_bytes(size_bytes)
                 obstore.put(
                     self._store,
                     key,
-                    _verified_parts(file, size, sha256, called=source.name),
+                    _verified_parts(file, size, sha256, called=called),
                     use_multipart=True,
                     chunk_size=size,
                     max_concurrency=max(1, _AT_ONCE_BYTES // size),

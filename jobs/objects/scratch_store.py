@@ -207,15 +207,17 @@ def version_of(folder: Path) -> tuple[tuple[int, int] | None, ...]:
 
 def _linked(folder: Path, place: Path) -> dict[str, Path]:
     files = {}
-    for path in sorted(folder.rglob("*")):
-        # the folder is the job's: a link of its may lead to a file that only this process can read
-        if path.name.startswith(PART) or path.is_symlink() or not path.is_file():
-            continue
-        name = path.relative_to(folder).as_posix()
-        target = place / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            os.link(path, target, follow_symlinks=False)
-            if stat.S_ISREG(target.lstat().st_mode):
-                files[name] = target
-    return files
+    # the folder is the job's, which may put a link in the place of a folder or of a file at any moment: each is
+    # reached from the descriptor of the folder above it, and what was linked is looked at afterwards
+    for above, _, names, descriptor in os.fwalk(folder, follow_symlinks=False):
+        for each in names:
+            if each.startswith(PART):
+                continue
+            name = (Path(above) / each).relative_to(folder).as_posix()
+            target = place / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.link(each, target, src_dir_fd=descriptor, follow_symlinks=False)
+                if stat.S_ISREG(target.lstat().st_mode):
+                    files[name] = target
+    return dict(sorted(files.items()))

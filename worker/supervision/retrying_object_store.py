@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from jobs.errors import LeaseLost, StoreUnavailable
-from jobs.objects.object_store import ObjectStore, StoredObject
+from jobs.objects.object_store import ObjectStore, Source, StoredObject
 from jobs.records import Claim
 from worker.supervision.lease_monitor import LeaseWatch
 
@@ -41,12 +41,12 @@ class RetryingObjectStore:
         self._claim = claim
         self._watch = watch
 
-    def put(self, key: str, source: Path, *, sha256: str, size_bytes: int) -> None:
+    def put(self, key: str, source: Source, *, sha256: str, size_bytes: int) -> None:
         """Store the file; an upload that is not waited for goes on, and may fail unseen.
 
         Args:
             key: The object's key.
-            source: The file, which nobody changes any more.
+            source: The file.
             sha256: The declared digest, in hexadecimal.
             size_bytes: The declared size.
         """

@@ -2,17 +2,13 @@
 
 A link may lead anywhere, and a name may come to mean another file between its check and its use. So a path is first
 resolved to one without links, which must lie in the allowed folder; then that is opened from the folder's own
-descriptor, and no link is followed any more::
-
-    openat2(RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS)    where the kernel has it
-    openat(O_NOFOLLOW), component by component        where kernel or container answer ENOSYS or EPERM
+descriptor, and no link is followed any more (``catalog.open_beneath``).
 
 Links that stay inside the folder are resolved beforehand, so that they work. Only regular files of a disk are opened:
 no pipe, no device, nothing of /proc or /sys. Libraries get a name of the open descriptor, not of the file.
 """
 
 import contextlib
-import ctypes
 import errno
 import os
 import stat
@@ -20,15 +16,9 @@ import weakref
 from pathlib import Path
 from typing import BinaryIO
 
+from catalog.open_beneath import LED_ASTRAY, READ, open_beneath
 from worker.execution.refusal import Refusal, storable_text
 
-_OPENAT2 = 437  # the same on every architecture of Linux that torch runs on
-_RESOLVE_BENEATH, _RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS = 0x08, 0x02, 0x04  # linux/openat2.h
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-_FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
-_NO_SUCH_CALL = (errno.ENOSYS, errno.EPERM, errno.EINVAL)
-_LED_ASTRAY = (errno.EXDEV, errno.ELOOP, errno.EAGAIN)
-"""What an open that follows no link says where a link stands: it was put there after the path was resolved."""
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 _PSEUDO_FOLDERS = ("/proc", "/sys")
 _MOST_LISTED = 100_000
@@ -181,9 +171,9 @@ def open_allowed(path: Path, root: Path | None, shown: str, pointer: str) -> Ope
     if root is not None and not real.is_relative_to(root):
         raise outside(shown, pointer)
     try:
-        descriptor = os.open(real, _READ) if root is None else _open_beneath(root, real.relative_to(root))
+        descriptor = os.open(real, READ) if root is None else open_beneath(root, real.relative_to(root))
     except OSError as error:
-        if error.errno in _LED_ASTRAY:
+        if error.errno in LED_ASTRAY:
             raise outside(shown, pointer) from error
         if error.errno in _ABSENT:
             return None
@@ -232,62 +222,6 @@ def _pseudo_devices() -> set[int]:
         with contextlib.suppress(OSError):
             found.add(Path(folder).stat().st_dev)
     return found - {Path("/").stat().st_dev}
-
-
-def _open_beneath(root: Path, relative: Path) -> int:
-    """Open what lies below a folder, without following any link."""
-    folder = os.open(root, _FOLDER)
-    try:
-        descriptor = _openat2(folder, relative)
-        return _open_by_components(folder, relative) if descriptor is None else descriptor
-    finally:
-        os.close(folder)
-
-
-class _OpenHow(ctypes.Structure):
-    """``struct open_how`` of linux/openat2.h."""
-
-    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
-
-
-def _openat2(folder: int, relative: Path) -> int | None:
-    """Open by one call of the kernel; None where there is no such call, or a container forbids it."""
-    syscall = getattr(ctypes.CDLL(None, use_errno=True), "syscall", None)
-    if syscall is None or os.uname().sysname != "Linux":
-        return None
-    how = _OpenHow(flags=_READ, resolve=_RESOLVE_BENEATH | _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS)
-    arguments = (ctypes.c_int(folder), ctypes.c_char_p(os.fsencode(relative)), ctypes.byref(how))
-    syscall.restype = ctypes.c_long
-    descriptor = int(syscall(ctypes.c_long(_OPENAT2), *arguments, ctypes.c_size_t(ctypes.sizeof(how))))
-    if descriptor >= 0:
-        return descriptor
-    number = ctypes.get_errno()
-    if number in _NO_SUCH_CALL:
-        return None
-    raise OSError(number, os.strerror(number), str(relative))
-
-
-def _open_by_components(folder: int, relative: Path) -> int:
-    """Open one component after another, each from the descriptor of the one before."""
-    current = os.dup(folder)
-    for place, part in enumerate(relative.parts):
-        last = place == len(relative.parts) - 1
-        try:
-            below = os.open(part, (_READ if last else _FOLDER) | os.O_NOFOLLOW, dir_fd=current)
-        except NotADirectoryError as error:
-            # with O_DIRECTORY a link is not a folder either
-            raise OSError(errno.ELOOP if _is_link(part, current) else error.errno, error.strerror) from error
-        finally:
-            os.close(current)
-        current = below
-    return current
-
-
-def _is_link(part: str, folder: int) -> bool:
-    try:
-        return stat.S_ISLNK(os.stat(part, dir_fd=folder, follow_symlinks=False).st_mode)
-    except OSError:
-        return False
 
 
 def outside(shown: str | None, pointer: str) -> Refusal:
