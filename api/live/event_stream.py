@@ -88,14 +88,27 @@ class EventStream(Response):
             newer = subscription.events_after(batch.through)
             if newer is None:
                 newer = await self._read_after(batch.through)
-            if newer is not None and (newer.through > batch.through or newer.ended):
+            # what was read before the look may be told; whatever comes afterwards has a look of its own
+            holds = await self._key_holds()
+            if holds is False:
+                return
+            if holds and newer is not None and (newer.through > batch.through or newer.ended):
                 batch = newer
                 if batch.text:
                     yield batch.text
                 continue
-            seconds = self._service.settings.stream_idle_seconds if newer is not None else _DATABASE_RETRY_SECONDS
+            seconds = (
+                self._service.settings.stream_idle_seconds if newer is not None and holds else _DATABASE_RETRY_SECONDS
+            )
             if not await subscription.wait(min(seconds, until - now)):
                 yield KEEPALIVE
+
+    async def _key_holds(self) -> bool | None:
+        """Whether the key may go on reading; None where the database does not answer, and nothing is told."""
+        try:
+            return await self._service.key_looks.holds(self._key)
+        except LedgerUnavailable:
+            return None
 
     async def _read_after(self, position: int) -> EventBatch | None:
         """Read events above ``position`` from the ledger; None where the database does not answer."""

@@ -78,7 +78,18 @@ def is_scraper_only(endpoint: object) -> bool:
     return getattr(endpoint, _SCRAPED, False) is True
 
 
-def _unauthorised(detail: str) -> Refusal:
+NOT_VALID = "this key is not valid: mistyped, revoked or expired"
+
+
+def unauthorised(detail: str) -> Refusal:
+    """Return the refusal of a request without a valid key.
+
+    Args:
+        detail: The reason, and what to send.
+
+    Returns:
+        The answer 401.
+    """
     return Refusal(
         401, "unauthorised", "An API key is needed", detail, headers={"www-authenticate": 'Bearer realm="kronoscope"'}
     )
@@ -104,13 +115,13 @@ def authenticate(request: Request, service: ServiceOf, _: Annotated[object, Depe
         _authenticate_scraper(service.settings.metrics_token, header)
         return
     if header is None:
-        raise _unauthorised("send `Authorization: Bearer KEY`; `kronoscope keys create` makes keys")
+        raise unauthorised("send `Authorization: Bearer KEY`; `kronoscope keys create` makes keys")
     scheme, _separator, presented = header.partition(" ")
     caller = None
     if scheme.lower() == "bearer" and service.settings.key_secret:
         caller = verify_key(service.all_tenants, service.settings.key_secret, presented)
     if caller is None:
-        raise _unauthorised("this key is not valid: mistyped, revoked or expired")
+        raise unauthorised(NOT_VALID)
     request.state.caller = caller
     if caller.key is not None:
         client = request.app.state.connections.addresses.client_of(request.scope)
@@ -121,7 +132,7 @@ def _authenticate_scraper(token: str | None, header: str | None) -> None:
     """Refuse a wrong token, and any token where the operator has set none."""
     presented = (header or "").encode("utf-8", "replace")
     if token is None or not hmac.compare_digest(presented, f"Bearer {token}".encode()):
-        raise _unauthorised("send `Authorization: Bearer TOKEN`, with the operator's KRONOSCOPE_METRICS_TOKEN")
+        raise unauthorised("send `Authorization: Bearer TOKEN`, with the operator's KRONOSCOPE_METRICS_TOKEN")
 
 
 def _caller(scope: Scope) -> Callable[[Request], Caller]:

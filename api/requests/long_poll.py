@@ -8,6 +8,7 @@ from fastapi import Request
 from starlette.concurrency import run_in_threadpool
 
 from api.problem_details import Refusal, invalid_parameter, not_found
+from api.requests.auth import NOT_VALID, unauthorised
 from api.requests.key_limits import release_slot
 from api.service import Service
 from jobs.errors import LedgerUnavailable
@@ -57,7 +58,8 @@ async def wait_for_job(
         The job as it was read last.
 
     Raises:
-        Refusal: 404 where there is none, or it is deleted meanwhile; 429 where too many requests of the key wait.
+        Refusal: 401 where the key was revoked meanwhile, or has expired; 404 where there is no such job, or it is
+            deleted meanwhile; 429 where too many requests of the key wait.
         LedgerUnavailable: If the database does not answer within ``seconds``.
     """
     until = time.monotonic() + seconds
@@ -97,9 +99,16 @@ async def wait_for_job(
                 if left <= 0 or await request.is_disconnected():
                     break
                 await subscription.wait(min(left, _DISCONNECT_CHECK_SECONDS))
+        await _require_key(service, key)
         return job
     finally:
         polls.discard(ticket)
+
+
+async def _require_key(service: Service, key: str | None) -> None:
+    """Refuse to answer a key that was revoked, or has expired, while its request waited."""
+    if not await service.key_looks.holds(key):
+        raise unauthorised(NOT_VALID)
 
 
 async def _read_with_retries(read: Callable[[], Awaitable[Job | None]], until: float) -> Job | None:
