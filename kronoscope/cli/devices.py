@@ -1,17 +1,15 @@
 """The command ``kronoscope devices``: the devices of the service's workers, with their free memory."""
 
-import json
-import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from catalog.device_views import DeviceView
 from catalog.record import plain
+from kronoscope.cli.output import print_json, result_console
 from kronoscope.client.client import Client
 from kronoscope.display.layer_names import shorten, shorten_all
 
@@ -28,10 +26,9 @@ def devices(
     with Client(url) as client:
         listed = list(client.devices())
     if as_json:
-        sys.stdout.write(json.dumps([plain(each) for each in listed], indent=2, ensure_ascii=False) + "\n")
+        print_json([plain(each) for each in listed])
         return
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=100)
+    console = result_console()
     if listed:
         console.print(device_table(listed))
     else:

@@ -6,7 +6,6 @@ refused, or a part of the model that the loss depends on was not measured, thoug
 `collection.min_coverage` that would do.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -15,6 +14,7 @@ import typer
 from catalog.analysis import RefusedAnalysis
 from catalog.coverage import CoverageView
 from kronoscope.cli.documents import DocumentUnreadable
+from kronoscope.cli.output import write_error
 from kronoscope.cli.run_folder import NoRun
 from kronoscope.cli.run_job import NotInstalled
 from kronoscope.cli.serve import ServiceFailed
@@ -75,5 +75,5 @@ def run_command(command: Callable[[], object]) -> int:
 
 def _report_errors(code: int, lines: Sequence[str]) -> int:
     for line in lines:
-        sys.stderr.write(f"error: {line}\n")
+        write_error(f"error: {line}")
     return code

@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +14,7 @@ from catalog.responses import ArtifactView, JobView, ResultsView
 from kronoscope.cli.documents import read_document
 from kronoscope.cli.exit_codes import CATEGORIES, FATAL, INTERNAL, STOPPED, USAGE, fail, require_whole
 from kronoscope.cli.options import AsJson, Document, JobId, JobOrFolder, Settings, Url, complete
-from kronoscope.cli.output import message_console, print_json, result_console
+from kronoscope.cli.output import message_console, print_json, result_console, write_error, write_line
 from kronoscope.cli.run_folder import read_run
 from kronoscope.cli.schedule_options import Deadline, Priority, Within, with_schedule
 from kronoscope.client.client import Client
@@ -63,7 +62,7 @@ def submit(  # noqa: PLR0913, PLR0917 - each is an option of the command line
         elif as_json:
             print_json(plain(job))
         else:
-            sys.stdout.write(f"{job.id}\n")
+            write_line(job.id)
 
 
 def watch(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
@@ -110,7 +109,7 @@ def _print_results(
         listed = [plain(row) for row in rows]
         print_json(plain(found) | {"layers": listed} | ({"methods": text} if text is not None else {}))
     elif text is not None:
-        sys.stdout.write(f"{text}\n")
+        write_line(text)
     else:
         _show_tables(found, rows, curve)
         if not found.job.ended:
@@ -166,7 +165,7 @@ def _watched(client: Client, job_id: str, *, as_json: bool) -> bool:
             for job in client.follow(job_id):
                 show_progress(job, display)
     except KeyboardInterrupt:
-        sys.stderr.write(f"no longer watching; the job goes on: `kronoscope watch {job_id}` shows it again\n")
+        write_error(f"no longer watching; the job goes on: `kronoscope watch {job_id}` shows it again")
         return False
     if job is None:
         fail(INTERNAL, ["the service sent no answer about the job"])

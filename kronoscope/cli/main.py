@@ -21,7 +21,7 @@ from kronoscope.cli.documents import read_document
 from kronoscope.cli.exit_codes import CATEGORIES, FATAL, STOPPED, USAGE, fail, require_whole, run_command
 from kronoscope.cli.keys import keys
 from kronoscope.cli.options import AsJson, Document, Offline, Settings, Store, epilog
-from kronoscope.cli.output import message_console, outlast_reader, print_json, result_console
+from kronoscope.cli.output import message_console, outlast_reader, print_json, result_console, write_error
 from kronoscope.cli.plan_options import Budget, Device
 from kronoscope.cli.run_job import Outcome, run_job
 from kronoscope.cli.serve import exec_module, serve_embedded
@@ -247,7 +247,7 @@ def _require_success(outcome: Outcome) -> None:
         pointer = f"{failure.pointer} " if failure.pointer and "\n" not in failure.message else ""
         lines = [f"{pointer}{line}" for line in failure.message.split("\n")]
         if failure.category == "fatal" and failure.detail:
-            sys.stderr.write(f"{failure.detail}\n")
+            write_error(failure.detail)
         fail(CATEGORIES[failure.category], lines)
     if outcome.stopped or outcome.interrupted:
         fail(STOPPED, ["the job was stopped; nothing runs on"])

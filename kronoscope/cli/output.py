@@ -3,9 +3,21 @@
 import io
 import json
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
+from rich.segment import Segment
+
+from kronoscope.display.printable import escaped, printable
+
+
+class PrintableConsole(Console):
+    """A console whose own sequences alone reach the terminal: texts are shown, whoever wrote them."""
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        shown = (each if each.control else each._replace(text=printable(each.text)) for each in buffer)
+        return super()._render_buffer(shown)
 
 
 class _Pipe(io.FileIO):
@@ -35,13 +47,31 @@ def outlast_reader() -> None:
 
 def result_console() -> Console:
     """Return the console for results, 100 columns wide where it is not a terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=100)
+    console = PrintableConsole(highlight=False)
+    return console if console.is_terminal else PrintableConsole(highlight=False, width=100)
 
 
 def message_console() -> Console:
     """Return the console for progress and messages."""
-    return Console(stderr=True, highlight=False)
+    return PrintableConsole(stderr=True, highlight=False)
+
+
+def write_line(text: str) -> None:
+    """Write a text to standard output as it is but for what a terminal would obey.
+
+    Args:
+        text: The text, without the end of its last line.
+    """
+    sys.stdout.write(f"{printable(text)}\n")
+
+
+def write_error(text: str) -> None:
+    """Write a text to standard error as it is but for what a terminal would obey.
+
+    Args:
+        text: The text, without the end of its last line.
+    """
+    sys.stderr.write(f"{printable(text)}\n")
 
 
 def print_json(value: Any) -> None:  # noqa: ANN401 - any JSON
@@ -50,4 +80,4 @@ def print_json(value: Any) -> None:  # noqa: ANN401 - any JSON
     Args:
         value: Anything that JSON holds.
     """
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.write(escaped(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)) + "\n")

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from catalog.coverage import percentage
 from catalog.responses import JobView
+from kronoscope.display.printable import printable
 
 _WHOLE_ID_WIDTH = 130
 _SHORT_ID = 12
@@ -34,7 +35,7 @@ def job_table(jobs: Iterable[JobView], width: int = 100) -> Table:
         percent = job.progress.percent if job.progress is not None else None
         cells = [
             job.id[-_SHORT_ID:] if short else job.id,
-            *([_printable(job.name or "–")] if named else []),
+            *([printable(job.name or "–", lines=False)] if named else []),
             ", ".join(job.kinds),
             _state(job),
             "–" if percent is None else f"{percent:.0f} %",
@@ -42,10 +43,6 @@ def job_table(jobs: Iterable[JobView], width: int = 100) -> Table:
         ]
         table.add_row(*map(Text, cells))
     return table
-
-
-def _printable(name: str) -> str:
-    return "".join(each if each.isprintable() else "�" for each in name)
 
 
 def _state(job: JobView) -> str:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from kronoscope.display.printable import printable
+
 NAME_WIDTH = 40
 
 
@@ -16,7 +18,7 @@ def shorten(name: str, width: int = NAME_WIDTH) -> str:
         The name with leading parts as initials, numbers kept, such as `e.l.11.attention.self.query`; then, where it is
         still too long, without its middle. Characters that cannot be printed are replaced.
     """
-    plain = _printable(name)
+    plain = printable(name, lines=False)
     parts = plain.split(".")
     for place in range(len(parts) - 1):
         if len(".".join(parts)) <= width:
@@ -43,7 +45,9 @@ def shorten_all(names: Sequence[str], width: int = NAME_WIDTH) -> list[str]:
     """
     shown = {name: shorten(name, width) for name in names}
     for alike in _alike(shown):
-        shown |= dict(zip(alike, _around_difference([_printable(name) for name in alike], width), strict=True))
+        shown |= dict(
+            zip(alike, _around_difference([printable(name, lines=False) for name in alike], width), strict=True)
+        )
     for alike in _alike(shown):
         taken = set(shown.values())
         for name in alike[1:]:
@@ -86,7 +90,3 @@ def _common_start(names: list[str]) -> int:
     """Return how many first characters all names share."""
     first, last = min(names), max(names)
     return next((place for place, each in enumerate(first) if each != last[place]), len(first))
-
-
-def _printable(name: str) -> str:
-    return "".join(each if each.isprintable() else "�" for each in name)
