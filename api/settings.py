@@ -36,11 +36,10 @@ class Settings(ServiceSettings):
     connections_per_client: int = Field(100, ge=1, le=100_000)
     """The same of each client address (of an IPv6 network of 64 bits), and requests at a time of each that a trusted
     proxy names; beyond them 429 where all are being answered."""
-    trusted_proxies: Annotated[
-        CommaList, Variables(("KRONOSCOPE_TRUSTED_PROXIES",), shown="`127.0.0.1,::1`, in Compose `gateway` too")
-    ] = ("127.0.0.1", "::1")
-    """Comma list of addresses and networks that many clients come from, such as a reverse proxy's; `gateway` is that of
-    the default route. They are no client: the last address in `X-Forwarded-For` that is not listed is."""
+    trusted_proxies: Annotated[CommaList, Variables(("KRONOSCOPE_TRUSTED_PROXIES",), shown="empty")] = ()
+    """Comma list of addresses and networks of reverse proxies that write `X-Forwarded-For` themselves, `gateway` for
+    that of the default route. They are no client: the last address of the header that is not listed is. Nobody else's
+    header is read."""
     header_seconds: float = Field(10, ge=0.05, le=3600)
     """How long a client may take for the header of a request before its connection is closed."""
     idle_seconds: int = Field(10, ge=1, le=3600)

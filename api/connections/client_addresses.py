@@ -1,7 +1,8 @@
 """The address that a client is counted by: its own, or the one that a listed proxy names for it.
 
-A proxy, or the gateway of a container network, stands for many clients, so it is listed in ``trusted_proxies`` and is
-none itself. The header decides whom a request is counted for, and nothing else: no right comes with an address.
+A proxy that is listed in ``trusted_proxies`` stands for many clients, and so do loopback and the gateway of the default
+route, behind which a container's callers are: none of them is one itself. The header is read of listed proxies alone; it
+decides whom a request is counted for, and nothing else: no right comes with an address.
 """
 
 import ipaddress
@@ -15,6 +16,7 @@ from jobs.errors import SettingsInvalid
 
 GATEWAY = "gateway"
 """The entry that stands for the gateway of this machine's, or container's, default route."""
+_SHARED = ("127.0.0.0/8", "::1", GATEWAY)
 _ROUTES = Path("/proc/net/route")
 _HEADER = "x-forwarded-for"
 _MAX_FORWARDED = 20
@@ -37,7 +39,8 @@ class ClientAddresses:
         Raises:
             SettingsInvalid: If an entry is neither.
         """
-        self._networks = tuple(network for entry in trusted for network in _networks(entry))
+        self._trusted = tuple(network for entry in trusted for network in _networks(entry))
+        self._shared = self._trusted + tuple(network for entry in _SHARED for network in _networks(entry))
 
     def direct_client(self, peer: str) -> str | None:
         """Return the client at the other end of a connection.
@@ -46,10 +49,10 @@ class ClientAddresses:
             peer: The address that the connection comes from.
 
         Returns:
-            The name that the client is counted by; None where a proxy is at the other end.
+            The name that the client is counted by; None where many clients may be at the other end.
         """
         address = _parse(peer)
-        if address is None or self._is_trusted(address):
+        if address is None or any(address in network for network in self._shared):
             return None
         return _name(address)
 
@@ -89,7 +92,7 @@ class ClientAddresses:
         return named or self.direct_client(peer) or peer
 
     def _is_trusted(self, address: _Address) -> bool:
-        return any(address in network for network in self._networks)
+        return any(address in network for network in self._trusted)
 
 
 def _name(address: _Address) -> str:

@@ -8,6 +8,7 @@ visitor's browser: the Host must be a loopback name (DNS rebinding) and an Origi
 """
 
 import logging
+import re
 import uuid
 from collections.abc import Iterable
 
@@ -124,8 +125,8 @@ class SecurityMiddleware:
 
 
 def _name(host: str) -> str:
-    """Return the host without its port; an IPv6 address is in brackets."""
-    return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
+    """Return the host without its port; an IPv6 address is in brackets, and nothing but a port follows it."""
+    return re.sub(r":\d{0,5}\Z", "", host)
 
 
 def _has_control(text: Iterable[int]) -> bool:

@@ -34,6 +34,7 @@ def keyed(
     url = databases.migrated(request.param)
     more = {
         "KRONOSCOPE_KEY_SECRET": KEY_SECRET,
+        "KRONOSCOPE_TRUSTED_PROXIES": "127.0.0.1",
         "KRONOSCOPE_METRICS_TOKEN": METRICS_TOKEN,
         "KRONOSCOPE_METRICS_SECONDS": "0",
         "KRONOSCOPE_ESTIMATE_SECONDS": "0.5",
