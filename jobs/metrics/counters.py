@@ -54,15 +54,16 @@ OPERATOR_CODES = frozenset(
 """Codes of failures that are counted by name. All others, and whatever a model's own code may send, are `other`."""
 
 
-def add(connection: Connection, counter: Counter, label: str = "") -> None:
-    """Add one to a counter; it counts if the transaction commits.
+def add(connection: Connection, counter: Counter, label: str = "", count: int = 1) -> None:
+    """Add to a counter; it counts if the transaction commits.
 
     Args:
         connection: A connection with an open transaction.
         counter: The counter.
         label: The value of its label; empty for a counter without one.
+        count: How often it has happened.
     """
-    given = {"name": counter, "label": label, "shard": secrets.randbelow(SHARDS)}
+    given = {"name": counter, "label": label, "shard": secrets.randbelow(SHARDS), "value": count}
     connection.execute(_one_more(connection.dialect.name), given)
 
 
@@ -142,8 +143,8 @@ def seconds_since_round(connection: Connection) -> Mapping[Reconciler, float]:
 def _one_more(dialect: str) -> Executable:
     """The statement that counts; built once, since every move of a job counts."""
     insert = postgresql.insert if dialect == "postgresql" else sqlite.insert
-    new = insert(counters).values(value=1, changed_at=ledger_now())
+    new = insert(counters).values(changed_at=ledger_now())
     return new.on_conflict_do_update(
         index_elements=[counters.c.name, counters.c.label, counters.c.shard],
-        set_={"value": counters.c.value + 1, "changed_at": new.excluded.changed_at},
+        set_={"value": counters.c.value + new.excluded.value, "changed_at": new.excluded.changed_at},
     )

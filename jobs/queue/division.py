@@ -28,8 +28,8 @@ from catalog.pieces import Piece, most_pieces_of, read_piece
 from catalog.record import FieldError, plain
 from jobs.lifecycle import TERMINAL, State, ending
 from jobs.metrics.counters import add, add_failure
-from jobs.queue.fence import append_event, by_holder, change, draw, draw_fenced, move
-from jobs.queue.piece_progress import progress_of_round
+from jobs.queue.fence import append_event, by_holder, cancel_queued, change, draw, draw_fenced, move
+from jobs.queue.piece_progress import note_success, progress_of_round
 from jobs.records import Claim
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
@@ -140,6 +140,8 @@ def tell_parent(
     append_event(connection, parent, "piece", piece_event(drawn, state))
     if state not in TERMINAL:
         return
+    if state == "succeeded":
+        note_success(connection, parent, read_piece(drawn.piece))
     if state == "failed" and parent.state == "waiting":
         _fail_with(connection, parent, drawn, failure or {})
     elif parent.state == "waiting" and not _any_piece(connection, parent.id, jobs.c.state != "succeeded"):
@@ -160,13 +162,13 @@ def cancel_pieces(connection: Connection, parent_id: str, reason: str) -> bool:
     Returns:
         Whether there are pieces that have yet to stop.
     """
-    open_pieces = (jobs.c.parent_id == parent_id, jobs.c.state.in_(("queued", "running")))
-    ids = connection.execute(select(jobs.c.id).where(*open_pieces).order_by(jobs.c.id)).scalars().all()
-    for piece_id in ids:
-        drawn = draw(connection, jobs.c.id == piece_id, *open_pieces)
+    cancel_queued(connection, jobs.c.parent_id == parent_id, reason)
+    running = (jobs.c.parent_id == parent_id, jobs.c.state == "running")
+    for piece_id in connection.execute(select(jobs.c.id).where(*running).order_by(jobs.c.id)).scalars().all():
+        drawn = draw(connection, jobs.c.id == piece_id, *running)
         if drawn is not None:
             change(connection, drawn, {"cancel_requested_at": ledger_now()})
-            move(connection, drawn, "cancelled" if drawn.state == "queued" else "cancelling", reason=reason)
+            move(connection, drawn, "cancelling", reason=reason)
     return _any_piece(connection, parent_id, jobs.c.state.not_in(TERMINAL))
 
 

@@ -15,6 +15,7 @@ from sqlalchemy import (
     Double,
     Engine,
     Row,
+    and_,
     bindparam,
     delete,
     func,
@@ -36,6 +37,8 @@ from jobs.schema.tables import job_events, jobs, outbox
 P = ParamSpec("P")
 T = TypeVar("T")
 
+
+_AT_ONCE = 500
 
 # built once: building a statement takes longer than the database takes to do it
 _DRAW = update(jobs).values(event_seq=jobs.c.event_seq + 1).returning(*jobs.c, ledger_now().label("now"))
@@ -204,6 +207,53 @@ def move(
     change(connection, drawn, changes)
     data = {"attempt": changes.get("attempt", drawn.attempt)} | ({"reason": reason} if reason else {})
     _follow(connection, drawn, drawn.state, state, data)
+
+
+def change_all(
+    connection: Connection,
+    which: ColumnElement[bool],
+    values: Mapping[str, Any],
+    event: tuple[str, Callable[[Row[Any]], Mapping[str, Any]]],
+) -> list[str]:
+    """Set columns of all jobs that fit a condition, each with an event, in a few statements.
+
+    Args:
+        connection: A connection with an open transaction, in which nobody else can lock several of these jobs.
+        which: A condition on `jobs`.
+        values: New values by column.
+        event: The event's type, and its content from a row with the job's `id`, `state` and `attempt`.
+
+    Returns:
+        The jobs' ids.
+    """
+    kind, content = event
+    columns = (jobs.c.id, jobs.c.tenant_id, jobs.c.event_seq, jobs.c.state, jobs.c.attempt)
+    changed = update(jobs).where(which).values({**values, "event_seq": jobs.c.event_seq + 1}).returning(*columns)
+    rows = connection.execute(changed).all()
+    for start in range(0, len(rows), _AT_ONCE):
+        told = [
+            {"job_id": row.id, "tenant_id": row.tenant_id, "seq": row.event_seq, "type": kind, "data": content(row)}
+            for row in rows[start : start + _AT_ONCE]
+        ]
+        connection.execute(_EVENT, told)
+    return [row.id for row in rows]
+
+
+def cancel_queued(connection: Connection, which: ColumnElement[bool], reason: str) -> None:
+    """Cancel all queued jobs that fit a condition, as `move` cancels one.
+
+    Args:
+        connection: A connection with an open transaction, in which nobody else can lock several of these jobs.
+        which: A condition on `jobs`.
+        reason: The reason, for the jobs' history.
+    """
+    values = {"state": "cancelled", "finished_at": ledger_now(), "cancel_requested_at": ledger_now()}
+    event = "state", lambda row: {"state": row.state, "attempt": row.attempt, "reason": reason}
+    ids = change_all(connection, and_(which, jobs.c.state == "queued"), values, event)
+    for start in range(0, len(ids), _AT_ONCE):
+        connection.execute(delete(outbox).where(outbox.c.job_id.in_(ids[start : start + _AT_ONCE])))
+    if ids:
+        add(connection, "moves", "cancelled", len(ids))
 
 
 def _follow(connection: Connection, drawn: Row[Any], before: State, after: State, data: Mapping[str, Any]) -> None:

@@ -3,17 +3,18 @@
 done = Σ size(piece) · share(piece),  total = Σ size(piece),  size = examples or layers of the piece
 
 Children write their own progress several times a second, and there may be thousands of them: the parent's row is
-written once a second at the most, by whichever child comes first, from the children's rows. It is for the eyes alone,
-so nothing is fenced, and what is lost comes with the next.
+written once a second at the most, by whichever child comes first, from the rows of those that run, and from what the
+parent has noted of those that have succeeded. It is for the eyes alone, so nothing is fenced, and what is lost comes
+with the next.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Engine, select
+from sqlalchemy import Connection, Engine, Row, select
 
 from catalog.pieces import Piece, read_piece
-from jobs.lifecycle import State
+from jobs.lifecycle import HELD, State
 from jobs.queue.fence import append_event, change, draw
 from jobs.records import Claim
 from jobs.schema.clock import ledger_now
@@ -21,6 +22,8 @@ from jobs.schema.database import reading, writing
 from jobs.schema.tables import jobs
 
 _EVERY_SECONDS = 1.0
+_SUCCEEDED = "succeeded"
+"""The field in which a parent's progress notes the units of pieces that have succeeded; nobody is shown it."""
 _SPANS = {"collect": (0.0, 60.0), "decompose": (60.0, 70.0)}
 _SPANS_OF_EKFAC = {"collect": (0.0, 30.0), "decompose": (30.0, 40.0), "correct": (40.0, 70.0)}
 """Per cent of the job's bar at which a round begins and ends; the analyses have the rest."""
@@ -29,7 +32,7 @@ PieceState = tuple[Piece, State, Mapping[str, Any] | None]
 """A piece, the state of its job, and the progress of that."""
 
 
-def progress_of_round(document: Mapping[str, Any], pieces: Iterable[PieceState]) -> dict[str, Any]:
+def progress_of_round(document: Mapping[str, Any], pieces: Sequence[PieceState]) -> dict[str, Any]:
     """Return the progress of a divided job: the sum over the pieces of one round.
 
     Args:
@@ -39,10 +42,15 @@ def progress_of_round(document: Mapping[str, Any], pieces: Iterable[PieceState])
     Returns:
         The fields of a job's progress, without the moment.
     """
-    sized = [(_size(piece), _share(state, progress), piece) for piece, state, progress in pieces]
+    sized = [(size_of(piece), _share(state, progress), piece) for piece, state, progress in pieces]
     total = sum(size for size, _, _ in sized)
+    succeeded = sum(size for (size, _, _), (_, state, _) in zip(sized, pieces, strict=True) if state == "succeeded")
     done = sum(size * share for size, share, _ in sized)
-    name = sized[0][2].round
+    return _shown(document, sized[0][2].round, (done, total), succeeded)
+
+
+def _shown(document: Mapping[str, Any], name: str, counts: tuple[float, int], succeeded: int) -> dict[str, Any]:
+    done, total = counts
     spans = _SPANS_OF_EKFAC if (document.get("collection") or {}).get("ekfac") else _SPANS
     begins, ends = spans.get(name, (0.0, 70.0))
     return {
@@ -54,7 +62,22 @@ def progress_of_round(document: Mapping[str, Any], pieces: Iterable[PieceState])
         "layers_total": None,
         "percent": round(begins + (ends - begins) * done / total, 1),
         "eta_seconds": None,
+        _SUCCEEDED: succeeded,
     }
+
+
+def note_success(connection: Connection, parent: Row[Any], piece: Piece) -> None:
+    """Note in its parent's progress that a piece has succeeded.
+
+    Args:
+        connection: A connection with an open transaction.
+        parent: The parent's locked row, as `draw` returned it.
+        piece: The piece.
+    """
+    progress = parent.progress or {}
+    if _SUCCEEDED in progress:
+        noted = {**progress, _SUCCEEDED: progress[_SUCCEEDED] + size_of(piece)}
+        change(connection, parent, {"progress": noted})
 
 
 def report_piece(engine: Engine, claim: Claim, *, begins: bool = False) -> bool:
@@ -86,15 +109,7 @@ def report_piece(engine: Engine, claim: Claim, *, begins: bool = False) -> bool:
         drawn = draw(connection, *waiting, *first)
         if drawn is None:
             return False
-        rows = connection.execute(
-            select(jobs.c.piece, jobs.c.state, jobs.c.progress).where(jobs.c.parent_id == drawn.id)
-        ).all()
-        of_round = [
-            (read_piece(row.piece), row.state, row.progress)
-            for row in rows
-            if row.piece["round"] == claim.piece["round"]
-        ]
-        progress = progress_of_round(drawn.document, of_round)
+        progress = _of_parent(connection, drawn, claim.piece["round"])
         change(connection, drawn, {"progress": progress | {"updated_at": drawn.now.isoformat()}})
         if begins:
             place = {name: claim.piece.get(name) for name in ("round", "index", "count")}
@@ -103,7 +118,27 @@ def report_piece(engine: Engine, claim: Claim, *, begins: bool = False) -> bool:
         return True
 
 
-def _size(piece: Piece) -> int:
+def _of_parent(connection: Connection, parent: Row[Any], name: str) -> dict[str, Any]:
+    """The progress of a round, from its running pieces; from all where an earlier version has begun it."""
+    noted = parent.progress or {}
+    query = select(jobs.c.piece, jobs.c.state, jobs.c.progress).where(jobs.c.parent_id == parent.id)
+    if _SUCCEEDED in noted:
+        query = query.where(jobs.c.state.in_(HELD))
+    rows = connection.execute(query).all()
+    of_round = [(read_piece(row.piece), row.state, row.progress) for row in rows if row.piece["round"] == name]
+    if _SUCCEEDED not in noted:
+        return progress_of_round(parent.document, of_round)
+    running = sum(size_of(piece) * _share(state, progress) for piece, state, progress in of_round)
+    counts = noted[_SUCCEEDED] + running, noted["total"]
+    return _shown(parent.document, name, counts, noted[_SUCCEEDED])
+
+
+def size_of(piece: Piece) -> int:
+    """Return the units of a piece: its layers, or its examples.
+
+    Args:
+        piece: The piece.
+    """
     if piece.layers is not None:
         return len(piece.layers)
     return (piece.end or 0) - (piece.begin or 0)

@@ -6,7 +6,7 @@ Every statement names the tenant, so another tenant's id and a random one get th
 import re
 from datetime import datetime, timedelta
 
-from sqlalchemy import ColumnElement, Connection, Engine, delete, false, literal, or_, select
+from sqlalchemy import ColumnElement, Connection, Engine, and_, delete, false, literal, or_, select
 
 from catalog.estimate import ESTIMATE
 from catalog.record import record
@@ -20,7 +20,7 @@ from jobs.errors import (
 )
 from jobs.lifecycle import TERMINAL, State
 from jobs.queue.division import cancel_pieces
-from jobs.queue.fence import append_event, change, draw, move
+from jobs.queue.fence import append_event, change, change_all, draw, move
 from jobs.records import Artifact, Claim, Job, JobPage
 from jobs.repository.job_list import read_jobs
 from jobs.repository.row_records import artifact_record, job_record
@@ -208,12 +208,9 @@ def reschedule(engine: Engine, tenant_id: str, job_id: str, schedule: Schedule) 
         until = None if row.deadline_at is None else row.deadline_at.isoformat()
         said = {"priority": row.priority, "deadline_at": until}
         append_event(connection, drawn, "schedule", said)
-        open_pieces = (jobs.c.parent_id == whole, jobs.c.state.not_in(TERMINAL))
-        for piece in connection.execute(select(jobs.c.id).where(*open_pieces).order_by(jobs.c.id)).scalars().all():
-            piece_drawn = draw(connection, jobs.c.id == piece, *open_pieces)
-            if piece_drawn is not None:
-                change(connection, piece_drawn, {"priority": row.priority, "deadline_at": row.deadline_at})
-                append_event(connection, piece_drawn, "schedule", said)
+        open_pieces = and_(jobs.c.parent_id == whole, jobs.c.state.not_in(TERMINAL))
+        values = {"priority": row.priority, "deadline_at": row.deadline_at}
+        change_all(connection, open_pieces, values, ("schedule", lambda _: said))
         return job_record(connection.execute(select(jobs).where(jobs.c.id == job_id)).one())
 
 
