@@ -13,10 +13,9 @@ ENV PYTHONUNBUFFERED=1 \
 # the data folders belong to the user, and named volumes take that over when they are first mounted
 RUN groupadd --gid 10001 kronoscope \
     && useradd --uid 10001 --gid 10001 --home-dir /data --no-create-home --shell /usr/sbin/nologin kronoscope \
-    && useradd --uid 10002 --gid 10001 --home-dir /tmp --no-create-home --shell /usr/sbin/nologin kronoscope-job \
     && mkdir -p /data/artifacts /data/models \
     && chown -R kronoscope:kronoscope /data \
-    # jobs run as another user of the same group
+    # jobs run as other users of the same group
     && chmod 0775 /data/artifacts /data/models \
     && python -m venv /opt/kronoscope
 WORKDIR /app

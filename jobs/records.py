@@ -159,6 +159,8 @@ class Claim:
     """The piece, with the fields of `catalog.pieces.Piece`."""
     percent: float = 0.0
     """How far the job is: not 0 where the attempt goes on after its pieces."""
+    user_number: int = 0
+    """Which of the users that an operator sets aside for jobs it runs as (`jobs.queue.job_users`)."""
 
 
 @record

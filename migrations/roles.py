@@ -25,6 +25,7 @@ _ROLES_LOCK = 0x6B726F6F
 _OWNED = (
     "SELECT c.oid::regclass::text FROM pg_class c WHERE c.relnamespace = 'public'::regnamespace AND c.relkind = 'r'"
 )
+_SEQUENCES = _OWNED.replace("'r'", "'S'")
 _VIEWS = _OWNED.replace("'r'", "'v'")
 _SECURED = f"{_OWNED} AND c.relrowsecurity ORDER BY 1"
 
@@ -66,6 +67,8 @@ def grant_rights(connection: Connection) -> None:
         rights = "SELECT" if table == "alembic_version" else "SELECT, INSERT, UPDATE, DELETE"
         _run(connection, f"GRANT {rights} ON {{}} TO {{}}, {{}}", table, API, WORKER)
     _run(connection, "REVOKE ALL ON api_keys FROM {}", WORKER)
+    for sequence in connection.execute(text(_SEQUENCES)).scalars().all():
+        _run(connection, "GRANT USAGE ON SEQUENCE {} TO {}", sequence, WORKER)
     for view in connection.execute(text(_VIEWS)).scalars().all():  # over all tenants' rows: not for the API
         _run(connection, "GRANT SELECT ON {} TO {}", view, WORKER)
     for table in connection.execute(text(_SECURED)).scalars().all():

@@ -58,7 +58,7 @@ def test_a_nodes_worker_is_confined_as_the_first_machines() -> None:
     # what it takes to start jobs as a user of their own, and to end them
     assert node["cap_add"] == ["KILL", "SETGID", "SETUID"]
     assert node["entrypoint"][:3] == ["setpriv", "--reuid=10001", "--regid=10001"]
-    assert node["environment"]["KRONOSCOPE_CHILD_USER"] == "10002"
+    assert node["environment"]["KRONOSCOPE_CHILD_USER"] == "20000"
     assert node.keys().isdisjoint({"ports", "privileged", "network_mode", "pid", "ipc"})
 
 

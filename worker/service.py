@@ -47,7 +47,7 @@ class Service:
         hide_memory()
         if settings.child_user is not None:
             share_folders(settings.ledger.artifact_root, settings.model_store)
-        isolation = measure_isolation(settings.confinement(), os.environ)
+        isolation = measure_isolation(settings.confinement(), os.environ, settings.confinement(1))
         log.info("isolation of jobs", holds=isolation)
         settings.ledger.artifact_root.mkdir(parents=True, exist_ok=True)
         self._engine = open_database(settings.ledger.database_url)

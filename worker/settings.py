@@ -68,14 +68,15 @@ class WorkerSettings(ServiceSettings):
     paths: Annotated[tuple[str, ...], BeforeValidator(_split_paths), Variables(("KRONOSCOPE_FACTORY_PATH",))] = ()
     """Colon list of folders in which a worker looks for factories, after everything that is installed."""
     child_user: int | None = Field(None, ge=1, le=2**31 - 1)
-    """Number of the user that jobs run as (in the image, under Compose, 10002); the worker then needs the capabilities
-    SETUID, SETGID and KILL. Without it they run as the worker's user."""
+    """First of 40,000 user numbers that jobs run as, each as one of its own (under Compose 20000); the worker then
+    needs the capabilities SETUID, SETGID and KILL. Nobody else may have one of them. Without it jobs run as the
+    worker's user."""
     child_files: int = Field(4096, ge=64, le=2**20)
     """Files that the process of a job may have open."""
     child_file_bytes: int = Field(2**40, ge=2**20, le=2**62)
     """Bytes of the largest file that a job may write."""
     child_processes: int = Field(4096, ge=16, le=2**22)
-    """Processes and threads of all jobs of a machine together, where `KRONOSCOPE_CHILD_USER` names their user."""
+    """Processes and threads of a job, where `KRONOSCOPE_CHILD_USER` gives it a user of its own."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe lines that a worker logs: `DEBUG`, `INFO`, `WARNING` or `ERROR`."""
     pulse_file: Annotated[Path | None, Variables(("KRONOSCOPE_PULSE",))] = None
@@ -110,10 +111,14 @@ class WorkerSettings(ServiceSettings):
         values["lifetime"] = LifetimeSettings.from_environment(environ).lifetime(time.time())
         return values
 
-    def confinement(self) -> Confinement:
-        """Return what children are held to."""
+    def confinement(self, number: int = 0) -> Confinement:
+        """Return what the children of a job are held to.
+
+        Args:
+            number: Which of the users for jobs it has (`Claim.user_number`).
+        """
         return Confinement(
-            user=self.child_user,
+            user=None if self.child_user is None else self.child_user + number,
             files=self.child_files,
             file_bytes=self.child_file_bytes,
             processes=self.child_processes,

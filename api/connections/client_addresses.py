@@ -1,8 +1,8 @@
 """The address that a client is counted by: its own, or the one that a listed proxy names for it.
 
-A proxy that is listed in ``trusted_proxies`` stands for many clients, and so do loopback and the gateway of the default
-route, behind which a container's callers are: none of them is one itself. The header is read of listed proxies alone; it
-decides whom a request is counted for, and nothing else: no right comes with an address.
+A proxy that is listed in ``trusted_proxies`` stands for many clients, and so do loopback and the gateway of the
+default route, behind which a container's callers are: none of them is one itself. The header is read of listed proxies
+alone; it decides whom a request is counted for, and nothing else: no right comes with an address.
 """
 
 import ipaddress

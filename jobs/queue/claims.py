@@ -13,6 +13,7 @@ from sqlalchemy import Connection, Double, Engine, Row, bindparam, select, updat
 from jobs.devices.leases import DeviceLease, Place, lease, lease_of
 from jobs.lifecycle import HELD
 from jobs.queue.fence import by_holder, change, draw_fenced, take
+from jobs.queue.job_users import user_number
 from jobs.records import Claim
 from jobs.scheduling.fair_share import is_within_cap
 from jobs.schema.clock import ledger_now
@@ -147,4 +148,5 @@ def _claim(connection: Connection, row: Row[Any], leased: DeviceLease | None) ->
         piece=row.piece,
         percent=(row.progress or {}).get("percent") or 0.0,
         world_size=row.world_size,
+        user_number=user_number(connection, row),
     )

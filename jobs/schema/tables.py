@@ -274,6 +274,16 @@ worker_devices = Table(
     Index(None, "device_uuid"),
 )
 
+job_users = Table(
+    "job_users",
+    metadata,
+    # never given twice: which user of the machines its attempts run as (``jobs.queue.job_users``)
+    Column("number", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
+    _tenant(),
+    Column("job_id", _Id, ForeignKey("jobs.id", ondelete="CASCADE"), nullable=False, unique=True),
+    sqlite_autoincrement=True,
+)
+
 device_leases = Table(
     "device_leases",
     metadata,

@@ -3,14 +3,16 @@
 ::
 
     own_user           it runs as another user than the worker
+    neighbours         memory and processes of another job are closed to it
     memory             the worker's environment and memory are closed to it
     secret_files       the files that hold the service's secrets are closed to it
     no_new_privileges  no program that it starts has more rights than it
     system_calls       a filter denies it what no computation needs
 
-    python -P -m worker.agent.isolation PID UID [FILE]...     (the child: prints the list as JSON)
+    python -P -m worker.agent.isolation PID UID OTHER [FILE]...     (the child: prints the list as JSON)
 """
 
+import errno
 import json
 import os
 import stat
@@ -25,18 +27,23 @@ from jobs.objects.artifacts import OBJECTS
 from worker.process.child_process import Child, child_environment
 from worker.process.confinement import Confinement
 
-WALLS = ("own_user", "memory", "secret_files", "no_new_privileges", "system_calls")
+WALLS = ("own_user", "neighbours", "memory", "secret_files", "no_new_privileges", "system_calls")
 _SHARED_UMASK = 0o007
 _LINE_BYTES = 10_000
 _PROBE_SECONDS = 60.0
+_PROBE = (sys.executable, "-P", "-m", "worker.agent.isolation")
+_NEIGHBOUR = (sys.executable, "-P", "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(120)")
 
 
-def measure_isolation(confinement: Confinement, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Start a child that tries what a hostile one would try.
+def measure_isolation(
+    confinement: Confinement, environ: Mapping[str, str], neighbour: Confinement | None = None
+) -> tuple[str, ...]:
+    """Start a child that tries what a hostile one would try, beside another one.
 
     Args:
-        confinement: What children of this worker are held to.
+        confinement: What the child of one job is held to.
         environ: The worker's environment, which names the files of its secrets.
+        neighbour: What the child of another job is held to; None: to the same.
 
     Returns:
         The walls that hold, in the order of `WALLS`.
@@ -45,13 +52,16 @@ def measure_isolation(confinement: Confinement, environ: Mapping[str, str]) -> t
         SettingsInvalid: If children are to have a user of their own, and none can be started as that user.
     """
     files = [path for name, path in sorted(environ.items()) if name.endswith("_FILE") and _is_secret(name) and path]
-    command = (sys.executable, "-P", "-m", "worker.agent.isolation", str(os.getpid()), str(os.getuid()), *files)
+    passed = child_environment(environ)
     held: tuple[str, ...] = ()
     said = b""
-    with closing(Child.start({}, subprocess.PIPE, child_environment(environ), command, confinement)) as child:
-        for line in child.output(_LINE_BYTES):
-            said = line
-        code = child.wait(_PROBE_SECONDS)
+    with closing(Child.start({}, subprocess.PIPE, passed, _NEIGHBOUR, neighbour or confinement)) as beside:
+        other = next(beside.output(_LINE_BYTES), b"0").strip().decode(errors="replace")
+        told = [str(os.getpid()), str(os.getuid()), other if other.isdecimal() else "0", *files]
+        with closing(Child.start({}, subprocess.PIPE, passed, (*_PROBE, *told), confinement)) as child:
+            for line in child.output(_LINE_BYTES):
+                said = line
+            code = child.wait(_PROBE_SECONDS)
     if code == 0:
         held = tuple(str(each) for each in json.loads(said))
     if confinement.user is not None and "own_user" not in held:
@@ -97,15 +107,17 @@ def main(arguments: Sequence[str]) -> int:
     """Try each wall from inside a child, and print those that hold.
 
     Args:
-        arguments: The worker's process number and user, then the files of its secrets.
+        arguments: The worker's process number and user, the number of another job's process, or 0, then the files of
+            the worker's secrets.
 
     Returns:
         The exit code 0.
     """
-    worker, user, *files = arguments
+    worker, user, other, *files = arguments
     fields = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
     walls = {
         "own_user": os.getuid() != int(user),
+        "neighbours": other != "0" and not _reaches(int(other)),
         "memory": not _opens(f"/proc/{worker}/environ") and not _opens(f"/proc/{worker}/mem"),
         "secret_files": not any(map(_opens, files)),
         "no_new_privileges": fields.get("NoNewPrivs") == "1",
@@ -113,6 +125,17 @@ def main(arguments: Sequence[str]) -> int:
     }
     sys.stdout.write(json.dumps([name for name in WALLS if walls[name]]) + "\n")
     return 0
+
+
+def _reaches(process: int) -> bool:
+    """Whether a process of another job can be looked into, or be told to end."""
+    if _opens(f"/proc/{process}/environ") or _opens(f"/proc/{process}/mem"):
+        return True
+    try:
+        os.kill(process, 0)
+    except OSError as error:
+        return error.errno != errno.EPERM
+    return True
 
 
 def _opens(path: str) -> bool:

@@ -38,7 +38,8 @@ def start(
     """
     if claim.world_size > 1 and command == EXECUTION:
         command = RANKS
-    return Child.start(told, subprocess.PIPE, environment(claim, threads), command, settings.confinement(), hold)
+    confinement = settings.confinement(claim.user_number)
+    return Child.start(told, subprocess.PIPE, environment(claim, threads), command, confinement, hold)
 
 
 def environment(claim: Claim, threads: int) -> dict[str, str]:
@@ -54,6 +55,8 @@ def environment(claim: Claim, threads: int) -> dict[str, str]:
     passed = child_environment(os.environ)
     # else each library that brings its own starts a thread for every core, in every slot
     passed.setdefault("OPENBLAS_NUM_THREADS", str(threads))
+    # its user may stand in no table of users, and libraries ask for a name
+    passed |= {"USER": "kronoscope-job", "LOGNAME": "kronoscope-job"}
     if claim.lease is not None:
         passed["CUDA_VISIBLE_DEVICES"] = ",".join(claim.lease.device_uuids) if claim.lease.kind == "cuda" else ""
     return passed

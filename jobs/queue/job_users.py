@@ -1,0 +1,46 @@
+"""The user that a job runs as: a number of its own for all its attempts, on whatever machine.
+
+Workers of one folder, and machines that share one, must agree about it, and a slot is another job's a moment later: so
+the ledger gives the number, with a job's first claim. `USERS` of them follow one another; one comes round again once no
+job that has yet to end has it.
+"""
+
+from typing import Any
+
+from sqlalchemy import Connection, Row, delete, insert, select
+
+from jobs.lifecycle import TERMINAL
+from jobs.schema.tables import job_users, jobs
+
+USERS = 40_000
+"""Users of a machine from the first that the operator names: within the 65,536 that a container may have of its own."""
+
+
+def user_number(connection: Connection, job: Row[Any]) -> int:
+    """Return the number of a job's user, and give it one at its first claim.
+
+    Args:
+        connection: A connection with an open transaction, in which the job's row is locked.
+        job: The job's row.
+
+    Returns:
+        0 to `USERS` - 1; the operator's first user is to be added.
+    """
+    own = connection.execute(select(job_users.c.number).where(job_users.c.job_id == job.id)).scalar_one_or_none()
+    while own is None:
+        given = insert(job_users).values(job_id=job.id, tenant_id=job.tenant_id).returning(job_users.c.number)
+        own = connection.execute(given).scalar_one()
+        if _is_taken(connection, own):
+            connection.execute(delete(job_users).where(job_users.c.number == own))
+            own = None
+    return int(own) % USERS
+
+
+def _is_taken(connection: Connection, number: int) -> bool:
+    """Whether a job that has yet to end has the same user, by a number that was given rounds ago."""
+    earlier = list(range(number % USERS, number, USERS))
+    if not earlier:
+        return False
+    found = select(jobs.c.id).join(job_users, job_users.c.job_id == jobs.c.id)
+    taken = found.where(job_users.c.number.in_(earlier), jobs.c.state.not_in(TERMINAL)).limit(1)
+    return connection.execute(taken).one_or_none() is not None

@@ -1,0 +1,143 @@
+"""Every job is a user of its own: it reaches no process of another, and keeps its files for its later attempts."""
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine
+
+from jobs.queue import attempt_endings, job_users
+from jobs.queue.claims import claim
+from jobs.records import LOCAL_TENANT, Claim
+from jobs.repository.results import events_after
+from jobs.repository.store import delete_job, read_job
+from worker.agent.isolation import measure_isolation
+from worker.process.child_process import Child
+from worker.process.confinement import Confinement
+from worker.supervision.supervisor import Supervisor
+
+FIRST = 20_000
+CANARY = "canary-of-a-tenant"
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root may start processes of other users")
+
+NEIGHBOUR = 'echo $$; canary="$CANARY"; while :; do sleep 1; done'
+# every way to a process that the kernel offers to its owner
+ATTACK = """
+for place in environ mem maps auxv root cwd fd exe io syscall; do
+    head -c 1 /proc/{pid}/$place >/dev/null 2>&1 && echo "opened $place"
+    ls /proc/{pid}/$place/ >/dev/null 2>&1 && echo "listed $place"
+done
+for signal in 0 STOP TERM KILL; do kill -$signal {pid} 2>/dev/null && echo "sent $signal"; done
+renice 19 {pid} >/dev/null 2>&1 && echo "renice"
+echo tried
+kill -KILL -1
+"""
+
+
+def claimed(ledger: Engine, job_id: str) -> Claim:
+    made = claim(ledger, job_id, "worker", secrets.token_hex(8), 3600)
+    assert made is not None
+    return made
+
+
+@as_root
+def test_a_job_reaches_no_process_of_another_and_ends_none() -> None:
+    environment = {"PATH": os.defpath, "CANARY": CANARY}
+    start = ["/bin/sh", "-c"]
+    with closing(
+        Child.start({}, subprocess.PIPE, environment, [*start, NEIGHBOUR], Confinement(user=FIRST))
+    ) as neighbour:
+        pid = int(next(neighbour.output(1000)))
+        attack = [*start, ATTACK.replace("{pid}", str(pid))]
+        with closing(
+            Child.start({}, subprocess.PIPE, {"PATH": os.defpath}, attack, Confinement(user=FIRST + 1))
+        ) as evil:
+            said = list(evil.output(1000))
+        assert said == [b"tried\n"]
+        assert Path(f"/proc/{pid}/stat").exists()
+        assert f"CANARY={CANARY}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+@as_root
+def test_the_same_attack_reaches_a_process_of_its_own_user() -> None:
+    attack = ATTACK.replace("for signal in 0 STOP TERM KILL", "for signal in 0").replace("kill -KILL -1", "")
+    start = ["/bin/sh", "-c"]
+    with closing(
+        Child.start({}, subprocess.PIPE, {"PATH": os.defpath}, [*start, NEIGHBOUR], Confinement(user=FIRST))
+    ) as neighbour:
+        pid = int(next(neighbour.output(1000)))
+        command = [*start, attack.replace("{pid}", str(pid))]
+        with closing(Child.start({}, subprocess.PIPE, {"PATH": os.defpath}, command, Confinement(user=FIRST))) as evil:
+            said = set(evil.output(1000))
+    assert {b"opened environ\n", b"sent 0\n", b"tried\n"} <= said
+
+
+@as_root
+def test_what_holds_between_two_jobs_is_tried(tmp_path: Path) -> None:
+    alike = measure_isolation(Confinement(), os.environ)
+    assert "neighbours" not in alike
+    program = (
+        "import os; from worker.agent.isolation import measure_isolation;"
+        "from worker.process.confinement import Confinement;"
+        "print(*measure_isolation(Confinement(user=20000), os.environ, Confinement(user=20001)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=240, check=False
+    )
+    if "could be started as that user" in done.stderr:
+        pytest.skip("other users cannot execute this interpreter")
+    assert {"own_user", "neighbours"} <= set(done.stdout.split()), done.stderr
+
+
+@as_root
+def test_attempts_in_two_slots_are_two_users_and_a_later_attempt_is_the_same(
+    ledger: Engine, settings: Any, submitted: Callable[..., str]
+) -> None:
+    chosen = settings(child_user=FIRST)
+    chosen.ledger.artifact_root.mkdir(parents=True, exist_ok=True)
+    # an interpreter that every user may execute stands in for the image's
+    say = 'echo "{\\"frame\\":\\"log\\",\\"level\\":\\"info\\",\\"message\\":\\"$(id -u)\\"}" >&$1; exit 3'
+    command = ["/bin/bash", "-c", say.replace("$1", "$2"), "child"]
+    ids = [submitted() for _ in range(2)]
+    for job_id in (*ids, ids[0]):
+        Supervisor(ledger, claimed(ledger, job_id), chosen, command).run()
+    users = [
+        [each.data["message"] for each in events_after(ledger, LOCAL_TENANT, job_id) if each.type == "log"]
+        for job_id in ids
+    ]
+    assert [len(each) for each in users] == [2, 1]
+    assert len({*users[0]}) == 1
+    assert users[0][0] != users[1][0]
+    assert all(FIRST <= int(each) < FIRST + job_users.USERS for each in (users[0][0], users[1][0]))
+
+
+def test_a_number_comes_round_again_only_when_nobody_needs_it(
+    ledger: Engine, submitted: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_users, "USERS", 4)
+    held = [claimed(ledger, submitted()) for _ in range(3)]
+    numbers = [each.user_number for each in held]
+    assert len(set(numbers)) == 3
+    # two of them stay alive: those who come later share what is left, one after the other
+    attempt_endings.finish(ledger, held[1])
+    for _ in range(6):
+        later = claimed(ledger, submitted())
+        assert later.user_number not in (numbers[0], numbers[2])
+        attempt_endings.finish(ledger, later)
+    # a job that returns to the queue keeps its own
+    attempt_endings.hand_back(ledger, held[0])
+    assert claimed(ledger, held[0].job_id).user_number == numbers[0]
+
+
+def test_the_number_goes_with_the_job(ledger: Engine, submitted: Callable[..., str]) -> None:
+    held = claimed(ledger, submitted())
+    attempt_endings.finish(ledger, held)
+    delete_job(ledger, LOCAL_TENANT, held.job_id)
+    assert read_job(ledger, LOCAL_TENANT, held.job_id) is None
+    assert claimed(ledger, submitted()).user_number != held.user_number
