@@ -27,6 +27,10 @@ _OWNED = (
 )
 _SEQUENCES = _OWNED.replace("'r'", "'S'")
 _VIEWS = _OWNED.replace("'r'", "'v'")
+_LARGE_OBJECTS = (
+    "SELECT oid::regprocedure::text FROM pg_proc WHERE pronamespace = 'pg_catalog'::regnamespace"
+    " AND proname IN ('lo_creat', 'lo_create', 'lo_from_bytea', 'lo_open', 'lo_put', 'lowrite')"
+)
 _SECURED = f"{_OWNED} AND c.relrowsecurity ORDER BY 1"
 
 
@@ -52,9 +56,19 @@ def prepare_roles(connection: Connection, passwords: Mapping[str, str]) -> None:
     _run(connection, "GRANT USAGE, CREATE ON SCHEMA public TO {}", OWNER)
     _run(connection, "GRANT USAGE ON SCHEMA public TO {}, {}, {}", *LOGINS)
     connection.execute(text("REVOKE CREATE ON SCHEMA public FROM PUBLIC"))
+    _close_storage(connection, database)
     for query in (_OWNED, _VIEWS):
         for table in connection.execute(text(query)).scalars().all():
             _run(connection, "ALTER TABLE {} OWNER TO {}", table, OWNER)
+
+
+def _close_storage(connection: Connection, database: str) -> None:
+    """Let nobody keep bytes of their own in the database: neither temporary tables nor large objects are needed."""
+    _run(connection, "REVOKE TEMPORARY ON DATABASE {} FROM PUBLIC", database)
+    if not connection.execute(text("SELECT rolsuper FROM pg_roles WHERE rolname = current_user")).scalar_one():
+        return  # whose functions these are
+    for function in connection.execute(text(_LARGE_OBJECTS)).scalars().all():
+        connection.execute(text(f"REVOKE EXECUTE ON FUNCTION {function} FROM PUBLIC"))
 
 
 def grant_rights(connection: Connection) -> None:

@@ -1,0 +1,39 @@
+"""What the roles of the service may do in the database beside their own tables: nothing."""
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
+
+from jobs.schema.database import open_database
+from migrations.__main__ import migrate
+from migrations.roles import API, WORKER
+from tests.api.requests.test_tenant_rows import PASSWORDS, Roles, roles
+
+__all__ = ["roles"]
+
+KEPT = [
+    "SELECT lo_from_bytea(0, 'x')",
+    "SELECT lo_create(0)",
+    "SELECT lo_creat(-1)",
+    "CREATE TEMPORARY TABLE kept (a text)",
+    "CREATE TABLE kept (a text)",
+    "CREATE FUNCTION kept() RETURNS int LANGUAGE sql AS 'SELECT 1'",
+    "CREATE SCHEMA kept",
+]
+
+
+@pytest.mark.parametrize("statement", KEPT)
+@pytest.mark.parametrize(("role", "password"), [(API, "for api"), (WORKER, "for worker")])
+def test_no_role_keeps_bytes_of_its_own(roles: Roles, role: str, password: str, statement: str) -> None:
+    engine = open_database(roles.url(role, password))
+    try:
+        with engine.connect() as connection, pytest.raises(DBAPIError, match="permission denied"):
+            connection.execute(text(statement))
+    finally:
+        engine.dispose()
+
+
+def test_rights_are_taken_again_and_the_service_goes_on(roles: Roles) -> None:
+    migrate(roles.admin_url, PASSWORDS)
+    with roles.worker.connect() as connection:
+        assert connection.execute(text("SELECT count(*) FROM jobs")).scalar_one() >= 2
