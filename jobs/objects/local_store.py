@@ -23,8 +23,10 @@ from jobs.errors import ArtifactDamaged
 from jobs.objects.object_store import PART, Source, StoredObject
 
 CHUNK_BYTES = 2**20
+_MODE = 0o440
 _DESCRIPTORS = "/proc/self/fd" if Path("/proc/self/fd").is_dir() else "/dev/fd"
-_LOCK = ".objects.lock"
+LOCKS = ".objects"
+"""The folder of the lock beside the objects: closed to whoever is not the service, who could hold it for ever."""
 _COPY_BYTES = 2**30
 _NO_COPIES = frozenset({errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM})
 _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
@@ -63,6 +65,8 @@ class LocalObjects:
                 _copy(file, part)
             with open_plain(part, size_bytes, called=called) as file:
                 require_digest(file, sha256, called=called)
+                # whoever gets a second name of it reads it, and nobody writes to it any more
+                os.fchmod(file.fileno(), _MODE)
                 os.fsync(file.fileno())
             with self._locked(fcntl.LOCK_SH):
                 # its age begins now: nobody removes it before a row names it
@@ -107,10 +111,12 @@ class LocalObjects:
             ArtifactDamaged: If the file is missing or other than listed.
             OSError: If the disk is full or fails.
         """
-        self.open(key, size_bytes).close()
+        with self.open(key, size_bytes) as file:
+            status = os.fstat(file.fileno())
         part = target.with_name(f"{PART}{uuid.uuid4().hex}")
         try:
-            _take(self._path(key), part)
+            # objects of earlier versions are second names of what a job has written, and may write to
+            _take(self._path(key), part, linked=status.st_uid == os.geteuid() and not status.st_mode & 0o022)
             with open_plain(part, size_bytes, called=key) as file:
                 require_digest(file, sha256, called=key)
             part.replace(target)
@@ -179,8 +185,9 @@ class LocalObjects:
 
     @contextlib.contextmanager
     def _lock_file(self) -> Iterator[int]:
-        self.root.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        place = self.root / LOCKS
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             yield descriptor
         finally:
@@ -246,8 +253,11 @@ def require_digest(file: BinaryIO, sha256: str, *, called: str) -> None:
         raise ArtifactDamaged(f"artifact {called} has another SHA-256 than declared: its bytes have changed")
 
 
-def _take(source: Path, part: Path) -> None:
-    """Link an object, which nobody changes any more, or copy it to another file system."""
+def _take(source: Path, part: Path, *, linked: bool) -> None:
+    """Link an object, or copy it where another file system asks for that, or somebody could change it by the link."""
+    if not linked:
+        shutil.copyfile(source, part, follow_symlinks=False)
+        return
     try:
         os.link(source, part, follow_symlinks=False)
     except FileNotFoundError as error:

@@ -206,7 +206,9 @@ def version_of(folder: Path) -> tuple[tuple[int, int] | None, ...]:
 
 
 def _linked(folder: Path, place: Path) -> dict[str, Path]:
-    files = {}
+    files: dict[str, Path] = {}
+    if not folder.is_dir():
+        return files
     # the folder is the job's, which may put a link in the place of a folder or of a file at any moment: each is
     # reached from the descriptor of the folder above it, and what was linked is looked at afterwards
     for above, _, names, descriptor in os.fwalk(folder, follow_symlinks=False):

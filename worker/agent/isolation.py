@@ -24,6 +24,7 @@ from pathlib import Path
 
 from jobs.errors import SettingsInvalid
 from jobs.objects.artifacts import OBJECTS
+from jobs.objects.local_store import LOCKS
 from worker.process.child_process import Child, child_environment
 from worker.process.confinement import Confinement
 
@@ -76,15 +77,24 @@ def measure_isolation(
 def share_folders(*roots: Path) -> None:
     """Let children of another user, but of this group, write where jobs write, and this process use what they wrote.
 
-    Objects stay as they are: no job writes there. What an earlier version wrote gets the rights that new files have.
+    Objects, and the lock beside them, are closed: no job goes there. What an earlier version wrote elsewhere gets the
+    rights that new files have.
 
     Args:
-        roots: The folders of artifacts and of models.
+        roots: The folder of artifacts, and others, such as that of models.
     """
     os.umask(_SHARED_UMASK)
+    for closed in (roots[0] / OBJECTS.rstrip("/"), roots[0] / LOCKS):
+        closed.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if closed.stat().st_uid == os.getuid():
+            closed.chmod(0o700)
     for root in roots:
+        root.mkdir(parents=True, exist_ok=True)
+        if root.stat().st_uid == os.getuid():
+            # what stands in it is moved and removed by who made it alone
+            root.chmod(stat.S_IMODE(root.stat().st_mode) | stat.S_ISVTX)
         for place, folders, files in os.walk(root):
-            folders[:] = [name for name in folders if name != OBJECTS.rstrip("/")]
+            folders[:] = [name for name in folders if name not in (OBJECTS.rstrip("/"), LOCKS)]
             for path in (Path(place), *(Path(place, name) for name in files)):
                 with suppress(OSError):  # another worker may have removed it
                     _share(path)

@@ -1,0 +1,106 @@
+"""What the service keeps is closed to jobs: objects, the lock beside them, and what a job is given a second name of."""
+
+import hashlib
+import os
+import stat
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from jobs.objects.artifacts import ArtifactFolder
+from jobs.objects.local_store import LOCKS
+from jobs.records import LOCAL_TENANT, Artifact
+from jobs.schema.identifiers import new_id
+from worker.agent.isolation import share_folders
+from worker.process.child_process import Child
+from worker.process.confinement import Confinement
+
+pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root may start processes of other users")
+
+CONTENT = b"what was computed"
+OF_A_JOB = 20_000
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[ArtifactFolder]:
+    """Artifacts as a worker of jobs with users of their own has them, and every user may come as far as them."""
+    for each in (tmp_path, *tmp_path.parents):
+        if each.stat().st_uid == os.getuid() and str(each).startswith("/tmp/"):
+            each.chmod(0o755)
+    before = os.umask(0o022)
+    root = tmp_path / "artifacts"
+    root.mkdir()
+    share_folders(root, tmp_path / "models")
+    root.chmod(stat.S_IMODE(root.stat().st_mode) | 0o775)
+    yield ArtifactFolder(root)
+    os.umask(before)
+
+
+def published(folder: ArtifactFolder, job: str, content: bytes = CONTENT) -> Artifact:
+    (folder.attempt_dir(job, 1) / "table.json").write_bytes(content)
+    sha256 = hashlib.sha256(content).hexdigest()
+    uri = folder.publish(LOCAL_TENANT, job, 1, "table.json", sha256=sha256, size_bytes=len(content))
+    return Artifact(
+        job_id=job, name="table.json", uri=uri, sha256=sha256, size_bytes=len(content), media_type="application/json"
+    )
+
+
+def attacked(program: str, user: int = OF_A_JOB) -> list[bytes]:
+    """What a job says that runs a program of the shell, in the group of the service as jobs are."""
+    child = Child.start({}, subprocess.PIPE, {"PATH": os.defpath}, ["/bin/bash", "-c", program], Confinement(user=user))
+    with closing(child):
+        return [line.strip() for line in child.output(1_000)]
+
+
+def test_a_job_neither_reads_nor_changes_nor_removes_objects(folder: ArtifactFolder) -> None:
+    kept = published(folder, new_id())
+    path = folder.root / kept.uri
+    program = f"""
+cat {path} 2>/dev/null && echo read
+echo x 2>/dev/null >> {path} && echo written
+rm -f {path} 2>/dev/null && echo removed
+mv {path} {path}.2 2>/dev/null && echo moved
+mv {folder.root}/objects {folder.root}/other 2>/dev/null && echo "folder moved"
+ls {folder.root}/objects 2>/dev/null && echo listed
+echo tried
+"""
+    assert attacked(program) == [b"tried"]
+    assert path.read_bytes() == CONTENT
+
+
+def test_a_job_cannot_hold_the_lock_that_publishing_waits_for(folder: ArtifactFolder) -> None:
+    published(folder, new_id())
+    lock = folder.root / LOCKS / "lock"
+    assert lock.exists()
+    program = f"exec 9<{lock} && flock -n -x 9 && echo held; exec 8>>{lock} && flock -n -x 8 && echo held; echo tried"
+    assert b"held" not in attacked(f"({program}) 2>/dev/null; echo tried")
+
+
+def test_by_a_second_name_a_job_reads_an_object_and_does_not_write_to_it(folder: ArtifactFolder) -> None:
+    kept = published(folder, new_id())
+    place = folder.attempt_dir(new_id(), 1) / "input"
+    place.mkdir()
+    target = place / "table.json"
+    folder.fetch(kept, target)
+    assert target.stat().st_ino == (folder.root / kept.uri).stat().st_ino
+    # the group may enter and write the folder, as jobs' own
+    for each in (place, place.parent, place.parent.parent):
+        each.chmod(0o775)
+    program = f"cat {target} && echo; echo x 2>/dev/null >> {target} && echo written; chmod 777 {target} 2>/dev/null"
+    assert attacked(program) == [CONTENT]
+    assert (folder.root / kept.uri).read_bytes() == CONTENT
+
+
+def test_an_object_of_an_earlier_version_is_copied_for_a_job(folder: ArtifactFolder) -> None:
+    kept = published(folder, new_id())
+    path = folder.root / kept.uri
+    # such versions linked what a job had written, by a user of the same group
+    os.chown(path, 10_002, -1)
+    path.chmod(0o660)
+    target = folder.attempt_dir(new_id(), 1) / "table.json"
+    folder.fetch(kept, target)
+    assert target.stat().st_ino != path.stat().st_ino
+    assert target.read_bytes() == CONTENT
