@@ -232,7 +232,9 @@ def open_plain(source: Source, size_bytes: int, *, called: str) -> BinaryIO:
         raise ArtifactDamaged(
             f"artifact {called} has {status.st_size:,} bytes, {size_bytes:,} were declared; it is cut off or replaced"
         )
-    return os.fdopen(descriptor, "rb")
+    file = os.fdopen(descriptor, "rb")
+    file.seek(0)  # where a descriptor that is opened anew is the same one, it may have been read
+    return file
 
 
 def require_digest(file: BinaryIO, sha256: str, *, called: str) -> None:

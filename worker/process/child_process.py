@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from catalog.frame_bounds import FrameBeyond
@@ -21,6 +22,7 @@ from catalog.frames import MAX_FRAME_BYTES, Frame, decode
 from catalog.record import record
 from worker.process.confinement import Confinement
 from worker.process.guardian import MOMENT
+from worker.process.leftovers import clear_leftovers
 from worker.process.pipe_reader import lines
 from worker.process.process_group import began, group_lives, kill_descendants, wait_until_gone
 
@@ -92,8 +94,15 @@ class Hold:
 class Child:
     """A running child. ``start`` makes one; the group is gone when ``wait`` returns."""
 
-    def __init__(self, process: subprocess.Popen[bytes], frames: IO[bytes], lifeline: int) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        frames: IO[bytes],
+        lifeline: int,
+        leaves: tuple[int | None, tuple[Path, ...]] = (None, ()),
+    ) -> None:
         self._process = process
+        self._user, self._folders = leaves
         self._frames = frames
         self.began = began(process.pid)
         """When the guardian began, in the kernel's count; it is not reaped before the reaper below runs."""
@@ -160,7 +169,8 @@ class Child:
         os.set_blocking(lifeline, False)
         frames = os.fdopen(frames_read, "rb")
         try:
-            return cls(process, frames, lifeline)
+            folders = tuple(Path(str(assignment[name])) for name in ("artifacts", "scratch") if assignment.get(name))
+            return cls(process, frames, lifeline, (confinement.user, folders))
         except (OSError, RuntimeError) as error:
             frames.close()
             os.close(lifeline)  # whereupon the guardian ends all that it guards, and itself
@@ -261,9 +271,11 @@ class Child:
         return code if code >= 0 else 128 - code
 
     def close(self) -> None:
-        """Kill what still runs and give the pipes back."""
+        """Kill what still runs, remove what its user has left behind, and give the pipes back."""
         self.kill()
         self.wait()
+        if self._user is not None and not self.left_something():
+            clear_leftovers(self._user, self._folders)
         self._frames.close()
         os.close(self._lifeline)
         os.close(self._gone_read)
