@@ -9,12 +9,14 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.objects.local_store import LOCKS
 from jobs.records import LOCAL_TENANT, Artifact
 from jobs.schema.identifiers import new_id
 from worker.agent.isolation import share_folders
+from worker.execution.models import builtin
 from worker.process.child_process import Child
 from worker.process.confinement import Confinement
 
@@ -104,3 +106,21 @@ def test_an_object_of_an_earlier_version_is_copied_for_a_job(folder: ArtifactFol
     folder.fetch(kept, target)
     assert target.stat().st_ino != path.stat().st_ino
     assert target.read_bytes() == CONTENT
+
+
+def test_a_builtin_model_that_one_job_has_trained_serves_the_next_ones_user(folder: ArtifactFolder) -> None:
+    store = folder.root.parent / "models"
+    before = os.umask(0o007)  # as a job's process has it
+    try:
+        builtin._store("digits_mlp", nn.Linear(2, 2), store, {})
+    finally:
+        os.umask(before)
+    for each in (store, store / "builtin"):
+        each.chmod(0o775)
+    files = sorted((store / "builtin").iterdir())
+    assert len(files) == 2
+    for path in files:
+        assert attacked(f"head -c 1 {path} >/dev/null && echo read; echo x 2>/dev/null >> {path} || echo kept") == [
+            b"read",
+            b"kept",
+        ]

@@ -86,7 +86,8 @@ def _stored_weights(name: str, store: Path) -> tuple[bytes | None, dict[str, flo
     weights, note = _paths(name, store)
     try:
         raw, noted = weights.read_bytes(), json.loads(note.read_text())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, PermissionError, ValueError):
+        # one that another job has kept to itself is trained anew, and replaced
         return None, {}
     if hashlib.sha256(raw).hexdigest() != noted["sha256"]:
         return None, {}
@@ -103,6 +104,7 @@ def _store(name: str, model: nn.Module, store: Path, measured: dict[str, float])
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(content)
             file.flush()
+            os.fchmod(file.fileno(), 0o644)  # for every job, whose users differ
             os.fsync(file.fileno())
         Path(file.name).replace(path)
     return digest
