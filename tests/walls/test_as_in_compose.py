@@ -49,7 +49,7 @@ def tried(what, seen):
                 pass
 
 
-def model(report, artifacts):
+def model(report, artifacts, models):
     seen, until = [], time.monotonic() + 6
     own = {os.getpid(), os.getppid()}
     others = 0
@@ -74,6 +74,20 @@ def model(report, artifacts):
         except OSError:
             pass
         tried(glob.glob(f"{artifacts}/objects/**", recursive=True) + glob.glob(f"{artifacts}/.objects/*"), seen)
+        for place in (f"{models}/builtin", f"{models}/hub"):
+            for path in (f"{place}/new", *glob.glob(f"{place}/*")):
+                for attack in (lambda: open(path, "ab"), lambda: os.unlink(path), lambda: os.chmod(path, 0o777)):
+                    try:
+                        attack()
+                        seen.append(f"changed {path}")
+                    except OSError:
+                        pass
+            for attack in (lambda: os.rename(place, f"{place}-moved"), lambda: os.chmod(place, 0o777)):
+                try:
+                    attack()
+                    seen.append(f"moved {place}")
+                except OSError:
+                    pass
         time.sleep(0.2)
     Path(report).write_text(json.dumps({"seen": sorted(set(seen)), "others": others, "user": os.getuid()}))
     return nn.Linear(12, 3)
@@ -158,9 +172,8 @@ def test_the_job_beside_an_attacker_gets_the_numbers_of_an_undisturbed_run(
         place / "reports" / secrets.token_hex(4),
     )
     data = {"source": "synthetic", "shape": [12], "examples": 40, "classes": 3}
-    attacker = submitted(
-        ledger, model=evil | {"kwargs": {"report": str(report), "artifacts": str(place / "artifacts")}}, data=data
-    )
+    folders = {"report": str(report), "artifacts": str(place / "artifacts"), "models": str(place / "models")}
+    attacker = submitted(ledger, model=evil | {"kwargs": folders}, data=data)
     beside = submitted(ledger)
     done_by_a_worker(place, ledger_url)
     until(report.exists, 60, "the attacker has told what it could do")

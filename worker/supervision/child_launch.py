@@ -1,7 +1,9 @@
 """The launch of a child: its environment, the assignment that it reads, and its start."""
 
+import contextlib
 import os
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from worker.disk.cache_folder import cache_of_tenant
 from worker.process.child_process import EXECUTION, RANKS, Child, Hold, child_environment
 from worker.settings import WorkerSettings
 from worker.supervision.stage_factors import LaidOutFactors
+
+_TRAINING_SECONDS = 900.0
 
 
 def start(
@@ -39,7 +43,21 @@ def start(
     if claim.world_size > 1 and command == EXECUTION:
         command = RANKS
     confinement = settings.confinement(claim.user_number)
+    if confinement.user is not None and claim.kinds != (ESTIMATE,):
+        _train_builtin(claim.document.get("model") or {}, settings.model_store)
     return Child.start(told, subprocess.PIPE, environment(claim, threads), command, confinement, hold)
+
+
+def _train_builtin(model: Mapping[str, Any], store: Path) -> None:
+    """Train a builtin model into the store, where jobs only read: by a process that runs nobody's code but ours."""
+    name = str(model.get("name"))
+    if model.get("source") != "builtin" or any((store / "builtin").glob(f"{name}-*.json")):
+        return
+    command = [sys.executable, "-P", "-m", "worker.execution.models.builtin", name, "--store", str(store)]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # the job trains it for itself then
+        subprocess.run(  # noqa: S603 - our own module, and a name that the document's schema lists
+            command, env=child_environment(os.environ), capture_output=True, timeout=_TRAINING_SECONDS, check=False
+        )
 
 
 def environment(claim: Claim, threads: int) -> dict[str, str]:
