@@ -10,10 +10,11 @@ from catalog.private_memory import hide_memory
 from jobs.schema.database import open_database, require_current_schema
 from jobs.service_log import configure_logging, log_last_words
 from worker.agent.agent import Agent
-from worker.agent.isolation import measure_isolation, share_folders
+from worker.agent.isolation import measure_isolation
 from worker.agent.maintenance import WorkerMaintenance
 from worker.devices.device_summary import describe_device
 from worker.devices.discover import process_space
+from worker.disk.shared_folders import share_folders
 from worker.lifetime import Ending
 from worker.settings import WorkerSettings
 

@@ -74,6 +74,11 @@ def model(report, artifacts, models):
         except OSError:
             pass
         tried(glob.glob(f"{artifacts}/objects/**", recursive=True) + glob.glob(f"{artifacts}/.objects/*"), seen)
+        for place in (artifacts, f"{artifacts}/.factor-cache", f"{artifacts}/objects"):
+            try:
+                seen.append(f"listed {place}: {os.listdir(place)}")
+            except OSError:
+                pass
         for place in (f"{models}/builtin", f"{models}/hub"):
             for path in (f"{place}/new", *glob.glob(f"{place}/*")):
                 for attack in (lambda: open(path, "ab"), lambda: os.unlink(path), lambda: os.chmod(path, 0o777)):

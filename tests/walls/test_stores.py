@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import stat
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,7 +14,7 @@ from jobs.objects.artifacts import ArtifactFolder
 from jobs.objects.local_store import LOCKS
 from jobs.records import LOCAL_TENANT, Artifact
 from jobs.schema.identifiers import new_id
-from worker.agent.isolation import share_folders
+from worker.disk.shared_folders import share_folders
 from worker.execution.models import builtin
 from worker.process.child_process import Child
 from worker.process.confinement import Confinement
@@ -36,7 +35,6 @@ def folder(tmp_path: Path) -> Iterator[ArtifactFolder]:
     root = tmp_path / "artifacts"
     root.mkdir()
     share_folders(root, tmp_path / "models")
-    root.chmod(stat.S_IMODE(root.stat().st_mode) | 0o775)
     yield ArtifactFolder(root)
     os.umask(before)
 

@@ -15,26 +15,17 @@
 import errno
 import json
 import os
-import shutil
-import stat
 import subprocess
 import sys
-import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 from jobs.errors import SettingsInvalid
-from jobs.objects.artifacts import OBJECTS
-from jobs.objects.local_store import LOCKS
 from worker.process.child_process import Child, child_environment
 from worker.process.confinement import Confinement
 
 WALLS = ("own_user", "neighbours", "memory", "secret_files", "no_new_privileges", "system_calls")
-_SHARED_UMASK = 0o007
-_TRAINED = "builtin"
-_READ = (_TRAINED, "hub")
-"""Folders of the model store that jobs read."""
 _LINE_BYTES = 10_000
 _PROBE_SECONDS = 60.0
 _PROBE = (sys.executable, "-P", "-m", "worker.agent.isolation")
@@ -77,63 +68,6 @@ def measure_isolation(
             " KILL, let that user read this installation, or leave the variable out"
         )
     return held
-
-
-def share_folders(*roots: Path) -> None:
-    """Let children of another user, but of this group, write where jobs write, and this process use what they wrote.
-
-    Objects, and the lock beside them, are closed: no job goes there. Models are read and not written: builtin ones that
-    jobs of an earlier version have trained are removed. What such a version wrote elsewhere gets the rights that new
-    files have.
-
-    Args:
-        roots: The folder of artifacts, and those of models.
-    """
-    os.umask(_SHARED_UMASK)
-    for closed in (roots[0] / OBJECTS.rstrip("/"), roots[0] / LOCKS):
-        closed.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if closed.stat().st_uid == os.getuid():
-            closed.chmod(0o700)
-    for root in roots:
-        root.mkdir(parents=True, exist_ok=True)
-        if root.stat().st_uid == os.getuid():
-            # what stands in it is moved and removed by who made it alone
-            root.chmod(stat.S_IMODE(root.stat().st_mode) | stat.S_ISVTX)
-        for place, folders, files in os.walk(root):
-            folders[:] = [name for name in folders if name not in (OBJECTS.rstrip("/"), LOCKS, *_READ)]
-            for path in (Path(place), *(Path(place, name) for name in files)):
-                with suppress(OSError):  # another worker may have removed it
-                    _share(path)
-
-    for store in roots[1:]:
-        for name in _READ:
-            _close_to_writers(store / name)
-
-
-def _close_to_writers(folder: Path) -> None:
-    """Let jobs read a folder of models; what one of theirs has written into it is no model of the service."""
-    own = os.getuid()
-    if folder.name == _TRAINED and any(
-        each.lstat().st_uid != own for each in (folder, *folder.rglob("*")) if each.exists()
-    ):
-        trash = folder.with_name(f".trash-{uuid.uuid4().hex}")
-        with suppress(OSError):
-            folder.rename(trash)
-        shutil.rmtree(trash, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    for place, _, files in os.walk(folder):
-        for path in (Path(place), *(Path(place, name) for name in files)):
-            with suppress(OSError):
-                _share(path, stat.S_IRUSR | stat.S_IXUSR, without=stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _share(path: Path, rights: int = stat.S_IRWXU, *, without: int = 0) -> None:
-    """Give the group those of an owner's rights, and take others away, where the owner is this process's user."""
-    status = path.lstat()
-    mode = stat.S_IMODE(status.st_mode)
-    shared = (mode | (mode & rights) >> 3) & ~without
-    if status.st_uid == os.getuid() and not stat.S_ISLNK(status.st_mode) and shared != mode:
-        path.chmod(shared)
 
 
 def _is_secret(name: str) -> bool:

@@ -133,6 +133,8 @@ def _cache(claim: Claim, settings: WorkerSettings) -> dict[str, Any]:
     if settings.ledger.cache_bytes == 0:
         return {}
     folder = cache_of_tenant(settings.ledger.artifact_root, claim.tenant_id)
+    if settings.child_user is not None:
+        folder.mkdir(mode=0o770, parents=True, exist_ok=True)  # jobs may not where it lies
     return {"cache": str(folder), "cache_bytes": settings.ledger.cache_bytes, "job": claim.job_id}
 
 
