@@ -16,7 +16,7 @@ from jobs.errors import SettingsInvalid
 
 GATEWAY = "gateway"
 """The entry that stands for the gateway of this machine's, or container's, default route."""
-_SHARED = ("127.0.0.0/8", "::1", GATEWAY)
+_SHARED = ("127.0.0.1", "::1", GATEWAY)
 _ROUTES = Path("/proc/net/route")
 _HEADER = "x-forwarded-for"
 _MAX_FORWARDED = 20
