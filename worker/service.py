@@ -12,9 +12,9 @@ from jobs.service_log import configure_logging, log_last_words
 from worker.agent.agent import Agent
 from worker.agent.isolation import measure_isolation
 from worker.agent.maintenance import WorkerMaintenance
+from worker.agent.shared_folders import share_folders
 from worker.devices.device_summary import describe_device
 from worker.devices.discover import process_space
-from worker.disk.shared_folders import share_folders
 from worker.lifetime import Ending
 from worker.settings import WorkerSettings
 

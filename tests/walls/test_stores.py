@@ -14,7 +14,7 @@ from jobs.objects.artifacts import ArtifactFolder
 from jobs.objects.local_store import LOCKS
 from jobs.records import LOCAL_TENANT, Artifact
 from jobs.schema.identifiers import new_id
-from worker.disk.shared_folders import share_folders
+from worker.agent.shared_folders import share_folders
 from worker.execution.models import builtin
 from worker.process.child_process import Child
 from worker.process.confinement import Confinement

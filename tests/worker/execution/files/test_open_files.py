@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 import transformers
 
+from catalog import open_beneath
 from catalog.inputs import DataFile, DirectoryModel, HuggingFaceData, Task
 from worker.execution.data import file, huggingface
 from worker.execution.data.request import DataRequest
@@ -35,7 +36,7 @@ WAYS = ["one call of the kernel", "component by component"]
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to open; the kernel really answers ENOSYS to the second."""
     if request.param == WAYS[1]:
-        monkeypatch.setattr(open_files, "_OPENAT2", NO_SUCH_CALL)
+        monkeypatch.setattr(open_beneath, "_OPENAT2", NO_SUCH_CALL)
     return str(request.param)
 
 
