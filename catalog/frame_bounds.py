@@ -142,7 +142,7 @@ Bound = Text | Count | Entries | Members
 
 _KIND, _LAYER, _POINTER = Text(most=64, pattern=_WORD), Text(most=16_384), Text(most=1_000, optional=True)
 _MESSAGE = Text(most=4_000)
-_DIGEST = Text(most=64, pattern=_HEXADECIMAL, optional=True)
+_DIGEST = Text(most=64, optional=True)
 _ANYTHING = Members()
 _LINES = Entries(most=1_000, of=Text(most=2_000))
 _REFUSED = {

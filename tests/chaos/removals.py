@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -132,10 +132,10 @@ def _no_idempotency(submission: Any, _folder: Path) -> None:
 
 def _mortal_takes(local_objects: Any, folder: Path) -> None:
     """No protection is lost by this: a file is copied in two halves, and its process may die between them."""
-    assert local_objects._take
+    assert local_objects._copy
 
-    def take(source: Path, part: Path) -> None:
-        content = source.read_bytes()
+    def copy(source: BinaryIO, part: Path) -> None:
+        content = source.read()
         with part.open("wb", buffering=0) as file:
             file.write(content[: len(content) // 2])
             if (folder / DIE).exists():
@@ -143,19 +143,20 @@ def _mortal_takes(local_objects: Any, folder: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             file.write(content[len(content) // 2 :])
 
-    local_objects._take = take
+    local_objects._copy = copy
 
 
 def _no_rename(local_objects: Any, _folder: Path) -> None:
     """An object is written straight under its final name."""
     assert local_objects.LocalObjects.put
 
-    def put(self: Any, key: str, source: Path, *, sha256: str, size_bytes: int) -> None:
+    def put(self: Any, key: str, source: Any, *, sha256: str, size_bytes: int) -> None:
         target = self._path(key)
         target.parent.mkdir(parents=True, exist_ok=True)
-        local_objects._take(source, target)
-        with local_objects.open_plain(target, size_bytes, called=source.name) as file:
-            local_objects.require_digest(file, sha256, called=source.name)
+        with local_objects.open_plain(source, size_bytes, called=key) as file:
+            local_objects._copy(file, target)
+        with local_objects.open_plain(target, size_bytes, called=key) as file:
+            local_objects.require_digest(file, sha256, called=key)
 
     local_objects.LocalObjects.put = put
 

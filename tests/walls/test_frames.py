@@ -49,7 +49,7 @@ BEYOND = {
     "a level of its own": {"frame": "log", "level": "critical", "message": "m"},
     "a long line": {"frame": "log", "level": "info", "message": "m" * 2_000_000},
     "a large environment": {"frame": "started", "environment": {"a": "m" * 100_000}},
-    "a digest of the model that is none": {"frame": "finished", "model_sha256": "m" * 64},
+    "a digest of the model that is longer than one": {"frame": "finished", "model_sha256": "m" * 65},
     "a hundred thousand notices": {"frame": "finished", "notices": ["m"] * 100_000},
     "a round of its own": {"frame": "divided", "round": "evil", "pieces": []},
     "eighty thousand pieces": {"frame": "divided", "round": "collect", "pieces": [{}] * 80_000},

@@ -25,7 +25,7 @@ from tests.chaos.stack.documents import MEASURED
 from tests.chaos.violation import Violation
 from tests.machine.stopwatch import Stopwatch
 
-_LOCK = ".objects.lock"
+_LOCKS = ".objects"
 _WORKERS = ".workers"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -67,7 +67,7 @@ def unlisted(engine: Engine, root: Path) -> list[Path]:
     with engine.connect() as connection:
         listed = {root / uri for uri in connection.execute(text("SELECT uri FROM artifacts")).scalars()}
     # the lock of a killed worker stays until the others have looked at it for long enough
-    ours = [path for path in _files(root) if path.name != _LOCK and path.parent != root / _WORKERS]
+    ours = [path for path in _files(root) if path.parent not in (root / _LOCKS, root / _WORKERS)]
     return [path for path in ours if path not in listed]
 
 
