@@ -23,7 +23,6 @@ from api.connections.forwarded_clients import ForwardedClientsMiddleware
 from api.connections.refused_keys import RefusedKeysMiddleware
 from api.connections.refused_lines import RefusedLines
 from api.live.job_watcher import JobWatcher
-from api.live.key_looks import KeyLooks
 from api.live.stream_limits import StreamLimits
 from api.requests import exception_handlers
 from api.requests.auth import Reader, authenticate
@@ -135,7 +134,6 @@ def _open(settings: Settings, request_metrics: RequestMetrics) -> Service:
         request_metrics=request_metrics,
         job_watcher=JobWatcher(all_tenants, stopping),
         stream_limits=StreamLimits(settings.streams, settings.streams_per_key),
-        key_looks=KeyLooks(all_tenants),
         stopping=stopping,
     )
 

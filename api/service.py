@@ -12,7 +12,6 @@ from api.background.maintenance import Maintenance
 from api.background.metrics_cache import MetricsCache
 from api.background.request_metrics import RequestMetrics
 from api.live.job_watcher import JobWatcher
-from api.live.key_looks import KeyLooks
 from api.live.stream_limits import StreamLimits
 from api.settings import Settings
 from api.verified_files import VerifiedFiles
@@ -47,8 +46,6 @@ class Service:
     """Wakes long polls and streams of events when their job changes."""
     stream_limits: StreamLimits
     """The open streams of events, counted against their caps."""
-    key_looks: KeyLooks
-    """Whether keys that wait for something still hold."""
     probe: Probe = field(default_factory=Probe)
     stopping: threading.Event
     """Set when the process is asked to end: long polls answer and streams end at once."""

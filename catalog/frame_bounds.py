@@ -1,4 +1,4 @@
-"""The bounds of what a computing process says: nothing beyond them is believed, however it is worded.
+"""Frame bounds: the longest texts, the largest numbers and the listed words of each type of frame.
 
 The honest process cuts its texts and lists to them before it sends a frame (`cut`). Code that is not ours may hold the
 same pipe, so whoever reads a frame refuses what is beyond (`require_within`), and the job ends.
@@ -30,9 +30,9 @@ class Text:
 
     most: int
     pattern: str | None = None
-    """What the whole of it must match; such a text is not cut."""
+    """A regular expression that the whole text matches; such a text is not cut."""
     choices: tuple[str, ...] = ()
-    """What it may be; empty for anything."""
+    """The texts that are allowed; empty allows any."""
     optional: bool = False
 
     def cut(self, value: Any) -> Any:  # noqa: ANN401 - of any type until it was looked at
@@ -109,7 +109,7 @@ class Entries:
 
 @record
 class Members:
-    """An object, of some of whose members more is known."""
+    """An object; some of its members have bounds of their own."""
 
     most_bytes: int | None = None
     """As JSON; None leaves it at the bound of a frame."""
@@ -196,7 +196,7 @@ _FIELDS: Mapping[str, Mapping[str, Bound]] = {
     },
 }
 BOUNDS = {name: Members(known=fields) for name, fields in _FIELDS.items()}
-"""Of each type of frame."""
+"""Bounds by type of frame."""
 
 
 def cut(frame: Mapping[str, Any]) -> dict[str, Any]:

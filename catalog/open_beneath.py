@@ -14,7 +14,7 @@ from pathlib import Path
 
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 LED_ASTRAY = (errno.EXDEV, errno.ELOOP, errno.EAGAIN)
-"""What an open that follows no link says where a link stands."""
+"""Error numbers of an open that follows no link, where a link is on the way."""
 _OPENAT2 = 437  # the same on every architecture of Linux that torch runs on
 _RESOLVE_BENEATH, _RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS = 0x08, 0x02, 0x04  # linux/openat2.h
 _FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY

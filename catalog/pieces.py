@@ -21,7 +21,7 @@ ROUNDS: tuple[Round, ...] = ("collect", "decompose", "correct")
 """In the order in which a job takes them."""
 MAX_SHARDS = 4096
 PIECES_PER_DEVICE = 2
-"""Of a job with `shards: auto`."""
+"""Most pieces for each device, of a job with `shards: auto`."""
 DecomposeRound = Literal["auto", "always", "never"]
 """Whether the decompositions of a divided job are divided as well: where that takes less time, or in any case."""
 

@@ -19,6 +19,7 @@ from api.requests.key_limits import release_slot
 from api.service import Service
 from jobs.errors import LedgerUnavailable
 from jobs.repository.events import History
+from jobs.tenancy.api_keys import is_valid
 
 _RETRY_MILLISECONDS = 2_000
 _DATABASE_RETRY_SECONDS = 1.0
@@ -88,25 +89,25 @@ class EventStream(Response):
             newer = subscription.events_after(batch.through)
             if newer is None:
                 newer = await self._read_after(batch.through)
-            # what was read before the look may be told; whatever comes afterwards has a look of its own
-            holds = await self._key_holds()
-            if holds is False:
+            valid = await self._key_is_valid()
+            if valid is False:
                 return
-            if holds and newer is not None and (newer.through > batch.through or newer.ended):
+            if valid and newer is not None and (newer.through > batch.through or newer.ended):
                 batch = newer
                 if batch.text:
                     yield batch.text
                 continue
-            seconds = (
-                self._service.settings.stream_idle_seconds if newer is not None and holds else _DATABASE_RETRY_SECONDS
-            )
+            answered = newer is not None and valid is not None
+            seconds = self._service.settings.stream_idle_seconds if answered else _DATABASE_RETRY_SECONDS
             if not await subscription.wait(min(seconds, until - now)):
                 yield KEEPALIVE
 
-    async def _key_holds(self) -> bool | None:
-        """Whether the key may go on reading; None where the database does not answer, and nothing is told."""
+    async def _key_is_valid(self) -> bool | None:
+        """Return whether the key may read on; None where the database does not answer, and no event is sent."""
         try:
-            return await self._service.key_looks.holds(self._key)
+            return self._key is None or await run_in_threadpool(
+                read_in_time, is_valid, self._service.all_tenants, self._key
+            )
         except LedgerUnavailable:
             return None
 

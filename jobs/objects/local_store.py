@@ -1,8 +1,8 @@
 """Objects in a folder: copied under a temporary name, verified, synced, renamed.
 
-What is kept is a copy that nobody else has open, made by the file system where that shares blocks between copies:
-whoever wrote the source may write to it still, or hold a second name of it. A lock on the folder, which the kernel
-takes back from a process that is gone, keeps whoever removes an old object from removing the new one that just
+An object is a copy that nobody else has open, since the writer of the source may still write to it, or hold a second
+name of it. The file system makes the copy where it can share blocks between files. A lock on the folder, which the
+kernel takes back from a process that is gone, keeps whoever removes an old object from removing the new one that just
 replaced it.
 """
 
@@ -26,7 +26,7 @@ CHUNK_BYTES = 2**20
 _MODE = 0o440
 _DESCRIPTORS = "/proc/self/fd" if Path("/proc/self/fd").is_dir() else "/dev/fd"
 LOCKS = ".objects"
-"""The folder of the lock beside the objects: closed to whoever is not the service, who could hold it for ever."""
+"""Folder of the lock on the objects; it is closed to jobs, which could hold the lock for ever."""
 _COPY_BYTES = 2**30
 _NO_COPIES = frozenset({errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM})
 _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})

@@ -1,8 +1,8 @@
-"""The user that a job runs as: a number of its own for all its attempts, on whatever machine.
+"""Job users: a user number for each job, for all its attempts on all machines.
 
-Workers of one folder, and machines that share one, must agree about it, and a slot is another job's a moment later: so
-the ledger gives the number, with a job's first claim. `USERS` of them follow one another; one comes round again once no
-job that has yet to end has it.
+Workers and machines that share a folder must agree about it, and a slot is another job's a moment later. So the ledger
+gives the number with the job's first claim. The `USERS` numbers follow one another; a number is given again only when
+every job that had it has ended.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from jobs.lifecycle import TERMINAL
 from jobs.schema.tables import job_users, jobs
 
 USERS = 40_000
-"""Users of a machine from the first that the operator names: within the 65,536 that a container may have of its own."""
+"""User numbers for jobs; they fit into the 65,536 that a container with a user namespace has."""
 
 
 def user_number(connection: Connection, job: Row[Any]) -> int:

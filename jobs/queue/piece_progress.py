@@ -42,7 +42,7 @@ def progress_of_round(document: Mapping[str, Any], pieces: Sequence[PieceState])
     Returns:
         The fields of a job's progress, without the moment.
     """
-    sized = [(size_of(piece), _share(state, progress), piece) for piece, state, progress in pieces]
+    sized = [(_size(piece), _share(state, progress), piece) for piece, state, progress in pieces]
     total = sum(size for size, _, _ in sized)
     succeeded = sum(size for (size, _, _), (_, state, _) in zip(sized, pieces, strict=True) if state == "succeeded")
     done = sum(size * share for size, share, _ in sized)
@@ -76,7 +76,7 @@ def note_success(connection: Connection, parent: Row[Any], piece: Piece) -> None
     """
     progress = parent.progress or {}
     if _SUCCEEDED in progress:
-        noted = {**progress, _SUCCEEDED: progress[_SUCCEEDED] + size_of(piece)}
+        noted = {**progress, _SUCCEEDED: progress[_SUCCEEDED] + _size(piece)}
         change(connection, parent, {"progress": noted})
 
 
@@ -128,17 +128,12 @@ def _of_parent(connection: Connection, parent: Row[Any], name: str) -> dict[str,
     of_round = [(read_piece(row.piece), row.state, row.progress) for row in rows if row.piece["round"] == name]
     if _SUCCEEDED not in noted:
         return progress_of_round(parent.document, of_round)
-    running = sum(size_of(piece) * _share(state, progress) for piece, state, progress in of_round)
+    running = sum(_size(piece) * _share(state, progress) for piece, state, progress in of_round)
     counts = noted[_SUCCEEDED] + running, noted["total"]
     return _shown(parent.document, name, counts, noted[_SUCCEEDED])
 
 
-def size_of(piece: Piece) -> int:
-    """Return the units of a piece: its layers, or its examples.
-
-    Args:
-        piece: The piece.
-    """
+def _size(piece: Piece) -> int:
     if piece.layers is not None:
         return len(piece.layers)
     return (piece.end or 0) - (piece.begin or 0)

@@ -112,7 +112,7 @@ def verify_key(engine: Engine, secret: str, presented: str) -> Caller | None:
         return None
     with reading(engine) as connection:
         row = connection.execute(
-            select(api_keys.c.hmac, api_keys.c.tenant_id, api_keys.c.scopes).where(*_valid(match[1]))
+            select(api_keys.c.hmac, api_keys.c.tenant_id, api_keys.c.scopes).where(*_unrevoked(match[1]))
         ).one_or_none()
     # an unknown prefix is compared too, with what no digest equals: both ways take the same time
     stored = "-" * 64 if row is None else row.hmac
@@ -121,21 +121,21 @@ def verify_key(engine: Engine, secret: str, presented: str) -> Caller | None:
     return Caller(tenant_id=row.tenant_id, scopes=frozenset(row.scopes.split(" ")), key=match[1])
 
 
-def still_holds(engine: Engine, prefix: str) -> bool:
-    """Return whether a key that was verified before has been neither revoked nor outlived since.
+def is_valid(engine: Engine, prefix: str) -> bool:
+    """Return whether a key that was verified before is neither revoked nor expired.
 
     Args:
         engine: The ledger's database.
         prefix: The key's prefix.
 
     Returns:
-        True if it would be accepted again.
+        True if `verify_key` would accept it again.
     """
     with reading(engine) as connection:
-        return connection.execute(select(api_keys.c.prefix).where(*_valid(prefix))).one_or_none() is not None
+        return connection.execute(select(api_keys.c.prefix).where(*_unrevoked(prefix))).one_or_none() is not None
 
 
-def _valid(prefix: str) -> tuple[ColumnElement[bool], ...]:
+def _unrevoked(prefix: str) -> tuple[ColumnElement[bool], ...]:
     unexpired = or_(api_keys.c.expires_at.is_(None), api_keys.c.expires_at > ledger_now())
     return api_keys.c.prefix == prefix, api_keys.c.revoked_at.is_(None), unexpired
 

@@ -13,7 +13,7 @@ from kronoscope.display.printable import escaped, printable
 
 
 class PrintableConsole(Console):
-    """A console whose own sequences alone reach the terminal: texts are shown, whoever wrote them."""
+    """A console that sends sequences of its own to the terminal, and no text that the terminal would obey."""
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         shown = (each if each.control else each._replace(text=printable(each.text)) for each in buffer)

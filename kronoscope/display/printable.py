@@ -1,34 +1,60 @@
-"""Text of others on a terminal: what would move its cursor, clear it or type for its user is shown, not obeyed."""
+"""Printable text: what a terminal would obey in place of showing it is replaced.
 
-import re
+Such characters are those of the Unicode categories below: controls (among them the one-character form of an escape
+sequence), formats (which turn the direction of writing or are invisible), separators of lines, and halves of pairs.
+"""
 
-_CONTROLS = re.compile(
-    r"[^\x20-\x7e\xa0-\U0010ffff]|[\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
-)
-"""Controls of ASCII and of Latin-1 (among them the one-character form of an escape sequence), line separators that are
-not a line's end, and what is invisible or turns the direction of writing."""
+import unicodedata
+from collections.abc import Callable
+
+_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+class _Replacements(dict[int, int | str]):
+    """Table for `str.translate` that is filled as characters come."""
+
+    def __init__(self, replacement: Callable[[int], str], spared: str) -> None:
+        super().__init__({ord(each): each for each in spared})
+        self._replacement = replacement
+
+    def __missing__(self, code: int) -> int | str:
+        obeyed = unicodedata.category(chr(code)) in _CATEGORIES
+        self[code] = self._replacement(code) if obeyed else code
+        return self[code]
+
+
+_LINES = _Replacements(lambda _: "\ufffd", spared="\n\t")
+_WORDS = _Replacements(lambda _: "\ufffd", spared="")
+_JSON = _Replacements(lambda code: "".join(f"\\u{unit:04x}" for unit in _utf16(code)), spared="\n\t")
 
 
 def printable(text: str, *, lines: bool = True) -> str:
-    """Replace what a terminal would take for a command, or would not show.
+    """Replace each character that a terminal would obey.
 
     Args:
         text: Any text.
         lines: Whether ends of lines and tabs stay.
 
     Returns:
-        The text with one replacement character for each.
+        The text, with U+FFFD in place of each.
     """
-    return _CONTROLS.sub(lambda found: found[0] if lines and found[0] in "\n\t" else "\ufffd", text)
+    return text.translate(_LINES if lines else _WORDS)
 
 
 def escaped(text: str) -> str:
-    """Escape the same in a text of JSON, whose reader gets every character back.
+    """Escape the same characters in JSON.
 
     Args:
-        text: A text of JSON.
+        text: JSON.
 
     Returns:
-        The same value in characters that can be printed.
+        JSON of the same value.
     """
-    return _CONTROLS.sub(lambda found: found[0] if found[0] in "\n\t" else f"\\u{ord(found[0]):04x}", text)
+    return text.translate(_JSON)
+
+
+def _utf16(code: int) -> tuple[int, ...]:
+    """Return the code units of a character, which JSON's escapes name."""
+    if code < 0x10000:
+        return (code,)
+    return 0xD800 + (code - 0x10000 >> 10), 0xDC00 + (code - 0x10000 & 0x3FF)

@@ -4,8 +4,6 @@ import json
 import os
 import secrets
 import subprocess
-import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,11 @@ from jobs.records import LOCAL_TENANT, Job
 from jobs.repository.results import layer_rows
 from jobs.repository.store import read_job
 from jobs.repository.submission import submit
+from jobs.schema.database import open_database
+from tests.conftest import Databases
 from tests.machine.stopwatch import until
+from tests.walls.interpreter import PACKAGES, ROOT, environment, is_open
 
-ROOT = Path(__file__).parent.parent.parent
 WORKER, JOBS = 10_001, 20_000
 RIGHTS = "-all,+kill,+setgid,+setuid"
 HONEST = {
@@ -38,7 +38,7 @@ from torch import nn
 
 
 def tried(what, seen):
-    """What of these paths can be opened, for reading and for writing."""
+    """Note which of these paths can be opened, for reading or for writing."""
     for path in what:
         for mode in ("rb", "r+b"):
             try:
@@ -98,44 +98,45 @@ def model(report, artifacts, models):
     return nn.Linear(12, 3)
 '''
 
-pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root may start a worker with these rights")
-
-
-def interpreter() -> str:
-    """An interpreter that every user may execute; the environment's own may lie in root's home."""
-    for name in (sys.executable, f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"):
-        path = Path(os.path.realpath(name))
-        if path.exists() and all(each.stat().st_mode & 0o001 for each in (path, *path.parents)):
-            return str(path)
-    pytest.skip("no interpreter of this version can be executed by another user")
+pytestmark = pytest.mark.skipif(
+    os.getuid() != 0 or not is_open(ROOT) or not is_open(PACKAGES),
+    reason="only root may start a worker with these rights, on a project that every user may read",
+)
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
-    """A folder that every user may come to, with what a worker of Compose owns."""
-    for each in (tmp_path, *tmp_path.parents):
-        if each.stat().st_uid == os.getuid() and str(each).startswith("/tmp/"):
-            each.chmod(0o755)
+def place(reachable: Path) -> Path:
+    """A folder that every user may come to, with the folders that a worker of Compose owns."""
     for name in ("artifacts", "models"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name).chmod(0o775)
-        os.chown(tmp_path / name, WORKER, WORKER)
-    (tmp_path / "reports").mkdir()
-    (tmp_path / "reports").chmod(0o777)
-    (tmp_path / "kronoscope_test_evil.py").write_text(EVIL)
-    return tmp_path
+        (reachable / name).mkdir()
+        (reachable / name).chmod(0o775)
+        os.chown(reachable / name, WORKER, WORKER)
+    (reachable / "reports").mkdir()
+    (reachable / "reports").chmod(0o777)
+    (reachable / "kronoscope_test_evil.py").write_text(EVIL)
+    return reachable
 
 
-def done_by_a_worker(place: Path, ledger_url: str) -> str:
+@pytest.fixture
+def url(databases: Databases) -> str:
+    """A ledger of PostgreSQL, which several users reach; SQLite is for one."""
+    return databases.migrated("postgresql")
+
+
+@pytest.fixture
+def ledger(url: str) -> Iterator[Engine]:
+    engine = open_database(url)
+    yield engine
+    engine.dispose()
+
+
+def done_by_a_worker(place: Path, url: str, python: str) -> str:
     """Run a worker of two slots until nothing is left to do; returns its log."""
     rights = [f"--{each}={RIGHTS}" for each in ("inh-caps", "ambient-caps", "bounding-set")]
     command = ["setpriv", f"--reuid={WORKER}", f"--regid={WORKER}", "--clear-groups", *rights, "--no-new-privs"]
-    environment = {
-        "PATH": os.environ["PATH"],
+    given = environment(python) | {
         "HOME": str(place),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")]),
-        "KRONOSCOPE_DATABASE_URL": ledger_url,
+        "KRONOSCOPE_DATABASE_URL": url,
         "KRONOSCOPE_ARTIFACTS": str(place / "artifacts"),
         "KRONOSCOPE_MODEL_STORE": str(place / "models"),
         "KRONOSCOPE_CHILD_USER": str(JOBS),
@@ -144,8 +145,8 @@ def done_by_a_worker(place: Path, ledger_url: str) -> str:
         "KRONOSCOPE_ALLOW_FACTORIES": "kronoscope_test_evil:model",
         "KRONOSCOPE_FACTORY_PATH": str(place),
     }
-    worker = [*command, interpreter(), "-P", "-m", "worker.embedded", "--until-idle"]
-    done = subprocess.run(worker, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    worker = [*command, python, "-P", "-m", "worker.embedded", "--until-idle"]
+    done = subprocess.run(worker, env=given, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-3_000:] + done.stderr[-3_000:]
     return done.stdout + done.stderr
 
@@ -165,12 +166,10 @@ def ended(ledger: Engine, job_id: str) -> Job:
 
 
 def test_the_job_beside_an_attacker_gets_the_numbers_of_an_undisturbed_run(
-    ledger: Engine, ledger_url: str, place: Path
+    ledger: Engine, url: str, place: Path, python: str
 ) -> None:
-    if ledger_url.startswith("sqlite"):
-        pytest.skip("the worker's user may not write to the test's own file of a ledger")
     alone = submitted(ledger)
-    log = done_by_a_worker(place, ledger_url)
+    log = done_by_a_worker(place, url, python)
     assert '"neighbours"' in log
     evil, report = (
         {"source": "factory", "factory": "kronoscope_test_evil:model"},
@@ -180,7 +179,7 @@ def test_the_job_beside_an_attacker_gets_the_numbers_of_an_undisturbed_run(
     folders = {"report": str(report), "artifacts": str(place / "artifacts"), "models": str(place / "models")}
     attacker = submitted(ledger, model=evil | {"kwargs": folders}, data=data)
     beside = submitted(ledger)
-    done_by_a_worker(place, ledger_url)
+    done_by_a_worker(place, url, python)
     until(report.exists, 60, "the attacker has told what it could do")
     told = json.loads(report.read_text())
     assert told["others"] > 0, "the two have met"

@@ -1,4 +1,4 @@
-"""What the roles of the service may do in the database beside their own tables: nothing."""
+"""Roles of the database keep nothing there but rows of the service's tables."""
 
 import pytest
 from sqlalchemy import text

@@ -1,4 +1,4 @@
-"""What a job says is a claim: beyond its bounds nothing of it is believed, and the job ends at once."""
+"""Frames are claims: one that is beyond its bounds ends the job at once."""
 
 import itertools
 import json

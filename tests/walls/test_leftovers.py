@@ -1,4 +1,4 @@
-"""What a job leaves in the places that everybody may write to is gone when it has ended, and nobody else's is."""
+"""Leftovers of a job in places that every user may write to are removed at its end, and nobody else's are."""
 
 import os
 import subprocess
@@ -54,9 +54,8 @@ def test_what_a_job_leaves_is_removed_and_its_neighbours_stays() -> None:
     assert left_by(OTHER) == set()
 
 
-def test_folders_that_a_job_has_closed_can_be_cleared(tmp_path: Path) -> None:
-    reachable(tmp_path)
-    place = tmp_path / "artifacts"
+def test_folders_that_a_job_has_closed_can_be_cleared(reachable: Path) -> None:
+    place = reachable / "artifacts"
     place.mkdir(mode=0o777)
     place.chmod(0o777)
     program = f"umask 000; mkdir -p {place}/closed/inner; echo x > {place}/closed/inner/f; ln -s / {place}/closed/out; "
@@ -73,18 +72,10 @@ def test_folders_that_a_job_has_closed_can_be_cleared(tmp_path: Path) -> None:
     assert Path("/").stat().st_mode == before
 
 
-def reachable(folder: Path) -> None:
-    """Let every user come as far as a folder of pytest's."""
-    for each in (folder, *folder.parents):
-        if each.stat().st_uid == os.getuid() and str(each).startswith("/tmp/"):
-            each.chmod(0o755)
-
-
-def test_acting_as_a_user_ends_with_the_block_and_concerns_one_thread(tmp_path: Path) -> None:
-    reachable(tmp_path)
-    tmp_path.chmod(0o777)
+def test_acting_as_a_user_ends_with_the_block_and_concerns_one_thread(reachable: Path) -> None:
+    reachable.chmod(0o777)
     with acting_as(USER):
-        (tmp_path / "theirs").touch()
-    (tmp_path / "ours").touch()
-    assert (tmp_path / "theirs").stat().st_uid == USER
-    assert (tmp_path / "ours").stat().st_uid == os.getuid()
+        (reachable / "theirs").touch()
+    (reachable / "ours").touch()
+    assert (reachable / "theirs").stat().st_uid == USER
+    assert (reachable / "ours").stat().st_uid == os.getuid()

@@ -1,4 +1,4 @@
-"""What a job owns, or has open for writing, becomes no object; and no link of its leads anywhere."""
+"""Published files are copies that no job has open, and links that a job makes are not followed."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""What the service keeps is closed to jobs: objects, the lock beside them, and what a job is given a second name of."""
+"""Stores of the service are closed to jobs: objects, their lock, and builtin models."""
 
 import hashlib
 import os
@@ -26,16 +26,11 @@ OF_A_JOB = 20_000
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[ArtifactFolder]:
-    """Artifacts as a worker of jobs with users of their own has them, and every user may come as far as them."""
-    for each in (tmp_path, *tmp_path.parents):
-        if each.stat().st_uid == os.getuid() and str(each).startswith("/tmp/"):
-            each.chmod(0o755)
+def folder(reachable: Path) -> Iterator[ArtifactFolder]:
+    """Artifacts as a worker has them whose jobs have users of their own."""
     before = os.umask(0o022)
-    root = tmp_path / "artifacts"
-    root.mkdir()
-    share_folders(root, tmp_path / "models")
-    yield ArtifactFolder(root)
+    share_folders(reachable / "artifacts", reachable / "models")
+    yield ArtifactFolder(reachable / "artifacts")
     os.umask(before)
 
 
@@ -49,7 +44,7 @@ def published(folder: ArtifactFolder, job: str, content: bytes = CONTENT) -> Art
 
 
 def attacked(program: str, user: int = OF_A_JOB) -> list[bytes]:
-    """What a job says that runs a program of the shell, in the group of the service as jobs are."""
+    """Return the lines of a program of the shell, which runs as a job's user in the group of the service."""
     child = Child.start({}, subprocess.PIPE, {"PATH": os.defpath}, ["/bin/bash", "-c", program], Confinement(user=user))
     with closing(child):
         return [line.strip() for line in child.output(1_000)]

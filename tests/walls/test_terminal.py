@@ -1,4 +1,4 @@
-"""What others wrote moves no cursor, clears no screen and types nothing, wherever a terminal shows it."""
+"""Terminals are shown texts of others, and obey none of them."""
 
 import io
 import json

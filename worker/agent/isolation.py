@@ -38,9 +38,9 @@ def measure_isolation(
     """Start a child that tries what a hostile one would try, beside another one.
 
     Args:
-        confinement: What the child of one job is held to.
+        confinement: The limits of one job's child.
         environ: The worker's environment, which names the files of its secrets.
-        neighbour: What the child of another job is held to; None: to the same.
+        neighbour: The limits of another job's child; None: the same.
 
     Returns:
         The walls that hold, in the order of `WALLS`.

@@ -35,7 +35,7 @@ STOP_GRACE_SECONDS = 8.0
 _GUARDIAN = (sys.executable, "-P", "-m", "worker.process.guardian")
 _GROUP_GONE_SECONDS = 5.0
 _ALL_FRAMES_BYTES = 2**32
-"""Of one attempt: rows are stored in the ledger, where no quota counts them."""
+"""Most bytes of all frames of an attempt: they become rows of the ledger, which no quota counts."""
 
 # Model code runs in the child, so it gets what computing needs by name; a deny-list would have to know
 # every secret an operator ever sets.

@@ -1,8 +1,7 @@
-"""What a job's user leaves behind on its machine once nothing of it runs: shared memory, queues, temporary files.
+"""Leftovers of a job's user on a machine, once none of its processes runs: shared memory, queues, temporary files.
 
-These places are everybody's, and the kernel keeps what lies in them for ever. What is of the user alone is removed, as
-that user: a thread of a service that may change users acts as it for as long as that takes. Folders of the job that it
-has closed to the service are opened again, so that they can be cleared as any other.
+The places are open to every user, and nothing else removes what is in them. A thread of the service removes the user's
+files as that user. It also gives back the rights to folders that the job has closed to the service.
 """
 
 import contextlib

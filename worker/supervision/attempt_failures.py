@@ -50,7 +50,7 @@ def unkept_failure(error: ArtifactDamaged | FrameBeyond | QuotaExceeded) -> Fail
     """Return the failure of an attempt that has sent what cannot be kept.
 
     Args:
-        error: What is wrong with the file, or with the frame.
+        error: The fault of the file, or of the frame.
 
     Returns:
         A transient failure for a damaged file, one of usage for one beyond the quota, a fatal one for a frame that no

@@ -18,7 +18,7 @@ from worker.process.child_process import EXECUTION, RANKS, Child, Hold, child_en
 from worker.settings import WorkerSettings
 from worker.supervision.stage_factors import LaidOutFactors
 
-_TRAINING_SECONDS = 900.0
+_TRAINING_SECONDS = 120.0
 
 
 def start(

@@ -1,0 +1,51 @@
+"""An interpreter that every user may execute: the tests' own, or a copy of it where that is in somebody's home."""
+
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+PACKAGES = Path(sysconfig.get_path("purelib"))
+
+
+def is_open(path: Path) -> bool:
+    """Whether every user may come to a file or folder, and execute or enter it."""
+    real = path.resolve()
+    return all(each.stat().st_mode & 0o001 for each in (real, *real.parents))
+
+
+def everybodys_python(folder: Path) -> str:
+    """Return the interpreter's path; a copy is made in a folder that every user may enter.
+
+    Args:
+        folder: The folder for a copy.
+    """
+    own = Path(sys.executable).resolve()
+    if is_open(own):
+        return str(own)
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    base, copy = Path(sys.base_prefix), folder / "python"
+    if not (copy / "bin" / name).exists():
+        (copy / "bin").mkdir(parents=True)
+        shutil.copy(own, copy / "bin" / name)
+        unneeded = shutil.ignore_patterns("test", "tests", "site-packages", "__pycache__", "idlelib", "tkinter")
+        shutil.copytree(base / "lib" / name, copy / "lib" / name, ignore=unneeded)
+        for library in (base / "lib").glob("libpython*.so*"):
+            shutil.copy(library, copy / "lib" / library.name)
+    return str(copy / "bin" / name)
+
+
+def environment(python: str) -> dict[str, str]:
+    """Return the variables with which it imports the project and what that needs.
+
+    Args:
+        python: A path from `everybodys_python`.
+    """
+    return {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, PACKAGES))),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "LD_LIBRARY_PATH": str(Path(python).parent.parent / "lib"),
+    }
