@@ -1,4 +1,4 @@
-"""Opening beneath a folder: what is opened lies in it, whatever somebody puts in its place meanwhile.
+"""Open beneath a folder: no link leads out of it, also one that is put there during the call.
 
 ::
 

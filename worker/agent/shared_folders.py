@@ -1,4 +1,4 @@
-"""The folders that a worker shares with jobs of other users, which are of its group: who may go where.
+"""Shared folders of a worker and of jobs that run as other users of its group: the rights of each.
 
 ::
 
