@@ -14,7 +14,6 @@ files stay where they are until their job is deleted.
 import contextlib
 import os
 import re
-import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import BinaryIO
 
 from catalog.open_beneath import LED_ASTRAY, open_beneath
 from jobs.errors import ArtifactDamaged
+from jobs.objects import job_folders
 from jobs.objects.local_store import LocalObjects, require_digest
 from jobs.objects.object_store import ObjectStore, StoredObject
 from jobs.objects.s3_store import S3Objects
@@ -48,12 +48,13 @@ class ArtifactFolder:
         self.root = root.absolute()
         self.store: ObjectStore = LocalObjects(self.root) if store is None else store
 
-    def attempt_dir(self, job_id: str, fence: int) -> Path:
+    def attempt_dir(self, job_id: str, fence: int, group: int | None = None) -> Path:
         """Return the folder that one attempt's child writes into, and create it if it is missing.
 
         Args:
             job_id: The job.
             fence: The attempt, by its fencing token.
+            group: The job's group, which is to write there; None: the job runs as this process's user.
 
         Returns:
             The folder.
@@ -66,6 +67,9 @@ class ArtifactFolder:
             # whoever clears the attempt before may remove the job's empty folder in between
             with contextlib.suppress(FileNotFoundError):
                 folder.mkdir(parents=True, exist_ok=True)
+                if group is not None:
+                    job_folders.give(folder.parent, group, written=False)
+                    job_folders.give(folder, group, written=True)
                 return folder
 
     def publish(self, tenant_id: str, job_id: str, fence: int, name: str, *, sha256: str, size_bytes: int) -> str:
@@ -98,7 +102,8 @@ class ArtifactFolder:
         """Open what an attempt has written; a link that it put on the way could lead out of its folder."""
         name = "/".join(relative.parts[2:])
         try:
-            descriptor = open_beneath(self.root, relative)
+            with job_folders.within(self.root / relative.parts[0] / relative.parts[1]):
+                descriptor = open_beneath(self.root, relative)
         except OSError as error:
             why = "is reached through a link; only plain files are artifacts"
             if error.errno not in LED_ASTRAY:
@@ -167,7 +172,7 @@ class ArtifactFolder:
             fence: The attempt, by its fencing token.
         """
         folder = self.root / self._job_part(job_id)
-        shutil.rmtree(folder / str(int(fence)), ignore_errors=True)
+        job_folders.clear(folder / str(int(fence)))
         with contextlib.suppress(OSError):
             folder.rmdir()
 
@@ -180,8 +185,7 @@ class ArtifactFolder:
         part = self._job_part(job_id)
         for each in self.store.listing(f"{part}/"):
             self.store.delete(each.key)
-        folder = self.root / part
-        shutil.rmtree(folder, ignore_errors=True)  # a worker may be clearing it at the same time
+        job_folders.clear(self.root / part)  # a worker may be clearing it at the same time
 
     def _job_part(self, job_id: str) -> str:
         if not is_id(job_id):

@@ -23,8 +23,7 @@ from jobs.errors import ArtifactDamaged
 from jobs.objects.object_store import PART, Source, StoredObject
 
 CHUNK_BYTES = 2**20
-_MODE = 0o440
-_DESCRIPTORS = "/proc/self/fd" if Path("/proc/self/fd").is_dir() else "/dev/fd"
+_MODE = 0o444
 LOCKS = ".objects"
 """Folder of the lock on the objects; it is closed to jobs, which could hold the lock for ever."""
 _COPY_BYTES = 2**30
@@ -206,7 +205,7 @@ def open_plain(source: Source, size_bytes: int, *, called: str) -> BinaryIO:
     """Open a plain file of the declared size; neither links nor pipes are followed.
 
     Args:
-        source: The file; an open one is opened anew, at its beginning.
+        source: The file; of an open one, which may be one that this process could not open, the descriptor is doubled.
         size_bytes: The declared size.
         called: The name for error messages.
 
@@ -218,10 +217,7 @@ def open_plain(source: Source, size_bytes: int, *, called: str) -> BinaryIO:
     """
     try:
         # a pipe would hang
-        if isinstance(source, Path):
-            descriptor = os.open(source, READ | os.O_NOFOLLOW)
-        else:
-            descriptor = os.open(f"{_DESCRIPTORS}/{source.fileno()}", READ)
+        descriptor = os.open(source, READ | os.O_NOFOLLOW) if isinstance(source, Path) else os.dup(source.fileno())
     except OSError as error:
         raise ArtifactDamaged(
             f"artifact {called} cannot be opened ({error.strerror}); was the folder moved?"
@@ -233,7 +229,7 @@ def open_plain(source: Source, size_bytes: int, *, called: str) -> BinaryIO:
             f"artifact {called} has {status.st_size:,} bytes, {size_bytes:,} were declared; it is cut off or replaced"
         )
     file = os.fdopen(descriptor, "rb")
-    file.seek(0)  # where a descriptor that is opened anew is the same one, it may have been read
+    file.seek(0)  # an open one may have been read
     return file
 
 

@@ -7,7 +7,6 @@ Where machines share no folder, checkpoints are copied to the bucket (`jobs.obje
 """
 
 import contextlib
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +14,10 @@ from sqlalchemy import Engine, select
 
 from jobs.errors import StoreUnavailable
 from jobs.lifecycle import TERMINAL
+from jobs.objects import job_folders
 from jobs.objects.object_store import ObjectStore
 from jobs.objects.s3_store import S3Objects
-from jobs.objects.scratch_store import MANIFESTS, ScratchStore
+from jobs.objects.scratch_store import ScratchStore, version_of
 from jobs.schema.database import reading
 from jobs.schema.identifiers import is_id
 from jobs.schema.tables import jobs
@@ -52,6 +52,19 @@ class Scratch:
         """
         return self._of_job(job_id) / str(int(fence))
 
+    def give(self, job_id: str, fence: int, group: int) -> None:
+        """Make the folder of one attempt, and give it and those before it to the job's group.
+
+        Args:
+            job_id: The job.
+            fence: The attempt, by its fencing token.
+            group: The job's group.
+        """
+        folder = self.attempt_folder(job_id, fence)
+        folder.mkdir(parents=True, exist_ok=True)
+        job_folders.give(folder.parent, group, written=False)
+        job_folders.give(folder, group, written=True)
+
     def before(self, job_id: str, fence: int) -> list[Path]:
         """Return the folders of earlier attempts on this machine.
 
@@ -82,10 +95,11 @@ class Scratch:
             return
         newest = self.copies.newest(job_id, fence)
         before = self.before(job_id, fence)
-        here = [int(each.name) for each in before if any((each / name).is_file() for name in MANIFESTS)]
+        here = [int(each.name) for each in before if any(version_of(each))]
         if newest is not None and newest > max(here, default=-1):
             self._of_job(job_id).mkdir(parents=True, exist_ok=True)
-            self.copies.fetch(job_id, newest, self.attempt_folder(job_id, newest))
+            with job_folders.within(self._of_job(job_id)):
+                self.copies.fetch(job_id, newest, self.attempt_folder(job_id, newest))
 
     def clear(self, job_id: str) -> None:
         """Delete everything that the job's attempts have left; files that are gone or in use are not an error.
@@ -93,7 +107,7 @@ class Scratch:
         Args:
             job_id: The job.
         """
-        shutil.rmtree(self._of_job(job_id), ignore_errors=True)
+        job_folders.clear(self._of_job(job_id))
         if self.copies is not None:
             with contextlib.suppress(StoreUnavailable):  # the clean-up removes it later
                 self.copies.clear(job_id)

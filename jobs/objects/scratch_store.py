@@ -13,9 +13,11 @@ import shutil
 import stat
 import uuid
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 
 from jobs.errors import ArtifactDamaged
+from jobs.objects import job_folders
 from jobs.objects.object_store import PART, ObjectStore
 from jobs.schema.identifiers import is_id
 
@@ -63,10 +65,13 @@ class ScratchStore:
             before = {each.key for each in self._store.listing(prefix)}
             index = {}
             for name, path in files.items():
-                sha256, size = self._digest(path), path.stat().st_size
-                index[name] = [sha256, size]
-                if f"{prefix}{sha256}" not in before:
-                    self._store.put(f"{prefix}{sha256}", path, sha256=sha256, size_bytes=size)
+                with job_folders.within(folder):
+                    file = path.open("rb")
+                with file:
+                    sha256, size = self._digest(file), path.stat().st_size
+                    index[name] = [sha256, size]
+                    if f"{prefix}{sha256}" not in before:
+                        self._store.put(f"{prefix}{sha256}", file, sha256=sha256, size_bytes=size)
             self._put_index(prefix, index, folder.parent)
         kept = {f"{prefix}{sha256}" for sha256, _ in index.values()} | {f"{prefix}{_INDEX}"}
         for each in before - kept:
@@ -127,12 +132,11 @@ class ScratchStore:
         """Ids of the jobs that have copies."""
         return {job_id for each in self._store.listing(_ROOT) if is_id(job_id := each.key.split("/")[1])}
 
-    def _digest(self, path: Path) -> str:
-        status = path.stat()
+    def _digest(self, file: BufferedReader) -> str:
+        status = os.fstat(file.fileno())
         place = (status.st_ino, status.st_mtime_ns, status.st_size)
         if place not in self._digests:
-            with path.open("rb") as file:
-                self._digests[place] = hashlib.file_digest(file, "sha256").hexdigest()
+            self._digests[place] = hashlib.file_digest(file, "sha256").hexdigest()
         return self._digests[place]
 
     def _put_index(self, prefix: str, index: dict[str, list[object]], folder: Path) -> None:
@@ -178,7 +182,8 @@ def _snapshot(folder: Path) -> Iterator[dict[str, Path]]:
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir(parents=True)
             begun = version_of(folder)
-            files = _linked(folder, place)
+            with job_folders.within(folder):
+                files = _linked(folder, place)
             if begun == version_of(folder):
                 yield files
                 return
@@ -196,12 +201,13 @@ def version_of(folder: Path) -> tuple[tuple[int, int] | None, ...]:
         Inode and time of each manifest, None of one that is not there.
     """
     found: list[tuple[int, int] | None] = []
-    for name in MANIFESTS:
-        try:
-            status = (folder / name).stat()
-            found.append((status.st_ino, status.st_mtime_ns))
-        except FileNotFoundError:
-            found.append(None)
+    with job_folders.within(folder):
+        for name in MANIFESTS:
+            try:
+                status = (folder / name).stat()
+                found.append((status.st_ino, status.st_mtime_ns))
+            except FileNotFoundError:
+                found.append(None)
     return tuple(found)
 
 

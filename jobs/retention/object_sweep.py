@@ -8,13 +8,13 @@ long lost its lease, and its row is refused.
 
 import contextlib
 import itertools
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from sqlalchemy import Engine, select
 
 from jobs.lifecycle import HELD
+from jobs.objects import job_folders
 from jobs.objects.artifacts import OBJECTS, ArtifactFolder
 from jobs.objects.object_store import MARKS
 from jobs.records import Artifact
@@ -137,7 +137,7 @@ def _attempts(place: Path) -> list[Path]:
 def _remove_unlisted_files(root: Path, attempt: Path, listed: set[str]) -> int:
     start = f"{attempt.relative_to(root).as_posix()}/"
     if not any(uri.startswith(start) for uri in listed):
-        shutil.rmtree(attempt, ignore_errors=True)
+        job_folders.clear(attempt)
         return 1
     stray = [
         each for each in attempt.rglob("*") if not each.is_dir() and each.relative_to(root).as_posix() not in listed
@@ -150,9 +150,10 @@ def _remove_unlisted_files(root: Path, attempt: Path, listed: set[str]) -> int:
 def _touched(attempt: Path) -> float:
     """When something was last written there; never, where it is going away meanwhile."""
     latest = 0.0
-    for each in (attempt, *attempt.rglob("*")):
-        with contextlib.suppress(OSError):
-            latest = max(latest, each.lstat().st_mtime)
+    with job_folders.within(attempt):
+        for each in (attempt, *attempt.rglob("*")):
+            with contextlib.suppress(OSError):
+                latest = max(latest, each.lstat().st_mtime)
     return latest
 
 

@@ -1,4 +1,7 @@
-"""An interpreter that every user may execute: the tests' own, or a copy of it where that is in somebody's home."""
+"""An interpreter that every user may execute: the tests' own, or a copy of it where that is in somebody's home.
+
+A worker of Compose runs with it.
+"""
 
 import os
 import shutil
@@ -8,6 +11,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = Path(sysconfig.get_path("purelib"))
+
+
+WORKER, JOBS = 10_001, 20_000
+"""The user of a worker of Compose, and the first of its jobs."""
+_RIGHTS = "-all,+kill,+setgid,+setuid"
+
+
+def as_worker(*command: str) -> list[str]:
+    """Return a command that runs with the user and the rights of a worker of Compose.
+
+    Args:
+        command: The program and its arguments.
+    """
+    rights = [f"--{each}={_RIGHTS}" for each in ("inh-caps", "ambient-caps", "bounding-set")]
+    return ["setpriv", f"--reuid={WORKER}", f"--regid={WORKER}", "--clear-groups", *rights, "--no-new-privs", *command]
 
 
 def is_open(path: Path) -> bool:

@@ -19,10 +19,8 @@ from jobs.repository.submission import submit
 from jobs.schema.database import open_database
 from tests.conftest import Databases
 from tests.machine.stopwatch import until
-from tests.walls.interpreter import PACKAGES, ROOT, environment, is_open
+from tests.walls.interpreter import JOBS, PACKAGES, ROOT, WORKER, as_worker, environment, is_open
 
-WORKER, JOBS = 10_001, 20_000
-RIGHTS = "-all,+kill,+setgid,+setuid"
 HONEST = {
     "kind": ["factors", "capacity"],
     "model": {"source": "builtin", "name": "digits_cnn"},
@@ -49,7 +47,7 @@ def tried(what, seen):
                 pass
 
 
-def model(report, artifacts, models):
+def model(report, artifacts, models, known):
     seen, until = [], time.monotonic() + 6
     own = {os.getpid(), os.getppid()}
     others = 0
@@ -73,6 +71,18 @@ def model(report, artifacts, models):
             os.kill(-1, signal.SIGKILL)
         except OSError:
             pass
+        # even where it knows their names
+        for job in known:
+            for place in (job, f"{job}/1", f"{job}/2", f"{job}/.waiting", f"{job}/.waiting/1", f"{job}/.waiting/2"):
+                try:
+                    seen.append(f"listed {place}: {os.listdir(f'{artifacts}/{place}')}")
+                except OSError:
+                    pass
+                try:
+                    Path(artifacts, place, "planted").write_text("x")
+                    seen.append(f"written in {place}")
+                except OSError:
+                    pass
         tried(glob.glob(f"{artifacts}/objects/**", recursive=True) + glob.glob(f"{artifacts}/.objects/*"), seen)
         for place in (artifacts, f"{artifacts}/.factor-cache", f"{artifacts}/objects"):
             try:
@@ -80,7 +90,7 @@ def model(report, artifacts, models):
             except OSError:
                 pass
         for place in (f"{models}/builtin", f"{models}/hub"):
-            for path in (f"{place}/new", *glob.glob(f"{place}/*")):
+            for path in (f"{place}/new", f"{models}/new", f"{models}/pace/new", *glob.glob(f"{place}/*")):
                 for attack in (lambda: open(path, "ab"), lambda: os.unlink(path), lambda: os.chmod(path, 0o777)):
                     try:
                         attack()
@@ -132,8 +142,6 @@ def ledger(url: str) -> Iterator[Engine]:
 
 def done_by_a_worker(place: Path, url: str, python: str) -> str:
     """Run a worker of two slots until nothing is left to do; returns its log."""
-    rights = [f"--{each}={RIGHTS}" for each in ("inh-caps", "ambient-caps", "bounding-set")]
-    command = ["setpriv", f"--reuid={WORKER}", f"--regid={WORKER}", "--clear-groups", *rights, "--no-new-privs"]
     given = environment(python) | {
         "HOME": str(place),
         "KRONOSCOPE_DATABASE_URL": url,
@@ -145,7 +153,7 @@ def done_by_a_worker(place: Path, url: str, python: str) -> str:
         "KRONOSCOPE_ALLOW_FACTORIES": "kronoscope_test_evil:model",
         "KRONOSCOPE_FACTORY_PATH": str(place),
     }
-    worker = [*command, python, "-P", "-m", "worker.embedded", "--until-idle"]
+    worker = as_worker(python, "-P", "-m", "worker.embedded", "--until-idle")
     done = subprocess.run(worker, env=given, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-3_000:] + done.stderr[-3_000:]
     return done.stdout + done.stderr
@@ -171,14 +179,15 @@ def test_the_job_beside_an_attacker_gets_the_numbers_of_an_undisturbed_run(
     alone = submitted(ledger)
     log = done_by_a_worker(place, url, python)
     assert '"neighbours"' in log
+    assert ended(ledger, alone).state == "succeeded", log[-4_000:]
     evil, report = (
         {"source": "factory", "factory": "kronoscope_test_evil:model"},
         place / "reports" / secrets.token_hex(4),
     )
     data = {"source": "synthetic", "shape": [12], "examples": 40, "classes": 3}
     folders = {"report": str(report), "artifacts": str(place / "artifacts"), "models": str(place / "models")}
-    attacker = submitted(ledger, model=evil | {"kwargs": folders}, data=data)
     beside = submitted(ledger)
+    attacker = submitted(ledger, model=evil | {"kwargs": {**folders, "known": [alone, beside]}}, data=data)
     done_by_a_worker(place, url, python)
     until(report.exists, 60, "the attacker has told what it could do")
     told = json.loads(report.read_text())

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from catalog.file_rights import acting_as
 from worker.process.child_process import Child
 from worker.process.confinement import Confinement
-from worker.process.leftovers import acting_as
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root may start processes of other users")
 
@@ -52,24 +52,6 @@ def test_what_a_job_leaves_is_removed_and_its_neighbours_stays() -> None:
         assert left_by(USER) == set()
         assert left_by(OTHER) == theirs
     assert left_by(OTHER) == set()
-
-
-def test_folders_that_a_job_has_closed_can_be_cleared(reachable: Path) -> None:
-    place = reachable / "artifacts"
-    place.mkdir(mode=0o777)
-    place.chmod(0o777)
-    program = f"umask 000; mkdir -p {place}/closed/inner; echo x > {place}/closed/inner/f; ln -s / {place}/closed/out; "
-    program += f"chmod 000 {place}/closed/inner {place}/closed"
-    before = Path("/").stat().st_mode
-    told = {"artifacts": str(place), "scratch": None}
-    command = ["/bin/sh", "-c", program]
-    child = Child.start(told, subprocess.PIPE, {"PATH": os.defpath}, command, Confinement(user=USER))
-    with closing(child):
-        assert child.wait(60) == 0
-        assert (place / "closed").stat().st_mode & 0o777 == 0
-    for each in (place / "closed", place / "closed" / "inner"):
-        assert each.stat().st_mode & 0o770 == 0o770
-    assert Path("/").stat().st_mode == before
 
 
 def test_acting_as_a_user_ends_with_the_block_and_concerns_one_thread(reachable: Path) -> None:

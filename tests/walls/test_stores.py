@@ -44,7 +44,7 @@ def published(folder: ArtifactFolder, job: str, content: bytes = CONTENT) -> Art
 
 
 def attacked(program: str, user: int = OF_A_JOB) -> list[bytes]:
-    """Return the lines of a program of the shell, which runs as a job's user in the group of the service."""
+    """Return the lines of a program of the shell, which runs as a job's user."""
     child = Child.start({}, subprocess.PIPE, {"PATH": os.defpath}, ["/bin/bash", "-c", program], Confinement(user=user))
     with closing(child):
         return [line.strip() for line in child.output(1_000)]
@@ -81,9 +81,9 @@ def test_by_a_second_name_a_job_reads_an_object_and_does_not_write_to_it(folder:
     target = place / "table.json"
     folder.fetch(kept, target)
     assert target.stat().st_ino == (folder.root / kept.uri).stat().st_ino
-    # the group may enter and write the folder, as jobs' own
+    # the job may enter and write the folder, as its own
     for each in (place, place.parent, place.parent.parent):
-        each.chmod(0o775)
+        each.chmod(0o777)
     program = f"cat {target} && echo; echo x 2>/dev/null >> {target} && echo written; chmod 777 {target} 2>/dev/null"
     assert attacked(program) == [CONTENT]
     assert (folder.root / kept.uri).read_bytes() == CONTENT

@@ -1,11 +1,10 @@
-"""Shared folders of a worker and of jobs that run as other users of its group: the rights of each.
+"""Shared folders of a worker and of jobs that run as users of their own: the rights of each.
 
 ::
 
-    objects, their lock      closed: no job goes there
-    artifacts, caches        entered and not listed: a job comes to the folders that it was told, and guesses no other
-    builtin models, the hub  read; a builtin model is trained by the worker, and what a job has trained is removed
-    the rest                 written by jobs, and used by this process
+    artifacts                passed through and not listed; each job enters the folder that was given to it
+    all that lies in them    closed to jobs: objects, caches, locks, and what earlier versions have left of jobs
+    the model store          read; a builtin model is trained by the worker, and what a job has put there is removed
 """
 
 import os
@@ -19,12 +18,12 @@ from jobs.objects.artifacts import OBJECTS
 from jobs.objects.local_store import LOCKS
 from worker.disk.cache_folder import tenants_caches
 
-_UMASK = 0o007
-_CLOSED = (OBJECTS.rstrip("/"), LOCKS)
-_TRAINED = "builtin"
-_READ = (_TRAINED, "hub")
-_OTHERS_READ_OR_WRITE = stat.S_IRGRP | stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
+_UMASK = 0o022
+_MADE_BY_JOBS = ("builtin", "pace")
+"""Folders of the model store that jobs of earlier versions filled."""
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_OTHERS_READ = stat.S_IRUSR | stat.S_IXUSR
 
 
 def share_folders(artifacts: Path, models: Path) -> None:
@@ -35,36 +34,25 @@ def share_folders(artifacts: Path, models: Path) -> None:
         models: The model store.
     """
     os.umask(_UMASK)
-    for name in _CLOSED:
-        (artifacts / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-        _change(artifacts / name, take=stat.S_IRWXG | stat.S_IRWXO)
     caches = tenants_caches(artifacts)
     if caches.exists() and caches.stat().st_uid != os.getuid():
         _remove(caches)  # a job of an earlier version has made it, and could open it again
-    caches.mkdir(exist_ok=True)
-    for name in _READ:
-        _close_to_writers(models / name)
-    for root in (artifacts, models):
-        for place, folders, files in os.walk(root):
-            folders[:] = [name for name in folders if name not in (*_CLOSED, *_READ)]
-            for path in (Path(place), *(Path(place, name) for name in files)):
-                _change(path, give=stat.S_IRWXU)
-    # jobs make folders there, and move away nobody else's
-    _change(models, add=stat.S_ISVTX)
-    for unlisted in (artifacts, caches):
-        _change(unlisted, give=stat.S_IXUSR, take=_OTHERS_READ_OR_WRITE)
-
-
-def _close_to_writers(folder: Path) -> None:
-    """Let jobs read a folder of models; what one of theirs has trained is no model of the service."""
-    if folder.name == _TRAINED and folder.exists():
-        owners = {each.lstat().st_uid for each in (folder, *folder.rglob("*"))}
-        if owners != {os.getuid()}:
+    for folder in (artifacts / OBJECTS.rstrip("/"), artifacts / LOCKS, caches):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for each in artifacts.iterdir():
+        with suppress(OSError):  # another worker may have removed it
+            if each.lstat().st_gid == os.getgid():
+                _change(each, take=_OTHERS)
+    _change(artifacts, take=_OTHERS)
+    _change(artifacts, give=stat.S_IXUSR)
+    for name in _MADE_BY_JOBS:
+        folder = models / name
+        if folder.exists() and {each.lstat().st_uid for each in (folder, *folder.rglob("*"))} != {os.getuid()}:
             _remove(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for place, _, files in os.walk(folder):
+    models.mkdir(parents=True, exist_ok=True)
+    for place, _, files in os.walk(models):
         for path in (Path(place), *(Path(place, name) for name in files)):
-            _change(path, give=stat.S_IRUSR | stat.S_IXUSR, take=_OTHERS_WRITE)
+            _change(path, give=_OTHERS_READ, take=_OTHERS_WRITE | stat.S_ISVTX)
 
 
 def _remove(folder: Path) -> None:
@@ -75,11 +63,11 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)
 
 
-def _change(path: Path, *, give: int = 0, take: int = 0, add: int = 0) -> None:
-    """Give the group those of an owner's rights that the owner has, take and add others; of this user's files alone."""
-    with suppress(OSError):  # another worker may have removed it
+def _change(path: Path, *, give: int = 0, take: int = 0) -> None:
+    """Give group and others those of an owner's rights that the owner has, and take rights; of this user's files."""
+    with suppress(OSError):
         status = path.lstat()
         mode = stat.S_IMODE(status.st_mode)
-        changed = (mode | (mode & give) >> 3 | add) & ~take
+        changed = (mode | (mode & give) >> 3 | (mode & give) >> 6) & ~take
         if status.st_uid == os.getuid() and not stat.S_ISLNK(status.st_mode) and changed != mode:
             path.chmod(changed)

@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any
 
 from catalog.frame_bounds import FrameBeyond
@@ -95,14 +94,10 @@ class Child:
     """A running child. ``start`` makes one; the group is gone when ``wait`` returns."""
 
     def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        frames: IO[bytes],
-        lifeline: int,
-        leaves: tuple[int | None, tuple[Path, ...]] = (None, ()),
+        self, process: subprocess.Popen[bytes], frames: IO[bytes], lifeline: int, user: int | None = None
     ) -> None:
         self._process = process
-        self._user, self._folders = leaves
+        self._user = user
         self._frames = frames
         self.began = began(process.pid)
         """When the guardian began, in the kernel's count; it is not reaped before the reaper below runs."""
@@ -169,8 +164,7 @@ class Child:
         os.set_blocking(lifeline, False)
         frames = os.fdopen(frames_read, "rb")
         try:
-            folders = tuple(Path(str(assignment[name])) for name in ("artifacts", "scratch") if assignment.get(name))
-            return cls(process, frames, lifeline, (confinement.user, folders))
+            return cls(process, frames, lifeline, confinement.user)
         except (OSError, RuntimeError) as error:
             frames.close()
             os.close(lifeline)  # whereupon the guardian ends all that it guards, and itself
@@ -275,7 +269,7 @@ class Child:
         self.kill()
         self.wait()
         if self._user is not None and not self.left_something():
-            clear_leftovers(self._user, self._folders)
+            clear_leftovers(self._user)
         self._frames.close()
         os.close(self._lifeline)
         os.close(self._gone_read)

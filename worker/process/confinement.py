@@ -21,10 +21,12 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from worker.process.system_calls import filter_program
 
+_DEVICE_FILES = ("nvidia*", "nvidia-caps/*", "dri/*", "kfd")
 _PR_CAP_AMBIENT = 47
 _PR_CAP_AMBIENT_CLEAR_ALL = 4
 _PR_SET_NO_NEW_PRIVS = 38
@@ -38,7 +40,7 @@ class Confinement:
     """The limits of one child."""
 
     user: int | None = None
-    """The user that it runs as; None: the guardian's."""
+    """The user that it runs as, in the group of the same number; None: the guardian's."""
     files: int = 4096
     """Files that it may have open."""
     file_bytes: int = 2**40
@@ -64,7 +66,10 @@ class Confinement:
 
     def popen_arguments(self) -> dict[str, Any]:
         """Return what `subprocess.Popen` needs to start a program that is held to these limits."""
-        user: dict[str, Any] = {} if self.user is None else {"user": self.user, "extra_groups": [], "umask": 0o007}
+        user: dict[str, Any] = {}
+        if self.user is not None:
+            # no group of the worker's, but those that open a GPU to whoever is in them
+            user = {"user": self.user, "group": self.user, "extra_groups": _device_groups(), "umask": 0o007}
         return {"preexec_fn": self._prepare(), **user}
 
     def _prepare(self) -> Callable[[], None]:
@@ -90,6 +95,16 @@ class Confinement:
                 libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0)
 
         return apply
+
+
+def _device_groups() -> list[int]:
+    """The groups of this process that GPUs' device files belong to."""
+    found = set()
+    for pattern in _DEVICE_FILES:
+        for path in Path("/dev").glob(pattern):
+            with contextlib.suppress(OSError):
+                found.add(path.stat().st_gid)
+    return sorted((found & set(os.getgroups())) - {0, os.getegid()})
 
 
 def _drop_capabilities(libc: ctypes.CDLL) -> None:

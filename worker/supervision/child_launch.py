@@ -10,6 +10,7 @@ from typing import Any
 
 from catalog.estimate import ESTIMATE
 from catalog.record import plain
+from jobs.objects import job_folders
 from jobs.objects.scratch import Scratch
 from jobs.records import Claim
 from worker.devices.discover import devices_of, host
@@ -18,6 +19,8 @@ from worker.process.child_process import EXECUTION, RANKS, Child, Hold, child_en
 from worker.settings import WorkerSettings
 from worker.supervision.stage_factors import LaidOutFactors
 
+_HOME = ".home"
+"""Folder in an attempt's folder for whatever a job's libraries write; no artifact has such a name."""
 _TRAINING_SECONDS = 120.0
 
 
@@ -45,7 +48,13 @@ def start(
     confinement = settings.confinement(claim.user_number)
     if confinement.user is not None and claim.kinds != (ESTIMATE,):
         _train_builtin(claim.document.get("model") or {}, settings.model_store)
-    return Child.start(told, subprocess.PIPE, environment(claim, threads), command, confinement, hold)
+    variables = environment(claim, threads)
+    if confinement.user is not None:
+        # libraries keep locks, caches and what they unpack where nobody else's job can come to
+        home = str(Path(told["artifacts"]) / _HOME)
+        variables |= {"HOME": home, "TMPDIR": home, "HF_HOME": home}
+        variables.pop("HF_DATASETS_CACHE", None)
+    return Child.start(told, subprocess.PIPE, variables, command, confinement, hold)
 
 
 def _train_builtin(model: Mapping[str, Any], store: Path) -> None:
@@ -94,13 +103,17 @@ def assignment(
         claim: The job, and its leased device.
         settings: The worker's settings: paths and factories that are allowed, store, cache and intervals.
         threads: Threads that the child computes with.
-        artifacts: The folder for the attempt's files.
+        artifacts: The folder for the attempt's files; a job with a user of its own gets the folders that it writes to.
         factors: The folders of earlier jobs' factors that the document names.
         scratch: The folders of the attempts' checkpoints.
 
     Returns:
         The assignment as a JSON object.
     """
+    user = settings.confinement(claim.user_number).user
+    if user is not None:
+        scratch.give(claim.job_id, claim.fence, user)
+        job_folders.give_new(artifacts / _HOME, user)
     return {
         "document": plain(claim.document),
         "artifacts": str(artifacts),
@@ -130,11 +143,10 @@ def assignment(
 
 def _cache(claim: Claim, settings: WorkerSettings) -> dict[str, Any]:
     """The tenant's own: what another tenant has collected is neither found nor felt."""
-    if settings.ledger.cache_bytes == 0:
+    # a job with a user of its own comes to no folder that another job writes to
+    if settings.ledger.cache_bytes == 0 or settings.child_user is not None:
         return {}
     folder = cache_of_tenant(settings.ledger.artifact_root, claim.tenant_id)
-    if settings.child_user is not None:
-        folder.mkdir(mode=0o770, parents=True, exist_ok=True)  # jobs may not where it lies
     return {"cache": str(folder), "cache_bytes": settings.ledger.cache_bytes, "job": claim.job_id}
 
 

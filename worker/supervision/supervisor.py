@@ -266,7 +266,7 @@ class Supervisor:
             self._sink.write(lambda: note_guardian(self._engine, *self.held, child.pid, child.began))
 
     def _assignment(self) -> dict[str, Any]:
-        place = self._folder.attempt_dir(*self.held)
+        place = self._folder.attempt_dir(*self.held, self._settings.confinement(self._claim.user_number).user)
         factors = lay_out_factors(self._engine, self._folder, self._claim)
         pieces = lay_out_pieces(self._engine, self._folder, self._claim)
         self._devices = int(pieces.get("devices", 1))
