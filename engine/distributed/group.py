@@ -15,11 +15,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from engine.distributed.peers import foreign_peers
 from engine.distributed.traffic import Traffic
 from engine.errors import EngineError, RankFailed, RankTimedOut, StopRequested, Unwinding
 
@@ -27,7 +29,10 @@ TIMEOUT_SECONDS = 1800.0
 """How long a rank waits without a sign of life, where nobody says otherwise."""
 _LOOK_SECONDS = 0.5
 """How often a rank that waits looks for notes."""
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_VARIABLES = ("RANK", "WORLD_SIZE")
+_MEETING_PLACES = (("MASTER_ADDR", "MASTER_PORT"), ("KRONOSCOPE_RANK_STORE",))
+"""Variables that tell ranks where they meet: at a port, as torch's launcher says, or in a file, which no other user of
+the machine can come to."""
 
 
 class RankLeft(Unwinding):
@@ -66,7 +71,7 @@ class Ranks:
         """
         self.note("sign")
         self.raise_if_failed()
-        if self.note(f"left/{self._meetings}", 0):
+        if self.store.check([f"left/{self._meetings}"]):
             raise RankLeft
 
     def leave(self) -> None:
@@ -310,15 +315,21 @@ def start(device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Ran
     Raises:
         RankFailed: If the other ranks do not come.
     """
-    if not all(os.environ.get(name) for name in _VARIABLES) or int(os.environ["WORLD_SIZE"]) < 2:
+    described = any(all(os.environ.get(name) for name in (*_VARIABLES, *place)) for place in _MEETING_PLACES)
+    if not described or int(os.environ["WORLD_SIZE"]) < 2:
         return None
     if not dist.is_initialized():
         if device.type == "cuda":
             torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        place, limit = os.environ.get("KRONOSCOPE_RANK_STORE"), dt.timedelta(seconds=timeout_seconds)
         try:
-            dist.init_process_group(backend, timeout=dt.timedelta(seconds=timeout_seconds))
+            if place is None:
+                dist.init_process_group(backend, timeout=limit)
+            else:
+                met = Path(place).absolute().as_uri()
+                dist.init_process_group(backend, met, limit, int(size), int(rank))
         except (RuntimeError, ValueError) as error:
             raise RankFailed(f"rank {rank} of {size} could not meet the others: {error}") from error
         _Groups.started, _Groups.waits_seconds = True, timeout_seconds
@@ -371,5 +382,10 @@ def _make_groups(ranks: Ranks) -> None:
         known.host = dist.new_group(backend="gloo", timeout=limit)
         on_device = ranks.device.type == "cuda"
         known.accelerated = dist.new_group(backend="nccl", timeout=limit) if on_device else known.host
+        if foreign := foreign_peers():
+            raise RankFailed(
+                f"rank {ranks.rank} of {ranks.size} was met by {foreign[0]} in the place of a rank;"
+                " the attempt ends, since nothing that it would be told can be trusted"
+            )
         known.world, known.timeout_seconds = dist.group.WORLD, ranks.timeout_seconds
     ranks.host, ranks.accelerated = known.host, known.accelerated

@@ -1,28 +1,29 @@
-"""The launcher of a job of several ranks: torch's elastic launcher, below the guardian, in the place of one child.
+"""The launcher of a job of several ranks, below the guardian, in the place of one child.
 
     python -P -m worker.execution.ranks --frames FD        (the assignment comes on standard input)
 
-It starts `worker.execution` once for each rank, with torch's usual variables (RANK, LOCAL_RANK, WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT), and ends as one child does: with one last frame and its exit code. It never starts a rank
-anew: what is to be tried again the ledger says, with another attempt.
+It starts `worker.execution` once for each rank, with torch's variables RANK, LOCAL_RANK and WORLD_SIZE, and ends as one
+child does: with one last frame and its exit code. It never starts a rank anew: what is to be tried again the ledger
+says, with another attempt.
+
+Ranks meet in a file that only their user can come to. torch's own launcher lets them meet at a port of the machine,
+where every other job could join them, and unpickles what it is told there.
 """
 
 import argparse
 import contextlib
 import json
-import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from catalog.cgroups import oom_kills
 from catalog.frames import Failed, Finished
@@ -36,43 +37,49 @@ _EXIT_CODES = {"usage": 2, "transient": 3, "fatal": 4}
 _EXIT_STOPPED = 5
 _STOP_SECONDS = 6
 """From SIGTERM to SIGKILL of the ranks, shorter than the parent's own patience with this process."""
-_LOOPBACK = "127.0.0.1"
+_LOOK_SECONDS = 0.1
 RANK = (sys.executable, "-P", "-m", "worker.execution", "--frames", "-1")
 """The program of a rank, which finds its link in the environment."""
 
 
-def launch(command: Sequence[str], ranks: int, logs: str) -> tuple[dict[int, int], bool]:
+def launch(command: Sequence[str], ranks: int, place: Path) -> tuple[dict[int, int], bool]:
     """Run a command once for each rank until all have ended.
 
     Args:
         command: The program and its arguments.
         ranks: The number of ranks.
-        logs: A folder for what torch's launcher keeps.
+        place: A folder of this user alone, for the file in which they meet.
 
     Returns:
         Exit codes by rank of those that did not exit with 0, negative for a signal; and whether this process was told
         to stop.
     """
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id="job",
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{_LOOPBACK}:0",
-        local_addr=_LOOPBACK,
-        max_restarts=0,
-        monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=logs),
-        shutdown_timeout=_STOP_SECONDS,
-    )
+    told = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: told.set())
+    shared = {**os.environ, "WORLD_SIZE": str(ranks), "KRONOSCOPE_RANK_STORE": str(place / "ranks")}
+    processes = [
+        subprocess.Popen(command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})  # noqa: S603 - our own
+        for rank in range(ranks)
+    ]
     try:
-        elastic_launch(config, command[0])(*command[1:])
-    except ChildFailedError as error:
-        return {rank: failure.exitcode for rank, failure in error.failures.items()}, False
-    except SignalException:
-        return {}, True
-    return {}, False
+        while any(each.poll() is None for each in processes):
+            if told.is_set() or any(each.returncode for each in processes):
+                _end(processes)
+            told.wait(_LOOK_SECONDS)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return {rank: each.returncode for rank, each in enumerate(processes) if each.returncode}, told.is_set()
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ask those that run to end, and kill whoever has not after some seconds."""
+    for each in processes:
+        each.terminate()
+    until = time.monotonic() + _STOP_SECONDS
+    for each in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            each.wait(max(0.0, until - time.monotonic()))
+        each.kill()
 
 
 def main(arguments: Sequence[str] | None = None, command: Sequence[str] = RANK) -> int:
@@ -96,12 +103,11 @@ def main(arguments: Sequence[str] | None = None, command: Sequence[str] = RANK) 
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # the hub says it, with the rank's own words
     scratch, kills = assignment.get("scratch"), oom_kills()
     if scratch:
         Path(scratch).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="launcher-", dir=scratch or None, ignore_cleanup_errors=True) as logs:
-        codes, stopped = launch(command, ranks, logs)
+    with tempfile.TemporaryDirectory(prefix="launcher-", dir=scratch or None, ignore_cleanup_errors=True) as place:
+        codes, stopped = launch(command, ranks, Path(place))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     last = last_frame(hub.close(codes), stopped=stopped, exhausted=oom_kills() > kills)
     pipe = FramePipe(options.frames)

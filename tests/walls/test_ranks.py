@@ -1,0 +1,95 @@
+"""Ranks of a job meet where no other job comes to, and see whose process is at the other end of a connection."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from engine.distributed.peers import foreign_peers
+from worker.execution.ranks.__main__ import launch
+from worker.process.child_process import Child
+from worker.process.confinement import Confinement
+
+pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root may start processes of other users")
+
+FOREIGN = 20_021
+LISTENS = (
+    "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True);"
+    "c = s.accept(); time.sleep(60)"
+)
+# it joins whatever listens on this machine, as early and as often as it can, with the numbers that gloo's ranks say
+INTRUDER = """
+import glob, socket, struct, time
+print("begun", flush=True)
+met = 0
+while True:
+    for line in open("/proc/net/tcp").read().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] != "0A" or not fields[1].startswith("0100007F") or fields[7] != "0":
+            continue
+        for number in range(4):
+            try:
+                c = socket.create_connection(("127.0.0.1", int(fields[1].split(":")[1], 16)), 0.2)
+                c.sendall(struct.pack("=q", number))
+                met += 1
+                print(met, flush=True)
+            except OSError:
+                pass
+"""
+RANK = """
+import os, sys, torch
+from engine.distributed import group
+from engine.errors import RankFailed
+out = open(os.environ["OUT"] + os.environ["RANK"], "w")
+try:
+    ranks = group.start(torch.device("cpu"), 30)
+    assert "MASTER_PORT" not in os.environ
+    print(ranks.gather(int(os.environ["RANK"]) + 1, "numbers"), file=out, flush=True)
+    group.stop()
+except RankFailed as error:
+    print("refused", file=out, flush=True)
+out.close()
+os._exit(0)
+"""
+
+
+@contextmanager
+def running(program: str, user: int) -> Iterator[Iterator[bytes]]:
+    """A program of another user's, and what it prints."""
+    command = ["/usr/bin/python3", "-c", program]
+    with closing(Child.start({}, subprocess.PIPE, dict(os.environ), command, Confinement(user=user))) as child:
+        yield child.output(1000)
+
+
+def test_a_connection_to_another_users_process_is_told_apart() -> None:
+    assert foreign_peers() == []
+    with running(LISTENS, FOREIGN) as said, socket.create_connection(("127.0.0.1", int(next(said)))):
+        assert foreign_peers() == [f"user {FOREIGN}"]
+    with socket.create_server(("127.0.0.1", 0)) as own, socket.create_connection(own.getsockname()), own.accept()[0]:
+        assert foreign_peers() == []
+
+
+def test_whoever_only_waits_with_the_answer_is_no_rank_either() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as own, socket.create_connection(own.getsockname()):
+        assert foreign_peers() == ["somebody who does not take the connection"]
+
+
+def test_ranks_that_somebody_else_tries_to_join_refuse_or_compute_what_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    command = (sys.executable, "-P", "-c", RANK)
+    assert launch(command, 2, tmp_path) == ({}, False)
+    assert [(tmp_path / f"out{rank}").read_text() for rank in (0, 1)] == ["[1, 2]\n"] * 2
+    (tmp_path / "ranks").unlink(missing_ok=True)
+    with running(INTRUDER, FOREIGN) as said:
+        assert next(said) == b"begun\n"
+        launch(command, 2, tmp_path)
+        assert next(said).strip().isdigit(), "it has met a rank"
+    for rank in (0, 1):
+        assert (tmp_path / f"out{rank}").read_text() in ("[1, 2]\n", "refused\n")
