@@ -4,7 +4,9 @@ No loading script ever runs: the library's current versions have none, and only 
 three formats are named to it.
 """
 
+import os
 import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -158,14 +160,15 @@ def _table(source: HuggingFaceData, request: DataRequest) -> Any:  # noqa: ANN40
     datasets.disable_progress_bars()
     if not _ID.fullmatch(source.id):
         raise Refusal("is not a data set id; write `owner/name`, or a path", pointer="/data/id")
-    config = datasets.DownloadConfig(local_files_only=around.offline, cache_dir=str(around.store / "datasets"))
+    cache = str(_own_cache(around.store / "datasets"))
+    config = datasets.DownloadConfig(local_files_only=around.offline, cache_dir=cache)
     try:
         return datasets.load_dataset(
             source.id,
             source.name,
             split=source.split,
             revision=source.revision,
-            cache_dir=str(around.store / "datasets"),
+            cache_dir=cache,
             download_config=config,
         )
     except (datasets.exceptions.DatasetNotFoundError, FileNotFoundError) as error:
@@ -191,3 +194,18 @@ def _table(source: HuggingFaceData, request: DataRequest) -> Any:  # noqa: ANN40
         raise Refusal(
             f"{source.id} cannot be loaded: {str(error)[:300]}", pointer="/data", code="invalid_data"
         ) from error
+
+
+def _own_cache(store: Path) -> Path:
+    """The folder of prepared data sets, or one with links to its files where it is closed to this process's locks."""
+    if os.access(store if store.exists() else store.parent, os.W_OK):
+        return store
+    own = Path(tempfile.mkdtemp(prefix="datasets-"))
+    for place, folders, files in os.walk(store):
+        inside = own / Path(place).relative_to(store)
+        for name in folders:
+            (inside / name).mkdir()
+        for name in files:
+            if not name.endswith(".lock"):
+                (inside / name).symlink_to(Path(place, name))
+    return own
