@@ -49,6 +49,23 @@ def memory_groups(root: Path = Path("/")) -> tuple[Group, ...]:
     Returns:
         The groups, the process's own first; none if the kernel shows none.
     """
+    return _groups("memory", root)
+
+
+def process_limit(root: Path = Path("/")) -> int | None:
+    """Return the processes and threads that the groups of this process allow, together with all that run already.
+
+    Args:
+        root: The folder with `proc` and `sys`; another than `/` for tests.
+
+    Returns:
+        The least over all groups; None if no group limits them.
+    """
+    limits = (_number(group.folder / "pids.max") for group in _groups("pids", root))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _groups(controller: str, root: Path) -> tuple[Group, ...]:
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
@@ -57,7 +74,7 @@ def memory_groups(root: Path = Path("/")) -> tuple[Group, ...]:
     found: list[Group] = []
     for line in memberships:
         _, controllers, path = line.split(":", 2)
-        for version, kind, wanted in ((2, "cgroup2", ""), (1, "cgroup", "memory")):
+        for version, kind, wanted in ((2, "cgroup2", ""), (1, "cgroup", controller)):
             if (controllers == "") != (version == 2) or (version == 1 and wanted not in controllers.split(",")):
                 continue
             for mounted, point in _mounts(mounts, kind, wanted):

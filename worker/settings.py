@@ -1,5 +1,6 @@
 """The settings of a worker."""
 
+import math
 import os
 import socket
 import time
@@ -9,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from catalog.cgroups import process_limit
 from catalog.memory import amount_bytes
 from catalog.pieces import DecomposeRound
 from catalog.record import FieldError
@@ -20,6 +22,9 @@ from worker.lifetime import Lifetime, LifetimeSettings
 from worker.process.confinement import Confinement
 
 _MOST_SLOTS = 64
+_OWN_PROCESSES = 64
+"""Threads of the worker itself and of guardians, which no job may take from it."""
+_FEWEST_PROCESSES = 64
 
 
 def _sizes(value: object) -> object:
@@ -76,7 +81,8 @@ class WorkerSettings(ServiceSettings):
     child_file_bytes: int = Field(2**40, ge=2**20, le=2**62)
     """Bytes of the largest file that a job may write."""
     child_processes: int = Field(4096, ge=16, le=2**22)
-    """Processes and threads of a job, where `KRONOSCOPE_CHILD_USER` gives it a user of its own."""
+    """Processes and threads of a job, where `KRONOSCOPE_CHILD_USER` gives it a user of its own; no more than its slot's
+    part of what the container may have."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe lines that a worker logs: `DEBUG`, `INFO`, `WARNING` or `ERROR`."""
     pulse_file: Annotated[Path | None, Variables(("KRONOSCOPE_PULSE",))] = None
@@ -111,17 +117,20 @@ class WorkerSettings(ServiceSettings):
         values["lifetime"] = LifetimeSettings.from_environment(environ).lifetime(time.time())
         return values
 
-    def confinement(self, number: int = 0) -> Confinement:
+    def confinement(self, number: int = 0, ranks: int = 1) -> Confinement:
         """Return what the children of a job are held to.
 
         Args:
             number: Which of the users for jobs it has (`Claim.user_number`).
+            ranks: The job's ranks, each of which has a slot's part of the processes that the container may have.
         """
+        allowed = process_limit()
+        part = math.inf if allowed is None else max(_FEWEST_PROCESSES, allowed - _OWN_PROCESSES) // self.slots * ranks
         return Confinement(
             user=None if self.child_user is None else self.child_user + number,
             files=self.child_files,
             file_bytes=self.child_file_bytes,
-            processes=self.child_processes,
+            processes=int(min(self.child_processes, part)),
         )
 
     def computing_threads(self) -> int:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from catalog.cgroups import free_group_bytes, memory_groups, oom_kills
+from catalog.cgroups import free_group_bytes, memory_groups, oom_kills, process_limit
 
 UNIFIED = "29 23 0:26 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
 FIRST = "35 31 0:32 {root} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
@@ -66,3 +66,12 @@ def test_no_group_and_no_limit(tmp_path: Path) -> None:
     assert oom_kills(tmp_path) == 0
     unlimited = {"sys/fs/cgroup/job/memory.max": "max", "sys/fs/cgroup/job/memory.current": 5}
     assert free_group_bytes(tree(tmp_path, "0::/job\n", UNIFIED.format(root="/"), unlimited)) is None
+
+
+def test_processes_are_limited_by_the_tightest_group(tmp_path: Path) -> None:
+    both = {"sys/fs/cgroup/slice/job/pids.max": "max\n", "sys/fs/cgroup/slice/pids.max": "512\n"}
+    assert process_limit(tree(tmp_path / "a", "0::/slice/job\n", UNIFIED.format(root="/"), {**both})) == 512
+    mounts = FIRST.replace("memory", "pids").format(root="/")
+    first: dict[str, object] = {"sys/fs/cgroup/pids/docker/abc/pids.max": 300}
+    assert process_limit(tree(tmp_path / "b", "5:pids:/docker/abc\n", mounts, first)) == 300
+    assert process_limit(tmp_path / "none") is None

@@ -26,6 +26,18 @@ FIRST = 20_000
 CANARY = "canary-of-a-tenant"
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root may start processes of other users")
 
+BOMB = """
+import os, time
+started = 0
+try:
+    while True:
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        started += 1
+except OSError:
+    print(started, flush=True)
+"""
 NEIGHBOUR = 'echo $$; canary="$CANARY"; while :; do sleep 1; done'
 # every way to a process that the kernel offers to its owner
 ATTACK = """
@@ -149,3 +161,33 @@ def test_the_number_goes_with_the_job(ledger: Engine, submitted: Callable[..., s
     delete_job(ledger, LOCAL_TENANT, held.job_id)
     assert read_job(ledger, LOCAL_TENANT, held.job_id) is None
     assert claimed(ledger, submitted()).user_number != held.user_number
+
+
+@pytest.mark.parametrize(
+    ("allowed", "slots", "ranks", "expected"),
+    [
+        (512, 1, 1, 448),
+        (4096, 8, 1, 504),
+        (4096, 8, 4, 2016),
+        (100_000, 2, 1, 4096),
+        (None, 2, 1, 4096),
+        (50, 1, 1, 64),
+    ],
+)
+def test_no_job_may_take_all_processes_of_its_container(
+    settings: Any, monkeypatch: pytest.MonkeyPatch, allowed: int | None, slots: int, ranks: int, expected: int
+) -> None:
+    monkeypatch.setattr("worker.settings.process_limit", lambda: allowed)
+    assert settings(child_user=FIRST, slots=slots).confinement(1, ranks).processes == expected
+
+
+@as_root
+def test_a_job_that_starts_processes_without_end_leaves_its_neighbour_room() -> None:
+    # the limit is the kernel's count of the user's processes
+    command = ["/usr/bin/python3", "-c", BOMB]
+    held = Confinement(user=FIRST + 50, processes=40)
+    with closing(Child.start({}, subprocess.PIPE, {"PATH": os.defpath}, command, held)) as evil:
+        assert int(next(evil.output(1000))) < 40
+        beside = Confinement(user=FIRST + 51, processes=40)
+        with closing(Child.start({}, subprocess.PIPE, {"PATH": os.defpath}, ["/bin/echo", "on"], beside)) as neighbour:
+            assert next(neighbour.output(1000)).startswith(b"on")

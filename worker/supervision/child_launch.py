@@ -45,7 +45,7 @@ def start(
     """
     if claim.world_size > 1 and command == EXECUTION:
         command = RANKS
-    confinement = settings.confinement(claim.user_number)
+    confinement = settings.confinement(claim.user_number, claim.world_size)
     if confinement.user is not None and claim.kinds != (ESTIMATE,):
         _train_builtin(claim.document.get("model") or {}, settings.model_store)
     variables = environment(claim, threads)
