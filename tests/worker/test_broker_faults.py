@@ -1,5 +1,6 @@
 """Redis answers with errors, is full or away, or holds what is no message: the worker stays, and wake-ups work."""
 
+import base64
 import json
 import re
 import sys
@@ -104,6 +105,30 @@ def test_what_is_no_message_ends_no_worker(start: Any, wakes: Any, admin: Any, e
         eventually(lambda: process.popen.poll() is not None or admin.llen("celery") == 0)
         assert process.popen.poll() is None, text
     wakes(process)
+
+
+def test_no_message_fills_the_log_or_reaches_celery(start: Any, wakes: Any, admin: Any, eventually: Any) -> None:
+    process = start()
+    eventually(lambda: process.said("ready"))
+    known = "11111111-2222-4333-8444-555555555555"
+    long, ahead, calls = "x" * 5_000_000, "2099-01-01T00:00:00+00:00", {"task": "evil", "args": [], "kwargs": {}}
+    embedded = {"callbacks": [calls], "errbacks": [calls], "chain": [calls], "chord": None}
+    body = base64.b64encode(json.dumps([["x"], {}, embedded]).encode()).decode()
+    for headers in (
+        {"id": long},
+        {"id": known, "task": long},
+        {"id": known, "argsrepr": long, "kwargsrepr": long, "origin": long, "shadow": long, "root_id": long},
+        {"id": known, "eta": ahead, "expires": "a" * 100_000, "retries": 10**6, "timelimit": [0, 0]},
+    ):
+        text = json.dumps({"properties": PROPERTIES, "headers": HEADERS | headers, "body": body})
+        for _ in range(3):
+            admin.lpush("celery", text)
+    eventually(lambda: process.popen.poll() is not None or admin.llen("celery") == 0)
+    wakes(process)
+    assert sum(map(len, process.raw)) < 20_000
+    assert process.said("is no wake-up and was dropped")
+    assert not process.said("evil")
+    assert admin.llen("celery") == 0  # what messages name is not sent
 
 
 def test_a_replica_and_a_full_server_are_waited_for(start: Any, wakes: Any, admin: Any, eventually: Any) -> None:
