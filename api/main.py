@@ -133,7 +133,7 @@ def _open(settings: Settings, request_metrics: RequestMetrics) -> Service:
         metrics_cache=MetricsCache(settings),
         request_metrics=request_metrics,
         job_watcher=JobWatcher(all_tenants, stopping),
-        stream_limits=StreamLimits(settings.streams, settings.streams_per_key),
+        stream_limits=StreamLimits(settings.streams_at_most, settings.streams_per_key),
         stopping=stopping,
     )
 

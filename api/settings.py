@@ -54,7 +54,8 @@ class Settings(ServiceSettings):
     signed_seconds: int = Field(300, ge=0, le=604_800)
     """How long the signed address of a file in a bucket is good for; 0 sends files through the API."""
     streams: int = Field(200, ge=0)
-    """Streams of events open at a time, counted by each API process; beyond them 503."""
+    """Streams of events open at a time, counted by each API process, and no more than half of its connections; beyond
+    them 503."""
     streams_per_key: int = Field(3, ge=0)
     """Streams of events open at a time for each key, counted by each API process; beyond them 429."""
     stream_seconds: float = Field(600, ge=0.05, le=86_400)
@@ -64,7 +65,8 @@ class Settings(ServiceSettings):
     stream_idle_seconds: float = Field(15, ge=0.05, le=86_400)
     """Seconds between two signs of life in a stream without events; less than any proxy's read timeout."""
     long_polls: int = Field(200, ge=0)
-    """Requests with `wait` that wait at a time, in each API process; beyond them they are answered at once."""
+    """Requests with `wait` that wait at a time, in each API process, and no more than a quarter of its connections;
+    beyond them they are answered at once."""
     long_polls_per_key: int = Field(50, ge=1, le=100_000)
     """Requests of each key that wait at a time, in each API process; beyond them 429."""
     requests_per_second: float = Field(100, ge=0, le=100_000)
@@ -102,6 +104,16 @@ class Settings(ServiceSettings):
                 "such as those of `openssl rand -hex 24`"
             )
         return self
+
+    @property
+    def streams_at_most(self) -> int:
+        """The cap on streams, which leaves connections for other requests also where all come from one address."""
+        return min(self.streams, self.connections // 2)
+
+    @property
+    def long_polls_at_most(self) -> int:
+        """The same of requests that wait."""
+        return min(self.long_polls, self.connections // 4)
 
 
 def is_loopback(host: str) -> bool:

@@ -84,7 +84,7 @@ async def wait_for_job(
             f"{service.settings.long_polls_per_key} requests of this key wait for news; ask without `wait`, or later",
             headers={"retry-after": str(_LATER_SECONDS)},
         )
-    if len(polls) >= service.settings.long_polls:
+    if len(polls) >= service.settings.long_polls_at_most:
         return job  # answered at once, which every caller must expect anyway
     ticket = (key, object())
     polls.add(ticket)

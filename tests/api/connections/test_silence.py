@@ -182,6 +182,25 @@ def stored_job(server: Server, stack: contextlib.ExitStack) -> str:
     return str(asking.post("/v1/jobs", json=seeding.DOCUMENT).json()["id"])
 
 
+def test_streams_and_long_polls_of_this_machine_leave_room_for_its_page(few: Server) -> None:
+    with contextlib.ExitStack() as stack:
+        job_id = stored_job(few, stack)
+        streams = opened(stack, few, 21, "127.0.0.1")
+        for connection in streams:
+            connection.sendall(head(few, f"GET /v1/jobs/{job_id}/events HTTP/1.1"))
+        statuses = sorted(connection.recv(12) for connection in streams)
+        assert statuses == [b"HTTP/1.1 200"] * 20 + [b"HTTP/1.1 503"]
+        polls = opened(stack, few, 11, "127.0.0.1")
+        for connection in polls:
+            connection.sendall(head(few, f"GET /v1/jobs/{job_id}?wait=30 HTTP/1.1"))
+        few.await_long_polls(10)
+        for path in ("/", f"/v1/jobs/{job_id}"):
+            with connect(few, "127.0.0.1") as page:
+                page.sendall(head(few, f"GET {path} HTTP/1.1", "Connection: close"))
+                assert received(page).startswith(b"HTTP/1.1 200 "), path
+    few.await_long_polls(0)
+
+
 def test_many_addresses_do_not_take_all_connections(few: Server) -> None:
     with contextlib.ExitStack() as stack, client(few, OTHER) as other:
         for number in range(10, 20):
