@@ -9,6 +9,7 @@ import structlog
 from catalog.private_memory import hide_memory
 from jobs.schema.database import open_database, require_current_schema
 from jobs.service_log import configure_logging, log_last_words
+from jobs.tenancy.shared_workers import require_walls
 from worker.agent.agent import Agent
 from worker.agent.isolation import measure_isolation
 from worker.agent.maintenance import WorkerMaintenance
@@ -37,7 +38,8 @@ class Service:
             broker_backlog: Returns how many wake-ups are at the broker, not yet received.
 
         Raises:
-            SettingsInvalid: If jobs are to run as a user of their own, and cannot.
+            SettingsInvalid: If jobs are to run as a user of their own, and cannot; or there are several tenants, and
+                not every wall between them holds.
             SchemaOutdated: If the database has to be migrated first.
         """
         began = time.monotonic()  # the machine is not lent for longer because it took long to start
@@ -48,12 +50,15 @@ class Service:
         hide_memory()
         if settings.child_user is not None:
             share_folders(settings.ledger.artifact_root, settings.model_store)
-        isolation = measure_isolation(settings.confinement(), os.environ, settings.confinement(1))
-        log.info("isolation of jobs", holds=isolation)
         settings.ledger.artifact_root.mkdir(parents=True, exist_ok=True)
+        isolation = measure_isolation(
+            settings.confinement(), os.environ, settings.ledger.artifact_root, settings.confinement(1)
+        )
+        log.info("isolation of jobs", holds=isolation)
         self._engine = open_database(settings.ledger.database_url)
         require_current_schema(self._engine)
         self.agent = Agent(self._engine, settings, isolation=isolation)
+        require_walls(self._engine, self.agent.isolation)
         self._maintenance = WorkerMaintenance(
             *(self._engine, settings.ledger, send_wakeup, broker_backlog),
             process_space=process_space(settings.node),

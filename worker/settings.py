@@ -14,7 +14,7 @@ from catalog.cgroups import process_limit
 from catalog.memory import amount_bytes
 from catalog.pieces import DecomposeRound
 from catalog.record import FieldError
-from jobs.environment import Limit, Variables, split_list
+from jobs.environment import Flag, Limit, Variables, split_list
 from jobs.errors import SettingsInvalid
 from jobs.settings import ServiceSettings
 from worker.devices.discover import usual_slots
@@ -76,6 +76,9 @@ class WorkerSettings(ServiceSettings):
     """First of 40,000 user numbers that jobs run as, each as one of its own (under Compose 20000); the worker then
     needs the capabilities SETUID, SETGID and KILL. Nobody else may have one of them. Without it jobs run as the
     worker's user."""
+    shared_without_walls: Flag = False
+    """1: a worker takes jobs although there are several tenants and not every wall between them holds
+    ([isolation of jobs](#isolation-of-jobs)); it then trusts each tenant's code with the files of all."""
     child_files: int = Field(4096, ge=64, le=2**20)
     """Files that the process of a job may have open."""
     child_file_bytes: int = Field(2**40, ge=2**20, le=2**62)

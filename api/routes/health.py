@@ -18,6 +18,7 @@ from catalog.record import record
 from jobs.devices.registry import isolation_of_jobs
 from jobs.errors import LedgerUnavailable
 from jobs.schema.database import require_current_schema
+from jobs.tenancy.shared_workers import sharing_of_workers
 from jobs.tenancy.tenants import separation_of_tenants
 
 _DATABASE_SECONDS = 1
@@ -44,7 +45,8 @@ class ReadyView:
     checks: Mapping[str, str]
     """The state of each part, by its name."""
     isolation: Mapping[str, str]
-    """What holds: of `jobs` the walls between each worker and its jobs, and what keeps `tenants` apart."""
+    """What holds: of `jobs` the walls between each worker and its jobs, what keeps `tenants` apart in the ledger, and
+    in `sharing` whether workers take jobs of several tenants."""
 
 
 @router.get("/livez", operation_id="read_liveness", summary="Liveness", responses=probe_error_responses())
@@ -95,6 +97,7 @@ async def _isolation(service: Service) -> dict[str, str]:
     return {
         "jobs": await _within(_DATABASE_SECONDS, lambda: _of_jobs(service)),
         "tenants": await _within(_DATABASE_SECONDS, lambda: _of_tenants(service)),
+        "sharing": await _within(_DATABASE_SECONDS, lambda: _of_sharing(service)),
     }
 
 
@@ -110,6 +113,13 @@ def _of_tenants(service: Service) -> str:
     try:
         # as requests see it: with the rights of the API's own role
         return separation_of_tenants(service.all_tenants)
+    except LedgerUnavailable:
+        return "unknown"
+
+
+def _of_sharing(service: Service) -> str:
+    try:
+        return sharing_of_workers(service.all_tenants)
     except LedgerUnavailable:
         return "unknown"
 

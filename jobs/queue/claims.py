@@ -20,10 +20,11 @@ from jobs.schema.clock import ledger_now
 from jobs.schema.database import writing
 from jobs.schema.identifiers import is_id
 from jobs.schema.tables import jobs, layer_results, tenants
+from jobs.tenancy.shared_workers import may_take
 
 
 class _PlaceTaken(Exception):
-    """A device was leased by another, or the tenant's last running slot; the claim is rolled back."""
+    """A device or the tenant's last running slot was taken, or tenants are not apart; the claim is rolled back."""
 
 
 _RECOGNISE = (
@@ -56,8 +57,8 @@ def claim(
         place: The devices, as `next_places` found them; None for a claim without a device.
 
     Returns:
-        The claim, or None if the job is not queued (any more) or overdue, a device is taken, or the tenant runs as
-        many jobs as it may.
+        The claim, or None if the job is not queued (any more) or overdue, a device is taken, the tenant runs as many
+        jobs as it may, or there are several tenants whom the worker does not keep apart.
     """
     if not is_id(job_id):
         return None
@@ -67,7 +68,7 @@ def claim(
             leased = None
             if place is not None:
                 leased = lease(connection, taken, place)
-                if leased is None:
+                if leased is None or not may_take(connection, place.worker_id):
                     raise _PlaceTaken
             connection.execute(_SERVED, {"served": taken.tenant_id})  # locks the tenant's row
             if place is not None and place.most_running and not is_within_cap(connection, taken, place.most_running):

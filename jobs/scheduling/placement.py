@@ -34,8 +34,17 @@ from jobs.scheduling.free_places import candidate_slot, free_places
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
 from jobs.schema.tables import device_leases, devices, jobs
+from jobs.tenancy.shared_workers import waits_for_walls
 
 _CANDIDATES = 20
+_NO_WALLS = PlacementView(
+    status="no_worker",
+    message=(
+        "there are several tenants, and no worker that is there keeps their jobs apart; it begins once one does, or the"
+        " operator allows it"
+    ),
+    device=None,
+)
 
 
 def next_places(
@@ -187,7 +196,10 @@ def placement_of(engine: Engine, job: Job, most_running: int = 0) -> PlacementVi
         if row.state != "queued":
             return _placement_of_running(connection, row)
         fleet, offered = read_fleet(connection), offered_class(connection, row, row.needs_bytes or 0)
+        apart = not waits_for_walls(connection)
         full = most_running and row.priority < AHEAD and row.tenant_id in tenants_without_slot(connection, most_running)
+    if not apart:
+        return _NO_WALLS
     if full:
         message = f"{most_running} of your jobs run, as many as may at a time; it begins after one of them has ended"
         return PlacementView(status="waiting", message=message, device=None)
@@ -217,7 +229,8 @@ def placement_before(engine: Engine, document: JobDocument, needs_bytes: int | N
     )
     with reading(engine) as connection:
         fleet, offered = read_fleet(connection), offered_class(connection, asked, needs_bytes or 0)
-    return _placement_of_queued(fleet, asked, offered)
+        apart = not waits_for_walls(connection)
+    return _placement_of_queued(fleet, asked, offered) if apart else _NO_WALLS
 
 
 def _placement_of_running(connection: Connection, row: Row[Any]) -> PlacementView | None:

@@ -133,7 +133,7 @@ def test_the_root_cannot_be_written_and_the_data_can(stack: Stack) -> None:
 
 def test_a_job_runs_as_a_user_without_capabilities_behind_every_wall(stack: Stack, client: httpx.Client) -> None:
     isolation = client.get("/readyz").raise_for_status().json()["isolation"]
-    walls = {"own_user", "memory", "secret_files", "no_new_privileges", "system_calls"}
+    walls = {"own_user", "neighbours", "files", "memory", "secret_files", "no_new_privileges", "system_calls"}
     assert set(isolation["jobs"].split(", ")) == walls
     assert isolation["tenants"] == "row_level_security"
     job_id = submit(client, LONG)

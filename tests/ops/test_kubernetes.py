@@ -45,8 +45,12 @@ GPU = "nvidia.com/gpu"
 @pytest.fixture(scope="module")
 def manifests() -> dict[tuple[str, str], dict[str, Any]]:
     """What `kubectl kustomize` makes of the base, by kind and name."""
+    return rendered(BASE)
+
+
+def rendered(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
     kubectl = shutil.which("kubectl") or str(Path(sys.executable).with_name("kubectl"))
-    done = subprocess.run([kubectl, "kustomize", str(BASE)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     documents = list(YAML(typ="safe", pure=True).load_all(done.stdout))
     return {(each["kind"], each["metadata"]["name"]): each for each in documents}
@@ -134,6 +138,38 @@ def test_every_pod_is_confined(manifests: Any) -> None:
         assert not [each for each in container.get("env", []) if re.search("PASSWORD$|URL$|SECRET$", each["name"])], (
             name
         )
+
+
+def test_the_overlay_starts_workers_as_compose_does_and_changes_nothing_else(manifests: Any) -> None:
+    overlay = rendered(BASE.parent / "users")
+    compose = YAML(typ="safe", pure=True).load((ROOT / "docker-compose.yml").read_text())["services"]["worker"]
+    workers = {("Deployment", "kronoscope-worker"), ("ScaledJob", "kronoscope-worker-79gib")}
+    assert {each for each in manifests if overlay[each] != manifests[each]} == workers | {("Namespace", "kronoscope")}
+    assert set(overlay) == set(manifests)
+    for kind, name in workers:
+        spec = overlay[kind, name]["spec"]
+        pod = spec.get("jobTargetRef", spec)["template"]["spec"]
+        before = manifests[kind, name]["spec"]
+        base = before.get("jobTargetRef", before)["template"]["spec"]
+        (container,), (unchanged,) = pod["containers"], base["containers"]
+        assert container["command"] == compose["entrypoint"]
+        assert container["args"] == compose["command"]
+        assert container["securityContext"] == unchanged["securityContext"] | {
+            "capabilities": {"drop": ["ALL"], "add": compose["cap_add"]}
+        }
+        assert pod["securityContext"] == base["securityContext"] | {
+            "runAsNonRoot": False,
+            "runAsUser": 0,
+            "runAsGroup": 0,
+        }
+        user = compose["environment"]["KRONOSCOPE_CHILD_USER"]
+        assert container["env"] == [*unchanged["env"], {"name": "KRONOSCOPE_CHILD_USER", "value": user}]
+        if kind == "Deployment":
+            kubernetes_validate.validate(overlay[kind, name], VERSION, strict=True)
+        else:
+            jsonschema.validate(
+                overlay[kind, name], json.loads((ROOT / "ops/kubernetes/scaled-job.schema.json").read_text())
+            )
 
 
 def test_they_set_only_what_something_reads(manifests: Any) -> None:

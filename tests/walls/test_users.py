@@ -90,29 +90,33 @@ def test_the_same_attack_reaches_a_process_of_its_own_user() -> None:
     assert {b"opened environ\n", b"sent 0\n", b"tried\n"} <= said
 
 
-def test_between_jobs_of_one_user_no_wall_is_said_to_hold() -> None:
-    assert "neighbours" not in measure_isolation(Confinement(), os.environ)
+def test_between_jobs_of_one_user_no_wall_is_said_to_hold(tmp_path: Path) -> None:
+    assert not {"neighbours", "files"} & set(measure_isolation(Confinement(), os.environ, tmp_path))
+    assert not [each for each in tmp_path.rglob("*") if each.is_file()]
 
 
 @pytest.mark.skipif(
     os.getuid() != 0 or not is_open(ROOT) or not is_open(PACKAGES),
     reason="only root may start processes of other users, on a project that every user may read",
 )
-def test_between_jobs_of_two_users_the_wall_is_tried_and_holds(python: str) -> None:
+def test_between_jobs_of_two_users_the_walls_are_tried_and_hold(python: str, reachable: Path) -> None:
     program = (
-        "import os; from worker.agent.isolation import measure_isolation;"
-        "from worker.process.confinement import Confinement;"
-        "print(*measure_isolation(Confinement(user=20000), os.environ, Confinement(user=20001)))"
+        "import os, sys; from pathlib import Path; from worker.agent.isolation import measure_isolation;"
+        "from worker.agent.shared_folders import share_folders; from worker.process.confinement import Confinement;"
+        "place = Path(sys.argv[1]); share_folders(place / 'artifacts', place / 'models');"
+        "users = [Confinement(user=each) for each in (20000, 20001)];"
+        "print(*measure_isolation(users[0], os.environ, place / 'artifacts', users[1]))"
     )
+    (reachable / "artifacts").mkdir()
     done = subprocess.run(
-        [python, "-P", "-c", program],
+        [python, "-P", "-c", program, str(reachable)],
         env=environment(python),
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
-    assert {"own_user", "neighbours"} <= set(done.stdout.split()), done.stderr
+    assert {"own_user", "neighbours", "files"} <= set(done.stdout.split()), done.stderr
 
 
 @as_root

@@ -73,7 +73,8 @@ def settings(ledger_url: str, tmp_path: Path) -> Callable[..., WorkerSettings]:
             relay_seconds=0.2,
             unclaimed_seconds=1,
         )
-        given = {"threads": 1, "poll_seconds": 0.1, "cancel_seconds": 0.1, "model_store": tmp_path / "store"} | changes
+        given = {"threads": 1, "poll_seconds": 0.1, "cancel_seconds": 0.1, "model_store": tmp_path / "store"}
+        given |= {"shared_without_walls": True} | changes
         return WorkerSettings(ledger=ledger, **given)
 
     return make

@@ -21,6 +21,7 @@ from jobs.errors import LedgerUnavailable
 from jobs.queue.claims import claim
 from jobs.records import Claim
 from jobs.scheduling.placement import has_future_work, next_places, reserve
+from jobs.tenancy.shared_workers import ALLOWED_WITHOUT, REMEDY, has_second_tenant, keeps_tenants_apart, missing_walls
 from worker.agent.registration import Registration
 from worker.agent.worker_locks import WorkerLock
 from worker.devices.device_health import DeviceHealth
@@ -57,7 +58,9 @@ class Agent:
         self._settings = settings
         self._command = command
         self._device_health = DeviceHealth()
-        self._registration = Registration(engine, settings, device_health=self._device_health, isolation=isolation)
+        self.isolation = (*isolation, ALLOWED_WITHOUT) if settings.shared_without_walls else isolation
+        """The walls that hold here, and whether its operator allows several tenants without them."""
+        self._registration = Registration(engine, settings, device_health=self._device_health, isolation=self.isolation)
         self._lock_file = WorkerLock(settings.ledger.artifact_root, self._registration.worker.id)
         self._owner = f"{socket.gethostname()}:{os.getpid()}"
         self._slots = threading.Semaphore(settings.slots)
@@ -67,6 +70,7 @@ class Agent:
         """A claim that may have been made, since no reply came; asked for again before any other."""
         self._draining = False
         self._room = True
+        self._apart = True
         self._wakeup = threading.Event()
         self._poller = threading.Thread(target=self._poll, name="poller", daemon=True)
         self._log = structlog.get_logger("kronoscope.worker")
@@ -103,7 +107,19 @@ class Agent:
 
     def _may_take(self) -> bool:
         """Whether this worker could begin a job now, whichever it is."""
-        return not self._device_health.resting() and self._has_room()
+        return not self._device_health.resting() and self._has_room() and self._keeps_tenants_apart()
+
+    def _keeps_tenants_apart(self) -> bool:
+        """Whether there is one tenant, or walls between several; the claim asks again, in its transaction."""
+        apart = keeps_tenants_apart(self.isolation) or not has_second_tenant(self._engine)
+        if apart != self._apart:
+            self._apart = apart
+            if apart:
+                self._log.info("one tenant is left; jobs are taken")
+            else:
+                missing = missing_walls(self.isolation)
+                self._log.error("there are several tenants; no job is taken", missing_walls=missing, remedy=REMEDY)
+        return apart
 
     def _has_room(self) -> bool:
         """Whether the disk is above its floor: below it the next job would only fail, and be counted."""
@@ -151,6 +167,8 @@ class Agent:
         """Asked by the thread that takes jobs. What runs here is looked at first: as it ends it may join the queue."""
         with self._lock:
             running = bool(self._supervisors)
+        if not self._apart:
+            return not running
         beats = _READ_BEATS * self._settings.ledger.heartbeat_seconds
         return not running and not has_future_work(self._engine, self._registration.worker.id, beats)
 

@@ -4,28 +4,35 @@
 
     own_user           it runs as another user than the worker
     neighbours         memory and processes of another job are closed to it
+    files              files and folders of another job, and the stores of objects and caches, are closed to it
     memory             the worker's environment and memory are closed to it
     secret_files       the files that hold the service's secrets are closed to it
     no_new_privileges  no program that it starts has more rights than it
     system_calls       a filter denies it what no computation needs
 
-    python -P -m worker.agent.isolation PID UID OTHER [FILE]...     (the child: prints the list as JSON)
+    python -P -m worker.agent.isolation PID UID OTHER FILES FILE...     (the child: prints the list as JSON)
 """
 
 import errno
 import json
 import os
+import secrets
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from jobs.errors import SettingsInvalid
+from jobs.objects import job_folders
+from jobs.objects.artifacts import OBJECTS, ArtifactFolder
+from jobs.schema.identifiers import new_id
+from worker.disk.cache_folder import ENTRY, cache_of_tenant
 from worker.process.child_process import Child, child_environment
 from worker.process.confinement import Confinement
 
-WALLS = ("own_user", "neighbours", "memory", "secret_files", "no_new_privileges", "system_calls")
+WALLS = ("own_user", "neighbours", "files", "memory", "secret_files", "no_new_privileges", "system_calls")
 _LINE_BYTES = 10_000
 _PROBE_SECONDS = 60.0
 _PROBE = (sys.executable, "-P", "-m", "worker.agent.isolation")
@@ -33,13 +40,14 @@ _NEIGHBOUR = (sys.executable, "-P", "-c", "import os, time; print(os.getpid(), f
 
 
 def measure_isolation(
-    confinement: Confinement, environ: Mapping[str, str], neighbour: Confinement | None = None
+    confinement: Confinement, environ: Mapping[str, str], artifacts: Path, neighbour: Confinement | None = None
 ) -> tuple[str, ...]:
     """Start a child that tries what a hostile one would try, beside another one.
 
     Args:
         confinement: The limits of one job's child.
         environ: The worker's environment, which names the files of its secrets.
+        artifacts: The root of the artifacts, in which another job and the stores get a file for the moment.
         neighbour: The limits of another job's child; None: the same.
 
     Returns:
@@ -52,9 +60,14 @@ def measure_isolation(
     passed = child_environment(environ)
     held: tuple[str, ...] = ()
     said = b""
-    with closing(Child.start({}, subprocess.PIPE, passed, _NEIGHBOUR, neighbour or confinement)) as beside:
+    another = neighbour or confinement
+    with (
+        _files_of_others(artifacts, another.user) as foreign,
+        closing(Child.start({}, subprocess.PIPE, passed, _NEIGHBOUR, another)) as beside,
+    ):
         other = next(beside.output(_LINE_BYTES), b"0").strip().decode(errors="replace")
-        told = [str(os.getpid()), str(os.getuid()), other if other.isdecimal() else "0", *files]
+        told = [str(os.getpid()), str(os.getuid()), other if other.isdecimal() else "0", str(len(foreign))]
+        told += [*map(str, foreign), *files]
         with closing(Child.start({}, subprocess.PIPE, passed, (*_PROBE, *told), confinement)) as child:
             for line in child.output(_LINE_BYTES):
                 said = line
@@ -70,6 +83,30 @@ def measure_isolation(
     return held
 
 
+@contextmanager
+def _files_of_others(artifacts: Path, user: int | None) -> Iterator[list[Path]]:
+    """Put a file where another job, the objects and the caches have theirs; none where that cannot be done."""
+    probe, digest = new_id(), secrets.token_hex(32)
+    job, objects = artifacts / probe, artifacts / OBJECTS / probe
+    cache = cache_of_tenant(artifacts, probe)
+    files = [job / "1" / "artifact", objects / digest[:2] / digest, cache / digest / ENTRY]
+    placed = []
+    try:
+        with suppress(OSError):
+            for file in files:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(b"another tenant's")
+            if user is not None:
+                # given with what is in it, as a job's own would be
+                ArtifactFolder(artifacts).attempt_dir(probe, 1, user)
+            placed = files
+        yield placed
+    finally:
+        job_folders.clear(job)
+        for folder in (objects, cache):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _is_secret(name: str) -> bool:
     return name.startswith(("KRONOSCOPE_", "DATABASE_", "REDIS_", "AWS_"))
 
@@ -78,17 +115,19 @@ def main(arguments: Sequence[str]) -> int:
     """Try each wall from inside a child, and print those that hold.
 
     Args:
-        arguments: The worker's process number and user, the number of another job's process, or 0, then the files of
-            the worker's secrets.
+        arguments: The worker's process number and user, the number of another job's process, or 0, how many files of
+            others follow, these, and the files of the worker's secrets.
 
     Returns:
         The exit code 0.
     """
-    worker, user, other, *files = arguments
+    worker, user, other, count, *paths = arguments
+    foreign, files = paths[: int(count)], paths[int(count) :]
     fields = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
     walls = {
         "own_user": os.getuid() != int(user),
         "neighbours": other != "0" and not _reaches(int(other)),
+        "files": bool(foreign) and not any(map(_comes_to, map(Path, foreign))),
         "memory": not _opens(f"/proc/{worker}/environ") and not _opens(f"/proc/{worker}/mem"),
         "secret_files": not any(map(_opens, files)),
         "no_new_privileges": fields.get("NoNewPrivs") == "1",
@@ -107,6 +146,21 @@ def _reaches(process: int) -> bool:
     except OSError as error:
         return error.errno != errno.EPERM
     return True
+
+
+def _comes_to(file: Path) -> bool:
+    """Whether a file of others can be read or written, or its folder be listed or filled."""
+    attempts: tuple[Callable[[], object], ...] = (
+        lambda: file.open("rb").close(),
+        lambda: file.open("r+b").close(),
+        lambda: next(file.parent.iterdir()),
+        lambda: file.with_name("planted").touch(),
+    )
+    for attempt in attempts:
+        with suppress(OSError):
+            attempt()
+            return True
+    return False
 
 
 def _opens(path: str) -> bool:

@@ -172,7 +172,11 @@ def test_the_owner_of_a_job_sees_it(roles: Roles) -> None:
     answers = ask(application, roles.ours, [*asked, ("GET", "/v1/jobs", None), ("GET", "/readyz", None)])
     assert [status for status, _ in answers] == [200] * 7
     assert {each["id"] for each in json.loads(answers[5][1])["items"]} == {roles.job, roles.queued}
-    assert json.loads(answers[6][1])["isolation"] == {"jobs": "no worker is known", "tenants": "row_level_security"}
+    assert json.loads(answers[6][1])["isolation"] == {
+        "jobs": "no worker is known",
+        "tenants": "row_level_security",
+        "sharing": "several tenants, and no worker is known",
+    }
 
 
 def test_a_transaction_of_the_api_that_declares_no_tenant_is_refused(roles: Roles) -> None:

@@ -10,6 +10,7 @@ from jobs.devices.registry import Device, Worker, register
 from jobs.schema.database import writing
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import devices, worker_devices, workers
+from jobs.tenancy.shared_workers import ALLOWED_WITHOUT
 from tests.api.conftest import Keyed
 from tests.api.seeding import DOCUMENT
 
@@ -23,7 +24,9 @@ def nobody_stays(keyed: Keyed) -> Iterator[None]:
 
 
 def joined(keyed: Keyed, capacity_bytes: int) -> None:
-    worker = Worker(id=new_id(), node="node-1", process_space="s", version="0", slots=1, factories=())
+    worker = Worker(
+        id=new_id(), node="node-1", process_space="s", version="0", slots=1, factories=(), isolation=(ALLOWED_WITHOUT,)
+    )
     device = Device(uuid=f"FAKE-{capacity_bytes}", kind="fake", name="fake GPU", capacity_bytes=capacity_bytes)
     register(keyed.engine, worker, [device], 600)
 

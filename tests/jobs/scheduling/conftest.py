@@ -15,6 +15,7 @@ from jobs.schema.clock import ledger_now
 from jobs.schema.database import writing
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import jobs
+from jobs.tenancy.shared_workers import ALLOWED_WITHOUT
 from tests.jobs.scheduling.claiming import GIB
 
 
@@ -23,8 +24,8 @@ def joined(ledger: Engine) -> Callable[..., str]:
     """``joined(gpu("a", 16), slots=2)``: the id of a worker that offers this."""
 
     def make(*offered: Device, expiry: float = 600, **given: Any) -> str:
-        chosen = {"node": "node", "process_space": "space", "version": "0", "slots": 1, "factories": ()} | given
-        worker = Worker(id=new_id(), **chosen)
+        chosen = {"node": "node", "process_space": "space", "version": "0", "slots": 1, "factories": ()}
+        worker = Worker(id=new_id(), **(chosen | {"isolation": (ALLOWED_WITHOUT,)} | given))
         register(ledger, worker, offered, expiry)
         return worker.id
 

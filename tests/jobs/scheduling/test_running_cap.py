@@ -21,6 +21,7 @@ from jobs.schema.clock import ledger_now
 from jobs.schema.database import writing
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import jobs, tenants
+from jobs.tenancy.shared_workers import ALLOWED_WITHOUT
 
 GIB = 2**30
 DOCUMENT = {
@@ -41,7 +42,15 @@ def other(ledger: Engine) -> str:
 
 def gpus(ledger: Engine, number: int) -> str:
     """A worker with so many GPUs of 16 GiB, and a slot for each."""
-    worker = Worker(id=new_id(), node="node", process_space="space", version="0", slots=number, factories=())
+    worker = Worker(
+        id=new_id(),
+        node="node",
+        process_space="space",
+        version="0",
+        slots=number,
+        factories=(),
+        isolation=(ALLOWED_WITHOUT,),
+    )
     offered = [
         Device(uuid=f"FAKE-{each}", kind="fake", name=str(each), capacity_bytes=16 * GIB, used_bytes=0)
         for each in range(number)
@@ -134,7 +143,15 @@ def test_one_estimate_runs_beside_the_jobs_of_its_tenant(ledger: Engine) -> None
 
 
 def test_no_device_is_kept_for_a_tenant_that_runs_as_many_as_it_may(ledger: Engine, other: str) -> None:
-    worker = Worker(id=new_id(), node="node", process_space="space", version="0", slots=9, factories=())
+    worker = Worker(
+        id=new_id(),
+        node="node",
+        process_space="space",
+        version="0",
+        slots=9,
+        factories=(),
+        isolation=(ALLOWED_WITHOUT,),
+    )
     host = Device(uuid="HOST-a", kind="host", name="a", capacity_bytes=16 * GIB, used_bytes=0)
     register(ledger, worker, [host], 600)
     queued(ledger, age=300, needs=10 * GIB)

@@ -142,20 +142,21 @@ def test_a_hard_limit_below_the_one_that_was_asked_for_stays(tmp_path: Path) -> 
 def test_what_holds_is_measured_by_a_child_that_tries(tmp_path: Path) -> None:
     secret = tmp_path / "redis"
     secret.write_text("x")
-    held = measure_isolation(Confinement(), os.environ | {"KRONOSCOPE_REDIS_URL_FILE": str(secret)})
+    held = measure_isolation(Confinement(), os.environ | {"KRONOSCOPE_REDIS_URL_FILE": str(secret)}, tmp_path)
     assert set(held) <= set(WALLS)
     assert {"no_new_privileges", "system_calls"} <= set(held)
     assert "own_user" not in held
     assert "secret_files" not in held  # its own user's file, whatever its mode
 
 
-def test_a_user_that_no_process_can_be_started_as_is_refused() -> None:
+def test_a_user_that_no_process_can_be_started_as_is_refused(tmp_path: Path) -> None:
     program = (
-        "import os; from worker.process.confinement import Confinement;"
-        "from worker.agent.isolation import measure_isolation; measure_isolation(Confinement(user=54321), os.environ)"
+        "import os, sys; from pathlib import Path; from worker.process.confinement import Confinement;"
+        "from worker.agent.isolation import measure_isolation;"
+        "measure_isolation(Confinement(user=54321), os.environ, Path(sys.argv[1]))"
     )
     done = subprocess.run(
-        [sys.executable, "-P", "-c", program],
+        [sys.executable, "-P", "-c", program, str(tmp_path)],
         preexec_fn=without_capabilities,
         capture_output=True,
         text=True,
