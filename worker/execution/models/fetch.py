@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The command line without the program's name; None for that of the process.
 
     Returns:
-        The exit code: 0 done, 2 usage, 3 if the hub does not answer.
+        The exit code: 0 done, 2 usage or an answer that is not as it must be, 3 if the hub does not answer.
     """
     parser = argparse.ArgumentParser(prog="fetch", description="Put a model of the hub into the model store.")
     parser.add_argument("id", metavar="OWNER/NAME", help="the model on the hub")
@@ -38,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Refusal as refusal:
         sys.stderr.write(f"{refusal.message}\n")
         return 3 if refusal.category == "transient" else 2
+    except OSError as error:
+        sys.stderr.write(f"the model store {store} cannot be written ({error.strerror or error}); nothing was kept\n")
+        return 2
     sys.stdout.write(f"{source.id} is in the store at commit {folder.name}\n")
     return 0
 

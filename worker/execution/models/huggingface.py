@@ -2,32 +2,21 @@
 
 import os
 import re
-import shutil
 from pathlib import Path
 
-import httpx2
 import huggingface_hub
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from catalog.inputs import HuggingFaceModel, Task
 from worker.execution.files.open_files import OpenFolder
 from worker.execution.loaded_model import LoadedModel
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models.checkpoint import load_checkpoint
-from worker.execution.refusal import Refusal, Unavailable
+from worker.execution.models.hub_snapshot import FILES, fetch_snapshot
+from worker.execution.refusal import Refusal
 
 _ID = re.compile(r"[A-Za-z0-9][\w.\-]{0,95}(/[A-Za-z0-9][\w.\-]{0,95})?", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9][\w.\-/]{0,199}", re.ASCII)
-_FILES = ("config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
-          "adapter_config.json", "generation_config.json", "preprocessor_config.json",
-          "*_Pooling/config.json")  # fmt: skip
 
 
 def load(source: HuggingFaceModel, task: Task, context: LoaderContext) -> LoadedModel:
@@ -70,28 +59,21 @@ def snapshot(source: HuggingFaceModel, context: LoaderContext) -> Path:
         raise Refusal("is not a model id; write `owner/name`", pointer="/model/id")
     if source.revision is not None and (not _REVISION.fullmatch(source.revision) or ".." in source.revision):
         raise Refusal("is not a branch, tag or commit", pointer="/model/revision")
+    if not context.offline and not huggingface_hub.constants.is_offline_mode():
+        context.report("model", 0, None, "files")
+        return fetch_snapshot(source, context)
     cache = context.store / "hub"
     named = f"{source.id}{f' at {source.revision}' if source.revision else ''}"
     try:
-        if not context.offline:
-            context.report("model", 0, None, "files")
-            if not context.shapes_only:
-                _require_room(source, cache)
         return Path(
             huggingface_hub.snapshot_download(
                 source.id,
                 revision=source.revision,
                 cache_dir=cache,
-                allow_patterns=[name for name in _FILES if not (context.shapes_only and "safetensors" in name)],
-                local_files_only=context.offline,
+                allow_patterns=[name for name in FILES if not (context.shapes_only and "safetensors" in name)],
+                local_files_only=True,
             )
         )
-    except GatedRepoError as error:
-        raise Refusal(f"{named} asks for an agreement that was not given here", pointer="/model/id") from error
-    except RevisionNotFoundError as error:
-        raise Refusal(f"{source.id} has no revision `{source.revision}`", pointer="/model/revision") from error
-    except RepositoryNotFoundError as error:
-        raise Refusal(f"{source.id} is not on the hub, or not public", pointer="/model/id", code="not_found") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise Refusal(
             f"{named} is not in the model store {cache}, and this machine does not reach the hub; fetch it on a "
@@ -99,21 +81,3 @@ def snapshot(source: HuggingFaceModel, context: LoaderContext) -> Path:
             pointer="/model/id",
             code="not_fetched",
         ) from error
-    except (HfHubHTTPError, httpx2.HTTPError, ConnectionError, TimeoutError) as error:
-        raise Unavailable(
-            f"the hub did not answer for {named} ({type(error).__name__}); try again, or take `source: directory`",
-            pointer="/model/id",
-            code="hub_unreachable",
-        ) from error
-
-
-def _require_room(source: HuggingFaceModel, cache: Path) -> None:
-    """Sizes before bytes: refuse what would fill the disk."""
-    listed = huggingface_hub.HfApi().model_info(source.id, revision=source.revision, files_metadata=True).siblings or []
-    wanted = sum(file.size or 0 for file in listed if file.rfilename.endswith((".safetensors", ".json")))
-    if not any(file.rfilename.endswith(".safetensors") for file in listed):
-        raise Refusal(f"{source.id} has no safetensors weights; no other format is read", pointer="/model/id")
-    cache.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(cache).free
-    if wanted > free * 0.9:
-        raise Refusal(f"{source.id} has {wanted:,} bytes; the model store has {free:,} left", pointer="/model/id")
