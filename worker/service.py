@@ -13,6 +13,7 @@ from jobs.tenancy.shared_workers import require_walls
 from worker.agent.agent import Agent
 from worker.agent.isolation import measure_isolation
 from worker.agent.maintenance import WorkerMaintenance
+from worker.agent.pace_measurement import PaceMeasurement
 from worker.agent.shared_folders import share_folders
 from worker.devices.device_summary import describe_device
 from worker.devices.discover import process_space
@@ -64,6 +65,7 @@ class Service:
             process_space=process_space(settings.node),
             wake=self.agent.wake,
         )
+        self._pace = PaceMeasurement(settings)
         self._ending = Ending(settings.lifetime, self.agent.idle, began)
         self._log = log
 
@@ -71,10 +73,12 @@ class Service:
         """Take jobs from now on."""
         self.agent.start()
         self._maintenance.start()
+        self._pace.start()
         self._ending.start()
 
     def stop(self) -> None:
         """Hand running jobs back and let go of the database."""
+        self._pace.stop()
         drained = self.agent.drain()
         self._maintenance.stop()
         self._log.info("worker ends", drained=drained)

@@ -1,14 +1,19 @@
 """The machine's pace, measured once and kept in the model store: a file for each device, version of torch and threads.
 
-A file that cannot be read, or that another machine wrote, is measured again.
+A file that cannot be read, or that another machine wrote, is measured again. Jobs with users of their own only read the
+store; for them a worker measures ahead of time, by a process that runs nobody's code:
+
+    python -P -m worker.execution.device_calibration --store DIR --scratch DIR --threads N
 """
 
+import argparse
 import contextlib
 import hashlib
 import json
 import math
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +21,7 @@ from typing import Any
 import torch
 
 from engine.memory.device_speed import DeviceSpeed, measure_speed
-from worker.execution.computing_environment import processor
+from worker.execution.computing_environment import computing_device, processor
 
 FORMAT = "kronoscope-pace/1"
 _FOLDER = "pace"
@@ -82,3 +87,32 @@ class Calibration:
                 temporary.unlink()
             self.log("debug", f"the pace is measured again next time, as it cannot be kept: {error.strerror}")
         return pace
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the device that this process sees, unless its pace is there already.
+
+    Args:
+        arguments: The command line without the program's name; None for that of the process.
+
+    Returns:
+        The exit code: 0 where the pace is kept now.
+    """
+    parser = argparse.ArgumentParser(prog="worker.execution.device_calibration", description="Measure a device once.")
+    parser.add_argument("--store", type=Path, required=True)
+    parser.add_argument("--scratch", type=Path, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+
+    def log(level: str, message: str) -> None:
+        sys.stderr.write(f"{level}: {message}\n")
+
+    calibration = Calibration(store=options.store, device=computing_device(None), scratch=options.scratch, log=log)
+    if calibration.read() is None:
+        calibration.measure()
+    return 0 if calibration.read() is not None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
