@@ -35,7 +35,8 @@ from api.routes import analyses, artifacts, dashboard, devices, estimates, event
 from api.service import Service
 from api.settings import Settings
 from jobs.objects.artifacts import open_artifacts
-from jobs.schema.database import across_tenants, open_database, require_current_schema
+from jobs.schema.database import across_tenants, for_purpose, open_database, require_current_schema
+from jobs.schema.tenant_declaration import EVENTS, FLEET, KEYS
 
 _DESCRIPTION = """\
 Measure the curvature of trained neural networks, layer by layer.
@@ -60,7 +61,7 @@ def create_app(settings: Settings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service = _open(settings, request_metrics)
         try:
-            await run_in_threadpool(require_current_schema, service.all_tenants)
+            await run_in_threadpool(require_current_schema, service.fleet)
             app.state.service = service
             service.maintenance.start()
             try:
@@ -118,7 +119,6 @@ def create_app(settings: Settings) -> FastAPI:
 
 def _open(settings: Settings, request_metrics: RequestMetrics) -> Service:
     engine = open_database(settings.ledger.database_url, tenants_apart=True)
-    all_tenants = across_tenants(engine)
     # embedded mode has no broker: its worker polls the database
     wakeups = WakeupSender(settings.redis_url) if settings.redis_url and not settings.embedded else None
     if settings.ledger.bucket is None:
@@ -127,12 +127,13 @@ def _open(settings: Settings, request_metrics: RequestMetrics) -> Service:
     return Service(
         settings=settings,
         engine=engine,
-        all_tenants=all_tenants,
+        keys=for_purpose(engine, KEYS),
+        fleet=for_purpose(engine, FLEET),
         artifacts=open_artifacts(settings.ledger),
-        maintenance=Maintenance(all_tenants, settings.ledger, wakeups),
+        maintenance=Maintenance(across_tenants(engine), settings.ledger, wakeups),
         metrics_cache=MetricsCache(settings),
         request_metrics=request_metrics,
-        job_watcher=JobWatcher(all_tenants, stopping),
+        job_watcher=JobWatcher(for_purpose(engine, EVENTS), stopping),
         stream_limits=StreamLimits(settings.streams_at_most, settings.streams_per_key),
         stopping=stopping,
     )

@@ -35,8 +35,10 @@ class Service:
     settings: Settings
     engine: Engine
     """The ledger's database; each transaction declares its tenant, and sees no other's rows."""
-    all_tenants: Engine
-    """The same for what concerns all tenants: keys, devices, the sweep of files, probes."""
+    keys: Engine
+    """The same for keys, of which nobody knows the tenant before they are found; reads them alone."""
+    fleet: Engine
+    """The same for devices and the jobs that are before another on them; reads these alone."""
     artifacts: ArtifactFolder
     verified_files: VerifiedFiles = field(default_factory=VerifiedFiles)
     maintenance: Maintenance

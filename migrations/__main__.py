@@ -40,7 +40,7 @@ def migrate(url: str, passwords: RoleSettings) -> None:
         upgrade_schema(migrator_url.render_as_string(hide_password=False), role=OWNER)
         with writing(migrator) as connection:
             act_as_owner(connection)
-            grant_rights(connection)
+            grant_rights(connection, passwords.api_password or "")
     finally:
         administrator.dispose()
         migrator.dispose()

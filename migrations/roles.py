@@ -4,7 +4,7 @@
 
     kronoscope_owner     owns the tables; nobody logs in as it
     kronoscope_migrate   may become the owner, and does so to migrate
-    kronoscope_api       reads and writes the rows of the tenant that a transaction declares
+    kronoscope_api       reads and writes the rows of the tenant that a transaction declares, with its proof
     kronoscope_worker    reads and writes the rows of all tenants, but no API keys
 
 `prepare_roles` runs before a migration and `grant_rights` after it, each time: what stands already is left, and a
@@ -15,7 +15,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from psycopg import sql
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, delete, insert, text
+
+from jobs.schema.tables import proof_keys
+from jobs.schema.tenant_declaration import secret_of
 
 OWNER = "kronoscope_owner"
 MIGRATE, API, WORKER = LOGINS = ("kronoscope_migrate", "kronoscope_api", "kronoscope_worker")
@@ -71,13 +74,18 @@ def _close_storage(connection: Connection, database: str) -> None:
         connection.execute(text(f"REVOKE EXECUTE ON FUNCTION {function} FROM PUBLIC"))
 
 
-def grant_rights(connection: Connection) -> None:
+def grant_rights(connection: Connection, api_password: str) -> None:
     """Give API and worker their rights on the tables, as the tables' owner.
 
     Args:
         connection: A connection that acts as the owner.
+        api_password: The password of the API's role, from which its proofs of tenants follow.
     """
+    connection.execute(delete(proof_keys))
+    connection.execute(insert(proof_keys).values(role=API, secret=secret_of(api_password)))
     for table in connection.execute(text(_OWNED)).scalars().all():
+        if table == proof_keys.name:
+            continue
         rights = "SELECT" if table == "alembic_version" else "SELECT, INSERT, UPDATE, DELETE"
         _run(connection, f"GRANT {rights} ON {{}} TO {{}}, {{}}", table, API, WORKER)
     _run(connection, "REVOKE ALL ON api_keys FROM {}", WORKER)

@@ -105,9 +105,7 @@ class EventStream(Response):
     async def _key_is_valid(self) -> bool | None:
         """Return whether the key may read on; None where the database does not answer, and no event is sent."""
         try:
-            return self._key is None or await run_in_threadpool(
-                read_in_time, is_valid, self._service.all_tenants, self._key
-            )
+            return self._key is None or await run_in_threadpool(read_in_time, is_valid, self._service.keys, self._key)
         except LedgerUnavailable:
             return None
 

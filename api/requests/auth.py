@@ -119,7 +119,7 @@ def authenticate(request: Request, service: ServiceOf, _: Annotated[object, Depe
     scheme, _separator, presented = header.partition(" ")
     caller = None
     if scheme.lower() == "bearer" and service.settings.key_secret:
-        caller = verify_key(service.all_tenants, service.settings.key_secret, presented)
+        caller = verify_key(service.keys, service.settings.key_secret, presented)
     if caller is None:
         raise unauthorised(NOT_VALID)
     request.state.caller = caller

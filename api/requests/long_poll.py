@@ -108,7 +108,7 @@ async def wait_for_job(
 
 async def _require_key(service: Service, key: str | None) -> None:
     """Refuse to answer a key that was revoked, or has expired, while its request waited."""
-    if key is not None and not await run_in_threadpool(is_valid, service.all_tenants, key):
+    if key is not None and not await run_in_threadpool(is_valid, service.keys, key):
         raise unauthorised(NOT_VALID)
 
 

@@ -53,7 +53,7 @@ def list_all(
 ) -> DeviceListView:
     """Every device that a worker has offered within the last day, with the jobs of all tenants."""
     check_limit(limit)
-    devices = list_devices(service.all_tenants)
+    devices = list_devices(service.fleet)
     first = 0
     if after is not None:
         place = next((place for place, each in enumerate(devices) if each.uuid == after), None)

@@ -103,7 +103,7 @@ async def _isolation(service: Service) -> dict[str, str]:
 
 def _of_jobs(service: Service) -> str:
     try:
-        walls = isolation_of_jobs(service.all_tenants)
+        walls = isolation_of_jobs(service.fleet)
     except LedgerUnavailable:
         return "unknown"
     return "no worker is known" if walls is None else ", ".join(walls) or "none"
@@ -112,14 +112,14 @@ def _of_jobs(service: Service) -> str:
 def _of_tenants(service: Service) -> str:
     try:
         # as requests see it: with the rights of the API's own role
-        return separation_of_tenants(service.all_tenants)
+        return separation_of_tenants(service.fleet)
     except LedgerUnavailable:
         return "unknown"
 
 
 def _of_sharing(service: Service) -> str:
     try:
-        return sharing_of_workers(service.all_tenants)
+        return sharing_of_workers(service.fleet)
     except LedgerUnavailable:
         return "unknown"
 
@@ -136,7 +136,7 @@ async def _within(limit_seconds: float, check: Callable[[], str]) -> str:
 
 def _database(service: Service) -> str:
     try:
-        require_current_schema(service.all_tenants)
+        require_current_schema(service.fleet)
     except Exception as error:  # noqa: BLE001 - whatever the driver raises, the probe answers
         return f"fails ({type(error).__name__})"
     return "ok"

@@ -30,6 +30,7 @@ from jobs.repository.store import delete_job, list_jobs, read_job, request_cance
 from jobs.repository.submission import submit, submitted_earlier
 from jobs.retention.object_sweep import delete_unlisted
 from jobs.scheduling.placement import placement_before, placement_of
+from jobs.schema.database import for_tenant
 from jobs.tenancy.quotas import require_place, require_room
 
 _RETRY_SECONDS = 2
@@ -98,7 +99,7 @@ async def create(
 
 def _validated(service: Service, document: JobDocument) -> Response:
     body = document_json(document)
-    placement = placement_before(service.all_tenants, document, least_bytes(document))
+    placement = placement_before(service.fleet, document, least_bytes(document))
     view = ValidationView(valid=True, document=body, document_sha256=sha256_of(body), placement=placement)
     return Response(TypeAdapter(ValidationView).dump_json(view), media_type="application/json")
 
@@ -234,7 +235,8 @@ def delete(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
     deleted = delete_job(service.engine, caller.tenant_id, job_id)
     for each in {job_id, *(file.job_id for file in deleted)}:
         service.artifacts.remove(each)
-    delete_unlisted(service.all_tenants, service.artifacts, deleted, service.settings.ledger.grace_seconds)
+    engine = for_tenant(service.engine, caller.tenant_id)
+    delete_unlisted(engine, service.artifacts, deleted, service.settings.ledger.grace_seconds)
     return Response(status_code=204)
 
 
@@ -258,7 +260,7 @@ def _placed(service: Service, job: Job, status: int = 200, headers: dict[str, st
     Neither is part of the ETag: they may change while the job does not, and long polls do not wake for them. Whenever
     a piece begins or ends, and once a second while pieces compute, the job changes too.
     """
-    placement = placement_of(service.all_tenants, job, service.settings.ledger.running_jobs)
+    placement = placement_of(service.fleet, job, service.settings.ledger.running_jobs)
     divisible = job.document.get("shards") is not None and job.parent_id is None
     pieces = read_pieces(service.engine, job.tenant_id, job.id) if divisible else ()
     body = _VIEW.dump_json(job_view(job, placement, pieces or None))

@@ -4,10 +4,10 @@ The same statements run on both. What differs stands here and in ``jobs.schema.c
 transaction takes its lock. SQLite takes the file's one write lock at BEGIN IMMEDIATE, so that two
 writers queue up instead of failing halfway.
 
-On PostgreSQL row-level security shows a transaction the rows of the tenant that it declares (`kronoscope.tenant`), or
-all rows where it declares that it works for all. Workers, migrations and operators' commands declare that for their
-connections; the API, opened with ``tenants_apart``, declares it in each transaction, and one that forgets to is refused
-on every database: seeing nothing by mistake would make a sweep delete what it does not see.
+On PostgreSQL row-level security shows a transaction the rows of the tenant that it declares, or all rows where it
+declares that it works for all (``jobs.schema.tenant_declaration``). Workers, migrations and operators' commands
+declare that for their connections; the API, opened with ``tenants_apart``, declares it in each transaction, and one
+that forgets to is refused on every database: seeing nothing by mistake would make a sweep delete what it does not see.
 """
 
 import functools
@@ -26,20 +26,16 @@ from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine,
 from catalog.record import canonical_json
 from jobs.errors import LedgerUnavailable, SchemaOutdated, SettingsInvalid
 from jobs.schema.query_limits import LimitedConnection, connect_limited, limit_queries
-
-ALL_TENANTS = "*"
-"""Declared in a tenant's place by what works for all of them."""
+from jobs.schema.tenant_declaration import ALL_TENANTS, DECLARE, Purpose, declaration
 
 _READING = "kronoscope_reading"
 _TENANT = "kronoscope_tenant"
-_TENANT_SETTING = "kronoscope.tenant"
 _BUSY_SECONDS = 15
 _POSTGRES_OPTIONS = (
     "-c statement_timeout=30s -c lock_timeout=5s -c idle_in_transaction_session_timeout=10s -c timezone=UTC"
 )
 """A session that is silent for 10 s within a transaction is frozen or gone, and must not keep a job's row locked for
 longer than its lease: no other worker could take it."""
-_DECLARED_FOR_ALL = f" -c {_TENANT_SETTING}={ALL_TENANTS}"
 _POSTGRES_PATIENCE = {
     "connect_timeout": 3,
     # a machine that is gone closes nothing: what was sent is acknowledged within this time, or the connection is over
@@ -48,8 +44,9 @@ _POSTGRES_PATIENCE = {
     "keepalives_interval": 5,
     "keepalives_count": 3,
 }
-_READ_ONLY = "25006"
-"""PostgreSQL's word where it takes no writes for now: a standby after a failover, or a full disk of a managed one."""
+_GONE = ("25006", "28000")
+"""PostgreSQL's words for a server that takes no writes for now (a standby after a failover, a full disk of a managed
+one), and for a session whose password, and with it the proof of its tenants, was changed meanwhile."""
 _UPGRADE_LOCK = 0x6B726F6E
 """Advisory lock of PostgreSQL under which one process at a time migrates."""
 
@@ -91,12 +88,14 @@ def open_database(url: str, *, tenants_apart: bool = False) -> Engine:
         pool_timeout=5,
         pool_pre_ping=True,  # a connection that a restart has ended is noticed before it is used
         execution_options=options,
-        connect_args={"options": _POSTGRES_OPTIONS + ("" if tenants_apart else _DECLARED_FOR_ALL), **patience},
+        connect_args={"options": _POSTGRES_OPTIONS, **patience},
     )
     event.listen(engine, "do_connect", _connect_limited)
     event.listen(engine, "handle_error", _leave_readers)
     if tenants_apart:
         event.listen(engine, "begin", _declare_tenant)
+    else:
+        event.listen(engine, "connect", _declare_for_all)
     return engine
 
 
@@ -106,7 +105,7 @@ def _connect_limited(_dialect: object, _record: object, arguments: Any, named: A
 
 
 def across_tenants(engine: Engine) -> Engine:
-    """Return the same database for work on all tenants: maintenance, metrics, the verification of keys.
+    """Return the same database for work on all tenants: maintenance and metrics.
 
     Args:
         engine: The ledger's database.
@@ -114,7 +113,20 @@ def across_tenants(engine: Engine) -> Engine:
     Returns:
         An engine on the same pool.
     """
-    return for_tenant(engine, ALL_TENANTS)
+    return for_purpose(engine, ALL_TENANTS)
+
+
+def for_purpose(engine: Engine, purpose: Purpose) -> Engine:
+    """Return the same database for one purpose that concerns all tenants.
+
+    Args:
+        engine: The ledger's database.
+        purpose: The purpose, which decides on the tables that can be read.
+
+    Returns:
+        An engine on the same pool.
+    """
+    return for_tenant(engine, purpose)
 
 
 def for_tenant(engine: Engine, tenant_id: str) -> Engine:
@@ -139,12 +151,19 @@ def _tenant_of(connection: Connection) -> str:
 
 
 def _declare_tenant(connection: Connection) -> None:
-    connection.exec_driver_sql("SELECT set_config(%s, %s, true)", (_TENANT_SETTING, _tenant_of(connection)))
+    driver_connection: Any = connection.connection.driver_connection
+    connection.exec_driver_sql(DECLARE, declaration(driver_connection.info.password, _tenant_of(connection)))
+
+
+def _declare_for_all(driver_connection: Any, _record: object) -> None:  # noqa: ANN401 - psycopg's connection
+    declared = declaration(driver_connection.info.password, ALL_TENANTS, for_session=True)
+    driver_connection.execute(DECLARE, declared)
+    driver_connection.commit()
 
 
 def _leave_readers(context: ExceptionContext) -> None:
     """Treat a server that refuses writes as gone, with every connection of the pool: new ones may find the primary."""
-    if getattr(context.original_exception, "sqlstate", None) == _READ_ONLY:
+    if getattr(context.original_exception, "sqlstate", None) in _GONE:
         context.is_disconnect = True
 
 

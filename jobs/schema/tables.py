@@ -321,3 +321,11 @@ counters = Table(
     Column("value", BigInteger, nullable=False),
     Column("changed_at", Moment(), nullable=False),
 )
+
+proof_keys = Table(
+    "proof_keys",
+    metadata,
+    # the tables' owner alone reads it: what proves a declared tenant (``jobs.schema.tenant_declaration``)
+    Column("role", String(63), primary_key=True),
+    Column("secret", String(64), nullable=False),
+)
