@@ -1,11 +1,15 @@
 """Fixtures of the walls: real processes, real services, and the real ledger on both databases."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from jobs.schema.database import open_database
 from tests.api.conftest import keyed
+from tests.conftest import Databases
+from tests.walls.compose import Compose
 from tests.walls.interpreter import everybodys_python
 from tests.worker.conftest import job, scripted, settings, submitted
 
@@ -32,3 +36,12 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("interpreter")
     open_to_all(folder)
     return everybodys_python(folder)
+
+
+@pytest.fixture
+def compose(reachable: Path, databases: Databases, python: str) -> Iterator[Compose]:
+    """A service as Compose has it, on a ledger of PostgreSQL, which several users reach."""
+    url = databases.migrated("postgresql")
+    engine = open_database(url)
+    yield Compose(reachable, url, engine, python)
+    engine.dispose()

@@ -3,23 +3,12 @@
 import json
 import os
 import secrets
-import subprocess
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-from sqlalchemy import Engine
 
-from jobs.codec import parse_document
-from jobs.records import LOCAL_TENANT, Job
-from jobs.repository.results import layer_rows
-from jobs.repository.store import read_job
-from jobs.repository.submission import submit
-from jobs.schema.database import open_database
-from tests.conftest import Databases
 from tests.machine.stopwatch import until
-from tests.walls.interpreter import JOBS, PACKAGES, ROOT, WORKER, as_worker, environment, is_open
+from tests.walls.compose import Compose
+from tests.walls.interpreter import JOBS, PACKAGES, ROOT, is_open
 
 HONEST = {
     "kind": ["factors", "capacity"],
@@ -114,87 +103,30 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def place(reachable: Path) -> Path:
-    """A folder that every user may come to, with the folders that a worker of Compose owns."""
-    for name in ("artifacts", "models"):
-        (reachable / name).mkdir()
-        (reachable / name).chmod(0o775)
-        os.chown(reachable / name, WORKER, WORKER)
-    (reachable / "reports").mkdir()
-    (reachable / "reports").chmod(0o777)
-    (reachable / "kronoscope_test_evil.py").write_text(EVIL)
-    return reachable
-
-
-@pytest.fixture
-def url(databases: Databases) -> str:
-    """A ledger of PostgreSQL, which several users reach; SQLite is for one."""
-    return databases.migrated("postgresql")
-
-
-@pytest.fixture
-def ledger(url: str) -> Iterator[Engine]:
-    engine = open_database(url)
-    yield engine
-    engine.dispose()
-
-
-def done_by_a_worker(place: Path, url: str, python: str) -> str:
-    """Run a worker of two slots until nothing is left to do; returns its log."""
-    given = environment(python) | {
-        "HOME": str(place),
-        "KRONOSCOPE_DATABASE_URL": url,
-        "KRONOSCOPE_ARTIFACTS": str(place / "artifacts"),
-        "KRONOSCOPE_MODEL_STORE": str(place / "models"),
-        "KRONOSCOPE_CHILD_USER": str(JOBS),
-        "KRONOSCOPE_SLOTS": "2",
-        "KRONOSCOPE_THREADS": "1",
-        "KRONOSCOPE_ALLOW_FACTORIES": "kronoscope_test_evil:model",
-        "KRONOSCOPE_FACTORY_PATH": str(place),
-    }
-    worker = as_worker(python, "-P", "-m", "worker.embedded", "--until-idle")
-    done = subprocess.run(worker, env=given, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-3_000:] + done.stderr[-3_000:]
-    return done.stdout + done.stderr
-
-
-def submitted(ledger: Engine, **changes: Any) -> str:
-    return submit(ledger, LOCAL_TENANT, parse_document(json.dumps(HONEST | changes).encode())).job.id
-
-
-def digests(ledger: Engine, job_id: str) -> list[tuple[str, int, Any]]:
-    return [(row.kind, row.ordinal, row.sha256) for row in layer_rows(ledger, LOCAL_TENANT, job_id).items]
-
-
-def ended(ledger: Engine, job_id: str) -> Job:
-    found = read_job(ledger, LOCAL_TENANT, job_id)
-    assert found is not None
-    return found
-
-
-def test_the_job_beside_an_attacker_gets_the_numbers_of_an_undisturbed_run(
-    ledger: Engine, url: str, place: Path, python: str
-) -> None:
-    alone = submitted(ledger)
-    log = done_by_a_worker(place, url, python)
+def test_the_job_beside_an_attacker_gets_the_numbers_of_an_undisturbed_run(compose: Compose) -> None:
+    compose.factory("kronoscope_test_evil", EVIL)
+    alone = compose.submit(HONEST)
+    log = compose.done()
     assert '"neighbours"' in log
-    assert ended(ledger, alone).state == "succeeded", log[-4_000:]
-    evil, report = (
-        {"source": "factory", "factory": "kronoscope_test_evil:model"},
-        place / "reports" / secrets.token_hex(4),
-    )
+    assert compose.job(alone).state == "succeeded", log[-4_000:]
+    report = compose.place / "reports" / secrets.token_hex(4)
     data = {"source": "synthetic", "shape": [12], "examples": 40, "classes": 3}
-    folders = {"report": str(report), "artifacts": str(place / "artifacts"), "models": str(place / "models")}
-    beside = submitted(ledger)
-    attacker = submitted(ledger, model=evil | {"kwargs": {**folders, "known": [alone, beside]}}, data=data)
-    done_by_a_worker(place, url, python)
+    folders = {
+        "report": str(report),
+        "artifacts": str(compose.place / "artifacts"),
+        "models": str(compose.place / "models"),
+    }
+    beside = compose.submit(HONEST)
+    told_of = {**folders, "known": [alone, beside]}
+    evil = {"source": "factory", "factory": "kronoscope_test_evil:model", "kwargs": told_of}
+    attacker = compose.submit(HONEST | {"model": evil, "data": data})
+    compose.done()
     until(report.exists, 60, "the attacker has told what it could do")
     told = json.loads(report.read_text())
     assert told["others"] > 0, "the two have met"
     assert JOBS <= told["user"] < JOBS + 40_000
     assert told["seen"] == []
     for each in (alone, attacker, beside):
-        assert (ended(ledger, each).state, ended(ledger, each).attempt) == ("succeeded", 1)
-    assert digests(ledger, beside) == digests(ledger, alone)
-    assert len(digests(ledger, beside)) == 10
+        assert (compose.job(each).state, compose.job(each).attempt) == ("succeeded", 1)
+    assert compose.digests(beside) == compose.digests(alone)
+    assert len(compose.digests(beside)) > 10
