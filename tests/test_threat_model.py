@@ -41,3 +41,12 @@ def test_a_threat_names_what_stops_it_and_tests_that_exist(threat: str, protecti
         path, _, function = each.partition("::")
         assert (ROOT / path).is_file(), each
         assert function in functions_of(ROOT / path), each
+
+
+def test_every_promise_of_the_security_page_stands_there_with_its_tests() -> None:
+    section = (ROOT / "SECURITY.md").read_text().split("## What counts")[1].split("## Before")[0]
+    promises = [
+        " ".join(each.split()) for each in re.findall(r"^- (.*?)(?=\n- |\n\n)", section, re.MULTILINE | re.DOTALL)
+    ]
+    assert len(promises) == 6
+    assert promises == [threat for threat, _, _ in threats()][:6]
