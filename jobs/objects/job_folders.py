@@ -12,7 +12,6 @@ that group's rights, which it borrows for the moment. Where jobs run as the serv
 
 import contextlib
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,7 +93,26 @@ def clear(folder: Path) -> None:
     if group is not None:
         with contextlib.suppress(PermissionError), acting_as(group, group):
             remove_as_owner(folder)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_as_owner(folder)
+
+
+def statuses(folder: Path) -> Iterator[os.stat_result]:
+    """Yield the status of a folder and of each file and folder below it, as far as a path reaches.
+
+    Args:
+        folder: The folder; links are not followed.
+    """
+    left = [str(folder)]
+    with contextlib.suppress(OSError):
+        yield folder.lstat()
+    while left:
+        # without recursion, which a job can make too deep
+        with contextlib.suppress(OSError), os.scandir(left.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    yield entry.stat(follow_symlinks=False)
+                    if entry.is_dir(follow_symlinks=False):
+                        left.append(entry.path)
 
 
 def _group(folder: Path) -> int | None:

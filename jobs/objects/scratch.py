@@ -2,18 +2,20 @@
 
 Finished factors that wait and checkpoints stand in ``root/<job id>/.waiting/<fence>``: an attempt
 writes into its own folder only, so that a zombie cannot reach what a later attempt goes on with,
-and the later one takes over what the newest before it has left. It is gone once the job is.
+and the later one takes over what the newest before it has left. It is gone once the job is. Between two
+attempts only the newest checkpoint stays.
 Where machines share no folder, checkpoints are copied to the bucket (`jobs.objects.scratch_store`).
 """
 
 import contextlib
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
 from sqlalchemy import Engine, select
 
 from jobs.errors import StoreUnavailable
-from jobs.lifecycle import TERMINAL
+from jobs.lifecycle import HELD, TERMINAL
 from jobs.objects import job_folders
 from jobs.objects.object_store import ObjectStore
 from jobs.objects.s3_store import S3Objects
@@ -101,6 +103,20 @@ class Scratch:
             with job_folders.within(self._of_job(job_id)):
                 self.copies.fetch(job_id, newest, self.attempt_folder(job_id, newest))
 
+    def prune(self, job_id: str, fence: int) -> None:
+        """Delete what attempts have left beside the newest checkpoint, which is all that the next one goes on with.
+
+        Args:
+            job_id: The job.
+            fence: The last attempt that has ended.
+        """
+        kept = False
+        for folder in self.before(job_id, fence + 1):
+            if not kept and _holds_one(folder):
+                kept = True
+            else:
+                job_folders.clear(folder)
+
     def clear(self, job_id: str) -> None:
         """Delete everything that the job's attempts have left; files that are gone or in use are not an error.
 
@@ -125,6 +141,14 @@ class Scratch:
         return self._root / job_id / _NAME
 
 
+def _holds_one(folder: Path) -> bool:
+    """Whether there is a checkpoint in an attempt's folder, or may be, where a disk does not answer."""
+    try:
+        return any(version_of(folder))
+    except OSError as error:  # otherwise its job has closed it, or put something else there
+        return error.errno in (errno.EIO, errno.ESTALE)
+
+
 def open_scratch(
     settings: LedgerSettings, around: Callable[[ObjectStore], ObjectStore] = lambda store: store
 ) -> Scratch:
@@ -142,7 +166,7 @@ def open_scratch(
 
 
 def sweep_scratch(engine: Engine, scratch: Scratch) -> int:
-    """Clear the scratch of jobs that ended without an attempt to do it.
+    """Clear the scratch of jobs that ended without an attempt to do it; of jobs between two attempts, prune it.
 
     Args:
         engine: The ledger's database.
@@ -155,12 +179,15 @@ def sweep_scratch(engine: Engine, scratch: Scratch) -> int:
     if not found:
         return 0
     with reading(engine) as connection:
-        alive = set(
-            connection.execute(
-                select(jobs.c.id).where(jobs.c.id.in_(found), jobs.c.state.not_in(list(TERMINAL)))
-            ).scalars()
-        )
-    ended = [job_id for job_id in found if job_id not in alive]
+        rows = connection.execute(
+            select(jobs.c.id, jobs.c.state, jobs.c.fence).where(
+                jobs.c.id.in_(found), jobs.c.state.not_in(list(TERMINAL))
+            )
+        ).all()
+    for row in rows:
+        if row.state not in HELD:
+            scratch.prune(row.id, row.fence)
+    ended = sorted(set(found) - {row.id for row in rows})
     for job_id in ended:
         scratch.clear(job_id)
     return len(ended)

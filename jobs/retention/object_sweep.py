@@ -149,12 +149,8 @@ def _remove_unlisted_files(root: Path, attempt: Path, listed: set[str]) -> int:
 
 def _touched(attempt: Path) -> float:
     """When something was last written there; never, where it is going away meanwhile."""
-    latest = 0.0
     with job_folders.within(attempt):
-        for each in (attempt, *attempt.rglob("*")):
-            with contextlib.suppress(OSError):
-                latest = max(latest, each.lstat().st_mtime)
-    return latest
+        return max((each.st_mtime for each in job_folders.statuses(attempt)), default=0.0)
 
 
 def _batches(keys: Iterator[str]) -> Iterator[list[str]]:

@@ -151,9 +151,6 @@ class Supervisor:
         """Hand the job back before anything was begun, since no thread can be started to look after it.
 
         Nobody renews the lease meanwhile, so it is tried once: if the database does not answer, the lease runs out.
-
-        Args:
-            why: The reason, for the log.
         """
         self._rest(why)
         try:
@@ -372,6 +369,7 @@ class Supervisor:
 
     def _clear(self, state: State) -> None:
         """Keep what the next attempt goes on with, for as long as there may be one."""
+        self._scratch.prune(*self.held)
         if state in TERMINAL:
             self._watch.wind_up()
             with contextlib.suppress(Interrupted, LeaseLost):  # the clean-up removes it later

@@ -66,9 +66,11 @@ def supervise(ledger: Engine, settings: Any) -> Callable[..., None]:
 
 
 def left(scratch: Scratch, job_id: str, fence: int) -> Path:
-    """A file that an attempt has written."""
-    file = scratch.attempt_folder(job_id, fence) / "0.G.safetensors"
-    file.parent.mkdir(parents=True, exist_ok=True)
+    """A file of a checkpoint that an attempt has written."""
+    folder = scratch.attempt_folder(job_id, fence)
+    (folder / MANIFEST).parent.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).touch()
+    file = folder / "0.G.safetensors"
     file.touch()
     return file
 
