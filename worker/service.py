@@ -15,6 +15,7 @@ from worker.agent.isolation import measure_isolation
 from worker.agent.maintenance import WorkerMaintenance
 from worker.agent.pace_measurement import PaceMeasurement
 from worker.agent.shared_folders import share_folders
+from worker.agent.trial_job import trial_job, with_possible_namespaces
 from worker.devices.device_summary import describe_device
 from worker.devices.discover import process_space
 from worker.lifetime import Ending
@@ -52,9 +53,9 @@ class Service:
         if settings.child_user is not None:
             share_folders(settings.ledger.artifact_root, settings.model_store)
         settings.ledger.artifact_root.mkdir(parents=True, exist_ok=True)
-        isolation = measure_isolation(
-            settings.confinement(), os.environ, settings.ledger.artifact_root, settings.confinement(1)
-        )
+        settings = with_possible_namespaces(settings)
+        with trial_job(settings) as job, trial_job(settings, 1) as neighbour:
+            isolation = measure_isolation(job, os.environ, settings.ledger.artifact_root, neighbour)
         log.info("isolation of jobs", holds=isolation)
         self._engine = open_database(settings.ledger.database_url)
         require_current_schema(self._engine)

@@ -79,6 +79,10 @@ class WorkerSettings(ServiceSettings):
     shared_without_walls: Flag = False
     """1: a worker takes jobs although there are several tenants and not every wall between them holds
     ([isolation of jobs](#isolation-of-jobs)); it then trusts each tenant's code with the files of all."""
+    child_namespaces: Flag = False
+    """1: each job gets namespaces of its own, so it sees no process and no folder of another, writes to its own folders
+    alone, and has no network ([namespaces](#namespaces)). Where the kernel refuses, the worker logs why, and jobs run
+    without."""
     child_files: int = Field(4096, ge=64, le=2**20)
     """Files that the process of a job may have open."""
     child_file_bytes: int = Field(2**40, ge=2**20, le=2**62)

@@ -25,8 +25,9 @@ BETWEEN_TENANTS = ("files", "neighbours", "memory")
 ALLOWED_WITHOUT = "shared_without_walls"
 """The entry beside a worker's walls where its operator allows several tenants without them."""
 REMEDY = (
-    "give jobs users of their own (KRONOSCOPE_CHILD_USER, as Compose does) or each tenant a service of its own,"
-    " or allow it with KRONOSCOPE_SHARED_WITHOUT_WALLS=1"
+    "give jobs users of their own (KRONOSCOPE_CHILD_USER, as Compose does) or, where a host allows them, namespaces of"
+    " their own (KRONOSCOPE_CHILD_NAMESPACES=1), or each tenant a service of its own, or allow it with"
+    " KRONOSCOPE_SHARED_WITHOUT_WALLS=1"
 )
 
 _HAS_JOBS = select(jobs.c.id).where(jobs.c.tenant_id == LOCAL_TENANT).exists()

@@ -10,7 +10,7 @@
     no_new_privileges  no program that it starts has more rights than it
     system_calls       a filter denies it what no computation needs
 
-    python -P -m worker.agent.isolation PID UID OTHER FILES FILE...     (the child: prints the list as JSON)
+    python -P -m worker.agent.isolation PID UID OTHERS FILES FILE...     (the child: prints the list as JSON)
 """
 
 import errno
@@ -31,12 +31,14 @@ from jobs.schema.identifiers import new_id
 from worker.disk.cache_folder import ENTRY, cache_of_tenant
 from worker.process.child_process import Child, child_environment
 from worker.process.confinement import Confinement
+from worker.process.process_group import descendants
+from worker.supervision.job_namespaces import secret_files
 
 WALLS = ("own_user", "neighbours", "files", "memory", "secret_files", "no_new_privileges", "system_calls")
 _LINE_BYTES = 10_000
 _PROBE_SECONDS = 60.0
 _PROBE = (sys.executable, "-P", "-m", "worker.agent.isolation")
-_NEIGHBOUR = (sys.executable, "-P", "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(120)")
+_NEIGHBOUR = (sys.executable, "-P", "-c", "import time; print('up', flush=True); time.sleep(120)")
 
 
 def measure_isolation(
@@ -56,7 +58,7 @@ def measure_isolation(
     Raises:
         SettingsInvalid: If children are to have a user of their own, and none can be started as that user.
     """
-    files = [path for name, path in sorted(environ.items()) if name.endswith("_FILE") and _is_secret(name) and path]
+    files = secret_files(environ)
     passed = child_environment(environ)
     held: tuple[str, ...] = ()
     said = b""
@@ -65,15 +67,18 @@ def measure_isolation(
         _files_of_others(artifacts, another.user) as foreign,
         closing(Child.start({}, subprocess.PIPE, passed, _NEIGHBOUR, another)) as beside,
     ):
-        other = next(beside.output(_LINE_BYTES), b"0").strip().decode(errors="replace")
-        told = [str(os.getpid()), str(os.getuid()), other if other.isdecimal() else "0", str(len(foreign))]
+        up = next(beside.output(_LINE_BYTES), b"").strip() == b"up"
+        # as this process numbers them; their own namespace would have other numbers
+        others = ",".join(map(str, sorted(descendants(beside.pid)))) if up else ""
+        told = [str(os.getpid()), str(os.getuid()), others, str(len(foreign))]
         told += [*map(str, foreign), *files]
         with closing(Child.start({}, subprocess.PIPE, passed, (*_PROBE, *told), confinement)) as child:
             for line in child.output(_LINE_BYTES):
                 said = line
             code = child.wait(_PROBE_SECONDS)
+        ended = _has_ended(beside)
     if code == 0:
-        held = tuple(str(each) for each in json.loads(said))
+        held = tuple(str(each) for each in json.loads(said) if each != "neighbours" or not ended)
     if confinement.user is not None and "own_user" not in held:
         raise SettingsInvalid(
             f"KRONOSCOPE_CHILD_USER is {confinement.user}, and no process could be started as that user"
@@ -107,26 +112,30 @@ def _files_of_others(artifacts: Path, user: int | None) -> Iterator[list[Path]]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_secret(name: str) -> bool:
-    return name.startswith(("KRONOSCOPE_", "DATABASE_", "REDIS_", "AWS_"))
+def _has_ended(child: Child) -> bool:
+    try:
+        child.wait(0)
+    except TimeoutError:
+        return False
+    return True
 
 
 def main(arguments: Sequence[str]) -> int:
     """Try each wall from inside a child, and print those that hold.
 
     Args:
-        arguments: The worker's process number and user, the number of another job's process, or 0, how many files of
+        arguments: The worker's process number and user, the numbers of another job's processes, how many files of
             others follow, these, and the files of the worker's secrets.
 
     Returns:
         The exit code 0.
     """
-    worker, user, other, count, *paths = arguments
+    worker, user, others, count, *paths = arguments
     foreign, files = paths[: int(count)], paths[int(count) :]
     fields = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
     walls = {
         "own_user": os.getuid() != int(user),
-        "neighbours": other != "0" and not _reaches(int(other)),
+        "neighbours": others != "" and not any(map(_reaches, map(int, others.split(",")))),
         "files": bool(foreign) and not any(map(_comes_to, map(Path, foreign))),
         "memory": not _opens(f"/proc/{worker}/environ") and not _opens(f"/proc/{worker}/mem"),
         "secret_files": not any(map(_opens, files)),
@@ -144,7 +153,8 @@ def _reaches(process: int) -> bool:
     try:
         os.kill(process, 0)
     except OSError as error:
-        return error.errno != errno.EPERM
+        # where it has namespaces it sees no process of that number
+        return error.errno not in (errno.EPERM, errno.ESRCH)
     return True
 
 

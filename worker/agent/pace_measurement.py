@@ -43,7 +43,7 @@ class PaceMeasurement:
 
     def start(self) -> None:
         """Begin, where jobs have users of their own; others measure for themselves."""
-        if self._settings.child_user is not None:
+        if self._settings.child_user is not None or self._settings.child_namespaces:
             self._thread.start()
 
     def stop(self) -> None:

@@ -5,6 +5,7 @@
     always              no core files, no_new_privs, at most so many open files, at most so large a file
     on x86-64, aarch64  the system calls that computing needs, and no others (``worker.process.system_calls``)
     with a user         that user and no capability, at most so many processes and threads
+    with namespaces     what it sees of processes and files (``worker.process.namespaces``)
 
 There is no limit on the address space: CUDA reserves far more of it than it uses. The number of processes is counted
 by the kernel for each user, not for each child, so it is bounded only where the child has a user of its own.
@@ -24,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from worker.process.namespaces import Namespaces
 from worker.process.system_calls import filter_program
 
 _DEVICE_FILES = ("nvidia*", "nvidia-caps/*", "dri/*", "kfd")
@@ -47,6 +49,13 @@ class Confinement:
     """Bytes of the largest file that it may write."""
     processes: int = 4096
     """Processes and threads of its user, where that is its own."""
+    namespaces: Namespaces | None = None
+    """What it sees of the machine; None: all that its user may."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether it comes to no folder but those that it was given."""
+        return self.user is not None or self.namespaces is not None
 
     def as_text(self) -> str:
         """Return the limits for a command line."""
@@ -62,7 +71,10 @@ class Confinement:
         Returns:
             The limits.
         """
-        return cls(**json.loads(text))
+        values: dict[str, Any] = json.loads(text)
+        if values["namespaces"] is not None:
+            values["namespaces"] = Namespaces.from_values(values["namespaces"])
+        return cls(**values)
 
     def popen_arguments(self) -> dict[str, Any]:
         """Return what `subprocess.Popen` needs to start a program that is held to these limits."""
@@ -81,6 +93,8 @@ class Confinement:
             limits[resource.RLIMIT_NPROC] = self.processes
 
         def apply() -> None:
+            if self.namespaces is not None:
+                _enter(self.namespaces)
             for limit, value in limits.items():
                 hard = resource.getrlimit(limit)[1]
                 bounded = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -95,6 +109,15 @@ class Confinement:
                 libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0)
 
         return apply
+
+
+def _enter(namespaces: Namespaces) -> None:
+    try:
+        namespaces.enter()
+    except OSError as error:
+        # `subprocess` would say no more than that something failed
+        os.write(2, f"no namespaces for it: {error}\n".encode())
+        raise
 
 
 def _device_groups() -> list[int]:

@@ -76,14 +76,22 @@ def kill_descendants(root: int) -> None:
         root: The process whose descendants are killed.
     """
     killed: set[int] = set()
-    while found := _descendants(root) - killed:
+    while found := descendants(root) - killed:
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         killed |= found
 
 
-def _descendants(root: int) -> set[int]:
+def descendants(root: int) -> set[int]:
+    """Return the processes below one, as far as they can be seen.
+
+    Args:
+        root: The process.
+
+    Returns:
+        Their numbers in this process's namespace.
+    """
     children: dict[int, list[int]] = {}
     with contextlib.suppress(OSError):  # no /proc, no list: the group is what can be killed there
         for entry in _PROC.iterdir():

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from jobs.records import Claim
 from worker.devices.discover import devices_of, host
 from worker.disk.cache_folder import cache_of_tenant
 from worker.process.child_process import EXECUTION, RANKS, Child, Hold, child_environment
+from worker.process.confinement import Confinement
 from worker.settings import WorkerSettings
+from worker.supervision.job_namespaces import job_namespaces
 from worker.supervision.stage_factors import LaidOutFactors
 
 _HOME = ".home"
@@ -45,16 +48,36 @@ def start(
     """
     if claim.world_size > 1 and command == EXECUTION:
         command = RANKS
-    confinement = settings.confinement(claim.user_number, claim.world_size)
-    if confinement.user is not None and claim.kinds != (ESTIMATE,):
+    confinement = _confinement(told, claim, settings)
+    if confinement.apart and claim.kinds != (ESTIMATE,):
         _train_builtin(claim.document.get("model") or {}, settings.model_store)
     variables = environment(claim, threads)
-    if confinement.user is not None:
+    if confinement.apart:
         # libraries keep locks, caches and what they unpack where nobody else's job can come to
         home = str(Path(told["artifacts"]) / _HOME)
         variables |= {"HOME": home, "TMPDIR": home, "HF_HOME": home}
         variables.pop("HF_DATASETS_CACHE", None)
     return Child.start(told, subprocess.PIPE, variables, command, confinement, hold)
+
+
+def _confinement(told: Mapping[str, Any], claim: Claim, settings: WorkerSettings) -> Confinement:
+    """The limits, and of the machine's folders those that the assignment names."""
+    attempt, cache = Path(told["artifacts"]), told.get("cache")
+    # all attempts' checkpoints together: a later one links what an earlier one has left
+    written = (attempt, Path(told["scratch"]).parent, *([Path(cache)] if cache else []))
+    read = (*settings.directories_of(claim.tenant_id), *_inputs(told))
+    if settings.child_namespaces:
+        for each in written:
+            each.mkdir(parents=True, exist_ok=True)
+    namespaces = job_namespaces(settings, attempt / _HOME, written, read)
+    return replace(settings.confinement(claim.user_number, claim.world_size), namespaces=namespaces)
+
+
+def _inputs(told: Mapping[str, Any]) -> list[str]:
+    """Folders in the attempt's with links to what is kept, which stays as it is."""
+    named = [told.get("factors_path"), told.get("against_path"), told.get("divided")]
+    named += [each["path"] for each in (told.get("extends"), *(told.get("pieces") or ())) if each]
+    return [str(each) for each in named if each]
 
 
 def _train_builtin(model: Mapping[str, Any], store: Path) -> None:
@@ -114,6 +137,8 @@ def assignment(
     if user is not None:
         scratch.give(claim.job_id, claim.fence, user)
         job_folders.give_new(artifacts / _HOME, user)
+    elif settings.child_namespaces:
+        (artifacts / _HOME).mkdir(exist_ok=True)
     return {
         "document": plain(claim.document),
         "artifacts": str(artifacts),
