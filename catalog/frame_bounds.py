@@ -15,7 +15,11 @@ from catalog.record import record
 
 MAX_COUNT = 2**53
 """The largest count: the last integer that every reader of JSON holds exactly."""
+CACHED_FILES = 50_000
+"""Most files of an entry of cached factors."""
 _HEXADECIMAL = r"[0-9a-f]{64}"
+_FILE_NAME = r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}(/[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}){0,3}"
+"""Plain segments of a path, none of which begins with a dot."""
 _WORD = r"[a-z][a-z0-9_]{0,63}"
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 
@@ -143,7 +147,13 @@ Bound = Text | Count | Entries | Members
 _KIND, _LAYER, _POINTER = Text(most=64, pattern=_WORD), Text(most=16_384), Text(most=1_000, optional=True)
 _MESSAGE = Text(most=4_000)
 _DIGEST = Text(most=64, optional=True)
+_SHA256 = Text(most=64, pattern=_HEXADECIMAL)
 _ANYTHING = Members()
+_CACHED_FILE: Mapping[str, "Bound"] = {
+    "name": Text(most=400, pattern=_FILE_NAME),
+    "sha256": _SHA256,
+    "size_bytes": Count(),
+}
 _LINES = Entries(most=1_000, of=Text(most=2_000))
 _REFUSED = {
     "kind": _KIND,
@@ -165,12 +175,14 @@ _FIELDS: Mapping[str, Mapping[str, Bound]] = {
     "layer": {"kind": _KIND, "ordinal": Count(), "layer": _LAYER, "outcome": _ANYTHING, "observed": _ANYTHING},
     "artifact": {
         "name": Text(most=1_024),
-        "sha256": Text(most=64, pattern=_HEXADECIMAL),
+        "sha256": _SHA256,
         "size_bytes": Count(),
         "media_type": Text(most=100),
     },
     "summary": {"kind": _KIND, "summary": _ANYTHING},
     "log": {"level": Text(most=16, choices=("debug", "info", "warning")), "message": Text(most=2**20)},
+    "cache_asked": {"key": _SHA256},
+    "cache_filled": {"key": _SHA256, "files": Entries(most=CACHED_FILES, of=Members(known=_CACHED_FILE))},
     "failed": {
         "category": Text(most=16, choices=("usage", "transient", "fatal")),
         "code": _KIND,

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from catalog.analysis import LayerResult, RefusedAnalysis
+from catalog.cached_factors import CachedFile
 from catalog.frame_bounds import cut, require_within
 from catalog.record import canonical_json, plain, record
 
 MAX_FRAME_BYTES = 8 * 2**20
+_MOST_WARNING = 500
 
 
 @record
@@ -153,6 +155,29 @@ class Divided:
     """The pieces of the round in their order, each with the fields of `catalog.pieces.Piece`."""
 
 
+@record
+class CacheAsked:
+    """A question for the cached factors of the job's collection; the child waits for a `CacheAnswer`."""
+
+    frame: Literal["cache_asked"] = "cache_asked"
+    key: str
+    """The key of the collection."""
+
+
+@record
+class CacheFilled:
+    """The files of a new entry stand complete in the folder for them, for the parent to publish or to leave."""
+
+    frame: Literal["cache_filled"] = "cache_filled"
+    key: str
+    files: tuple[CachedFile, ...]
+
+    def __post_init__(self) -> None:
+        """Make records of objects, which a decoded frame has."""
+        files = tuple(CachedFile(**each) if isinstance(each, Mapping) else each for each in self.files)
+        object.__setattr__(self, "files", files)
+
+
 Frame = (
     Started
     | Progress
@@ -161,6 +186,8 @@ Frame = (
     | ArtifactWritten
     | Summarised
     | LogLine
+    | CacheAsked
+    | CacheFilled
     | Failed
     | Finished
     | Stopped
@@ -175,11 +202,23 @@ _FRAMES: dict[str, type[Frame]] = {
     "artifact": ArtifactWritten,
     "summary": Summarised,
     "log": LogLine,
+    "cache_asked": CacheAsked,
+    "cache_filled": CacheFilled,
     "failed": Failed,
     "finished": Finished,
     "stopped": Stopped,
     "divided": Divided,
 }
+
+
+@record
+class CacheAnswer:
+    """The parent's answer to a `CacheAsked`, the only message that goes down to the child."""
+
+    job: str | None
+    """The job whose factors now stand, verified, in the folder that the assignment names; None without an entry."""
+    warning: str | None = None
+    """What is wrong with an entry that is not used, for the job's log."""
 
 
 def layer_frame(result: LayerResult) -> LayerDone:
@@ -236,6 +275,31 @@ def decode(line: bytes) -> Frame:
         message = f"not a frame: {error}"
         raise ValueError(message) from error
     return frame
+
+
+def encode_answer(answer: CacheAnswer) -> bytes:
+    """Encode an answer as one line of JSON.
+
+    Args:
+        answer: The answer.
+
+    Returns:
+        The line in UTF-8, with its end, short enough for any pipe to take at once.
+    """
+    warning = None if answer.warning is None else answer.warning[:_MOST_WARNING]
+    return canonical_json({"job": answer.job, "warning": warning}).encode() + b"\n"
+
+
+def decode_answer(line: bytes) -> CacheAnswer:
+    """Read the answer in one line.
+
+    Args:
+        line: The line in UTF-8.
+
+    Returns:
+        The answer; that there is no entry, where the line was cut off with its writer.
+    """
+    return CacheAnswer(**json.loads(line)) if line.endswith(b"\n") else CacheAnswer(job=None)
 
 
 def _finite(text: str) -> float:

@@ -3,6 +3,7 @@
 ::
 
     root/<job id>/<fence>/<name>             staged: what an attempt's child writes; gone with the attempt
+    root/<job id>/<fence>.cached/<name>      read-only names of cached files that it was given; likewise
     objects/<tenant>/<aa>/<sha256>           kept: equal bytes once for each tenant
 
 Every attempt has a folder of its own, so a zombie can never write into what a later attempt
@@ -30,6 +31,7 @@ from jobs.schema.identifiers import is_id
 from jobs.settings import LedgerSettings
 
 OBJECTS = "objects/"
+_VIEW = ".cached"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,127}){0,5}")
 _TENANT = re.compile(r"[A-Za-z0-9_-]{1,36}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -94,13 +96,59 @@ class ArtifactFolder:
         if not _NAME.fullmatch(name):
             raise ArtifactDamaged(f"an artifact's name {name[:80]!r} is not made of plain path segments")
         key = object_key(tenant_id, sha256)
-        with self._staged(Path(self._job_part(job_id), str(int(fence)), name)) as staged:
+        with self.staged(job_id, fence, name) as staged:
             self.store.put(key, staged, sha256=sha256, size_bytes=size_bytes)
         return key
 
-    def _staged(self, relative: Path) -> BinaryIO:
-        """Open what an attempt has written; a link that it put on the way could lead out of its folder."""
-        name = "/".join(relative.parts[2:])
+    def view(self, job_id: str, fence: int) -> Path:
+        """Return the folder of the cached files that one attempt is given, which may not exist yet.
+
+        Args:
+            job_id: The job.
+            fence: The attempt, by its fencing token.
+
+        Returns:
+            The folder, which is the service's and beside the one that the attempt writes to.
+        """
+        return view_of(self.root / self._job_part(job_id) / str(int(fence)))
+
+    def new_view(self, job_id: str, fence: int, group: int | None) -> Path:
+        """Return the same folder, new and empty.
+
+        Args:
+            job_id: The job.
+            fence: The attempt, by its fencing token.
+            group: The job's group, which is to enter it and not to write; None: the job runs as this process's user.
+
+        Returns:
+            The folder.
+
+        Raises:
+            OSError: If it cannot be made.
+        """
+        folder = self.view(job_id, fence)
+        job_folders.clear(folder)
+        folder.mkdir()
+        if group is not None:
+            # before there is anything in it, whose group would change as well
+            job_folders.give(folder, group, written=False)
+        return folder
+
+    def staged(self, job_id: str, fence: int, name: str) -> BinaryIO:
+        """Open what an attempt has written; a link that it put on the way could lead out of its folder.
+
+        Args:
+            job_id: The job.
+            fence: The attempt, by its fencing token.
+            name: The file's name below the attempt's folder, of plain segments.
+
+        Returns:
+            The open file.
+
+        Raises:
+            ArtifactDamaged: If it is missing, not a plain file, or reached through a link.
+        """
+        relative = Path(self._job_part(job_id), str(int(fence)), name)
         try:
             with job_folders.within(self.root / relative.parts[0] / relative.parts[1]):
                 descriptor = open_beneath(self.root, relative)
@@ -172,6 +220,7 @@ class ArtifactFolder:
             fence: The attempt, by its fencing token.
         """
         folder = self.root / self._job_part(job_id)
+        job_folders.clear(self.view(job_id, fence))
         job_folders.clear(folder / str(int(fence)))
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -191,6 +240,18 @@ class ArtifactFolder:
         if not is_id(job_id):
             raise ArtifactDamaged("a folder was asked for under something that is not a job id")
         return job_id
+
+
+def view_of(attempt: Path) -> Path:
+    """Return the folder of the cached files that an attempt is given.
+
+    Args:
+        attempt: The folder that it writes to.
+
+    Returns:
+        The folder beside it, which is the service's and may not exist yet.
+    """
+    return attempt.with_name(f"{attempt.name}{_VIEW}")
 
 
 def open_artifacts(

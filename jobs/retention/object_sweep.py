@@ -121,6 +121,7 @@ def _remove_over(engine: Engine, folder: ArtifactFolder, job_ids: list[str], lim
         for attempt in _attempts(place):
             over = held.get(job_id) != int(attempt.name)
             if over and _touched(attempt) < limit:
+                job_folders.clear(folder.view(job_id, int(attempt.name)))
                 removed += _remove_unlisted_files(folder.root, attempt, listed)
         if job_id not in held:
             with contextlib.suppress(OSError):

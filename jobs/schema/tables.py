@@ -204,6 +204,21 @@ artifacts = Table(
     Index(None, "tenant_id", "uri"),
 )
 
+cached_factors = Table(
+    "cached_factors",
+    metadata,
+    Column("id", _Id, primary_key=True),  # name of the entry's folder
+    _tenant(),
+    Column("place", _Id, nullable=False),  # which folder of caches it is in (``jobs.objects.cached_entries``)
+    Column("key", _Sha256, nullable=False),
+    Column("job_id", _Id, nullable=False),  # no foreign key: it outlives the job that left it
+    Column("files", _json(), nullable=False),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("left_at", Moment(), nullable=False),
+    Column("used_at", Moment(), nullable=False),
+    UniqueConstraint("tenant_id", "place", "key"),
+)
+
 workers = Table(
     "workers",
     metadata,

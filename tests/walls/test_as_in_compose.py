@@ -6,6 +6,8 @@ import secrets
 
 import pytest
 
+from jobs.records import LOCAL_TENANT
+from jobs.repository.results import events_after
 from tests.machine.stopwatch import until
 from tests.walls.compose import Compose
 from tests.walls.interpreter import JOBS, PACKAGES, ROOT, is_open
@@ -19,7 +21,7 @@ HONEST = {
     "cache": "refresh",
 }
 EVIL = '''
-import glob, json, os, signal, time
+import glob, hashlib, json, os, signal, time
 from pathlib import Path
 from torch import nn
 
@@ -62,7 +64,8 @@ def model(report, artifacts, models, known):
             pass
         # even where it knows their names
         for job in known:
-            for place in (job, f"{job}/1", f"{job}/2", f"{job}/.waiting", f"{job}/.waiting/1", f"{job}/.waiting/2"):
+            names = ("", "1", "2", "1.cached", "1.cached/factors", ".waiting", ".waiting/1", ".waiting/2")
+            for place in (f"{job}/{name}".rstrip("/") for name in names):
                 try:
                     seen.append(f"listed {place}: {os.listdir(f'{artifacts}/{place}')}")
                 except OSError:
@@ -73,7 +76,8 @@ def model(report, artifacts, models, known):
                 except OSError:
                     pass
         tried(glob.glob(f"{artifacts}/objects/**", recursive=True) + glob.glob(f"{artifacts}/.objects/*"), seen)
-        for place in (artifacts, f"{artifacts}/.factor-cache", f"{artifacts}/objects"):
+        cache = f"{artifacts}/.factor-cache"
+        for place in (artifacts, cache, f"{cache}/{hashlib.sha256(b'local').hexdigest()[:32]}", f"{artifacts}/objects"):
             try:
                 seen.append(f"listed {place}: {os.listdir(place)}")
             except OSError:
@@ -130,3 +134,10 @@ def test_the_job_beside_an_attacker_gets_the_numbers_of_an_undisturbed_run(compo
         assert (compose.job(each).state, compose.job(each).attempt) == ("succeeded", 1)
     assert compose.digests(beside) == compose.digests(alone)
     assert len(compose.digests(beside)) > 10
+    # what was left in the cache is what the next one finds
+    later = compose.submit(HONEST | {"cache": "use"})
+    log = compose.done()
+    assert compose.job(later).state == "succeeded", log[-4_000:]
+    said = [each.data.get("message", "") for each in events_after(compose.ledger, LOCAL_TENANT, later)]
+    assert any(f"factors from the cache of job {beside}" in line for line in said), said
+    assert compose.digests(later) == compose.digests(alone)

@@ -29,6 +29,8 @@ FAILED |= {"pointer": None, "layer": None, "detail": None}
 PROGRESS = {"frame": "progress", "stage": "collection", "done": 1, "total": 2, "unit": "batches"}
 ARTIFACT = {"frame": "artifact", "name": "a", "sha256": DIGEST, "size_bytes": 1, "media_type": "text/plain"}
 ROW = {"frame": "layer", "kind": "capacity", "ordinal": 0, "layer": "a", "outcome": {}, "observed": {}}
+CACHED = {"name": "a", "sha256": DIGEST, "size_bytes": 1}
+FILLED = {"frame": "cache_filled", "key": DIGEST, "files": [CACHED]}
 
 BEYOND = {
     "a long message": FAILED | {"message": "m" * 100_000},
@@ -51,6 +53,13 @@ BEYOND = {
     "a large environment": {"frame": "started", "environment": {"a": "m" * 100_000}},
     "a digest of the model that is longer than one": {"frame": "finished", "model_sha256": "m" * 65},
     "a hundred thousand notices": {"frame": "finished", "notices": ["m"] * 100_000},
+    "a key that leads elsewhere": {"frame": "cache_asked", "key": "../" * 21 + "a"},
+    "an entry under another key": FILLED | {"key": "evil"},
+    "an entry of files that lead elsewhere": FILLED | {"files": [CACHED | {"name": "../../evil"}]},
+    "an entry of hidden files": FILLED | {"files": [CACHED | {"name": ".place"}]},
+    "an entry of less than nothing": FILLED | {"files": [CACHED | {"size_bytes": -1}]},
+    "an entry of a file without a digest": FILLED | {"files": [CACHED | {"sha256": "evil"}]},
+    "an entry of sixty thousand files": FILLED | {"files": [CACHED] * 60_000},
     "a round of its own": {"frame": "divided", "round": "evil", "pieces": []},
     "eighty thousand pieces": {"frame": "divided", "round": "collect", "pieces": [{}] * 80_000},
 }
@@ -166,6 +175,11 @@ def test_every_field_of_every_frame_has_its_bound() -> None:
         ROW | {"outcome": [1]},
         {"frame": "planned", "plan": []},
         {"frame": "finished", "unused": [1]},
+        {"frame": "cache_asked", "key": 1},
+        FILLED | {"files": {}},
+        FILLED | {"files": [1]},
+        FILLED | {"files": [{"name": "a"}]},
+        FILLED | {"files": [CACHED | {"uri": "x"}]},
     ],
 )
 def test_a_field_of_another_type_is_no_frame(frame: Any) -> None:

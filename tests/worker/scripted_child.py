@@ -13,8 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from catalog.cached_factors import CachedFile
 from catalog.frames import (
     ArtifactWritten,
+    CacheAsked,
+    CacheFilled,
     Divided,
     Failed,
     Finished,
@@ -111,6 +114,40 @@ class Script:
 
     def summary(self, kind: Any = "capacity", **values: Any) -> None:
         self.send(Summarised(kind=kind, summary={"layers": 1, "branches": {"eigendecomposition": 2}, **values}))
+
+    def fill_cache(self, key: Any, files: Any, link: Any = None) -> None:
+        """Leave an entry: files by name; with a link, the first is one to there, and announced as what it leads to."""
+        place = Path(self.assignment["artifacts"]) / ".filled"
+        listed = []
+        for number, (name, text) in enumerate(files.items()):
+            path = place / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if link is None or number:
+                path.write_text(text)
+                # second names, by which it can be written to whatever becomes of the first
+                os.link(path, place.with_name(f"second{number}"))
+            else:
+                path.symlink_to(link)
+            content = path.read_bytes()
+            digest = hashlib.sha256(content).hexdigest()
+            listed.append(CachedFile(name=name, sha256=digest, size_bytes=len(content)))
+        self.send(CacheFilled(key=key, files=tuple(listed)))
+
+    def scale_seconds(self) -> None:
+        """Change what was left, by its second names."""
+        for path in Path(self.assignment["artifacts"]).glob("second*"):
+            path.write_text(path.read_text().swapcase())
+
+    def ask_cache(self, key: Any) -> None:
+        """Say what the parent answers, and the files that are then there."""
+        self.send(CacheAsked(key=key))
+        answers = int(sys.argv[sys.argv.index("--answers") + 1])
+        line = b""
+        while not line.endswith(b"\n"):
+            line += os.read(answers, 4096)
+        view = Path(self.assignment["cache"])
+        files = {str(each.relative_to(view)): each.read_text() for each in sorted(view.rglob("*")) if each.is_file()}
+        self.log(json.dumps({"job": json.loads(line)["job"], "files": files}))
 
     def say(self, text: Any) -> None:
         sys.stdout.write(f"{text}\n")

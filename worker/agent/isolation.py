@@ -28,7 +28,7 @@ from jobs.errors import SettingsInvalid
 from jobs.objects import job_folders
 from jobs.objects.artifacts import OBJECTS, ArtifactFolder
 from jobs.schema.identifiers import new_id
-from worker.disk.cache_folder import ENTRY, cache_of_tenant
+from worker.disk.cache_folder import cache_of_tenant
 from worker.process.child_process import Child, child_environment
 from worker.process.confinement import Confinement
 from worker.process.process_group import descendants
@@ -94,7 +94,7 @@ def _files_of_others(artifacts: Path, user: int | None) -> Iterator[list[Path]]:
     probe, digest = new_id(), secrets.token_hex(32)
     job, objects = artifacts / probe, artifacts / OBJECTS / probe
     cache = cache_of_tenant(artifacts, probe)
-    files = [job / "1" / "artifact", objects / digest[:2] / digest, cache / digest / ENTRY]
+    files = [job / "1" / "artifact", objects / digest[:2] / digest, cache / digest / "entry"]
     placed = []
     try:
         with suppress(OSError):
@@ -182,5 +182,5 @@ def _opens(path: str) -> bool:
 
 
 if __name__ == "__main__":
-    # the worker appends `--frames FD`, which this child has no use for
-    sys.exit(main(sys.argv[1 : sys.argv.index("--frames")]))
+    # the worker appends `--answers FD --frames FD`, which this child has no use for
+    sys.exit(main(sys.argv[1 : sys.argv.index("--answers")]))

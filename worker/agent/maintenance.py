@@ -21,8 +21,8 @@ from jobs.queue.reaper import end_overdue, reap_ended_worker, reap_expired
 from jobs.retention.object_sweep import sweep_attempts, sweep_objects
 from jobs.retention.retention import archive_ended, forget_estimates
 from jobs.settings import LedgerSettings
+from worker.agent.cache_sweep import sweep_caches
 from worker.agent.worker_locks import EndedWorkers
-from worker.disk.cache_folder import sweep_tenants
 
 _ENDED_SECONDS = 1.0
 """Between two looks for dead workers of this machine, which ask the database only where there is one."""
@@ -125,12 +125,15 @@ class WorkerMaintenance:
                 self._round("cleared", lambda: sweep_scratch(self._engine, scratch))
                 self._round("archived", lambda: self._archive(folder))
                 self._round("forgotten", self._forget)
-                self._round("uncached", lambda: sweep_tenants(self._settings.artifact_root, self._settings.cache_bytes))
+                self._round("uncached", self._sweep_caches)
             if now >= next_sweep:
                 next_sweep = now + self._settings.sweep_seconds
                 self._round("objects removed", lambda: sweep_objects(self._engine, folder, grace))
                 self._round("attempts removed", lambda: sweep_attempts(self._engine, folder, grace))
             self._ended.wait(max(0.0, min(next_clearing, next_sweep) - time.monotonic()))
+
+    def _sweep_caches(self) -> int:
+        return sweep_caches(self._engine, self._settings.artifact_root, self._settings.cache_bytes)
 
     def _archive(self, folder: ArtifactFolder) -> int:
         days = self._settings.retention_days

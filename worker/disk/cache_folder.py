@@ -1,27 +1,81 @@
-"""The folder of cached factors of one tenant: entries named by their keys, the longest unused leaving first.
+"""The cache folder of one tenant: entries of cached factors, as the parent of a job serves and fills them.
 
-An entry is a folder that was filled under a temporary name and renamed when it was complete, so whoever sees a key
-sees everything. Its ``entry.json`` holds the digests of its files, and is touched at every use. Whoever fills a folder
-holds a lock on it, which the kernel takes back from a process that is gone.
+::
+
+    <folder>/<id>/<file>     read-only files of the service; an entry from the moment that a row names its id
+
+The rows hold the digests, and stand where no job can write: in the ledger (`jobs.objects.cached_entries`), or for runs
+in the foreground beside the folder (`worker.foreground.cache_rows`). A folder without a row is nothing, and neither is
+a row without its folder: both are removed. Whoever fills a folder holds a lock on it, which the kernel takes back from
+a process that is gone.
+
+What a job is given are second names of the files, in a folder that it may enter and not write; what it leaves is
+copied, and the digests are those of the copies.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
 import re
 import shutil
+import stat
 import time
 import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, Protocol
 
-ENTRY = "entry.json"
-_KEY = re.compile(r"[0-9a-f]{64}")
-_PART, _TRASH = ".part-", ".trash-"
+from catalog.cached_factors import CachedEntry, CachedFile
+from catalog.frames import CacheAnswer
+from catalog.open_beneath import READ
+from worker.disk.free_space import free_share
+
+LEAST_FREE_SHARE = 0.05
+"""Of a disk, below which nothing is cached."""
+_NAME = re.compile(r"[0-9a-f]{32}")
+_OURS = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}|\.(part|trash)-.*")
+"""Names of entries, of those of earlier versions, and of what is being filled or removed."""
+_TRASH = ".trash-"
+_CHUNK_BYTES = 2**20
+_MODE = 0o444
 _LEFT_SECONDS = 60.0
 """After which a folder that nobody has locked is left of whoever was killed, and not just about to be locked."""
 _STALE_SECONDS = 86_400.0
 """Nobody fills an entry for so long: after it, one is removed on a file system without locks too."""
+_DAMAGE = (errno.EIO, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+"""What reading says where a disk has lost bytes, or something stands where a file of an entry was."""
+
+
+class EntryRows(Protocol):
+    """The rows of the entries of one folder."""
+
+    def find(self, key: str) -> CachedEntry | None:
+        """Return the entry of a key, and note its use; ValueError if its row is damaged."""
+
+    def add(self, entry: CachedEntry, *, replace: bool) -> bool:
+        """Make an entry that of its key; return whether it is: of two, the first stays unless it is replaced."""
+
+    def remove(self, key: str, entry_id: str | None) -> None:
+        """Remove the row of a key, if it is of this entry; of any with None."""
+
+    def all(self) -> list[CachedEntry]:
+        """Return all entries, the longest unused last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filling:
+    """Files that a job has left to become an entry."""
+
+    key: str
+    job: str
+    files: Sequence[CachedFile]
+    open: Callable[[str], BinaryIO]
+    """Opens a file by its name, and follows no link."""
+    replace: bool
+    """Whether an entry that is there already gives way."""
 
 
 def cache_of_tenant(artifact_root: Path, tenant_id: str) -> Path:
@@ -49,130 +103,201 @@ def tenants_caches(artifact_root: Path) -> Path:
     return artifact_root / ".factor-cache"
 
 
-def sweep_tenants(artifact_root: Path, limit_bytes: int) -> int:
-    """Sweep the cache of every tenant.
+class CacheFolder:
+    """A tenant's entries."""
+
+    def __init__(self, folder: Path, rows: EntryRows, limit_bytes: int) -> None:
+        """Set up the cache; nothing is read yet.
+
+        Args:
+            folder: The tenant's folder, which need not exist yet.
+            rows: The rows of its entries.
+            limit_bytes: Bytes that all entries may take together.
+        """
+        self.folder = folder
+        self._rows = rows
+        self._limit_bytes = limit_bytes
+
+    def answer(self, key: str, view: Path) -> CacheAnswer:
+        """Verify the entry of a key, and lay it out for a job.
+
+        Args:
+            key: The entry's key.
+            view: A folder of the service that the job may enter, in which nothing is yet.
+
+        Returns:
+            The job that left the entry; None without one, and where it is damaged or cannot be read here.
+        """
+        entry = None
+        try:
+            entry = self._rows.find(key)
+            if entry is None:
+                return CacheAnswer(job=None)
+            for each in entry.files:
+                _lay_out(self._place(entry), view, each)
+        except ValueError as error:
+            return self._damaged(key, entry, str(error))
+        except OSError as error:
+            if error.errno in _DAMAGE:
+                return self._damaged(key, entry, str(error.strerror))
+            why = error.strerror or error
+            return CacheAnswer(job=None, warning=f"cached factors cannot be used here: {why}; collected again")
+        return CacheAnswer(job=entry.job)
+
+    def take(self, filling: Filling) -> str | None:
+        """Copy what a job has left, and make it the entry of its key; of two that leave one at once the first wins.
+
+        Args:
+            filling: The files, and the key that the job claims for them.
+
+        Returns:
+            The reason why it is not kept; None where it is, or an entry is there already.
+        """
+        size = sum(each.size_bytes for each in filling.files)
+        if size > self._limit_bytes:
+            return f"they take more than the cache's {self._limit_bytes:,} bytes"
+        if free_share(self.folder, size) < LEAST_FREE_SHARE:
+            return f"less than {LEAST_FREE_SHARE:.0%} of the disk would be free, which results may need"
+        entry = CachedEntry(id=uuid.uuid4().hex, key=filling.key, job=filling.job, files=tuple(filling.files))
+        try:
+            self._fill(entry, filling)
+        except (OSError, ValueError) as error:
+            return str(getattr(error, "strerror", None) or error)
+        self.sweep()
+        return None
+
+    def sweep(self) -> int:
+        """Remove the longest unused entries beyond the limit, and what is without a row or without a folder.
+
+        What is being filled counts. A job that reads an entry has its own names of the files, so that nothing is taken
+        from under it.
+
+        Returns:
+            The number of entries and folders that were removed.
+        """
+        places = {each.name: each for each in _listing(self.folder) if _OURS.fullmatch(each.name)}
+        left = {name for name, each in places.items() if _is_left(each)}
+        # after the folders: whoever fills one adds its row before it lets go of it
+        entries = self._rows.all()
+        named = {each.id for each in entries}
+        removed, total = 0, 0
+        for name, each in places.items():
+            if name in left and name not in named:
+                _clear(each)
+                removed += 1
+            elif name not in named:
+                total += _size(each)
+        for entry in entries:
+            is_there = _NAME.fullmatch(entry.id) is not None and self._place(entry).is_dir()
+            total += sum(each.size_bytes for each in entry.files) if is_there else 0
+            if not is_there or total > self._limit_bytes:
+                self._remove(entry)
+                removed += 1
+        return removed
+
+    def _fill(self, entry: CachedEntry, filling: Filling) -> None:
+        """Copy the files into the entry's folder, and name it; nothing stays where it does not become the entry."""
+        place, lock, added = self._place(entry), None, False
+        before = self._rows.find(entry.key) if filling.replace else None
+        try:
+            lock = _claim(place)
+            for each in entry.files:
+                _copy(filling.open, each, place)
+            added = self._rows.add(entry, replace=filling.replace)
+        finally:
+            if not added:
+                discard(place)
+            if lock is not None:
+                os.close(lock)
+        if before is not None and added:
+            self._remove(before)
+
+    def _damaged(self, key: str, entry: CachedEntry | None, why: str) -> CacheAnswer:
+        if entry is None:
+            self._rows.remove(key, None)
+        elif not self._place(entry).is_dir():
+            # taken away as a whole, before or while it was being read
+            self._rows.remove(key, entry.id)
+            return CacheAnswer(job=None)
+        else:
+            self._remove(entry)
+        return CacheAnswer(job=None, warning=f"cached factors are damaged, and collected again: {why}")
+
+    def _remove(self, entry: CachedEntry) -> None:
+        """Remove an entry: its row, after which the folder is nothing, and the folder."""
+        self._rows.remove(entry.key, entry.id)
+        if _NAME.fullmatch(entry.id):
+            discard(self._place(entry))
+
+    def _place(self, entry: CachedEntry) -> Path:
+        return self.folder / entry.id
+
+
+def discard(place: Path) -> None:
+    """Remove the folder of an entry: out of sight at once, then file by file.
 
     Args:
-        artifact_root: The folder of the artifacts.
-        limit_bytes: The bytes that each tenant may keep.
-
-    Returns:
-        How many entries were removed.
+        place: The folder; one that is not there is no error.
     """
-    root = tenants_caches(artifact_root)
-    return sum(sweep(each, limit_bytes) for each in root.iterdir()) if root.is_dir() else 0
+    trash = place.parent / f"{_TRASH}{uuid.uuid4().hex}"
+    with contextlib.suppress(OSError):
+        place.rename(trash)
+    _clear(trash)
 
 
-def part(folder: Path) -> Path:
-    """Return a new place to fill an entry in.
+def _lay_out(place: Path, view: Path, file: CachedFile) -> None:
+    """Give a file of an entry a name in a job's view of it, and verify what has it."""
+    source, target = place / file.name, view / file.name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except FileNotFoundError:
+        raise ValueError(f"{file.name} is missing") from None
+    except OSError:
+        # a file system without links
+        if not stat.S_ISREG(source.lstat().st_mode):
+            raise ValueError(f"{file.name} is not a plain file") from None
+        shutil.copyfile(source, target, follow_symlinks=False)
+        target.chmod(_MODE)
+    status = target.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{file.name} is not a plain file")
+    if status.st_size != file.size_bytes or _sha256(target) != file.sha256:
+        raise ValueError(f"{file.name} is not what was written")
 
-    Args:
-        folder: The tenant's cache.
 
-    Returns:
-        A path that nothing else uses; it is not made.
-    """
-    return folder / f"{_PART}{uuid.uuid4().hex}"
+def _copy(open_file: Callable[[str], BinaryIO], file: CachedFile, place: Path) -> None:
+    """Copy a file that a job has left, and require that it has left what it said."""
+    target = place / file.name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    digest, size = hashlib.sha256(), 0
+    with open_file(file.name) as source, target.open("xb") as copy:
+        # it may grow while it is read
+        while size <= file.size_bytes and (part := source.read(_CHUNK_BYTES)):
+            copy.write(part)
+            digest.update(part)
+            size += len(part)
+        copy.flush()
+        os.fchmod(copy.fileno(), _MODE)
+        os.fsync(copy.fileno())
+    if size != file.size_bytes or digest.hexdigest() != file.sha256:
+        raise ValueError(f"{file.name} is not what was announced")
 
 
-def claim(place: Path) -> int:
-    """Make the place in which an entry is filled, and lock it.
-
-    Args:
-        place: A path from `part`.
-
-    Returns:
-        The descriptor that holds the lock until it is closed.
-
-    Raises:
-        OSError: If it cannot be made.
-    """
-    place.mkdir(parents=True, exist_ok=True)
+def _claim(place: Path) -> int:
+    """Make the folder of an entry to be, and lock it until the descriptor is closed."""
+    place.mkdir(parents=True)
     descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return descriptor
 
 
-def publish(filled: Path, folder: Path, key: str, *, replace: bool) -> None:
-    """Make a filled place the entry of a key; of two that fill it at once the first wins.
-
-    Args:
-        filled: The complete place.
-        folder: The tenant's cache.
-        key: The entry's key, a SHA-256 in hexadecimal.
-        replace: Whether an entry that is there already gives way.
-
-    Raises:
-        OSError: If it cannot be renamed for another reason.
-    """
-    target = folder / key
-    if replace or not (target / ENTRY).is_file():
-        # a folder that lost its manifest is no entry, and would be in the way of one
-        discard(target)
+def _listing(folder: Path) -> list[Path]:
     try:
-        filled.rename(target)
-    except OSError:
-        if not target.is_dir():
-            raise
-        shutil.rmtree(filled, ignore_errors=True)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def discard(entry: Path) -> None:
-    """Remove an entry: out of sight at once, then file by file.
-
-    Args:
-        entry: Its folder; one that is not there is no error.
-    """
-    trash = entry.parent / f"{_TRASH}{uuid.uuid4().hex}"
-    with contextlib.suppress(OSError):
-        entry.rename(trash)
-    _clear(trash)
-
-
-def sweep(folder: Path, limit_bytes: int) -> int:
-    """Remove what was left half done, and the longest unused entries beyond the limit.
-
-    What is being filled counts. A job that reads an entry has its own links to the files, so that nothing is taken
-    from under it.
-
-    Args:
-        folder: The tenant's cache.
-        limit_bytes: The bytes that may stay, places being filled included.
-
-    Returns:
-        How many entries and places were removed.
-    """
-    if not folder.is_dir():
-        return 0
-    removed, entries, total = 0, [], 0
-    for each in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            if each.name.startswith((_PART, _TRASH)):
-                if _left(each):
-                    _clear(each)
-                    removed += 1
-                else:
-                    total += _size(each)
-            elif _KEY.fullmatch(each.name) and each.is_dir():
-                entries.append((_used(each), _size(each), each))
-    for _, size, entry in sorted(entries, key=lambda found: -found[0]):
-        total += size
-        if total > limit_bytes:
-            discard(entry)
-            removed += 1
-    return removed
-
-
-def _used(entry: Path) -> float:
-    """When it was last used; never, where it is no entry."""
-    manifest = entry / ENTRY
-    return manifest.stat().st_mtime if manifest.is_file() else 0.0
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def _clear(place: Path) -> None:
@@ -182,12 +307,15 @@ def _clear(place: Path) -> None:
         place.unlink()
 
 
-def _left(place: Path) -> bool:
-    """Whether nobody fills, or clears, a place any more."""
-    idle = time.time() - _touched(place)
-    if idle <= _LEFT_SECONDS or idle > _STALE_SECONDS:
-        return idle > _STALE_SECONDS
-    descriptor = os.open(place, os.O_RDONLY)
+def _is_left(place: Path) -> bool:
+    """Whether nobody fills, or clears, a folder any more."""
+    try:
+        idle = time.time() - max(each.lstat().st_mtime for each in (place, *place.rglob("*")))
+        if idle <= _LEFT_SECONDS or idle > _STALE_SECONDS:
+            return idle > _STALE_SECONDS
+        descriptor = os.open(place, READ)
+    except OSError:
+        return False  # going away meanwhile
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -199,9 +327,18 @@ def _left(place: Path) -> bool:
         os.close(descriptor)
 
 
-def _touched(folder: Path) -> float:
-    return max(each.stat().st_mtime for each in (folder, *folder.rglob("*")))
+def _size(place: Path) -> int:
+    total = 0
+    for each in (place, *place.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):
+            status = each.lstat()
+            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return total
 
 
-def _size(entry: Path) -> int:
-    return sum(each.stat().st_size for each in entry.rglob("*") if each.is_file())
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(_CHUNK_BYTES):
+            digest.update(part)
+    return digest.hexdigest()

@@ -51,3 +51,17 @@ def free_bytes(folder: Path) -> int:
         Free bytes for a process without privileges.
     """
     return shutil.disk_usage(existing(folder)).free
+
+
+def free_share(folder: Path, size_bytes: int = 0) -> float:
+    """Return the share of a disk that is free, or would be after a write.
+
+    Args:
+        folder: The folder, which need not exist yet.
+        size_bytes: The bytes to be written.
+
+    Returns:
+        The share, from 0; 1 where the disk does not tell its size.
+    """
+    usage = shutil.disk_usage(existing(folder))
+    return max(0, usage.free - size_bytes) / usage.total if usage.total else 1.0

@@ -1,6 +1,6 @@
 """The child: computes one job and tells its parent about it in frames; writes nothing but artifacts.
 
-    python -P -m worker.execution --frames FD        (the assignment comes on standard input)
+    python -P -m worker.execution --answers FD --frames FD        (the assignment comes on standard input)
 
 The last frame is ``finished`` (exit code 0), ``failed`` (2 usage, 3 transient, 4 fatal),
 ``stopped`` (5) or ``divided`` (6: it goes on when its pieces have ended). SIGTERM stops it at its next
@@ -24,6 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from catalog import DOCUMENT
 from catalog.analysis import RefusedAnalysis
+from catalog.cached_factors import FILLED
 from catalog.estimate import unplannable
 from catalog.field_errors import complaints
 from catalog.frames import Divided, Finished, Started, Stopped, Summarised, layer_frame
@@ -38,7 +39,7 @@ from engine.layers.coverage_check import survey_layers
 from engine.model.usable_model import require_usable
 from engine.workspace import Workspace
 from worker.execution.assignment import Assignment, read_assignment
-from worker.execution.cache.factor_cache import CacheUse, FactorCache
+from worker.execution.cache.factor_cache import CacheUse, FactorCache, ask_parent
 from worker.execution.cache.factor_cache_key import factor_key, reason_uncacheable
 from worker.execution.computing_environment import computing_device, computing_environment
 from worker.execution.computing_place import ComputingPlace, computing_place
@@ -92,11 +93,7 @@ from worker.execution.stop_flag import StopFlag
 
 EXIT_STOPPED = 5
 EXIT_DIVIDED = 6
-
-
 _EXIT_CODES = {"usage": 2, "transient": 3, "fatal": 4}
-
-
 ESTIMATE = "engine.estimate:estimate"
 
 
@@ -297,13 +294,14 @@ def _open_model(attempt: _Attempt) -> InputDigests | Finished | Divided:
         scratch = ArtifactFiles(assignment.scratch / EXTENSION, None)
         collect_extension(attempt.extended, digests.model_sha256, scratch, workspace)
     elif assignment.piece is None:
-        _use_cache(assignment, document, workspace, digests)
+        _use_cache(attempt, digests)
     return digests
 
 
-def _use_cache(assignment: Assignment, document: JobDocument, workspace: Workspace, digests: InputDigests) -> None:
+def _use_cache(attempt: _Attempt, digests: InputDigests) -> None:
     """Give the workspace a cache, if there is one and the collection can be told from every other."""
-    if assignment.cache is None or document.cache == "off" or workspace.inputs.model is None:
+    assignment, document, workspace = attempt.assignment, attempt.document, attempt.workspace
+    if assignment.cache is None or workspace.inputs.model is None:
         return
     why = reason_uncacheable(document, workspace.inputs.model)
     if why is not None:
@@ -314,12 +312,13 @@ def _use_cache(assignment: Assignment, document: JobDocument, workspace: Workspa
     ranks = workspace.machine.ranks
     size = 1 if ranks is None else ranks.size
     workspace.ports.cache = FactorCache(
-        assignment.cache,
         CacheUse(
             key=factor_key(document, workspace.inputs.model, data, workspace.machine.device, size),
-            job=assignment.job,
-            own=assignment.scratch / "cached",
+            view=assignment.cache,
+            filled=assignment.artifacts / FILLED,
             refresh=document.cache == "refresh",
+            ask=ask_parent(attempt.pipe, ranks, workspace.ports.raise_if_cancelled),
+            tell=attempt.pipe.send,
             fills=writes_files(ranks),
             agree=bool if ranks is None else lambda found: all(ranks.gather(found, "cached factors")),
         ),
@@ -368,11 +367,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="worker.execution", description="Compute one job; started by its parent.")
     parser.add_argument("--frames", type=int, required=True, help="descriptor that frames are written to")
-    frames = parser.parse_args(arguments).frames
+    parser.add_argument("--answers", type=int, help="descriptor that answers come from")
+    descriptors = parser.parse_args(arguments)
     stop = StopFlag()
     stop.install()
-    ranked = connect()
-    pipe = ranked or FramePipe(frames)
+    ranked = connect(descriptors.answers)
+    pipe = ranked or FramePipe(descriptors.frames, descriptors.answers)
     try:
         text = sys.stdin.buffer.read() if ranked is None else read_assignment_text()
         finished = execute(read_assignment(text), pipe, stop)

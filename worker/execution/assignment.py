@@ -69,11 +69,9 @@ class Assignment:
     against_path: Path | None
     """The folder of the factors that a comparison names, where the parent laid it out."""
     cache: Path | None
-    """The tenant's folder of cached factors; None where there is none."""
+    """The folder in which the parent lays out cached factors that it is asked for; None where it has none."""
     cache_bytes: int
-    """What it may hold."""
-    job: str
-    """By what name its factors are known to those who find them in the cache."""
+    """What the cache may hold."""
     scratch: Path
     """Where finished factors wait, and checkpoints stand, for this attempt and the next."""
     earlier: tuple[Path, ...]
@@ -138,7 +136,6 @@ def read_assignment(raw: bytes) -> Assignment:
             against_path=Path(against_path) if against_path else None,
             cache=Path(value["cache"]) if value.get("cache") else None,
             cache_bytes=int(value.get("cache_bytes") or 0),
-            job=str(value.get("job") or "(without an id)"),
             scratch=Path(value.get("scratch") or artifacts / ".waiting"),
             earlier=tuple(Path(path) for path in value.get("earlier") or ()),
             checkpoint_seconds=float(value.get("checkpoint_seconds") or 0),

@@ -1,19 +1,44 @@
-"""The child's end of the frame pipe: whole lines, in order, and progress no more often than is useful."""
+"""The child's end of the frame pipe: whole lines, in order, and progress no more often than is useful.
+
+Answers of the parent come over a pipe of their own, one line for each question.
+"""
 
 import os
+import select
 import time
+from collections.abc import Callable
 
-from catalog.frames import ArtifactWritten, Frame, LogLine, Planned, Progress, encode
+from catalog.frames import (
+    ArtifactWritten,
+    CacheAnswer,
+    CacheAsked,
+    Frame,
+    LogLine,
+    Planned,
+    Progress,
+    decode_answer,
+    encode,
+)
 from worker.execution.refusal import storable_text
 
 _PROGRESS_SECONDS = 0.2
+_LOOK_SECONDS = 0.2
+"""Between two looks, while an answer is awaited, whether the job is to stop."""
+_ANSWER_BYTES = 4096
 
 
 class FramePipe:
     """Writes frames to a descriptor. One thread writes."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, answers: int | None = None) -> None:
+        """Set up the pipe.
+
+        Args:
+            descriptor: The pipe that frames are written to.
+            answers: The pipe that answers come from; None where nobody answers.
+        """
         self._descriptor = descriptor
+        self._answers = answers
         self._stage: str | None = None
         self._reported = 0.0
 
@@ -30,6 +55,32 @@ class FramePipe:
         line = memoryview(encode(frame))
         while line:
             line = line[os.write(self._descriptor, line) :]
+
+    def ask(self, question: CacheAsked, checkpoint: Callable[[], None]) -> CacheAnswer:
+        """Ask the parent, and wait for its answer.
+
+        Args:
+            question: The question.
+            checkpoint: Called while it is awaited; may raise to stop.
+
+        Returns:
+            The answer; that there is no entry, where nobody answers.
+
+        Raises:
+            BrokenPipeError: If nobody reads any more.
+        """
+        if self._answers is None:
+            return CacheAnswer(job=None)
+        self.send(question)
+        line = b""
+        while not line.endswith(b"\n"):
+            checkpoint()
+            if select.select([self._answers], [], [], _LOOK_SECONDS)[0]:
+                part = os.read(self._answers, _ANSWER_BYTES)
+                if not part:
+                    break  # the parent is gone
+                line += part
+        return decode_answer(line)
 
     def report(self, stage: str, done: int, total: int | None, unit: str) -> None:
         """Send progress: the first of a stage, its last, and a few a second in between.

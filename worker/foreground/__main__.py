@@ -18,14 +18,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from catalog.frames import Divided, Failed, Finished, Frame, LogLine, Stopped, encode
+from catalog.frames import CacheFilled, Divided, Failed, Finished, Frame, LogLine, Stopped, encode
 from catalog.record import FieldError
 from catalog.schedule import Schedule
+from worker.foreground.cache_rows import RunCache
 from worker.foreground.child_run import Last, Stopper, run_child, trouble
 from worker.foreground.output_folder import OutputFolder, OutputRefused
 from worker.foreground.piece_runs import PieceRuns
@@ -46,9 +47,7 @@ _PASSED_ON = (
     "offline",
     "factors_path",
     "checkpoint_seconds",
-    "cache",
     "cache_bytes",
-    "job",
     "estimate",
     "device",
 )
@@ -117,6 +116,8 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
         "artifacts": str(folder.artifacts),
         "scratch": str(folder.scratch),
     }
+    cache = RunCache(request, folder.artifacts)
+    assignment |= cache.told()
     overdue = threading.Event()
 
     def end_at_deadline() -> None:
@@ -127,15 +128,8 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
     timer.daemon = True
     if seconds is not None:
         timer.start()
-    attempt = partial(run_child, stopper=stopper, command=command)
-    formatter = LogFormatter(document)
-
-    def keep(frame: Frame) -> None:
-        folder.take(frame)
-        echo(frame)
-        for line in formatter.lines(frame):
-            echo(line)
-
+    attempt = partial(run_child, stopper=stopper, command=command, answer=cache.answer)
+    keep = _keeper(folder, cache, echo, LogFormatter(document))
     rounds = PieceRuns(folder, assignment, attempt, echo)
     # what a killed run was divided into stays so
     last: Last | None = rounds.run()
@@ -148,9 +142,25 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
             last = ended
     stopper.ended()
     timer.cancel()
+    cache.close()
     if overdue.is_set() and isinstance(last, Stopped):
         last = _overdue()
     return _end(folder, last, echo)
+
+
+def _keeper(folder: OutputFolder, cache: RunCache, echo: Echo, formatter: LogFormatter) -> Callable[[Frame], None]:
+    """Return what takes the child's frames."""
+
+    def keep(frame: Frame) -> None:
+        said = cache.take(frame) if isinstance(frame, CacheFilled) else frame
+        if said is None:
+            return
+        folder.take(said)
+        echo(said)
+        for line in formatter.lines(said):
+            echo(line)
+
+    return keep
 
 
 def _end(folder: OutputFolder, last: Last, echo: Echo) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from catalog.cgroups import oom_kills
 from catalog.frame_bounds import FrameBeyond
-from catalog.frames import Divided, Failed, Finished, Frame, Stopped
+from catalog.frames import CacheAnswer, CacheAsked, Divided, Failed, Finished, Frame, Stopped
 from catalog.ranks import MAX_WORLD_SIZE
 from worker.process.artifact_check import ArtifactMismatch
 from worker.process.child_process import EXECUTION, RANKS, STOP_GRACE_SECONDS, Child, MalformedFrame
@@ -90,7 +90,12 @@ class Stopper:
 
 
 def run_child(
-    assignment: Mapping[str, Any], take: Callable[[Frame], None], *, stopper: Stopper, command: Sequence[str]
+    assignment: Mapping[str, Any],
+    take: Callable[[Frame], None],
+    *,
+    stopper: Stopper,
+    command: Sequence[str],
+    answer: Callable[[CacheAsked], CacheAnswer],
 ) -> Last | Divided:
     """Run one child to its end.
 
@@ -99,6 +104,7 @@ def run_child(
         take: Receives every frame but the last.
         stopper: The stop of the run.
         command: The child's program.
+        answer: Answers its questions for cached factors.
 
     Returns:
         Its last frame, or one that says how it ended without.
@@ -115,6 +121,8 @@ def run_child(
                 last_position.follow(frame)
                 if isinstance(frame, (Finished, Failed, Stopped, Divided)):
                     last = frame
+                elif isinstance(frame, CacheAsked):
+                    child.answer(answer(frame))
                 else:
                     take(frame)
         except (MalformedFrame, FrameBeyond, ArtifactMismatch, OSError) as error:

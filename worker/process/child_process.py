@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from catalog.frame_bounds import FrameBeyond
-from catalog.frames import MAX_FRAME_BYTES, Frame, decode
+from catalog.frames import MAX_FRAME_BYTES, CacheAnswer, Frame, decode, encode_answer
 from catalog.record import record
 from worker.process.confinement import Confinement
 from worker.process.guardian import MOMENT
@@ -94,9 +94,15 @@ class Child:
     """A running child. ``start`` makes one; the group is gone when ``wait`` returns."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], frames: IO[bytes], lifeline: int, user: int | None = None
+        self,
+        process: subprocess.Popen[bytes],
+        frames: IO[bytes],
+        answers: int,
+        lifeline: int,
+        user: int | None = None,
     ) -> None:
         self._process = process
+        self._answers = answers
         self._user = user
         self._frames = frames
         self.began = began(process.pid)
@@ -129,7 +135,7 @@ class Child:
             assignment: What the child reads from its standard input.
             output: Where its standard output and error go (``subprocess.PIPE``: to ``.output``).
             environment: Its whole environment.
-            command: The child's program; ``--frames FD`` is appended.
+            command: The child's program; ``--answers FD --frames FD`` is appended.
             confinement: What the child is held to.
             hold: Until when it may run; None: as long as this process lives.
 
@@ -145,28 +151,32 @@ class Child:
             text.seek(0)
             lifeline_read, lifeline = _pipe(ours)
             frames_read, frames_write = _pipe(ours)
+            answers_read, answers = _pipe(ours)
             process = subprocess.Popen(  # noqa: S603 - our own interpreter and modules, no shell
                 [
                     *(*_GUARDIAN, "--lifeline", str(lifeline_read), *_hold_arguments(hold)),
                     *("--confinement", confinement.as_text()),
-                    *("--", *command, "--frames", str(frames_write)),
+                    *("--", *command, "--answers", str(answers_read), "--frames", str(frames_write)),
                 ],
                 stdin=text,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
-                pass_fds=(lifeline_read, frames_write, *_lock(hold)),
+                pass_fds=(lifeline_read, frames_write, answers_read, *_lock(hold)),
                 start_new_session=True,
             )
             ours.pop_all()
         os.close(lifeline_read)
         os.close(frames_write)
+        os.close(answers_read)
         os.set_blocking(lifeline, False)
+        os.set_blocking(answers, False)
         frames = os.fdopen(frames_read, "rb")
         try:
-            return cls(process, frames, lifeline, confinement.user)
+            return cls(process, frames, answers, lifeline, confinement.user)
         except (OSError, RuntimeError) as error:
             frames.close()
+            os.close(answers)
             os.close(lifeline)  # whereupon the guardian ends all that it guards, and itself
             process.wait()
             if process.stdout is not None:
@@ -224,6 +234,15 @@ class Child:
                     f"the frame pipe carried a line that is not a frame ({type(error).__name__})"
                 ) from error
 
+    def answer(self, answer: CacheAnswer) -> None:
+        """Answer a question of the child's.
+
+        Args:
+            answer: The answer; it is dropped where nobody reads it, since who does not read waits for none.
+        """
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._answers, encode_answer(answer))
+
     def terminate(self) -> None:
         """Ask it to stop at its next checkpoint (SIGTERM, forwarded by the guardian)."""
         with self._lock:
@@ -271,6 +290,7 @@ class Child:
         if self._user is not None and not self.left_something():
             clear_leftovers(self._user)
         self._frames.close()
+        os.close(self._answers)
         os.close(self._lifeline)
         os.close(self._gone_read)
         if self._process.stdout is not None:

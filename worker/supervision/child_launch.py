@@ -12,15 +12,16 @@ from typing import Any
 from catalog.estimate import ESTIMATE
 from catalog.record import plain
 from jobs.objects import job_folders
+from jobs.objects.artifacts import view_of
 from jobs.objects.scratch import Scratch
 from jobs.records import Claim
 from worker.devices.discover import devices_of, host
-from worker.disk.cache_folder import cache_of_tenant
 from worker.process.child_process import EXECUTION, RANKS, Child, Hold, child_environment
 from worker.process.confinement import Confinement
 from worker.settings import WorkerSettings
 from worker.supervision.job_namespaces import job_namespaces
 from worker.supervision.stage_factors import LaidOutFactors
+from worker.supervision.tenant_cache import cache_bytes_of
 
 _HOME = ".home"
 """Folder in an attempt's folder for whatever a job's libraries write; no artifact has such a name."""
@@ -156,7 +157,7 @@ def assignment(
         "factors_path": None if factors.factors is None else str(factors.factors),
         "against_path": None if factors.against is None else str(factors.against),
         "extends": factors.extends,
-        **_cache(claim, settings),
+        **_cache(claim, artifacts, settings),
         "scratch": str(scratch.attempt_folder(claim.job_id, claim.fence)),
         "earlier": [str(each) for each in scratch.before(claim.job_id, claim.fence)],
         "checkpoint_seconds": settings.checkpoint_seconds,
@@ -166,13 +167,10 @@ def assignment(
     }
 
 
-def _cache(claim: Claim, settings: WorkerSettings) -> dict[str, Any]:
-    """The tenant's own: what another tenant has collected is neither found nor felt."""
-    # a job with a user of its own comes to no folder that another job writes to
-    if settings.ledger.cache_bytes == 0 or settings.child_user is not None:
-        return {}
-    folder = cache_of_tenant(settings.ledger.artifact_root, claim.tenant_id)
-    return {"cache": str(folder), "cache_bytes": settings.ledger.cache_bytes, "job": claim.job_id}
+def _cache(claim: Claim, artifacts: Path, settings: WorkerSettings) -> dict[str, Any]:
+    """Where it finds what it asks for; one that could have no key is not told of a cache."""
+    limit = cache_bytes_of(claim, settings)
+    return {"cache": str(view_of(artifacts)), "cache_bytes": limit} if limit else {}
 
 
 def _bounds(claim: Claim, settings: WorkerSettings) -> dict[str, int]:

@@ -16,7 +16,19 @@ from sqlalchemy import Engine
 from structlog.typing import FilteringBoundLogger
 
 from catalog.frame_bounds import FrameBeyond, Text
-from catalog.frames import ArtifactWritten, Frame, LayerDone, LogLine, Planned, Progress, Started, Summarised
+from catalog.frames import (
+    ArtifactWritten,
+    CacheAnswer,
+    CacheAsked,
+    CacheFilled,
+    Frame,
+    LayerDone,
+    LogLine,
+    Planned,
+    Progress,
+    Started,
+    Summarised,
+)
 from catalog.record import record
 from jobs.errors import LeaseLost, LedgerUnavailable, StoreUnavailable
 from jobs.objects.artifacts import ArtifactFolder
@@ -30,13 +42,22 @@ from worker.settings import WorkerSettings
 from worker.supervision.job_progress import ProgressView
 from worker.supervision.lease_monitor import LeaseWatch
 from worker.supervision.retrying_object_store import Interrupted
+from worker.supervision.tenant_cache import TenantCache, cache_bytes_of
 
 T = TypeVar("T")
 _FIRST_RETRY_SECONDS = 0.2
 _LONGEST_RETRY_SECONDS = 5.0
 _MAX_LOG_LINES = 1_000
 _LOGGED = Text(most=8_000)
-_MOST = {Started: 16, Planned: 64, LayerDone: 200_000, ArtifactWritten: 200_000, Summarised: 256}
+_MOST = {
+    Started: 16,
+    Planned: 64,
+    LayerDone: 200_000,
+    ArtifactWritten: 200_000,
+    Summarised: 256,
+    CacheAsked: 16,
+    CacheFilled: 16,
+}
 """Frames of one type in an attempt: each becomes a row, or a write of the job's."""
 _MOST_STAGES = 10_000
 """Changes of the stage that progress tells of, each of which is written at once."""
@@ -53,6 +74,10 @@ class AttemptTerms:
     threads: int
     stored_bytes: int | None
     """The quota of tenants without one of their own; None for no limit."""
+    cache_bytes: int
+    """What its tenant's cached factors may take; 0 where the job can have none."""
+    group: int | None
+    """The group of a job with a user of its own."""
 
     @classmethod
     def of(cls, claim: Claim, settings: WorkerSettings) -> Self:
@@ -61,7 +86,12 @@ class AttemptTerms:
         if claim.lease is None or claim.lease.kind == "host":
             own = max(1, own // claim.world_size)
         threads = int((claim.plan or {}).get("threads") or own)
-        return cls(threads=threads, stored_bytes=settings.ledger.stored_bytes)
+        return cls(
+            threads=threads,
+            stored_bytes=settings.ledger.stored_bytes,
+            cache_bytes=cache_bytes_of(claim, settings),
+            group=settings.confinement(claim.user_number).user,
+        )
 
 
 class LedgerSink:
@@ -95,11 +125,12 @@ class LedgerSink:
         self._taken: Counter[type[Frame]] = Counter()
         self._stage, self._stages = "", 0
 
-    def take(self, frame: Frame) -> None:
+    def take(self, frame: Frame, answer: Callable[[CacheAnswer], None]) -> None:
         """Write one frame, and log what is to be said of it.
 
         Args:
             frame: The child's frame, other than a last one.
+            answer: Answers the child, where the frame is a question.
 
         Raises:
             Misplaced: If the frame is a plan that belongs on another device.
@@ -109,6 +140,9 @@ class LedgerSink:
             FrameBeyond: If it is of an analysis that the job does not have, or there are too many of its type.
         """
         self._require_expected(frame)
+        if isinstance(frame, (CacheAsked, CacheFilled)):
+            self._use_cache(frame, answer)
+            return
         self._keep(frame)
         if isinstance(frame, LogLine) and self._log_lines > _MAX_LOG_LINES:
             return
@@ -129,6 +163,20 @@ class LedgerSink:
             self._stage, self._stages = frame.stage, self._stages + 1
             if self._stages > _MOST_STAGES:
                 raise FrameBeyond(f"progress through more than {_MOST_STAGES:,} stages")
+
+    def _use_cache(self, frame: CacheAsked | CacheFilled, answer: Callable[[CacheAnswer], None]) -> None:
+        cache = TenantCache(self._engine, self._claim, self._folder, self._terms.cache_bytes, self._terms.group)
+        if self._terms.cache_bytes == 0:
+            raise FrameBeyond(f"a frame `{frame.frame}`, where no job of its document has cached factors")
+        if isinstance(frame, CacheAsked):
+            answer(self.write(lambda: cache.answer(frame)))
+            return
+        why = self.write(lambda: cache.take(frame))
+        cache.clear_filled()
+        if why is not None:
+            line = LogLine(level="warning", message=f"factors are not cached: {why}")
+            self._keep(line)
+            self._log.warning(line.message)
 
     def write(self, write: Callable[[], T]) -> T:
         """Write, and repeat a write that was not answered after ever longer pauses, which differ between workers.

@@ -301,7 +301,7 @@ class Supervisor:
                 last = frame
             else:
                 try:
-                    self._sink.take(frame)
+                    self._sink.take(frame, child.answer)
                 except Misplaced:
                     self._watch.stop("misplaced")
                     child.kill()  # nothing was computed yet, and what it would say next is of no interest

@@ -1,35 +1,24 @@
-"""The factor cache of a child: find an entry by its key, or fill one with the factors that were collected.
+"""The factor cache of a child: ask the parent for an entry by its key, or leave one of the factors that were collected.
 
-What is found is linked into the job's own scratch folder and its digests are computed before anything is read from
-it; what does not agree is removed, and collected again, while an entry that merely cannot be had here and now is left
-to other jobs. Neither looking nor filling ever fails a job.
+The parent has verified what it lays out, where no job can write. What is left is written into the attempt's own
+folder, and becomes an entry when the parent has copied it. Neither looking nor leaving ever fails a job.
 """
 
-import contextlib
-import errno
-import hashlib
-import json
-import os
 import shutil
-import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from catalog.cached_factors import CachedFile
+from catalog.frame_bounds import CACHED_FILES
+from catalog.frames import CacheAnswer, CacheAsked, CacheFilled
+from engine.distributed.group import Ranks
 from engine.workspace import Artifacts
-from worker.disk import cache_folder
+from worker.disk.cache_folder import LEAST_FREE_SHARE
+from worker.disk.free_space import free_share
 from worker.execution.files.artifact_files import ArtifactFiles
-from worker.execution.files.open_files import OpenFolder
+from worker.execution.frame_pipe import FramePipe
 from worker.execution.ranks.rank_part import NoFiles
-from worker.execution.refusal import Refusal
-
-_FORMAT = "kronoscope-cached-factors/1"
-_MAX_ENTRY_BYTES = 64 * 2**20
-_READ_BYTES = 2**20
-_LEAST_FREE_SHARE = 0.05
-"""Of a disk, below which nothing is cached."""
-_DAMAGE = (errno.EIO, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR)
-"""What reading says where a disk has lost bytes, or something stands where a file of an entry was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +27,16 @@ class CacheUse:
 
     key: str
     """The key of its collection, as `factor_key` returns it."""
-    job: str
-    """The name by which the log of a later job tells where its factors come from."""
-    own: Path
-    """The job's own folder, for links to the files of an entry."""
+    view: Path
+    """The folder in which the parent lays out the files of an entry."""
+    filled: Path
+    """The folder of the attempt for the files of an entry to be."""
     refresh: bool
     """Whether the factors are collected in any case, and replace those of an earlier entry."""
+    ask: Callable[[str], CacheAnswer]
+    """Asks the parent for the entry of a key; every rank gets the same answer."""
+    tell: Callable[[CacheFilled], None]
+    """Tells the parent what was left for it."""
     fills: bool = True
     """Whether what is collected becomes an entry: of several ranks, which hold the same factors, one leaves it."""
     agree: Callable[[bool], bool] = bool
@@ -51,199 +44,145 @@ class CacheUse:
 
 
 class FactorCache:
-    """The entry of one collection in a tenant's folder of cached factors, to be found or to be filled."""
+    """The entry of one collection among a tenant's cached factors, to be found or to be left."""
 
     def __init__(
         self,
-        folder: Path,
         use: CacheUse,
         *,
         limit_bytes: int,
         unchanged: Callable[[], bool],
         log: Callable[[str, str], None],
     ) -> None:
-        """Set up the cache; nothing is read yet.
+        """Set up the cache; nothing is asked yet.
 
         Args:
-            folder: The tenant's folder of cached factors.
-            use: Key, job and policy.
-            limit_bytes: Bytes that all entries of the folder may take together.
+            use: Key, folders and policy.
+            limit_bytes: Bytes that all entries of the tenant may take together.
             unchanged: Returns whether every pass yielded the data that the key was computed from.
             log: Receives level and message.
         """
-        self._folder = folder
+        self._use = use
         self._limit_bytes = limit_bytes
-        self._key = use.key
-        self._job = use.job
-        self._own = use.own
-        self._refresh = use.refresh
-        self._fills = use.fills
-        self._agree = use.agree
         self._unchanged = unchanged
         self._log = log
         self._shelf: _Shelf | None = None
 
     def find(self) -> tuple[Artifacts, str] | None:
-        """Find the entry of the key, and verify every file of it.
+        """Ask for the entry of the key.
 
         Returns:
             The cached factors, and a phrase that names the job that collected them and the key; None if there is no
             entry, if it is damaged, or if it cannot be read here.
         """
-        if self._refresh:
+        if self._use.refresh:
             return None
-        source = self._verified()
-        if not self._agree(source is not None) or source is None:
+        answer = self._use.ask(self._use.key)
+        if answer.warning is not None:
+            self._log("warning", answer.warning)
+        is_there = answer.job is not None and self._use.view.is_dir()
+        if not self._use.agree(is_there) or not is_there:
             return None
-        with contextlib.suppress(OSError):
-            os.utime(self._folder / self._key / cache_folder.ENTRY)
-        found = f"{source}, key {self._key}"
+        found = f"{answer.job}, key {self._use.key}"
         self._log("info", f"factors from the cache of job {found}: nothing is collected")
-        return ArtifactFiles(self._own, None), found
-
-    def _verified(self) -> str | None:
-        """Link the entry into the job's own folder, and verify it; return the job that left it, None without one."""
-        entry = self._folder / self._key
-        shutil.rmtree(self._own, ignore_errors=True)
-        try:
-            return self._linked(entry)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, Refusal) as error:
-            shutil.rmtree(self._own, ignore_errors=True)
-            if isinstance(error, FileNotFoundError) and not (entry / cache_folder.ENTRY).exists():
-                return None
-            if isinstance(error, OSError) and error.errno not in _DAMAGE:
-                self._log("warning", f"cached factors cannot be used here: {error.strerror or error}; collected again")
-                return None
-            self._log("warning", f"cached factors are damaged, and collected again: {error}")
-            cache_folder.discard(entry)
-            return None
-
-    def _linked(self, entry: Path) -> str:
-        listing = OpenFolder(entry, Path(os.path.realpath(self._folder)), "/cache").file(cache_folder.ENTRY)
-        if listing is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), cache_folder.ENTRY)
-        with listing.open() as file:
-            value = json.loads(file.read(_MAX_ENTRY_BYTES))
-        if value["format"] != _FORMAT or value["key"] != self._key:
-            raise ValueError("the entry is of another format or key")
-        for name, (sha256, size) in value["files"].items():
-            source, target = entry / name, self._own / name
-            if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise ValueError(f"{name!r} is not the name of a file in it")
-            if source.is_symlink():
-                # a link to a link is one, and leads anywhere
-                raise ValueError(f"{name} is a link")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(source, target)
-            except FileNotFoundError:
-                # the whole entry may have been taken away while it was being read
-                if source.exists() or not (entry / cache_folder.ENTRY).is_file():
-                    raise
-                raise ValueError(f"{name} is missing") from None
-            except OSError:
-                # a file system without links
-                shutil.copyfile(source, target)
-            if not stat.S_ISREG(target.lstat().st_mode) or target.stat().st_size != size or _sha256(target) != sha256:
-                raise ValueError(f"{name} is not what was written")
-        return str(value["job"])
+        return ArtifactFiles(self._use.view, None), found
 
     def shelf(self) -> Artifacts:
-        """Return the folder for factors that are being collected; ``keep`` makes it an entry.
+        """Return the folder for factors that are being collected; ``keep`` leaves it to the parent.
 
         Returns:
             The artifacts to write to; what cannot be written is dropped with a warning, and where another rank leaves
             the entry, everything is dropped.
         """
-        if not self._fills:
+        if not self._use.fills:
             return NoFiles()
         if self._shelf is None:
-            self._shelf = _Shelf(cache_folder.part(self._folder), self._limit_bytes, self._log)
+            self._shelf = _Shelf(self._use.filled, self._limit_bytes, self._log)
         return self._shelf
 
     def keep(self) -> None:
-        """Make what was written the entry of the key, if all of it was, and the data came as the key says."""
+        """Leave what was written as the entry of the key, if all of it was, and the data came as the key says."""
         shelf = self._shelf
-        if shelf is None:
+        if shelf is None or shelf.failed:
             return
-        try:
-            if shelf.failed:
-                return
-            if not self._unchanged():
-                self._log("info", "factors are not cached: the data are others in each pass")
-                return
-            files = dict(shelf.files)
-            shelf.save_json(cache_folder.ENTRY, {"format": _FORMAT, "key": self._key, "job": self._job, "files": files})
-            if not shelf.failed:
-                cache_folder.publish(shelf.place, self._folder, self._key, replace=self._refresh)
-                cache_folder.sweep(self._folder, self._limit_bytes)
-        except OSError as error:
-            self._log("warning", f"factors are not cached: {error.strerror or error}")
-        finally:
+        why = None
+        if not self._unchanged():
+            why = "the data are others in each pass"
+        elif len(shelf.files) > CACHED_FILES:
+            why = f"an entry has at most {CACHED_FILES:,} files"
+        if why is not None:
+            self._log("info", f"factors are not cached: {why}")
             self.close()
+            return
+        # no longer this process's to remove
+        self._shelf = None
+        self._use.tell(CacheFilled(key=self._use.key, files=tuple(shelf.files.values())))
 
     def close(self) -> None:
-        """Let go of what was written and is no entry: of a job that stops or fails, nothing stays."""
+        """Remove what was written and is left to nobody: of a job that stops or fails, nothing stays."""
         shelf, self._shelf = self._shelf, None
         if shelf is not None:
             shelf.close()
+
+
+def ask_parent(pipe: FramePipe, ranks: Ranks | None, checkpoint: Callable[[], None]) -> Callable[[str], CacheAnswer]:
+    """Return what asks the parent for an entry: of several ranks rank 0 does, and tells the others.
+
+    Args:
+        pipe: The pipe to the parent.
+        ranks: The ranks, seen from this one; None where it is alone.
+        checkpoint: Called while the answer is awaited; may raise to stop.
+
+    Returns:
+        A function from a key to the answer, the same on every rank.
+    """
+
+    def ask(key: str) -> CacheAnswer:
+        if ranks is None:
+            return pipe.ask(CacheAsked(key=key), checkpoint)
+        own = pipe.ask(CacheAsked(key=key), checkpoint) if ranks.rank == 0 else None
+        told = ranks.gather((key, own), "answers of the cache")
+        answer: CacheAnswer = told[0][1]
+        # ranks with a part of the model each have keys of their own, and no entry
+        return answer if all(each == key for each, _ in told) else CacheAnswer(job=None)
+
+    return ask
 
 
 class _Shelf(ArtifactFiles):
     """Files of an entry to be; the first that cannot be written ends it."""
 
     def __init__(self, place: Path, limit_bytes: int, log: Callable[[str, str], None]) -> None:
-        self.place = place
-        self.files: dict[str, tuple[str, int]] = {}
+        self.files: dict[str, CachedFile] = {}
         self.failed = False
+        self._place = place
         self._limit_bytes = limit_bytes
         self._log = log
-        self._lock: int | None = None
         super().__init__(place, self._note)
 
     def close(self) -> None:
-        """Remove what still stands there."""
-        shutil.rmtree(self.place, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        """Remove what stands there."""
+        shutil.rmtree(self._place, ignore_errors=True)
 
     def _note(self, name: str, sha256: str, size_bytes: int, media_type: str) -> None:
         del media_type
-        self.files[name] = (sha256, size_bytes)
+        self.files[name] = CachedFile(name=name, sha256=sha256, size_bytes=size_bytes)
 
     def _write(self, name: str, parts: Iterable[bytes], media_type: str) -> None:
         if self.failed:
             return
-        if _free_share(self.place) < _LEAST_FREE_SHARE:
-            self._give_up(f"less than {_LEAST_FREE_SHARE:.0%} of the disk is free, which results may need")
+        if free_share(self._place) < LEAST_FREE_SHARE:
+            self._give_up(f"less than {LEAST_FREE_SHARE:.0%} of the disk is free, which results may need")
             return
         try:
-            if self._lock is None:
-                self._lock = cache_folder.claim(self.place)
             super()._write(name, parts, media_type)
         except OSError as error:
             self._give_up(f"the cache refused a write: {error.strerror or error}")
             return
-        if sum(size for _, size in self.files.values()) > self._limit_bytes:
+        if sum(each.size_bytes for each in self.files.values()) > self._limit_bytes:
             self._give_up(f"they take more than the cache's {self._limit_bytes:,} bytes")
 
     def _give_up(self, why: str) -> None:
         self.failed = True
         self._log("warning", f"factors are not cached: {why}")
-        shutil.rmtree(self.place, ignore_errors=True)
-
-
-def _free_share(place: Path) -> float:
-    """Of the disk that ``place``, or the folder it will be in, stands on."""
-    there = next(each for each in (place, *place.parents) if each.is_dir())
-    usage = shutil.disk_usage(there)
-    return usage.free / usage.total if usage.total else 1.0
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(_READ_BYTES):
-            digest.update(part)
-    return digest.hexdigest()
+        self.close()

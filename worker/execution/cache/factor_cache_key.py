@@ -20,8 +20,9 @@ from torch import Tensor, nn
 import catalog
 import engine
 import worker
+from catalog.cached_factors import reason_uncached
 from catalog.job import JobDocument
-from catalog.record import canonical_json
+from catalog.record import canonical_json, plain
 from engine.model.determinism import Numerics
 from worker.execution.computing_environment import computing_environment
 from worker.execution.data.stream import Chunk
@@ -85,10 +86,9 @@ def reason_uncacheable(document: JobDocument, model: nn.Module) -> str | None:
     Returns:
         The reason; None where the collection has a key.
     """
-    if getattr(document.model, "source", None) == "factory":
-        return "the model is from a factory, whose code cannot be told from another's"
-    if document.collection.nested:
-        return "`collection.nested` keeps statistics beside the factors"
+    why = reason_uncached(plain(document))
+    if why is not None:
+        return why
     for name, module in model.named_modules():
         if not type(module).__module__.startswith(_KNOWN_CODE):
             return f"the code of module `{name}` ({type(module).__name__}) is not known"

@@ -42,13 +42,14 @@ RANK = (sys.executable, "-P", "-m", "worker.execution", "--frames", "-1")
 """The program of a rank, which finds its link in the environment."""
 
 
-def launch(command: Sequence[str], ranks: int, place: Path) -> tuple[dict[int, int], bool]:
+def launch(command: Sequence[str], ranks: int, place: Path, answers: int | None = None) -> tuple[dict[int, int], bool]:
     """Run a command once for each rank until all have ended.
 
     Args:
-        command: The program and its arguments.
+        command: The program and its arguments; ``--answers FD`` is appended where there are any.
         ranks: The number of ranks.
         place: A folder of this user alone, for the file in which they meet.
+        answers: The pipe of the parent's answers, which rank 0 reads.
 
     Returns:
         Exit codes by rank of those that did not exit with 0, negative for a signal; and whether this process was told
@@ -57,8 +58,13 @@ def launch(command: Sequence[str], ranks: int, place: Path) -> tuple[dict[int, i
     told = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: told.set())
     shared = {**os.environ, "WORLD_SIZE": str(ranks), "KRONOSCOPE_RANK_STORE": str(place / "ranks")}
+    passed = () if answers is None else (answers,)
+    if answers is not None:
+        command = [*command, "--answers", str(answers)]
     processes = [
-        subprocess.Popen(command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})  # noqa: S603 - our own
+        subprocess.Popen(  # noqa: S603 - our own
+            command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, pass_fds=passed
+        )
         for rank in range(ranks)
     ]
     try:
@@ -94,6 +100,7 @@ def main(arguments: Sequence[str] | None = None, command: Sequence[str] = RANK) 
     """
     parser = argparse.ArgumentParser(prog="worker.execution.ranks", description="Compute one job with several ranks.")
     parser.add_argument("--frames", type=int, required=True, help="descriptor that frames are written to")
+    parser.add_argument("--answers", type=int, help="descriptor that the parent's answers come from")
     options = parser.parse_args(arguments)
     assignment: dict[str, Any] = json.loads(read_assignment_text())
     ranks = int(assignment["document"]["world_size"])
@@ -107,7 +114,7 @@ def main(arguments: Sequence[str] | None = None, command: Sequence[str] = RANK) 
     if scratch:
         Path(scratch).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="launcher-", dir=scratch or None, ignore_cleanup_errors=True) as place:
-        codes, stopped = launch(command, ranks, Path(place))
+        codes, stopped = launch(command, ranks, Path(place), options.answers)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     last = last_frame(hub.close(codes), stopped=stopped, exhausted=oom_kills() > kills)
     pipe = FramePipe(options.frames)

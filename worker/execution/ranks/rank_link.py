@@ -24,8 +24,8 @@ _ASSIGNMENT_BYTES = 2**20
 class RankPipe(FramePipe):
     """The frames of one rank, of which the launcher passes on those of rank 0."""
 
-    def __init__(self, rank: int, link: socket.socket) -> None:
-        super().__init__(link.fileno())
+    def __init__(self, rank: int, link: socket.socket, answers: int | None) -> None:
+        super().__init__(link.fileno(), answers if rank == 0 else None)
         self.rank = rank
         self._link = link
         link.sendall(HELLO.pack(rank, os.getpid()))
@@ -51,8 +51,11 @@ class RankPipe(FramePipe):
             self._link.recv(1)
 
 
-def connect() -> RankPipe | None:
+def connect(answers: int | None) -> RankPipe | None:
     """Connect to the launcher that started this process.
+
+    Args:
+        answers: The pipe of the parent's answers, of which rank 0 alone reads.
 
     Returns:
         The pipe to it; None where this process is no rank.
@@ -66,7 +69,7 @@ def connect() -> RankPipe | None:
     _die_with_launcher()
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     link.connect(f"\0{address[1:]}" if address.startswith("@") else address)
-    return RankPipe(int(os.environ["RANK"]), link)
+    return RankPipe(int(os.environ["RANK"]), link, answers)
 
 
 def read_assignment_text() -> bytes:

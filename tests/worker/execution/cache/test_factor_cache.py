@@ -1,14 +1,8 @@
 """The factor cache: the same collection is made once, and nothing else is ever taken for it."""
 
 import copy
-import errno
-import fcntl
 import json
 import os
-import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,17 +11,35 @@ import pytest
 import torch
 from torch import nn
 
-from catalog.frames import Frame, LayerDone, LogLine, Progress, decode
+from catalog.frames import CacheAnswer, CacheAsked, CacheFilled, Frame, LayerDone, LogLine, Progress, decode
 from engine.errors import StopRequested
-from worker.disk.cache_folder import ENTRY, cache_of_tenant, discard, part, publish, sweep, sweep_tenants
+from worker.disk import cache_folder
 from worker.execution.__main__ import execute, parse_document
 from worker.execution.assignment import read_assignment
 from worker.execution.cache.factor_cache import CacheUse, FactorCache
 from worker.execution.cache.factor_cache_key import Witness, data_digest, factor_key, model_digest, reason_uncacheable
 from worker.execution.frame_pipe import FramePipe
 from worker.execution.stop_flag import StopFlag
+from worker.foreground.cache_rows import RunCache
 
 KEY = "0" * 64
+
+
+class AnsweringPipe(FramePipe):
+    """A pipe whose other end, with the cache of a run in the foreground, is in this process too."""
+
+    def __init__(self, descriptor: int, run: RunCache) -> None:
+        super().__init__(descriptor)
+        self.run = run
+
+    def ask(self, question: CacheAsked, checkpoint: Callable[[], None]) -> CacheAnswer:
+        checkpoint()
+        return self.run.answer(question)
+
+    def send(self, frame: Frame) -> None:
+        said = self.run.take(frame) if isinstance(frame, CacheFilled) else frame
+        if said is not None:
+            super().send(said)
 
 
 class Runner:
@@ -41,21 +53,24 @@ class Runner:
         self.count += 1
         own = self.root / str(self.count)
         own.mkdir()
+        document = {
+            "kind": "capacity",
+            "model": {"source": "builtin", "name": "digits_mlp"},
+            "data": {"source": "builtin", "name": "digits", "limit": 60},
+            "task": {"type": "classification"},
+            "collection": {"batch_size": 20},
+        } | changes
+        request = {"document": document, "cache": str(self.cache), "cache_bytes": 10**9, "job": f"job {self.count}"}
+        run = RunCache(request, own / "artifacts")
         given = {
-            "document": {
-                "kind": "capacity",
-                "model": {"source": "builtin", "name": "digits_mlp"},
-                "data": {"source": "builtin", "name": "digits", "limit": 60},
-                "task": {"type": "classification"},
-                "collection": {"batch_size": 20},
-            }
-            | changes,
+            "document": document,
             "artifacts": str(own / "artifacts"), "store": str(self.store), "scratch": str(own / "scratch"),
-            "allowed": {"directories": ["*"]}, "threads": 1, "offline": True,
-            "cache": str(self.cache), "cache_bytes": 10**9, "job": f"job {self.count}",
-        }  # fmt: skip
+            "allowed": {"directories": ["*"]}, "threads": 1, "offline": True, "cache_bytes": 10**9,
+        } | run.told()  # fmt: skip
         with (own / "frames").open("wb") as frames:
-            execute(read_assignment(json.dumps(given).encode()), FramePipe(os.dup(frames.fileno())), StopFlag())
+            execute(
+                read_assignment(json.dumps(given).encode()), AnsweringPipe(os.dup(frames.fileno()), run), StopFlag()
+            )
         return [decode(line) for line in (own / "frames").read_bytes().splitlines()]
 
 
@@ -90,6 +105,7 @@ def test_three_analyses_share_what_another_job_has_collected(jobs: Runner) -> No
 def test_a_damaged_entry_is_collected_again_and_replaced(jobs: Runner) -> None:
     first = jobs()
     (victim,) = jobs.cache.glob("*/factors/1.safetensors")
+    victim.chmod(0o644)
     raw = bytearray(victim.read_bytes())
     raw[-1] ^= 1
     victim.write_bytes(raw)
@@ -202,15 +218,38 @@ def test_code_that_is_not_known_has_no_key() -> None:
 
 
 def cache(folder: Path, **changes: Any) -> FactorCache:
-    use = {"key": KEY, "job": "one", "own": folder / "own", "refresh": False}
+    """The cache of one job and its parent; `changes` are fields of its use, or options."""
+    job, refresh = changes.pop("job", "one"), changes.pop("refresh", False)
+    place = folder / f"run-{job}"
+    request = {"cache": str(folder / "cache"), "cache_bytes": changes.pop("parent_bytes", 10**6), "job": job}
+    run = RunCache(request | {"document": {"cache": "refresh" if refresh else "use"}}, place / "artifacts")
     options: dict[str, Any] = {"limit_bytes": 10**6, "unchanged": lambda: True, "log": lambda *_: None}
-    use |= {name: changes.pop(name) for name in use if name in changes}
-    return FactorCache(folder / "cache", CacheUse(**use), **options | changes)
+    log = changes.get("log", options["log"])
+
+    def tell(filled: CacheFilled) -> None:
+        said = run.take(filled)
+        if said is not None:
+            log(said.level, said.message)
+
+    use = CacheUse(
+        key=changes.pop("key", KEY),
+        view=run.view,
+        filled=place / "artifacts" / ".filled",
+        refresh=refresh,
+        ask=lambda key: run.answer(CacheAsked(key=key)),
+        tell=tell,
+    )
+    return FactorCache(use, **options | changes)
 
 
 def filled(one: FactorCache, value: float = 1.0) -> None:
     one.shelf().save_tensors("factors/0.safetensors", {"a": torch.full((4,), value)}, {})
     one.keep()
+
+
+def entries(folder: Path) -> list[Path]:
+    """The folders of entries, and whatever else than rows is there."""
+    return [each for each in (folder / "cache").iterdir() if each.suffix != ".json"]
 
 
 def test_two_who_fill_one_key_at_once_leave_one_entry(tmp_path: Path) -> None:
@@ -222,20 +261,33 @@ def test_two_who_fill_one_key_at_once_leave_one_entry(tmp_path: Path) -> None:
     found = cache(tmp_path).find()
     assert found is not None
     assert found[1].startswith("two")
-    assert [each.name for each in (tmp_path / "cache").iterdir()] == [KEY]
+    assert len(entries(tmp_path)) == 1
+
+
+def test_a_refreshed_entry_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    filled(cache(tmp_path))
+    assert cache(tmp_path, refresh=True).find() is None
+    filled(cache(tmp_path, job="two", refresh=True), 2.0)
+    found = cache(tmp_path).find()
+    assert found is not None
+    assert found[1].startswith("two")
+    assert torch.equal(found[0].load_tensors("factors/0.safetensors")["a"], torch.full((4,), 2.0))
+    assert len(entries(tmp_path)) == 1
 
 
 def test_what_is_read_stays_when_the_entry_goes(tmp_path: Path) -> None:
     filled(cache(tmp_path))
     found = cache(tmp_path).find()
     assert found is not None
-    discard(tmp_path / "cache" / KEY)
+    for each in entries(tmp_path):
+        cache_folder.discard(each)
     assert torch.equal(found[0].load_tensors("factors/0.safetensors")["a"], torch.ones(4))
     assert cache(tmp_path).find() is None
 
 
 def test_data_that_change_from_pass_to_pass_are_not_kept(tmp_path: Path) -> None:
     filled(cache(tmp_path, unchanged=lambda: False))
+    assert not (tmp_path / "run-one/artifacts/.filled").exists()
     assert cache(tmp_path).find() is None
     draws = iter(range(10))
     witness = Witness(lambda: iter([(torch.tensor([next(draws)]), None)]))
@@ -244,192 +296,83 @@ def test_data_that_change_from_pass_to_pass_are_not_kept(tmp_path: Path) -> None
     assert len(set(witness.digests)) == 2
 
 
-def test_a_disk_that_is_full_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("whose", ["child", "parent"])
+def test_a_disk_that_is_full_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
     heard: list[str] = []
     one = cache(tmp_path, log=lambda _, message: heard.append(message))
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
+    if whose == "parent":
+        one.shelf().save_tensors("factors/0.safetensors", {"a": torch.ones(4)}, {})
     monkeypatch.setattr(os, "fsync", full)
-    filled(one)
+    if whose == "parent":
+        one.keep()
+    else:
+        filled(one)
     monkeypatch.undo()
     assert "No space left" in heard[0]
     assert cache(tmp_path).find() is None
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert not (tmp_path / "cache").exists() or entries(tmp_path) == []
+    assert not (tmp_path / "run-one/artifacts/.filled").exists()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EMFILE])
-def test_an_entry_that_cannot_be_had_now_is_left_to_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    filled(cache(tmp_path))
+def test_more_than_the_cache_holds_is_not_kept(tmp_path: Path) -> None:
     heard: list[str] = []
-
-    def refused(*_: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    with monkeypatch.context() as scratch:
-        scratch.setattr(os, "link", refused)
-        scratch.setattr(shutil, "copyfile", refused)
-        assert cache(tmp_path, log=lambda _, message: heard.append(message)).find() is None
-    assert os.strerror(number) in heard[0]
-    assert "damaged" not in heard[0]
-    assert not (tmp_path / "own").exists()
-    assert cache(tmp_path).find() is not None
-
-
-def test_a_file_that_a_disk_has_lost_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    filled(cache(tmp_path))
-
-    def lost(*_: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr("worker.execution.cache.factor_cache._sha256", lost)
+    filled(cache(tmp_path, limit_bytes=10, log=lambda _, message: heard.append(message)))
+    filled(cache(tmp_path, parent_bytes=10, log=lambda _, message: heard.append(message)))
+    assert [each.partition("10 bytes")[0] for each in heard] == [
+        "factors are not cached: they take more than the cache's "
+    ] * 2
     assert cache(tmp_path).find() is None
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
-@pytest.mark.parametrize("name", [ENTRY, "factors/0.safetensors"])
-@pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_a_link_or_a_pipe_in_an_entry_is_damage(tmp_path: Path, name: str, kind: str) -> None:
-    filled(cache(tmp_path))
-    spoiled, elsewhere = tmp_path / "cache" / KEY / name, tmp_path / "elsewhere"
-    spoiled.rename(elsewhere)
-    if kind == "link":
-        # its content is right now, and another's to change
-        spoiled.symlink_to(elsewhere)
-    else:
-        os.mkfifo(spoiled)
-    heard: list[str] = []
-    assert cache(tmp_path, log=lambda _, message: heard.append(message)).find() is None
-    assert "damaged" in heard[0]
-    assert elsewhere.is_file()
-    filled(cache(tmp_path))
-    assert cache(tmp_path).find() is not None
-
-
-def test_a_folder_that_lost_its_manifest_is_in_nobodys_way(tmp_path: Path) -> None:
-    filled(cache(tmp_path))
-    (tmp_path / "cache" / KEY / ENTRY).unlink()
-    assert cache(tmp_path).find() is None
-    filled(cache(tmp_path, job="two"))
-    found = cache(tmp_path).find()
-    assert found is not None
-    assert found[1].startswith("two")
-    assert [each.name for each in (tmp_path / "cache").iterdir()] == [KEY]
-
-
-def test_a_file_in_the_place_of_an_entry_is_in_nobodys_way(tmp_path: Path) -> None:
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    (folder / KEY).write_text("no folder")
-    (folder / ".trash-0").write_text("no folder")
-    aged(folder / ".trash-0", 600)
-    assert sweep(folder, 10**9) == 1
-    assert cache(tmp_path).find() is None
-    filled(cache(tmp_path))
-    assert cache(tmp_path).find() is not None
-    assert [each.name for each in folder.iterdir()] == [KEY]
 
 
 def test_a_disk_that_is_nearly_full_is_left_to_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.execution.cache.factor_cache._free_share", lambda _: 0.04)
     heard: list[str] = []
-    filled(cache(tmp_path, log=lambda _, message: heard.append(message)))
-    assert "5% of the disk" in heard[0]
+    with monkeypatch.context() as scratch:
+        scratch.setattr("worker.execution.cache.factor_cache.free_share", lambda *_: 0.04)
+        filled(cache(tmp_path, log=lambda _, message: heard.append(message)))
+    with monkeypatch.context() as scratch:
+        scratch.setattr("worker.disk.cache_folder.free_share", lambda *_: 0.04)
+        filled(cache(tmp_path, log=lambda _, message: heard.append(message)))
+    assert "5% of the disk is free" in heard[0]
+    assert "5% of the disk would be free" in heard[1]
     assert cache(tmp_path).find() is None
 
 
-def aged(place: Path, seconds: float) -> None:
-    """As if nobody had written there for so long."""
-    then = time.time() - seconds
-    for path in (place, *place.rglob("*")):
-        os.utime(path, (then, then))
+def test_whoever_is_killed_while_the_job_waits_for_an_answer_leaves_no_answer() -> None:
+    answers, parent = os.pipe()
+    read, frames = os.pipe()
+    os.close(parent)
+    answer = FramePipe(frames, answers).ask(CacheAsked(key=KEY), lambda: None)
+    assert answer == CacheAnswer(job=None)
+    assert isinstance(decode(os.read(read, 1000)), CacheAsked)
 
 
-FILLS_AND_WAITS = """
-import sys, time
-from pathlib import Path
-import torch
-from worker.execution.cache.factor_cache import CacheUse, FactorCache
-cache = FactorCache(
-    Path(sys.argv[1]), CacheUse(key="0" * 64, job="one", own=Path(sys.argv[1]) / "own", refresh=False),
-    limit_bytes=10**6, unchanged=lambda: True, log=print,
-)
-cache.shelf().save_tensors("factors/0.safetensors", {"a": torch.ones(4)}, {})
-print("written", flush=True)
-time.sleep(300)
-"""
+def test_a_job_that_is_to_stop_waits_for_no_answer() -> None:
+    answers, parent = os.pipe()
+    read, frames = os.pipe()
 
+    def stop() -> None:
+        raise StopRequested
 
-def test_whoever_is_killed_while_filling_leaves_nothing_for_long(tmp_path: Path) -> None:
-    folder = tmp_path / "cache"
-    with subprocess.Popen([sys.executable, "-c", FILLS_AND_WAITS, str(folder)], stdout=subprocess.PIPE) as filling:
-        try:
-            assert filling.stdout is not None
-            assert filling.stdout.readline() == b"written\n"
-            (left,) = folder.iterdir()
-            aged(left, 600)
-            # alive, and slow
-            assert sweep(folder, 10**9) == 0
-        finally:
-            filling.kill()
-    assert cache(tmp_path).find() is None
-    assert sweep(folder, 10**9) == 1
-    assert list(folder.iterdir()) == []
-
-
-@pytest.mark.parametrize(("idle_seconds", "removed"), [(1, 0), (1_000, 0), (90_000, 1)])
-def test_without_locks_a_day_tells_what_was_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle_seconds: float, removed: int
-) -> None:
-    def unsupported(*_: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    one = cache(tmp_path)
-    one.shelf().save_tensors("factors/0.safetensors", {"a": torch.ones(4)}, {})
-    (left,) = (tmp_path / "cache").iterdir()
-    aged(left, idle_seconds)
-    assert sweep(tmp_path / "cache", 10**9) == removed
-
-
-def test_what_is_being_filled_counts(tmp_path: Path) -> None:
-    filled(cache(tmp_path))
-    other = cache(tmp_path, key="1" * 64)
-    other.shelf().save_tensors("factors/0.safetensors", {"a": torch.ones(1000)}, {})
-    assert sweep(tmp_path / "cache", 4500) == 0
-    assert sweep(tmp_path / "cache", 4100) == 1
-    other.keep()
-    assert [each.name for each in (tmp_path / "cache").iterdir()] == ["1" * 64]
+    with pytest.raises(StopRequested):
+        FramePipe(frames, answers).ask(CacheAsked(key=KEY), stop)
+    for each in (answers, parent, read, frames):
+        os.close(each)
 
 
 def test_a_job_that_ends_early_leaves_nothing(jobs: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[Path]] = []
 
     def stops(*_: Any) -> Any:
-        seen.append(list(jobs.cache.iterdir()))
+        seen.append(list(jobs.root.glob("1/artifacts/.filled/*")))
         raise StopRequested
 
     monkeypatch.setattr("engine.measurement.layer_measurement.keep_spectra", stops)
     with pytest.raises(StopRequested):
-        jobs()
-    assert len(seen[0]) == 1
-    assert list(jobs.cache.iterdir()) == []
-
-
-def test_the_longest_unused_leave_first(tmp_path: Path) -> None:
-    folder = cache_of_tenant(tmp_path, "a tenant")
-    for place, key in enumerate("abc"):
-        here = part(folder)
-        here.mkdir(parents=True)
-        (here / "file").write_bytes(b"\0" * 100)
-        (here / ENTRY).write_text("{}")
-        publish(here, folder, key * 64, replace=False)
-        os.utime(folder / (key * 64) / ENTRY, (place, place))
-    os.utime(folder / ("a" * 64) / ENTRY)
-    assert sweep_tenants(tmp_path, 250) == 1
-    assert {each.name[0] for each in folder.iterdir()} == {"a", "c"}
-    assert sweep_tenants(tmp_path, 0) == 2
-    assert cache_of_tenant(tmp_path, "another") != folder
+        jobs(keep=["spectra"])
+    assert seen[0]
+    assert not (jobs.root / "1/artifacts/.filled").exists()
+    assert not jobs.cache.exists()
