@@ -19,6 +19,8 @@ from pathlib import Path
 from catalog.file_rights import acting_as, remove_as_owner
 from catalog.open_beneath import READ
 
+_BLOCK_BYTES = 512
+"""The unit of `st_blocks`, whatever the file system's own."""
 _ENTERED, _WRITTEN = 0o750, 0o770
 
 
@@ -94,6 +96,24 @@ def clear(folder: Path) -> None:
         with contextlib.suppress(PermissionError), acting_as(group, group):
             remove_as_owner(folder)
     remove_as_owner(folder)
+
+
+def size(folder: Path) -> int:
+    """Return the bytes that a folder of a job takes on the disk.
+
+    Args:
+        folder: The folder; one that is not there takes nothing.
+
+    Returns:
+        The bytes of its blocks, and of all that is below it; a file with several names counts once.
+    """
+    group = _group(folder)
+    with contextlib.ExitStack() as acting:
+        if group is not None:
+            with contextlib.suppress(PermissionError):
+                acting.enter_context(acting_as(group, group))
+        blocks = {(status.st_dev, status.st_ino): status.st_blocks for status in statuses(folder)}
+    return sum(blocks.values()) * _BLOCK_BYTES
 
 
 def statuses(folder: Path) -> Iterator[os.stat_result]:

@@ -3,7 +3,7 @@
 Finished factors that wait and checkpoints stand in ``root/<job id>/.waiting/<fence>``: an attempt
 writes into its own folder only, so that a zombie cannot reach what a later attempt goes on with,
 and the later one takes over what the newest before it has left. It is gone once the job is. Between two
-attempts only the newest checkpoint stays.
+attempts only the newest checkpoint stays, and its bytes count for the job's tenant.
 Where machines share no folder, checkpoints are copied to the bucket (`jobs.objects.scratch_store`).
 """
 
@@ -12,7 +12,7 @@ import errno
 from collections.abc import Callable
 from pathlib import Path
 
-from sqlalchemy import Engine, select
+from sqlalchemy import Engine, select, update
 
 from jobs.errors import StoreUnavailable
 from jobs.lifecycle import HELD, TERMINAL
@@ -20,7 +20,7 @@ from jobs.objects import job_folders
 from jobs.objects.object_store import ObjectStore
 from jobs.objects.s3_store import S3Objects
 from jobs.objects.scratch_store import ScratchStore, version_of
-from jobs.schema.database import reading
+from jobs.schema.database import reading, writing
 from jobs.schema.identifiers import is_id
 from jobs.schema.tables import jobs
 from jobs.settings import LedgerSettings
@@ -117,6 +117,17 @@ class Scratch:
             else:
                 job_folders.clear(folder)
 
+    def size(self, job_id: str) -> int:
+        """Return the bytes that the attempts of a job have left: on the disk, or in the bucket that all machines share.
+
+        Args:
+            job_id: The job.
+
+        Raises:
+            StoreUnavailable: If the bucket does not answer.
+        """
+        return job_folders.size(self._of_job(job_id)) if self.copies is None else self.copies.size(job_id)
+
     def clear(self, job_id: str) -> None:
         """Delete everything that the job's attempts have left; files that are gone or in use are not an error.
 
@@ -166,7 +177,7 @@ def open_scratch(
 
 
 def sweep_scratch(engine: Engine, scratch: Scratch) -> int:
-    """Clear the scratch of jobs that ended without an attempt to do it; of jobs between two attempts, prune it.
+    """Clear the scratch of jobs that ended without an attempt to do it; prune and count it between two attempts.
 
     Args:
         engine: The ledger's database.
@@ -180,14 +191,23 @@ def sweep_scratch(engine: Engine, scratch: Scratch) -> int:
         return 0
     with reading(engine) as connection:
         rows = connection.execute(
-            select(jobs.c.id, jobs.c.state, jobs.c.fence).where(
+            select(jobs.c.id, jobs.c.state, jobs.c.fence, jobs.c.checkpoint_bytes).where(
                 jobs.c.id.in_(found), jobs.c.state.not_in(list(TERMINAL))
             )
         ).all()
     for row in rows:
-        if row.state not in HELD:
-            scratch.prune(row.id, row.fence)
+        if row.state not in HELD and row.checkpoint_bytes is None:
+            _count(engine, scratch, row.id, row.fence)
     ended = sorted(set(found) - {row.id for row in rows})
     for job_id in ended:
         scratch.clear(job_id)
     return len(ended)
+
+
+def _count(engine: Engine, scratch: Scratch, job_id: str, fence: int) -> None:
+    """Note what a job's attempts have left, unless the next one has begun meanwhile."""
+    scratch.prune(job_id, fence)
+    size = scratch.size(job_id)
+    with writing(engine) as connection:
+        same = jobs.c.id == job_id, jobs.c.fence == fence, jobs.c.state.not_in(list(HELD))
+        connection.execute(update(jobs).where(*same).values(checkpoint_bytes=size))

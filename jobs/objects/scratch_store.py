@@ -128,6 +128,17 @@ class ScratchStore:
         """
         self._remove(f"{_ROOT}{job_id}/")
 
+    def size(self, job_id: str) -> int:
+        """Return the bytes of all copies of a job.
+
+        Args:
+            job_id: The job.
+
+        Raises:
+            StoreUnavailable: If the store does not answer.
+        """
+        return sum(each.size_bytes for each in self._store.listing(f"{_ROOT}{job_id}/"))
+
     def jobs(self) -> set[str]:
         """Ids of the jobs that have copies."""
         return {job_id for each in self._store.listing(_ROOT) if is_id(job_id := each.key.split("/")[1])}

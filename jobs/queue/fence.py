@@ -52,6 +52,7 @@ _TAKE = _DRAW.where(
     lease_owner=bindparam("owner"),
     lease_expires_at=ledger_now(bindparam("seconds", type_=Double())),
     started_at=func.coalesce(jobs.c.started_at, ledger_now()),
+    checkpoint_bytes=None,
 )
 _EVENT = insert(job_events).values(at=ledger_now())
 _SILENCE = delete(outbox).where(outbox.c.job_id == bindparam("job"))

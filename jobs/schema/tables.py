@@ -121,6 +121,7 @@ jobs = Table(
     Column("started_at", Moment()),
     Column("finished_at", Moment()),
     Column("archived_at", Moment()),
+    Column("checkpoint_bytes", BigInteger),  # what its last attempt has left on disks; null until that is measured
     UniqueConstraint("tenant_id", "idempotency_key"),
     CheckConstraint(f"state IN ({', '.join(repr(state) for state in STATES)})", name="state"),
     Index(None, "tenant_id", "id"),

@@ -1,7 +1,9 @@
 """Byte quotas: what the files of one tenant take, and how much they may.
 
-Equal files are kept once and counted once. Every file is counted in before it is kept, so that a
-tenant is over its quota by one file of each job running at once at the most.
+Equal files are kept once and counted once. The checkpoint of a job that waits for its next attempt
+counts too, within a minute of the last one: it is no file of the tenant's, but fills the same disks.
+Every file is counted in before it is kept, so that a tenant is over its quota by one file of each job
+running at once at the most.
 """
 
 from typing import Any
@@ -151,10 +153,15 @@ def require_place(engine: Engine, tenant_id: str, most_jobs: int, most_bytes: in
 
 
 def _used(connection: Connection, tenant_id: str) -> int:
+    """The bytes of a tenant's files, and of the checkpoints of its jobs between two attempts."""
     kept = (
         select(artifacts.c.uri, artifacts.c.size_bytes).where(artifacts.c.tenant_id == tenant_id).distinct().subquery()
     )
-    return int(connection.execute(select(func.coalesce(func.sum(kept.c.size_bytes), 0))).scalar_one())
+    left = select(jobs.c.checkpoint_bytes).where(
+        jobs.c.tenant_id == tenant_id, jobs.c.state == "queued", jobs.c.checkpoint_bytes > 0
+    )
+    files = connection.execute(select(func.coalesce(func.sum(kept.c.size_bytes), 0))).scalar_one()
+    return int(files) + sum(map(int, connection.execute(left).scalars()))
 
 
 def _quota_of(connection: Connection, tenant_id: str, default_bytes: int | None) -> int | None:

@@ -1,4 +1,4 @@
-"""Of an attempt only its checkpoint stays, closed to other jobs, however deep a job has built its folders."""
+"""Of an attempt only its checkpoint stays: closed to other jobs, and counted for its tenant."""
 
 import os
 import secrets
@@ -9,16 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, select
 
 from catalog.file_rights import acting_as
+from jobs.errors import QuotaExceeded
 from jobs.objects import job_folders
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.objects.scratch import Scratch, sweep_scratch
 from jobs.objects.scratch_store import MANIFEST
 from jobs.queue.attempt_endings import hand_back
 from jobs.queue.claims import claim
+from jobs.records import LOCAL_TENANT
 from jobs.retention.object_sweep import sweep_attempts
+from jobs.schema.database import reading
+from jobs.schema.tables import jobs
+from jobs.tenancy.quotas import require_room, set_quota, usage
 from worker.process.child_process import Child
 from worker.process.confinement import Confinement
 from worker.supervision.supervisor import Supervisor
@@ -52,6 +57,12 @@ def attempt(ledger: Engine, settings: Any, reachable: Path) -> Callable[..., Non
         Supervisor(ledger, held, chosen, ["/bin/bash", "-c", say + LEAVES, "child", how]).run()
 
     return run
+
+
+def counted(ledger: Engine, job_id: str) -> int | None:
+    with reading(ledger) as connection:
+        size: int | None = connection.execute(select(jobs.c.checkpoint_bytes).where(jobs.c.id == job_id)).scalar_one()
+        return size
 
 
 def deep(folder: Path, levels: int) -> None:
@@ -141,3 +152,23 @@ def test_of_an_attempt_whose_worker_was_killed_the_sweep_leaves_the_checkpoint_a
     assert sweep_scratch(ledger, scratch) == 0
     assert [each.name for each in scratch.before(held, 4)] == ["3", "2", "1"]
     assert [each.name for each in scratch.before(between, 4)] == ["2"]
+
+
+def test_a_checkpoint_counts_for_its_tenant_until_the_next_attempt_begins(
+    ledger: Engine, settings: Any, submitted: Callable[..., str], attempt: Callable[..., None]
+) -> None:
+    changes = {"child_user": FIRST} if os.getuid() == 0 else {}
+    job_id = submitted()
+    scratch = Scratch(settings().ledger.artifact_root)
+    attempt(job_id, **changes)
+    assert counted(ledger, job_id) is None
+    sweep_scratch(ledger, scratch)
+    assert 2 * MEGABYTE <= (counted(ledger, job_id) or 0) <= 2.1 * MEGABYTE
+    assert usage(ledger)[0].used_bytes == counted(ledger, job_id)
+    set_quota(ledger, "local", 2 * MEGABYTE)
+    with pytest.raises(QuotaExceeded):
+        require_room(ledger, LOCAL_TENANT)
+    attempt(job_id, "torn", **changes)
+    assert (counted(ledger, job_id), usage(ledger)[0].used_bytes) == (None, 0)
+    sweep_scratch(ledger, scratch)
+    assert (counted(ledger, job_id) or 0) >= 2 * MEGABYTE  # the first attempt's, which the second has not replaced
