@@ -351,11 +351,11 @@ class Client:
         if not target.is_relative_to(root):
             raise ClientError(0, "Unsafe name", f"the service names a file {artifact.name!r} outside the folder")
         target.parent.mkdir(parents=True, exist_ok=True)
-        digest = hashlib.sha256()
+        digest, path = hashlib.sha256(), f"{_path(job_id)}/artifacts/{quote(artifact.name)}"
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=".part-")
         try:
             with os.fdopen(descriptor, "wb") as file:
-                for part in self._connection.download(f"{_path(job_id)}/artifacts/{quote(artifact.name)}"):
+                for part in self._connection.download(path, artifact.size_bytes):
                     digest.update(part)
                     file.write(part)
             if digest.hexdigest() != artifact.sha256:

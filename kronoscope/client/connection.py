@@ -68,18 +68,28 @@ class Connection:
                 return
             params = {**params, cursor: page["next"]}
 
-    def download(self, path: str) -> Iterator[bytes]:
+    def download(self, path: str, most_bytes: int | None = None) -> Iterator[bytes]:
         """Yield the bytes of a file, from the service or from the store that it names.
 
         Args:
             path: The file's address in the service.
+            most_bytes: Its size as it is listed; None where that is not known.
 
         Yields:
             Parts of the file; the caller checks their digest.
 
         Raises:
-            DownloadFailed: If the connection breaks, or the store refuses.
+            DownloadFailed: If the connection breaks, the store refuses, or there is more than what is listed.
         """
+        count = 0
+        for part in self._parts(path):
+            count += len(part)
+            if most_bytes is not None and count > most_bytes:
+                message = f"{path} is listed with {most_bytes:,} bytes, and more are sent; ask whoever runs the service"
+                raise DownloadFailed(0, "Damaged file", message)
+            yield part
+
+    def _parts(self, path: str) -> Iterator[bytes]:
         try:
             with self.http.stream("GET", path) as answer:
                 store_url = answer.headers.get("location") if answer.is_redirect else None

@@ -1,6 +1,7 @@
 """A job's events as they arrive, joined across connections that break: each once, and in order."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -8,8 +9,12 @@ from contextlib import AbstractContextManager
 import httpx
 
 from catalog.responses import EventView
+from kronoscope.client.errors import ClientError
 from kronoscope.client.responses import build
 from kronoscope.client.retry import PAUSE_SECONDS, RETRY_STATUSES, RetryWindow, retry_after_seconds
+
+_MILLISECONDS = re.compile(r"\d{1,12}", re.ASCII)
+_LONGEST_PAUSE_SECONDS = 60.0
 
 
 def follow_events(
@@ -88,9 +93,19 @@ def _parse(lines: Iterable[str]) -> Iterator[EventView | float | None]:
             yield None
         elif name == "data":
             data.append(value)
-        elif name == "retry" and value.isdigit():
-            yield int(value) / 1000
+        elif name == "retry" and _MILLISECONDS.fullmatch(value):
+            yield min(int(value) / 1000, _LONGEST_PAUSE_SECONDS)
         elif not line and data:
-            event = json.loads("\n".join(data))
+            yield _event("\n".join(data))
             data = []
-            yield build(EventView, event)
+
+
+def _event(text: str) -> EventView:
+    try:
+        value = json.loads(text)
+        if type(value["seq"]) is int:
+            return build(EventView, value)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    detail = f"the stream holds {text[:80]!r}, which is no event of Kronoscope's; check the address"
+    raise ClientError(200, "Unexpected answer", detail)

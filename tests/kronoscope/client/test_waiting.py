@@ -5,11 +5,13 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from catalog.responses import ArtifactView
 from kronoscope import Client
 from kronoscope.cli.exit_codes import run_command
 from kronoscope.client import ClientError, DownloadFailed
@@ -122,6 +124,37 @@ def test_somebody_else_at_the_address_is_told_from_the_service(service: Service)
     service.answers = [(200, {"Content-Type": "text/html"}, "<h1>It works!</h1>")]
     with Client(service.url) as client, pytest.raises(ClientError, match="answered 200, not as Kronoscope does; check"):
         client.menu()
+
+
+EVENT = {"seq": 1, "at": "2030-01-01T12:00:00Z", "type": "state", "data": {"state": "succeeded", "attempt": 1}}
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "7", "null", "{}", '{"seq": "1"}', '{"seq": 1, "type": 2, "data": [', "[" * 10**5]
+)
+def test_what_is_no_event_is_said(service: Service, text: str) -> None:
+    service.answers = [(200, {}, f"data: {text}\n\n")]
+    with Client(service.url) as client, pytest.raises(ClientError, match="which is no event of Kronoscope's"):
+        list(client.events("1"))
+
+
+@pytest.mark.parametrize("milliseconds", ["\u00b2", "-1", "9" * 5000, "1e3", ""], ids=lambda text: text[:3])
+def test_a_pause_that_is_none_is_left_out(service: Service, milliseconds: str) -> None:
+    text = f"retry: 1\n\nretry: {milliseconds}\n\n"
+    service.answers = [
+        (200, {"Content-Length": str(len(text.encode()))}, text),
+        (200, {}, f"data: {json.dumps(EVENT)}\n\n"),
+    ]
+    with Client(service.url) as client:
+        assert [each.seq for each in client.events("1")] == [1]
+
+
+def test_a_file_is_cut_at_the_size_that_is_listed(service: Service, tmp_path: Path) -> None:
+    listed = ArtifactView(name="a", sha256="0" * 64, size_bytes=10, media_type="text/plain", href="/")
+    service.answers = [(200, {}, "x" * 4_000_000)]
+    with Client(service.url) as client, pytest.raises(DownloadFailed, match="listed with 10 bytes, and more are sent"):
+        client.download("1", listed, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
