@@ -9,7 +9,7 @@ from jobs.repository.store import read_job
 from jobs.tenancy.api_keys import create_key, key_id, revoke_key, verify_key
 from tests.api import seeding
 from tests.api.conftest import Keyed
-from tests.api.server import KEY_SECRET
+from tests.api.server import KEY_SECRET, METRICS_TOKEN
 from tests.api.streaming import events
 
 
@@ -52,7 +52,7 @@ def test_a_long_poll_is_refused_when_its_key_is_revoked_meanwhile(keyed: Keyed) 
 
         asking = threading.Thread(target=ask)
         asking.start()
-        time.sleep(1)
+        keyed.server.await_long_polls(1, METRICS_TOKEN)
         assert revoke_key(keyed.engine, str(key_id(key)))
         attempt_endings.finish(keyed.engine, claim)
         asking.join(60)

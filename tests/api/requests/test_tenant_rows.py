@@ -16,15 +16,12 @@ from sqlalchemy import (
     Delete,
     Engine,
     Select,
-    Table,
     Update,
-    delete,
     event,
     make_url,
     select,
     text,
     true,
-    update,
 )
 from sqlalchemy.sql import operators
 from sqlalchemy.sql.elements import BinaryExpression
@@ -34,11 +31,9 @@ from sqlalchemy.sql.visitors import replacement_traverse
 from api.main import create_app
 from api.settings import Settings
 from jobs.codec import parse_document
-from jobs.errors import LedgerUnavailable
 from jobs.repository.submission import submit
 from jobs.schema.database import (
     across_tenants,
-    for_purpose,
     for_tenant,
     migration_config,
     open_database,
@@ -46,8 +41,7 @@ from jobs.schema.database import (
     writing,
 )
 from jobs.schema.identifiers import new_id
-from jobs.schema.tables import jobs, metadata, tenants
-from jobs.schema.tenant_declaration import EVENTS, FLEET, KEYS
+from jobs.schema.tables import jobs, tenants
 from jobs.settings import LedgerSettings, RoleSettings
 from jobs.tenancy.api_keys import create_key, verify_key
 from jobs.tenancy.key_uses import KeyUses, list_keys
@@ -274,102 +268,6 @@ def test_rights_and_ownership_of_the_three_roles(roles: Roles) -> None:
         connection.execute(text("SELECT hmac FROM api_keys"))
     with pytest.raises(Exception, match="must be owner of table jobs"), writing(roles.worker) as connection:
         connection.execute(text("ALTER TABLE jobs DISABLE ROW LEVEL SECURITY"))
-
-
-INJECTED = [
-    "SELECT set_config('kronoscope.tenant', '{ours}', true)",
-    "SELECT set_config('kronoscope.tenant', '*', true)",
-    "SELECT set_config('kronoscope.tenant', '*fleet', true)",
-    "SELECT set_config('kronoscope.tenant', '{ours}', false), set_config('kronoscope.proof', '', false)",
-    "SELECT set_config('kronoscope.tenant', '', true)",
-]
-
-
-@pytest.mark.parametrize("statement", INJECTED)
-@pytest.mark.parametrize("table", ["jobs", "artifacts", "api_keys", "tenants", "job_events", "layer_results"])
-def test_a_statement_that_declares_another_tenant_sees_nothing(roles: Roles, statement: str, table: str) -> None:
-    first = statement.format(ours=roles.tenant)
-    # the second is one expression within a query, evaluated before the rows are looked at
-    within = f"WITH first AS MATERIALIZED ({first}) SELECT * FROM first, {table}"
-    engine = open_database(roles.url(API, "for api"), tenants_apart=True)
-
-    def ask_for(*statements: str) -> None:
-        with reading(engine, roles.other) as connection:
-            for each in statements:
-                connection.execute(text(each))
-
-    try:
-        with reading(engine, roles.other) as connection:
-            assert connection.execute(text("SELECT count(*) FROM jobs")).scalar_one() == 0
-        with pytest.raises(LedgerUnavailable):
-            ask_for(first, f"SELECT * FROM {table}")
-        with pytest.raises(LedgerUnavailable):
-            ask_for(within, f"SELECT * FROM {table}")
-    finally:
-        engine.dispose()
-
-
-@pytest.mark.parametrize("statement", ["SELECT * FROM proof_keys", "UPDATE proof_keys SET secret = ''"])
-@pytest.mark.parametrize(("role", "password"), [(API, "for api"), (WORKER, "for worker")])
-def test_the_secret_behind_the_proofs_is_closed(roles: Roles, role: str, password: str, statement: str) -> None:
-    engine = open_database(roles.url(role, password))
-    try:
-        with pytest.raises(Exception, match="permission denied for table proof_keys"), writing(engine) as connection:
-            connection.execute(text(statement))
-    finally:
-        engine.dispose()
-
-
-READ = {
-    KEYS: {"api_keys"},
-    EVENTS: {"jobs", "job_events"},
-    FLEET: {"jobs", "device_leases", "tenants"},
-}
-
-
-@pytest.mark.parametrize("purpose", sorted(READ))
-def test_a_purpose_of_requests_reads_its_tables_and_writes_none(roles: Roles, purpose: Any) -> None:
-    engine = open_database(roles.url(API, "for api"), tenants_apart=True)
-    try:
-        with reading(roles.worker) as connection:
-            held = {
-                table.name
-                for table in secured_tables()
-                if table.name == "api_keys" or connection.execute(select(table).limit(1)).first() is not None
-            }
-        with reading(for_purpose(engine, purpose)) as connection:
-            seen = {
-                table.name
-                for table in secured_tables()
-                if connection.execute(select(table).limit(1)).first() is not None
-            }
-        assert seen == READ[purpose] & held
-        with writing(for_purpose(engine, purpose)) as connection:
-            for table in secured_tables():
-                column = table.c.id if table is tenants else table.c.tenant_id
-                assert connection.execute(update(table).values({column: "x"})).rowcount == 0
-                assert connection.execute(delete(table)).rowcount == 0
-    finally:
-        engine.dispose()
-
-
-def secured_tables() -> list[Table]:
-    return [table for table in metadata.sorted_tables if "tenant_id" in table.c or table is tenants]
-
-
-def test_after_a_change_of_the_password_an_open_session_is_refused_until_it_logs_in_anew(roles: Roles) -> None:
-    engine = open_database(roles.url(API, "for api"), tenants_apart=True)
-    try:
-        with reading(engine, roles.tenant) as connection:
-            assert len(connection.execute(select(jobs.c.id)).all()) == 2
-        migrate(roles.admin_url, PASSWORDS.model_copy(update={"api_password": "another"}))
-        with pytest.raises(LedgerUnavailable), reading(engine, roles.tenant) as connection:
-            connection.execute(select(jobs.c.id)).all()
-        migrate(roles.admin_url, PASSWORDS)
-        with reading(engine, roles.tenant) as connection:
-            assert len(connection.execute(select(jobs.c.id)).all()) == 2
-    finally:
-        engine.dispose()
 
 
 def test_lists_of_a_tenant_are_read_by_their_index(roles: Roles) -> None:
