@@ -119,6 +119,16 @@ class QuotaExceeded(UsageError):
         self.quota_bytes = quota_bytes
 
 
+class DiskTooSmall(UsageError):
+    """A job's plan says that it has more on the disk at a time than an attempt may."""
+
+    def __init__(self, planned_bytes: int, most_bytes: int) -> None:
+        super().__init__(
+            f"the job's plan has {planned_bytes:,} bytes on the disk at a time, and an attempt may have less than "
+            f"{most_bytes:,} in this service; `keep` less, or ask the operator for more (KRONOSCOPE_CHILD_DISK_BYTES)"
+        )
+
+
 class QueueFull(UsageError):
     """A tenant has as many queued jobs as it may, or documents of as many bytes."""
 

@@ -87,6 +87,13 @@ class WorkerSettings(ServiceSettings):
     """Files that the process of a job may have open."""
     child_file_bytes: int = Field(2**40, ge=2**20, le=2**62)
     """Bytes of the largest file that a job may write."""
+    child_disk_bytes: int | None = Field(None, ge=2**20, le=2**62)
+    """Bytes that an attempt may have on the disk while it writes, checkpoint and libraries' caches among them; a job
+    whose plan says more is refused. Without it a job is held to its part of what is free once the disk runs short
+    ([limits of the disk](#day-by-day))."""
+    child_disk_files: int = Field(2**17, ge=1024, le=2**31)
+    """Files and folders that an attempt may have. A job writes a few for each layer; the number bounds how long it
+    takes to count them."""
     child_processes: int = Field(4096, ge=16, le=2**22)
     """Processes and threads of a job, where `KRONOSCOPE_CHILD_USER` gives it a user of its own; no more than its slot's
     part of what the container may have."""

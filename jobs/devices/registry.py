@@ -246,6 +246,17 @@ def forget_silent(engine: Engine) -> int:
         return gone.rowcount + old.rowcount
 
 
+def count_slots(engine: Engine) -> int:
+    """Return how many jobs all workers that are at work can compute at a time.
+
+    Args:
+        engine: The ledger's database.
+    """
+    seen = select(func.coalesce(func.sum(workers.c.slots), 0)).where(workers.c.expires_at >= ledger_now())
+    with reading(engine) as connection:
+        return int(connection.execute(seen).scalar_one())
+
+
 def list_devices(engine: Engine) -> tuple[DeviceStatus, ...]:
     """Return the status of every known device, ordered by node.
 

@@ -35,6 +35,7 @@ OPERATOR_CODES = frozenset(
         "deadline_exceeded",
         "device_lost",
         "disk_full",
+        "disk_limit",
         "disk_quota",
         "factors_unavailable",
         "hub_unreachable",

@@ -101,6 +101,24 @@ def model(report, artifacts, models, known):
     return nn.Linear(12, 3)
 '''
 
+GREEDY = """
+import os, time
+from pathlib import Path
+
+
+def model(nameless):
+    place = Path(os.environ["HOME"]) / "closed"
+    place.mkdir(mode=0o700)
+    for number in range(64):
+        with open(place / str(number), "wb") as file:
+            file.write(os.urandom(2**20))
+            file.flush()
+            if nameless:
+                os.unlink(file.name)
+                os.dup(file.fileno())
+    time.sleep(600)
+"""
+
 pytestmark = pytest.mark.skipif(
     os.getuid() != 0 or not is_open(ROOT) or not is_open(PACKAGES),
     reason="only root may start a worker with these rights, on a project that every user may read",
@@ -141,3 +159,22 @@ def test_the_job_beside_an_attacker_gets_the_numbers_of_an_undisturbed_run(compo
     said = [each.data.get("message", "") for each in events_after(compose.ledger, LOCAL_TENANT, later)]
     assert any(f"factors from the cache of job {beside}" in line for line in said), said
     assert compose.digests(later) == compose.digests(alone)
+
+
+def test_the_job_beside_one_that_fills_the_disk_succeeds(compose: Compose) -> None:
+    compose.factory("kronoscope_test_greedy", GREEDY)
+    factory = {"source": "factory", "factory": "kronoscope_test_greedy:model"}
+    data = {"source": "synthetic", "shape": [12], "examples": 40, "classes": 3}
+    greedy = [
+        compose.submit(HONEST | {"model": factory | {"kwargs": {"nameless": nameless}}, "data": data})
+        for nameless in (True, False)
+    ]
+    beside = compose.submit(HONEST)
+    compose.done(KRONOSCOPE_CHILD_DISK_BYTES=str(32 * 2**20))
+    assert (compose.job(beside).state, compose.job(beside).attempt) == ("succeeded", 1), compose.job(beside).failure
+    for each in greedy:
+        failure = compose.job(each).failure
+        assert failure is not None
+        assert (compose.job(each).attempt, failure["category"], failure["code"]) == (1, "usage", "disk_limit")
+        assert "33,554,432" in failure["message"]
+        assert not (compose.place / "artifacts" / each).exists()

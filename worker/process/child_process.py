@@ -14,12 +14,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from catalog.frame_bounds import FrameBeyond
 from catalog.frames import MAX_FRAME_BYTES, CacheAnswer, Frame, decode, encode_answer
 from catalog.record import record
 from worker.process.confinement import Confinement
+from worker.process.disk_limit import Excess
 from worker.process.guardian import MOMENT
 from worker.process.leftovers import clear_leftovers
 from worker.process.pipe_reader import lines
@@ -33,6 +35,7 @@ STOP_GRACE_SECONDS = 8.0
 
 _GUARDIAN = (sys.executable, "-P", "-m", "worker.process.guardian")
 _GROUP_GONE_SECONDS = 5.0
+_REPORT_BYTES = 65_536
 _ALL_FRAMES_BYTES = 2**32
 """Most bytes of all frames of an attempt: they become rows of the ledger, which no quota counts."""
 
@@ -99,6 +102,7 @@ class Child:
         frames: IO[bytes],
         answers: int,
         lifeline: int,
+        report: int,
         user: int | None = None,
     ) -> None:
         self._process = process
@@ -108,6 +112,7 @@ class Child:
         self.began = began(process.pid)
         """When the guardian began, in the kernel's count; it is not reaped before the reaper below runs."""
         self._lifeline = lifeline
+        self._report = report
         self._lock = threading.Lock()
         self._reaped = False
         self._gone = threading.Event()
@@ -145,38 +150,42 @@ class Child:
         Raises:
             OSError: If no process, pipe, thread or temporary file can be had.
         """
-        with contextlib.ExitStack() as ours, tempfile.TemporaryFile() as text:
+        with contextlib.ExitStack() as ours, tempfile.NamedTemporaryFile() as text:
             # a file, not a pipe: a child that never reads cannot block its supervisor
             text.write(json.dumps(assignment, allow_nan=False).encode())
-            text.seek(0)
+            text.flush()
+            # opened anew, to be read only: no quota would count what a child writes to it
+            given = ours.enter_context(Path(text.name).open("rb"))
             lifeline_read, lifeline = _pipe(ours)
+            report, report_write = _pipe(ours)
             frames_read, frames_write = _pipe(ours)
             answers_read, answers = _pipe(ours)
             process = subprocess.Popen(  # noqa: S603 - our own interpreter and modules, no shell
                 [
                     *(*_GUARDIAN, "--lifeline", str(lifeline_read), *_hold_arguments(hold)),
-                    *("--confinement", confinement.as_text()),
+                    *("--report", str(report_write), "--confinement", confinement.as_text()),
                     *("--", *command, "--answers", str(answers_read), "--frames", str(frames_write)),
                 ],
-                stdin=text,
+                stdin=given,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
-                pass_fds=(lifeline_read, frames_write, answers_read, *_lock(hold)),
+                pass_fds=(lifeline_read, report_write, frames_write, answers_read, *_lock(hold)),
                 start_new_session=True,
             )
+            given.close()
             ours.pop_all()
-        os.close(lifeline_read)
-        os.close(frames_write)
-        os.close(answers_read)
+        for end in (lifeline_read, report_write, frames_write, answers_read):
+            os.close(end)
         os.set_blocking(lifeline, False)
         os.set_blocking(answers, False)
         frames = os.fdopen(frames_read, "rb")
         try:
-            return cls(process, frames, answers, lifeline, confinement.user)
+            return cls(process, frames, answers, lifeline, report, confinement.user)
         except (OSError, RuntimeError) as error:
             frames.close()
             os.close(answers)
+            os.close(report)
             os.close(lifeline)  # whereupon the guardian ends all that it guards, and itself
             process.wait()
             if process.stdout is not None:
@@ -283,6 +292,16 @@ class Child:
         code = self._process.returncode
         return code if code >= 0 else 128 - code
 
+    def excess(self) -> Excess | None:
+        """Wait for the end of the group, and return what it had on the disk if that was beyond its limit.
+
+        Returns:
+            What was found; None if it was within the limit, or there is none.
+        """
+        self.wait()
+        text = os.read(self._report, _REPORT_BYTES)  # its only writer is gone
+        return Excess.from_bytes(text) if text else None
+
     def close(self) -> None:
         """Kill what still runs, remove what its user has left behind, and give the pipes back."""
         self.kill()
@@ -290,9 +309,8 @@ class Child:
         if self._user is not None and not self.left_something():
             clear_leftovers(self._user)
         self._frames.close()
-        os.close(self._answers)
-        os.close(self._lifeline)
-        os.close(self._gone_read)
+        for end in (self._answers, self._lifeline, self._report, self._gone_read):
+            os.close(end)
         if self._process.stdout is not None:
             self._process.stdout.close()
 

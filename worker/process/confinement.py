@@ -6,6 +6,7 @@
     on x86-64, aarch64  the system calls that computing needs, and no others (``worker.process.system_calls``)
     with a user         that user and no capability, at most so many processes and threads
     with namespaces     what it sees of processes and files (``worker.process.namespaces``)
+    of a service        at most so much on the disk (``worker.process.disk_monitor``), which is looked at while it runs
 
 There is no limit on the address space: CUDA reserves far more of it than it uses. The number of processes is counted
 by the kernel for each user, not for each child, so it is bounded only where the child has a user of its own.
@@ -25,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from worker.process.disk_limit import DiskLimit
 from worker.process.namespaces import Namespaces
 from worker.process.system_calls import filter_program
 
@@ -49,6 +51,8 @@ class Confinement:
     """Bytes of the largest file that it may write."""
     processes: int = 4096
     """Processes and threads of its user, where that is its own."""
+    disk: DiskLimit | None = None
+    """What it may have on the disk; None sets no limit."""
     namespaces: Namespaces | None = None
     """What it sees of the machine; None: all that its user may."""
 
@@ -74,6 +78,8 @@ class Confinement:
         values: dict[str, Any] = json.loads(text)
         if values["namespaces"] is not None:
             values["namespaces"] = Namespaces.from_values(values["namespaces"])
+        if values["disk"] is not None:
+            values["disk"] = DiskLimit(**values["disk"])
         return cls(**values)
 
     def popen_arguments(self) -> dict[str, Any]:

@@ -12,16 +12,19 @@ or is starved: whoever waits that long may use the device.
 What the command starts in a session of its own is in no group of ours; the guardian is the
 *subreaper* of all of it, so that it can be found below the guardian and ends with the rest.
 
-The command runs within limits (``worker.process.confinement``), and cannot look into the guardian's memory.
+The command runs within limits (``worker.process.confinement``), and cannot look into the guardian's memory. What it
+has on the disk is looked at while it runs; beyond its limit the group is killed, and the parent reads why.
 
 Standard library only, and modules of ours that are too: it is started once per job and must be cheap and unbreakable.
 
-    python -P -m worker.process.guardian --lifeline FD [--until SECONDS] [--lock FD] [--confinement JSON] -- COMMAND...
+    python -P -m worker.process.guardian --lifeline FD [--until SECONDS] [--lock FD] [--report FD] [--confinement JSON]
+        -- COMMAND...
 """
 
 import argparse
 import contextlib
 import ctypes
+import errno
 import math
 import os
 import select
@@ -29,9 +32,11 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from worker.process.confinement import Confinement
+from worker.process.disk_monitor import DiskMonitor
 from worker.process.node_clock import node_seconds
 from worker.process.process_group import kill_descendants
 
@@ -60,15 +65,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lifeline", type=int, required=True)
     parser.add_argument("--until", type=float, default=math.inf)
     parser.add_argument("--lock", type=int)
+    parser.add_argument("--report", type=int)
     parser.add_argument("--confinement", type=Confinement.from_text, default=Confinement())
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
     if options.lock is not None:
         os.set_inheritable(options.lock, False)  # held until this process ends; the command could release it
-    return guard(options.command, options.lifeline, options.confinement, options.until)
+    return guard(options.command, options.lifeline, options.confinement, options.until, options.report)
 
 
-def guard(command: Sequence[str], lifeline: int, confinement: Confinement, until: float = math.inf) -> int:
+def guard(
+    command: Sequence[str],
+    lifeline: int,
+    confinement: Confinement,
+    until: float = math.inf,
+    report: int | None = None,
+) -> int:
     """Start a command, forward SIGTERM to it, and kill its group when the lifeline or the time ends.
 
     Args:
@@ -76,6 +88,7 @@ def guard(command: Sequence[str], lifeline: int, confinement: Confinement, until
         lifeline: A descriptor that closes when the parent is gone, and from which later moments are read.
         confinement: What the command is held to.
         until: When the group is killed, on the machine's clock (`node_seconds`), unless a later moment is read.
+        report: A descriptor to which an excess of disk is written before the group is killed for it.
 
     Returns:
         The command's exit code, 128 + n if signal n ended it, 71 if it could not be started.
@@ -100,8 +113,7 @@ def guard(command: Sequence[str], lifeline: int, confinement: Confinement, until
     # the lifeline is ours alone; the frame pipe, made inheritable by our parent, goes on to the command
     os.set_inheritable(lifeline, False)
     try:
-        # the parent's own command line, no shell
-        process = subprocess.Popen(command, close_fds=False, **confinement.popen_arguments())  # noqa: S603
+        process, finish = _start(command, confinement, report)
     except (OSError, subprocess.SubprocessError) as error:
         sys.stderr.write(f"{command[0]} cannot be started: {getattr(error, 'strerror', None) or error}\n")
         return NOT_STARTED
@@ -113,6 +125,7 @@ def guard(command: Sequence[str], lifeline: int, confinement: Confinement, until
         code = process.poll()
         if code is not None:
             kill_descendants(os.getpid())
+            finish()
             return code if code >= 0 else 128 - code
         readable, _, _ = select.select([lifeline, asked], [], [], _seconds_until(until))
         if asked in readable:
@@ -120,8 +133,33 @@ def guard(command: Sequence[str], lifeline: int, confinement: Confinement, until
         if lifeline in readable:
             until = _read_moment(lifeline)
         if node_seconds() >= until:
-            kill_descendants(os.getpid())
-            os.killpg(os.getpgrp(), signal.SIGKILL)
+            _end_group()
+
+
+def _start(
+    command: Sequence[str], confinement: Confinement, report: int | None
+) -> tuple[subprocess.Popen[bytes], Callable[[], object]]:
+    """The command's process, and what is to be called when it has ended."""
+    monitor = None
+    if confinement.disk is not None and report is not None:
+        os.set_inheritable(report, False)
+        monitor = DiskMonitor(confinement.disk, confinement.user, report, _end_group)
+        confinement = replace(confinement, file_bytes=min(confinement.file_bytes, monitor.file_bytes()))
+    # the parent's own command line, no shell
+    process = subprocess.Popen(command, close_fds=False, **confinement.popen_arguments())  # noqa: S603
+    if monitor is None:
+        return process, lambda: None
+    try:
+        monitor.start()
+    except RuntimeError as error:  # no thread is to be had
+        kill_descendants(os.getpid())
+        raise OSError(errno.EAGAIN, f"nobody can look at its disk ({error})") from error
+    return process, monitor.finish
+
+
+def _end_group() -> None:
+    kill_descendants(os.getpid())
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def _read_moment(lifeline: int) -> float:

@@ -4,9 +4,10 @@ from dataclasses import replace
 from typing import Literal
 
 from catalog.frame_bounds import FrameBeyond
-from catalog.frames import Failed
-from jobs.errors import ArtifactDamaged, QuotaExceeded
+from catalog.frames import Divided, Failed, Finished, Frame
+from jobs.errors import ArtifactDamaged, DiskTooSmall, QuotaExceeded
 from worker.disk.free_space import DISK_FULL, describe_full_disk
+from worker.process.child_process import Child
 from worker.process.crash import BROKEN_CHILD, OOM, RANK_LOST
 
 _DEADLINE_PASSED = (
@@ -16,6 +17,19 @@ _ATTEMPT_TOO_LONG = (
     "an attempt may take {:g} s in this service, and this one had not ended by then; the layers that were done stay. "
     "Ask for less in one job, or the operator for more time (KRONOSCOPE_ATTEMPT_LIMIT)"
 )
+DISK_LIMIT = "disk_limit"
+"""The code of a failure of an attempt that had more on the disk than it may."""
+_BEYOND_DISK = {
+    "bytes": "the job had {found:,} bytes on the disk, and an attempt may have less than {limit:,} in this service; "
+    "what was published stays. `keep` less, or ask the operator for more (KRONOSCOPE_CHILD_DISK_BYTES)",
+    "room": "the job had {found:,} bytes on the disk of {place}, more than its part of {limit:,}, and less than a "
+    "tenth was left there of what was free when it started; what was published stays. Submit it again when there is "
+    "more room, `keep` less, or ask the operator for more (KRONOSCOPE_CHILD_DISK_BYTES)",
+    "files": "the job had {found:,} files and folders, and an attempt may have {limit:,} in this service; what was "
+    "published stays. Write fewer, or ask the operator for more (KRONOSCOPE_CHILD_DISK_FILES)",
+    "hidden": "what the job has on the disk could not be counted: {place} cannot be looked into; leave folders and "
+    "processes open to their own user",
+}
 LEASE_TOO_SMALL = "needs more than was leased for it; another device holds it"
 _STOPPED_FROM_OUTSIDE = "the computing process was told to stop by something other than this service; it is tried again"
 
@@ -46,19 +60,41 @@ def full_disk_failure(error: Exception) -> Failed | None:
     return None if full is None else failure_frame("transient", DISK_FULL, full)
 
 
-def unkept_failure(error: ArtifactDamaged | FrameBeyond | QuotaExceeded) -> Failed:
+def within_disk(child: Child, last: Frame | None, planned_bytes: int | None) -> Frame | None:
+    """Return the last word on an attempt whose child has said its own: of one that had too much on the disk, a failure.
+
+    Args:
+        child: The child, whose end is waited for.
+        last: Its last frame; a job that is done stays done.
+        planned_bytes: What its plan says that it has on the disk at a time; None where there is no plan.
+
+    Returns:
+        The frame, or the failure in its place.
+    """
+    excess = child.excess()
+    if excess is None or isinstance(last, (Finished, Divided)):
+        return last
+    message = _BEYOND_DISK[excess.kind].format(**vars(excess))
+    if excess.kind == "room" and planned_bytes is not None and planned_bytes > excess.limit:
+        return failure_frame("transient", DISK_FULL, f"{message}; as its plan needs so much, it waits for room")
+    return failure_frame("usage", DISK_LIMIT, message)
+
+
+def unkept_failure(error: ArtifactDamaged | DiskTooSmall | FrameBeyond | QuotaExceeded) -> Failed:
     """Return the failure of an attempt that has sent what cannot be kept.
 
     Args:
         error: The fault of the file, or of the frame.
 
     Returns:
-        A transient failure for a damaged file, one of usage for one beyond the quota, a fatal one for a frame that no
-        process of ours would send: such a process is not believed a second time.
+        A transient failure for a damaged file, one of usage for one beyond the quota or a plan beyond the disk, a
+        fatal one for a frame that no process of ours would send: such a process is not believed a second time.
     """
     if isinstance(error, FrameBeyond):
         hint = "a factory that writes to foreign file descriptors would do this"
         return failure_frame("fatal", BROKEN_CHILD, f"the computing process sent {error}; {hint}")
+    if isinstance(error, DiskTooSmall):
+        return failure_frame("usage", DISK_LIMIT, f"{error}")
     if isinstance(error, QuotaExceeded):
         return failure_frame("usage", "disk_quota", f"{error}; what was done stays")
     return failure_frame("transient", "artifact_damaged", f"{error}; it is computed again")

@@ -18,6 +18,7 @@ from jobs.records import Claim
 from worker.devices.discover import devices_of, host
 from worker.process.child_process import EXECUTION, RANKS, Child, Hold, child_environment
 from worker.process.confinement import Confinement
+from worker.process.disk_limit import DiskLimit
 from worker.settings import WorkerSettings
 from worker.supervision.job_namespaces import job_namespaces
 from worker.supervision.stage_factors import LaidOutFactors
@@ -29,17 +30,17 @@ _TRAINING_SECONDS = 120.0
 
 
 def start(
-    told: Mapping[str, Any], claim: Claim, threads: int, settings: WorkerSettings, command: Sequence[str], hold: Hold
+    told: Mapping[str, Any], claim: Claim, settings: WorkerSettings, command: Sequence[str], hold: Hold, slots: int = 1
 ) -> Child:
     """Start the child of a claim, within the worker's limits.
 
     Args:
         told: The assignment.
         claim: The job and its lease.
-        threads: Threads that it computes with.
         settings: The worker's settings.
         command: The child's program.
         hold: Until when it may run.
+        slots: The slots of all workers that write to the same volume.
 
     Returns:
         The running child, whose output is a pipe.
@@ -49,10 +50,10 @@ def start(
     """
     if claim.world_size > 1 and command == EXECUTION:
         command = RANKS
-    confinement = _confinement(told, claim, settings)
+    confinement = _confinement(told, claim, settings, slots)
     if confinement.apart and claim.kinds != (ESTIMATE,):
         _train_builtin(claim.document.get("model") or {}, settings.model_store)
-    variables = environment(claim, threads)
+    variables = environment(claim, told["threads"])
     if confinement.apart:
         # libraries keep locks, caches and what they unpack where nobody else's job can come to
         home = str(Path(told["artifacts"]) / _HOME)
@@ -61,7 +62,7 @@ def start(
     return Child.start(told, subprocess.PIPE, variables, command, confinement, hold)
 
 
-def _confinement(told: Mapping[str, Any], claim: Claim, settings: WorkerSettings) -> Confinement:
+def _confinement(told: Mapping[str, Any], claim: Claim, settings: WorkerSettings, slots: int) -> Confinement:
     """The limits, and of the machine's folders those that the assignment names."""
     attempt, cache = Path(told["artifacts"]), told.get("cache")
     # all attempts' checkpoints together: a later one links what an earlier one has left
@@ -71,7 +72,8 @@ def _confinement(told: Mapping[str, Any], claim: Claim, settings: WorkerSettings
         for each in written:
             each.mkdir(parents=True, exist_ok=True)
     namespaces = job_namespaces(settings, attempt / _HOME, written, read)
-    return replace(settings.confinement(claim.user_number, claim.world_size), namespaces=namespaces)
+    held = settings.confinement(claim.user_number, claim.world_size)
+    return replace(held, namespaces=namespaces, disk=_disk_limit(settings, attempt.parent, slots))
 
 
 def _inputs(told: Mapping[str, Any]) -> list[str]:
@@ -79,6 +81,17 @@ def _inputs(told: Mapping[str, Any]) -> list[str]:
     named = [told.get("factors_path"), told.get("against_path"), told.get("divided")]
     named += [each["path"] for each in (told.get("extends"), *(told.get("pieces") or ())) if each]
     return [str(each) for each in named if each]
+
+
+def _disk_limit(settings: WorkerSettings, folder: Path, slots: int) -> DiskLimit:
+    """What the attempts of a job may have on the disk; below the floor the volume is closed to jobs."""
+    return DiskLimit(
+        folder=str(folder),
+        total_bytes=settings.child_disk_bytes,
+        total_files=settings.child_disk_files,
+        parts=max(slots, settings.slots),
+        floor_bytes=settings.disk_floor_bytes,
+    )
 
 
 def _train_builtin(model: Mapping[str, Any], store: Path) -> None:

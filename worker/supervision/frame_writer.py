@@ -7,10 +7,10 @@ holds (every write of both may be repeated); once the lease is lost nothing more
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import singledispatchmethod
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from sqlalchemy import Engine
 from structlog.typing import FilteringBoundLogger
@@ -30,7 +30,7 @@ from catalog.frames import (
     Summarised,
 )
 from catalog.record import record
-from jobs.errors import LeaseLost, LedgerUnavailable, StoreUnavailable
+from jobs.errors import DiskTooSmall, LeaseLost, LedgerUnavailable, StoreUnavailable
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.queue import attempt_writes
 from jobs.queue.piece_progress import report_piece
@@ -78,6 +78,8 @@ class AttemptTerms:
     """What its tenant's cached factors may take; 0 where the job can have none."""
     group: int | None
     """The group of a job with a user of its own."""
+    disk_bytes: int | None
+    """What it may have on the disk at a time; None: its part of what is free."""
 
     @classmethod
     def of(cls, claim: Claim, settings: WorkerSettings) -> Self:
@@ -91,7 +93,13 @@ class AttemptTerms:
             stored_bytes=settings.ledger.stored_bytes,
             cache_bytes=cache_bytes_of(claim, settings),
             group=settings.confinement(claim.user_number).user,
+            disk_bytes=settings.child_disk_bytes,
         )
+
+
+def _disk_bytes(plan: Mapping[str, Any]) -> int | None:
+    size = plan.get("disk_peak_bytes")
+    return size if isinstance(size, int) else None
 
 
 class LedgerSink:
@@ -120,6 +128,8 @@ class LedgerSink:
             percent=claim.percent,
         )
         self._progress.take_plan(claim.plan or {})
+        self.planned_disk_bytes = _disk_bytes(claim.plan or {})
+        """What the job's plan says that it has on the disk at a time; None as long as there is no plan."""
         self._formatter = LogFormatter(claim.document)
         self._log_lines = 0
         self._taken: Counter[type[Frame]] = Counter()
@@ -136,6 +146,7 @@ class LedgerSink:
             Misplaced: If the frame is a plan that belongs on another device.
             LeaseLost: If the job has another holder by now, or none.
             ArtifactDamaged: If an announced artifact is missing or other than announced.
+            DiskTooSmall: If the frame is a plan of more bytes on the disk than an attempt may have.
             QuotaExceeded: If it is more than its tenant's files may take.
             FrameBeyond: If it is of an analysis that the job does not have, or there are too many of its type.
         """
@@ -237,8 +248,12 @@ class LedgerSink:
         # threads stand in the plan: both decide the digests, and later attempts follow both
         planned = Planned(plan={**frame.plan, "threads": self._terms.threads})
         self._progress.take_plan(frame.plan)
+        self.planned_disk_bytes = _disk_bytes(frame.plan)
         if not self.write(lambda: attempt_writes.write_plan(self._engine, self._claim, planned)):
             raise Misplaced
+        most = self._terms.disk_bytes
+        if most is not None and (self.planned_disk_bytes or 0) >= most:
+            raise DiskTooSmall(self.planned_disk_bytes or 0, most)
 
     @_keep.register
     def _layer_done(self, frame: LayerDone) -> None:

@@ -29,7 +29,8 @@ from catalog.cgroups import oom_kills
 from catalog.frame_bounds import FrameBeyond
 from catalog.frames import Divided, Failed, Finished, Frame, Stopped
 from jobs.devices.leases import note_guardian, release
-from jobs.errors import ArtifactDamaged, LeaseLost, LedgerUnavailable, QuotaExceeded
+from jobs.devices.registry import count_slots
+from jobs.errors import ArtifactDamaged, DiskTooSmall, LeaseLost, LedgerUnavailable, QuotaExceeded
 from jobs.lifecycle import TERMINAL, State
 from jobs.objects.artifacts import open_artifacts
 from jobs.objects.object_store import ObjectStore
@@ -63,6 +64,7 @@ from worker.supervision.attempt_failures import (
     stop_failure,
     unkept_failure,
     with_detail,
+    within_disk,
 )
 from worker.supervision.checkpoint_upload import ScratchMirror
 from worker.supervision.child_output import ChildOutput
@@ -115,11 +117,7 @@ class Supervisor:
         return self._claim.job_id, self._claim.fence
 
     def stop(self, reason: StopReason) -> None:
-        """End the attempt early.
-
-        Args:
-            reason: The reason; `drain` hands the job back.
-        """
+        """End the attempt early, for a reason of which `drain` hands the job back."""
         self._watch.stop(reason)
 
     def run(self, held_since: float | None = None) -> None:
@@ -208,12 +206,12 @@ class Supervisor:
     def _hear(self, child: Child, output: ChildOutput) -> tuple[Frame | None, str | None]:
         """Its last frame, or what is to stand in its place; else what was wrong with what it sent."""
         try:
-            return self._follow(child), None
+            return within_disk(child, self._follow(child), self._sink.planned_disk_bytes), None
         except (LeaseLost, LedgerUnavailable):
             child.kill()
             output.tail()  # its thread reads from descriptors that are about to be others'
             raise
-        except (ArtifactDamaged, FrameBeyond, QuotaExceeded) as error:
+        except (ArtifactDamaged, DiskTooSmall, FrameBeyond, QuotaExceeded) as error:
             child.kill()
             return unkept_failure(error), None
         except Interrupted:
@@ -247,7 +245,7 @@ class Supervisor:
         """The child; an OSError where this worker can start none, whatever the job."""
         try:
             self._child = child = child_launch.start(
-                told, self._claim, self._terms.threads, self._settings, self._command, self._watch.hold
+                told, self._claim, self._settings, self._command, self._watch.hold, self._slots
             )
         except OSError as error:
             return full_disk_failure(error) or error
@@ -267,6 +265,7 @@ class Supervisor:
         factors = lay_out_factors(self._engine, self._folder, self._claim)
         pieces = lay_out_pieces(self._engine, self._folder, self._claim)
         self._devices = int(pieces.get("devices", 1))
+        self._slots = 1 if self._copies is not None else count_slots(self._engine)
         if self._watch.reason is None:  # else no child will read it
             self._bring_scratch()
         told = child_launch.assignment(self._claim, self._settings, self._terms.threads, place, factors, self._scratch)
