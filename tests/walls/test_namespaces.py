@@ -228,8 +228,12 @@ from worker.agent.isolation import measure_isolation
 from worker.agent.trial_job import trial_job, with_possible_namespaces
 from worker.settings import WorkerSettings
 
-ledger = LedgerSettings(database_url="sqlite://", artifact_root=Path(sys.argv[1]))
-settings = with_possible_namespaces(WorkerSettings(ledger=ledger, child_namespaces=True))
+ledger = LedgerSettings(database_url="sqlite://", artifact_root=Path(sys.argv[1], "artifacts"))
+# one that lies in a folder which jobs are given
+secret = Path(sys.argv[1], "secret")
+secret.write_text("s")
+os.environ["KRONOSCOPE_TEST_FILE"] = str(secret)
+settings = with_possible_namespaces(WorkerSettings(ledger=ledger, child_namespaces=True, paths=(sys.argv[1],)))
 with trial_job(settings) as job, trial_job(settings, 1) as neighbour:
     held = measure_isolation(job, os.environ, ledger.artifact_root, neighbour)
 print(json.dumps([settings.child_namespaces, held]))
@@ -247,7 +251,8 @@ def test_what_the_kernel_refuses_is_measured_and_jobs_run_as_before(tmp_path: Pa
     arguments = [str(tmp_path)] if allowed else ["-P", "-c", REFUSED, str(tmp_path)]
     settings, held = printed(tmp_path, python, program, *arguments)
     assert settings is allowed
-    assert {"files", "neighbours"} & set(held) == ({"files", "neighbours"} if allowed else set())
+    walls = {"files", "neighbours", "secret_files"}
+    assert walls & set(held) == (walls if allowed else set())
 
 
 HONEST = {
