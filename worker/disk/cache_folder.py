@@ -128,21 +128,11 @@ class CacheFolder:
         Returns:
             The job that left the entry; None without one, and where it is damaged or cannot be read here.
         """
-        entry = None
-        try:
-            entry = self._rows.find(key)
-            if entry is None:
-                return CacheAnswer(job=None)
-            for each in entry.files:
-                _lay_out(self._place(entry), view, each)
-        except ValueError as error:
-            return self._damaged(key, entry, str(error))
-        except OSError as error:
-            if error.errno in _DAMAGE:
-                return self._damaged(key, entry, str(error.strerror))
-            why = error.strerror or error
-            return CacheAnswer(job=None, warning=f"cached factors cannot be used here: {why}; collected again")
-        return CacheAnswer(job=entry.job)
+        answer = self._answer(key, view)
+        if answer.job is None:
+            for each in _listing(view):
+                _clear(each)
+        return answer
 
     def take(self, filling: Filling) -> str | None:
         """Copy what a job has left, and make it the entry of its key; of two that leave one at once the first wins.
@@ -194,6 +184,23 @@ class CacheFolder:
                 self._remove(entry)
                 removed += 1
         return removed
+
+    def _answer(self, key: str, view: Path) -> CacheAnswer:
+        entry = None
+        try:
+            entry = self._rows.find(key)
+            if entry is None:
+                return CacheAnswer(job=None)
+            for each in entry.files:
+                _lay_out(self._place(entry), view, each)
+        except ValueError as error:
+            return self._damaged(key, entry, str(error))
+        except OSError as error:
+            if error.errno in _DAMAGE:
+                return self._damaged(key, entry, str(error.strerror))
+            why = error.strerror or error
+            return CacheAnswer(job=None, warning=f"cached factors cannot be used here: {why}; collected again")
+        return CacheAnswer(job=entry.job)
 
     def _fill(self, entry: CachedEntry, filling: Filling) -> None:
         """Copy the files into the entry's folder, and name it; nothing stays where it does not become the entry."""

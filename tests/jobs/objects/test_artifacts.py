@@ -198,6 +198,17 @@ def test_a_root_behind_a_link_is_fine(tmp_path: Path) -> None:
     folder.verify(written(folder, new_id()))
 
 
+def test_what_an_attempt_was_given_goes_with_it(ledger: Engine, folder: ArtifactFolder, held: Any) -> None:
+    claim = held()
+    for clear in (folder.clear_attempt, lambda *_: finish(ledger, claim) and sweep_attempts(ledger, folder, -1)):
+        folder.attempt_dir(claim.job_id, claim.fence)
+        (folder.new_view(claim.job_id, claim.fence, None) / "factors").mkdir()
+        # another question
+        assert list(folder.new_view(claim.job_id, claim.fence, None).iterdir()) == []
+        clear(claim.job_id, claim.fence)
+        assert not (folder.root / claim.job_id).exists()
+
+
 def test_a_row_of_an_earlier_version_stays_readable(ledger: Engine, folder: ArtifactFolder, held: Any) -> None:
     claim = held()
     path = staged(folder, claim.job_id, claim.fence, "old.json")

@@ -134,8 +134,10 @@ def test_a_file_that_is_not_what_was_written_is_damage(cache: CacheFolder, tmp_p
         os.mkfifo(spoiled)
     elif kind == "folder":
         spoiled.mkdir()
-    answer = cache.answer(KEY, view(cache))
+    place = view(cache)
+    answer = cache.answer(KEY, place)
     assert answer.job is None
+    assert list(place.iterdir()) == []
     assert answer.warning is not None
     assert "damaged" in answer.warning
     assert elsewhere.read_bytes() == content

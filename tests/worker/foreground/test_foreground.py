@@ -93,6 +93,28 @@ def test_a_run_fills_its_folder(foreground: Any, tmp_path: Any) -> None:
     assert sorted(path.name for path in out.iterdir()) == ["artifacts", "job.json", "log.jsonl", "results.json"]
 
 
+def test_what_a_run_leaves_in_its_cache_the_next_one_finds(foreground: Any, tmp_path: Any) -> None:
+    """The parent answers from a folder beside which its rows stand; of both nothing stays in the output."""
+    key, files = "a" * 64, {"factors/0.safetensors": "factors", "factors/factors.index.json": "{}"}
+
+    def run(name: str, *steps: Any) -> list[str]:
+        cache = {"cache": str(tmp_path / "cache"), "cache_bytes": 10**6, "job": name}
+        request = json.dumps({"document": DOCUMENT, "threads": 1, **cache}).encode()
+        process = foreground(["started"], *steps, ["finish"], output=tmp_path / name, request=request)
+        frames = frames_of(process)
+        assert process.wait(240) == 0
+        assert not list((tmp_path / name / "artifacts").glob(".*"))
+        assert not list((tmp_path / name).glob(".*"))
+        return [frame.message for frame in frames if isinstance(frame, LogLine)]
+
+    run("first", ["fill_cache", key, files])
+    assert json.loads(run("second", ["ask_cache", key])[0]) == {"job": "first", "files": files}
+    (stored,) = (tmp_path / "cache").glob("*/factors/0.safetensors")
+    stored.chmod(0o644)
+    stored.write_text("scaled!")
+    assert json.loads(run("third", ["ask_cache", key])[0]) == {"job": None, "files": {}}
+
+
 def test_it_says_one_line_per_layer_and_one_at_the_end(foreground: Any) -> None:
     process = foreground(["layer", 0, "a\nb"], ["summary", "capacity"], ["finish"])
     info = [frame.message for frame in frames_of(process) if isinstance(frame, LogLine) and frame.level == "info"]
