@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -328,8 +327,9 @@ def start(device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Ran
             if place is None:
                 dist.init_process_group(backend, timeout=limit)
             else:
-                met = Path(place).absolute().as_uri()
-                dist.init_process_group(backend, met, limit, int(size), int(rank))
+                # not by `file://`, which reads no escapes: ranks would wait in a file of another name
+                store = dist.FileStore(place, int(size))  # type: ignore[attr-defined]
+                dist.init_process_group(backend, store=store, rank=int(rank), world_size=int(size), timeout=limit)
         except (RuntimeError, ValueError) as error:
             raise RankFailed(f"rank {rank} of {size} could not meet the others: {error}") from error
         _Groups.started, _Groups.waits_seconds = True, timeout_seconds

@@ -83,13 +83,14 @@ def test_ranks_that_somebody_else_tries_to_join_refuse_or_compute_what_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    command = (sys.executable, "-P", "-c", RANK)
-    assert launch(command, 2, tmp_path) == ({}, False)
+    command, place = (sys.executable, "-P", "-c", RANK), tmp_path / "a folder #1?;%20"
+    place.mkdir()
+    assert launch(command, 2, place) == ({}, False)
     assert [(tmp_path / f"out{rank}").read_text() for rank in (0, 1)] == ["[1, 2]\n"] * 2
-    (tmp_path / "ranks").unlink(missing_ok=True)
+    (place / "ranks").unlink(missing_ok=True)
     with running(INTRUDER, FOREIGN) as said:
         assert next(said) == b"begun\n"
-        launch(command, 2, tmp_path)
+        launch(command, 2, place)
         assert next(said).strip().isdigit(), "it has met a rank"
     for rank in (0, 1):
         assert (tmp_path / f"out{rank}").read_text() in ("[1, 2]\n", "refused\n")
