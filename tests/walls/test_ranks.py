@@ -44,14 +44,14 @@ while True:
 RANK = """
 import os, sys, torch
 from engine.distributed import group
-from engine.errors import RankFailed
+from engine.errors import RankFailed, RankTimedOut
 out = open(os.environ["OUT"] + os.environ["RANK"], "w")
 try:
-    ranks = group.start(torch.device("cpu"), 30)
+    ranks = group.start(torch.device("cpu"), 15)
     assert "MASTER_PORT" not in os.environ
     print(ranks.gather(int(os.environ["RANK"]) + 1, "numbers"), file=out, flush=True)
     group.stop()
-except RankFailed as error:
+except (RankFailed, RankTimedOut):
     print("refused", file=out, flush=True)
 out.close()
 os._exit(0)
