@@ -113,7 +113,7 @@ class ArtifactFolder:
         return view_of(self.root / self._job_part(job_id) / str(int(fence)))
 
     def new_view(self, job_id: str, fence: int, group: int | None) -> Path:
-        """Return the same folder, new and empty.
+        """Return the same folder, empty; one that is there stays the one that the job's namespaces show.
 
         Args:
             job_id: The job.
@@ -127,8 +127,12 @@ class ArtifactFolder:
             OSError: If it cannot be made.
         """
         folder = self.view(job_id, fence)
-        job_folders.clear(folder)
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
+        for each in folder.iterdir():
+            if each.is_dir() and not each.is_symlink():
+                job_folders.clear(each)
+            else:
+                each.unlink(missing_ok=True)
         if group is not None:
             # before there is anything in it, whose group would change as well
             job_folders.give(folder, group, written=False)

@@ -21,6 +21,7 @@ from jobs.repository.submission import submit
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
 from jobs.schema.tables import cached_factors, tenants
+from worker.agent.trial_job import with_possible_namespaces
 from worker.disk.cache_folder import cache_of_tenant, tenants_caches
 from worker.process.child_process import EXECUTION
 from worker.supervision import frame_writer
@@ -44,10 +45,19 @@ Attempt = Callable[..., Job]
 def attempt(ledger: Engine, settings: Any, scripted: Any) -> Attempt:
     """``attempt(["ask_cache", key], tenant=…)``: the job after one attempt of a child that does just that."""
 
-    def run(*steps: Any, tenant: str = LOCAL_TENANT, command: Any = None, store: Any = None, **document: Any) -> Job:
+    def run(
+        *steps: Any,
+        tenant: str = LOCAL_TENANT,
+        command: Any = None,
+        store: Any = None,
+        apart: bool = False,
+        **document: Any,
+    ) -> Job:
         body = json.dumps(DOCUMENT | document).encode()
         job_id = submit(ledger, tenant, parse_document(body)).job.id
-        chosen = settings(**({} if store is None else {"model_store": store}))
+        chosen = settings(child_namespaces=apart, **({} if store is None else {"model_store": store}))
+        if apart:
+            chosen = with_possible_namespaces(chosen)
         held = claim(ledger, job_id, "test", secrets.token_hex(8), chosen.ledger.lease_seconds)
         assert held is not None
         Supervisor(ledger, held, chosen, command or scripted(["started"], *steps, ["finish"])).run()
@@ -200,3 +210,17 @@ def test_factors_that_somebody_scaled_are_collected_again(
     again, log = compute()
     assert again == first
     assert any("nothing is collected" in line for line in log)
+
+
+@pytest.mark.parametrize("dialect", ["sqlite"])
+def test_a_job_in_namespaces_of_its_own_reads_what_was_found_for_it(
+    attempt: Attempt, ledger: Engine, tmp_path: Path, store: Path
+) -> None:
+    """The folder of the answer is there when the namespaces are made, and has to be the same one afterwards."""
+    rows = []
+    for _ in range(2):
+        done = attempt(command=EXECUTION, store=store, apart=True)
+        assert done.state == "succeeded", done.failure
+        rows.append([row.sha256 for row in layer_rows(ledger, LOCAL_TENANT, done.id).items])
+    assert any("nothing is collected" in line for line in said(ledger, done))
+    assert rows[0] == rows[1]

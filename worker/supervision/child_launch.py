@@ -64,12 +64,14 @@ def start(
 
 def _confinement(told: Mapping[str, Any], claim: Claim, settings: WorkerSettings, slots: int) -> Confinement:
     """The limits, and of the machine's folders those that the assignment names."""
-    attempt, cache = Path(told["artifacts"]), told.get("cache")
+    attempt = Path(told["artifacts"])
     # all attempts' checkpoints together: a later one links what an earlier one has left
-    written = (attempt, Path(told["scratch"]).parent, *([Path(cache)] if cache else []))
-    read = (*settings.directories_of(claim.tenant_id), *_inputs(told))
+    written = (attempt, Path(told["scratch"]).parent)
+    # files there are second names of those of the cache
+    view = [told["cache"]] if told.get("cache") else []
+    read = (*view, *settings.directories_of(claim.tenant_id), *_inputs(told))
     if settings.child_namespaces:
-        for each in written:
+        for each in (*written, *map(Path, view)):
             each.mkdir(parents=True, exist_ok=True)
     namespaces = job_namespaces(settings, attempt / _HOME, written, read)
     held = settings.confinement(claim.user_number, claim.world_size)
