@@ -2,6 +2,7 @@
 
 import ipaddress
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -9,7 +10,14 @@ from typing import Any
 
 import httpx
 
-from kronoscope.client.errors import ClientError, DownloadFailed, ServiceUnreachable, content_of, refusal_of
+from kronoscope.client.errors import (
+    ClientError,
+    DownloadFailed,
+    ServiceUnreachable,
+    content_of,
+    refusal_of,
+    unexpected,
+)
 from kronoscope.client.retry import RETRY_STATUSES, RetryWindow
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -18,6 +26,10 @@ VISIBLE_ASCII = re.compile(r"[!-~]{1,255}")
 _WAIT_SECONDS = 20.0
 _ASK_EVERY_SECONDS = 1.0
 _CONNECT_SECONDS = 5.0
+_MOST_BYTES = 512 * 2**20
+"""Of an answer that is not a file, a stream of events among them."""
+_LIMIT = "kronoscope_most_bytes"
+"""The extension of a request whose answer has another limit: a file is cut where it is read."""
 
 
 class Connection:
@@ -43,11 +55,12 @@ class Connection:
         self._timeout_seconds = timeout_seconds
         self.http = httpx.Client(
             base_url=url,
-            headers={"authorization": f"Bearer {key}"} if key else {},
+            headers=_PLAIN | ({"authorization": f"Bearer {key}"} if key else {}),
             timeout=httpx.Timeout(timeout_seconds, connect=_CONNECT_SECONDS),
             # a proxy in the environment has no business between here and this machine; a key follows no redirect
             trust_env=not _is_local(url),
             follow_redirects=False,
+            event_hooks=_HOOKS,
         )
 
     def pages(self, path: str, params: dict[str, str], *, cursor: str) -> Iterator[Mapping[str, Any]]:
@@ -61,12 +74,20 @@ class Connection:
         Yields:
             Each item as JSON.
         """
+        seen: set[str] = set()
         while True:
-            page = self.call("GET", path, params=params)
+            answer = self.send("GET", path, params=params)
+            page = content_of(answer)
+            if not isinstance(page, dict) or not isinstance(page.get("items"), list):
+                raise unexpected(answer)
             yield from page["items"]
-            if page.get("next") is None:
+            following = page.get("next")
+            if following is None:
                 return
-            params = {**params, cursor: page["next"]}
+            if not isinstance(following, str) or following in seen:
+                raise unexpected(answer)
+            seen.add(following)
+            params = {**params, cursor: following}
 
     def download(self, path: str, most_bytes: int | None = None) -> Iterator[bytes]:
         """Yield the bytes of a file, from the service or from the store that it names.
@@ -82,16 +103,16 @@ class Connection:
             DownloadFailed: If the connection breaks, the store refuses, or there is more than what is listed.
         """
         count = 0
-        for part in self._parts(path):
+        for part in self._parts(path, most_bytes):
             count += len(part)
             if most_bytes is not None and count > most_bytes:
                 message = f"{path} is listed with {most_bytes:,} bytes, and more are sent; ask whoever runs the service"
                 raise DownloadFailed(0, "Damaged file", message)
             yield part
 
-    def _parts(self, path: str) -> Iterator[bytes]:
+    def _parts(self, path: str, most_bytes: int | None) -> Iterator[bytes]:
         try:
-            with self.http.stream("GET", path) as answer:
+            with self.http.stream("GET", path, extensions=_limit(most_bytes)) as answer:
                 store_url = answer.headers.get("location") if answer.is_redirect else None
                 if store_url is None and (answer.is_error or answer.is_redirect):
                     answer.read()
@@ -99,7 +120,7 @@ class Connection:
                 if store_url is None:
                     yield from answer.iter_bytes()
             if store_url is not None:
-                yield from self._stream_from_store(path, store_url)
+                yield from self._stream_from_store(path, store_url, most_bytes)
         except httpx.RemoteProtocolError as error:
             # the service ends a file in the same way where its last bytes are not those recorded
             message = f"{path} broke off; try again, and if it breaks off again, the file is damaged in the service"
@@ -107,13 +128,19 @@ class Connection:
         except httpx.HTTPError as error:
             raise ServiceUnreachable(self.url, type(error).__name__) from error
 
-    def _stream_from_store(self, path: str, url: str) -> Iterator[bytes]:
+    def _stream_from_store(self, path: str, url: str, most_bytes: int | None) -> Iterator[bytes]:
         """Stream a file from a signed address of the artifact store, which needs no key and gets none."""
         _require_address(url)
         local = _is_local(url)
         with (
-            httpx.Client(timeout=self.http.timeout, trust_env=not local, follow_redirects=False) as bare,
-            bare.stream("GET", url) as answer,
+            httpx.Client(
+                timeout=self.http.timeout,
+                trust_env=not local,
+                follow_redirects=False,
+                headers=_PLAIN,
+                event_hooks=_HOOKS,
+            ) as bare,
+            bare.stream("GET", url, extensions=_limit(most_bytes)) as answer,
         ):
             if not answer.is_success:
                 message = f"{path} is kept in a store that answered {answer.status_code}; try again"
@@ -215,6 +242,52 @@ class Connection:
         if answer.is_error or (answer.is_redirect and answer.status_code != httpx.codes.NOT_MODIFIED):
             raise refusal_of(answer)
         return answer
+
+
+class _Limited(httpx.SyncByteStream):
+    """The bytes of an answer, as many as it may have."""
+
+    def __init__(self, answer: httpx.Response, most_bytes: int) -> None:
+        assert isinstance(answer.stream, httpx.SyncByteStream)  # noqa: S101 - of a synchronous client
+        self._inner = answer.stream
+        self._url = answer.request.url
+        self._most_bytes = most_bytes
+
+    def __iter__(self) -> Iterator[bytes]:
+        count = 0
+        for part in self._inner:
+            count += len(part)
+            if count > self._most_bytes:
+                raise ClientError(
+                    0,
+                    "Too many bytes",
+                    f"{self._url} sends more than the {self._most_bytes:,} bytes that it may have; nothing was kept. "
+                    "Check the address, and ask who runs the service",
+                )
+            yield part
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def _limit_answer(answer: httpx.Response) -> None:
+    """Refuse compression, which was not asked for and hides how much there is, and limit the bytes."""
+    coding = answer.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        message = (
+            f"{answer.request.url} sends {coding!r:.40}, though it was asked for no compression; check the address"
+        )
+        raise ClientError(0, "Unexpected answer", message)
+    most_bytes = answer.request.extensions.get(_LIMIT, _MOST_BYTES) if answer.is_success else _MOST_BYTES
+    answer.stream = _Limited(answer, most_bytes)
+
+
+def _limit(most_bytes: int | None) -> dict[str, int]:
+    return {} if most_bytes is None else {_LIMIT: sys.maxsize}
+
+
+_PLAIN = {"accept-encoding": "identity"}
+_HOOKS: dict[str, list[Callable[..., Any]]] = {"response": [_limit_answer]}
 
 
 def _require_address(url: str) -> None:

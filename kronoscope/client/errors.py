@@ -55,11 +55,19 @@ def content_of(answer: httpx.Response) -> Any:  # noqa: ANN401 - whatever JSON h
     """
     try:
         return answer.json()
-    except ValueError as error:
-        raise _unexpected(answer) from error
+    except (ValueError, RecursionError) as error:
+        raise unexpected(answer) from error
 
 
-def _unexpected(answer: httpx.Response) -> ClientError:
+def unexpected(answer: httpx.Response) -> ClientError:
+    """Return the error for a response that Kronoscope would not send.
+
+    Args:
+        answer: The response.
+
+    Returns:
+        The error.
+    """
     detail = f"{answer.request.url} answered {answer.status_code}, not as Kronoscope does; check the address"
     return ClientError(answer.status_code, "Unexpected answer", detail)
 
@@ -90,5 +98,5 @@ def _refused(answer: httpx.Response) -> ClientError:
             for fault in problem.get("errors") or ()
         )
         return ClientError(answer.status_code, str(problem["title"]), str(problem.get("detail") or ""), complaints)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return _unexpected(answer)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return unexpected(answer)

@@ -4,6 +4,7 @@ Fields that a newer service adds are left out, and those that an older one does 
 """
 
 import dataclasses
+import types
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -12,6 +13,10 @@ from catalog import ANALYSES
 from catalog.layer_record import LayerRecord, Observed
 from catalog.record import record
 from catalog.responses import ResultsView
+from kronoscope.client.errors import ClientError
+
+_NEEDED = frozenset({"id", "state", "seq", "type", "kind", "job", "summary", "artifacts"})
+"""Fields without which nothing else of an answer means anything."""
 
 T = TypeVar("T")
 
@@ -44,7 +49,8 @@ def build_layer(value: Mapping[str, Any]) -> Layer:
     Returns:
         The row, with the metrics as the record of its analysis; as JSON where this client does not know the analysis.
     """
-    row, analysis = build(Layer, value), ANALYSES.get(str(value["kind"]))
+    row = build(Layer, value)
+    analysis = ANALYSES.get(row.kind)
     if analysis is None or row.metrics is None:
         return row
     return dataclasses.replace(row, metrics=build(analysis.metrics, row.metrics))
@@ -86,13 +92,47 @@ def build(cls: type[T], value: Mapping[str, Any]) -> T:
         value: The object. Unknown fields are left out; missing ones take their default, or None.
 
     Returns:
-        The record, which is not validated.
+        The record; its fields have the types of its annotations, or None.
+
+    Raises:
+        ClientError: If the value is not an object, or a field has another type, so that it is not Kronoscope's.
     """
+    if not isinstance(value, dict):
+        raise _malformed(cls.__name__, "an object", value)
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(typing.cast("Any", cls))
     absent = {field.name: None for field in fields if field.default is field.default_factory is dataclasses.MISSING}
+    for name in _NEEDED & hints.keys() & absent.keys():
+        if value.get(name) is None:
+            raise _malformed(f"{cls.__name__}.{name}", "a value", None)
+    for field in fields:
+        if not _fits(hints[field.name], value.get(field.name)):
+            raise _malformed(f"{cls.__name__}.{field.name}", str(hints[field.name]), value[field.name])
     sent = {field.name: _shaped(hints[field.name], value[field.name]) for field in fields if field.name in value}
     return cls(**absent | sent)
+
+
+def _malformed(name: str, wanted: str, value: object) -> ClientError:
+    message = f"an answer of the service has {value!r:.60} as {name}, which is not {wanted}; check the address"
+    return ClientError(0, "Unexpected answer", message)
+
+
+def _fits(hint: Any, item: Any) -> bool:  # noqa: ANN401 - annotations and JSON
+    """Return whether a JSON value has the type of an annotation; None stands for what an older service has not."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType, typing.Annotated):
+        return any(_fits(each, item) for each in inner[: 1 if origin is typing.Annotated else None])
+    if origin is tuple:
+        return item is None or (isinstance(item, list) and all(_fits(inner[0], each) for each in item))
+    wanted: Any = hint
+    if origin is typing.Literal:  # a newer service may have further ones
+        wanted = tuple(type(each) for each in inner)
+    elif dataclasses.is_dataclass(hint) or origin is not None:
+        wanted = dict
+    elif hint is float:
+        wanted = (int, float)
+    is_known = hint is not Any and isinstance(wanted, (type, tuple)) and item is not None
+    return not is_known or (isinstance(item, wanted) and (hint is bool or not isinstance(item, bool)))
 
 
 def _shaped(hint: Any, item: Any) -> Any:  # noqa: ANN401 - annotations and JSON
