@@ -15,6 +15,7 @@ from jobs.lifecycle import State, ending
 from jobs.metrics.counters import add, add_failure
 from jobs.queue.division import draw_parent, forget_files_of_pieces, progress_between, tell_parent
 from jobs.queue.fence import by_holder, draw_fenced, move
+from jobs.queue.model_digests import note_model
 from jobs.records import Claim
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import writing
@@ -46,6 +47,8 @@ def finish(engine: Engine, claim: Claim, frame: Finished | None = None) -> State
         manifest = (drawn.manifest or {}) | {"artifacts": len(names), "fence": claim.fence, "attempt": claim.attempt}
         if frame is not None:
             manifest |= {name: value for name, value in plain(frame).items() if name != "frame"}
+            notice = note_model(connection, claim, frame.model_sha256)
+            manifest["notices"] = [*manifest["notices"], *([] if notice is None else [notice])]
         move(connection, drawn, state, {"manifest": manifest})
         tell_parent(connection, parent, drawn, state)
         return state

@@ -300,6 +300,18 @@ job_users = Table(
     sqlite_autoincrement=True,
 )
 
+model_digests = Table(
+    "model_digests",
+    metadata,
+    Column("tenant_id", _Id, ForeignKey("tenants.id"), primary_key=True),
+    Column(
+        "source_sha256", _Sha256, primary_key=True
+    ),  # of the document's model block, and what else decides its weights
+    Column("model_sha256", _Sha256, nullable=False),
+    Column("job_id", _Id, nullable=False),  # which may be deleted meanwhile
+    Column("seen_at", Moment(), nullable=False),
+)
+
 device_leases = Table(
     "device_leases",
     metadata,
