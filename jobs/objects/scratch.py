@@ -26,6 +26,8 @@ from jobs.schema.tables import jobs
 from jobs.settings import LedgerSettings
 
 _NAME = ".waiting"
+_RANKS = "rank-*"
+"""Folders of the ranks of an attempt, each with a checkpoint of its own part."""
 
 
 class Scratch:
@@ -155,7 +157,9 @@ class Scratch:
 def _holds_one(folder: Path) -> bool:
     """Whether there is a checkpoint in an attempt's folder, or may be, where a disk does not answer."""
     try:
-        return any(version_of(folder))
+        with job_folders.within(folder):
+            parts = (folder, *folder.glob(_RANKS))
+        return any(any(version_of(each)) for each in parts)
     except OSError as error:  # otherwise its job has closed it, or put something else there
         return error.errno in (errno.EIO, errno.ESTALE)
 

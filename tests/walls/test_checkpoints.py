@@ -172,3 +172,17 @@ def test_a_checkpoint_counts_for_its_tenant_until_the_next_attempt_begins(
     assert (counted(ledger, job_id), usage(ledger)[0].used_bytes) == (None, 0)
     sweep_scratch(ledger, scratch)
     assert (counted(ledger, job_id) or 0) >= 2 * MEGABYTE  # the first attempt's, which the second has not replaced
+
+
+def test_checkpoints_of_ranks_are_checkpoints(tmp_path: Path) -> None:
+    job_id = "01a00000-0000-7000-8000-000000000001"
+    scratch = Scratch(tmp_path)
+    for fence in (1, 2, 3):
+        scratch.attempt_folder(job_id, fence).mkdir(parents=True)
+    for rank in (0, 1):
+        manifest = scratch.attempt_folder(job_id, 2) / f"rank-{rank}" / MANIFEST
+        manifest.parent.mkdir(parents=True)
+        manifest.touch()
+    scratch.prune(job_id, 3)
+    assert [each.name for each in scratch.before(job_id, 4)] == ["2"]
+    assert len(list(scratch.before(job_id, 4)[0].rglob(MANIFEST))) == 2
