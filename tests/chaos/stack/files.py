@@ -27,6 +27,7 @@ from tests.machine.stopwatch import Stopwatch
 
 _LOCKS = ".objects"
 _WORKERS = ".workers"
+_CACHES, _PLACE = ".factor-cache", ".place"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -68,7 +69,8 @@ def unlisted(engine: Engine, root: Path) -> list[Path]:
         listed = {root / uri for uri in connection.execute(text("SELECT uri FROM artifacts")).scalars()}
     # the lock of a killed worker stays until the others have looked at it for long enough
     ours = [path for path in _files(root) if path.parent not in (root / _LOCKS, root / _WORKERS)]
-    return [path for path in ours if path not in listed]
+    # the name of the folder of caches stays as long as the folder does
+    return [path for path in ours if path not in listed and path != root / _CACHES / _PLACE]
 
 
 def _files(root: Path) -> Iterator[Path]:
