@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.distributed.peers import foreign_peers
+from engine.distributed.peers import foreign_peers, own_sockets
 from engine.distributed.traffic import Traffic
 from engine.errors import EngineError, RankFailed, RankTimedOut, StopRequested, Unwinding
 
@@ -323,6 +323,7 @@ def start(device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Ran
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
         place, limit = os.environ.get("KRONOSCOPE_RANK_STORE"), dt.timedelta(seconds=timeout_seconds)
+        earlier = own_sockets()
         try:
             if place is None:
                 dist.init_process_group(backend, timeout=limit)
@@ -332,6 +333,7 @@ def start(device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Ran
                 dist.init_process_group(backend, store=store, rank=int(rank), world_size=int(size), timeout=limit)
         except (RuntimeError, ValueError) as error:
             raise RankFailed(f"rank {rank} of {size} could not meet the others: {error}") from error
+        _require_own_peers(f"rank {rank} of {size}", earlier)
         _Groups.started, _Groups.waits_seconds = True, timeout_seconds
     return join(device, timeout_seconds)
 
@@ -378,14 +380,19 @@ def _make_groups(ranks: Ranks) -> None:
         ranks.note("fresh")
     ranks.meet("join")
     if ranks.note("fresh", 0):
-        limit = dt.timedelta(seconds=ranks.timeout_seconds)
+        limit, earlier = dt.timedelta(seconds=ranks.timeout_seconds), own_sockets()
         known.host = dist.new_group(backend="gloo", timeout=limit)
         on_device = ranks.device.type == "cuda"
         known.accelerated = dist.new_group(backend="nccl", timeout=limit) if on_device else known.host
-        if foreign := foreign_peers():
-            raise RankFailed(
-                f"rank {ranks.rank} of {ranks.size} was met by {foreign[0]} in the place of a rank;"
-                " the attempt ends, since nothing that it would be told can be trusted"
-            )
+        _require_own_peers(f"rank {ranks.rank} of {ranks.size}", earlier)
         known.world, known.timeout_seconds = dist.group.WORLD, ranks.timeout_seconds
     ranks.host, ranks.accelerated = known.host, known.accelerated
+
+
+def _require_own_peers(rank: str, earlier: frozenset[str]) -> None:
+    """Raise where another user's process stands at the other end of a connection that came after the earlier ones."""
+    if foreign := foreign_peers(earlier):
+        raise RankFailed(
+            f"{rank} was met by {foreign[0]} in the place of a rank; the attempt ends, since nothing that it would be"
+            " told can be trusted"
+        )

@@ -16,8 +16,11 @@ _NOBODY = "0"
 _TAKEN_SECONDS = 2.0
 
 
-def foreign_peers() -> list[str]:
+def foreign_peers(earlier: frozenset[str] = frozenset()) -> list[str]:
     """Return who, other than this process's user, stands at the other end of a connection on this machine.
+
+    Args:
+        earlier: Sockets that are not judged, as `own_sockets` returned them: a process may speak to whom it likes.
 
     Returns:
         Users by their numbers; nothing where the kernel keeps no such table. Connections to other machines are not
@@ -25,7 +28,7 @@ def foreign_peers() -> list[str]:
     """
     until = time.monotonic() + _TAKEN_SECONDS
     while True:
-        own, rows = _own_sockets(), _connections()
+        own, rows = own_sockets() - earlier, _connections()
         ends = {(local, remote): (user, inode) for local, remote, user, inode in rows}
         met = {ends[remote, local] for local, remote, _, inode in rows if inode in own and (remote, local) in ends}
         waits = any(inode == _NOBODY for _, inode in met)
@@ -36,13 +39,14 @@ def foreign_peers() -> list[str]:
     return sorted(foreign) + ["somebody who does not take the connection"] * waits
 
 
-def _own_sockets() -> set[str]:
+def own_sockets() -> frozenset[str]:
+    """Return the inodes of this process's sockets."""
     found = set()
     with contextlib.suppress(OSError):
         for each in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
                 found.add(str(each.readlink()).removeprefix("socket:[").removesuffix("]"))
-    return found
+    return frozenset(found)
 
 
 def _connections() -> list[tuple[str, str, int, str]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.distributed.peers import foreign_peers
+from engine.distributed.peers import foreign_peers, own_sockets
 from worker.execution.ranks.__main__ import launch
 from worker.process.child_process import Child
 from worker.process.confinement import Confinement
@@ -42,10 +42,12 @@ while True:
                 pass
 """
 RANK = """
-import os, sys, torch
+import os, socket, sys, torch
 from engine.distributed import group
 from engine.errors import RankFailed, RankTimedOut
 out = open(os.environ["OUT"] + os.environ["RANK"], "w")
+# one that it had before, to a service of somebody else's
+before = socket.create_connection(("127.0.0.1", int(os.environ["SERVICE"]))) if "SERVICE" in os.environ else None
 try:
     ranks = group.start(torch.device("cpu"), 15)
     assert "MASTER_PORT" not in os.environ
@@ -70,6 +72,7 @@ def test_a_connection_to_another_users_process_is_told_apart() -> None:
     assert foreign_peers() == []
     with running(LISTENS, FOREIGN) as said, socket.create_connection(("127.0.0.1", int(next(said)))):
         assert foreign_peers() == [f"user {FOREIGN}"]
+        assert foreign_peers(own_sockets()) == []
     with socket.create_server(("127.0.0.1", 0)) as own, socket.create_connection(own.getsockname()), own.accept()[0]:
         assert foreign_peers() == []
 
@@ -94,3 +97,11 @@ def test_ranks_that_somebody_else_tries_to_join_refuse_or_compute_what_is_right(
         assert next(said).strip().isdigit(), "it has met a rank"
     for rank in (0, 1):
         assert (tmp_path / f"out{rank}").read_text() in ("[1, 2]\n", "refused\n")
+
+
+def test_what_a_rank_speaks_to_besides_is_its_own_affair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    with running(LISTENS.replace("c = s.accept()", "c = [s.accept(), s.accept()]"), FOREIGN) as said:
+        monkeypatch.setenv("SERVICE", next(said).decode().strip())
+        assert launch((sys.executable, "-P", "-c", RANK), 2, tmp_path) == ({}, False)
+    assert [(tmp_path / f"out{rank}").read_text() for rank in (0, 1)] == ["[1, 2]\n"] * 2
