@@ -167,5 +167,4 @@ def test_of_what_computes_one_room_alone_imports_torch_distributed() -> None:
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 if any(name.startswith("torch.distributed") for name in names):
                     importers.add(path.relative_to(ROOT).parent.as_posix())
-    # the launcher of a job's processes computes nothing
-    assert importers == {"engine/distributed", "worker/execution/ranks"}
+    assert importers == {"engine/distributed"}
