@@ -97,7 +97,7 @@ def seconds_to_first_batch(place: Path) -> list[float]:
 
 
 def _found(*modules: str) -> Callable[[Path, Path], None]:
-    """What gives the folders their rights when a worker starts, wherever it lies in this version."""
+    """Find the function that gives the folders their rights when a worker starts, in this version or an earlier one."""
     for each in modules:
         with contextlib.suppress(ImportError, AttributeError):
             return cast("Callable[[Path, Path], None]", importlib.import_module(each).share_folders)

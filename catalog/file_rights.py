@@ -51,7 +51,7 @@ def remove_as_owner(folder: Path) -> None:
     emptied, so that a few are open at a time.
 
     Args:
-        folder: The folder; one that is not there is no error.
+        folder: The folder; a missing one is no error.
     """
     with contextlib.suppress(OSError):
         top = _open_as_owner(str(folder), None)

@@ -45,8 +45,8 @@ class ReadyView:
     checks: Mapping[str, str]
     """The state of each part, by its name."""
     isolation: Mapping[str, str]
-    """What holds: of `jobs` the walls between each worker and its jobs, what keeps `tenants` apart in the ledger, and
-    in `sharing` whether workers take jobs of several tenants."""
+    """The walls that hold: of `jobs` those between each worker and its jobs, what keeps `tenants` apart in the ledger,
+    and in `sharing` whether workers take jobs of several tenants."""
 
 
 @router.get("/livez", operation_id="read_liveness", summary="Liveness", responses=probe_error_responses())

@@ -89,7 +89,7 @@ def clear(folder: Path) -> None:
     """Remove a folder of a job, with folders that the job has closed; what cannot be removed stays.
 
     Args:
-        folder: The folder; one that is not there is no error.
+        folder: The folder; a missing one is no error.
     """
     group = _group(folder)
     if group is not None:

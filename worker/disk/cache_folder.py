@@ -244,7 +244,7 @@ def discard(place: Path) -> None:
     """Remove the folder of an entry: out of sight at once, then file by file.
 
     Args:
-        place: The folder; one that is not there is no error.
+        place: The folder; a missing one is no error.
     """
     trash = place.parent / f"{_TRASH}{uuid.uuid4().hex}"
     with contextlib.suppress(OSError):
