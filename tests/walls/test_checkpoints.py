@@ -53,7 +53,7 @@ def attempt(ledger: Engine, settings: Any, reachable: Path) -> Callable[..., Non
         chosen.ledger.artifact_root.mkdir(parents=True, exist_ok=True)
         held = claim(ledger, job_id, "worker", secrets.token_hex(8), 3600)
         assert held is not None
-        say = 'echo "{\\"frame\\":\\"log\\",\\"level\\":\\"info\\",\\"message\\":\\"begun\\"}" >&$3; '
+        say = 'echo "{\\"frame\\":\\"log\\",\\"level\\":\\"info\\",\\"message\\":\\"begun\\"}" >&$5; '
         Supervisor(ledger, held, chosen, ["/bin/bash", "-c", say + LEAVES, "child", how]).run()
 
     return run

@@ -145,6 +145,8 @@ class Room:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free = 100 * MIB
         monkeypatch.setattr("worker.process.disk_monitor.os.statvfs", self._status)
+        # this process is no guardian: servers that other tests have started are its children
+        monkeypatch.setattr("worker.process.disk_monitor.descendants", lambda _: ())
 
     def _status(self, _: object) -> SimpleNamespace:
         return SimpleNamespace(f_bavail=self.free // 4096, f_frsize=4096, f_favail=10**6)

@@ -72,17 +72,19 @@ def running(program: str, user: int) -> Iterator[Iterator[bytes]]:
 
 
 def test_a_connection_to_another_users_process_is_told_apart() -> None:
-    assert foreign_peers() == []
+    earlier = own_sockets()  # connections to the tests' servers among them
+    assert foreign_peers(earlier) == []
     with running(LISTENS, FOREIGN) as said, socket.create_connection(("127.0.0.1", int(next(said)))):
-        assert foreign_peers() == [f"user {FOREIGN}"]
+        assert foreign_peers(earlier) == [f"user {FOREIGN}"]
         assert foreign_peers(own_sockets()) == []
     with socket.create_server(("127.0.0.1", 0)) as own, socket.create_connection(own.getsockname()), own.accept()[0]:
-        assert foreign_peers() == []
+        assert foreign_peers(earlier) == []
 
 
 def test_whoever_only_waits_with_the_answer_is_no_rank_either() -> None:
+    earlier = own_sockets()
     with socket.create_server(("127.0.0.1", 0)) as own, socket.create_connection(own.getsockname()):
-        assert foreign_peers() == ["somebody who does not take the connection"]
+        assert foreign_peers(earlier) == ["somebody who does not take the connection"]
 
 
 def test_ranks_that_somebody_else_tries_to_join_refuse_or_compute_what_is_right(

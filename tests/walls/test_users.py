@@ -126,8 +126,8 @@ def test_attempts_in_two_slots_are_two_users_and_a_later_attempt_is_the_same(
     chosen = settings(child_user=FIRST)
     chosen.ledger.artifact_root.mkdir(parents=True, exist_ok=True)
     # an interpreter that every user may execute stands in for the image's
-    say = 'echo "{\\"frame\\":\\"log\\",\\"level\\":\\"info\\",\\"message\\":\\"$(id -u)\\"}" >&$1; exit 3'
-    command = ["/bin/bash", "-c", say.replace("$1", "$2"), "child"]
+    say = 'echo "{\\"frame\\":\\"log\\",\\"level\\":\\"info\\",\\"message\\":\\"$(id -u)\\"}" >&$4; exit 3'
+    command = ["/bin/bash", "-c", say, "child"]
     ids = [submitted() for _ in range(2)]
     for job_id in (*ids, ids[0]):
         Supervisor(ledger, claimed(ledger, job_id), chosen, command).run()

@@ -60,7 +60,8 @@ def test_every_row_carries_its_tenant(ledger: Engine, sorted_job: Claim) -> None
     with reading(ledger) as connection:
         for table in (jobs, job_events, layer_results):
             assert set(connection.execute(select(table.c.tenant_id)).scalars()) == {LOCAL_TENANT}
-    # machines are the operator's, as workers are
-    of_nobody = {"tenants", "counters", "workers", "devices", "worker_devices", "machines", "machine_classes"}
+    # machines are the operator's, as workers are, and a key of proof is a role's of the database
+    of_machines = {"workers", "devices", "worker_devices", "machines", "machine_classes"}
+    of_nobody = {"tenants", "counters", "proof_keys"} | of_machines
     for table in metadata.sorted_tables:
         assert table.name in of_nobody or not table.c.tenant_id.nullable

@@ -264,8 +264,8 @@ def test_nested_records_of_a_row_are_records_again() -> None:
 
 def test_a_reconstruction_shows_what_was_clipped_and_whether_the_floor_was_kept() -> None:
     blank = dict.fromkeys(ReconstructedSide.__dataclass_fields__)
-    side = blank | {"size": 4096, "clipped": 244, "floor": 1e-6, "floor_reached": 0.9999e-6, "kappa_reached": 1e6,
-                    "placement": "device", "rungs": ["device"]}  # fmt: skip
+    side = blank | {"size": 4096, "kind": "matrix", "clipped": 244, "floor": 1e-6, "floor_reached": 0.9999e-6,
+                    "kappa_reached": 1e6, "update": "clipped", "placement": "device", "rungs": ["device"]}  # fmt: skip
     lost = side | {"floor_reached": 0.66e-6, "placement": "host"}
     metrics = {"form": "kronecker", "kappa_max": 1e6, "shared_A_with": None, "artifact": None}
     rows = [
