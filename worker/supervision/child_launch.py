@@ -1,9 +1,7 @@
 """The launch of a child: its environment, the assignment that it reads, and its start."""
 
-import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +24,6 @@ from worker.supervision.tenant_cache import cache_bytes_of
 
 _HOME = ".home"
 """Folder in an attempt's folder for whatever a job's libraries write; no artifact has such a name."""
-_TRAINING_SECONDS = 120.0
 
 
 def start(
@@ -51,8 +48,6 @@ def start(
     if claim.world_size > 1 and command == EXECUTION:
         command = RANKS
     confinement = _confinement(told, claim, settings, slots)
-    if confinement.apart and claim.kinds != (ESTIMATE,):
-        _train_builtin(claim.document.get("model") or {}, settings.model_store)
     variables = environment(claim, told["threads"])
     if confinement.apart:
         # libraries keep locks, caches and what they unpack where nobody else's job can come to
@@ -94,18 +89,6 @@ def _disk_limit(settings: WorkerSettings, folder: Path, slots: int) -> DiskLimit
         parts=max(slots, settings.slots),
         floor_bytes=settings.disk_floor_bytes,
     )
-
-
-def _train_builtin(model: Mapping[str, Any], store: Path) -> None:
-    """Train a builtin model into the store, where jobs only read: by a process that runs nobody's code but ours."""
-    name = str(model.get("name"))
-    if model.get("source") != "builtin" or any((store / "builtin").glob(f"{name}-*.json")):
-        return
-    command = [sys.executable, "-P", "-m", "worker.execution.models.builtin", name, "--store", str(store)]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):  # the job trains it for itself then
-        subprocess.run(  # noqa: S603 - our own module, and a name that the document's schema lists
-            command, env=child_environment(os.environ), capture_output=True, timeout=_TRAINING_SECONDS, check=False
-        )
 
 
 def environment(claim: Claim, threads: int) -> dict[str, str]:

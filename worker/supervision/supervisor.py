@@ -66,6 +66,7 @@ from worker.supervision.attempt_failures import (
     with_detail,
     within_disk,
 )
+from worker.supervision.builtin_training import train_builtin
 from worker.supervision.checkpoint_upload import ScratchMirror
 from worker.supervision.child_output import ChildOutput
 from worker.supervision.frame_writer import AttemptTerms, LedgerSink, Misplaced
@@ -268,6 +269,7 @@ class Supervisor:
         self._slots = 1 if self._copies is not None else count_slots(self._engine)
         if self._watch.reason is None:  # else no child will read it
             self._bring_scratch()
+            train_builtin(self._engine, self._claim, self._settings, self._watch)
         told = child_launch.assignment(self._claim, self._settings, self._terms.threads, place, factors, self._scratch)
         return told | pieces
 
