@@ -21,9 +21,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="session")
 def key(stack: Stack) -> str:
-    command = ("run", "--rm", "--no-TTY", "--no-deps", "api", "kronoscope", "keys", "create", "--tenant", "docker-test")
-    (key,) = [word for word in stack.compose(*command).split() if word.startswith("kron_")]
-    return key
+    return stack.key("docker-test")
 
 
 @pytest.fixture

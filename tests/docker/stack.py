@@ -15,6 +15,16 @@ import httpx
 from tests.machine.stopwatch import Stopwatch
 
 ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ROOT / "tests" / "walls" / "programs"
+FACTORY = "kronoscope_test_evil:model"
+"""One of the programs: every job may name it."""
+DIGITS = {
+    "kind": ["factors", "capacity"],
+    "model": {"source": "builtin", "name": "digits_cnn"},
+    "data": {"source": "builtin", "name": "digits"},
+    "task": {"type": "classification"},
+}
+ENDED = ("succeeded", "failed", "cancelled")
 SERVICES = ("postgres", "redis", "api", "worker")
 
 
@@ -46,15 +56,20 @@ class Stack:
             )
         }
         lines = [f"{name}={value}" for name, value in self.passwords.items()]
-        lines += [f"KRONOSCOPE_PORT={self.port}", f"SECRETS_FOLDER={folder / '.secrets'}", ""]
+        lines += [f"KRONOSCOPE_PORT={self.port}", f"SECRETS_FOLDER={folder / '.secrets'}"]
+        lines += [f"KRONOSCOPE_ALLOW_FACTORIES={FACTORY}", ""]
         self.settings = folder / ".env"
         self.settings.write_text("\n".join(lines))
+        self.programs = folder / "programs.yml"
+        worker = {"volumes": [f"{PROGRAMS}:/programs:ro"], "environment": {"KRONOSCOPE_FACTORY_PATH": "/programs"}}
+        self.programs.write_text(json.dumps({"services": {"worker": worker}}))
         subprocess.run(["make", "-f", ROOT / "Makefile", "secret-files"], cwd=folder, check=True, capture_output=True)
 
-    def compose(self, *words: str, timeout: float = 120) -> str:
+    def compose(self, *words: str, timeout: float = 120, **variables: str) -> str:
         # the caller's own .env and COMPOSE_FILE are for the caller's own service
         environment = {name: value for name, value in os.environ.items() if not name.startswith("COMPOSE_")}
-        files = ("--file", str(ROOT / "docker-compose.yml"), "--env-file", str(self.settings))
+        files = ["--file", str(ROOT / "docker-compose.yml"), "--file", str(self.programs)]
+        files += ["--env-file", str(self.settings)]
         return run(
             "docker",
             "compose",
@@ -63,12 +78,17 @@ class Stack:
             *files,
             *words,
             timeout=timeout,
-            environment=environment,
+            environment=environment | variables,
         )
 
-    def up(self) -> None:
-        self.compose("up", "--detach", "--scale", "worker=2", timeout=300)
-        self.await_healthy()
+    def up(self, workers: int = 2, **variables: str) -> None:
+        self.compose("up", "--detach", "--scale", f"worker={workers}", timeout=300, **variables)
+        self.await_healthy(workers)
+
+    def key(self, tenant: str) -> str:
+        command = ("run", "--rm", "--no-TTY", "--no-deps", "api", "kronoscope", "keys", "create", "--tenant", tenant)
+        (key,) = [word for word in self.compose(*command).split() if word.startswith("kron_")]
+        return key
 
     def await_healthy(self, workers: int = 2) -> None:
         def healthy() -> bool:
@@ -113,3 +133,22 @@ def until(holds: Callable[[], Any], seconds: float, what: str) -> Any:
             return answer
         assert watch.seconds() < seconds, f"after {seconds:g} s it does not hold yet that {what}"
         time.sleep(0.3)
+
+
+def submit(client: httpx.Client, document: dict[str, Any] = DIGITS) -> str:
+    answer = client.post("/v1/jobs", json=document)
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
+
+
+def ended(client: httpx.Client, job_id: str) -> dict[str, Any]:
+    def look() -> dict[str, Any] | None:
+        job = client.get(f"/v1/jobs/{job_id}").raise_for_status().json()
+        return job if job["state"] in ENDED else None
+
+    return dict(until(look, 600, f"job {job_id} has ended"))
+
+
+def digests(client: httpx.Client, job_id: str) -> dict[tuple[str, int], str]:
+    page = client.get(f"/v1/jobs/{job_id}/layers", params={"limit": 100}).raise_for_status().json()
+    return {(row["kind"], row["ordinal"]): row["sha256"] for row in page["items"]}

@@ -28,8 +28,6 @@ class Compose:
             (place / name).mkdir()
             (place / name).chmod(0o775)
             os.chown(place / name, WORKER, WORKER)
-        (place / "reports").mkdir()
-        (place / "reports").chmod(0o777)
 
     def factory(self, name: str, program: str) -> None:
         """Have workers allow ``name:model``, which the program defines."""

@@ -21,8 +21,8 @@ from jobs.schema.database import open_database, writing
 from jobs.schema.tables import tenants
 from tests.conftest import Databases
 from tests.walls.conftest import open_to_all
-from tests.walls.interpreter import PACKAGES, ROOT, environment, is_open
-from tests.walls.test_further_attacks import NEIGHBOUR, SECRET
+from tests.walls.interpreter import PACKAGES, PROGRAMS, ROOT, environment, is_open
+from tests.walls.test_further_attacks import SECRET
 
 USER = 24_100
 AS_USER = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups"] if os.getuid() == 0 else []
@@ -134,8 +134,8 @@ def printed(place: Path, python: str, program: str, *arguments: str) -> Any:
 def told(tmp_path_factory: pytest.TempPathFactory, python: str) -> dict[str, Any]:
     """What some forty attacks of a job gained, and what the one beside it and the worker found afterwards."""
     place = owned(tmp_path_factory.mktemp("namespaces"))
-    (place / "neighbour.py").write_text(NEIGHBOUR)
-    shutil.copy(Path(__file__).parent / "attacks.py", place / "attacks.py")
+    for name in ("neighbour.py", "attacks.py"):
+        shutil.copy(PROGRAMS / name, place / name)
     arguments = [str(place), SECRET, str(place / "neighbour.py"), str(place / "attacks.py"), str(PACKAGES), str(ROOT)]
     found: dict[str, Any] = printed(place, python, SERVICE, *arguments)
     return found
