@@ -46,13 +46,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train a small CNN, start the service, run a job through it, show its layers (ONCE=1 ends there)
 	@$(PY) -P examples/demo.py $(if $(filter-out 0,$(ONCE)),--once)
 
-test: $(STAMP) ## every check and every test that needs neither a GPU, Docker nor Slurm; installs PostgreSQL, Redis, Chromium
+test: $(STAMP) ## every check and every test that needs neither a GPU, Docker nor Slurm; installs PostgreSQL, Redis, Chromium (RECORD=1 holds it to its minutes)
 	@echo "==> Servers that the tests need"
 	@$(PY) -m tests.servers install
 	@$(MAKE) browser
 	@$(MAKE) check
 	@echo "==> Tests"
-	@$(PYTEST) -m "not gpu and not docker and not slurm" --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=40 --durations-min=5
+	@$(PYTEST) -m "not gpu and not docker and not slurm" --numprocesses=2 --dist=loadfile --no-loadscope-reorder --times=.suite.json $(if $(RECORD),--times=benchmarks/results/suite.json --bound-minutes=14)
 
 check: $(STAMP) ## formatting, lints, types, import contracts
 	@echo "==> ruff format";  $(BIN)/ruff format --check --quiet .

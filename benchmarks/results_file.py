@@ -28,10 +28,9 @@ def not_measured(text: str, target: float, reason: str) -> dict[str, Any]:
     return {"claim": text, "value": None, "target": target, "holds": None, "reason": reason}
 
 
-def write(name: str, claims: list[dict[str, Any]], figures: dict[str, Any]) -> None:
-    """Store the result and print its claims."""
-    RESULTS.mkdir(exist_ok=True)
-    content = {
+def header(name: str) -> dict[str, Any]:
+    """Return when, of which commit, on what and with which versions something is measured."""
+    return {
         "name": name,
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -41,9 +40,13 @@ def write(name: str, claims: list[dict[str, Any]], figures: dict[str, Any]) -> N
             "python": platform.python_version(),
             **{package: _version(package) for package in ("kronoscope", "torch", "transformers", "scipy")},
         },
-        "claims": claims,
-        "figures": figures,
     }
+
+
+def write(name: str, claims: list[dict[str, Any]], figures: dict[str, Any]) -> None:
+    """Store the result and print its claims."""
+    RESULTS.mkdir(exist_ok=True)
+    content = header(name) | {"claims": claims, "figures": figures}
     (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     for found in claims:
         if found["holds"] is None:

@@ -26,8 +26,10 @@ from tests.machine.file_order import sort_by_seconds
 from tests.machine.robbed import pytest_collection_modifyitems as mark_second_attempts
 from tests.machine.robbed import pytest_runtest_logstart
 from tests.machine.stopwatch import until
+from tests.machine.suite_times import add_options as pytest_addoption
+from tests.machine.suite_times import register as pytest_configure
 
-__all__ = ["pytest_runtest_logstart"]
+__all__ = ["pytest_addoption", "pytest_configure", "pytest_runtest_logstart"]
 
 Dialect = Literal["sqlite", "postgresql"]
 
