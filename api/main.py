@@ -1,4 +1,4 @@
-"""The application of one process: routes, middleware and background threads.
+"""The main application of one process: routes, middleware and background threads.
 
 ``create_app(settings)`` builds it; ``api.main:app`` builds it from the environment when a server
 asks for it. No import here leads to torch.
@@ -48,14 +48,7 @@ and time of the job. Every error is `application/problem+json` (RFC 9457).
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """Build the application.
-
-    Args:
-        settings: The operator's settings.
-
-    Returns:
-        The application; it connects to the database, and checks its schema, when it starts.
-    """
+    """Build the application."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

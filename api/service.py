@@ -1,4 +1,4 @@
-"""The parts of a running API that its routes share: settings, database, artifacts, background threads, metrics."""
+"""The running service that routes share: settings, database, artifacts, background threads, metrics."""
 
 import asyncio
 import threading

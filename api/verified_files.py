@@ -27,18 +27,6 @@ class VerifiedFiles:
         """Open a verified file for a part of it.
 
         A file that was verified within ten minutes, and whose inode has not changed since, is not read again.
-
-        Args:
-            artifacts: The folder or bucket.
-            artifact: The file's row.
-            first: The offset of the first byte to read.
-
-        Returns:
-            The bytes from there on.
-
-        Raises:
-            ArtifactDamaged: If the file is other than listed.
-            StoreUnavailable: If the store does not answer.
         """
         with artifacts.open(artifact) as file:
             stamp = _stamp(file)

@@ -1,4 +1,4 @@
-"""One entry of the menu, and the envelope in which every analysis returns its layers."""
+"""An analysis: one entry of the menu, and the envelope in which it returns its layers."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""Control groups: what the kernel's groups of this process say of its memory, in both versions.
+"""Cgroups, version 1 or 2: the kernel's limits on this process, and its use of memory.
 
 A process is bound by its own group and by every group above it. What the kernel would take back before it
 refuses (inactive file cache) counts as free. Read by the computing process, which must not exceed it, and by its

@@ -1,4 +1,4 @@
-"""How curvature is collected, and, apart from it, how it is stabilised afterwards.
+"""Collection options: how curvature is collected, and, apart from it, how it is stabilised afterwards.
 
 The two are separate records because another damping needs no new collection.
 """

@@ -1,4 +1,4 @@
-"""How much of a model a job measured, and what would cover the rest.
+"""Coverage: the share of a model that a job measured, and the options that would cover the rest.
 
 A figure of the whole model (an effective dimension, a trace) counts covered layers only. Where the loss depends on
 parameters that no layer covers, the figure is one of a part, and whoever reads it must be told so.

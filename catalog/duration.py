@@ -1,4 +1,4 @@
-"""A length of time as people write it: a number with its unit, such as ``90s``, ``10m``, ``4h`` or ``2d``."""
+"""A duration as people write it: a number with its unit, such as ``90s``, ``10m``, ``4h`` or ``2d``."""
 
 import re
 

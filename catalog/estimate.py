@@ -10,9 +10,6 @@ ESTIMATE = "plan"
 def unplannable(document: JobDocument) -> Complaint | None:
     """Return why a document cannot be planned before it runs.
 
-    Args:
-        document: The job document.
-
     Returns:
         The complaint about its field; None if it can be planned.
     """

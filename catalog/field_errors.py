@@ -1,4 +1,4 @@
-"""What is wrong with a document, said so that its writer can mend it.
+"""Errors of a document's fields, as sentences by which its writer can mend it.
 
 Takes the plain dicts of pydantic's ``ValidationError.errors()``; each complaint names the field
 by a JSON pointer, and says the remedy. Values are never echoed except where a record's own

@@ -1,4 +1,4 @@
-"""What the process that computes tells the process that writes: one JSON object a line.
+"""Frames from the process that computes to the process that writes: one JSON object a line.
 
 The child holds no database credentials and writes nothing but artifacts; its parent (the
 worker's supervisor, or the foreground runner of the CLI) is the only sink.
@@ -238,9 +238,6 @@ def layer_frame(result: LayerResult) -> LayerDone:
 def encode(frame: Frame) -> bytes:
     """Encode a frame as one line of JSON, its texts and lists cut to their bounds.
 
-    Args:
-        frame: The frame.
-
     Returns:
         The line in UTF-8, with its end.
 
@@ -279,9 +276,6 @@ def decode(line: bytes) -> Frame:
 
 def encode_answer(answer: CacheAnswer) -> bytes:
     """Encode an answer as one line of JSON.
-
-    Args:
-        answer: The answer.
 
     Returns:
         The line in UTF-8, with its end, short enough for any pipe to take at once.

@@ -1,4 +1,4 @@
-"""What a job looks at: the model, the data and the task that joins them.
+"""Inputs of a job: the model, the data and the task that joins them.
 
 ``factory`` and ``directory``/``file`` name things of the machine that runs the job. They work
 in the CLI; the service takes them only where its operator lists them.

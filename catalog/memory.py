@@ -70,7 +70,6 @@ def amount_bytes(field: str, amount: str | float, free_bytes: int) -> int:
     Args:
         field: The field's name, for the error.
         amount: `auto` (nine tenths of what is free), a size with its unit, or a fraction in (0, 1] of what is free.
-        free_bytes: Bytes that are free.
 
     Returns:
         The budget in bytes.

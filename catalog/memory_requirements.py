@@ -22,9 +22,6 @@ _TOKEN_BYTES = 8
 def least_bytes(document: JobDocument) -> int | None:
     """Return a lower bound of the memory that a job needs where it computes, by its document alone.
 
-    Args:
-        document: The job document.
-
     Returns:
         Bytes below which the job cannot be done; None if the document does not show any.
     """
@@ -73,9 +70,6 @@ def memory_of(document: Mapping[str, Any]) -> Memory:
 
 def factories_of(document: JobDocument) -> tuple[str | None, str | None]:
     """Return the factories that a worker must be allowed to call for a job.
-
-    Args:
-        document: The job document.
 
     Returns:
         The model's and the data's factory, as ``package.module:callable``; None for a source without one.

@@ -73,7 +73,6 @@ def most_pieces_of(name: Round | str, shards: Shards, devices: int, collected: i
     """Return the most pieces that a round can have.
 
     Args:
-        name: The round.
         shards: The document's option.
         devices: Devices that could compute at once.
         collected: Pieces of the round `collect`, once there are any.

@@ -1,4 +1,4 @@
-"""The option `world_size`: how many processes of one node compute a job together, each on a device of its own.
+"""Ranks, the option `world_size`: processes of one node that compute a job together, each on its own device.
 
 Rank r of W measures the examples of the batches r, r + W, r + 2W, …, and the ranks reduce what they summed, so the
 numbers are those of one process. What takes further passes over the data in one process is refused.

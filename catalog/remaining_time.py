@@ -1,4 +1,4 @@
-"""How long a job will still take: the plan's seconds, corrected by the pace of what has been done.
+"""The remaining time of a job: the plan's seconds, corrected by the speed of the work that is done.
 
 A plan foresees the seconds of each stage, within the factor that `catalog.time_estimate` states. Of the stage under
 way the rest follows from its own pace, over the later half of its time so far, since a stage starts slowly. Later
@@ -120,9 +120,6 @@ class RemainingTime:
 
 def written_remaining(seconds: float) -> str:
     """Write remaining seconds as people say them: `12 s`, `4 min`, `2 h 10 min`, `3 d 4 h`.
-
-    Args:
-        seconds: The seconds.
 
     Returns:
         The text.

@@ -1,4 +1,4 @@
-"""The terms on which a job runs: before which others, and until when. They leave what is computed as it is.
+"""The schedule of a job: its priority and deadline. Results do not depend on it.
 
 So they stand in the request, and neither in the stored document nor under its digest: a job with
 another deadline is the same computation.

@@ -1,4 +1,4 @@
-"""Nested sample sizes: one layer's metrics over the first examples of the data, ever more of them."""
+"""Subsamples of growing size: one layer's metrics over the first examples of the data."""
 
 from catalog.record import record
 

@@ -1,4 +1,4 @@
-"""Foreseen seconds: which durations of a plan are worth showing, and how far they may be off.
+"""Time estimates: the durations of a plan that are worth showing, and their possible error.
 
 A duration is work over pace. Its bounds are a factor of four either way where the pace was measured on the machine, of
 a job that has its cores to itself, and of twenty where it is what is usual of such a device. The factors are assumed;

@@ -1,4 +1,4 @@
-"""Which gradient sides are kept as the gradients themselves, and how: G + λI = λI + U Uᵀ.
+"""The Woodbury identity, G + λI = λI + U Uᵀ: gradient sides that are kept as gradient rows U.
 
 With few positions T and a wide output o, the rows of U take o·T numbers where G takes o².
 """

@@ -224,12 +224,7 @@ def _corrections(job: PassJob, sums: CollectionState, plan: Plan) -> Mapping[str
 
 
 def _settle(job: PassJob, survey: Survey, trainable: int) -> PlannedJob:
-    """Probe and plan until every layer passes its first check, and return the plan without the probe's tensors.
-
-    Raises:
-        BudgetTooSmall: If no way of doing the job fits the budget; the smallest that would do is named.
-        CoverageTooLow: If too little of the model can be covered.
-    """
+    """Probe and plan until every layer passes its first check, and return the plan without the probe's tensors."""
     workspace, verification = job.workspace, Verification.of(job)
     with workspace.machine.operation("dry run"):
         dry = probe_model(job, survey)

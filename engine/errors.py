@@ -1,4 +1,4 @@
-"""The failures of the mathematics, sorted by who must act.
+"""Errors of the mathematics, sorted by who must act.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Planning: the plan of a whole job from shapes alone, before there are weights, sums or a device.
+"""The estimate of a whole job from shapes alone, before there are weights, sums or a device.
 
 The model stands on the meta device, the data gives one batch, and the same forecast that a job makes
 in its stage 0 is made here. What only numbers can show is assumed for the worse, and listed.
@@ -41,19 +41,7 @@ WIDE = "what the model computes in 16 bits is as wide as the sums"
 
 
 def estimate(workspace: Workspace, pieces: int = 1) -> dict[str, Any]:
-    """Return the plan of a job from shapes alone, with its budget and the smallest that would do.
-
-    Args:
-        workspace: The job; its model may stand on the meta device, and stays where it is. Of a divided job its inputs
-            are those of a piece, and `inputs.part` says of which data; of several ranks those of one.
-        pieces: How many pieces a divided job merges, each of which is as large as this one at most.
-
-    Returns:
-        The plan as a table, with ``fits``, ``budget``, ``smallest_budget``, ``smallest_budget_keeps`` and ``assumed``.
-
-    Raises:
-        EngineError: If model, data and task do not belong together.
-    """
+    """Return the plan of a job from shapes alone, with its budget and the smallest that would do."""
     planned = _planned(workspace)
     plan, budget = planned.plan, workspace.machine.budget
     smallest = smallest_budgets(workspace, planned.probed.probe, planned.less)
@@ -73,17 +61,7 @@ def estimate(workspace: Workspace, pieces: int = 1) -> dict[str, Any]:
 
 
 def plan_job(workspace: Workspace) -> Plan:
-    """Survey, probe and plan a job on the meta device; nothing is allocated but the first chunk of the data.
-
-    Args:
-        workspace: The job; its model may stand on the meta device, and stays where it is.
-
-    Returns:
-        The plan that the job would choose. It may not fit the budget.
-
-    Raises:
-        EngineError: If model, data and task do not belong together.
-    """
+    """Survey, probe and plan a job on the meta device; nothing is allocated but the first chunk of the data."""
     return _planned(workspace).plan
 
 

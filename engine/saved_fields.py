@@ -85,9 +85,6 @@ def load_fields(kind: type, stored: Mapping[str, Any]) -> dict[str, Any]:
 def save_number(value: float | str | bool | None) -> Any:  # noqa: ANN401 - what JSON holds
     """Write a plain value so that JSON holds it.
 
-    Args:
-        value: The value.
-
     Returns:
         The value itself; of NaN and infinities, an object with its name.
     """

@@ -1,4 +1,4 @@
-"""From the bytes of a request to a job document, and from records to digests.
+"""The codec from the bytes of a request to a job document, and from records to digests.
 
 Bytes are guarded before anything is built from them: size, encoding, depth, number of keys and
 every number. Only then are they validated, strictly: `true`, `"12"` and `3.0` are no integers.
@@ -90,9 +90,6 @@ def document_json(document: JobDocument) -> dict[str, Any]:
     """Return the document as it is stored, with every default written out.
 
     Name and schedule are left out: a job's digest identifies what is computed, not when, and not what it is called.
-
-    Args:
-        document: The document.
 
     Returns:
         Its fields, as JSON holds them.

@@ -1,4 +1,4 @@
-"""The base of all settings: a model's fields read from environment variables, and refused in sentences.
+"""Environment variables read into the fields of a settings model, and refused in sentences.
 
 A field ``slots`` is read from ``KRONOSCOPE_SLOTS`` unless its annotation names other `Variables`. Its default, bounds
 and docstring stand in the model alone: error messages and the table of docs/operations.md are made from them. A field
@@ -167,15 +167,7 @@ class EnvironmentSource(PydanticBaseSettingsSource):
 
 
 def variables_of(name: str, field: FieldInfo) -> Variables:
-    """Return the environment variables that a field is read from.
-
-    Args:
-        name: The field's name.
-        field: What the model says of it.
-
-    Returns:
-        The variables of its annotation; without any, the one named after the field.
-    """
+    """Return the environment variables that a field is read from."""
     return next((each for each in field.metadata if isinstance(each, Variables)), Variables((PREFIX + name.upper(),)))
 
 
@@ -235,14 +227,7 @@ def _remedy(name: str, field: FieldInfo) -> str:
 
 
 def bounds_of(field: FieldInfo) -> str:
-    """Return the numbers that a field takes, in words.
-
-    Args:
-        field: What the model says of it.
-
-    Returns:
-        Such as ``1 to 64``, ``0 or more`` or ``more than 0``; ``another value`` where it has no bounds.
-    """
+    """Return the numbers that a field takes, in words."""
     bounds = {type(each): each for each in field.metadata if isinstance(each, (Ge, Gt, Le))}
     low, above, high = bounds.get(Ge), bounds.get(Gt), bounds.get(Le)
     if isinstance(low, Ge):

@@ -1,4 +1,4 @@
-"""The states of a job and the moves between them: one table, which the SQL takes its conditions from.
+"""The lifecycle of a job: its states and the moves between them, in one table for the SQL's conditions.
 
 ::
 

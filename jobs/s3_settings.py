@@ -1,4 +1,4 @@
-"""The bucket that keeps the artifacts and how it is reached: ``KRONOSCOPE_ARTIFACTS=s3://bucket/prefix``."""
+"""S3 settings: the bucket that keeps the artifacts (``KRONOSCOPE_ARTIFACTS=s3://bucket/prefix``), and its access."""
 
 import re
 from typing import Annotated, Any, Self

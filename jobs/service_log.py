@@ -90,14 +90,7 @@ def log_last_words() -> None:
 
 
 def one_line(event: object) -> str:
-    """Return JSON on one line that any parser takes; control characters are escaped, printable ones such as λ are not.
-
-    Args:
-        event: Any value; parts that JSON cannot hold become text.
-
-    Returns:
-        The line, without its end.
-    """
+    """Return JSON on one line that any parser takes; control characters are escaped, printable ones (λ) are not."""
     text = json.dumps(_writable(event, _MAX_DEPTH), ensure_ascii=False, allow_nan=False)
     # what is left is what a terminal takes for a command, a reader for another line or direction, or no encoding writes
     return text if text.isprintable() else "".join(each if each.isprintable() else _escaped(each) for each in text)

@@ -1,4 +1,4 @@
-"""For a notebook: factors from a folder, and analyses in this very process. The one door to the engine."""
+"""Local measurements, in this very process, and factors from a folder. The one door to the engine."""
 
 import contextlib
 import warnings

@@ -208,7 +208,6 @@ def require_document(task: Task, options: JobOptions) -> None:
     """Require what a job's document requires of blocks that stand beside each other.
 
     Args:
-        task: The task.
         options: The other blocks.
 
     Raises:

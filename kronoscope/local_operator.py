@@ -1,4 +1,4 @@
-"""Curvature as a linear operator in this process: products, solves and powers on vectors of a model's parameters."""
+"""The local operator, curvature in this process: products, solves and powers on vectors of a model's parameters."""
 
 import pkgutil
 import warnings
@@ -86,7 +86,6 @@ def open_operator(factors: FactorSet, **choices: Unpack[OperatorChoices]) -> Ope
     """Return the operator of a factor set.
 
     Args:
-        factors: The factor set.
         **choices: As ``OperatorChoices`` says.
 
     Returns:

@@ -16,15 +16,7 @@ from migrations.roles import API, MIGRATE, OWNER, WORKER, act_as_owner, grant_ri
 
 
 def migrate(url: str, passwords: RoleSettings) -> None:
-    """Migrate a database, and make its roles where they have passwords.
-
-    Args:
-        url: The database's URL.
-        passwords: The passwords of the roles.
-
-    Raises:
-        LedgerError: If the database does not answer, belongs to newer code, or has no roles.
-    """
+    """Migrate a database, and make its roles where they have passwords."""
     if passwords.migrate_password is None:
         upgrade_schema(url)
         return

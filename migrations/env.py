@@ -1,4 +1,4 @@
-"""Alembic's entry: run migrations on the connection handed over, or on the database of the environment."""
+"""The environment that Alembic runs migrations in: the connection handed over, or the database of the variables."""
 
 import os
 

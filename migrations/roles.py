@@ -38,12 +38,7 @@ _SECURED = f"{_OWNED} AND c.relrowsecurity ORDER BY 1"
 
 
 def prepare_roles(connection: Connection, passwords: Mapping[str, str]) -> None:
-    """Make the roles, set their passwords, and hand the tables that stand to their owner.
-
-    Args:
-        connection: A connection of a role that may make roles and owns the tables, such as a superuser.
-        passwords: The passwords of the three roles that log in, by role.
-    """
+    """Make the roles, set their passwords, and hand the tables that stand to their owner."""
     connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ROLES_LOCK})
     present = set(connection.execute(text("SELECT rolname FROM pg_roles WHERE rolname LIKE 'kronoscope%'")).scalars())
     for role in (OWNER, *LOGINS):
@@ -75,12 +70,7 @@ def _close_storage(connection: Connection, database: str) -> None:
 
 
 def grant_rights(connection: Connection, api_password: str) -> None:
-    """Give API and worker their rights on the tables, as the tables' owner.
-
-    Args:
-        connection: A connection that acts as the owner.
-        api_password: The password of the API's role, from which its proofs of tenants follow.
-    """
+    """Give API and worker their rights on the tables, as the tables' owner."""
     connection.execute(delete(proof_keys))
     connection.execute(insert(proof_keys).values(role=API, secret=secret_of(api_password)))
     for table in connection.execute(text(_OWNED)).scalars().all():
@@ -99,11 +89,7 @@ def grant_rights(connection: Connection, api_password: str) -> None:
 
 
 def act_as_owner(connection: Connection) -> None:
-    """Become the tables' owner until the transaction ends.
-
-    Args:
-        connection: A connection of `kronoscope_migrate`, or of a superuser.
-    """
+    """Become the tables' owner until the transaction ends."""
     _run(connection, "SET LOCAL ROLE {}", OWNER)
 
 

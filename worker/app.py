@@ -1,4 +1,4 @@
-"""The Celery application: ``celery -A worker.app worker -P threads`` is a worker of the service.
+"""The Celery app: ``celery -A worker.app worker -P threads`` is a worker of the service.
 
 Celery carries wake-ups and nothing else: messages are acknowledged at once, nothing is
 prefetched, no result is kept. Losing any of it costs seconds, because the database is the queue.
@@ -29,14 +29,7 @@ class WorkerApp(Celery):  # type: ignore[misc]  # Celery publishes no types
 
 
 def create_app(broker: str) -> WorkerApp:
-    """Return the application on one broker.
-
-    Args:
-        broker: The broker's address.
-
-    Returns:
-        The application, which takes no job until Celery starts it as a worker.
-    """
+    """Return the application on one broker."""
     celery = WorkerApp("kronoscope", broker=broker, include=["worker.tasks"])
     celery.conf.update(
         accept_content=["json"],
@@ -70,14 +63,7 @@ app = create_app(_broker)
 
 
 def send_wakeup(job_id: str) -> None:
-    """Send the wake-up of one job, without a second try.
-
-    Args:
-        job_id: The job's id, for a reader of Redis; the worker that receives it takes the next job in order.
-
-    Raises:
-        kombu.exceptions.OperationalError: If the broker does not answer.
-    """
+    """Send the wake-up of one job, without a second try."""
     app.send_task("worker.tasks.ring", args=[job_id], retry=False, ignore_result=True)
 
 

@@ -1,4 +1,4 @@
-"""How Celery uses Redis here: no message, and no word of the server's, ends a worker.
+"""The broker connection: Celery's use of Redis, in which no message and no answer of the server ends a worker.
 
 The database is the queue, so a broker's fault costs wake-ups, and the poll finds the jobs meanwhile. Celery's own
 consumer ends the process on an error answer (READONLY after a failover, OOM when Redis is full) and on a list item that
@@ -116,20 +116,12 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
         self._failed_at = -_STEADY_SECONDS
 
     def on_connection_error_before_connected(self, exc: Exception) -> None:
-        """Log the error, and wait.
-
-        Args:
-            exc: The error.
-        """
+        """Log the error, and wait."""
         super().on_connection_error_before_connected(exc)
         self._wait(exc)
 
     def on_connection_error_after_connected(self, exc: Exception) -> None:
-        """Close the connection, and wait where the broker is at fault; a bad message is gone from its list.
-
-        Args:
-            exc: The error.
-        """
+        """Close the connection, and wait where the broker is at fault; a bad message is gone from its list."""
         super().on_connection_error_after_connected(exc)
         self._wait(exc)
 

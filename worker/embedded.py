@@ -1,4 +1,4 @@
-"""The worker without Celery: the same Agent, fed by its own poll of the database.
+"""The embedded worker, without Celery: the same Agent, fed by its own poll of the database.
 
     python -P -m worker.embedded [--with-parent] [--until-idle] [--wall 4h] [--drain-before 10m]
 
@@ -21,14 +21,7 @@ _PARENT_POLL_SECONDS = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the worker until it is told to stop.
-
-    Args:
-        arguments: The command line without the program's name; None for that of the process.
-
-    Returns:
-        The exit code: 0 after a stop, 2 if the settings are invalid or the ledger cannot be opened.
-    """
+    """Run the worker until it is told to stop."""
     parser = argparse.ArgumentParser(prog="worker.embedded")
     parser.add_argument("--with-parent", action="store_true", help="end when the starting process ends")
     parser.add_argument("--until-idle", action="store_const", const="1", help="end when nothing is left to do")

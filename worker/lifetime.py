@@ -1,4 +1,4 @@
-"""When a worker ends by itself: with nothing left to do, or in time before its machine is taken away.
+"""The lifetime of a worker: it ends with nothing left to do, or in time before its machine is taken away.
 
 It ends as if its operator had asked for it, by SIGTERM: running jobs go back into the queue, their
 attempts uncounted, and the exit code is 0.
@@ -50,17 +50,7 @@ class LifetimeSettings(EnvironmentSettings):
     """Set by Slurm: when its job ends, in seconds since 1970."""
 
     def lifetime(self, now: float) -> Lifetime:
-        """Return the lifetime of a worker that starts now.
-
-        Args:
-            now: Seconds since 1970.
-
-        Returns:
-            The lifetime, which ends `ENDING_SECONDS` and ``drain_before`` earlier than the machine is taken away.
-
-        Raises:
-            SettingsInvalid: If that leaves no time to work in, or when the machine is taken away is not known.
-        """
+        """Return the lifetime of a worker that starts now."""
         if self.drain_before is None and self.wall is None:
             return Lifetime(until_idle=self.until_idle)
         left = self.wall if self.wall is not None else self._slurm_seconds(now)

@@ -1,4 +1,4 @@
-"""What a worker process does from start to end, with a broker that sends wake-ups or without one."""
+"""The service of a worker process from start to end, with a broker that sends wake-ups or without one."""
 
 import os
 import time
@@ -31,19 +31,7 @@ class Service:
         send_wakeup: Callable[[str], object] | None = None,
         broker_backlog: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Open the ledger.
-
-        Args:
-            settings: The operator's choice.
-            send_wakeup: Sends the wake-up of a job to all workers; None without a broker: the Agent of this process
-                polls by itself.
-            broker_backlog: Returns how many wake-ups are at the broker, not yet received.
-
-        Raises:
-            SettingsInvalid: If jobs are to run as a user of their own, and cannot; or there are several tenants, and
-                not every wall between them holds.
-            SchemaOutdated: If the database has to be migrated first.
-        """
+        """Open the ledger."""
         began = time.monotonic()  # the machine is not lent for longer because it took long to start
         configure_logging(settings.log_level)
         log_last_words()

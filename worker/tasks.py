@@ -7,12 +7,7 @@ from celery import shared_task
 
 @shared_task(name="worker.tasks.ring", bind=True, ignore_result=True)  # type: ignore[untyped-decorator]
 def wake_agent(self: Any, _message_id: str) -> None:  # noqa: ANN401 - Celery publishes no types
-    """Make this process's Agent poll the queue, which says which job is next.
-
-    Args:
-        self: The task, bound by Celery; its application holds the Agent.
-        _message_id: The id of the message, which the Agent does not use.
-    """
+    """Make this process's Agent poll the queue, which says which job is next."""
     agent = self.app.agent
     if agent is not None:
         agent.wake()

@@ -1,4 +1,4 @@
-"""The background thread of every API process: wake-ups to workers, jobs of silent ones, last uses of keys.
+"""Maintenance in every API process: one thread for wake-ups to workers, jobs of silent workers, last uses of keys.
 
 Several processes may do so at once; the ledger makes that harmless. The thread outlives every failure of the database
 and of the broker: it logs the first one, and again when they are back.

@@ -1,4 +1,4 @@
-"""The metrics of the ledger for Prometheus: every name begins with ``kronoscope_`` and ends in its unit.
+"""Prometheus metrics of the ledger: every name begins with ``kronoscope_`` and ends in its unit.
 
 A metric with a known set of labels is there from the first scrape on, at zero: `increase()` misses the first event of a
 series that appears with it.

@@ -31,41 +31,19 @@ class ClientAddresses:
     """The proxies that are believed, and the clients behind them."""
 
     def __init__(self, trusted: Iterable[str]) -> None:
-        """Read the operator's list.
-
-        Args:
-            trusted: Addresses and networks of proxies, or `gateway`.
-
-        Raises:
-            SettingsInvalid: If an entry is neither.
-        """
+        """Read the operator's list."""
         self._trusted = tuple(network for entry in trusted for network in _networks(entry))
         self._shared = self._trusted + tuple(network for entry in _SHARED for network in _networks(entry))
 
     def direct_client(self, peer: str) -> str | None:
-        """Return the client at the other end of a connection.
-
-        Args:
-            peer: The address that the connection comes from.
-
-        Returns:
-            The name that the client is counted by; None where many clients may be at the other end.
-        """
+        """Return the client at the other end of a connection."""
         address = _parse(peer)
         if address is None or any(address in network for network in self._shared):
             return None
         return _name(address)
 
     def forwarded_client(self, peer: str, header: str) -> str | None:
-        """Return the client for whom a proxy forwards a request.
-
-        Args:
-            peer: The address that the connection comes from.
-            header: All of `X-Forwarded-For`, in which each proxy appends the address it was called from.
-
-        Returns:
-            The last address that is not a trusted proxy's; None where there is none, or `peer` is not trusted.
-        """
+        """Return the client for whom a proxy forwards a request."""
         address = _parse(peer)
         if address is None or not self._is_trusted(address):
             return None
@@ -78,14 +56,7 @@ class ClientAddresses:
         return None
 
     def client_of(self, scope: Scope) -> str:
-        """Return the client of a request.
-
-        Args:
-            scope: Its ASGI scope.
-
-        Returns:
-            The name that the client is counted by; the proxy's own address where that names nobody.
-        """
+        """Return the client of a request."""
         peer: str = (scope.get("client") or ("",))[0]
         forwarded = Headers(scope=scope).getlist(_HEADER)
         named = self.forwarded_client(peer, ",".join(forwarded)) if forwarded else None
@@ -128,14 +99,7 @@ def _networks(entry: str) -> tuple[_Network, ...]:
 
 
 def default_gateways(routes: Path = _ROUTES) -> tuple[str, ...]:
-    """Return the gateways of the default routes.
-
-    Args:
-        routes: The kernel's table of IPv4 routes.
-
-    Returns:
-        Their addresses; none where the table cannot be read.
-    """
+    """Return the gateways of the default routes."""
     try:
         lines = routes.read_text().splitlines()[1:]
     except OSError:

@@ -1,4 +1,4 @@
-"""The limit on open files of this process, which every connection of a client takes one of."""
+"""Descriptors: the limit on open files of this process, of which every client's connection takes one."""
 
 import resource
 

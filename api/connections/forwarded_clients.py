@@ -1,4 +1,4 @@
-"""The cap on requests at a time of each client behind a trusted proxy, whose connections are the proxy's own."""
+"""Forwarded clients: the cap on simultaneous requests of each client behind a trusted proxy."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""HTTP/1.1 on one connection: uvicorn's protocol, with deadlines, and with problems where it would answer text.
+"""The protocol of one connection: uvicorn's HTTP/1.1 with deadlines, and with problems where it would answer text.
 
 After an answer that came before the end of its request's body the connection closes. What is still under way is read
 for a moment and up to the size of a body that would be accepted, since a client that is cut while it sends may never

@@ -1,4 +1,4 @@
-"""The limit on requests without a valid key: so many of each client address a minute are answered 401, others 429.
+"""Refused keys: of each client address some requests a minute without a valid key are answered 401, others 429.
 
 Only the refusal is limited. A key is verified whatever its address has sent before, since many clients may share one
 address, and a guess must not keep their keys out.

@@ -1,4 +1,4 @@
-"""One query per tick for all jobs with subscribers, so that streams of events and long polls need none of their own.
+"""The job watcher: one query per tick for all jobs with subscribers, for streams of events and long polls alike.
 
 A job with subscribers has a *channel*: its version, and its newest events as they go over the wire, kept once for all
 readers. A reader that has fallen behind what the channel keeps reads the table.
@@ -75,14 +75,7 @@ class Channel:
         return self.through if self.streams and self.floor is not None else None
 
     def events_after(self, position: int) -> EventBatch | None:
-        """Return the kept events above ``position``.
-
-        Args:
-            position: The number of the last event that the reader has.
-
-        Returns:
-            A batch, which may be empty; None where the reader has to read the table first.
-        """
+        """Return the kept events above ``position``."""
         if self.deleted:
             return EventBatch(text=b"", through=position, ended=True)
         if self.floor is None:
@@ -93,12 +86,7 @@ class Channel:
         return EventBatch(text=text, through=max(position, self.through), ended=self.ended)
 
     def update(self, history: History | None, encoded: list[tuple[int, bytes]]) -> None:
-        """Store the result of a query, and wake the subscribers if anything has changed.
-
-        Args:
-            history: The job's state and its events above `position`; None where the job was deleted.
-            encoded: Number and wire format of each of these events.
-        """
+        """Store the result of a query, and wake the subscribers if anything has changed."""
         if history is None:
             self.deleted = True
             self.wake_all()
@@ -142,14 +130,7 @@ class Subscription:
         self._channel = channel
 
     async def wait(self, seconds: float) -> bool:
-        """Wait for a change of the job.
-
-        Args:
-            seconds: The longest time to wait.
-
-        Returns:
-            Whether there was a change in time.
-        """
+        """Wait for a change of the job."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, seconds)):
                 await self.wakeup.wait()
@@ -158,39 +139,15 @@ class Subscription:
         return woken
 
     def events_after(self, position: int) -> EventBatch | None:
-        """Return the channel's events for this subscription's reader.
-
-        Args:
-            position: The number of the last event that the reader has.
-
-        Returns:
-            A batch, which may be empty; None where the reader has to read the table first.
-        """
+        """Return the channel's events for this subscription's reader."""
         return self._channel.events_after(position)
 
     def is_newer_than(self, version: int) -> bool:
-        """Return whether the job is known to have changed.
-
-        Args:
-            version: The job's `event_seq` when it was read.
-
-        Returns:
-            True if it has a later one by now, or was deleted.
-        """
+        """Return whether the job is known to have changed."""
         return self._channel.deleted or (self._channel.version or 0) > version
 
     async def read(self, read: Callable[[], Job | None]) -> Job | None:
-        """Return the job as it is now, with one read for all subscribers that wait for the same version.
-
-        Args:
-            read: Reads the job from the ledger; it runs in a thread.
-
-        Returns:
-            The job; None where it was deleted.
-
-        Raises:
-            LedgerUnavailable: If the database does not answer.
-        """
+        """Return the job as it is now, with one read for all subscribers that wait for the same version."""
         channel = self._channel
         stale = channel.reading is None or channel.read_version != channel.version
         if stale or (channel.reading is not None and channel.reading.done() and channel.reading.exception()):
@@ -202,18 +159,7 @@ class Subscription:
 
 
 def read_in_time(read: Callable[..., T], *arguments: Any) -> T:  # noqa: ANN401 - passed on
-    """Read within a limit of its own: who waits asks again and again, and one read may be for many.
-
-    Args:
-        read: Reads from the ledger.
-        arguments: What it takes.
-
-    Returns:
-        What it returns.
-
-    Raises:
-        LedgerUnavailable: If the database does not answer in time.
-    """
+    """Read within a limit of its own: who waits asks again and again, and one read may be for many."""
     with limit_queries(_READ_SECONDS):
         return read(*arguments)
 

@@ -13,25 +13,11 @@ KEEPALIVE = KEEPALIVE_COMMENT
 
 
 def encode_event(event: Event) -> bytes:
-    """Return an event as it goes over the wire.
-
-    Args:
-        event: The ledger's record; its number becomes the `id` that a reader sends back as `Last-Event-ID`.
-
-    Returns:
-        Lines in ASCII with the event's JSON as `data`: some readers end a line at U+2028.
-    """
+    """Return an event as it goes over the wire."""
     data = json.dumps(plain(event_view(event)), allow_nan=False)
     return format_sse_event(event=event.type, id=str(event.seq), data_str=data)
 
 
 def retry_hint(milliseconds: int) -> bytes:
-    """Return the field `retry` of a stream.
-
-    Args:
-        milliseconds: How long the reader is to wait before it connects again.
-
-    Returns:
-        The line as it goes over the wire.
-    """
+    """Return the field `retry` of a stream."""
     return format_sse_event(retry=milliseconds)

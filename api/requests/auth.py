@@ -1,4 +1,4 @@
-"""Authentication: every route needs an API key unless its endpoint is opened by name.
+"""Authenticated requests: every route needs an API key unless its endpoint is opened by name.
 
 The check is a dependency of the application itself, so that a new route is closed until someone
 writes ``@open_to_all`` above it; ``tests/api/requests/test_auth.py`` counts those.
@@ -42,14 +42,7 @@ def open_to_all(endpoint: Endpoint) -> Endpoint:
 
 
 def is_open(endpoint: object) -> bool:
-    """Return whether an endpoint needs no key.
-
-    Args:
-        endpoint: The function of a route; None, and any other object, needs one.
-
-    Returns:
-        True if `open_to_all` decorates it.
-    """
+    """Return whether an endpoint needs no key."""
     return getattr(endpoint, _OPEN, False) is True
 
 
@@ -67,14 +60,7 @@ def scraper_only(endpoint: Endpoint) -> Endpoint:
 
 
 def is_scraper_only(endpoint: object) -> bool:
-    """Return whether an endpoint needs the operator's token.
-
-    Args:
-        endpoint: The function of a route.
-
-    Returns:
-        True if `scraper_only` decorates it.
-    """
+    """Return whether an endpoint needs the operator's token."""
     return getattr(endpoint, _SCRAPED, False) is True
 
 
@@ -82,14 +68,7 @@ NOT_VALID = "this key is not valid: mistyped, revoked or expired"
 
 
 def unauthorised(detail: str) -> Refusal:
-    """Return the refusal of a request without a valid key.
-
-    Args:
-        detail: The reason, and what to send.
-
-    Returns:
-        The answer 401.
-    """
+    """Return the refusal of a request without a valid key."""
     return Refusal(
         401, "unauthorised", "An API key is needed", detail, headers={"www-authenticate": 'Bearer realm="kronoscope"'}
     )

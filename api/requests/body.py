@@ -20,19 +20,7 @@ def _too_large(limit: int) -> Refusal:
 
 
 async def read_body(request: Request, limit_bytes: int, deadline_seconds: float) -> bytes:
-    """Read the body of a request.
-
-    Args:
-        request: The request; its body must not have been read.
-        limit_bytes: The largest body that is read.
-        deadline_seconds: The time in which it must arrive.
-
-    Returns:
-        The whole body.
-
-    Raises:
-        Refusal: 413 if it is larger, 408 if it does not arrive in time, 400 if the connection ends before it does.
-    """
+    """Read the body of a request."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 15 or int(declared) > limit_bytes):
         raise _too_large(limit_bytes)

@@ -1,4 +1,4 @@
-"""Entity tags of RFC 9110, section 8.8.3: what a caller has, compared with what there is."""
+"""ETags of RFC 9110, section 8.8.3: a caller's entity tags, compared with the current one."""
 
 
 def has_current(header: str | None, etag: str) -> bool:

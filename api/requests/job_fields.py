@@ -1,4 +1,4 @@
-"""The query parameter of a list of jobs that names the large fields, which are null or a part without it."""
+"""Job fields: the query parameter of a list that names the large ones, which are null or a part without it."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""The query parameters of a list of jobs, and what the ledger is asked for them."""
+"""The job filter: query parameters of a list of jobs, and the ledger's query for them."""
 
 import re
 from datetime import UTC, datetime

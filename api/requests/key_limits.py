@@ -43,7 +43,6 @@ class RequestRate:
         """Take a token for one request.
 
         Args:
-            key: The key.
             now: Seconds of a monotonic clock.
 
         Returns:

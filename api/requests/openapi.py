@@ -113,14 +113,7 @@ def schedule_body() -> dict[str, Any]:
 
 
 def document_schema(ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
-    """Return the JSON schema of the job document, with a description of every field.
-
-    Args:
-        ref_template: Where the schemas of its parts stand, with `{model}` for the name.
-
-    Returns:
-        The schema, with its parts as `$defs`.
-    """
+    """Return the JSON schema of the job document, with a description of every field."""
     schema = TypeAdapter(DOCUMENT).json_schema(ref_template=ref_template)
     # the class with every analysis is made while the program runs: the texts stand in the source of its base
     base = TypeAdapter(JobDocument).json_schema()["properties"]

@@ -18,9 +18,6 @@ def refuse_unknown_parameters(request: Request) -> None:
 
     Probes and the page's files take any: load balancers and browsers add parameters of their own.
 
-    Args:
-        request: The request.
-
     Raises:
         Refusal: 422, with one fault for each unknown parameter.
     """

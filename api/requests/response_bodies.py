@@ -64,14 +64,7 @@ def job_view(job: Job, placement: PlacementView | None = None, pieces: tuple[Pie
 
 
 def piece_view(job: PieceJob) -> PieceView:
-    """Return a piece of a divided job as the caller of that sees it.
-
-    Args:
-        job: The ledger's record of the job that computes it.
-
-    Returns:
-        The body; its examples are those that it was given, until it has counted them.
-    """
+    """Return a piece of a divided job as the caller of that sees it."""
     piece, percent = job.piece, (job.progress or {}).get("percent")
     given = None if piece.begin is None or piece.end is None else piece.end - piece.begin
     return _filled(

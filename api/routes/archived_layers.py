@@ -9,20 +9,7 @@ from jobs.retention.archive import NAME, read_contents, read_layers
 
 
 def layer_page(service: Service, job: Job, asked: LayerQuery) -> LayerPage:
-    """Return a page of the job's layer rows, from the ledger or from its archive.
-
-    Args:
-        service: The running API.
-        job: The job, as it was read a moment ago.
-        asked: The selection of rows, their order, and the position to begin at.
-
-    Returns:
-        The rows, and the cursor of the next page; None on the last one.
-
-    Raises:
-        PageRefused: If the limit, the sort key or the cursor is not valid.
-        ArtifactDamaged: If the archive differs from its recorded digest.
-    """
+    """Return a page of the job's layer rows, from the ledger or from its archive."""
     if job.archived_at is None:
         page = layer_rows(service.engine, job.tenant_id, job.id, asked)
         # no rows: there are none, or they were archived since the job was read
@@ -32,18 +19,7 @@ def layer_page(service: Service, job: Job, asked: LayerQuery) -> LayerPage:
 
 
 def layer_count(service: Service, job: Job) -> int:
-    """Count the job's layer rows so far.
-
-    Args:
-        service: The running API.
-        job: The job, as it was read a moment ago.
-
-    Returns:
-        The number of rows, in the ledger or in the archive.
-
-    Raises:
-        ArtifactDamaged: If the archive differs from its recorded digest.
-    """
+    """Count the job's layer rows so far."""
     if job.archived_at is None:
         count = count_layers(service.engine, job.tenant_id, job.id)
         if count or not _archived(service, job):

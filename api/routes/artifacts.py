@@ -1,4 +1,4 @@
-"""Files of a job over HTTP: listed, and sent whole or in part, verified against their recorded digests."""
+"""Artifacts over HTTP: listed, and sent whole or in part, verified against their recorded digests."""
 
 import base64
 import hashlib
@@ -146,11 +146,7 @@ def _headers(artifact: Artifact) -> dict[str, str]:
 
 
 def _part(header: str, size: int) -> tuple[int, int] | None:
-    """Return first and last byte of one range; None, the whole file, for several ranges or another unit (RFC 9110).
-
-    Raises:
-        Refusal: 416 if the range is outside the file.
-    """
+    """Return first and last byte of one range; None, the whole file, for several ranges or another unit (RFC 9110)."""
     match = _RANGE.fullmatch(header.replace(" ", ""))
     if match is None or match[1] == match[2] == "":
         return None
@@ -179,11 +175,7 @@ async def _resumed(begin: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[by
 
 
 async def _chunks(file: BinaryIO, length: int, sha256: str | None) -> AsyncIterator[bytes]:
-    """Yield the bytes; the last chunk of a whole file is sent only if the digest over all of them is right.
-
-    Raises:
-        ArtifactDamaged: If it is not; after the first chunk the connection then ends before its declared length.
-    """
+    """Yield the bytes; the last chunk of a whole file is sent only if the digest over all of them is right."""
     digest = hashlib.sha256()
     left = length
     try:

@@ -1,4 +1,4 @@
-"""A job's history over HTTP: Server-Sent Events until it has ended, or a page as JSON."""
+"""Events of a job over HTTP: Server-Sent Events until the job has ended, or a page as JSON."""
 
 from functools import partial
 from typing import Annotated, Any

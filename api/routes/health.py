@@ -1,4 +1,4 @@
-"""Probes: liveness of the process, and readiness of the service."""
+"""Health probes: liveness of the process, and readiness of the service."""
 
 import asyncio
 import shutil

@@ -207,9 +207,6 @@ class BatchVariance:
 def activation_refusal(layer: TreatedLayer) -> str | None:
     """Tell why the A of a layer has no variance over batches.
 
-    Args:
-        layer: The layer.
-
     Returns:
         The reason; None where it has one.
     """
@@ -222,7 +219,6 @@ def gradient_refusal(layer: TreatedLayer, kept: str, fisher: str) -> str | None:
     """Tell why the G of a layer has no variance over batches.
 
     Args:
-        layer: The layer.
         kept: How G is kept: `dense`, or the kind of what stands for it.
         fisher: The collection's `fisher`.
 

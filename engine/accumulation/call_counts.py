@@ -35,25 +35,11 @@ class CallCounts:
             record.clear()
 
     def of(self, name: str) -> int:
-        """Return how often a layer was called in the forward pass so far.
-
-        Args:
-            name: Name of the layer.
-
-        Returns:
-            The number of calls.
-        """
+        """Return how often a layer was called in the forward pass so far."""
         return self._calls[name]
 
     def count(self, name: str) -> bool:
-        """Note one call of a layer.
-
-        Args:
-            name: Name of the layer.
-
-        Returns:
-            Whether the input of this call enters A.
-        """
+        """Note one call of a layer."""
         graphed = torch.is_grad_enabled() or not self.gradients
         if self.returning:
             again = graphed and self._ungraphed[name] > 0
@@ -64,15 +50,7 @@ class CallCounts:
         return graphed
 
     def key(self, part: str) -> Key:
-        """Number the call under way.
-
-        Args:
-            part: Name of the part of a layer that is called.
-
-        Returns:
-            The part's name, and its calls before this one in the forward pass; `RECOMPUTED` in place of the number
-            for a call that runs again.
-        """
+        """Number the call under way."""
         if self.returning:
             return part, RECOMPUTED
         self._numbers[part] += 1

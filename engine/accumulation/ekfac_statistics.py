@@ -1,4 +1,4 @@
-"""Correction: the second moment of each layer's gradients along the eigenvectors of its factors.
+"""EK-FAC statistics: the second moment of each layer's gradients along the eigenvectors of its factors.
 
 ``λ_ij = Σ_n (Q_Gᵀ ∇W ℓ_n Q_A)²_ij / terms``, over the same directions as G. In the basis of K-FAC's
 eigenvectors it is the diagonal that is nearest to the curvature itself, where K-FAC takes the

@@ -1,4 +1,4 @@
-"""Joint statistics: those that need what entered a layer and the gradient of its output together.
+"""Gradients of single examples: statistics of a layer's input and output gradient together.
 
 The gradient of one example's loss with respect to a weight sums over its positions *and* over all
 calls of the module, before anything is squared: ``∇W ℓ_n = Σ_calls Σ_t g_t a_tᵀ``. A ``Meeting``
@@ -91,7 +91,6 @@ def squared_norms(layer: TreatedLayer, met: Met, dtype: torch.dtype) -> Tensor:
     """Compute ``‖∇ℓ_n‖²`` over weight and bias of every example.
 
     Args:
-        layer: The layer.
         met: Each call of it with the gradient of its output.
         dtype: Precision of the products.
 
@@ -119,7 +118,6 @@ def squared_norms_numbers(layer: TreatedLayer, examples: int, positions: int) ->
     """Return the numbers that ``squared_norms`` holds at most besides: rows of a few examples, and their products.
 
     Args:
-        layer: The layer.
         examples: Examples of a batch.
         positions: Positions of one example in all calls of the layer.
     """
@@ -154,18 +152,7 @@ def _tied_squared_norms(layer: TiedHeadLayer, met: Met, dtype: torch.dtype) -> T
 def tied_rows(
     layer: TiedHeadLayer, met: Met, dtype: torch.dtype, numbers: int
 ) -> Iterator[tuple[Rows | None, Rows | None]]:
-    """Yield the rows of a table and of the head that holds its weight, a few of the same examples at a time.
-
-    Args:
-        layer: The tied layer.
-        met: Each call of either with the gradient of its output.
-        dtype: Precision of the rows.
-        numbers: Numbers besides its rows that one example will need.
-
-    Returns:
-        Rows of the table, whose ``a`` are the ids, shape (n, T, 1), and rows of the head; None where either was not
-        called.
-    """
+    """Yield the rows of a table and of the head that holds its weight, a few of the same examples at a time."""
     parts = [(role, [each for each in met if each[0].role is role]) for role in layer.roles]
     examples = met[0][0].examples
     widest = sum(gradient.numel() for _, gradient in met) // examples + numbers
@@ -208,16 +195,7 @@ def _norms(rows: Tensor) -> Tensor:
 
 
 def gram_is_cheaper(positions: int, fan_in: int, fan_out: int) -> bool:
-    """Tell whether two Gram matrices of positions take fewer multiplications than the gradient itself.
-
-    Args:
-        positions: T, positions of one example.
-        fan_in: Numbers of one input row.
-        fan_out: Numbers of one gradient row.
-
-    Returns:
-        True where ``5/8 · T (fan_in + fan_out)`` is less than ``fan_in · fan_out``.
-    """
+    """Tell whether two Gram matrices of positions take fewer multiplications than the gradient itself."""
     return positions * (fan_in + fan_out) * (_STRIPS + 1) < 2 * _STRIPS * fan_in * fan_out
 
 
@@ -248,17 +226,7 @@ def _by_product(a: Tensor, g: Tensor) -> Tensor:
 
 
 def example_rows(layer: TreatedLayer, met: Met, dtype: torch.dtype, numbers: Callable[[int], int]) -> Iterator[Rows]:
-    """Yield the rows of all calls, concatenated along each example's positions, a few examples at a time.
-
-    Args:
-        layer: The layer.
-        met: Each call of it with the gradient of its output.
-        dtype: Precision of the rows.
-        numbers: Returns the numbers besides its rows that one example with so many positions will need.
-
-    Returns:
-        Rows of a few examples each; examples of unequal lengths are sorted by length and padded with zeros.
-    """
+    """Yield the rows of all calls, concatenated along each example's positions, a few examples at a time."""
     if any(use.owners is not None or use.kept is not None for use, _ in met):
         yield from _uneven_rows(layer, met, dtype, numbers)
         return
@@ -375,16 +343,7 @@ class SummedVectors:
 
 
 def summed_by_id(layer: TreatedLayer, met: Met, dtype: torch.dtype) -> SummedVectors:
-    """Sum the gradients of equal ids of one example, over all calls.
-
-    Args:
-        layer: A table of vectors.
-        met: Each call of it with the gradient of its output.
-        dtype: Precision of the sums.
-
-    Returns:
-        One row for each pair of example and id, and zeros behind the last pair.
-    """
+    """Sum the gradients of equal ids of one example, over all calls."""
     ids, g, which, owners = _flat(layer, met, dtype)
     key = owners * layer.fan_in + ids[which]
     order = torch.argsort(key, stable=True)

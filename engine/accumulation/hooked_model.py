@@ -20,16 +20,7 @@ def hooked(
     after: Callable[[LayerStatistics, TreatedLayer], Any],
     use_mode: ParameterUseMode | None,
 ) -> Iterator[None]:
-    """Watch layers while inside.
-
-    Args:
-        statistics: Sums of the layers; a layer whose parameters get a gradient outside of its calls is flawed.
-        after: Makes the forward hook of one part of a layer.
-        use_mode: Watches parameters that enter operations by themselves; None where there are none.
-
-    Returns:
-        A context, after which every hook is removed.
-    """
+    """Watch layers while inside."""
     # before the caller's own hooks, which may put something else in the output's place
     handles = [
         module.register_forward_hook(after(each, role), with_kwargs=True, prepend=True)

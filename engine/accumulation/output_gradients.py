@@ -1,4 +1,4 @@
-"""Arrival: the path of one call's output gradient into the sums."""
+"""Output gradients of one call, and their path into the sums."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -166,11 +166,7 @@ class Direction:
         return False
 
     def enter(self, scale: LossScale | None) -> None:
-        """Let the gradients that wait enter the sums.
-
-        Args:
-            scale: The number that their direction was multiplied by; None where that is one.
-        """
+        """Let the gradients that wait enter the sums."""
         held, self._held = self._held, []
         for enter, gradient in held:
             enter(unscaled(gradient, scale))

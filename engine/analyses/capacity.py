@@ -24,19 +24,7 @@ from engine.workspace import Workspace
 
 
 def measure_capacity(params: CapacityParams, workspace: Workspace) -> Generator[LayerResult, None, CapacitySummary]:
-    """Yield each layer's metrics as its spectra are known; the layers that are not covered follow.
-
-    Args:
-        params: Metrics, grids and tolerances that the job asks for, and whether it cross-checks them.
-        workspace: The job: its model or stored factors, options, machine, ports and rows that are already delivered.
-
-    Returns:
-        One row per covered layer in the order of measuring, which leaves out rows of an earlier attempt, then one per
-        layer that is not covered. The generator returns the summary, whose sums follow the model's order.
-
-    Raises:
-        EngineError: As ``engine.errors`` lists.
-    """
+    """Yield each layer's metrics as its spectra are known; the layers that are not covered follow."""
     require_head(params.token_importance, workspace)
     whole = collect_or_read(workspace)
     exact = cross_check(params, workspace, whole)

@@ -61,11 +61,7 @@ class _Against:
     """Digest of the whole set."""
 
     def load(self, facts: LayerFacts) -> tuple[Factors, Corrected | None]:
-        """One layer's factors.
-
-        Raises:
-            BrokenFactors: If they are not what the index records.
-        """
+        """One layer's factors."""
         try:
             corrected = None if self.whole.load_corrected is None else self.whole.load_corrected(facts.ordinal)
             return self.whole.load(facts.ordinal), corrected
@@ -77,19 +73,6 @@ def compare_curvature(
     params: CompareCurvatureParams, workspace: Workspace
 ) -> Generator[LayerResult, None, CompareCurvatureSummary]:
     """Yield each layer of the first set beside that of the second; the layers that are not covered follow.
-
-    Args:
-        params: The numbers of leading eigenvectors that are compared.
-        workspace: The job: its model or stored factors, the second set, options, machine, ports and delivered rows.
-
-    Returns:
-        One row per covered layer, which leaves out rows of an earlier attempt, then one per layer that is not covered.
-        The generator returns the summary.
-
-    Raises:
-        UsageError: If no second set is given, or the two have no layer in common.
-        BrokenFactors: If the second set does not read as written.
-        EngineError: As ``engine.errors`` lists.
 
     Memory:
         The factors of one layer from both sets, as they are kept; one eigendecomposition, or 24 n² bytes; of every A

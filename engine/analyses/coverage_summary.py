@@ -6,16 +6,7 @@ from engine.layers.coverage_check import count_by_reason
 
 
 def coverage(whole: FactorSet) -> Coverage:
-    """Count by parameter what the rows cover, after the law covered + declared = trainable.
-
-    Args:
-        whole: The factor set of the job, with its covered and declared layers.
-
-    Returns:
-        The counts and the reasons of the declared parameters, with the largest relative deviation that the gradient
-        identity found in any layer and the fewest examples that it was checked on; both None where no layer was
-        checked.
-    """
+    """Count by parameter what the rows cover, after the law covered + declared = trainable."""
     reasons = count_by_reason(whole.declared)
     return Coverage(
         trainable_parameters=whole.trainable_parameters,

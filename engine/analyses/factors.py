@@ -16,19 +16,7 @@ from engine.workspace import Workspace
 
 
 def collect_factors(params: None, workspace: Workspace) -> Generator[LayerResult, None, FactorsSummary]:
-    """Yield each layer as its factors are written; the layers that are not covered follow.
-
-    Args:
-        params: Always None: the collection's own options say everything.
-        workspace: The job: its model or stored factors, options, machine, ports and rows that are already delivered.
-
-    Returns:
-        One row per covered layer in the order of measuring, which leaves out rows of an earlier attempt, then one per
-        layer that is not covered. The generator returns the summary.
-
-    Raises:
-        EngineError: As ``engine.errors`` lists.
-    """
+    """Yield each layer as its factors are written; the layers that are not covered follow."""
     del params  # the collection's own block says it all
     whole = collect_or_read(workspace)
     total = len(whole.layers)

@@ -17,29 +17,13 @@ _COLLECTED = (
 
 
 def record_without_collection(record: LayerRecord) -> LayerRecord:
-    """Return the record of a matrix that no collection made.
-
-    Args:
-        record: The record of the layer that stands for the matrix, as a measurement fills it in.
-
-    Returns:
-        A copy with null in every field that describes a collection, or the side A that the matrix does not have.
-    """
+    """Return the record of a matrix that no collection made."""
     unknown: dict[str, Any] = dict.fromkeys(_COLLECTED)
     return replace(record, **unknown)
 
 
 def index_entry(facts: LayerFacts, made: Made, file: str) -> dict[str, Any]:
-    """Return the matrix's entry in the index of stabilised factors: a single side G.
-
-    Args:
-        facts: The layer that stands for the matrix; its name is the tensor's name in the file.
-        made: The stabilised matrix: dense, or as an eigenbasis.
-        file: Name of the file that holds it, relative to the index.
-
-    Returns:
-        The entry as JSON: the layer's identity, ``file``, and kind, floor and scale of G, whose scale is always 1.
-    """
+    """Return the matrix's entry in the index of stabilised factors: a single side G."""
     side = {
         "kind": "eigenbasis" if isinstance(made.content, StabilisedSide) else "matrix",
         "floor": made.side.floor,

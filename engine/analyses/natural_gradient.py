@@ -46,17 +46,6 @@ def natural_gradient(
 ) -> Generator[LayerResult, None, NaturalGradientSummary]:
     """Yield what is told of each layer's directions; the layers that are not covered follow.
 
-    Args:
-        params: The powers, the curvature and its damping, and whether a gradient is given.
-        workspace: The job: its model or stored factors, options, machine, ports and rows that are already delivered.
-
-    Returns:
-        One row per covered layer in the order of measuring, which leaves out rows of an earlier attempt, then one per
-        layer that is not covered. The generator returns the summary, whose sums follow the model's order.
-
-    Raises:
-        EngineError: As ``engine.errors`` lists.
-
     Memory:
         The gradient, the directions where they are kept, one layer's factors and eigenvectors, and its numbers some
         five times in float64; while the data's gradient is taken, the graph of a slice.

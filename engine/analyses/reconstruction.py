@@ -83,18 +83,6 @@ def reconstruct(
 ) -> Generator[LayerResult, None, ReconstructionSummary]:
     """Yield each layer as its factors are stabilised, one that shares an A after the layer that holds it.
 
-    Args:
-        params: Sides, route, placement, and whether the matrices are kept.
-        workspace: The job: its model or stored factors, options, machine, ports and rows that are already delivered.
-
-    Returns:
-        One row per covered layer, which leaves out rows of an earlier attempt, then one per layer that is not covered.
-        The generator returns the summary.
-
-    Raises:
-        NoConditionNumber: If ``stabilisation.kappa_max`` is null, so that there is nothing to clip at.
-        EngineError: As ``engine.errors`` lists.
-
     Memory:
         One layer's factors, their stabilised copies and one basis.
     """

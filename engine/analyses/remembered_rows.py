@@ -26,13 +26,7 @@ class Outcome:
 
 
 def remember(workspace: Workspace, facts: LayerFacts, outcome: Outcome) -> None:
-    """Lay aside what the summary and the indices need of a row.
-
-    Args:
-        workspace: The job; without a scratch place, or checkpoints, nothing is laid aside.
-        facts: The layer.
-        outcome: What was made of it.
-    """
+    """Lay aside what the summary and the indices need of a row."""
     if workspace.ports.scratch is None or not workspace.saves_checkpoints:
         return
     save_sealed(
@@ -48,15 +42,7 @@ def remember(workspace: Workspace, facts: LayerFacts, outcome: Outcome) -> None:
 
 
 def recall(workspace: Workspace, facts: LayerFacts) -> Outcome | None:
-    """Return a row that an earlier attempt has delivered, where it left what is needed of it.
-
-    Args:
-        workspace: The job.
-        facts: The layer.
-
-    Returns:
-        The row; None where it was not delivered, or is not as it was written.
-    """
+    """Return a row that an earlier attempt has delivered, where it left what is needed of it."""
     if workspace.ports.scratch is None or (_KIND, facts.ordinal) not in workspace.resume.completed:
         return None
     try:

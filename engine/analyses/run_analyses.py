@@ -61,12 +61,7 @@ def run_analyses(
 
 
 def refusal(kind: str, error: UsageError) -> RefusedAnalysis:
-    """Return what a job records of an analysis that was refused.
-
-    Args:
-        kind: The analysis.
-        error: What it was refused with.
-    """
+    """Return what a job records of an analysis that was refused."""
     return RefusedAnalysis(kind=kind, code=error.code, message=error.message, pointer=error.pointer, layer=error.layer)
 
 

@@ -24,17 +24,6 @@ _BLOCKS: tuple[Literal["kfac", "ekfac"], ...] = ("kfac", "ekfac")
 def measure_spectrum(params: SpectrumParams, workspace: Workspace) -> Generator[LayerResult, None, SpectrumSummary]:
     """Yield each layer's spectrum as its factors are decomposed; then multiply with the exact curvatures.
 
-    Args:
-        params: Curvatures, ends, and how exactly.
-        workspace: The job: its model or stored factors, options, machine, ports and rows that are already delivered.
-
-    Returns:
-        One row per covered layer in the order of measuring, which leaves out rows of an earlier attempt, then one per
-        layer that is not covered. The generator returns the summary.
-
-    Raises:
-        EngineError: As ``engine.errors`` lists.
-
     Memory:
         One layer's factors at a time; of exact curvatures the search's basis, the quadrature's vectors and the graph of
         a slice, as ``engine.planning.later.spectrum`` counts them.

@@ -147,12 +147,7 @@ class Checkpoints:
         return found if all(getattr(found.state, name) == getattr(state, name) for name in names) else None
 
     def _read(self) -> Resumed:
-        """Read the manifest.
-
-        Raises:
-            FileNotFoundError: If there is none.
-            CheckpointForeign: If it is of no use here; the message says why.
-        """
+        """Read the manifest."""
         try:
             body = load_sealed(self._scratch, MANIFEST)
         except FileNotFoundError:
@@ -297,7 +292,6 @@ class Checkpoints:
         Args:
             cursor: Position in the pass under way.
             running: Sums of that pass; empty between two passes.
-            state: State of the collection.
 
         Memory:
             One tensor on the host, where the sums are on a device.
@@ -381,9 +375,6 @@ def _grouped(entries: Iterable[tuple[str, str, str, Tensor]]) -> Iterator[list[t
 
 def fingerprint(model: nn.Module) -> str:
     """Compute a digest of a model's numbers.
-
-    Args:
-        model: The model.
 
     Returns:
         SHA-256, in hexadecimal, over name, type, shape and checksum of every parameter and buffer.

@@ -221,21 +221,12 @@ class Cursor:
     """They were more runs than are kept."""
 
     def note(self, scale: LossScale | None) -> None:
-        """Remember the loss scale.
-
-        Args:
-            scale: The scale that directions are multiplied by; None where there is none.
-        """
+        """Remember the loss scale."""
         if scale is not None:
             self.loss_scale, self.steady = scale.value, scale.steady
 
     def take(self, batch: Batch, *, checked: bool) -> None:
-        """Count one batch, whether or not it enters the statistics.
-
-        Args:
-            batch: The batch, where the caller has it.
-            checked: Whether its numbers enter the checksum, as a checkpoint needs them to.
-        """
+        """Count one batch, whether or not it enters the statistics."""
         self.batches += 1
         self.read += batch.size
         self._list(batch)

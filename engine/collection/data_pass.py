@@ -50,24 +50,14 @@ class Progress:
     parts: int
 
     def report(self, done: int, total: int | None) -> None:
-        """Report the batches of this pass that are done.
-
-        Args:
-            done: Batches of this pass.
-            total: Batches of one pass; None where the data do not say how many they hold.
-        """
+        """Report the batches of this pass that are done."""
         before = 0 if total is None else self.number * total
         self.workspace.ports.report(
             "collection", before + done, None if total is None else self.parts * total, "batches"
         )
 
     def resume(self, done: int, total: int | None) -> None:
-        """Log and report that the collection goes on from an earlier attempt's checkpoint.
-
-        Args:
-            done: Batches of this pass that the checkpoint holds.
-            total: Batches of one pass; None where the data do not say how many they hold.
-        """
+        """Log and report that the collection goes on from an earlier attempt's checkpoint."""
         before, whole = (0, "") if total is None else (self.number * total, f" of {self.parts * total}")
         within = f" (pass {self.number + 1} of {self.parts})" if self.parts > 1 else ""
         self.workspace.ports.log("info", f"collection resumed at batch {before + done}{whole}{within}")
@@ -77,23 +67,7 @@ class Progress:
 def run_pass(
     job: PassJob, planned: PlannedPass, state: CollectionState, checkpoints: Checkpoints, found: Resumed | None
 ) -> tuple[tuple[LayerStatistics, ...], Cursor]:
-    """Gather the sums of some layers in one pass over the data, or in the rest of it; of several ranks, over its part.
-
-    Args:
-        job: The model with its data and task, and how passes run it.
-        planned: The layers of this pass.
-        state: State of the collection, which takes the counts of examples and updates, and smaller sample sizes.
-        checkpoints: Saves checkpoints at their interval.
-        found: The checkpoint to go on from; None begins the pass anew.
-
-    Returns:
-        The sums of the layers, in the order of ``planned``, and the position at the end of the data.
-
-    Raises:
-        EngineError: As ``engine.errors`` lists.
-        CheckpointForeign: If the checkpoint does not belong to these data.
-        SharingBroken, MaskBroken, InputOverwritten: If a batch contradicts what the probe showed of the layers.
-    """
+    """Gather the sums of some layers in one pass over the data or its rest; of several ranks, over each one's part."""
     job = job.without_masks(state.unmasked)
     workspace, collection = job.workspace, job.collection
     progress = Progress(workspace, planned.number, planned.count)
@@ -167,11 +141,7 @@ def _note_examples(job: PassJob, cursor: Cursor, batch: Batch, turns: Turns) -> 
 
 
 def _require_as_before(job: PassJob, cursor: Cursor) -> None:
-    """Require that a pass has read what the probe has read, and as many examples as were counted before.
-
-    Raises:
-        DataDiffer: If it has not.
-    """
+    """Require that a pass has read what the probe has read, and as many examples as were counted before."""
     job.require_readable_again(cursor.first, cursor.batches)
     if job.sizes is not None and job.workspace.inputs.part is None and cursor.read != job.sizes.total:
         raise DataDiffer(
@@ -244,16 +214,7 @@ def _check(job: PassJob, self_check: SelfCheck | None, current: tuple[int, Summe
 
 
 def require_terms(job: PassJob, cursor: Cursor, all_statistics: tuple[LayerStatistics, ...]) -> None:
-    """Require that something has entered the sums of a pass.
-
-    Args:
-        job: The data and the task, for messages.
-        cursor: Position at the end of the data, with its counts.
-        all_statistics: Sums of the layers.
-
-    Raises:
-        EmptyData: If there was no loss term, or none that weighs anything.
-    """
+    """Require that something has entered the sums of a pass."""
     if cursor.terms == 0:
         raise EmptyData(
             f"all targets of the {cursor.examples} examples are ignored, so there is no loss term; correct the targets",
@@ -277,15 +238,7 @@ def _head(job: PassJob, treated: tuple[TreatedLayer, ...]) -> LossHead | None:
 
 
 def parts_of(job: PassJob, batch: Batch) -> Iterator[Batch]:
-    """Cut a batch into the groups that go through the model together.
-
-    Args:
-        job: The model, and how passes run it; its ``micro_batch`` is the size of a group.
-        batch: The batch, on any device.
-
-    Yields:
-        Groups that hold each example once.
-    """
+    """Cut a batch into the groups that go through the model together."""
     groups = group_by_length(batch, job.task) if job.cut_padding else (batch,)
     size = job.micro_batch or batch.size
     return (part for own in groups for part in own.slices(size))
@@ -296,15 +249,6 @@ def update(job: PassJob, batch: Batch, collector: Collector, summed: SummedRows 
 
     Both factors are sums over examples, of the summed loss: slices change nothing but the order
     of the additions.
-
-    Args:
-        job: The model, and how passes run it; its ``micro_batch`` is the size of a slice.
-        batch: The batch, on the device.
-        collector: The hooks, attached to the model, with the sums of the layers.
-        summed: Keeps the rows of some examples.
-
-    Returns:
-        Loss terms of the batch.
     """
     terms = sum(_enter(job, part, collector, summed) for part in parts_of(job, batch))
     summed.end(collector)

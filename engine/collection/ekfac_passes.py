@@ -1,4 +1,4 @@
-"""EK-FAC: further passes over the data that re-estimate the eigenvalues in the eigenbases of the factors.
+"""EK-FAC passes over the data, which re-estimate the eigenvalues in the eigenbases of the factors.
 
 Labels are keyed by example, so every pass sees the directions that G was made of. Layers go in as
 many passes as their bases and eigenvalues need; blocks need none, being exact already: their own

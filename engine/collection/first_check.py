@@ -1,4 +1,4 @@
-"""Verification: how layers that fail the first check of a collection are treated.
+"""The first check of a collection, and the treatment of layers that fail it.
 
 A layer whose rows are not the gradient of each example alone, or not told apart by example, is treated by the
 operations that its parameters enter, in place of its module's calls, and checked again. A layer that still fails is
@@ -218,17 +218,7 @@ class Verification:
 def _first_rows(
     job: PassJob, layers: Sequence[TreatedLayer], batch: Batch, places: Sequence[int]
 ) -> tuple[SummedRows, Sequence[LayerStatistics]]:
-    """Let the first batch go through the model as a pass lets it, and sum nothing.
-
-    Args:
-        job: The model, and how the pass runs it.
-        layers: Layers whose rows are kept.
-        batch: The whole batch.
-        places: Places of the examples whose rows are kept.
-
-    Returns:
-        The rows, and the statistics of each layer, with a flaw where a hook has refused it.
-    """
+    """Let the first batch go through the model as a pass lets it, and sum nothing."""
     index = frozenset(int(batch.index[place]) for place in places)
     statistics = tuple(NoSums(layer=layer, sharing="expand") for layer in layers)
     collector = Collector(
@@ -275,14 +265,7 @@ def _glances(layers: Sequence[TreatedLayer], summed: SummedRows, examples: int) 
 
 
 def subject_of(job: PassJob) -> Subject:
-    """Describe a job's model, and how it is run, as checks take it.
-
-    Args:
-        job: The model with its data and task, and how passes run it.
-
-    Returns:
-        The subject of a check.
-    """
+    """Describe a job's model, and how it is run, as checks take it."""
     return Subject(
         model=job.model,
         task=job.task,

@@ -76,17 +76,7 @@ def layer_facts(found: LayerStatistics, group: int, around: Surroundings) -> Lay
 def layer_sums(
     found: LayerStatistics, group: int, *, weight_A: float | None = None, weight_G: float | None = None
 ) -> LayerSums | None:
-    """Return the counts and sums of one group of a layer, once its pass is done.
-
-    Args:
-        found: Statistics of the layer.
-        group: The group, from 0.
-        weight_A: The count that A was divided by; None takes that of the whole pass.
-        weight_G: The same of G; with it, the traces and variances of the whole pass are left out.
-
-    Returns:
-        The sums; None where a checkpoint of an earlier version did not hold them.
-    """
+    """Return the counts and sums of one group of a layer, once its pass is done."""
     layer, holder = found.layer, found.leader or found
     counted_A, counted_G = weight_A, weight_G
     if weight_A is None or weight_G is None:

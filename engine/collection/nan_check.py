@@ -1,4 +1,4 @@
-"""Finiteness: find the first batch that brings a NaN or infinite number, and the module that it comes from.
+"""The NaN check: it finds the first batch with a number that is not finite, and the module that it comes from.
 
 The sums are tested once per batch, by the traces of all of them together: a NaN or an infinity
 anywhere in the rows of a batch reaches the diagonal of ``Σ row rowᵀ``, and no sum ever recovers.
@@ -26,9 +26,6 @@ _SLICES = 8
 
 def require_finite_model(model: nn.Module) -> None:
     """Require that every parameter and buffer is finite.
-
-    Args:
-        model: The model.
 
     Raises:
         NonFiniteModel: If one holds NaN or Inf.
@@ -65,25 +62,13 @@ class CurrentBatch:
     """Examples before it."""
 
     def begin(self, batch: Batch, number: int) -> None:
-        """Take note of the next batch.
-
-        Args:
-            batch: The batch, on the device.
-            number: Batches before it.
-        """
+        """Take note of the next batch."""
         if self.batch is not None:
             self.read += self.batch.size
         self.batch, self.number = batch, number
 
     def require_finite(self, statistics: tuple[LayerStatistics, ...]) -> None:
-        """Test the sums after a batch.
-
-        Args:
-            statistics: Sums of the layers of the pass.
-
-        Raises:
-            NonFiniteFactor: If a sum holds NaN or Inf; the message names layer and batch.
-        """
+        """Test the sums after a batch."""
         sums = [diagonal.sum() for found in statistics for _, diagonal in _diagonals(found)]
         if not sums or all(bool(torch.stack(group).sum().isfinite()) for group in _by_device(sums)):
             return
@@ -104,15 +89,7 @@ class CurrentBatch:
             )
 
     def place(self, start: int = 0, stop: int | None = None) -> str:
-        """Describe the batch and its examples; both are counted from 0.
-
-        Args:
-            start: First example, within the batch.
-            stop: End of the examples, within the batch; None is the end of the batch.
-
-        Returns:
-            Words such as ``batch 3 (examples 96 to 127)``.
-        """
+        """Describe the batch and its examples; both are counted from 0."""
         size = 0 if self.batch is None else self.batch.size
         last = self.read + (size if stop is None else stop) - 1
         return f"batch {self.number} (examples {self.read + start} to {last})"
@@ -123,7 +100,6 @@ def locate_nan(model: nn.Module, task: Task) -> Iterator[CurrentBatch]:
     """Complete the error of outputs that are not finite, by the module that first put out such numbers.
 
     Args:
-        model: The model.
         task: The task that its outputs are for.
 
     Returns:

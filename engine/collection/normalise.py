@@ -1,4 +1,4 @@
-"""Finishing: one pass's sums become factors on the host, in memory or spilled.
+"""Normalised sums: one pass's sums become factors on the host, in memory or spilled.
 
 A layer that no gradient reached, or that turned out to mix examples, is not covered; its
 sums are freed with the others.
@@ -44,13 +44,6 @@ def keep_factors(
 ) -> None:
     """Turn one pass's sums into factors on the host, in memory or spilled: one layer at a time, its sums freed.
 
-    Args:
-        workspace: The job: its options and its scratch place.
-        dtype: Precision of the sums.
-        state: State of the collection, which takes the factors or their places.
-        statistics: Sums of the layers of the pass; they are overwritten and freed.
-        aside: Whether the factors are spilled, where there is a scratch place.
-
     Memory:
         One factor beyond what is kept, where the sums are on the host and kept in another precision.
 
@@ -86,20 +79,7 @@ def keep_factors(
 def finish_layer(
     found: LayerStatistics, collection: Collection, dtype: torch.dtype, shared: dict[str, list[Stored]]
 ) -> Iterator[Factors]:
-    """Yield the factors of one layer, or of each of its groups; its sums are normalised in place and freed.
-
-    Args:
-        found: Sums of the layer.
-        collection: Options of the collection, whose ``storage_dtype`` the factors are kept in.
-        dtype: Precision of the sums, which factors keep where there is no ``storage_dtype``.
-        shared: Takes each A under the name of the layer that held its sum, for the layers that share it.
-
-    Returns:
-        Factors on the host, A of shape (in_dim, in_dim) and G of shape (out_dim, out_dim), each with its scale.
-
-    Raises:
-        NonFiniteFactor: If one holds NaN or Inf, or does so in the precision it is kept in.
-    """
+    """Yield the factors of one layer, or of each of its groups; its sums are normalised in place and freed."""
     wanted = collection.storage_dtype
     # a part is rounded once, after the merge
     storage = dtype if wanted is None or found.partial else getattr(torch, wanted)
@@ -146,7 +126,6 @@ def foreseen_flaw(layer: TreatedLayer, collection: Collection, mixed: frozenset[
     """Tell why a layer cannot be covered, as far as is known before the first pass.
 
     Args:
-        layer: The layer.
         collection: Options of the collection.
         mixed: Names of layers whose positions belong to no one example.
 
@@ -194,11 +173,7 @@ def _activation(found: LayerStatistics) -> Tensor:
 
 
 def _gradient_side(found: LayerStatistics, collection: Collection, storage: torch.dtype) -> Sequence[StoredSide]:
-    """G of each group as it is kept.
-
-    Raises:
-        NonFiniteFactor: If it holds NaN or Inf, or its rows do so in the precision they are kept in.
-    """
+    """G of each group as it is kept."""
     if found.gradient_rows is None:
         return _stored(found, "G", _gradient(found, collection), storage)
     rows, name = found.gradient_rows, found.layer.name

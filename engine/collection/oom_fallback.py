@@ -12,19 +12,7 @@ from engine.memory.plan import Chosen
 
 
 def next_fallback(chosen: Chosen, number: int, whole: int, shared: Mapping[str, str], *, aside: bool) -> Chosen | None:
-    """Choose the next fallback.
-
-    Args:
-        chosen: What ran out of memory.
-        number: The pass in which it did.
-        whole: Examples in a whole batch.
-        shared: Follower → leader of the layers that share one A, and so one pass.
-        aside: Whether factors of further passes can be spilled.
-
-    Returns:
-        The choice with half as many examples at a time, or with that pass divided in two; None where there is none
-        left.
-    """
+    """Choose the next fallback."""
     size = min(chosen.micro_batch or whole, whole)
     if size > 1:
         return replace(chosen, micro_batch=-(-size // 2))
@@ -37,14 +25,7 @@ def next_fallback(chosen: Chosen, number: int, whole: int, shared: Mapping[str, 
 
 
 def describe(chosen: Chosen) -> str:
-    """Describe a choice by its slices and passes.
-
-    Args:
-        chosen: The choice.
-
-    Returns:
-        Words such as ``slices of 8, 2 passes``.
-    """
+    """Describe a choice by its slices and passes."""
     slices = "whole batches" if chosen.micro_batch is None else f"slices of {chosen.micro_batch}"
     return f"{slices}, {len(chosen.parts)} pass{'es' if len(chosen.parts) > 1 else ''}"
 

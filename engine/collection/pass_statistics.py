@@ -28,23 +28,7 @@ def begin_statistics(
     checkpoints: Checkpoints,
     found: Resumed | None,
 ) -> tuple[LayerStatistics, ...]:
-    """Return the sums of the layers of a pass: zeroed, or those of a checkpoint that has proved right on every rank.
-
-    Args:
-        job: The model with its data and task, and how passes run it.
-        planned: The layers of the pass.
-        state: State of the collection, which counts the pass, or becomes that of the checkpoint.
-        stream: The data of the pass from its beginning; the batches that the checkpoint holds are taken from it.
-        checkpoints: Reads the checkpoint.
-        found: The checkpoint to go on from; None begins the pass anew.
-
-    Returns:
-        The sums, in the order of ``planned``.
-
-    Raises:
-        CheckpointForeign: If it has not on some rank; the statistics are all that was changed.
-        MemoryError: If memory ran out on some rank.
-    """
+    """Return the sums of the layers of a pass: zeroed, or those of a checkpoint that has proved right on every rank."""
     if found is None:
         state.begin_pass()
         return tuple(_allocated(job, planned, state.shared).values())
@@ -130,12 +114,5 @@ def _begin_variance_(statistics: LayerStatistics, fisher: str) -> None:
 
 
 def statistics_kind(layer: TreatedLayer) -> type[LayerStatistics]:
-    """Choose the class that holds a layer's sums.
-
-    Args:
-        layer: The layer.
-
-    Returns:
-        The class of a tied head, or the general one.
-    """
+    """Choose the class that holds a layer's sums."""
     return TiedHeadStatistics if isinstance(layer, TiedHeadLayer) else LayerStatistics

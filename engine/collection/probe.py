@@ -58,9 +58,6 @@ class Probe:
     def kept(self, layer: TreatedLayer) -> Representation:
         """Return how one layer keeps its G.
 
-        Args:
-            layer: The layer.
-
         Returns:
             Its representation; dense where the probe names none.
         """
@@ -70,7 +67,6 @@ class Probe:
         """Return the factors that a layer sums itself.
 
         Args:
-            layer: The layer.
             follows: Whether the layer shares the A of another, and sums none.
 
         Returns:
@@ -124,7 +120,6 @@ def sides_of(layer: TreatedLayer, *, follows: bool) -> list[tuple[int, bool]]:
     """Return the factors that a layer holds itself.
 
     Args:
-        layer: The layer.
         follows: Whether the layer shares the A of another, and holds none.
 
     Returns:

@@ -147,11 +147,7 @@ def _attempted(
 
 
 def _lower(job: PassJob, state: CollectionState, number: int, missed: PlanningError) -> Chosen:
-    """The next rung, which the job's plan holds from now on.
-
-    Raises:
-        OutOfMemory: If there is none; the message says what was requested, held and free.
-    """
+    """The next rung, which the job's plan holds from now on."""
     workspace = job.workspace
     whole = min(job.collection.batch_size, workspace.inputs.examples or job.collection.batch_size)
     aside = workspace.ports.scratch is not None
@@ -230,11 +226,7 @@ def _run_or_leave(
 
 
 def _take_in(job: PassJob, state: CollectionState, left: Left) -> None:
-    """Let the pass that follows know why the one before was left.
-
-    Raises:
-        MemoryError: If memory ran out on a rank.
-    """
+    """Let the pass that follows know why the one before was left."""
     log = job.workspace.ports.log
     if left.out_of_memory:
         raise MemoryError("; ".join(sorted(left.out_of_memory)))

@@ -47,11 +47,7 @@ RECORDS = (
 
 
 def fields_of_state() -> dict[str, list[str]]:
-    """List every field that a checkpoint holds: one with other fields is of another version.
-
-    Returns:
-        Names in order, by the record's name.
-    """
+    """List every field that a checkpoint holds: one with other fields is of another version."""
     return {record.__name__: list(saved_names(record)) for record in RECORDS}
 
 
@@ -76,25 +72,13 @@ def put(statistics: LayerStatistics, entry: str, tensor: Tensor, device: torch.d
 
 
 def counts(statistics: LayerStatistics) -> dict[str, Any]:
-    """Return the plain values of a layer's state: counts, weights and flags.
-
-    Args:
-        statistics: Sums of one layer.
-
-    Returns:
-        Every value that is not a tensor, by field.
-    """
+    """Return the plain values of a layer's state: counts, weights and flags."""
     plain = {name: value for name, value in state_of(statistics).items() if not isinstance(value, Tensor)}
     return {name: _saved(value) for name, value in plain.items()}
 
 
 def set_counts(statistics: LayerStatistics, stored: Mapping[str, Any]) -> None:
-    """Put the plain values of a layer's state back.
-
-    Args:
-        statistics: Sums of the layer, whose fields are overwritten.
-        stored: What ``counts`` has returned; fields that the layer does not have are passed over.
-    """
+    """Put the plain values of a layer's state back."""
     for name in state_of(statistics).keys() & stored.keys():
         owner, _, own = name.partition(".")
         held, value = getattr(statistics, owner), _loaded(stored[name])
@@ -105,17 +89,7 @@ def set_counts(statistics: LayerStatistics, stored: Mapping[str, Any]) -> None:
 
 
 def state_of(statistics: LayerStatistics) -> dict[str, Any]:
-    """Collect every saved field of a layer's statistics.
-
-    Args:
-        statistics: Sums of one layer.
-
-    Returns:
-        Tensors, of their own shapes, and plain values by field; entries of parts are named ``field.name``.
-
-    Raises:
-        TypeError: If a field is neither a tensor nor a plain value nor a list of numbers: it could not be brought back.
-    """
+    """Collect every saved field of a layer's statistics."""
     held: dict[str, Any] = {}
     for field in saved_names(type(statistics)):
         value = getattr(statistics, field)

@@ -1,4 +1,4 @@
-"""Nested sample sizes: factors of the first N/8, N/4 and N/2 examples, kept as the data passes by.
+"""Subsamples: factors of the first N/8, N/4 and N/2 examples, taken in the same pass.
 
 Sums over the first examples are what the running sums are when those examples have passed, so a
 copy, normalised as the factors are, costs no pass. A size is reached at the end of the batch in
@@ -61,36 +61,17 @@ class HostShelf:
         return dict(self.load_json(name))
 
     def save_json(self, name: str, value: object) -> None:
-        """Hold a table.
-
-        Args:
-            name: Name to find it by.
-            value: The table; it is not copied.
-        """
+        """Hold a table."""
         self._held[name] = value
 
     def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was held
-        """Return what is held under a name.
-
-        Args:
-            name: Its name.
-
-        Returns:
-            The same object that was saved.
-
-        Raises:
-            FileNotFoundError: If nothing has that name.
-        """
+        """Return what is held under a name."""
         if name not in self._held:
             raise FileNotFoundError(name)
         return self._held[name]
 
     def remove(self, name: str) -> None:
-        """Drop what is held under a name.
-
-        Args:
-            name: Its name; nothing happens where nothing has it.
-        """
+        """Drop what is held under a name."""
         self._held.pop(name, None)
 
 
@@ -105,15 +86,7 @@ class Sizes:
     """Examples of the data before those of this collection."""
 
     def crossed(self, before: int, after: int) -> int | None:
-        """Find the sample size that one batch reaches.
-
-        Args:
-            before: Examples of this collection read before the batch.
-            after: The same with it.
-
-        Returns:
-            The size in eighths of the data; the larger of two, and None where the batch reaches none, or ends the data.
-        """
+        """Find the sample size that one batch reaches."""
         before, after = before + self.begin, after + self.begin
         if after >= self.total:
             return None
@@ -157,14 +130,6 @@ def keep_size(
     dtype: torch.dtype,
 ) -> None:
     """Store the factors of the sums so far as those of a smaller sample size; the sums go on.
-
-    Args:
-        sizes: The sizes of the collection, and where their factors are stored.
-        snapshot: The size that is reached; it takes the places of the factors.
-        statistics: Sums of the layers of the present pass, which are copied.
-        state: State of the collection: layers of earlier passes count towards the files' names.
-        collection: Options of the collection.
-        dtype: Precision of the sums.
 
     Memory:
         A copy of one layer's sums, its factors, those A that layers to come share, and one packed triangle.

@@ -1,4 +1,4 @@
-"""Bytes of a reduction, by formula: what each rank sends, and what it holds afterwards.
+"""Formulas for the bytes of a reduction: sent by each rank, and held afterwards.
 
 With W ranks, f = (W − 1)/W, T rows of all ranks of o numbers of b bytes, and sums of e bytes:
 
@@ -18,19 +18,7 @@ GRAM_BYTES = 8
 
 
 def sent_bytes(mode: Reduced, *, ranks: int, rows: int, size: int, item: int, to_owner: bool = False) -> float:
-    """Return the bytes that each rank sends to reduce one G.
-
-    Args:
-        mode: The reduction.
-        to_owner: Whether the sum of a dense G goes to the layer's owner alone.
-        ranks: W.
-        rows: T, of all ranks.
-        size: o.
-        item: Bytes of one number: of the rows, or of a dense G.
-
-    Returns:
-        Bytes to other ranks, on average over the ranks.
-    """
+    """Return the bytes that each rank sends to reduce one G."""
     share = (ranks - 1) / ranks
     if mode == "gather":
         return share * size * rows * item
@@ -40,18 +28,7 @@ def sent_bytes(mode: Reduced, *, ranks: int, rows: int, size: int, item: int, to
 
 
 def held_bytes(mode: Reduced, *, ranks: int, rows: int, size: int, item: int) -> float:
-    """Return the bytes of one G that each rank holds after its reduction.
-
-    Args:
-        mode: The reduction.
-        ranks: W.
-        rows: T, of all ranks.
-        size: o.
-        item: Bytes of one number: of the rows, or of a dense G.
-
-    Returns:
-        Bytes of rows or shards, with the triangle of a Gram matrix; of a dense G the triangle.
-    """
+    """Return the bytes of one G that each rank holds after its reduction."""
     if mode == "gather":
         return size * rows * item
     if mode == "gram":

@@ -46,7 +46,6 @@ class ParameterRounds:
         """Fill tensors with the whole parameters of a unit.
 
         Args:
-            unit: The unit.
             targets: One tensor for each of its parameters, of its shape, contiguous, any float dtype.
 
         Raises:

@@ -17,15 +17,7 @@ _TAKEN_SECONDS = 2.0
 
 
 def foreign_peers(earlier: frozenset[str] = frozenset()) -> list[str]:
-    """Return who, other than this process's user, stands at the other end of a connection on this machine.
-
-    Args:
-        earlier: Sockets that are not judged, as `own_sockets` returned them: a process may speak to whom it likes.
-
-    Returns:
-        Users by their numbers; nothing where the kernel keeps no such table. Connections to other machines are not
-        judged.
-    """
+    """Return who, other than this process's user, stands at the other end of a connection on this machine."""
     until = time.monotonic() + _TAKEN_SECONDS
     while True:
         own, rows = own_sockets() - earlier, _connections()

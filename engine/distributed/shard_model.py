@@ -52,15 +52,7 @@ def shard_model(model: nn.Module, device: torch.device, ranks: int) -> list[str]
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """Find the modules that are sharded one by one.
-
-    Args:
-        model: The whole model.
-
-    Returns:
-        Names in the order of ``named_modules()``; none contains another, and no parameter stands in two of them or in
-        one of them and elsewhere.
-    """
+    """Find the modules that are sharded one by one."""
     users: dict[int, set[str]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):

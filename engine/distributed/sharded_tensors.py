@@ -32,9 +32,6 @@ class ShardedParameter:
     def holders(self, rank: int) -> tuple[int, ...]:
         """Return the ranks whose parts are those of one rank's copy.
 
-        Args:
-            rank: A rank.
-
         Returns:
             Ranks in the order of the parts; the rank is one of them.
         """
@@ -42,9 +39,6 @@ class ShardedParameter:
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """Return the part of a rank.
-
-        Args:
-            rank: A rank.
 
         Returns:
             Begin and end along ``dim``; equal where it holds nothing.
@@ -56,9 +50,6 @@ class ShardedParameter:
 
     def part_shape(self, rank: int) -> torch.Size:
         """Return the shape of a rank's part.
-
-        Args:
-            rank: A rank.
 
         Returns:
             The shape of the whole but for ``dim``.

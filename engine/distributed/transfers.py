@@ -70,7 +70,6 @@ def exchange(ranks: Ranks, send: Sequence[Tensor], counts: Sequence[int], label:
     """Send a piece to every rank, and receive one of each.
 
     Args:
-        ranks: The ranks.
         send: One piece for each rank, shape (n,), of one dtype and device.
         counts: Numbers that each rank sends to this one; that of this rank is ignored.
         label: Layer and operation.
@@ -106,7 +105,6 @@ def spread(ranks: Ranks, tensor: Tensor, source: int, label: Label) -> Transfer:
     """Send a tensor of one rank to all.
 
     Args:
-        ranks: The ranks.
         tensor: On ``source`` what is sent, elsewhere what takes it; contiguous, of one shape and dtype.
         source: The rank that sends.
         label: Layer and operation.
@@ -134,7 +132,6 @@ def hand_over(
     """Send a tensor of one rank to some of the others, and wait until it has arrived.
 
     Args:
-        ranks: The ranks.
         tensor: On ``source`` what is sent; elsewhere any tensor of that dtype and device.
         source: The rank that sends.
         receivers: The ranks that receive; ``source`` among them keeps its own.
@@ -195,7 +192,6 @@ def sum_numbers(ranks: Ranks, numbers: Tensor, label: Label, owner: int | None =
     """Add one rank's numbers to those of the others.
 
     Args:
-        ranks: The ranks.
         numbers: Shape (n,), the same n on every rank, any float dtype.
         label: Layer and operation.
         owner: The only rank that needs the sum; None where all do.
@@ -227,7 +223,6 @@ def sum_tensor_(ranks: Ranks, tensor: Tensor, label: Label) -> Reduction[None]:
     """Add a tensor of every rank, in place.
 
     Args:
-        ranks: The ranks.
         tensor: Contiguous, of one shape and dtype on all ranks.
         label: Layer and operation.
 
@@ -244,7 +239,6 @@ def sum_triangle_(ranks: Ranks, matrices: Tensor, label: Label, owner: int | Non
     """Add the upper triangles of symmetric matrices of every rank, in place; the lower ones are not touched.
 
     Args:
-        ranks: The ranks.
         matrices: Shape (n, n) or (groups, n, n), of one dtype on all ranks.
         label: Layer and operation.
         owner: The only rank that needs the sum; None where all do.

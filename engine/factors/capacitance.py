@@ -1,4 +1,4 @@
-"""The damped Gram matrix ``λI + K`` of rows U, ``K = U Uᵀ`` (T, T), inverted: for ``Uᵀ (λI + K)⁻¹ C``.
+"""The capacitance ``λI + K`` of rows U, ``K = U Uᵀ`` (T, T), inverted: for ``Uᵀ (λI + K)⁻¹ C``.
 
 By Cholesky, with a jitter that is reported where that fails. Where rows nearly depend on each other (those
 of `type2` always do), what ``(λI + K)⁻¹ C`` has along their dependencies is 1/λ large, and cancels in the product

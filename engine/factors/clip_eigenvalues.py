@@ -143,16 +143,7 @@ def stabilise_(
 
 
 def update_rank(size: int, clipped: int, dtype: torch.dtype) -> int:
-    """Return the number of columns of the cheaper update, for a factor that agrees with its basis.
-
-    Args:
-        size: n, rows of the factor.
-        clipped: k, eigenvalues below the floor.
-        dtype: Precision of the factor.
-
-    Returns:
-        k for ``clipped``, n − k for ``unclipped``.
-    """
+    """Return the number of columns of the cheaper update, for a factor that agrees with its basis."""
     cost = 1 if dtype == torch.float64 else _FLOAT64_COST
     return clipped if clipped <= cost * (size - clipped) else size - clipped
 
@@ -216,14 +207,6 @@ def tile_extent(size: int, rank: int, dtype: torch.dtype) -> tuple[int, int]:
 
     Two panels of the basis for the rows, one for the columns, and the tile itself in float64 keep to
     ``SCRATCH_BYTES``, unless 64 rows of the basis are more than that already.
-
-    Args:
-        size: n, rows of the factor.
-        rank: Columns of the update.
-        dtype: Precision that the update is summed in.
-
-    Returns:
-        Rows and columns, each at most n.
     """
     item = torch.empty((), dtype=dtype).element_size()
     rows = min(size, max(_NARROWEST, min(_TALLEST // item, SCRATCH_BYTES // (8 * item * max(rank, 1)))))

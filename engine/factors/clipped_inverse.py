@@ -234,11 +234,7 @@ class StabilisedLayers(Mapping[str, StabilisedInverse]):
         self._load = load
 
     def __getitem__(self, layer: str) -> StabilisedInverse:
-        """Both sides of a layer.
-
-        Raises:
-            BrokenFactors: If one of them was not kept.
-        """
+        """Both sides of a layer."""
         entry = self._layers[layer]
         own, holder, form = int(entry["ordinal"]), int(entry["holder_of_A"]), str(entry["form"])
         tensors = self._load(own)

@@ -59,15 +59,7 @@ class SignPoles:
 
     @classmethod
     def of(cls, near: float, far: float) -> "SignPoles":
-        """Return Zolotarev's approximant of the sign.
-
-        Args:
-            near: ε, the smallest distance from zero at which it holds.
-            far: M, the largest.
-
-        Returns:
-            Poles and residues for an error of 1e-13.
-        """
+        """Return Zolotarev's approximant of the sign."""
         ratio = near / far
         # K(k') ≈ log(4/k) and the error 4 q^{2J} with the nome q = exp(−π K(k)/K(k'))
         pairs = math.ceil(math.log(4 / _ERROR) * math.log(4 / ratio) / math.pi**2) + 1

@@ -1,4 +1,4 @@
-"""Sides that are a diagonal plus or minus a matrix of low rank: ``S = diag c + σ BᵀB``, σ = ±1, B (r, n).
+"""A diagonal updated by a matrix of low rank: ``S = diag c + σ BᵀB``, σ = ±1, B (r, n).
 
 Every answer at a shift s comes from ``D = c + s`` and the capacitance ``C = I + σ B D⁻¹ Bᵀ`` (r, r):
 
@@ -48,27 +48,13 @@ class DiagonalUpdateSide(Structured):
         return largest_eigenvalues(self.apply, self._start())[0][0]
 
     def counted(self, kappa_max: float | None) -> Counted | None:
-        """Return bounds of all n eigenvalues, by Lanczos' iteration for the largest and inertia counts for the others.
-
-        Args:
-            kappa_max: Condition number for whose floor ``λ_max / kappa_max`` the eigenvalues below it are counted;
-                None counts none.
-
-        Returns:
-            Estimates between bounds.
-        """
+        """Return bounds of all n eigenvalues: by Lanczos' iteration for the largest, by inertia counts for others."""
         largest, residual = largest_eigenvalues(self.apply, self._start(), count=LARGEST_KNOWN, steps=LARGEST_STEPS)
         floor = None if kappa_max is None else clipping_floor(largest[0], kappa_max)
         return counted_spectrum(self.update(), largest, residual, floor=floor)
 
     def count_below(self, value: float) -> int:
         """Count the eigenvalues below a number, by the inertia of C.
-
-        Args:
-            value: Any number; one that equals an entry of c is moved to the next float64.
-
-        Returns:
-            Between 0 and n.
 
         Memory:
             Two (r, r) float64 matrices.

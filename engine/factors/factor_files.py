@@ -64,7 +64,6 @@ def write_factors(
 
     Args:
         artifacts: Where to write.
-        facts: The layer.
         factors: Its A and G.
         name: Name of the artifact; None is ``factor_file``'s.
         corrected: EK-FAC's correction; None without one.
@@ -116,7 +115,6 @@ def write_index(artifacts: Artifacts, collected: FactorSet, kept: Mapping[int, K
 
     Args:
         artifacts: Where to write.
-        collected: The factor set.
         kept: Digests and scales of each layer's stored tensors, by ordinal.
         name: Name of the artifact.
     """
@@ -227,7 +225,6 @@ def read_layer(
 
     Args:
         artifacts: Where they are.
-        facts: The layer.
         name: Returns the file of an ordinal.
         metadata_G: Strings that reading a structured G takes besides its tensors.
 

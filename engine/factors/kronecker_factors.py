@@ -200,18 +200,7 @@ def to_storage(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
 def require_bias_column(
     layer: str, what: str, shape: tuple[int, ...], expected: tuple[int, ...], *, bias: bool
 ) -> None:
-    """Raise unless a shape is the expected one; the message names both shapes and the bias column's part in it.
-
-    Args:
-        layer: The layer's name.
-        what: The tensor, for the message.
-        shape: Its shape.
-        expected: The shape that agrees with the factors.
-        bias: Whether the layer was trained with a bias column.
-
-    Raises:
-        BiasColumnMismatch: If the shapes differ.
-    """
+    """Raise unless a shape is the expected one; the message names both shapes and the bias column's part in it."""
     if shape == expected:
         return
     column = "with" if bias else "without"

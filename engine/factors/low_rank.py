@@ -1,4 +1,4 @@
-"""Woodbury: ``G = Uᵀ U / w`` kept as its rows U (T, n), where T positions take less than n² numbers.
+"""Low rank: ``G = Uᵀ U / w`` kept as its rows U (T, n), where T positions take less than n² numbers.
 
 A row is the gradient of one position, in its storage precision, times a scale of its own: in fp16
 gradients of a mean loss would be zeros, so a row is stored with its largest number between 2¹⁴ and

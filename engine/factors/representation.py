@@ -66,9 +66,6 @@ class Representation:
     def place(self, sums: torch.device) -> str | None:
         """Return where rows are kept.
 
-        Args:
-            sums: Device of the sums.
-
         Returns:
             `host` or `device`; None where no rows are kept.
         """

@@ -45,31 +45,12 @@ def basis_bytes(rows: int, size: int) -> int:
 
 
 def diagonal_sketch_bytes(size: int, rank: int, item: int) -> int:
-    """Return the bytes of both diagonals, and of a sketch with room for as many rows again.
-
-    Args:
-        size: n, numbers of a row.
-        rank: ℓ, rows of the sketch; 0 keeps the diagonals alone.
-        item: Bytes of a number of the sketch.
-
-    Returns:
-        Bytes for one group.
-    """
+    """Return the bytes of both diagonals, and of a sketch with room for as many rows again."""
     return 8 * 2 * size + 2 * rank * (size * item + 8)
 
 
 def softmax_head_bytes(positions: int, classes: int, item: int, *, tied: bool = False) -> int:
-    """Return the bytes of rows of probabilities, their weights, and a tied head's excess.
-
-    Args:
-        positions: T, loss terms.
-        classes: V.
-        item: Bytes of a stored probability.
-        tied: Whether the head shares its weight with a table.
-
-    Returns:
-        Bytes where the rows are.
-    """
+    """Return the bytes of rows of probabilities, their weights, and a tied head's excess."""
     return positions * (classes * item + 8) + (8 * classes if tied else 0)
 
 

@@ -83,11 +83,7 @@ class LayerMoments:
         return self.statistics.representation.of_terms
 
     def add_input_(self, use: Use) -> None:
-        """Take in the input of one call.
-
-        Args:
-            use: The call, with its input.
-        """
+        """Take in the input of one call."""
         layer = self.statistics.layer
         with _apart(use.input):
             if self._is_lookup(use):
@@ -146,11 +142,7 @@ class LayerMoments:
                 self._take_in_(self.sides["G"], block)
 
     def predicted(self, prediction: Prediction) -> None:
-        """Take in the loss's terms, where G is theirs.
-
-        Args:
-            prediction: Outputs of the group, shape (N, R, V), and which of their terms count.
-        """
+        """Take in the loss's terms, where G is theirs."""
         if not self.of_terms or not prediction.terms:
             return
         logits, side = prediction.outputs.detach(), self.sides["G"]
@@ -298,11 +290,7 @@ class BatchSums:
         return dict(observers) | {name: (*observers.get(name, ()), each) for name, each in self.layers.items()}
 
     def begin(self, examples: int) -> None:
-        """Prepare for one group.
-
-        Args:
-            examples: Its examples.
-        """
+        """Prepare for one group."""
         self.examples += examples
         for each in self.layers.values():
             each.kept = None

@@ -69,14 +69,7 @@ class BatchCheck:
     """Norm of the model's largest gradient, as far as it is known from elsewhere."""
 
     def run(self) -> Checked:
-        """Check all layers.
-
-        Returns:
-            The check of each layer whose rows are finite, and what was found of the model besides.
-
-        Raises:
-            EngineError: If the model refuses the whole batch.
-        """
+        """Check all layers."""
         findings = self._findings(self.subject, self.layers)
         tolerance = self.subject.tolerance
         suspects = findings.suspects(self.layers, tolerance, outputs=self._outputs_decide)

@@ -139,9 +139,6 @@ class Subject:
 def widened_bytes(model: nn.Module) -> int:
     """Compute the bytes that ``Subject.widened`` takes.
 
-    Args:
-        model: The model.
-
     Returns:
         8 bytes for each floating-point number of it that stands here at once.
     """
@@ -151,9 +148,6 @@ def widened_bytes(model: nn.Module) -> int:
 @contextlib.contextmanager
 def unwritten(model: nn.Module) -> Iterator[None]:
     """Put the model's buffers back afterwards as they were: each run begins from the same ones.
-
-    Args:
-        model: The model.
 
     Returns:
         A context; buffers that are not stored densely are left alone.

@@ -17,12 +17,7 @@ class Errors:
     independence: float = 0.0
 
     def raise_to(self, identity: str, value: float) -> None:
-        """Note one more difference.
-
-        Args:
-            identity: ``completeness`` or ``independence``.
-            value: The relative difference; NaN counts as infinite.
-        """
+        """Note one more difference."""
         if math.isnan(value):
             value = math.inf
         setattr(self, identity, max(getattr(self, identity), value))
@@ -34,15 +29,7 @@ class Errors:
 
 
 def compare_rows(errors: Errors, together: ExampleRows, alone: ExampleRows, *, floor: float) -> None:
-    """Note how far one example's rows in a batch are from those in another recording.
-
-    Args:
-        errors: Differences of the layer so far, raised in place.
-        together: Rows of the example in the batch.
-        alone: Rows of the same example alone, or beside other examples.
-        floor: Norm that is added to those of the gradients in ``alone``, which differences are relative to; inputs
-            are relative to their own norm.
-    """
+    """Note how far one example's rows in a batch are from those in another recording."""
     picks = together.recorder.picks
     for own, theirs in ((ExampleRows.inputs, 0.0), (ExampleRows.gradients, floor)):
         # a call that none of an example's rows enter is no call of the example alone
@@ -80,14 +67,7 @@ Sketch = tuple[tuple[int, float, float], ...]
 
 
 def sketch(rows: ExampleRows) -> Sketch:
-    """Sum up one example's rows in few numbers, by which they are known again.
-
-    Args:
-        rows: Rows of the example.
-
-    Returns:
-        The size, the Frobenius norm and ``uᵀ X v`` with fixed vectors of each input and gradient X, shape (T, d).
-    """
+    """Sum up one example's rows in few numbers, by which they are known again."""
     found = []
     for each in (*rows.inputs(), *rows.gradients()):
         if not each.numel():
@@ -102,16 +82,7 @@ def sketch(rows: ExampleRows) -> Sketch:
 
 
 def is_known(own: Sketch, known: Sketch, tolerance: float) -> bool:
-    """Tell whether rows are those that were seen before, by their sketches.
-
-    Args:
-        own: Their sketch.
-        known: The sketch of the rows that were seen.
-        tolerance: Relative difference that adding in another order explains.
-
-    Returns:
-        Whether they are; False too where a number is not finite.
-    """
+    """Tell whether rows are those that were seen before, by their sketches."""
     if [each[0] for each in own] != [each[0] for each in known]:
         return False
     return all(
@@ -121,14 +92,7 @@ def is_known(own: Sketch, known: Sketch, tolerance: float) -> bool:
 
 
 def is_finite(recording: Recording) -> bool:
-    """Tell whether all gradients of a recording are finite.
-
-    Args:
-        recording: The recording.
-
-    Returns:
-        False where a gradient of any layer holds NaN or Inf.
-    """
+    """Tell whether all gradients of a recording are finite."""
     arrived = [gradient for each in recording.layers.values() for _, gradient in each.met]
     arrived += [each.example_gradients for each in recording.layers.values() if each.example_gradients is not None]
     return all(bool(gradient.isfinite().all()) for gradient in arrived)

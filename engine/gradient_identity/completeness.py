@@ -96,20 +96,6 @@ def completeness(
 ) -> Completeness:
     """Compare ``rows`` with the gradient of ``⟨v, f(x)⟩``.
 
-    Args:
-        subject: The model, and how it is run.
-        rows: Rows of the examples in the batch, by layer.
-        others: Parameters that no layer covers, by name.
-        objective: The batch x, which is one example or all of those whose rows are summed, and the cotangent v, shape
-            (N, R, C).
-        floor: Norm of the model's largest gradient, where it is not among those of ``rows``.
-
-    Returns:
-        Relative differences, largest norm, and parameters with a gradient that no layer covers.
-
-    Raises:
-        EngineError: If the model refuses the batch.
-
     Memory:
         The gradient of one parameter, twice.
     """

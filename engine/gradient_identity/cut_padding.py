@@ -23,15 +23,6 @@ from engine.row_layout.length_buckets import group_by_length
 def padding_has_no_gradient(subject: Subject, layers: Sequence[TreatedLayer], batch: Batch, seed: int) -> bool:
     """Return whether the most padded example of ``batch`` has the same gradients when its padding is cut off.
 
-    Args:
-        subject: The model, and how it is run.
-        layers: Those whose gradients are compared; of one that refuses its rows nothing is said.
-        batch: Examples with a mask.
-        seed: State of torch's generator at the beginning of each forward pass.
-
-    Returns:
-        False also where rounding alone keeps them apart, or the model refuses the example: padding then stays.
-
     Memory:
         The rows of one example, twice, and the gradient of one parameter, twice.
     """

@@ -23,37 +23,17 @@ class Findings:
     largest_norm: float = 0.0
 
     def suspects(self, layers: Sequence[TreatedLayer], tolerance: float, *, outputs: bool) -> list[TreatedLayer]:
-        """Choose the layers that are above the tolerance; all of them where the outputs are, and are to count.
-
-        Args:
-            layers: The layers that were checked.
-            tolerance: Relative difference that rounding may explain.
-            outputs: Whether outputs that depend on other examples count.
-
-        Returns:
-            Those to be decided upon, in the order of ``layers``.
-        """
+        """Choose the layers that are above the tolerance; all of them where the outputs are, and are to count."""
         mixing = (outputs and not self.mixing <= tolerance) or not self.directions <= tolerance
         known = [layer for layer in layers if layer.name in self.errors]
         return [layer for layer in known if mixing or not self.errors[layer.name].largest[0] <= tolerance]
 
     def of(self, names: Sequence[str]) -> "Findings":
-        """Return the same of some layers, whose outputs are no concern of theirs.
-
-        Args:
-            names: Names of the layers.
-
-        Returns:
-            A copy without the other layers.
-        """
+        """Return the same of some layers, whose outputs are no concern of theirs."""
         return replace(self, errors={name: self.errors[name] for name in names}, mixing=0.0, directions=0.0)
 
     def forget(self, names: Sequence[str]) -> None:
-        """Begin anew with the differences of some layers.
-
-        Args:
-            names: Names of the layers.
-        """
+        """Begin anew with the differences of some layers."""
         self.errors = {name: Errors() for name in names}
         self.unseen, self.mixing, self.directions, self.largest_norm = set(), 0.0, 0.0, 0.0
 

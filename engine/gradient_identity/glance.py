@@ -89,31 +89,12 @@ class Glances:
 
 
 def differs_alone(subject: Subject, summed: SummedRows) -> bool:
-    """Tell whether the outputs of the kept examples differ from those that they have alone.
-
-    Args:
-        subject: The model, and how it is run.
-        summed: What was kept of the batch.
-
-    Returns:
-        True where they depend on other examples.
-
-    Raises:
-        EngineError: If an example cannot be run alone.
-    """
+    """Tell whether the outputs of the kept examples differ from those that they have alone."""
     return any(_differs(subject, summed, group) for group in summed.groups)
 
 
 def find_mixed(subject: Subject, parts: Iterator[Batch]) -> tuple[Batch, int] | None:
-    """Find an example whose outputs differ from those that it has alone, among a few that are spread over each group.
-
-    Args:
-        subject: The model, and how it is run.
-        parts: Groups of examples that go through the model together.
-
-    Returns:
-        Its group and its place there; None where no example differs, or none can be run alone.
-    """
+    """Find an example whose outputs differ from those that it has alone, among a few spread over each group."""
     try:
         for part in parts:
             together, count = _outputs(subject, part), min(_OTHERS, part.size)

@@ -48,9 +48,6 @@ class Piece:
 def pieces_of(layer: TreatedLayer) -> tuple[Piece, ...]:
     """List the parameters, or parts of them, that a layer covers.
 
-    Args:
-        layer: The layer.
-
     Returns:
         Weight before bias; for a bare parameter, the parameters of the layer by name.
     """

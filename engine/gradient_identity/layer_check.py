@@ -57,15 +57,7 @@ class Checked:
 
 
 def worse(before: LayerCheck | None, now: LayerCheck) -> LayerCheck:
-    """Take two checks of one layer as one.
-
-    Args:
-        before: The earlier one; None where there was none.
-        now: The later one.
-
-    Returns:
-        The worse of them, over the examples of both, with the looser tolerance.
-    """
+    """Take two checks of one layer as one."""
     if before is None:
         return now
     worst = now if now.failed or now.error > before.error else before

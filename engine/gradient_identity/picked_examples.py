@@ -13,7 +13,6 @@ def pick_examples(batch: Batch, places: Sequence[int]) -> Batch:
     """Pick examples of a batch.
 
     Args:
-        batch: The batch.
         places: Places of the examples, in the order wanted; one may come more than once.
 
     Returns:
@@ -33,7 +32,6 @@ def different_examples(batch: Batch, count: int) -> list[int]:
     """Choose examples whose inputs differ, spread over the batch: a model may treat its parts in different ways.
 
     Args:
-        batch: The batch.
         count: Number of examples wanted.
 
     Returns:

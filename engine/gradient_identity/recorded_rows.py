@@ -40,12 +40,7 @@ class RowRecorder:
     """Calls that this direction may have run again, as a reentrant checkpoint does; None in the first direction."""
 
     def begin_direction(self, weight: float, *, first: bool) -> None:
-        """Prepare for the gradients of one direction.
-
-        Args:
-            weight: Factor of the direction.
-            first: Whether it is the first one.
-        """
+        """Prepare for the gradients of one direction."""
         self.weight, self._again = weight, None if first else list(range(len(self.met)))
 
     @property
@@ -54,11 +49,7 @@ class RowRecorder:
         return any(use.owners is not None for use in self.uses)
 
     def add_input_(self, use: Use) -> None:
-        """Keep one call's input.
-
-        Args:
-            use: The call, with the tensor that entered it.
-        """
+        """Keep one call's input."""
         self.uses.append(self._kept(use))
 
     def follow(self, use: Use) -> Callable[[Tensor], None]:
@@ -221,15 +212,7 @@ class Recording:
         return tensor[place : place + 1]
 
     def rows(self, layer: str, example: int) -> ExampleRows:
-        """Return the rows of one example.
-
-        Args:
-            layer: Name of a recorded layer.
-            example: Place in the batch.
-
-        Returns:
-            A view of the recording.
-        """
+        """Return the rows of one example."""
         return ExampleRows(recorder=self.layers[layer], example=example, has_gradients=self.cotangent is not None)
 
 
@@ -329,18 +312,7 @@ def _recorded(
 
 
 def run(subject: Subject, batch: Batch) -> Prediction:
-    """Run one forward pass.
-
-    Args:
-        subject: The model, and how it is run.
-        batch: Examples on the model's device.
-
-    Returns:
-        The prediction, its outputs in the precision of the sums.
-
-    Raises:
-        EngineError: If the model refuses the batch.
-    """
+    """Run one forward pass."""
     with subject.casting(), subject.precision.autocast(subject.device):
         prediction = predict(subject.model, batch, subject.task)
     return replace(prediction, outputs=prediction.outputs.to(subject.dtype))
@@ -366,12 +338,5 @@ def direction_of(subject: Subject, prediction: Prediction, index: Tensor) -> Ten
 
 
 def direction_weight(number: int) -> float:
-    """Return the factor of one direction of a batch in the sum of all that is checked.
-
-    Args:
-        number: The direction, from 0.
-
-    Returns:
-        1 for the first one, and for the others a number between 0.5 and 1.5 that differs from theirs.
-    """
+    """Return the factor of one direction of a batch in the sum of all that is checked."""
     return 1.0 if number == 0 else 1.0 + 0.5 * math.sin(1.7 * number)

@@ -42,21 +42,6 @@ def pull_back(
 ) -> bool:
     """Pull the cotangent back to ``parameters``, and hand on each gradient as it arrives.
 
-    Args:
-        subject: The model, and how it is run.
-        parameters: Those whose gradients are wanted; whatever gradient they hold stays.
-        objective: Batch, seed and cotangent.
-        arrived: Called for each parameter that the outputs depend on.
-        at_once: Hand on each gradient as it arrives, and let go of it; else all of them at the end.
-
-    Returns:
-        Whether the gradient of some parameter arrived in parts, as where a reentrant checkpoint pulls back within
-        the backward pass. Handed on at once, they are of no use then.
-
-    Raises:
-        EngineError: If the model refuses the batch.
-        RuntimeError: If its outputs have another shape than the cotangent.
-
     Memory:
         The gradient of one parameter, beside what the pass itself holds.
     """
@@ -102,13 +87,6 @@ def narrowest_dtype(subject: Subject, batch: Batch) -> torch.dtype:
     """Find the narrowest precision that the model computes anything in between its inputs and its outputs.
 
     Libraries cast norms and attention scores to float32 whatever the model's own precision is.
-
-    Args:
-        subject: The model, and how it is run.
-        batch: Examples, on any device, for one forward pass.
-
-    Returns:
-        The floating-point type of the largest unit roundoff that an operation has returned, at most the model's own.
     """
     results = _Results(subject.dtype)
     own = subject.moved(batch)

@@ -16,7 +16,6 @@ def refusal(layer: TreatedLayer, check: LayerCheck) -> DeclaredLayer:
     """Turn a layer that failed its check into one that is not covered.
 
     Args:
-        layer: The layer.
         check: Its failed check.
 
     Returns:

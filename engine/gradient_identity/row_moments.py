@@ -167,13 +167,7 @@ class RowMoments:
             self.forms += (form * weight).sum()
 
     def add_patches_(self, layer: ConvolutionLayer, use: Use, *, means: bool) -> None:
-        """Take in the patches of one call of a convolution.
-
-        Args:
-            layer: The convolution.
-            use: The call with its input.
-            means: Whether each example has one row, the mean of its patches.
-        """
+        """Take in the patches of one call of a convolution."""
         entered = use.input.to(torch.promote_types(use.input.dtype, self.dtype))
         width, last = layer.fan_in if layer.weight else 0, self.vector[:, -1] if layer.bias else 0.0
         positions = layer.geometry(entered.shape).positions
@@ -240,7 +234,6 @@ def counted_rows(layer: TreatedLayer, use: Use) -> Tensor:
     """Read the rows of one call's input at the positions that count.
 
     Args:
-        layer: The layer.
         use: The call with its input.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Check work: how many examples a self-check runs, and what that takes."""
+"""The schedule of self-checks: how many examples each one runs, and its cost."""
 
 from dataclasses import dataclass
 

@@ -88,7 +88,6 @@ def in_order_of_sums(layer: TreatedLayer, vector: Tensor) -> Tensor:
     """Arrange a vector in the weight's order as the sums of A have it: those of a convolution, kernel before channels.
 
     Args:
-        layer: The layer.
         vector: v (groups, in_dim).
 
     Returns:

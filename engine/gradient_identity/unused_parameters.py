@@ -8,15 +8,7 @@ from torch import nn
 
 @contextlib.contextmanager
 def watch_unused(parameters: Mapping[str, nn.Parameter], reached: Callable[[str], None]) -> Iterator[None]:
-    """Say which parameters a gradient reaches; while none does, nothing is computed for them.
-
-    Args:
-        parameters: Parameters that nothing was seen to use, by name.
-        reached: Is called with the name of one that gets a gradient other than zero.
-
-    Returns:
-        A context, after which every flag and gradient is as it was.
-    """
+    """Say which parameters a gradient reaches; while none does, nothing is computed for them."""
     before = {name: (each.requires_grad, each.grad) for name, each in parameters.items()}
     names = {id(each): name for name, each in parameters.items()}
     handles = []

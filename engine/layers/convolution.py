@@ -190,14 +190,7 @@ class TransposedConvolutionLayer(ConvolutionLayer):
     """``nn.ConvTranspose1d``, ``nn.ConvTranspose2d``, ``nn.ConvTranspose3d``."""
 
     def geometry(self, shape: Sequence[int]) -> Geometry:
-        """Return the windows over an input that is spread out.
-
-        Args:
-            shape: Shape of the module's input, (N, C, *sizes).
-
-        Returns:
-            Their geometry, of stride 1 over the spread-out and padded image.
-        """
+        """Return the windows over an input that is spread out."""
         module, axes = self.module, range(len(self.module.kernel_size))
         starts, ends = self._overhangs()
         return Geometry(
@@ -304,14 +297,7 @@ def _patches(
 
 
 def treats_convolution(module: nn.modules.conv._ConvNd) -> str | None:
-    """Tell why a convolution cannot be treated.
-
-    Args:
-        module: A convolution in one to three dimensions, transposed or not.
-
-    Returns:
-        The reason; None where it is treated.
-    """
+    """Tell why a convolution cannot be treated."""
     if module.transposed:
         return None if type(module).forward in _TRANSPOSED_FORWARDS else "overridden_forward"
     plain = type(module).forward in _FORWARDS and getattr(type(module), "_conv_forward", None) in _COMPUTES

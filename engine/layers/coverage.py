@@ -91,14 +91,7 @@ class Survey:
 
 
 def survey(model: nn.Module) -> Survey:
-    """Sort every trainable parameter of a model into treated layers and declared ones.
-
-    Args:
-        model: The model, in the mode that it is measured in.
-
-    Returns:
-        Layers and declared rows in the order of the model's modules, each parameter in one of them.
-    """
+    """Sort every trainable parameter of a model into treated layers and declared ones."""
     own, aliases = _own_parameters(model)
     treated: list[TreatedLayer] = []
     declared: list[DeclaredLayer] = []
@@ -232,7 +225,6 @@ def declare(layer: TreatedLayer, reason: str) -> DeclaredLayer:
     """Declare a treated layer whose statistics could not be gathered.
 
     Args:
-        layer: The layer.
         reason: One of the reasons above.
 
     Returns:

@@ -54,7 +54,6 @@ def nothing_covered(model: nn.Module, declared: Sequence[DeclaredLayer]) -> Noth
     """Return the error that no layer of a model is covered, with each reason and what would cover its parameters.
 
     Args:
-        model: The model.
         declared: Its parameters that are not covered, which are all of them.
     """
     first = {row.reason: row for row in sorted(declared, key=lambda row: (row.reason, not row.why))[::-1]}
@@ -67,14 +66,7 @@ def nothing_covered(model: nn.Module, declared: Sequence[DeclaredLayer]) -> Noth
 
 
 def count_trainable_numbers(model: nn.Module) -> int:
-    """Count the trainable numbers of a model.
-
-    Args:
-        model: The model.
-
-    Returns:
-        Their count, a shared parameter once.
-    """
+    """Count the trainable numbers of a model."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 

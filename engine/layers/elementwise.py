@@ -1,4 +1,4 @@
-"""Bare parameters: tensors that are added, multiplied, broadcast, without any matrix product.
+"""Elementwise parameters: tensors that are added, multiplied or broadcast, without any matrix product.
 
 A class token, a table of positions, a scale per channel: the gradient of one example is a tensor
 like the parameter itself. Its exact second moment would be as wide as the parameter squared; the

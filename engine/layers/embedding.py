@@ -80,14 +80,7 @@ class EmbeddingLayer(TreatedLayer):
 
 
 def treats_embedding(module: nn.Embedding) -> str | None:
-    """Tell why an embedding cannot be treated.
-
-    Args:
-        module: An embedding, of whatever subclass.
-
-    Returns:
-        The reason; None where it is treated.
-    """
+    """Tell why an embedding cannot be treated."""
     if module.max_norm is not None or module.scale_grad_by_freq:
         return "embedding_renormalised"
     if type(module).forward is not nn.Embedding.forward and scale_of(module) is None:

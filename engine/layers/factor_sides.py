@@ -9,7 +9,6 @@ def factor_sides(layer: TreatedLayer, *, follows: bool) -> Iterator[tuple[int, i
     """Yield the shape of each factor that a layer holds itself.
 
     Args:
-        layer: The layer.
         follows: Whether it shares the A of another, and holds none.
 
     Returns:

@@ -72,26 +72,12 @@ class TransposedLinearLayer(LinearLayer):
 
 
 def treats_linear(module: nn.Module) -> str | None:
-    """Tell why a linear layer cannot be treated.
-
-    Args:
-        module: An ``nn.Linear`` or a subclass of it.
-
-    Returns:
-        The reason; None where it is treated.
-    """
+    """Tell why a linear layer cannot be treated."""
     # a subclass that overrides forward (an adapter, say) computes something else
     return None if type(module).forward is nn.Linear.forward else "overridden_forward"
 
 
 def is_transposed_linear(module: nn.Module) -> bool:
-    """Tell whether a module is Hugging Face's ``Conv1D``, by its name, so that transformers is not imported.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        True for that class itself; subclasses are not recognised.
-    """
+    """Tell whether a module is Hugging Face's ``Conv1D``, by its name, so that transformers is not imported."""
     cls = type(module)
     return cls.__name__ == "Conv1D" and cls.__module__.startswith("transformers.")

@@ -1,4 +1,4 @@
-"""Scale and shift after a normalisation: LayerNorm, RMSNorm, GroupNorm, InstanceNorm, and BatchNorm in evaluation.
+"""Normalisation layers' scale and shift: LayerNorm, RMSNorm, GroupNorm, InstanceNorm, and BatchNorm in evaluation.
 
 ``y = w ∘ x̂ + b``: the gradient of one example is (Σ_t x̂_t ∘ g_t, Σ_t g_t), 2d numbers, whose
 second moment is kept exactly.
@@ -258,14 +258,7 @@ def _root_mean_square(rows: Tensor, epsilon: float) -> Tensor:
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Tell whether a module calls itself an RMSNorm.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        True for torch's own, and for a class of a model library with such a name.
-    """
+    """Tell whether a module calls itself an RMSNorm."""
     return isinstance(module, nn.RMSNorm) or type(module).__name__.endswith("RMSNorm")
 
 
@@ -274,13 +267,6 @@ def treats_rms_norm(module: nn.Module) -> str | None:
 
     Libraries write their own, some with ``1 + w`` for the weight, some with more in it: how the output moves with the
     weight on samples of all magnitudes decides, not the name.
-
-    Args:
-        module: A module for which ``is_rms_norm`` holds; it is called on samples, with other weights in place of its
-            own.
-
-    Returns:
-        The reason; None where it is treated.
     """
     own = module._parameters  # noqa: SLF001 - those of the module itself
     parameter = own.get("weight")
@@ -308,14 +294,7 @@ def treats_rms_norm(module: nn.Module) -> str | None:
 
 
 def treats_group_norm(module: nn.Module) -> str | None:
-    """Tell why a group or instance norm cannot be treated.
-
-    Args:
-        module: An ``nn.GroupNorm``, an ``nn.InstanceNorm`` or a subclass of one.
-
-    Returns:
-        The reason; None where it is treated.
-    """
+    """Tell why a group or instance norm cannot be treated."""
     if isinstance(module, nn.GroupNorm):
         return None if type(module).forward is nn.GroupNorm.forward else "overridden_forward"
     if type(module).forward is not nn.InstanceNorm2d.forward:
@@ -326,26 +305,12 @@ def treats_group_norm(module: nn.Module) -> str | None:
 
 
 def treats_layer_norm(module: nn.LayerNorm) -> str | None:
-    """Tell why a layer norm cannot be treated.
-
-    Args:
-        module: An ``nn.LayerNorm`` or a subclass of it.
-
-    Returns:
-        The reason; None where it is treated.
-    """
+    """Tell why a layer norm cannot be treated."""
     return None if type(module).forward is nn.LayerNorm.forward else "overridden_forward"
 
 
 def treats_batch_norm(module: nn.Module) -> str | None:
-    """Tell why a batch norm cannot be treated.
-
-    Args:
-        module: A batch norm, in the mode that it is measured in.
-
-    Returns:
-        The reason; None where it is treated.
-    """
+    """Tell why a batch norm cannot be treated."""
     if getattr(module, "running_mean", None) is None or module.training:
         # without frozen statistics one example's output depends on the others: there is no per-example gradient
         return "batch_statistics"

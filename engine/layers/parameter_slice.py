@@ -1,4 +1,4 @@
-"""Places: strided windows onto parameters, by which views of them are recognised, and parts of layers' matrices."""
+"""Parameter slices: strided windows that tell views of a parameter apart, and parts of layers' matrices."""
 
 import math
 from dataclasses import dataclass

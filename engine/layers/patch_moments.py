@@ -112,14 +112,7 @@ class Geometry:
         )
 
     def by_shifts(self, device: torch.device) -> bool:
-        """Tell whether shifts are quicker than writing windows out.
-
-        Args:
-            device: Device of the image; CPUs and GPUs have their own rates.
-
-        Returns:
-            False too for any stride other than 1, where shifts are not possible.
-        """
+        """Tell whether shifts are quicker than writing windows out."""
         if set(self.stride) != {1}:
             return False
         rates = _RATES["cuda" if device.type == "cuda" else "cpu"]
@@ -131,14 +124,7 @@ class Geometry:
         return min(self.examples, max(1, _AT_ONCE // max(each, 1)))
 
     def scratch(self, device: torch.device) -> int:
-        """Count the numbers held at most besides the sums: the padded image, and what the way taken needs.
-
-        Args:
-            device: Device of the image, which decides the way.
-
-        Returns:
-            Numbers, each of the image's dtype.
-        """
+        """Count the numbers held at most besides the sums: the padded image, and what the way taken needs."""
         image = self.examples * math.prod(self.extents) * self.channels
         if not self.by_shifts(device):
             each = math.prod(self.windows) * self.width * self.groups

@@ -22,13 +22,6 @@ _ROUNDING = 16.0
 def scale_of(module: nn.Embedding) -> float | None:
     """Return c where an embedding computes ``c · W[ids]``, in the precision of its weight.
 
-    Args:
-        module: An embedding, of whatever subclass. Its weight is put back; a module without numbers (on the meta
-            device) is tried on the CPU, and has the scale 1 where its answer has none either.
-
-    Returns:
-        The scale; None where the module computes anything else.
-
     Memory:
         One number for each row of the table, and one for each column.
     """

@@ -98,14 +98,7 @@ class TiedHeadLayer(TreatedLayer):
 
 
 def merge_tied_layers(layers: Sequence[TreatedLayer]) -> tuple[TreatedLayer, ...] | None:
-    """Make layers of modules that share parameters, each number in one of them.
-
-    Args:
-        layers: One layer per module, all of one group that shares parameters, directly or through others.
-
-    Returns:
-        Layers that cover what these share and do not share; None where some use is not of a kind that is known.
-    """
+    """Make layers of modules that share parameters, each number in one of them."""
     weights = _holders([layer for layer in layers if layer.weight], "weight")
     biases = _holders([layer for layer in layers if layer.bias], "bias")
     if set(weights) & set(biases):

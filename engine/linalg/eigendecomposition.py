@@ -1,4 +1,4 @@
-"""The eigenbasis: values, and where asked for vectors, of one factor, by a ladder that never skips a layer silently.
+"""Eigendecomposition of one factor, with or without vectors, by a list of solvers that never skips a layer silently.
 
 The arithmetic is float64 whatever the factor's precision. Float32 gives eigenvalues to about
 1e-6·λ_max, so it is allowed only to a caller who looks at nothing below 1e-4·λ_max

@@ -64,19 +64,7 @@ def solvers(
     single: bool,
     rank_bound: int | None = None,
 ) -> tuple[Solver, ...]:
-    """Return the solvers for one symmetric matrix, the preferred first; none where LAPACK cannot count that far.
-
-    Args:
-        size: n, its rows.
-        need: Whether vectors are asked for.
-        device: Where the matrix stands.
-        dtype: Its precision.
-        single: Whether float32 suffices.
-        rank_bound: Most nonzero eigenvalues there can be; None if that is not known.
-
-    Returns:
-        One solver or more, each with its cost; empty above ``LARGEST`` rows.
-    """
+    """Return the solvers for one symmetric matrix, the preferred first; none where LAPACK cannot count that far."""
     if size > LARGEST:
         return ()
     cuda = device.type != "cpu"
@@ -104,15 +92,6 @@ def gram_route(size: int, rank_bound: int | None, need: Need, dtype: torch.dtype
     This is so only for a matrix kept in float64: what float32 sums rounded off lies outside of the span of any T
     columns, and would be lost. It gives values alone, since a basis of the null space would have to be made besides.
     With T above n/4 there is little left to gain.
-
-    Args:
-        size: n, rows of the matrix.
-        rank_bound: T, most nonzero eigenvalues there can be; None if that is not known.
-        need: Whether vectors are asked for.
-        dtype: Precision that the matrix is kept in.
-
-    Returns:
-        True for values of a float64 matrix with 4 T ≤ n.
     """
     return need == "values" and dtype == torch.float64 and rank_bound is not None and 4 * rank_bound <= size
 

@@ -1,4 +1,4 @@
-"""The limit of a metric as the sample grows, and whether the metric has converged to it.
+"""Extrapolation of a metric to an infinite sample, and whether the metric has converged to that limit.
 
 A smooth function of a sample covariance is off by c/N to leading order, so two sizes give the
 value at infinitely many examples: v∞ = (N·v(N) − M·v(M))/(N − M), which for M = N/2 is the value

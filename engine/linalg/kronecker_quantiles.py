@@ -1,4 +1,4 @@
-"""Order statistics of the products λᵢμⱼ of one layer or of many: counts, quantiles, histogram, largest.
+"""Quantiles of the products λᵢμⱼ of one layer or of many: counts, order statistics, histogram, largest.
 
 The eigenvalues of F = G ⊗ A are the float64 products themselves, as an outer product would hold
 them, and what is found here is what sorting all of them would give, bit for bit, without making
@@ -242,15 +242,7 @@ def _thinned(spectrum: Tensor, count: int) -> Tensor:
 
 
 def quantile_rank(level: float, size: int) -> int:
-    """Return the rank of a quantile: ⌈level · size⌉, computed with the decimal that ``level`` is written as.
-
-    Args:
-        level: Between 0 and 1.
-        size: Number of values.
-
-    Returns:
-        Rank, from 1, of the smallest value that at least ``level`` of all do not exceed.
-    """
+    """Return the rank of a quantile: ⌈level · size⌉, computed with the decimal that ``level`` is written as."""
     # 0.1 of 10 is the first, though the float64 nearest to 0.1 is a little more
     return max(1, math.ceil(Fraction(repr(level)) * size))
 

@@ -1,4 +1,4 @@
-"""Metrics of F = G ⊗ A from the two spectra: the eigenvalues of F are the products λᵢμⱼ.
+"""The Kronecker spectrum of F = G ⊗ A: its eigenvalues are the products λᵢμⱼ, and metrics follow from the two spectra.
 
 Traces, norms, ranks, entropies and everything under factored damping follow from A's and G's own
 in O(n + m). What needs every product is in ``kronecker_sums`` and ``kronecker_order``. Undefined

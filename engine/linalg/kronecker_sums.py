@@ -139,7 +139,6 @@ def logdet_damped_structured(a: SpectrumQuadrature, g: Answering, damping: float
     """Return log det(F + λI) for a G that is never made dense.
 
     Args:
-        a: Spectrum of A.
         g: G's own log-determinants at shifts.
         damping: λ > 0.
 
@@ -161,7 +160,6 @@ def effective_dimensions_structured(
     """Return Σᵢⱼ λᵢμⱼ/(λᵢμⱼ + λ) at each λ for a G that is never made dense.
 
     Args:
-        a: Spectrum of A.
         g: G's own effective dimensions at shifts.
         dampings: Each λ > 0, in the unit of F's eigenvalues.
 

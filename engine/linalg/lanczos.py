@@ -1,4 +1,4 @@
-"""Extreme eigenvalues of a symmetric matrix known by its products alone, with a bound on the error.
+"""Lanczos' iteration: extreme eigenvalues of a symmetric matrix known by its products alone, with a bound on the error.
 
 Lanczos with full reorthogonalisation: of an orthonormal basis Q the projection ``H = Qᵀ F Q``, whose eigenvalues θ
 are the Ritz values. With ``H s = θ s`` and the norm ``β`` of the part of ``F q`` that the basis does not hold, the

@@ -1,4 +1,4 @@
-"""Structured sides: a symmetric positive semidefinite G (n, n) that is never made dense.
+"""Linear operators for structured sides: a symmetric positive semidefinite G (n, n) that is never made dense.
 
 What an analysis needs of G it asks of the representation: numbers, a spectrum, products, solves.
 Each kind says what it holds and which of these cost what.

@@ -1,4 +1,4 @@
-"""Decay of a spectrum: the exponent α of λ_k ∝ k^−α, fitted over a stated range of ranks.
+"""The power law of a spectrum: the exponent α of λ_k ∝ k^−α, fitted over a stated range of ranks.
 
 Ordinary least squares of log λ_k against log k at ranks spread evenly in the logarithm, from the
 tenth largest eigenvalue to a quarter of the numerical rank. The first few are single directions

@@ -70,22 +70,7 @@ class Side:
 
 
 def measure_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, side: Literal["A", "G"]) -> Side:
-    """Compute digest, norms and spectrum of one factor.
-
-    Args:
-        workspace: The job: its options, guard and scratch place.
-        facts: The layer.
-        arrived: The layer's factors, on the host and where they are decomposed.
-        side: Which of the two.
-
-    Returns:
-        The measured side, without its vectors; a structured G without a spectrum has its eigenvalues counted where that
-        is possible.
-
-    Raises:
-        NotConverged: If every solver fails.
-        OutOfMemory: If no solver fits.
-    """
+    """Compute digest, norms and spectrum of one factor."""
     factor, there = arrived.side(side)
     scale = arrived.factors.scale_A if side == "A" else arrived.factors.scale_G
     own = arrived.digest(side)
@@ -106,14 +91,7 @@ def measure_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, side
 
 
 def keep_spectra(workspace: Workspace, facts: LayerFacts, side_a: Side, side_g: Side) -> None:
-    """Write the eigenvalues of one layer, and the bounds of those that were counted, as ``spectra/{ordinal}.json``.
-
-    Args:
-        workspace: The job, whose artifacts take the table.
-        facts: The layer.
-        side_a: Its measured A.
-        side_g: Its measured G. Without any eigenvalues of either, nothing is written.
-    """
+    """Write the eigenvalues of one layer, and the bounds of those that were counted, as ``spectra/{ordinal}.json``."""
     if side_a.spectrum is None and side_g.spectrum is None and side_g.counted is None:
         return
     table: dict[str, Any] = {"layer": facts.name, "ordinal": facts.ordinal, "form": facts.form}
@@ -126,14 +104,7 @@ def keep_spectra(workspace: Workspace, facts: LayerFacts, side_a: Side, side_g: 
 
 
 def refused_rungs(sides: Mapping[str, Side]) -> tuple[str, ...]:
-    """Describe the solvers that were passed over because they would not have fitted.
-
-    Args:
-        sides: Measured sides by name.
-
-    Returns:
-        One sentence per solver, with the bytes that it needs and those that were free.
-    """
+    """Describe the solvers that were passed over because they would not have fitted."""
     return tuple(
         f"{name}: {each.name} needs {readable_bytes(each.needed)} of {each.place} memory, "
         f"{readable_bytes(each.free)} free"
@@ -144,14 +115,7 @@ def refused_rungs(sides: Mapping[str, Side]) -> tuple[str, ...]:
 
 
 def least_precise(*sides: Side) -> str | None:
-    """Return the precision of the less precise of several decompositions.
-
-    Args:
-        sides: Measured sides.
-
-    Returns:
-        ``float32`` or ``float64``; None where no side was decomposed.
-    """
+    """Return the precision of the less precise of several decompositions."""
     return min((side.found.precision for side in sides if side.found is not None), default=None)
 
 
@@ -159,21 +123,6 @@ def read_or_decompose(
     workspace: Workspace, facts: LayerFacts, arrived: Arrived, side: Literal["A", "G"], digest: str
 ) -> Decomposition | None:
     """Return the spectrum of one factor: read back where it was stored, or computed and stored.
-
-    Args:
-        workspace: The job: what is asked for, the plan's choice of solver, and where bases are stored.
-        facts: The layer, with the most nonzero eigenvalues that either factor can have.
-        arrived: Its factors, as they are kept and where they are decomposed.
-        side: Which of the two.
-        digest: SHA-256 of the factor, under which the decomposition is stored.
-
-    Returns:
-        The eigenvalues, shape (n,), without the factor's scale, and no vectors, which ``load_basis`` reads; None where
-        no analysis asks for any, or no solver takes the factor.
-
-    Raises:
-        NotConverged: If every solver fails.
-        OutOfMemory: If no solver fits.
 
     Memory:
         As ``eigendecomposition.rungs`` says, and the basis once more as it is stored.
@@ -223,17 +172,6 @@ def beyond_solvers(factor: Tensor | Structured) -> bool:
 def load_basis(workspace: Workspace, side: Side) -> Decomposition:
     """Read one side's eigenvectors back, on the host.
 
-    Args:
-        workspace: The job.
-        side: A side that was measured in it.
-
-    Returns:
-        The decomposition with its vectors, shape (n, r), and the factor's own eigenvalues, its scale in them.
-
-    Raises:
-        ValueError: If the job keeps no vectors.
-        OSError: EIO, if what was stored is damaged: the next attempt computes it anew.
-
     Memory:
         The basis as it is stored.
     """
@@ -248,14 +186,6 @@ def load_basis(workspace: Workspace, side: Side) -> Decomposition:
 
 def share_bases(division: DividedLayers, facts: LayerFacts, sides: Mapping[Literal["A", "G"], Side]) -> None:
     """Lay aside the eigenvectors of a layer on every rank, as its owner has them.
-
-    Args:
-        division: The layers over the ranks.
-        facts: The layer.
-        sides: Its measured factors.
-
-    Raises:
-        RankFailed: If a rank has failed.
 
     Memory:
         One basis, and once more on its way.
@@ -329,15 +259,6 @@ def _of_piece(workspace: Workspace, facts: LayerFacts, name: str) -> Decompositi
 
 def store_decompositions(workspace: Workspace, whole: FactorSet, layers: Iterable[LayerFacts]) -> None:
     """Decompose layers, and write what the job's own attempt would compute of them to the artifacts.
-
-    Args:
-        workspace: The job, as one of its pieces.
-        whole: Its merged factors.
-        layers: The layers; one that holds an A that others share comes before those.
-
-    Raises:
-        NotConverged: If every solver fails.
-        OutOfMemory: If no solver fits.
 
     Memory:
         One layer's factors and one decomposition.

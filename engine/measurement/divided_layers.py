@@ -46,15 +46,7 @@ L = TypeVar("L", bound=HasFacts)
 
 
 def decomposition_cost(facts: LayerFacts, *, own_a: bool) -> float:
-    """Return what the decompositions of a layer cost.
-
-    Args:
-        facts: The layer.
-        own_a: Whether its A is counted: of layers that share one, it is decomposed once.
-
-    Returns:
-        The sum of n³ over what is decomposed; of a G that is kept as T rows, T³.
-    """
+    """Return what the decompositions of a layer cost."""
     sides = [facts.in_dim] if own_a and facts.form == "kronecker" else []
     if facts.representation_G != "dense":
         sides.append(min(facts.rank_bound_G or facts.out_dim, facts.out_dim))
@@ -87,15 +79,7 @@ def layer_units(layers: Iterable[LayerFacts]) -> list[tuple[float, tuple[LayerFa
 
 
 def divide_layers(layers: Iterable[LayerFacts], workers: int) -> dict[int, int]:
-    """Divide layers over workers by the cost of their decompositions.
-
-    Args:
-        layers: Covered layers.
-        workers: How many take part.
-
-    Returns:
-        The worker of each layer, by the layer's ordinal.
-    """
+    """Divide layers over workers by the cost of their decompositions."""
     units = layer_units(layers)
     owners = divide_longest_first([cost for cost, _ in units], workers)
     return {facts.ordinal: owner for (_, unit), owner in zip(units, owners, strict=True) for facts in unit}
@@ -118,7 +102,6 @@ class DividedLayers:
 
         Args:
             workspace: The job.
-            whole: Its factors.
 
         Returns:
             The division; None where there is one rank.
@@ -147,11 +130,7 @@ class DividedLayers:
         return options.decomposition == "vectors" and not BY_OWNERS.issuperset(options.kinds)
 
     def is_own(self, facts: LayerFacts) -> bool:
-        """Return whether a layer is this rank's.
-
-        Args:
-            facts: The layer.
-        """
+        """Return whether a layer is this rank's."""
         return self.owners[facts.ordinal] == self.ranks.rank
 
     def compute(
@@ -199,7 +178,6 @@ class DividedLayers:
         """Send tensors of a layer's owner to other ranks.
 
         Args:
-            facts: The layer.
             tensors: On the owner, host tensors by name; None of another rank, or where there is nothing to send.
             operation: Name of the transfer.
             receivers: Ranks that take them, in one order on every rank; the owner may be among them.
@@ -322,7 +300,6 @@ class SentFiles:
         """Send a layer's files to the ranks that keep any; those write them.
 
         Args:
-            facts: The layer.
             division: The division, on every rank.
 
         Raises:

@@ -14,28 +14,13 @@ _PLAIN = (int, float, str, type(None))
 
 
 def nullify(record: Record) -> tuple[Record, tuple[str, ...]]:
-    """Replace NaN and infinities by null.
-
-    Args:
-        record: A record, number, tuple or mapping; records within it are replaced too.
-
-    Returns:
-        A copy with null for each number that is not finite, and for each tuple or mapping that holds one directly, and
-        the dotted names of those fields.
-    """
+    """Replace NaN and infinities by null."""
     names: list[str] = []
     return _finite(record, "", names), tuple(names)
 
 
 def reason(names: tuple[str, ...]) -> str:
-    """Describe the fields that were replaced.
-
-    Args:
-        names: Dotted names of fields, as ``nullify`` returns them.
-
-    Returns:
-        A sentence that lists them; the empty string where there are none.
-    """
+    """Describe the fields that were replaced."""
     listed = ", ".join(f"`{name}`" for name in names)
     return f"null, since float64 does not hold it: {listed}" if names else ""
 

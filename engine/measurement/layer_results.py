@@ -1,4 +1,4 @@
-"""The rows of an analysis: one for each layer, covered or not."""
+"""Layer results: the rows of an analysis, one for each layer, covered or not."""
 
 import time
 from collections.abc import Iterator
@@ -20,7 +20,6 @@ def covered_result(kind: str, layer: Measured, metrics: object) -> LayerResult:
 
     Args:
         kind: Name of the analysis.
-        layer: The measured layer.
         metrics: What the analysis computed of it.
 
     Returns:

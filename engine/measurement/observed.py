@@ -11,14 +11,7 @@ from engine.workspace import Workspace
 
 
 def held_bytes(device: torch.device) -> tuple[int | None, int | None, int]:
-    """Read the memory that is held now.
-
-    Args:
-        device: Device of the job.
-
-    Returns:
-        Bytes allocated and reserved on the device, None on a CPU, and bytes of the process on the host.
-    """
+    """Read the memory that is held now."""
     return (*device_bytes(device), resident_bytes())
 
 
@@ -30,19 +23,7 @@ def observe(
     whole: FactorSet,
     refused: tuple[str, ...] = (),
 ) -> Observed:
-    """Record the time and memory that one layer took.
-
-    Args:
-        begun: Time at which its measurement began, as ``time.perf_counter`` returns it.
-        before: Memory before it, as ``held_bytes`` returns it.
-        after: Memory after it.
-        workspace: The job, whose memory curve knows the peak.
-        whole: The factor set.
-        refused: Solvers that were passed over, in words.
-
-    Returns:
-        The part of a row that differs from run to run.
-    """
+    """Record the time and memory that one layer took."""
     return Observed(
         seconds=time.perf_counter() - begun,
         allocated_before_bytes=before[0],

@@ -1,4 +1,4 @@
-"""Streaming: factors one layer at a time to where they are decomposed, the next one on its way meanwhile.
+"""The prefetch of factors: one layer is decomposed on the device while the next one is on its way there.
 
 A thread reads the next layer's factors back and unpacks them; on CUDA it pins them and sends them
 there on a stream of its own. It begins only where the next layer fits beside all that the present
@@ -51,26 +51,12 @@ class Arrived:
     """Digests that are being computed already."""
 
     def digest(self, side: Side) -> str:
-        """Return the SHA-256 of one factor as it is kept.
-
-        Args:
-            side: Which of the layer's two.
-
-        Returns:
-            64 hexadecimal digits, as ``kronecker_factors.digest`` computes them.
-        """
+        """Return the SHA-256 of one factor as it is kept."""
         known = self.hashed.get(side)
         return digest(self.side(side)[0]) if known is None else known.result()
 
     def side(self, name: Side) -> tuple[Factor, Factor]:
-        """Return one factor as it is kept on the host, and as it stands where it is decomposed.
-
-        Args:
-            name: Which of the layer's two.
-
-        Returns:
-            The factor twice, dense with shape ``(n, n)`` or ``(n,)``, or structured; on a CPU the same object.
-        """
+        """Return one factor as it is kept on the host, and as it stands where it is decomposed."""
         return (self.factors.A, self.there_A) if name == "A" else (self.factors.G, self.there_G)
 
     def wait(self) -> None:
@@ -86,15 +72,7 @@ class Arrived:
 
 
 def merge_bytes(facts: LayerFacts, item: int) -> int:
-    """Compute the bytes that a merge of one layer holds: both sums in float64, and one set's factors as they are read.
-
-    Args:
-        facts: The layer.
-        item: Bytes of one number of the sets.
-
-    Returns:
-        Bytes on the host; of a G that is kept as rows, those of its dense form at most.
-    """
+    """Compute the bytes that a merge of one layer holds: both sums in float64, and one set's factors as read."""
     numbers = (facts.in_dim if facts.form == "diagonal" else facts.in_dim**2) + (
         facts.out_dim if facts.form == "diagonal_block" else _rows_of(facts) * facts.out_dim
     )
@@ -109,16 +87,7 @@ def _rows_of(facts: LayerFacts) -> int:
 
 
 def ahead_bytes(in_dim: int, out_dim: int, item: int) -> int:
-    """Compute the bytes of the next layer's factors while they are read: both dense, and one packed triangle.
-
-    Args:
-        in_dim: Rows of A.
-        out_dim: Rows of G.
-        item: Bytes of one number.
-
-    Returns:
-        Bytes on the host, the larger factor's triangle among them; a device takes as many.
-    """
+    """Compute the bytes of the next layer's factors while they are read: both dense, and one packed triangle."""
     return item * (in_dim**2 + out_dim**2 + max(in_dim, out_dim) ** 2 // 2)
 
 
@@ -132,18 +101,6 @@ def stream_factors(
     source: Source,
 ) -> Generator[Arrived, None, None]:
     """Yield the factors of some layers; the next ones are read while the caller works on the present ones.
-
-    Args:
-        layers: The layers, in the order in which they come.
-        load: Reads one layer's factors by its ordinal, to the host.
-        device: Device that factors are decomposed on.
-        guard: Tells whether the next layer fits beside the present one.
-        need: ``values`` or ``vectors``: what the present layer is decomposed for.
-        source: `resident`: all factors are in host memory already, and on a CPU no thread is needed; `stored`: each is
-            read; `merged`: each is read and added up.
-
-    Returns:
-        Each layer's factors, on the host and on ``device``, in the order of ``layers``.
 
     Memory:
         One layer's factors and the next one's, on the host and on the device; what is resident

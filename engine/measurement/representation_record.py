@@ -1,4 +1,4 @@
-"""The gradient side: what a layer's record says of how its G is kept, and of what inverting it takes."""
+"""The record of a layer's representation: how its G is kept, and the cost of inverting it."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -25,14 +25,7 @@ _BRANCHES: dict[str, Branch] = {
 
 
 def branch(facts: LayerFacts) -> Branch:
-    """Name how a layer's curvature is represented: by what stands for G, or by the form of both sides.
-
-    Args:
-        facts: The layer.
-
-    Returns:
-        The branch, as the record calls it.
-    """
+    """Name how a layer's curvature is represented: by what stands for G, or by the form of both sides."""
     return _BRANCHES[facts.form if facts.representation_G == "dense" else facts.representation_G]
 
 
@@ -49,15 +42,7 @@ def branch_counts(layers: Iterable[LayerFacts]) -> dict[str, int]:
 
 
 def row_facts(factors: Factors, facts: LayerFacts) -> dict[str, Any]:
-    """Collect the record's fields on the rows that are kept in place of G.
-
-    Args:
-        factors: The layer's factors.
-        facts: The layer.
-
-    Returns:
-        Count, dtype and device of the rows, and the sketch's error bound, by the record's names; None where G is dense.
-    """
+    """Collect the record's fields on the rows that are kept in place of G."""
     side = factors.G
     if isinstance(side, DiagonalSketch):
         rows = None if side.rows is None else side.rows.shape[0]
@@ -81,15 +66,6 @@ def row_facts(factors: Factors, facts: LayerFacts) -> dict[str, Any]:
 def factorise_rows(workspace: Workspace, factors: Factors, damping_g: float | None) -> Factorised | None:
     """Factorise the damped Gram matrix of a layer's gradient rows.
 
-    Args:
-        workspace: The job: its device, and ``woodbury.eps``, from which the jitter follows.
-        factors: The layer's factors.
-        damping_g: Absolute damping of G; None where it has none of its own.
-
-    Returns:
-        The factorisation, with the jitter that it took; None where no analysis of the job decomposes anything, without
-        gradient rows, and without a damping.
-
     Memory:
         2 T² numbers in float64, for T rows.
     """
@@ -99,13 +75,5 @@ def factorise_rows(workspace: Workspace, factors: Factors, damping_g: float | No
 
 
 def with_factorisation(rungs: tuple[str, ...] | None, taken: Factorised | None) -> tuple[str, ...] | None:
-    """Append the method that inverted the damped Gram matrix to the solvers of a decomposition.
-
-    Args:
-        rungs: Solvers that were tried; None where nothing was decomposed.
-        taken: The factorisation; None where there is none.
-
-    Returns:
-        Both, in order; ``rungs`` where there is no factorisation.
-    """
+    """Append the method that inverted the damped Gram matrix to the solvers of a decomposition."""
     return rungs if taken is None else (*(rungs or ()), taken.rung)

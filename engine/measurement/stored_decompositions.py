@@ -24,14 +24,7 @@ class DamagedDecomposition(ValueError):
 
 
 def write_decomposition(artifacts: Artifacts, name: str, found: Decomposition, conditions: Mapping[str, Any]) -> None:
-    """Write a decomposition.
-
-    Args:
-        artifacts: Where to.
-        name: Name of its files, without their endings.
-        found: Eigenvalues (n,), and eigenvectors (n, r) on the host where there are any.
-        conditions: What has to be equal for it to be read again.
-    """
+    """Write a decomposition."""
     vectors = found.vectors
     if vectors is not None:
         # LAPACK's columns are rows of the transpose, which are written without a copy
@@ -58,20 +51,7 @@ def write_decomposition(artifacts: Artifacts, name: str, found: Decomposition, c
 def read_decomposition(
     artifacts: Artifacts, name: str, conditions: Mapping[str, Any], *, vectors: bool
 ) -> Decomposition | None:
-    """Read a decomposition.
-
-    Args:
-        artifacts: Where from.
-        name: Name of its files, without their endings.
-        conditions: What it must have been made under.
-        vectors: Whether the eigenvectors are read; else they are an empty matrix where there are any.
-
-    Returns:
-        The decomposition; None where there is none, or it was made under other conditions.
-
-    Raises:
-        DamagedDecomposition: If it does not read as written.
-    """
+    """Read a decomposition."""
     try:
         table = load_sealed(artifacts, f"{name}.json")
         # another version of the program may have computed otherwise

@@ -1,4 +1,4 @@
-"""Sample sizes: one layer's spectra and traces after more and more examples, to see whether they have converged."""
+"""Subsample spectra: one layer's spectra and traces after ever more examples, to see whether they have converged."""
 
 from dataclasses import dataclass
 
@@ -41,15 +41,6 @@ def smaller_sizes(
     workspace: Workspace, whole: FactorSet, facts: LayerFacts, *, keep_factors: bool
 ) -> tuple[MeasuredSize, ...]:
     """Measure one layer at every sample size below the whole, and write the factors that the job keeps.
-
-    Args:
-        workspace: The job: its options, device and artifacts.
-        whole: The factor set, with the sizes that it holds.
-        facts: The layer.
-        keep_factors: Whether factors are written as artifacts.
-
-    Returns:
-        One record per size, ascending; none where no smaller sizes were asked for.
 
     Memory:
         One layer's factors at one size, and their eigenvalues.

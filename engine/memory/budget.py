@@ -100,14 +100,7 @@ class MemoryBudget:
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Return the bytes that this process could still take on a CUDA device.
-
-    Args:
-        device: A CUDA device.
-
-    Returns:
-        The driver's free bytes and those that torch's allocator holds unused.
-    """
+    """Return the bytes that this process could still take on a CUDA device."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free) + int(torch.cuda.memory_reserved(device)) - int(torch.cuda.memory_allocated(device))
 
@@ -129,14 +122,7 @@ def free_host_bytes() -> int:
 
 
 def status_bytes(entry: str) -> int:
-    """Return one entry of the kernel's account of this process.
-
-    Args:
-        entry: Its name in /proc/self/status, such as `VmData`.
-
-    Returns:
-        Bytes; 0 where the platform has no such entry.
-    """
+    """Return one entry of the kernel's account of this process."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{entry}:")), 0)
@@ -151,14 +137,7 @@ def resident_bytes() -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the highest memory use so far.
-
-    Args:
-        device: A CUDA device, or the CPU.
-
-    Returns:
-        Bytes reserved by torch's allocator on a CUDA device; the resident set of this process on a CPU.
-    """
+    """Return the highest memory use so far."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(device))
     # not ru_maxrss first: that one remembers the parent's peak from before this program was loaded
@@ -166,14 +145,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def begin_peak(device: torch.device) -> bool:
-    """Reset the peaks that ``peak_bytes`` returns.
-
-    Args:
-        device: Where the job computes; the host's peak is reset in any case.
-
-    Returns:
-        Whether the kernel allowed it for the host.
-    """
+    """Reset the peaks that ``peak_bytes`` returns."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
@@ -184,14 +156,7 @@ def begin_peak(device: torch.device) -> bool:
 
 
 def highest_bytes(device: torch.device) -> tuple[int | None, int]:
-    """Return the highest memory use since ``begin_peak``.
-
-    Args:
-        device: Where the job computes.
-
-    Returns:
-        Bytes reserved on the device, None on a CPU; and the largest resident set on the host.
-    """
+    """Return the highest memory use since ``begin_peak``."""
     reserved = int(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else None
     return reserved, peak_bytes(torch.device("cpu"))
 

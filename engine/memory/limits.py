@@ -1,4 +1,4 @@
-"""Holding: the kernel and the device's allocator refuse what would exceed the budget, so that exceeding it is an error.
+"""Limits that the kernel and the device's allocator hold, so that to exceed the budget is an error.
 
 Without it a job that takes more than its share takes it from its neighbours, or is killed without a word. The host's
 budget is held by ``RLIMIT_DATA``, which counts what the process maps privately and may write (heap, tensors, stacks)
@@ -21,12 +21,6 @@ def hold_host(budget: MemoryBudget) -> int:
     """Limit this process's data to its host budget from now on.
 
     Call it once libraries are loaded and warm: their threads and buffers are then part of what is held already.
-
-    Args:
-        budget: Its host bytes count the resident set that the process has now.
-
-    Returns:
-        The limit of ``RLIMIT_DATA``, in bytes.
     """
     warm_up()
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)

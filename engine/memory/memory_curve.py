@@ -95,14 +95,7 @@ class MemoryCurve:
 
 
 def thinned(samples: list[Sample]) -> list[Sample]:
-    """Return fewer samples, among them the first, the last, and both extremes of each series in every run of 12.
-
-    Args:
-        samples: In order.
-
-    Returns:
-        At most about half of them, in order.
-    """
+    """Return fewer samples, among them the first, the last, and both extremes of each series in every run of 12."""
     kept: list[Sample] = []
     for start in range(0, len(samples), _BLOCK):
         block = samples[start : start + _BLOCK]

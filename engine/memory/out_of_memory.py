@@ -1,4 +1,4 @@
-"""Exhaustion: how a failed allocation differs from every other failure, and what can be freed after one.
+"""Memory exhaustion: how a failed allocation differs from every other failure, and what can be freed after one.
 
 Torch has a type for a device's memory and none for the host's; its libraries each say it in their own
 words. After an asynchronous fault of the device nothing more can be computed in the process, whatever is freed.

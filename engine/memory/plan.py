@@ -302,26 +302,11 @@ def readable_bytes(size_bytes: int) -> str:
 
 
 def written_bytes(size_bytes: int) -> str:
-    """Write a number of bytes as a document's budget is written.
-
-    Args:
-        size_bytes: Not negative.
-
-    Returns:
-        Whole MiB, rounded up, such as `512MiB`.
-    """
+    """Write a number of bytes as a document's budget is written."""
     return f"{-(-size_bytes // 2**20)}MiB"
 
 
 def largest(terms: Iterable[Term], place: str) -> list[str]:
-    """Return the four terms that hold most in one place, in words.
-
-    Args:
-        terms: Terms of a plan, of any place.
-        place: Device, host or disk.
-
-    Returns:
-        Name, bytes and formula of each, the largest first.
-    """
+    """Return the four terms that hold most in one place, in words."""
     here = sorted((term for term in terms if term.place == place), key=lambda term: -term.size_bytes)
     return [f"{term.name} {readable_bytes(term.size_bytes)} ({term.formula})" for term in here[:4]]

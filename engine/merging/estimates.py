@@ -40,17 +40,7 @@ def exact_trace(sums: Sequence[float], weight: float, examples: int) -> tuple[fl
 def joined_variance(
     first: VarianceSums, second: VarianceSums, weights: tuple[float, float], gap: float
 ) -> VarianceSums:
-    """Join the sums of two sets of batches.
-
-    Args:
-        first: The sums over one set.
-        second: The sums over the other.
-        weights: ``w`` and ``v``, the counts of the two factors, not negative.
-        gap: ``‖A − B‖²_F``.
-
-    Returns:
-        The sums over all batches.
-    """
+    """Join the sums of two sets of batches."""
     total = sum(weights)
     between = weights[0] * weights[1] / total * gap if total > 0 else 0.0
     return VarianceSums(

@@ -18,14 +18,7 @@ _REASONS = re.compile(r"(?:A: (?P<A>.*?))?(?:; )?(?:G: (?P<G>.*))?")
 
 
 def require_alike(addends: Sequence[Addend]) -> None:
-    """Require that all sets mean the same layer.
-
-    Args:
-        addends: The layer in each set that has it.
-
-    Raises:
-        NotMergeable: If its form, sizes or parameters differ; the message names them.
-    """
+    """Require that all sets mean the same layer."""
     first = addends[0].facts
     for each in addends[1:]:
         differing = [name for name in _ALIKE if getattr(each.facts, name) != getattr(first, name)]
@@ -39,18 +32,7 @@ def require_alike(addends: Sequence[Addend]) -> None:
 
 
 def merged_sums(addends: Sequence[Addend], idle: float) -> LayerSums:
-    """Add the counts and sums of one layer.
-
-    Args:
-        addends: The layer in each set that has it; one at least.
-        idle: Loss terms, weighted, of the sets that never called it.
-
-    Returns:
-        The sums over all sets, but for those of the variances, which take the factors themselves.
-
-    Raises:
-        NotMergeable: If inputs entered A in a set in which the layer got no gradient, and it has gradients in another.
-    """
+    """Add the counts and sums of one layer."""
     every = [each.sums for each in addends]
     first, gradients = every[0], sum(sums.gradients for sums in every)
     if gradients and any(sums.unproven for sums in every):
@@ -78,20 +60,7 @@ def merged_sums(addends: Sequence[Addend], idle: float) -> LayerSums:
 
 
 def merged_facts(addends: Sequence[Addend], idle: float, made: MergedLayer | None, *, varied: bool) -> LayerFacts:
-    """Return what is known of one layer over all examples; ordinal and sharing are the first set's.
-
-    Args:
-        addends: The layer in each set that has it; one at least.
-        idle: Loss terms, weighted, of the sets that never called it.
-        made: The merged factors, where the facts depend on them: of a head and its table.
-        varied: Whether the variance over batches is wanted, for which all factors are read once.
-
-    Returns:
-        The facts.
-
-    Raises:
-        NotMergeable: If the sets mean different layers, or its sums do not add up to those of one collection.
-    """
+    """Return what is known of one layer over all examples; ordinal and sharing are the first set's."""
     require_alike(addends)
     facts, sums = [each.facts for each in addends], merged_sums(addends, idle)
     first = facts[0]

@@ -90,18 +90,7 @@ def nearest_product_(terms: Terms) -> Product:
 
 
 def head_gradient(factors: Factors, sums: TiedSums) -> HeadSide:
-    """Return the head's own G, as it was before it became one product with the table's.
-
-    Args:
-        factors: The layer's factors, with the parts that its product was made of.
-        sums: The coefficients of that product.
-
-    Returns:
-        ``G_h`` (V, V): dense in float64, or structured.
-
-    Raises:
-        NotMergeable: If nothing of it is left in the product.
-    """
+    """Return the head's own G, as it was before it became one product with the table's."""
     diagonal = factors.head_diagonal
     if diagonal is None:
         raise NotMergeable(f"layer `{factors.layer}`: the parts of its product were not kept", layer=factors.layer)

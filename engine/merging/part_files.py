@@ -56,7 +56,6 @@ def write_part(artifacts: Artifacts, collected: FactorSet) -> None:
 
     Args:
         artifacts: Where to write.
-        collected: The set.
 
     Raises:
         BrokenFactors: If a smaller sample size does not say what it sums.
@@ -76,15 +75,7 @@ def write_part(artifacts: Artifacts, collected: FactorSet) -> None:
 
 
 def kept_of(factors: Factors, corrected: Corrected | None = None) -> Kept:
-    """Return what the index says of one layer's tensors.
-
-    Args:
-        factors: Its A and G.
-        corrected: EK-FAC's correction; None without one.
-
-    Returns:
-        Digests, scales and strings.
-    """
+    """Return what the index says of one layer's tensors."""
     return Kept(
         digest_A=digest(factors.A),
         digest_G=digest(factors.G),

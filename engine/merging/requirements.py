@@ -17,17 +17,7 @@ _WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def require_mergeable(sets: Sequence[FactorSet]) -> CountedExamples:
-    """Require that sets are sums of one collection over disjoint examples.
-
-    Args:
-        sets: The sets, in order; one at least.
-
-    Returns:
-        The examples of all sets together.
-
-    Raises:
-        NotMergeable: If they are not; the message names the sets by their place, from 1, and what differs.
-    """
+    """Require that sets are sums of one collection over disjoint examples."""
     first = sets[0]
     if first.collection.ema_decay is not None:
         raise NotMergeable(

@@ -70,19 +70,8 @@ class MergedLayer:
 def merge_layer(addends: Sequence[Addend], idle: float, precision: Precision) -> MergedLayer:
     """Return one layer's factors over the examples of all sets.
 
-    Args:
-        addends: The sets that have the layer, in order; one at least.
-        idle: Loss terms, weighted, of the sets that never called the layer: they count, and add nothing.
-        precision: What to sum and to store in.
-
-    Returns:
-        The factors, on the host.
-
     Memory:
         A and G in float64 and one set's factors; gradient rows of all sets together.
-
-    Raises:
-        NotMergeable: If what stands for G cannot be merged exactly.
     """
     if addends[0].sums.tied is not None:
         return _merge_tied(addends, idle, precision)

@@ -167,14 +167,7 @@ class _Trace:
 
 
 def checkpointing_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the model's repeated layers that offer to be computed again.
-
-    Args:
-        model: Any model; the base class is recognised by its name, so that transformers is not imported.
-
-    Returns:
-        Modules by their names in the model; empty where it has none.
-    """
+    """Find the model's repeated layers that offer to be computed again."""
     return {
         name: module
         for name, module in model.named_modules()

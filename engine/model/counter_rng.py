@@ -1,4 +1,4 @@
-"""Random numbers that are a function of a counter, not of what was drawn before.
+"""Counter-based random numbers: a function of a counter, not of earlier draws.
 
 The label sampled for an example is keyed by (seed, the example's index, the loss term, the
 sample), so it does not depend on batch size, batch order, micro-batches or the number of ranks.

@@ -1,4 +1,4 @@
-"""Numerics: the settings that decide the bits of a result besides the plan, chosen once, held, and recorded.
+"""Determinism: the settings that decide the bits of a result besides the plan, chosen once, held, and recorded.
 
 A job's first attempt writes them into its plan, and every later one holds the same. What a machine
 cannot repeat (another class of device, other instructions, another torch) is said, not hidden.

@@ -105,13 +105,7 @@ _CONVERTED: "weakref.WeakKeyDictionary[nn.Module, OwnCasts]" = weakref.WeakKeyDi
 
 
 def note_conversion(model: nn.Module, kept: frozenset[torch.dtype], dtype: torch.dtype) -> None:
-    """Remember the precision that a model is kept in, and the one that it is measured in.
-
-    Args:
-        model: The model that is being converted.
-        kept: Dtypes of those of its floating-point tensors that are converted; empty where none is.
-        dtype: What they are converted to.
-    """
+    """Remember the precision that a model is kept in, and the one that it is measured in."""
     before = _CONVERTED.get(model)
     if not kept:
         _CONVERTED.pop(model, None)
@@ -139,9 +133,6 @@ def settle_casts(model: nn.Module, trial: Callable[[], object]) -> None:
 def casts_of(model: nn.Module) -> contextlib.AbstractContextManager[object]:
     """Return the context in which a model's forward pass runs.
 
-    Args:
-        model: The model.
-
     Returns:
         Its ``OwnCasts`` where a trial has shown that it needs them, else a context that does nothing.
     """
@@ -150,14 +141,7 @@ def casts_of(model: nn.Module) -> contextlib.AbstractContextManager[object]:
 
 
 def conversion_of(model: nn.Module) -> tuple[str, str] | None:
-    """Return the names of the dtypes that a model's tensors were converted from, and to; None where none was.
-
-    Args:
-        model: The model.
-
-    Returns:
-        Names such as ``("float32", "float64")``; several are joined by commas.
-    """
+    """Return the names of the dtypes that a model's tensors were converted from, and to; None where none was."""
     casts = _CONVERTED.get(model)
     if casts is None:
         return None
@@ -166,14 +150,7 @@ def conversion_of(model: nn.Module) -> tuple[str, str] | None:
 
 
 def is_mismatch(error: BaseException | None) -> bool:
-    """Tell whether torch has refused operands of two precisions.
-
-    Args:
-        error: What a forward pass raised, or None.
-
-    Returns:
-        True for a RuntimeError with such a message.
-    """
+    """Tell whether torch has refused operands of two precisions."""
     return isinstance(error, RuntimeError) and _MISMATCH.search(str(error)) is not None
 
 

@@ -1,4 +1,4 @@
-"""Data as people hold it, read as the chunks ``(inputs, targets)`` that ``engine.model.batches`` takes.
+"""Examples as people hold them, read as the chunks ``(inputs, targets)`` that ``engine.model.batches`` takes.
 
 =========================================  ===========================================================
 what is given                              how it is read
@@ -27,14 +27,7 @@ _INPUT_NAMES = ("inputs", "input")
 
 
 def is_single_chunk(data: object) -> TypeGuard[tuple[Any, ...]]:
-    """Return whether data are one chunk rather than a series of them.
-
-    Args:
-        data: Anything that a caller gives as data.
-
-    Returns:
-        True for a pair or triple whose first two entries are tensors, arrays or mappings of them.
-    """
+    """Return whether data are one chunk rather than a series of them."""
     return (
         isinstance(data, (tuple, list))
         and len(data) in (2, 3)

@@ -73,14 +73,7 @@ class ModelState:
 
     @contextlib.contextmanager
     def held(self, model: nn.Module) -> Iterator[None]:
-        """Hold the state: every forward pass of the model inside leaves it as it was.
-
-        Args:
-            model: The model, in the mode and precision that it is measured in.
-
-        Raises:
-            ModelChanged: At the end, if a parameter has other numbers than at the beginning.
-        """
+        """Hold the state: every forward pass of the model inside leaves it as it was."""
         if not self._contents.are_there():
             self._working = Contents(self._written)
         self._watched = [Watched(name, each, copied=False) for name, each in self._unmoved.items()]
@@ -100,11 +93,7 @@ class ModelState:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Run a forward pass from the state that the model had, and put back what the pass changes.
-
-        Raises:
-            ModelChanged: If it has replaced, added, removed or written to a parameter.
-        """
+        """Run a forward pass from the state that the model had, and put back what the pass changes."""
         self._working.rewind()
         before = self._taken()
         try:
@@ -191,13 +180,6 @@ _HELD: "weakref.WeakKeyDictionary[nn.Module, ModelState]" = weakref.WeakKeyDicti
 
 
 def forward_of(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Return the context in which a forward pass of a model runs.
-
-    Args:
-        model: The model; one whose state is not held is left to itself.
-
-    Returns:
-        A context, as ``ModelState.forward``.
-    """
+    """Return the context in which a forward pass of a model runs."""
     state = _HELD.get(model)
     return contextlib.nullcontext() if state is None else state.forward()

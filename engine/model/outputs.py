@@ -1,4 +1,4 @@
-"""Predictions: a model's outputs as (examples, loss terms, numbers per term), whatever the task.
+"""Outputs of a model as (examples, loss terms, numbers per term), whatever the task.
 
 Every example has R loss terms of C numbers each: one term of C logits for a classifier, T−1
 terms of V logits for a causal language model (the outputs of position t answer for token t+1),
@@ -155,7 +155,6 @@ def call_model(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noq
     """Return what a model returns for a batch.
 
     Args:
-        model: The model.
         batch: Inputs as a mapping of keyword arguments, a tuple of positional ones, or a single one.
         labelled: Whether the model is given the targets too: by name as ``labels``, else as the last argument.
 

@@ -22,7 +22,6 @@ def preserve_state(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     afterwards, whatever happens inside; and after every forward pass, as ``model_state`` describes.
 
     Args:
-        model: The model.
         dtype: Precision that its floating-point parameters and buffers have inside.
 
     Returns:

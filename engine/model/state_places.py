@@ -24,11 +24,7 @@ class Place(Protocol):
         """Return the references that it holds now."""
 
     def put_back(self, before: Sequence[Any]) -> None:
-        """Give it the references that it held.
-
-        Args:
-            before: What ``take`` returned.
-        """
+        """Give it the references that it held."""
 
 
 class DictPlace(Place):
@@ -133,13 +129,7 @@ class ModulePlace(Place):
         return itertools.chain(attributes, *(registry.values() for registry in self._registries))
 
     def changed_parameters(self, path: str, before: Sequence[Any], now: Sequence[Any]) -> set[str]:
-        """Return the names of the parameters that the module, or a submodule of its, has at one of two times alone.
-
-        Args:
-            path: Name of the module in the model.
-            before: What ``take`` returned.
-            now: The same, later.
-        """
+        """Return the names of the parameters that the module, or a submodule of its, has at one of two times alone."""
         names, (here, there) = set(), (self._parameters(each) for each in (before, now))
         for key in dict.fromkeys([*here, *there]):
             name, found = f"{path}.{key}" if path else str(key), (here.get(key), there.get(key))
@@ -223,28 +213,12 @@ class ClassPlace(Place):
 
 
 def differs(now: Sequence[Any], before: Sequence[Any]) -> bool:
-    """Tell whether a place holds other references than before.
-
-    Args:
-        now: What it holds.
-        before: What it held.
-
-    Returns:
-        True for another number, order or identity of them.
-    """
+    """Tell whether a place holds other references than before."""
     return len(now) != len(before) or not all(map(is_, now, before))
 
 
 def holds_tensor(values: Iterable[Any], depth: int = 3) -> bool:
-    """Tell whether there is a tensor or a module among some values, or within containers among them.
-
-    Args:
-        values: Any objects.
-        depth: Containers within containers that are looked into.
-
-    Returns:
-        True where one was found.
-    """
+    """Tell whether there is a tensor or a module among some values, or within containers among them."""
     for value in values:
         if isinstance(value, (Tensor, nn.Module)):
             return True

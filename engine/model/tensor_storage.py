@@ -5,14 +5,7 @@ from torch import Tensor
 
 
 def storage_identity(storage: torch.UntypedStorage) -> int:
-    """Return a number that tells one living storage from another.
-
-    Args:
-        storage: A storage; keep it alive for as long as the number is compared.
-
-    Returns:
-        Torch's own handle of it, which the meta device has too.
-    """
+    """Return a number that tells one living storage from another."""
     return int(storage._cdata)  # noqa: SLF001 - torch's own identity of it, with no other name
 
 

@@ -20,9 +20,6 @@ from engine.model.sharding.gathered_parameters import GatheredParameter
 def require_usable(model: nn.Module) -> None:
     """Require that a model's layers can be watched, and that its tensors have numbers that autograd can use.
 
-    Args:
-        model: The model.
-
     Raises:
         ModelRefused: If it cannot be measured; the message names the module or tensor, and the remedy.
     """

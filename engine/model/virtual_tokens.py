@@ -16,14 +16,7 @@ from engine.model.batches import Batch
 
 
 def virtual_tokens(model: nn.Module) -> int:
-    """Count the positions that a model puts before those of the data.
-
-    Args:
-        model: Any model; one of PEFT's with prompt tuning puts some.
-
-    Returns:
-        The number k of positions; 0 without a prompt, and for prefixes of keys and values, which add no position.
-    """
+    """Count the positions that a model puts before those of the data."""
     config: Any = getattr(model, "active_peft_config", None)
     if not getattr(config, "is_prompt_learning", False) or "PREFIX" in str(getattr(config, "peft_type", "")):
         return 0
@@ -31,17 +24,7 @@ def virtual_tokens(model: nn.Module) -> int:
 
 
 def with_virtual_tokens(model: nn.Module, batch: Batch, task: Task) -> Batch:
-    """Extend targets and mask to the positions that the model puts in front.
-
-    Args:
-        model: The model, which puts k positions before those of the data.
-        batch: Token ids (N, T), as targets or as inputs.
-        task: A task over tokens, or ``batch`` itself is returned.
-
-    Returns:
-        A batch with targets and mask (N, k + T), the targets of the first k ignored; its inputs are the mask alone, if
-        there is one.
-    """
+    """Extend targets and mask to the positions that the model puts in front."""
     count = virtual_tokens(model) if task.type in ("causal_lm", "masked_lm", "token_classification") else 0
     ids = batch.targets
     if ids is None and isinstance(batch.inputs, dict) and task.type == "causal_lm":

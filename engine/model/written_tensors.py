@@ -81,11 +81,7 @@ class Watched:
         self._version, self._dtype = version_of(parameter), parameter.dtype
 
     def has_moved(self, *, whatever: bool) -> bool:
-        """Tell whether the numbers differ, and put them back where there is a copy.
-
-        Args:
-            whatever: Look also where the parameter's version says that nothing was written.
-        """
+        """Tell whether the numbers differ, and put them back where there is a copy."""
         version = version_of(self.parameter)
         if (version == self._version and not whatever) or self.parameter.dtype != self._dtype:
             return False

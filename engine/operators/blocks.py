@@ -85,7 +85,6 @@ def block_of(model: nn.Module, name: str, parameters: Sequence[str], count: int)
     """Find the block of F that belongs to a row of the results.
 
     Args:
-        model: The model.
         name: The row's layer.
         parameters: Names of the layer's parameters; ``weight[3]`` is one of equal parts along the first dimension, and
             ``weight[2:5]`` a range of its rows.
@@ -129,7 +128,6 @@ def joined(name: str, blocks: Iterable[Block]) -> Block:
 
     Args:
         name: Name of the joint block.
-        blocks: The blocks.
 
     Returns:
         One block, with their numbers one after another.

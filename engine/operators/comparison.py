@@ -102,15 +102,7 @@ def product_metrics(G: SideComparison, A: SideComparison, ks: Sequence[int]) -> 
 
 
 def product_difference(G: Difference, A: Difference) -> Difference:
-    """Return what ``Difference`` says of G ⊗ A, from its sides.
-
-    Args:
-        G: The difference of the output factors.
-        A: That of the input factors.
-
-    Returns:
-        Norms of both products, and of the parts of their difference along and across the second.
-    """
+    """Return what ``Difference`` says of G ⊗ A, from its sides."""
     p, q = G.along, A.along
     across = math.hypot((1 + p) * G.second * A.across, (1 + q) * G.across * A.second, G.across * A.across)
     if not (G.second > 0 and A.second > 0):

@@ -36,20 +36,10 @@ class Watcher(Protocol):
         """Watch the model while inside."""
 
     def begin(self, examples: int) -> None:
-        """Prepare for examples that go through the model together; what was seen and not taken is dropped.
-
-        Args:
-            examples: How many.
-        """
+        """Prepare for examples that go through the model together; what was seen and not taken is dropped."""
 
     def take(self, weight: float, *, weighed: bool) -> None:
-        """Take what the last examples have shown: they have entered the gradient.
-
-        Args:
-            weight: Of their batch, as in the factors.
-            weighed: Whether their loss terms have weights of their own, which a row of the gradient carries whole and
-                a direction of the empirical Fisher as a root.
-        """
+        """Take what the last examples have shown: they have entered the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)

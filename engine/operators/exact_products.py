@@ -1,4 +1,4 @@
-"""The generalised Gauss-Newton matrix block by block, as the cross-check of a capacity job asks for it.
+"""Exact products with the generalised Gauss-Newton matrix, block by block, for the cross-check of a capacity job.
 
 For outputs f with Jacobian J and the loss's Hessian H = S Sᵀ with respect to them, over loss terms of total
 weight W (docs/convention.md), ``F = Σ_n J_nᵀ H_n J_n / W``.
@@ -60,7 +60,6 @@ class GaussNewton:
         """Compute ``F_b v_b`` of each block b in one pass over the data.
 
         Args:
-            blocks: The blocks.
             vectors: One vector v_b, shape (size,), for each block, on any device.
 
         Returns:
@@ -80,7 +79,6 @@ class GaussNewton:
         Its squared norm is the probe's estimate of the block's trace, and ``w`` itself points where F curves most.
 
         Args:
-            blocks: The blocks.
             numbers: Numbers of the probes, which key their random signs.
             seed: Seed of those signs.
 

@@ -1,4 +1,4 @@
-"""The largest and smallest eigenvalues of a symmetric matrix F known by its products, multiplicities counted.
+"""Extreme eigenvalues of a symmetric matrix F known by its products, multiplicities counted.
 
 Lanczos with full reorthogonalisation from a random vector finds each *distinct* eigenvalue once. So the search goes
 in rounds. A round ends when the ``count`` outermost Ritz values at each end have converged; their vectors X are

@@ -33,9 +33,6 @@ class ParameterSpace:
     def of(cls, factors: FactorSet) -> "ParameterSpace":
         """Return the space that a factor set was collected in.
 
-        Args:
-            factors: The factor set.
-
         Returns:
             Its model's parameters.
 
@@ -176,7 +173,6 @@ class ParameterSpace:
         Args:
             facts: The layer, as for ``gather``.
             row: Its row of the matrix (out_dim, in_dim).
-            column: Its column.
 
         Returns:
             The parameter, and the index in it.
@@ -202,9 +198,6 @@ class ParameterSpace:
 
     def require_windows(self, facts: LayerFacts) -> None:
         """Check that the numbers of a layer are known, and lie within the parameters.
-
-        Args:
-            facts: The layer.
 
         Raises:
             BrokenFactors: If they are not.

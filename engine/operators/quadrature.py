@@ -43,15 +43,7 @@ class QuadratureOptions:
 
 
 def quadrature_bytes(size: int, options: QuadratureOptions) -> int:
-    """Return the bytes that a quadrature holds at its peak, beside the products of its caller.
-
-    Args:
-        size: n.
-        options: Of the quadrature.
-
-    Returns:
-        The bases, float64 copies of one block of products, and widened panels.
-    """
+    """Return the bytes that a quadrature holds at its peak, beside the products of its caller."""
     bases = options.probes * options.steps * size * options.dtype.itemsize
     return bases + 3 * options.probes * size * 8 + 3 * PANEL_BYTES
 

@@ -41,7 +41,6 @@ class RowInputs:
         """Begin with zeros.
 
         Args:
-            facts: The layer.
             layer: Its module, as the survey treats it.
             rows: G, on the host.
             dtype: Precision of the passes.
@@ -164,7 +163,6 @@ def row_inputs(
     """Return what gathers the inputs of every layer whose G is kept as gradient rows, where that can be.
 
     Args:
-        factors: The factor set.
         treated: The model's layers, as the survey treats them.
         dtype: Precision of the passes.
         fits: Tells whether so many bytes of the host are free.

@@ -54,15 +54,7 @@ class TraceEstimate:
 
 
 def trace_bytes(size: int, options: TraceOptions) -> int:
-    """Return the bytes that either estimator holds at its peak, beside the products of its caller.
-
-    Args:
-        size: n.
-        options: Of the estimate.
-
-    Returns:
-        Its vectors and products, and the float64 matrices of a factorisation.
-    """
+    """Return the bytes that either estimator holds at its peak, beside the products of its caller."""
     columns = min(options.products // 2, size)
     return 3 * columns * size * options.dtype.itemsize + 8 * columns * size * 8
 
@@ -136,14 +128,7 @@ class _Estimator(ABC):
         """Keep what is exact, and the samples of the rest, from the second products."""
 
     def result(self) -> TraceEstimate:
-        """Return the estimate.
-
-        Returns:
-            Trace and interval.
-
-        Raises:
-            ValueError: If products are missing.
-        """
+        """Return the estimate."""
         if not self.done:
             raise ValueError("the estimate needs the products of `vectors` until it is done")
         exact, samples = float(self._kept["exact"]), self._kept["samples"].tolist()

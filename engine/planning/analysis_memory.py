@@ -56,14 +56,7 @@ class Phase:
     device: tuple[tuple[str, str, int], ...] = ()
 
     def bytes(self, place: Where) -> int:
-        """Return the bytes held in one place.
-
-        Args:
-            place: The device's memory or the host's.
-
-        Returns:
-            The sum over what is held there.
-        """
+        """Return the bytes held in one place."""
         return sum(size for _, _, size in (self.host if place == "host" else self.device))
 
 
@@ -73,17 +66,7 @@ def with_later_stages(
     probe: Probe,
     budget: MemoryBudget,
 ) -> Plan:
-    """Add the bytes of the stages that follow the decompositions, and of the disk.
-
-    Args:
-        plan: Collection and decompositions.
-        workspace: The job, whose analyses are planned.
-        probe: Layers and representations, as the probe found them.
-        budget: Bytes of each place, within which each layer's placement is chosen.
-
-    Returns:
-        The plan with those terms and placements; one that a previous attempt chose is kept.
-    """
+    """Add the bytes of the stages that follow the decompositions, and of the disk."""
     if "capacity" in workspace.options.kinds:
         plan = _with_capacity(plan, workspace, probe)
         params = workspace.options.of("capacity") or CapacityParams()
@@ -232,17 +215,7 @@ def _with_reconstruction(
 def rebuilt_sides(
     layer: TreatedLayer, probe: Probe, wanted: Literal["both", "A", "G"], *, follows: bool
 ) -> tuple[Side, ...]:
-    """Return the factors of each part of a layer that are stabilised, in the order of the work.
-
-    Args:
-        layer: A covered layer.
-        probe: The representation of its G.
-        wanted: Sides that the request asks for.
-        follows: Whether its A is another layer's, which stabilises it.
-
-    Returns:
-        No side, one, or A and G.
-    """
+    """Return the factors of each part of a layer that are stabilised, in the order of the work."""
     found = []
     if wanted != "G" and not follows and layer.form not in ("block", "diagonal_block"):
         found.append(Side("A", layer.in_dim, "dense" if layer.form == "kronecker" else "diagonal"))
@@ -267,19 +240,7 @@ def layer_phase(
     rebuilt: bool,
     written: bool,
 ) -> Phase:
-    """Return what one layer's stabilisation holds at its peak, beside its factors.
-
-    Args:
-        sides: The factors that are stabilised.
-        kept: Precision that factors are kept in.
-        placement: Place of factor and basis during an update.
-        device: Where the job computes.
-        rebuilt: Whether the matrices are rebuilt; otherwise eigenbases are kept.
-        written: Whether the results are kept as artifacts.
-
-    Returns:
-        Host and device contents, each at its own peak.
-    """
+    """Return what one layer's stabilisation holds at its peak, beside its factors."""
     item, wide = kept.itemsize, kept_dtype(kept).itemsize
     phases: list[Phase] = []
     there: tuple[tuple[str, str, int], ...] = ()

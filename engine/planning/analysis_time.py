@@ -35,17 +35,7 @@ def with_later_seconds(
     probe: Probe,
     work: Work,
 ) -> Plan:
-    """Add the predicted seconds of the analyses' own stages.
-
-    Args:
-        plan: The plan, with the placement of each layer that is rebuilt.
-        workspace: The job, whose analyses are planned.
-        probe: Layers and representations, as the probe found them.
-        work: Operations for each example, and the device's speed.
-
-    Returns:
-        The plan with those seconds.
-    """
+    """Add the predicted seconds of the analyses' own stages."""
     seconds = dict(plan.seconds)
     if "capacity" in workspace.options.kinds:
         seconds["capacity"] = _OF_A_LAYER * (1 + sum(layer.groups for layer in probe.layers))

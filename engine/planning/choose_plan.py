@@ -1,4 +1,4 @@
-"""Head choice: whether the loss's head keeps the probabilities of its loss terms in place of G, or only its diagonal.
+"""The plan's choice for a loss's head: the probabilities of its loss terms in place of G, or only its diagonal.
 
 It does where they take less than G by the same count as gradient rows: up to ``(√2 − 1) V`` terms of V
 classes, or V where every layer is to keep rows. Terms are counted before the pass, without the model,
@@ -34,16 +34,7 @@ from engine.workspace import Workspace
 
 
 def head_choice(job: PassJob, survey: Survey, probe: Probe) -> dict[str, Representation]:
-    """Return how the loss's head keeps its G, if it keeps the probabilities of its loss terms.
-
-    Args:
-        job: The data, the options and the loss.
-        survey: The layers to be collected.
-        probe: The head, and the width of the model's outputs.
-
-    Returns:
-        One representation by the head's name; empty where the head keeps G as any other layer does.
-    """
+    """Return how the loss's head keeps its G, if it keeps the probabilities of its loss terms."""
     layer = next((layer for layer in survey.treated if probe.head is not None and probe.head in layer.roles), None)
     most = 0 if layer is None else _most_terms(job, layer)
     if layer is None or most == 0:

@@ -46,18 +46,7 @@ def with_decompositions(
     budget: MemoryBudget,
     pace: DeviceSpeed,
 ) -> Plan:
-    """Add the bytes and seconds of every layer's decompositions, and the solvers that they begin with.
-
-    Args:
-        plan: The plan of the collection; solvers that an earlier attempt chose are among its choices.
-        workspace: The job's options, ports and device.
-        probe: Layers, calls and representations.
-        budget: Bytes of each place.
-        pace: Speed of the device; on a GPU the host's is the usual one.
-
-    Returns:
-        The plan with those terms, seconds and choices.
-    """
+    """Add the bytes and seconds of every layer's decompositions, and the solvers that they begin with."""
     kept, need = kept_as(workspace, probe.dtype), workspace.options.decomposition
     several = len(plan.chosen.parts) > 1
     cuda = workspace.machine.device.type == "cuda"
@@ -130,14 +119,7 @@ def with_decompositions(
 
 
 def beyond_solvers(probe: Probe) -> str:
-    """Name the factors that no eigensolver takes.
-
-    Args:
-        probe: Layers and representations.
-
-    Returns:
-        A clause for the plan's reason; empty where there are none.
-    """
+    """Name the factors that no eigensolver takes."""
     found = [
         f"{side.name} of `{layer.name}` ({side.size} rows)"
         for layer in probe.layers
@@ -150,15 +132,7 @@ def beyond_solvers(probe: Probe) -> str:
 
 
 def kept_as(workspace: Workspace, dtype: torch.dtype) -> torch.dtype:
-    """Return the precision that factors are kept in.
-
-    Args:
-        workspace: The job's options.
-        dtype: Precision of the sums.
-
-    Returns:
-        The document's `storage_dtype`, or ``dtype`` without one.
-    """
+    """Return the precision that factors are kept in."""
     storage = workspace.options.collection.storage_dtype
     kept: torch.dtype = dtype if storage is None else getattr(torch, storage)
     return kept
@@ -183,16 +157,7 @@ def basis_dtype(workspace: Workspace, factor: torch.dtype) -> torch.dtype:
 
 
 def read_back_bytes(layer: TreatedLayer, probe: Probe, kept: torch.dtype) -> int:
-    """Return the bytes of the factors of one part of a layer as they are read back.
-
-    Args:
-        layer: A covered layer.
-        probe: The representation of its G.
-        kept: Precision that factors are kept in.
-
-    Returns:
-        Bytes of A and G, unpacked; a shared A counts for each layer that reads it.
-    """
+    """Return the bytes of the factors of one part of a layer as they are read back."""
     size = 0 if probe.kept(layer).kind == "dense" else probe.kept(layer).held_bytes(layer) // layer.groups
     # whoever follows has a copy of the A that it shares
     for side in _sides(layer, probe, follows=False):
@@ -209,16 +174,7 @@ def _of_rows(
     *,
     cuda: bool,
 ) -> tuple[RungCost | None, float]:
-    """The rung by which the eigenvalues of a side of rows are had, and its seconds.
-
-    Args:
-        kept: How the side is kept.
-        size: Its rows and columns.
-        planned: The rung of an earlier attempt.
-        room: Bytes left where the arithmetic is done.
-        paces: There, and on the host.
-        cuda: Whether that is a device.
-    """
+    """The rung by which the eigenvalues of a side of rows are had, and its seconds."""
     there, on_host = paces
     if kept.kind == "woodbury":
         return None, _gram_seconds(kept.gram_rows(size), size, on_host)

@@ -21,17 +21,7 @@ def with_disk(
     kept: torch.dtype,
     probe: Probe,
 ) -> Plan:
-    """Add the bytes on the disk in each stage: spilled factors, checkpoints, and kept artifacts.
-
-    Args:
-        plan: The plan and its choices.
-        workspace: The job's options and ports.
-        kept: Precision that factors are kept in.
-        probe: Layers and representations.
-
-    Returns:
-        The plan with those terms.
-    """
+    """Add the bytes on the disk in each stage: spilled factors, checkpoints, and kept artifacts."""
     packed = sum(
         _packed_bytes(layer, probe, kept.itemsize, follows=layer.name in probe.shared) for layer in probe.layers
     )

@@ -14,15 +14,7 @@ _DIFFERENT_EXAMPLES = 5
 
 
 def samples_of(job: PassJob, seen: Probe) -> list[Batch]:
-    """Return the batches of a dry run: one example repeated, or the first batch as it is.
-
-    Args:
-        job: The data.
-        seen: What an earlier dry run has shown.
-
-    Returns:
-        Batches on the device, the smaller one first.
-    """
+    """Return the batches of a dry run: one example repeated, or the first batch as it is."""
     batch = job.moved(job.probed_batch())
     if seen.whole:
         return [batch]
@@ -31,27 +23,12 @@ def samples_of(job: PassJob, seen: Probe) -> list[Batch]:
 
 
 def different_sample(batch: Batch) -> Batch:
-    """Return a few different examples of a batch, which may take different ways through a model.
-
-    Args:
-        batch: The first batch.
-
-    Returns:
-        A batch where the other one is.
-    """
+    """Return a few different examples of a batch, which may take different ways through a model."""
     return pick_examples(batch, different_examples(batch, _DIFFERENT_EXAMPLES))
 
 
 def repeated(batch: Batch, times: int) -> Batch:
-    """Return the first example of a batch, repeated.
-
-    Args:
-        batch: The batch.
-        times: Copies of the example.
-
-    Returns:
-        A batch of that size.
-    """
+    """Return the first example of a batch, repeated."""
 
     def copied(tensor: Tensor) -> Tensor:
         return tensor[:1].repeat_interleave(times, 0)

@@ -21,19 +21,6 @@ def pass_events(
 ) -> list[int]:
     """Return the bytes held after each event of one pass of ``batch`` there and back.
 
-    Args:
-        job: What passes need; its places are those of ``treated``.
-        treated: All layers, whose rows are handed on and not summed.
-        mixed: Names of layers whose positions belong to no one example.
-        batch: Examples, on the device.
-        directions: How many vectors are pulled back; all but the last keep the graph.
-
-    Returns:
-        Bytes of all storages that the pass has made by then and not let go of, weights and ``batch`` not counted.
-
-    Raises:
-        EngineError: If the model refuses the batch, there or back.
-
     Memory:
         What is held at most.
     """

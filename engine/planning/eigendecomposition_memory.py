@@ -1,4 +1,4 @@
-"""Bytes of one matrix's eigendecomposition, for a caller who asks about a matrix and not about a job.
+"""Eigendecomposition memory of one matrix, for a caller who asks about a matrix and not about a job.
 
 The figures are the solvers' own (``eigensolvers``), by which plans are made and jobs decompose.
 """

@@ -1,4 +1,4 @@
-"""Bytes of the cross-check: vectors of the covered parameters, P bytes each, beside the graph of a slice."""
+"""Exact GGN memory: vectors of the covered parameters, P bytes each, beside the graph of a slice."""
 
 _AT_ONCE = 8
 _SHORT_BASIS = 8
@@ -21,15 +21,7 @@ def probes_at_once(probes: int, vector_bytes: int, free_bytes: int) -> int:
 
 
 def probe_bytes(at_once: int, vector_bytes: int) -> int:
-    """Return the bytes of several probes in one pass.
-
-    Args:
-        at_once: k, probes in the pass.
-        vector_bytes: P, bytes of one vector of the covered parameters.
-
-    Returns:
-        (2 k + 2) P: each probe's sum and what enters it, the gradients, and the first probe's vector.
-    """
+    """Return the bytes of several probes in one pass."""
     return (2 * at_once + 2) * vector_bytes
 
 

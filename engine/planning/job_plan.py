@@ -28,28 +28,12 @@ def forecast(workspace: Workspace, probe: Probe) -> Plan:
     Whole batches or slices, one pass or as few as fit of neighbouring layers whose factors are spilled,
     sums in place or on the host, with activation checkpointing and without: whatever the document leaves
     open is weighed, and of what fits the fastest is taken. The choice of an earlier attempt is repeated.
-
-    Args:
-        workspace: The job, with its budget.
-        probe: Layers, calls and representations.
-
-    Returns:
-        The plan, which may not fit.
     """
     return _Ways.of(workspace, probe).chosen()
 
 
 def complete_plan(workspace: Workspace, probe: Probe, chosen: Chosen) -> Plan:
-    """Return the plan of one way to do a job.
-
-    Args:
-        workspace: The job, with its budget.
-        probe: Layers, calls and representations.
-        chosen: The way.
-
-    Returns:
-        Its plan, which may not fit.
-    """
+    """Return the plan of one way to do a job."""
     plans = list(_Ways.of(workspace, probe).completed(chosen))
     return next((plan for plan in plans if plan.chosen.corrections == chosen.corrections), plans[0])
 

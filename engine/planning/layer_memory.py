@@ -1,4 +1,4 @@
-"""Bytes that each layer will hold, from the sizes that the probe has shown."""
+"""Layer memory: bytes that each layer will hold, from the sizes in the probe."""
 
 from collections.abc import Sequence
 
@@ -20,15 +20,7 @@ branches, what is handed on, and copies of both, centred, and their product."""
 
 
 def members_of(treated: Sequence[TreatedLayer], shared: dict[str, str]) -> dict[tuple[str, ...], list[TreatedLayer]]:
-    """Group the layers that share one A.
-
-    Args:
-        treated: Covered layers, in the model's order.
-        shared: Names of layers whose A is another's, and the other's name.
-
-    Returns:
-        Layers by the names of their group, in the order of each group's first.
-    """
+    """Group the layers that share one A."""
     members: dict[str, list[TreatedLayer]] = {}
     for layer in treated:
         members.setdefault(shared.get(layer.name, layer.name), []).append(layer)
@@ -40,17 +32,7 @@ def group_bytes(
     device: torch.device,
     varied: Collection | None = None,
 ) -> dict[tuple[str, ...], int]:
-    """Return the bytes of the sums and gradient rows of each group of layers that stay together, where the sums are.
-
-    Args:
-        probe: Layers and representations.
-        device: Where the job computes.
-        varied: Options of the collection, to count the second set of sums that the batch variance asks for; None leaves
-            it out.
-
-    Returns:
-        Bytes by the names of the group.
-    """
+    """Return the bytes of the sums and gradient rows of each group of layers that stay together, where the sums are."""
     return {
         names: sum(
             _summed_bytes(layer, probe, probe.dtype.itemsize, follows=layer.name in probe.shared)
@@ -95,17 +77,7 @@ def kept_terms(
     offload: bool,
     several: bool,
 ) -> list[Term]:
-    """Return the terms of gradient rows on the host and of factors that are not spilled.
-
-    Args:
-        workspace: The job's options and device.
-        probe: Layers and representations.
-        offload: Whether the sums are on the host.
-        several: Whether there are several passes, each of which spills its factors.
-
-    Returns:
-        No more than two terms.
-    """
+    """Return the terms of gradient rows on the host and of factors that are not spilled."""
     terms: list[Term] = []
     apart = sum(
         _row_bytes(layer, probe) for layer in probe.layers if _elsewhere(layer, probe, workspace.machine.device)
@@ -128,14 +100,7 @@ def kept_terms(
 
 
 def row_sizes(probe: Probe) -> list[tuple[str, str, int, Source, Stage]]:
-    """Return the further bytes of gradient rows: Gram matrices, bases and merged rows.
-
-    Args:
-        probe: Layers and representations.
-
-    Returns:
-        Name, formula, bytes, source and stage of each term; none without gradient rows.
-    """
+    """Return the further bytes of gradient rows: Gram matrices, bases and merged rows."""
     kept = [(layer, probe.kept(layer)) for layer in probe.layers if probe.kept(layer).kind != "dense"]
     if not kept:
         return []
@@ -157,15 +122,7 @@ def _stored_size(storage_dtype: str | None, item: int) -> int:
 
 
 def example_gradients(treated: Sequence[TreatedLayer], examples: int) -> int:
-    """Return how many numbers the gradients of bare parameters by example hold, with what waits for them.
-
-    Args:
-        treated: Layers of one pass.
-        examples: Examples that go through the model together.
-
-    Returns:
-        Numbers at the peak of a backward pass.
-    """
+    """Return how many numbers the gradients of bare parameters by example hold, with what waits for them."""
     bare = [layer for layer in treated if isinstance(layer, BareLayer)]
     # what arrives, and its sum over all uses
     copied = 2 * examples * sum(layer.out_dim for layer in bare if layer.held is None)

@@ -53,16 +53,7 @@ def weigh_model(workspace: Workspace) -> tuple[int, int, bool, int]:
 
 
 def weight_terms(workspace: Workspace, place: Literal["device", "host"]) -> list[Term]:
-    """Return the terms of the weights that the resident bytes of the process do not contain.
-
-    Args:
-        workspace: The job and its model.
-        place: Where the job computes.
-
-    Returns:
-        The weights and their converted copies, none of which is a term if the model is in host memory already and
-        computes there; and what is gathered of a sharded model.
-    """
+    """Return the terms of the weights that the resident bytes of the process do not contain."""
     if workspace.inputs.model is None:
         return []
     size, converted, absent, gathered = weigh_model(workspace)

@@ -16,13 +16,6 @@ def fastest(plans: Sequence[Plan], budget: MemoryBudget) -> Plan:
     """Choose the plan with the fewest predicted seconds among those that fit; if none fits, the one that lacks least.
 
     Of equally fast ones the first is taken. A larger budget only adds plans, so it never gives a slower one.
-
-    Args:
-        plans: One or more.
-        budget: Bytes of each place.
-
-    Returns:
-        That plan, with the reason.
     """
     fitting = [plan for plan in plans if plan.fits(budget)]
     if not fitting:
@@ -40,26 +33,12 @@ def fastest(plans: Sequence[Plan], budget: MemoryBudget) -> Plan:
 
 
 def total_seconds(plan: Plan) -> float:
-    """Return the predicted seconds of all stages.
-
-    Args:
-        plan: A plan with the seconds of its stages.
-
-    Returns:
-        Their sum.
-    """
+    """Return the predicted seconds of all stages."""
     return sum(plan.seconds.values())
 
 
 def described(plan: Plan) -> str:
-    """Describe what a plan chose.
-
-    Args:
-        plan: Any plan.
-
-    Returns:
-        Passes and slices, and where they differ from the default the place of the sums and the checkpointing.
-    """
+    """Describe what a plan chose."""
     chosen = plan.chosen
     passes = "one pass" if len(chosen.parts) == 1 else f"{len(chosen.parts)} passes"
     slices = "whole batches" if chosen.micro_batch is None else f"slices of {chosen.micro_batch} examples"
@@ -82,28 +61,14 @@ def _lacking(plan: Plan, budget: MemoryBudget) -> tuple[int, int]:
 
 
 def batch_size(workspace: Workspace) -> int:
-    """Return the examples of a whole batch.
-
-    Args:
-        workspace: The job's data and options.
-
-    Returns:
-        The document's batch size, or the number of examples if that is known and smaller.
-    """
+    """Return the examples of a whole batch."""
     return min(
         workspace.options.collection.batch_size, workspace.inputs.examples or workspace.options.collection.batch_size
     )
 
 
 def slice_sizes(workspace: Workspace) -> list[int]:
-    """Return the numbers of examples at once that are weighed; each stands for a number of equal slices.
-
-    Args:
-        workspace: The job's data and options.
-
-    Returns:
-        Descending, from the whole batch to one; only the document's `micro_batch` if it names one.
-    """
+    """Return the numbers of examples at once that are weighed; each stands for a number of equal slices."""
     batch = batch_size(workspace)
     asked = workspace.options.memory.micro_batch
     if asked is not None:
@@ -113,14 +78,7 @@ def slice_sizes(workspace: Workspace) -> list[int]:
 
 
 def halved(groups: Mapping[tuple[str, ...], int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Cut the groups once, so that the larger side has the fewest bytes.
-
-    Args:
-        groups: Two groups or more: layers that stay together, with their bytes.
-
-    Returns:
-        Layers of the two sides, in order.
-    """
+    """Cut the groups once, so that the larger side has the fewest bytes."""
     runs, sizes = list(groups), list(groups.values())
     cut = min(range(1, len(runs)), key=lambda place: max(sum(sizes[:place]), sum(sizes[place:])))
     left, right = (tuple(name for names in side for name in names) for side in (runs[:cut], runs[cut:]))
@@ -128,15 +86,7 @@ def halved(groups: Mapping[tuple[str, ...], int]) -> tuple[tuple[str, ...], tupl
 
 
 def partition(groups: Mapping[tuple[str, ...], int], allowed_bytes: int) -> tuple[tuple[str, ...], ...] | None:
-    """Cut the groups into the fewest runs that keep the order: each run is filled before the next is opened.
-
-    Args:
-        groups: Layers that stay together, with their bytes.
-        allowed_bytes: Bytes of a run at most.
-
-    Returns:
-        Layers of each run; None where a single group is too large.
-    """
+    """Cut the groups into the fewest runs that keep the order: each run is filled before the next is opened."""
     parts: list[tuple[str, ...]] = []
     left = -1
     for names, size in groups.items():

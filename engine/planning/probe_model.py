@@ -1,4 +1,4 @@
-"""Dry run: what very few examples show of a model before anything large is allocated.
+"""The model's probe: a dry run of very few examples before anything large is allocated.
 
 Which layers are called and how often, which are fed by the same tensor, which cannot tell their
 examples apart, what is used where no hook sees it, and what autograd saves of a pass.

@@ -25,15 +25,7 @@ def check_bytes(
     passing: int,
     sums: int,
 ) -> int:
-    """Return the bytes that a check takes beyond what the passes hold when none is made.
-
-    Args:
-        workspace: The job's options.
-        probe: The layers, and the sizes of their calls.
-        saved: What autograd saves; None where nothing is pulled back.
-        passing: What a slice of a batch holds on its way there and back, in bytes.
-        sums: What the sums hold, in bytes.
-    """
+    """Return the bytes that a check takes beyond what the passes hold when none is made."""
     collection = workspace.options.collection
     if collection.self_check == "off":
         return 0

@@ -94,14 +94,7 @@ class Masking:
 
 
 def number_calls(calls: Iterable[Call]) -> Iterator[tuple[Key, Call]]:
-    """Number the calls of one forward pass.
-
-    Args:
-        calls: Calls in the order of the pass.
-
-    Yields:
-        Each call with its key, the layer's name and the number of its earlier calls.
-    """
+    """Number the calls of one forward pass."""
     before: Counter[str] = Counter()
     for call in calls:
         yield (call.layer.name, before[call.layer.name]), call

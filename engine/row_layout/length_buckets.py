@@ -1,4 +1,4 @@
-"""Padding: examples of like length go through the model together, without the columns that only pad.
+"""Length buckets: examples of like length go through the model together, without the columns that only pad.
 
 A batch of texts is as long as its longest, and often more than half of it is padding, which costs
 a forward and a backward pass and enters nothing. Grouped by length and cut to the longest of each

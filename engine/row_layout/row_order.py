@@ -51,9 +51,6 @@ class RowOrders:
     def unordered_among(self, layers: Iterable[TreatedLayer]) -> frozenset[str]:
         """Select the layers whose rows stand in an order of their own.
 
-        Args:
-            layers: Treated layers.
-
         Returns:
             Names of those of which some part has such a call.
         """

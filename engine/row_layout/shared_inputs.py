@@ -1,4 +1,4 @@
-"""A check that layers that shared one A in the dry run are still fed by one tensor, with the same positions."""
+"""Shared inputs: a check that layers that shared one A in the dry run are still fed by one tensor."""
 
 import weakref
 from collections.abc import Iterable

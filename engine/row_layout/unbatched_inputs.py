@@ -1,4 +1,4 @@
-"""Tables that a batch shares: an embedding looked up once, its vectors then broadcast over the examples.
+"""Unbatched inputs, which a batch shares: an embedding looked up once, its vectors then broadcast over the examples.
 
 The gradient of such a lookup is summed over the batch, and the Fisher is made of single examples'
 gradients. Where the vectors are put N times in their own place, one copy for each example, the

@@ -1,4 +1,4 @@
-"""Derivations of matrices that are linear in parameters, whose products are then products of those parameters.
+"""Derived weights: matrices that are linear in parameters, whose products are then products of those parameters.
 
 For ``M = Σ_k C_k ∘ T_k + M₀``, whose C_k are one number, one number a row r or one a column s,
 

@@ -35,7 +35,6 @@ def follow_rows(operation: Operation, entered: Tensor, rows: Rows, left: Tensor,
     """Follow the rows of a tensor through an operation.
 
     Args:
-        operation: The operation.
         entered: Data among its tensors, of any shape.
         rows: The rows of ``entered``.
         left: What the operation returned, of any shape.

@@ -45,9 +45,6 @@ class Uses:
     def multiplied(self, product: Product) -> Tensor:
         """Note a product.
 
-        Args:
-            product: The product.
-
         Returns:
             Its result as it is, shape (…, out).
         """
@@ -136,7 +133,6 @@ def find_candidates(
     """Return the trainable parameters whose layers the operations may show, by name.
 
     Args:
-        model: The model.
         survey: Its survey; the open rows among those declared are candidates.
         called: Treated layers of which a module was called; those that were not are candidates.
         mixed: Names of layers that cannot tell their examples apart by the shape of what enters them: candidates too.
@@ -170,7 +166,6 @@ def add_functional_layers(
     """Return a survey with the layers that operations show in the place of what they cover.
 
     Args:
-        model: The model.
         survey: Its survey by modules.
         watched: Parameters of any shape that the dry runs watched, by name.
         uses: What they did in each dry run.

@@ -43,7 +43,6 @@ def follow_moved(operation: Operation, rows_of: Callable[[Tensor], Rows | None],
     """Return the rows of each result of an operation that only moves numbers.
 
     Args:
-        operation: The operation.
         rows_of: Returns the rows of a tensor among its arguments; None where they are not known.
         examples: N.
 
@@ -68,7 +67,6 @@ def owners_everywhere(rows: Rows, tensor: Tensor, examples: int) -> Tensor:
     """Return the example of each number of a tensor.
 
     Args:
-        rows: Its rows.
         tensor: A tensor of at least one dimension.
         examples: N.
 
@@ -105,8 +103,7 @@ def rows_along(owners: Tensor, dim: int, examples: int) -> Rows:
     """Return the rows of a tensor whose examples are known along a dimension.
 
     Args:
-        owners: The example of each index along it, shape (K,).
-        dim: The dimension.
+        owners: The example of each index along that dimension, shape (K,).
         examples: N.
 
     Returns:
@@ -119,16 +116,7 @@ def rows_along(owners: Tensor, dim: int, examples: int) -> Rows:
 
 
 def with_one(rows: Rows, before: Rows, examples: int) -> Rows:
-    """Note where rows that were just picked are all of one example.
-
-    Args:
-        rows: The rows of what was picked.
-        before: The rows of what it was picked from.
-        examples: N.
-
-    Returns:
-        The rows, as those of one example where they are.
-    """
+    """Note where rows that were just picked are all of one example."""
     if examples == 1 or rows.labels is None or rows.labels is before.labels or not rows.labels.numel():
         return rows
     owners = rows.owner_of_each(examples, rows.labels.device)

@@ -36,14 +36,7 @@ class Watch(AbstractContextManager["Watch"], Protocol):
         """
 
     def is_derived(self, tensor: object) -> bool:
-        """Tell whether a tensor was made of the watched parameters alone.
-
-        Args:
-            tensor: A tensor, or anything else.
-
-        Returns:
-            False too for what is not a tensor.
-        """
+        """Tell whether a tensor was made of the watched parameters alone."""
 
     def is_data(self, tensor: Tensor) -> bool:
         """Tell whether a tensor depends on what entered the model.

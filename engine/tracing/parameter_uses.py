@@ -27,65 +27,26 @@ class Sink(Protocol):
     """A receiver of what the watched parameters do."""
 
     def factorises(self, weight: Place | None, bias: Place | None) -> bool:
-        """Decide whether products with a matrix and its bias are a layer of A and G.
-
-        Args:
-            weight: Place of the matrix; None where it is not watched.
-            bias: Place of its bias; None where there is none, or it is not watched.
-
-        Returns:
-            False to have the parameters taken as a whole.
-        """
+        """Decide whether products with a matrix and its bias are a layer of A and G."""
 
     def multiplied(self, product: Product) -> Tensor:
         """Receive a product that a matrix, or its bias, entered.
-
-        Args:
-            product: The product.
 
         Returns:
             What stands for its result from now on, of the result's shape (…, out).
         """
 
     def broadcast(self, names: frozenset[str]) -> bool:
-        """Receive parameters that were broadcast over the examples.
-
-        Args:
-            names: Their names.
-
-        Returns:
-            Whether their gradients are wanted.
-        """
+        """Receive parameters that were broadcast over the examples."""
 
     def contributed(self, names: frozenset[str], numbers: int) -> bool:
-        """Receive parameters that entered an operation whose examples never meet.
-
-        Args:
-            names: Their names.
-            numbers: Numbers of each example that are held until its gradient is there.
-
-        Returns:
-            Whether their gradients are wanted.
-        """
+        """Receive parameters that entered an operation whose examples never meet."""
 
     def expanded(self, names: frozenset[str], *, examples: int) -> bool:
-        """Receive parameters with one dimension as long as there are examples, along which all is alike.
-
-        Args:
-            names: Their names.
-            examples: Length of the dimension.
-
-        Returns:
-            Whether it is the dimension of the examples.
-        """
+        """Receive parameters with one dimension as long as there are examples, along which all is alike."""
 
     def strange(self, names: frozenset[str], operation: str) -> None:
-        """Receive parameters that entered an operation that is not understood.
-
-        Args:
-            names: Their names.
-            operation: The operation's name; empty where none was seen.
-        """
+        """Receive parameters that entered an operation that is not understood."""
 
 
 def assumed_products(
@@ -97,7 +58,6 @@ def assumed_products(
     the self-check of the batches that choose it decides whether it does.
 
     Args:
-        layers: Treated layers.
         products: The products that the dry runs showed.
         watched: Parameters that the dry runs watched, by name.
         unplaced: Names of layers that the first batch calls with rows that their shape does not tell apart.

@@ -107,15 +107,6 @@ def _received(places: Tensor, known: Tensor, size: int, dim: int, examples: int)
 
 
 def follow_join(parts: Sequence[Rows], examples: int, device: torch.device) -> Rows:
-    """Return the rows of tensors that are put one behind the other along the dimension of their examples.
-
-    Args:
-        parts: The rows of each tensor, all along the same dimension.
-        examples: N.
-        device: Device of the labels, where the rows come in an order of their own.
-
-    Returns:
-        The rows of the result, by a layout of examples where it has one, else by labels.
-    """
+    """Return the rows of tensors that are put one behind the other along the dimension of their examples."""
     owners = torch.cat([part.owner_of_each(examples, device) for part in parts])
     return rows_along(owners, parts[0].dim, examples)

@@ -49,11 +49,7 @@ class Marks:
         """N of the pass."""
 
     def begin(self, examples: int) -> None:
-        """Forget all marks, for another forward pass.
-
-        Args:
-            examples: Examples N of the pass.
-        """
+        """Forget all marks, for another forward pass."""
         self.examples, self._epoch = examples, object()
 
     def of(self, tensor: Tensor) -> Mark | None:
@@ -186,12 +182,7 @@ class Marks:
         return None
 
     def follow(self, operation: Operation, left: object) -> None:
-        """Mark the results of an operation on data.
-
-        Args:
-            operation: The operation; one without data marks nothing.
-            left: What it returned.
-        """
+        """Mark the results of an operation on data."""
         data = [tensor for tensor in operation.tensors if self.of(tensor) is not None]
         if not data or (operation.name in ("to", "type_as") and operation.args[0] is not data[0]):
             # a constant that takes only its type from the data stays one
@@ -209,14 +200,7 @@ class Marks:
                 self.put(result, rows=rows)
 
     def only(self, operation: Operation) -> int | None:
-        """Return the example that all data of an operation are of, as far as their rows are known.
-
-        Args:
-            operation: The operation.
-
-        Returns:
-            The example; None where they are of several, or a batch has no more than one.
-        """
+        """Return the example that all data of an operation are of, as far as their rows are known."""
         data = [tensor for tensor in operation.tensors if self.of(tensor) is not None and not self.sources(tensor)]
         known = [rows for tensor in data if (rows := self.rows(tensor)) is not None]
         found = {rows.one for rows in known}
@@ -313,14 +297,7 @@ class Marking(TorchFunctionMode):
         return self._marks.is_data(tensor)
 
     def is_derived(self, tensor: object) -> bool:
-        """Tell whether a tensor was made of the watched parameters alone.
-
-        Args:
-            tensor: A tensor, or anything else.
-
-        Returns:
-            False too for what is not a tensor.
-        """
+        """Tell whether a tensor was made of the watched parameters alone."""
         return isinstance(tensor, Tensor) and bool(self._marks.sources(tensor))
 
     def leads(self, tensor: Tensor) -> bool:

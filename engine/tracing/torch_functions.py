@@ -90,14 +90,7 @@ def operation_name(func: Callable[..., Any]) -> str:
 
 
 def hides_operations(func: Callable[..., Any]) -> bool:
-    """Tell whether a function would show a mode nothing of its inside.
-
-    Args:
-        func: Torch's function or method.
-
-    Returns:
-        True for one that is written in Python and asks whether a mode is there.
-    """
+    """Tell whether a function would show a mode nothing of its inside."""
     return isinstance(func, types.FunctionType) and any(
         name.startswith("has_torch_function") for name in func.__code__.co_names
     )

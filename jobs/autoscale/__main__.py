@@ -28,14 +28,7 @@ from jobs.settings import ServiceSettings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the autoscaler.
-
-    Args:
-        arguments: The words of the command line; the process's own if left out.
-
-    Returns:
-        The exit code: 0 done, 2 usage, 3 the database or the launcher does not answer, 4 the operator must act.
-    """
+    """Run the autoscaler."""
     chosen = _parse(arguments)
     told, tell = os.pipe()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -106,14 +99,7 @@ def _run_on(autoscaler: Autoscaler, every_seconds: float, told: int) -> None:
 
 
 def describe(decision: Decision) -> list[str]:
-    """Describe a decision for a reader.
-
-    Args:
-        decision: The decision.
-
-    Returns:
-        Lines.
-    """
+    """Describe a decision for a reader."""
     lines = [
         f"{decision.waiting} waiting; workers that are there or on their way take {decision.covered} of them",
         *(f"{each.name}: would start {each.machines}, since {each.why}" for each in decision.starts),

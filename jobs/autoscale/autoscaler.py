@@ -44,14 +44,7 @@ class Autoscaler:
     """Starts machines of some classes through one launcher."""
 
     def __init__(self, engine: Engine, launcher: Launcher, classes: Sequence[MachineClass], most_running: int) -> None:
-        """Get ready.
-
-        Args:
-            engine: The ledger's database.
-            launcher: The launcher.
-            classes: The classes, in the order in which jobs choose them.
-            most_running: Cap on the running jobs of a tenant; 0 sets none.
-        """
+        """Get ready."""
         self._engine = engine
         self._launcher = launcher
         self._classes = {each.name: each for each in classes}
@@ -60,17 +53,7 @@ class Autoscaler:
         self._log = structlog.get_logger("kronoscope.autoscale").bind(scope=launcher.scope)
 
     def run_round(self, *, dry: bool = False) -> Round:
-        """Look, decide, and start machines.
-
-        Args:
-            dry: Whether to start none, and to leave the ledger as it is.
-
-        Returns:
-            What was seen and done.
-
-        Raises:
-            LedgerUnavailable: If the database does not answer.
-        """
+        """Look, decide, and start machines."""
         scope = self._launcher.scope
         if not dry:
             reap_expired(self._engine)  # where all workers are gone, a job of a killed one waits for somebody to see it

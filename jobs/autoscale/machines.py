@@ -1,4 +1,4 @@
-"""The ledger's rows of machines: asked for before the launcher is, and followed until they are gone.
+"""Machines in the ledger: a row before the launcher is asked, followed until the machine is gone.
 
 ::
 
@@ -50,18 +50,7 @@ class Change:
 
 @contextmanager
 def deciding(engine: Engine, *, keep: bool = True) -> Iterator[Connection]:
-    """Open the transaction of a decision: nobody else decides before it ends.
-
-    Args:
-        engine: The ledger's database.
-        keep: Whether to keep what is written in it.
-
-    Yields:
-        The connection.
-
-    Raises:
-        LedgerUnavailable: If the database does not answer.
-    """
+    """Open the transaction of a decision: nobody else decides before it ends."""
     with writing(engine) as connection:
         if connection.dialect.name == "postgresql":
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
@@ -71,15 +60,7 @@ def deciding(engine: Engine, *, keep: bool = True) -> Iterator[Connection]:
 
 
 def outstanding(engine: Engine, scope: str) -> tuple[datetime, dict[str, str | None]]:
-    """Return the machines that have not ended as far as the ledger knows.
-
-    Args:
-        engine: The ledger's database.
-        scope: The launcher's queue.
-
-    Returns:
-        The database's time, and the launcher's name of each machine by its id.
-    """
+    """Return the machines that have not ended as far as the ledger knows."""
     query = select(machines.c.id, machines.c.handle).where(machines.c.scope == scope, machines.c.state.in_(OUTSTANDING))
     with reading(engine) as connection:
         now: datetime = connection.execute(select(ledger_now())).scalar_one()
@@ -87,17 +68,7 @@ def outstanding(engine: Engine, scope: str) -> tuple[datetime, dict[str, str | N
 
 
 def follow(connection: Connection, scope: str, lent: Mapping[str, Lent], seen_at: datetime) -> list[Change]:
-    """Write down what the launcher says of its machines.
-
-    Args:
-        connection: The connection of `deciding`.
-        scope: The launcher's queue.
-        lent: The machines that have not ended, by id.
-        seen_at: When the launcher was asked: rows that were written later are left.
-
-    Returns:
-        The machines whose state has changed.
-    """
+    """Write down what the launcher says of its machines."""
     changes = []
     rows = connection.execute(
         select(machines, ledger_now(-_UNCONFIRMED_SECONDS).label("long_ago")).where(
@@ -123,13 +94,7 @@ def follow(connection: Connection, scope: str, lent: Mapping[str, Lent], seen_at
 
 
 def offer(connection: Connection, scope: str, classes: Sequence[MachineClass]) -> None:
-    """Write down the classes, so that whoever decides for another launcher knows what its machines bring.
-
-    Args:
-        connection: The connection of `deciding`.
-        scope: The launcher's queue.
-        classes: The classes that it may start.
-    """
+    """Write down the classes, so that whoever decides for another launcher knows what its machines bring."""
     connection.execute(
         delete(machine_classes).where(
             machine_classes.c.scope == scope, machine_classes.c.name.in_([each.name for each in classes])
@@ -152,16 +117,7 @@ def offer(connection: Connection, scope: str, classes: Sequence[MachineClass]) -
 
 
 def class_states(connection: Connection, scope: str, classes: Sequence[MachineClass]) -> list[ClassState]:
-    """Return the classes with their machines, and what is left of their cool-downs.
-
-    Args:
-        connection: The connection of `deciding`.
-        scope: The launcher's queue.
-        classes: The classes.
-
-    Returns:
-        Their states, in the same order.
-    """
+    """Return the classes with their machines, and what is left of their cool-downs."""
     now: datetime = connection.execute(select(ledger_now())).scalar_one()
     states = []
     for each in classes:
@@ -182,15 +138,7 @@ def class_states(connection: Connection, scope: str, classes: Sequence[MachineCl
 
 
 def ask_for(connection: Connection, scope: str, machine_id: str, class_name: str, why: str) -> None:
-    """Write down a machine that is to be started.
-
-    Args:
-        connection: The connection of `deciding`.
-        scope: The launcher's queue.
-        machine_id: Its id.
-        class_name: Its class.
-        why: The reason.
-    """
+    """Write down a machine that is to be started."""
     connection.execute(
         insert(machines).values(
             id=machine_id,
@@ -205,13 +153,7 @@ def ask_for(connection: Connection, scope: str, machine_id: str, class_name: str
 
 
 def note_started(engine: Engine, machine_id: str, handle: str) -> None:
-    """Write down the launcher's name of a machine that it has started.
-
-    Args:
-        engine: The ledger's database.
-        machine_id: The machine.
-        handle: The launcher's name of it.
-    """
+    """Write down the launcher's name of a machine that it has started."""
     with writing(engine) as connection:
         connection.execute(
             update(machines)
@@ -221,13 +163,7 @@ def note_started(engine: Engine, machine_id: str, handle: str) -> None:
 
 
 def note_failed(engine: Engine, machine_id: str, why: str) -> None:
-    """Write down that a machine was not started.
-
-    Args:
-        engine: The ledger's database.
-        machine_id: The machine.
-        why: The reason.
-    """
+    """Write down that a machine was not started."""
     with writing(engine) as connection:
         connection.execute(
             update(machines)

@@ -1,4 +1,4 @@
-"""Machines that any command lends, as processes of this machine: a worker here, `ssh`, `docker run`, `sky launch`.
+"""Processes as machines that any command lends: a worker here, `ssh`, `docker run`, `sky launch`.
 
 A machine lasts as long as its process. It has a session of its own and outlives this program; it is known by its
 number and the moment it began, and where that was never written down, by the machine's id in its environment.
@@ -22,28 +22,13 @@ class Processes:
     """The launcher `command`."""
 
     def __init__(self, logs: Path, scope: str | None = None) -> None:
-        """Get ready.
-
-        Args:
-            logs: Folder for the output of the processes, one file each.
-            scope: A name for this machine; its host name if left out.
-        """
+        """Get ready."""
         self.scope = f"command on {scope or socket.gethostname()}"
         self._logs = logs
         self._children: set[int] = set()
 
     def start(self, machine: NewMachine) -> str:
-        """Start a process.
-
-        Args:
-            machine: The machine; its script is given to `/bin/sh`.
-
-        Returns:
-            The process's number and beginning.
-
-        Raises:
-            LauncherFailed: If it cannot be started.
-        """
+        """Start a process."""
         place = self._logs / f"{machine.class_name}-{machine.id}.log"
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
@@ -64,14 +49,7 @@ class Processes:
         return f"{pid} {_began(pid)}"
 
     def lent(self, known: Mapping[str, str | None]) -> dict[str, Lent]:
-        """List the processes that have not ended.
-
-        Args:
-            known: The machines of interest, by id.
-
-        Returns:
-            Those of them that live, by id.
-        """
+        """List the processes that have not ended."""
         self._children = {pid for pid in self._children if not _has_ended(pid)}
         found = {}
         lost = {machine_id for machine_id, handle in known.items() if handle is None}

@@ -18,14 +18,7 @@ class Slurm:
     """The launcher `slurm`."""
 
     def __init__(self, scope: str | None = None) -> None:
-        """Look for Slurm's programs.
-
-        Args:
-            scope: A name for the cluster; `slurm` if left out.
-
-        Raises:
-            LauncherMissing: If one of them is not installed.
-        """
+        """Look for Slurm's programs."""
         require_programs(
             ("sbatch", "squeue"),
             "run this on a node from which jobs are submitted (Debian: apt-get install slurm-client, with the "
@@ -34,17 +27,7 @@ class Slurm:
         self.scope = scope or "slurm"
 
     def start(self, machine: NewMachine) -> str:
-        """Submit a batch job.
-
-        Args:
-            machine: The machine.
-
-        Returns:
-            The job's number.
-
-        Raises:
-            LauncherFailed: If `sbatch` refuses.
-        """
+        """Submit a batch job."""
         command = ["sbatch", "--parsable", f"--job-name=kronoscope-{machine.class_name}-{machine.id}"]
         if machine.wall_seconds is not None:
             command.append(f"--time={_clock(machine.wall_seconds)}")
@@ -56,17 +39,7 @@ class Slurm:
         return number
 
     def lent(self, known: Mapping[str, str | None]) -> dict[str, Lent]:
-        """List the batch jobs that have not ended.
-
-        Args:
-            known: The machines of interest, by id.
-
-        Returns:
-            Those of them in Slurm's queue, by id.
-
-        Raises:
-            LauncherFailed: If `squeue` does not answer.
-        """
+        """List the batch jobs that have not ended."""
         found = {}
         for line in ask(["squeue", "--me", "--noheader", "--format=%i|%T|%j"]).splitlines():
             number, _, rest = line.strip().partition("|")

@@ -1,4 +1,4 @@
-"""The text that a launcher is given to start one machine, with placeholders such as ``{{ worker }}``.
+"""Templates of the text for a launcher to start one machine, with placeholders such as ``{{ worker }}``.
 
 Double braces are told apart from all that shells, Slurm and YAML write by themselves. The placeholders are
 
@@ -27,15 +27,7 @@ class Template:
     """A text with placeholders, checked when it is read."""
 
     def __init__(self, field: str, text: str) -> None:
-        """Check the placeholders.
-
-        Args:
-            field: What the text is called in messages.
-            text: The text.
-
-        Raises:
-            ClassesInvalid: If a brace pair has no end, a placeholder is unknown, or ``worker`` is missing.
-        """
+        """Check the placeholders."""
         self._field = field
         self.text = text
         for number, line in enumerate(text.splitlines(), 1):
@@ -57,25 +49,10 @@ class Template:
         self.require("worker", "it stands for the command that the machine is to run")
 
     def require(self, name: str, why: str) -> None:
-        """Refuse a text without a placeholder.
-
-        Args:
-            name: The placeholder.
-            why: The reason for it, as the end of a sentence.
-
-        Raises:
-            ClassesInvalid: If the text lacks it.
-        """
+        """Refuse a text without a placeholder."""
         if name not in self.names:
             raise ClassesInvalid(f"{self._field} must contain {{{{ {name} }}}}: {why}")
 
     def render(self, values: Mapping[str, str]) -> str:
-        """Return the text with the values in the places of the placeholders.
-
-        Args:
-            values: A value for each name in `names`.
-
-        Returns:
-            The text.
-        """
+        """Return the text with the values in the places of the placeholders."""
         return _PLACEHOLDER.sub(lambda match: values[match[1]], self.text)

@@ -1,4 +1,4 @@
-"""A job's hold on its devices: taken with the claim, corrected by the plan, over when its processes are gone.
+"""Leases of devices: taken with the claim, corrected by the plan, over when the job's processes are gone.
 
 A job of several ranks leases that many GPUs of one node in one transaction, all or none; on a host its ranks share one
 lease. Who locks both a job and a device locks the job first, and who locks several devices takes them in the order of
@@ -230,7 +230,6 @@ def note_guardian(engine: Engine, job_id: str, fence: int, pid: int, started: in
 
     Args:
         engine: The ledger's database.
-        job_id: The job.
         fence: The attempt, by its fencing token.
         pid: The process's number.
         started: When it began, in the kernel's clock ticks since boot; None where that cannot be read.
@@ -248,7 +247,6 @@ def release(engine: Engine, job_id: str, fence: int) -> None:
 
     Args:
         engine: The ledger's database.
-        job_id: The job.
         fence: The attempt, by its fencing token.
     """
     with writing(engine) as connection:

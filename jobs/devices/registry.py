@@ -1,4 +1,4 @@
-"""Workers and their devices as the ledger knows them: who offers what, who was seen, and what is leased of it.
+"""The registry of workers and their devices in the ledger: what each offers, when it was seen, and its leases.
 
 A worker registers under an id of its own and renews it; one that falls silent is counted on no more, and its row
 goes in the end. A device is known by its UUID, so several workers may offer the same one: the lease decides who
@@ -104,7 +104,6 @@ def register(
 
     Args:
         engine: The ledger's database.
-        worker: The worker.
         offered: All devices that it offers, with the memory in use there.
         expiry_seconds: The worker counts as gone after so long without another call.
         leased: UUIDs of devices with leases (`leased_devices`): what others hold there is not read anew.
@@ -150,7 +149,6 @@ def renew(engine: Engine, worker_id: str, used_bytes: dict[str, int], expiry_sec
 
     Args:
         engine: The ledger's database.
-        worker_id: The worker.
         used_bytes: Memory in use by UUID; a device that is left out keeps what others were last known to hold there.
         expiry_seconds: The worker counts as gone after so long without another call.
 
@@ -221,7 +219,6 @@ def remove(engine: Engine, worker_id: str) -> None:
 
     Args:
         engine: The ledger's database.
-        worker_id: The worker.
     """
     with writing(engine) as connection:
         connection.execute(delete(workers).where(workers.c.id == worker_id))

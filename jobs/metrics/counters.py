@@ -60,7 +60,6 @@ def add(connection: Connection, counter: Counter, label: str = "", count: int = 
 
     Args:
         connection: A connection with an open transaction.
-        counter: The counter.
         label: The value of its label; empty for a counter without one.
         count: How often it has happened.
     """
@@ -99,21 +98,13 @@ def note_round(engine: Engine, reconciler: Reconciler) -> None:
 
     Args:
         engine: The ledger's database.
-        reconciler: The reconciler.
     """
     with writing(engine) as connection:
         add(connection, "rounds", reconciler)
 
 
 def read_counters(connection: Connection) -> dict[Counter, dict[str, int]]:
-    """Return the values of all counters.
-
-    Args:
-        connection: A connection with an open transaction.
-
-    Returns:
-        Values by counter and label; a counter that never counted is absent.
-    """
+    """Return the values of all counters."""
     found: dict[Counter, dict[str, int]] = {}
     total = func.sum(counters.c.value)
     for name, label, value in connection.execute(
@@ -124,14 +115,7 @@ def read_counters(connection: Connection) -> dict[Counter, dict[str, int]]:
 
 
 def seconds_since_round(connection: Connection) -> Mapping[Reconciler, float]:
-    """Return the seconds since each reconciler's last successful round in any process.
-
-    Args:
-        connection: A connection with an open transaction.
-
-    Returns:
-        Seconds by reconciler; one without any round is absent.
-    """
+    """Return the seconds since each reconciler's last successful round in any process."""
     last = (
         select(counters.c.label, func.max(counters.c.changed_at), ledger_now())
         .where(counters.c.name == "rounds")

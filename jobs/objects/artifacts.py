@@ -1,4 +1,4 @@
-"""The files of jobs: written in a folder of the attempt, kept as objects under their digests.
+"""Artifacts of jobs: written in a folder of the attempt, kept as objects under their digests.
 
 ::
 
@@ -54,7 +54,6 @@ class ArtifactFolder:
         """Return the folder that one attempt's child writes into, and create it if it is missing.
 
         Args:
-            job_id: The job.
             fence: The attempt, by its fencing token.
             group: The job's group, which is to write there; None: the job runs as this process's user.
 
@@ -79,7 +78,6 @@ class ArtifactFolder:
 
         Args:
             tenant_id: The job's tenant.
-            job_id: The job.
             fence: The attempt, by its fencing token.
             name: The file's name below the attempt's folder.
             sha256: The digest that the attempt has declared.
@@ -104,7 +102,6 @@ class ArtifactFolder:
         """Return the folder of the cached files that one attempt is given, which may not exist yet.
 
         Args:
-            job_id: The job.
             fence: The attempt, by its fencing token.
 
         Returns:
@@ -116,7 +113,6 @@ class ArtifactFolder:
         """Return the same folder, empty; one that is there stays the one that the job's namespaces show.
 
         Args:
-            job_id: The job.
             fence: The attempt, by its fencing token.
             group: The job's group, which is to enter it and not to write; None: the job runs as this process's user.
 
@@ -142,7 +138,6 @@ class ArtifactFolder:
         """Open what an attempt has written; a link that it put on the way could lead out of its folder.
 
         Args:
-            job_id: The job.
             fence: The attempt, by its fencing token.
             name: The file's name below the attempt's folder, of plain segments.
 
@@ -201,7 +196,6 @@ class ArtifactFolder:
 
         Args:
             artifact: The file's row.
-            target: The path.
 
         Raises:
             ArtifactDamaged: If it is other than listed.
@@ -220,7 +214,6 @@ class ArtifactFolder:
         Missing files are not an error.
 
         Args:
-            job_id: The job.
             fence: The attempt, by its fencing token.
         """
         folder = self.root / self._job_part(job_id)
@@ -230,11 +223,7 @@ class ArtifactFolder:
             folder.rmdir()
 
     def remove(self, job_id: str) -> None:
-        """Delete the staged files of a deleted job, and files that rows of earlier versions named.
-
-        Args:
-            job_id: The job.
-        """
+        """Delete the staged files of a deleted job, and files that rows of earlier versions named."""
         part = self._job_part(job_id)
         for each in self.store.listing(f"{part}/"):
             self.store.delete(each.key)
@@ -278,7 +267,6 @@ def object_key(tenant_id: str, sha256: str) -> str:
     """Return the key of an object.
 
     Args:
-        tenant_id: The tenant.
         sha256: The digest of its bytes, as 64 hexadecimal digits.
 
     Returns:

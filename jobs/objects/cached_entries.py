@@ -63,7 +63,6 @@ class CachedEntries:
 
         Args:
             engine: The ledger's database.
-            tenant_id: The tenant.
             place: The folder of caches, by `place_of`.
         """
         self._engine = engine
@@ -73,9 +72,6 @@ class CachedEntries:
 
     def find(self, key: str) -> CachedEntry | None:
         """Return the entry of a key, and note its use.
-
-        Args:
-            key: The key.
 
         Returns:
             The entry; None without one.
@@ -113,7 +109,6 @@ class CachedEntries:
         """Remove the row of a key.
 
         Args:
-            key: The key.
             entry_id: Only if it is of this entry; None: of any.
 
         Raises:

@@ -28,7 +28,6 @@ def give(folder: Path, group: int, *, written: bool) -> None:
     """Give a folder of the service to the group of a job, with all that earlier attempts have left in it.
 
     Args:
-        folder: The folder.
         group: The job's group.
         written: Whether the job may write there, and not only enter.
 
@@ -50,7 +49,6 @@ def give_new(folder: Path, group: int) -> None:
     """Make a folder below one that was given to a job's group, for the job to write into.
 
     Args:
-        folder: The folder.
         group: The job's group.
     """
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Objects in a folder: copied under a temporary name, verified, synced, renamed.
+"""The local object store, a folder: files are copied under a temporary name, verified, synced, renamed.
 
 An object is a copy that nobody else has open, since the writer of the source may still write to it, or hold a second
 name of it. The file system makes the copy where it can share blocks between files. A lock on the folder, which the
@@ -35,26 +35,11 @@ class LocalObjects:
     """The objects below one folder."""
 
     def __init__(self, root: Path) -> None:
-        """Set up the store.
-
-        Args:
-            root: The folder, which need not exist yet.
-        """
+        """Set up the store."""
         self.root = root.absolute()
 
     def put(self, key: str, source: Source, *, sha256: str, size_bytes: int) -> None:
-        """Copy the file into place (`ObjectStore.put`).
-
-        Args:
-            key: The object's key, a path of plain segments.
-            source: The file, by its path or open.
-            sha256: The declared digest, in hexadecimal.
-            size_bytes: The declared size.
-
-        Raises:
-            ArtifactDamaged: If the file is missing, not a plain file, or other than declared.
-            OSError: If the disk is full or fails.
-        """
+        """Copy the file into place (`ObjectStore.put`)."""
         target = self._path(key)
         _make_folder(target.parent)
         part = target.with_name(f"{PART}{uuid.uuid4().hex}")
@@ -76,19 +61,7 @@ class LocalObjects:
         _sync_folder(target.parent)
 
     def open(self, key: str, size_bytes: int, first: int = 0) -> BinaryIO:
-        """Open the file, which stays readable whatever happens to its name (`ObjectStore.open`).
-
-        Args:
-            key: The object's key.
-            size_bytes: The listed size.
-            first: The offset of the first byte to read.
-
-        Returns:
-            The open file, at that offset.
-
-        Raises:
-            ArtifactDamaged: If it is missing, reached through a link, not a plain file, or of another size.
-        """
+        """Open the file, which stays readable whatever happens to its name (`ObjectStore.open`)."""
         path = self._path(key)
         # links were not written by a store, and could lead out of its folder
         if path.resolve() != self.root.resolve() / key:
@@ -98,18 +71,7 @@ class LocalObjects:
         return file
 
     def fetch(self, key: str, target: Path, *, sha256: str, size_bytes: int) -> None:
-        """Link the file to another path of the same file system, or copy it (`ObjectStore.fetch`).
-
-        Args:
-            key: The object's key.
-            target: The path, which appears complete or not at all.
-            sha256: The listed digest, in hexadecimal.
-            size_bytes: The listed size.
-
-        Raises:
-            ArtifactDamaged: If the file is missing or other than listed.
-            OSError: If the disk is full or fails.
-        """
+        """Link the file to another path of the same file system, or copy it (`ObjectStore.fetch`)."""
         with self.open(key, size_bytes) as file:
             status = os.fstat(file.fileno())
         part = target.with_name(f"{PART}{uuid.uuid4().hex}")
@@ -123,14 +85,7 @@ class LocalObjects:
             part.unlink(missing_ok=True)
 
     def listing(self, prefix: str) -> Iterator[StoredObject]:
-        """List all files, also those under temporary names, which are being written or were left by a killed process.
-
-        Args:
-            prefix: The beginning of the keys, which ends with a slash or is empty.
-
-        Yields:
-            One entry per file, with its age by the file system's clock.
-        """
+        """List all files, also those under temporary names: being written, or left by a killed process."""
         for folder, _, names in os.walk(self.root / prefix):
             for name in names:
                 path = Path(folder) / name
@@ -143,15 +98,7 @@ class LocalObjects:
                     )
 
     def delete(self, key: str, *, older_than: float | None = None) -> bool:
-        """Unlink the file under a lock, so that no new object takes its place after the check of its age.
-
-        Args:
-            key: The object's key.
-            older_than: Time in seconds of the store's clock; a younger object stays. None: whatever its age.
-
-        Returns:
-            Whether an object was deleted.
-        """
+        """Unlink the file under a lock, so that no new object takes its place after the check of its age."""
         path = self._path(key)
         try:
             with self._locked(fcntl.LOCK_EX):
@@ -169,13 +116,7 @@ class LocalObjects:
             return os.fstat(descriptor).st_mtime
 
     def signed_url(self, key: str, seconds: int, answers: dict[str, str]) -> None:
-        """Return None, since a folder has no addresses.
-
-        Args:
-            key: The object's key.
-            seconds: The address is valid for so long.
-            answers: Headers of the answer, such as ``content-disposition``.
-        """
+        """Return None, since a folder has no addresses."""
 
     def _path(self, key: str) -> Path:
         if not key or any(part in ("", ".", "..") for part in key.split("/")) or "\0" in key:
@@ -202,19 +143,7 @@ class LocalObjects:
 
 
 def open_plain(source: Source, size_bytes: int, *, called: str) -> BinaryIO:
-    """Open a plain file of the declared size; neither links nor pipes are followed.
-
-    Args:
-        source: The file; of an open one, which may be one that this process could not open, the descriptor is doubled.
-        size_bytes: The declared size.
-        called: The name for error messages.
-
-    Returns:
-        The open file, at its beginning.
-
-    Raises:
-        ArtifactDamaged: If it is missing, not a plain file, or of another size.
-    """
+    """Open a plain file of the declared size; neither links nor pipes are followed."""
     try:
         # a pipe would hang
         descriptor = os.open(source, READ | os.O_NOFOLLOW) if isinstance(source, Path) else os.dup(source.fileno())

@@ -72,7 +72,6 @@ class ObjectStore(Protocol):
 
         Args:
             key: The object's key.
-            target: The path.
             sha256: The listed digest.
             size_bytes: The listed size.
 

@@ -24,18 +24,7 @@ _ALGORITHM = "AWS4-HMAC-SHA256"
 def signed_url(
     settings: S3Settings, key: str, seconds: int, *, answers: dict[str, str], at: datetime | None = None
 ) -> str | None:
-    """Return an address that answers GET for one object without credentials.
-
-    Args:
-        settings: The bucket, and the endpoint that callers reach.
-        key: The object, below the prefix.
-        seconds: The address is valid for so long, at most 604,800.
-        answers: Headers of the store's answer, such as ``content-disposition``.
-        at: The time of signing; now, if left out.
-
-    Returns:
-        The address, or None without an access key to sign with.
-    """
+    """Return an address that answers GET for one object without credentials."""
     if settings.access_key_id is None or settings.secret_access_key is None:
         return None
     moment = (at or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")

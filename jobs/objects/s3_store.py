@@ -1,4 +1,4 @@
-"""Objects in a bucket of any S3-compatible store.
+"""The S3 object store: a bucket of any S3-compatible service.
 
 An upload takes its digest while it is read, and its last part is sent only once that is the one
 declared: what has another never appears in the store. The store checks a SHA-256 of every part
@@ -53,11 +53,7 @@ class S3Objects:
     """The objects below one prefix of a bucket."""
 
     def __init__(self, settings: S3Settings) -> None:
-        """Set up the store; it connects with the first call.
-
-        Args:
-            settings: The bucket and its credentials.
-        """
+        """Set up the store; it connects with the first call."""
         self._settings = settings
         keys: dict[str, Any] = {
             "access_key_id": settings.access_key_id,
@@ -75,19 +71,7 @@ class S3Objects:
         self._hasty = self._connect(**_HASTY)
 
     def put(self, key: str, source: Source, *, sha256: str, size_bytes: int) -> None:
-        """Upload the file, and check that it outlived any removal of its predecessor (`ObjectStore.put`).
-
-        Args:
-            key: The object's key, a path of plain segments.
-            source: The file, by its path or open.
-            sha256: The declared digest, in hexadecimal.
-            size_bytes: The declared size.
-
-        Raises:
-            ArtifactDamaged: If the file is missing, not a plain file or other than declared, or the store keeps another
-                size.
-            StoreUnavailable: If the store does not answer, or has lost the object repeatedly.
-        """
+        """Upload the file, and check that it outlived any removal of its predecessor (`ObjectStore.put`)."""
         for _ in range(_ROUNDS):
             self._upload(key, source, sha256, size_bytes)
             self._await_removers(key)
@@ -102,21 +86,7 @@ class S3Objects:
         raise StoreUnavailable(f"the store of artifacts has lost an object {_ROUNDS} times after taking it")
 
     def open(self, key: str, size_bytes: int, first: int = 0) -> BinaryIO:
-        """Open a stream of the object, begun before this returns (`ObjectStore.open`).
-
-        Args:
-            key: The object's key.
-            size_bytes: The listed size.
-            first: The offset of the first byte to read.
-
-        Returns:
-            A buffered stream from that offset on; it cannot seek.
-
-        Raises:
-            ValueError: If the offset is at or beyond the end of an object that is not empty.
-            ArtifactDamaged: If the object is missing or of another size.
-            StoreUnavailable: If the store does not answer.
-        """
+        """Open a stream of the object, begun before this returns (`ObjectStore.open`)."""
         if first >= size_bytes > 0:
             raise ValueError(f"an object of {size_bytes:,} bytes was opened at {first:,}")
         with _translated(f"artifact {key}"):
@@ -130,18 +100,7 @@ class S3Objects:
             return io.BufferedReader(_Stream(iter(answer.stream(min_chunk_size=_CHUNK_BYTES)), key), _CHUNK_BYTES)
 
     def fetch(self, key: str, target: Path, *, sha256: str, size_bytes: int) -> None:
-        """Download the object and verify its digest (`ObjectStore.fetch`).
-
-        Args:
-            key: The object's key.
-            target: The path, which appears complete or not at all.
-            sha256: The listed digest, in hexadecimal.
-            size_bytes: The listed size.
-
-        Raises:
-            ArtifactDamaged: If the object is missing or other than listed.
-            StoreUnavailable: If the store does not answer.
-        """
+        """Download the object and verify its digest (`ObjectStore.fetch`)."""
         part = target.with_name(f"{PART}{uuid.uuid4().hex}")
         digest = hashlib.sha256()
         try:
@@ -159,29 +118,14 @@ class S3Objects:
             part.unlink(missing_ok=True)
 
     def listing(self, prefix: str) -> Iterator[StoredObject]:
-        """List all objects, page by page (`ObjectStore.listing`).
-
-        Args:
-            prefix: The beginning of the keys, which ends with a slash or is empty.
-
-        Yields:
-            One entry per object.
-        """
+        """List all objects, page by page (`ObjectStore.listing`)."""
         with _translated(prefix):
             for page in obstore.list(self._store, prefix.rstrip("/") or None):
                 for each in page:
                     yield _stored(each)
 
     def delete(self, key: str, *, older_than: float | None = None) -> bool:
-        """Delete the object, under a mark if its age counts (`ObjectStore.delete`).
-
-        Args:
-            key: The object's key.
-            older_than: Time in seconds of the store's clock; a younger object stays. None: whatever its age.
-
-        Returns:
-            Whether an object was deleted.
-        """
+        """Delete the object, under a mark if its age counts (`ObjectStore.delete`)."""
         if older_than is None:
             return self._remove(self._store, key)
         mark = f"{_DOOMED}{key}/{uuid.uuid4().hex}"
@@ -199,16 +143,7 @@ class S3Objects:
             return obstore.head(self._store, _CLOCK)["last_modified"].timestamp()
 
     def signed_url(self, key: str, seconds: int, answers: dict[str, str]) -> str | None:
-        """Return an address that answers GET for this object alone (`ObjectStore.signed_url`).
-
-        Args:
-            key: The object's key.
-            seconds: The address is valid for so long.
-            answers: Headers of the answer, such as ``content-disposition``.
-
-        Returns:
-            The address; None if a role, not a key, opens the store.
-        """
+        """Return an address that answers GET for this object alone (`ObjectStore.signed_url`)."""
         return signed_url(self._settings, key, seconds, answers=answers)
 
     def _connect(self, *, seconds: float, retry_seconds: float) -> S3Store:

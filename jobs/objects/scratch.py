@@ -48,7 +48,6 @@ class Scratch:
         """Return the folder of one attempt, which may not exist yet.
 
         Args:
-            job_id: The job.
             fence: The attempt, by its fencing token.
 
         Returns:
@@ -60,7 +59,6 @@ class Scratch:
         """Make the folder of one attempt, and give it and those before it to the job's group.
 
         Args:
-            job_id: The job.
             fence: The attempt, by its fencing token.
             group: The job's group.
         """
@@ -73,7 +71,6 @@ class Scratch:
         """Return the folders of earlier attempts on this machine.
 
         Args:
-            job_id: The job.
             fence: The attempt that asks.
 
         Returns:
@@ -87,7 +84,6 @@ class Scratch:
         """Download the newest checkpoint of an earlier attempt on another machine, unless a newer one is here.
 
         Args:
-            job_id: The job.
             fence: The attempt that asks.
 
         Raises:
@@ -109,7 +105,6 @@ class Scratch:
         """Delete what attempts have left beside the newest checkpoint, which is all that the next one goes on with.
 
         Args:
-            job_id: The job.
             fence: The last attempt that has ended.
         """
         kept = False
@@ -122,20 +117,13 @@ class Scratch:
     def size(self, job_id: str) -> int:
         """Return the bytes that the attempts of a job have left: on the disk, or in the bucket that all machines share.
 
-        Args:
-            job_id: The job.
-
         Raises:
             StoreUnavailable: If the bucket does not answer.
         """
         return job_folders.size(self._of_job(job_id)) if self.copies is None else self.copies.size(job_id)
 
     def clear(self, job_id: str) -> None:
-        """Delete everything that the job's attempts have left; files that are gone or in use are not an error.
-
-        Args:
-            job_id: The job.
-        """
+        """Delete everything that the job's attempts have left; files that are gone or in use are not an error."""
         job_folders.clear(self._of_job(job_id))
         if self.copies is not None:
             with contextlib.suppress(StoreUnavailable):  # the clean-up removes it later
@@ -185,7 +173,6 @@ def sweep_scratch(engine: Engine, scratch: Scratch) -> int:
 
     Args:
         engine: The ledger's database.
-        scratch: The scratch.
 
     Returns:
         The number of jobs cleared.

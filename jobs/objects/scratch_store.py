@@ -47,7 +47,6 @@ class ScratchStore:
         """Copy the checkpoint in a folder, and delete the files that only the copy before had.
 
         Args:
-            job_id: The job.
             fence: The attempt, by its fencing token.
             folder: The attempt's folder.
 
@@ -85,7 +84,6 @@ class ScratchStore:
         """Return the latest earlier attempt with a copied checkpoint.
 
         Args:
-            job_id: The job.
             before: The fence of the attempt that asks.
 
         Returns:
@@ -97,7 +95,6 @@ class ScratchStore:
         """Download an attempt's copy to a folder, which appears complete or not at all.
 
         Args:
-            job_id: The job.
             fence: The attempt, by its fencing token.
             target: The folder.
 
@@ -121,18 +118,11 @@ class ScratchStore:
             shutil.rmtree(part, ignore_errors=True)
 
     def clear(self, job_id: str) -> None:
-        """Delete all copies of a job.
-
-        Args:
-            job_id: The job.
-        """
+        """Delete all copies of a job."""
         self._remove(f"{_ROOT}{job_id}/")
 
     def size(self, job_id: str) -> int:
         """Return the bytes of all copies of a job.
-
-        Args:
-            job_id: The job.
 
         Raises:
             StoreUnavailable: If the store does not answer.

@@ -63,7 +63,6 @@ def fail(engine: Engine, claim: Claim, failure: Failed, pause_seconds: float = 0
     Args:
         engine: The ledger's database.
         claim: The claim under which the caller writes.
-        failure: The failure.
         pause_seconds: A job that returns to the queue is not claimed for so long.
 
     Returns:

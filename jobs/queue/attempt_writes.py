@@ -84,7 +84,6 @@ def write_plan(engine: Engine, claim: Claim, frame: Planned) -> bool:
     Args:
         engine: The ledger's database.
         claim: The claim under which the caller writes.
-        frame: The plan.
 
     Returns:
         Whether the attempt may continue on its device.

@@ -1,4 +1,4 @@
-"""The number of wake-ups at the broker, so that a relay sends no more where no worker receives them."""
+"""The backlog at the broker: the number of wake-ups, so that a relay sends no more where no worker receives them."""
 
 import redis
 from redis.backoff import NoBackoff
@@ -23,11 +23,7 @@ class BrokerBacklog:
         )
 
     def __call__(self) -> int:
-        """Return how many wake-ups no worker has received yet.
-
-        Raises:
-            redis.RedisError: If the broker does not answer.
-        """
+        """Return how many wake-ups no worker has received yet."""
         return int(self._redis.llen(QUEUE))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""An attempt's hold on a job: the claim with its device leases, and the heartbeat that renews it.
+"""Claims: an attempt's hold on a job, with its device leases, and the heartbeat that renews it.
 
 Each function is one transaction. `heartbeat` and `last_heartbeat` raise `LeaseLost` if the job has
 another holder by now, or none: then the attempt's child must be killed and nothing more be written.
@@ -49,7 +49,6 @@ def claim(
 
     Args:
         engine: The ledger's database.
-        job_id: The job.
         owner: The worker process, for the operator's eyes.
         claim_token: A random string, new for each intention to claim: a claim with a lost reply is repeated with the
             same token, and recognised.

@@ -1,4 +1,4 @@
-"""Fork and join: an attempt divides its job into child jobs, and the end of the last child queues the job again.
+"""Division by fork and join: an attempt divides its job into children; the end of the last one queues the job again.
 
 ::
 
@@ -97,19 +97,7 @@ def divide(engine: Engine, claim: Claim, frame: Divided, devices: int = 1) -> St
 
 
 def draw_parent(connection: Connection, parent_id: str | None, *, skip_locked: bool = False) -> Row[Any] | None:
-    """Lock the parent of a job that is about to end, before the job itself is locked.
-
-    Args:
-        connection: A connection with an open transaction.
-        parent_id: The parent; None of a job that is no piece.
-        skip_locked: Whether to raise where another transaction has locked it, in place of waiting.
-
-    Returns:
-        The parent's row as from `draw`; None if there is none, or its children decide about it no more.
-
-    Raises:
-        ParentBusy: If it is locked, and that is not to be waited for.
-    """
+    """Lock the parent of a job that is about to end, before the job itself is locked."""
     if parent_id is None:
         return None
     if skip_locked:
@@ -126,15 +114,7 @@ def tell_parent(
     state: State,
     failure: Mapping[str, Any] | None = None,
 ) -> None:
-    """Do to a parent what follows from the end of an attempt of its child, in the same transaction.
-
-    Args:
-        connection: The connection, on which the child was moved.
-        parent: The parent's row, as `draw_parent` returned it.
-        drawn: The child's row before the move.
-        state: The child's new state; `queued` concerns the parent's history alone.
-        failure: The failure of a child that is `failed`.
-    """
+    """Do to a parent what follows from the end of an attempt of its child, in the same transaction."""
     if parent is None:
         return
     append_event(connection, parent, "piece", piece_event(drawn, state))
@@ -156,7 +136,6 @@ def cancel_pieces(connection: Connection, parent_id: str, reason: str) -> bool:
 
     Args:
         connection: A connection with an open transaction, in which the parent's row is locked.
-        parent_id: The parent.
         reason: The reason, for the pieces' history.
 
     Returns:
@@ -176,10 +155,6 @@ def forget_files_of_pieces(connection: Connection, drawn: Row[Any]) -> None:
     """Delete the rows of files that only the pieces of a job needed, as it succeeds: it has merged what is in them.
 
     Those are the pieces' own files, and of the job itself the eigenbases that it stored for them.
-
-    Args:
-        connection: A connection with an open transaction.
-        drawn: The locked row of the job, as `draw` returned it.
     """
     if drawn.parent_id is None and drawn.document.get("shards") is not None:
         of_pieces = artifacts.c.job_id.in_(select(jobs.c.id).where(jobs.c.parent_id == drawn.id))
@@ -192,12 +167,6 @@ def settle_stranded(engine: Engine) -> int:
 
     The end of a piece decides about its parent in one transaction, so there is no such job, unless a process of an
     earlier version, which knows of no pieces, has ended one: as a worker that is yet to be replaced may.
-
-    Args:
-        engine: The ledger's database.
-
-    Returns:
-        The number of jobs moved.
     """
     piece = jobs.alias("piece")
     of_it = piece.c.parent_id == jobs.c.id
@@ -239,29 +208,13 @@ def _settle(connection: Connection, parent: Row[Any]) -> None:
 
 
 def piece_event(drawn: Row[Any], state: State) -> dict[str, Any]:
-    """Return the content of an event by which a parent's history tells of a piece.
-
-    Args:
-        drawn: The piece's row.
-        state: Its new state.
-
-    Returns:
-        `round`, `index`, `count`, `job` and `state`.
-    """
+    """Return the content of an event by which a parent's history tells of a piece."""
     piece = drawn.piece or {}
     return {**{name: piece.get(name) for name in ("round", "index", "count")}, "job": drawn.id, "state": state}
 
 
 def progress_between(connection: Connection, drawn: Row[Any]) -> dict[str, Any] | None:
-    """Return the progress of a job that is queued again: of a divided one what its pieces have done stays done.
-
-    Args:
-        connection: A connection with an open transaction.
-        drawn: The locked row of the job, as `draw` returned it.
-
-    Returns:
-        The progress after its last round; None of a job without pieces, which begins anew.
-    """
+    """Return the progress of a job that is queued again: of a divided one what its pieces have done stays done."""
     if drawn.parent_id is not None or drawn.document.get("shards") is None:
         return None
     last = select(jobs.c.piece).where(jobs.c.parent_id == drawn.id).order_by(jobs.c.id.desc()).limit(1)

@@ -1,4 +1,4 @@
-"""The first statement of every write: one UPDATE that locks the job, checks the fence, and draws the next event number.
+"""The fence, first in every write: one UPDATE locks the job, checks the token, and draws the next event number.
 
 ``UPDATE jobs SET event_seq = event_seq + 1 WHERE id = … AND fence = … AND state IN (…) RETURNING …``
 means the same on PostgreSQL and on SQLite (which silently drops FOR UPDATE and FOR SHARE). An
@@ -78,18 +78,7 @@ def take(
     claim_token: str,
     lease_seconds: float,
 ) -> Row[Any] | None:
-    """Move a queued job that is due to its next holder, as `draw` and `move` in one statement.
-
-    Args:
-        connection: A connection with an open transaction.
-        job_id: The job.
-        owner: The worker process, for the operator's eyes.
-        claim_token: The random string of this claim.
-        lease_seconds: The claim holds so long without a heartbeat.
-
-    Returns:
-        The job's row after the move; None if it is not queued or not due.
-    """
+    """Move a queued job that is due to its next holder, as `draw` and `move` in one statement."""
     drawn = connection.execute(
         _TAKE,
         {"job": job_id, "owner": owner, "token": claim_token, "seconds": float(lease_seconds)},
@@ -100,18 +89,7 @@ def take(
 
 
 def draw_fenced(connection: Connection, claim: Claim) -> Row[Any]:
-    """Lock the job of a claim, and draw the number of its next event.
-
-    Args:
-        connection: A connection with an open transaction.
-        claim: The claim under which the caller writes.
-
-    Returns:
-        The job's row, as from `draw`.
-
-    Raises:
-        LeaseLost: If a later claim was made or the job has ended.
-    """
+    """Lock the job of a claim, and draw the number of its next event."""
     row = draw(
         connection,
         jobs.c.id == claim.job_id,
@@ -127,14 +105,7 @@ def draw_fenced(connection: Connection, claim: Claim) -> Row[Any]:
 def by_holder(
     write: Callable[Concatenate[Engine, Claim, P], T],
 ) -> Callable[Concatenate[Engine, Claim, P], T]:
-    """Decorate a write of an attempt so that a refusal is counted, after the rollback of its transaction.
-
-    Args:
-        write: A function that raises `LeaseLost` where the attempt has lost its job.
-
-    Returns:
-        The function with the same arguments and errors.
-    """
+    """Decorate a write of an attempt so that a refusal is counted, after the rollback of its transaction."""
 
     @functools.wraps(write)
     def counted(engine: Engine, claim: Claim, /, *given: P.args, **named: P.kwargs) -> T:
@@ -241,13 +212,7 @@ def change_all(
 
 
 def cancel_queued(connection: Connection, which: ColumnElement[bool], reason: str) -> None:
-    """Cancel all queued jobs that fit a condition, as `move` cancels one.
-
-    Args:
-        connection: A connection with an open transaction, in which nobody else can lock several of these jobs.
-        which: A condition on `jobs`.
-        reason: The reason, for the jobs' history.
-    """
+    """Cancel all queued jobs that fit a condition, as `move` cancels one."""
     values = {"state": "cancelled", "finished_at": ledger_now(), "cancel_requested_at": ledger_now()}
     event = "state", lambda row: {"state": row.state, "attempt": row.attempt, "reason": reason}
     ids = change_all(connection, and_(which, jobs.c.state == "queued"), values, event)
@@ -274,7 +239,6 @@ def post_wakeup(connection: Connection, job_id: str, tenant_id: str) -> None:
 
     Args:
         connection: A connection with an open transaction.
-        job_id: The job.
         tenant_id: The job's tenant.
     """
     connection.execute(insert(outbox).values(id=new_id(), job_id=job_id, tenant_id=tenant_id, created_at=ledger_now()))

@@ -17,15 +17,7 @@ USERS = 40_000
 
 
 def user_number(connection: Connection, job: Row[Any]) -> int:
-    """Return the number of a job's user, and give it one at its first claim.
-
-    Args:
-        connection: A connection with an open transaction, in which the job's row is locked.
-        job: The job's row.
-
-    Returns:
-        0 to `USERS` - 1; the operator's first user is to be added.
-    """
+    """Return the number of a job's user, and give it one at its first claim."""
     own = connection.execute(select(job_users.c.number).where(job_users.c.job_id == job.id)).scalar_one_or_none()
     while own is None:
         given = insert(job_users).values(job_id=job.id, tenant_id=job.tenant_id).returning(job_users.c.number)

@@ -22,16 +22,7 @@ _C = model_digests.c
 
 
 def note_model(connection: Connection, claim: Claim, model_sha256: str | None) -> str | None:
-    """Note the digest of a job's model, and hold it against the one that was noted before.
-
-    Args:
-        connection: A connection with an open transaction.
-        claim: The claim of the job.
-        model_sha256: The digest; None of a job that has measured no model.
-
-    Returns:
-        What the job's reader is to know, where the model is another one; the new digest stands from then on.
-    """
+    """Note the digest of a job's model, and hold it against the one that was noted before."""
     source = _source(claim.document)
     if source is None or model_sha256 is None:
         return None

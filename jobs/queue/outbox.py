@@ -1,4 +1,4 @@
-"""The relay sends the wake-ups of the outbox, and again those of jobs that nobody has claimed.
+"""The outbox of wake-ups: a relay sends them, and again those of jobs that nobody has claimed.
 
 A queued job has exactly one outbox row, written with the move that queued it and deleted with
 the claim. So a wake-up that a broker loses is sent again, and one too many is harmless: the

@@ -33,15 +33,7 @@ PieceState = tuple[Piece, State, Mapping[str, Any] | None]
 
 
 def progress_of_round(document: Mapping[str, Any], pieces: Sequence[PieceState]) -> dict[str, Any]:
-    """Return the progress of a divided job: the sum over the pieces of one round.
-
-    Args:
-        document: The job's document.
-        pieces: The pieces of the round, at least one.
-
-    Returns:
-        The fields of a job's progress, without the moment.
-    """
+    """Return the progress of a divided job: the sum over the pieces of one round."""
     sized = [(_size(piece), _share(state, progress), piece) for piece, state, progress in pieces]
     total = sum(size for size, _, _ in sized)
     succeeded = sum(size for (size, _, _), (_, state, _) in zip(sized, pieces, strict=True) if state == "succeeded")
@@ -67,13 +59,7 @@ def _shown(document: Mapping[str, Any], name: str, counts: tuple[float, int], su
 
 
 def note_success(connection: Connection, parent: Row[Any], piece: Piece) -> None:
-    """Note in its parent's progress that a piece has succeeded.
-
-    Args:
-        connection: A connection with an open transaction.
-        parent: The parent's locked row, as `draw` returned it.
-        piece: The piece.
-    """
+    """Note in its parent's progress that a piece has succeeded."""
     progress = parent.progress or {}
     if _SUCCEEDED in progress:
         noted = {**progress, _SUCCEEDED: progress[_SUCCEEDED] + _size(piece)}

@@ -1,4 +1,4 @@
-"""A job's history: its events in order, a page at a time, or the newest of many jobs in one look.
+"""Events, a job's history: in order, a page at a time, or the newest of many jobs in one query.
 
 Events of one job become visible in the order of their numbers, because each is numbered under the
 lock on its job's row. So whoever has read up to a number has missed nothing below it.
@@ -44,7 +44,6 @@ def read_history(engine: Engine, tenant_id: str, job_id: str, after: int, limit:
     Args:
         engine: The ledger's database.
         tenant_id: The tenant who asks.
-        job_id: The job.
         after: Only events with a greater number.
         limit: The page's size, 1 to 100.
 

@@ -27,17 +27,7 @@ _LONGEST_VALUE = 300
 def read_jobs(
     connection: Connection, query: Select[Any], limit: int, fields: tuple[str, ...]
 ) -> tuple[tuple[Job, ...], bool]:
-    """Read one page of jobs.
-
-    Args:
-        connection: A connection with an open transaction.
-        query: The selection of rows in their order.
-        limit: The most rows of the page.
-        fields: What is wanted of `FIELDS`.
-
-    Returns:
-        The jobs, of their manifests the refused analyses and the notices alone, and whether more were selected.
-    """
+    """Read one page of jobs."""
     query = query.limit(limit + 1)
     most = limit
     if fields:

@@ -73,7 +73,6 @@ def layer_rows(
     Args:
         engine: The ledger.
         tenant_id: The tenant; another tenant's job has no rows.
-        job_id: The job.
         asked: Which rows, in which order and from where on.
 
     Returns:
@@ -142,7 +141,6 @@ def count_layers(engine: Engine, tenant_id: str, job_id: str) -> int:
     Args:
         engine: The ledger's database.
         tenant_id: The tenant who asks.
-        job_id: The job.
 
     Returns:
         The number; 0 for a job of another tenant.
@@ -158,7 +156,6 @@ def count_events(engine: Engine, tenant_id: str, job_id: str) -> int:
     Args:
         engine: The ledger's database.
         tenant_id: The tenant who asks.
-        job_id: The job.
 
     Returns:
         The number; 0 for a job of another tenant.
@@ -174,7 +171,6 @@ def list_artifacts(engine: Engine, tenant_id: str, job_id: str) -> tuple[Artifac
     Args:
         engine: The ledger's database.
         tenant_id: The tenant who asks.
-        job_id: The job.
 
     Returns:
         Their rows, by name; empty for a job of another tenant.
@@ -190,7 +186,6 @@ def read_artifact(engine: Engine, tenant_id: str, job_id: str, name: str) -> Art
     Args:
         engine: The ledger's database.
         tenant_id: The tenant who asks.
-        job_id: The job.
         name: The file's name.
 
     Returns:
@@ -208,7 +203,6 @@ def events_after(engine: Engine, tenant_id: str, job_id: str, seq: int = 0, limi
     Args:
         engine: The ledger's database.
         tenant_id: The tenant who asks.
-        job_id: The job.
         seq: Only events with a greater number; numbers grow, with gaps.
         limit: The page's size, 1 to 100.
 

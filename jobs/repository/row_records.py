@@ -9,14 +9,7 @@ from jobs.records import Artifact, Job
 
 
 def artifact_record(row: Row[Any]) -> Artifact:
-    """Return the record of a row of `artifacts`.
-
-    Args:
-        row: The row.
-
-    Returns:
-        The record.
-    """
+    """Return the record of a row of `artifacts`."""
     return Artifact(
         job_id=row.job_id,
         name=row.name,
@@ -28,14 +21,7 @@ def artifact_record(row: Row[Any]) -> Artifact:
 
 
 def job_record(row: Row[Any] | SimpleNamespace) -> Job:
-    """Return the record of a row of `jobs`; the failure's detail, meant for operators, is left out.
-
-    Args:
-        row: The row with all columns.
-
-    Returns:
-        The record.
-    """
+    """Return the record of a row of `jobs`; the failure's detail, meant for operators, is left out."""
     failure = row.failure
     if failure is not None:
         failure = {name: value for name, value in failure.items() if name != "detail"}

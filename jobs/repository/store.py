@@ -1,4 +1,4 @@
-"""Jobs as their tenants handle them after submission: read, list, cancel, reschedule, delete.
+"""The store of jobs for their tenants, after submission: read, list, cancel, reschedule, delete.
 
 Every statement names the tenant, so another tenant's id and a random one get the same answer.
 """
@@ -40,7 +40,6 @@ def read_job(engine: Engine, tenant_id: str, job_id: str) -> Job | None:
     Args:
         engine: The ledger's database.
         tenant_id: The tenant who asks.
-        job_id: Its id.
 
     Returns:
         The job, or None if this tenant has none of that id.
@@ -54,7 +53,6 @@ def read_estimate(engine: Engine, tenant_id: str, estimate_id: str) -> Job | Non
     Args:
         engine: The ledger's database.
         tenant_id: The tenant who asks.
-        estimate_id: Its id.
 
     Returns:
         The estimate, or None if this tenant has none of that id.
@@ -112,7 +110,6 @@ def list_jobs(
 
     Args:
         engine: The ledger.
-        tenant_id: The tenant.
         asked: Which of the tenant's jobs, and from where on.
 
     Returns:

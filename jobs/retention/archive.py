@@ -55,21 +55,7 @@ class Written:
 def write_archive(
     path: Path, contents: Contents, layers: Iterable[LayerRow], events: Iterable[Event], files: Iterable[Artifact]
 ) -> Written:
-    """Write an archive: gzip of one JSON object per line; equal contents give equal bytes.
-
-    Args:
-        path: The new file.
-        contents: Its first line, which counts the others.
-        layers: The job's layer rows.
-        events: The job's events.
-        files: The job's artifacts, which are listed and not included.
-
-    Returns:
-        The file's digest and size.
-
-    Raises:
-        OSError: If the disk is full or fails.
-    """
+    """Write an archive: gzip of one JSON object per line; equal contents give equal bytes."""
     with path.open("wb") as target:
         # neither a name nor a time in its head: they would differ between two who write the same
         with gzip.GzipFile("", "wb", compresslevel=6, fileobj=target, mtime=0) as packed:
@@ -85,7 +71,6 @@ def read_contents(folder: ArtifactFolder, archive: Artifact) -> Contents:
     """Return the first line of an archive.
 
     Args:
-        folder: The artifacts.
         archive: The archive's row.
 
     Returns:
@@ -105,7 +90,6 @@ def read_layers(folder: ArtifactFolder, archive: Artifact) -> Iterator[LayerRow]
     """Yield the layer rows of an archive, by kind and ordinal.
 
     Args:
-        folder: The artifacts.
         archive: The archive's row.
 
     Yields:

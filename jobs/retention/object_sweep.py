@@ -1,4 +1,4 @@
-"""Remove what nothing names any more: objects without a row, and files of attempts that are over.
+"""The object sweep removes what nothing names any more: objects without a row, and files of attempts that are over.
 
 An object is put first and listed afterwards, so one without a row may be about to get it. Whoever
 puts an object begins its age anew; only what is older than the grace *and* unlisted goes, and its
@@ -34,7 +34,6 @@ def sweep_objects(engine: Engine, folder: ArtifactFolder, grace_seconds: float) 
 
     Args:
         engine: The ledger's database.
-        folder: The artifacts.
         grace_seconds: The least age, by the store's clock.
 
     Returns:
@@ -56,7 +55,6 @@ def delete_unlisted(engine: Engine, folder: ArtifactFolder, deleted: Iterable[Ar
 
     Args:
         engine: The ledger's database.
-        folder: The artifacts.
         deleted: The files of the deleted job.
         grace_seconds: The least age, by the store's clock; younger objects are left to the sweep.
 
@@ -73,7 +71,6 @@ def sweep_attempts(engine: Engine, folder: ArtifactFolder, grace_seconds: float)
 
     Args:
         engine: The ledger's database.
-        folder: The artifacts.
         grace_seconds: Only folders without a change for so long.
 
     Returns:

@@ -59,7 +59,6 @@ def archive_ended(
 
     Args:
         engine: The ledger's database.
-        folder: The artifacts.
         days: Only jobs that ended so many days ago.
         drop_files: Whether the job's files are deleted with its rows.
         at_fault: Ids of jobs that cannot be archived: they are passed over, and newly found ones are added. Otherwise a

@@ -1,4 +1,4 @@
-"""Which queued jobs a worker may put on its devices, asked of the ledger in one statement.
+"""Candidate slots: the queued jobs that fit a worker's devices, by one statement of the ledger.
 
 A `CandidateSlot` determines the text of the statement; its numbers are bound when it is executed. So the statement is
 built once for each shape of fleet that a worker meets, not at each poll: building it takes longer than the answer.
@@ -54,32 +54,12 @@ def candidates_query(dialect: str, limit: int, slots: Sequence[CandidateSlot], *
 
     It is executed with `most_bytes`, the most that is free on any device, `before_grace`, the grace in seconds as a
     negative number, `slot_values` of each slot, and where it is capped `most_running`, the cap.
-
-    Args:
-        dialect: The database's.
-        limit: The number of jobs.
-        slots: The free slots of a worker.
-        capped: Whether there is a cap on the running jobs of a tenant.
-
-    Returns:
-        The query; it is cached.
     """
     return _built(dialect, limit, tuple(slots), capped)
 
 
 def slot_values(number: int, device: str, free_bytes: int, kept: Any, most: Sequence[int]) -> dict[str, Any]:  # noqa: ANN401 - a row of `jobs`
-    """Return the parameters of one slot for `candidates_query`.
-
-    Args:
-        number: The slot's position.
-        device: The slot's label: the UUID of a device, or a name for a group of them.
-        free_bytes: The free bytes there; in a group, those of the device with the fewest.
-        kept: The row of the job that the device is reserved for, or None.
-        most: The most free bytes on a smaller device, or on each of a group, in the order of the slot's `smaller`.
-
-    Returns:
-        Values by parameter.
-    """
+    """Return the parameters of one slot for `candidates_query`."""
     values = {f"device_{number}": device, f"free_{number}": free_bytes}
     values |= {f"most_{number}_{index}": each for index, each in enumerate(most)}
     if kept is not None:

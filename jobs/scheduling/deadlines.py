@@ -1,4 +1,4 @@
-"""A schedule in the ledger: what its columns hold, and that a deadline leaves time, by the database's clock."""
+"""Deadlines in the ledger: the columns of a schedule, and the check, by the database's clock, that one leaves time."""
 
 from datetime import datetime
 from typing import Any
@@ -27,9 +27,6 @@ def stored_schedule(schedule: Schedule) -> dict[str, Any] | None:
 def deadline_of(schedule: Schedule) -> datetime | ColumnElement[datetime] | None:
     """Return the deadline of a job that gets a schedule now.
 
-    Args:
-        schedule: The schedule.
-
     Returns:
         The moment or an SQL expression for it; None without a deadline.
     """
@@ -41,7 +38,6 @@ def require_in_time(deadline_at: datetime | None, now: datetime, pointer: str = 
     """Refuse a deadline that has passed.
 
     Args:
-        deadline_at: The deadline, or None.
         now: The database's time.
         pointer: The field to name in the refusal.
 

@@ -23,17 +23,7 @@ _CANDIDATES = 20
 def smallest_group(
     fleet: Iterable[FleetDevice], worker_id: str, ranks: int, suitable: Callable[[FleetDevice], bool]
 ) -> tuple[FleetDevice, ...] | None:
-    """Return the smallest suitable GPUs of one worker.
-
-    Args:
-        fleet: Known devices, from small to large.
-        worker_id: The worker.
-        ranks: The number of GPUs.
-        suitable: Whether a device may be one of them.
-
-    Returns:
-        The GPUs, all of one node and kind; None where there are not enough.
-    """
+    """Return the smallest suitable GPUs of one worker."""
     alike: dict[tuple[str, str], list[FleetDevice]] = {}
     for each in fleet:
         if each.kind != "host" and each.offered_by(worker_id) and suitable(each):
@@ -45,16 +35,7 @@ def smallest_group(
 
 
 def starts_now(fleet: Sequence[FleetDevice], job: Any, free_of: Callable[[FleetDevice], bool]) -> bool:  # noqa: ANN401 - a row of `jobs`
-    """Return whether any worker could start a job at once, on one device or on a group.
-
-    Args:
-        fleet: All known devices, from small to large.
-        job: The job's row.
-        free_of: Whether a device may be used for it, such as one that is not reserved for another.
-
-    Returns:
-        True if a live worker with a free slot may run it, and its memory is free.
-    """
+    """Return whether any worker could start a job at once, on one device or on a group."""
     if job.world_size == 1:
         return any(each.takes_now(job) for each in fleet if free_of(each))
     if any(each.takes_now(job) for each in fleet if each.kind == "host" and free_of(each)):
@@ -70,16 +51,7 @@ def could_start(
     job: Any,  # noqa: ANN401 - a row of `jobs`
     suitable: Callable[[FleetDevice], bool] | None = None,
 ) -> bool:
-    """Return whether a job could run on these devices once no other does.
-
-    Args:
-        fleet: The devices, from small to large.
-        job: The job's row.
-        suitable: Whether the job, or one rank of it, could run on a device; None asks `FleetDevice.could_lease`.
-
-    Returns:
-        True if one device, or a group of GPUs of one worker, is suitable.
-    """
+    """Return whether a job could run on these devices once no other does."""
     ask = suitable or (lambda each: each.could_lease(job))
     if any(ask(each) for each in fleet if job.world_size == 1 or each.kind == "host"):
         return True
@@ -90,15 +62,7 @@ def could_start(
 
 
 def free_of_group(fleet: Sequence[FleetDevice], job: Any) -> str:  # noqa: ANN401 - a row of `jobs`
-    """Return what a job of several ranks waits for, with the most devices that are free for it on one node now.
-
-    Args:
-        fleet: All known devices.
-        job: The job's row.
-
-    Returns:
-        The end of a sentence.
-    """
+    """Return what a job of several ranks waits for, with the most devices that are free for it on one node now."""
     if any(each.kind == "host" and each.could_hold(job, live=True) for each in fleet):
         return "its turn and a free device"
     free = most_on_a_node([each for each in fleet if each.takes_now(job) and each.reserver is None], job)
@@ -106,15 +70,7 @@ def free_of_group(fleet: Sequence[FleetDevice], job: Any) -> str:  # noqa: ANN40
 
 
 def most_on_a_node(fleet: Sequence[FleetDevice], job: Any) -> int:  # noqa: ANN401 - a row of `jobs`
-    """Return the most GPUs of one node that could each hold one rank of a job.
-
-    Args:
-        fleet: Known devices.
-        job: The job's row.
-
-    Returns:
-        Their number; 0 where there is none.
-    """
+    """Return the most GPUs of one node that could each hold one rank of a job."""
     able = Counter(
         each.node for each in fleet if each.kind != "host" and needs_on(job, each.kind) <= each.capacity_bytes
     )
@@ -126,16 +82,7 @@ def least_group(
     job: Any,  # noqa: ANN401 - a row of `jobs`
     suitable: Callable[[FleetDevice], bool],
 ) -> tuple[str, tuple[FleetDevice, ...]] | None:
-    """Return the smallest group of any live worker, the same for everybody who looks.
-
-    Args:
-        fleet: All known devices, from small to large.
-        job: The row of a job of several ranks.
-        suitable: Whether a device may be one of them.
-
-    Returns:
-        A worker and its GPUs; None where no worker offers enough.
-    """
+    """Return the smallest group of any live worker, the same for everybody who looks."""
     groups = [
         (worker, group)
         for worker in _workers(fleet, job, busy=True)
@@ -145,15 +92,7 @@ def least_group(
 
 
 def is_whole(fleet: Sequence[FleetDevice], job: Any) -> bool:  # noqa: ANN401 - a row of `jobs`
-    """Return whether the GPUs reserved for a job are still a group that could hold it.
-
-    Args:
-        fleet: All known devices, from small to large.
-        job: The row of a job of several ranks.
-
-    Returns:
-        False if one of them is gone, or too small by now.
-    """
+    """Return whether the GPUs reserved for a job are still a group that could hold it."""
     return (
         least_group(
             fleet, job, lambda each: each.reserver is not None and each.reserver.id == job.id and each.leaves(job)
@@ -169,16 +108,6 @@ def groups_to_reserve(
 
     The one that has waited longest comes first, and each gets the smallest group that could hold it once nothing else
     is there: the worker that offers that group reserves it.
-
-    Args:
-        connection: A connection with an open transaction.
-        fleet: All known devices, from small to large.
-        worker_id: The worker.
-        after_seconds: Only for jobs that have waited so long.
-        full: Tenants that run as many jobs as they may.
-
-    Returns:
-        Jobs by the UUIDs of the devices to be kept for them.
     """
     if sum(each.kind != "host" for each in fleet) < 2:
         return {}

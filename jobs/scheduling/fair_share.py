@@ -47,15 +47,6 @@ def fair_order(dialect: str, limit: int, claimable: ColumnElement[bool], device:
 
     No more than `limit` jobs of each tenant are read, by the index that holds queued jobs alone, so its cost does not
     grow with a backlog. Numbering the whole queue instead takes 25 ms and more for ten thousand jobs.
-
-    Args:
-        dialect: The database's.
-        limit: The number of jobs.
-        claimable: The condition on jobs that may be claimed.
-        device: The device for each job, or null.
-
-    Returns:
-        The query for `id` and `device`.
     """
     first = _first_of_each(dialect, limit, claimable, device)
     running = (
@@ -88,15 +79,7 @@ def fair_order(dialect: str, limit: int, claimable: ColumnElement[bool], device:
 
 
 def goes_ahead(priority: ColumnElement[int], served_at: ColumnElement[Any]) -> ColumnElement[bool]:
-    """Return the condition for a job to precede all others: it is an estimate, and its tenant was not served just now.
-
-    Args:
-        priority: The job's priority.
-        served_at: When a job of its tenant was last claimed.
-
-    Returns:
-        The condition.
-    """
+    """Return the condition for a job to precede all others: an estimate whose tenant was not served just now."""
     return and_(priority >= AHEAD, or_(served_at.is_(None), served_at <= ledger_now(-_AHEAD_EVERY_SECONDS)))
 
 
@@ -122,15 +105,7 @@ def has_running_slot() -> ColumnElement[bool]:
 
 
 def tenants_without_slot(connection: Connection, most_running: int) -> frozenset[str]:
-    """Return the tenants that run as many jobs as they may.
-
-    Args:
-        connection: A connection with an open transaction.
-        most_running: The cap on the running jobs of a tenant.
-
-    Returns:
-        Their ids.
-    """
+    """Return the tenants that run as many jobs as they may."""
     return frozenset(connection.execute(_tenants_with(_held, literal(most_running))).scalars())
 
 

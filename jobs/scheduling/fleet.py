@@ -95,9 +95,6 @@ class FleetDevice:
     def offered_by(self, worker_id: str) -> bool:
         """Return whether a worker offers this device.
 
-        Args:
-            worker_id: The worker.
-
         Returns:
             True if it does.
         """
@@ -235,13 +232,5 @@ def _offers(connection: Connection) -> dict[str, list[Offer]]:
 
 
 def offered_by(fleet: Sequence[FleetDevice], worker_id: str) -> list[tuple[FleetDevice, Offer]]:
-    """Return the devices of one worker.
-
-    Args:
-        fleet: All known devices.
-        worker_id: The worker.
-
-    Returns:
-        Each device with the worker's offer of it, from small to large.
-    """
+    """Return the devices of one worker."""
     return [(each, offer) for each in fleet for offer in each.offers if offer.worker_id == worker_id]

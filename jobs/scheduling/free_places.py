@@ -36,14 +36,7 @@ class FreePlace:
         return sorted((each.free_bytes for each in self.pool), reverse=True)[(self.ranks or 1) - 1]
 
     def uuids_for(self, job: Any) -> tuple[str, ...] | None:  # noqa: ANN401 - a row of `jobs`
-        """Return the smallest devices that hold a job.
-
-        Args:
-            job: The job's row; it is asked only where there is a choice.
-
-        Returns:
-            One UUID for each rank, or that of the host; None where there are too few.
-        """
+        """Return the smallest devices that hold a job."""
         number = self.ranks or 1
         if len(self.pool) == number:
             return tuple(each.uuid for each in self.pool)
@@ -54,15 +47,7 @@ class FreePlace:
 
 
 def free_places(offered: Sequence[tuple[FleetDevice, Offer]]) -> list[FreePlace]:
-    """Return the free places of a worker.
-
-    Args:
-        offered: Its free devices, from small to large, each with its offer.
-
-    Returns:
-        One place for each kind of device that differs from the others, one for each number of ranks from 2 that a group
-        can be made for, and the host last.
-    """
+    """Return the free places of a worker."""
     # what is the same of two devices is asked once
     alike = {(each.size, each.free_bytes, each.reserver and each.reserver.id): (each, offer) for each, offer in offered}
     single = [
@@ -107,16 +92,7 @@ def _groups(offered: Sequence[tuple[FleetDevice, Offer]]) -> list[FreePlace]:
 def candidate_slot(
     fleet: Sequence[FleetDevice], place: FreePlace, number: int
 ) -> tuple[CandidateSlot, Mapping[str, Any]]:
-    """Return which queued jobs may be put on a place by its worker now.
-
-    Args:
-        fleet: All known devices.
-        place: The place.
-        number: Its position among the worker's.
-
-    Returns:
-        The slot, and the parameters that the query is executed with.
-    """
+    """Return which queued jobs may be put on a place by its worker now."""
     least = place.pool[0]
     smaller = [
         each

@@ -1,4 +1,4 @@
-"""How many attempts of one job's pieces could compute at once on the devices of the workers that are there.
+"""Parallel places: how many pieces of one job could compute at once on the devices of the workers that run.
 
 A GPU holds one attempt, and so does each slot of a worker that computes in its host's memory; nobody runs more than it
 has slots. What others hold now counts too: it is free when they have ended, and a division is made for longer.

@@ -1,4 +1,4 @@
-"""Which queued job goes on which device: the smallest free one that holds it, and room kept for who waits long.
+"""The placement of queued jobs: the smallest free device that holds one, and room kept for one that waits long.
 
 A worker leaves a job for a short grace to a smaller free device of another worker that was seen lately. A job that
 waits long for more than is free on a device reserves one: nothing younger is put there until it is (`reserve`).
@@ -54,7 +54,6 @@ def next_places(
 
     Args:
         engine: The ledger's database.
-        worker_id: The worker.
         grace_seconds: A job is left to a smaller free device of another worker for so long.
         most_running: Cap on the running jobs of a tenant; 0 sets none.
         limit: The number of jobs.
@@ -99,7 +98,6 @@ def has_future_work(engine: Engine, worker_id: str, read_seconds: float) -> bool
 
     Args:
         engine: The ledger's database.
-        worker_id: The worker.
         read_seconds: Others' use of a device counts if it was read so recently; an older reading is about to be
             renewed.
 
@@ -151,7 +149,6 @@ def reserve(engine: Engine, worker_id: str, after_seconds: float, most_running: 
 
     Args:
         engine: The ledger's database.
-        worker_id: The worker.
         after_seconds: Only for jobs that have waited so long.
         most_running: Cap on the running jobs of a tenant; 0 sets none.
     """
@@ -181,7 +178,6 @@ def placement_of(engine: Engine, job: Job, most_running: int = 0) -> PlacementVi
 
     Args:
         engine: The ledger's database.
-        job: The job.
         most_running: Cap on the running jobs of a tenant; 0 sets none.
 
     Returns:
@@ -211,7 +207,6 @@ def placement_before(engine: Engine, document: JobDocument, needs_bytes: int | N
 
     Args:
         engine: The ledger's database.
-        document: The document.
         needs_bytes: Device memory that it is known to need; None if unknown.
 
     Returns:

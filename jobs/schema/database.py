@@ -1,4 +1,4 @@
-"""The connection to the ledger's database, PostgreSQL or SQLite, its transactions and its schema's version.
+"""The database of the ledger, PostgreSQL or SQLite: its connection, transactions and schema version.
 
 The same statements run on both. What differs stands here and in ``jobs.schema.clock``: above all how a
 transaction takes its lock. SQLite takes the file's one write lock at BEGIN IMMEDIATE, so that two
@@ -134,7 +134,6 @@ def for_tenant(engine: Engine, tenant_id: str) -> Engine:
 
     Args:
         engine: The ledger's database.
-        tenant_id: The tenant.
 
     Returns:
         An engine on the same pool, each transaction of which declares the tenant.
@@ -255,14 +254,7 @@ def _translated() -> Iterator[None]:
 
 
 def migration_config(connection: Connection | None = None) -> Config:
-    """Return Alembic's configuration.
-
-    Args:
-        connection: The connection for commands that run on one; None for others.
-
-    Returns:
-        The configuration.
-    """
+    """Return Alembic's configuration."""
     config = Config()
     config.set_main_option("script_location", "migrations:")  # the package, wherever it is installed
     config.attributes["connection"] = connection

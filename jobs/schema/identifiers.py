@@ -1,4 +1,4 @@
-"""Ids: UUIDs of version 7 (RFC 9562), which sort by the millisecond they were made in.
+"""Identifiers: UUIDs of version 7 (RFC 9562), which sort by the millisecond of their creation.
 
 The order serves paging and locality alone; nothing is decided by it, since it comes from the
 clock of whichever process made the id.

@@ -52,18 +52,7 @@ def limit_queries(seconds: float) -> Iterator[None]:
 
 
 def connect_limited(*arguments: Any, **named: Any) -> "LimitedConnection":  # noqa: ANN401 - passed on
-    """Connect as `psycopg.connect` does, within what is left for the block's queries.
-
-    Args:
-        arguments: Of `psycopg.connect`.
-        named: Of `psycopg.connect`.
-
-    Returns:
-        The connection.
-
-    Raises:
-        psycopg.OperationalError: If the server does not answer in time.
-    """
+    """Connect as `psycopg.connect` does, within what is left for the block's queries."""
     budget = _budget.get()
     if budget is None or math.isinf(budget.left):
         return LimitedConnection.connect(*arguments, **named)
@@ -81,19 +70,7 @@ class LimitedConnection(psycopg.Connection[Any]):
     """A connection to PostgreSQL on which no wait is longer than its limit."""
 
     def wait(self, gen: PQGen[RV], interval: float = _POLL_SECONDS, timeout: float | None = None) -> RV:
-        """Wait for an answer, as psycopg does; close the connection where none comes in time.
-
-        Args:
-            gen: psycopg's exchange with the server.
-            interval: Seconds between two looks for an interrupt.
-            timeout: The caller's own limit.
-
-        Returns:
-            What the exchange returns.
-
-        Raises:
-            psycopg.OperationalError: If no answer came within the limit.
-        """
+        """Wait for an answer, as psycopg does; close the connection where none comes in time."""
         budget = _budget.get()
         limit = QUERY_SECONDS if budget is None else max(0.0, budget.left)
         if math.isinf(limit):

@@ -50,16 +50,7 @@ def secret_of(password: str) -> str:
 
 
 def declaration(password: str, declared: str, *, for_session: bool = False) -> tuple[str, bool, str, bool]:
-    """Return the parameters of `DECLARE`.
-
-    Args:
-        password: The password that the connection has logged in with.
-        declared: The tenant's id, or a purpose.
-        for_session: Whether it holds for all of the connection's transactions, instead of this one alone.
-
-    Returns:
-        What is declared, and its proof, each followed by whether it ends with the transaction.
-    """
+    """Return the parameters of `DECLARE`."""
     key = secret_of(password).encode()
     proof = hashlib.sha256(key + hashlib.sha256(key + declared.encode()).digest()).hexdigest()
     return declared, not for_session, proof, not for_session

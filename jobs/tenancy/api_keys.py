@@ -52,21 +52,7 @@ def create_key(
     scopes: tuple[Scope, ...] = ("read", "submit"),
     expires_at: datetime | None = None,
 ) -> str:
-    """Create a key for the tenant of that name, and the tenant where there is none yet.
-
-    Args:
-        engine: The ledger's database.
-        secret: The server's secret, under which digests of keys are stored.
-        tenant: The tenant's name.
-        scopes: What the key may do.
-        expires_at: When it ends, with a time zone; None: never.
-
-    Returns:
-        The key, in plain text for the only time.
-
-    Raises:
-        SettingsInvalid: If the secret is too short, the name not valid or a scope unknown.
-    """
+    """Create a key for the tenant of that name, and the tenant where there is none yet."""
     check_secret(secret)
     if not _NAME.fullmatch(tenant):
         raise SettingsInvalid("a tenant's name is 1 to 100 letters, digits or ._- and starts with a letter or digit")
@@ -141,29 +127,14 @@ def _unrevoked(prefix: str) -> tuple[ColumnElement[bool], ...]:
 
 
 def key_id(presented_or_prefix: str) -> str | None:
-    """Return the public part of a key.
-
-    Args:
-        presented_or_prefix: The whole key or its prefix.
-
-    Returns:
-        The prefix; None where the text is neither, and may hold anything.
-    """
+    """Return the public part of a key."""
     match = _KEY.fullmatch(presented_or_prefix)
     prefix = presented_or_prefix if match is None else match[1]
     return prefix if _PREFIX.fullmatch(prefix) else None
 
 
 def revoke_key(engine: Engine, presented_or_prefix: str) -> bool:
-    """Revoke a key.
-
-    Args:
-        engine: The ledger's database.
-        presented_or_prefix: The whole key or its prefix.
-
-    Returns:
-        False if there is no such key, or it was revoked earlier.
-    """
+    """Revoke a key."""
     with writing(engine) as connection:
         found = connection.execute(
             update(api_keys)
@@ -213,14 +184,7 @@ def _digest(secret: str, key: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Create, revoke or list keys from the command line.
-
-    Args:
-        arguments: The words of the command line; the process's own if left out.
-
-    Returns:
-        The exit code: 0 done, 2 usage, 3 database away, 4 the operator must act.
-    """
+    """Create, revoke or list keys from the command line."""
     parser = argparse.ArgumentParser(
         prog="python -P -m jobs.tenancy.api_keys", description="Make, end or list API keys."
     )

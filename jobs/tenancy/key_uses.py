@@ -1,4 +1,4 @@
-"""The last use of each API key: noted in memory by the API, written to the ledger at most once a minute for each key.
+"""Key uses: the last use of each API key, noted in memory, written to the ledger at most once a minute for each.
 
 A request waits for none of it, and a use may be written up to a minute late; what a killed process had noted since its
 last writing is lost.
@@ -103,15 +103,7 @@ class KeyUses:
 
 
 def list_keys(engine: Engine, tenant: str | None = None) -> tuple[KeyRecord, ...]:
-    """Return the keys of the service, of all tenants or of one.
-
-    Args:
-        engine: The ledger's database.
-        tenant: The tenant's name; None for all.
-
-    Returns:
-        One record per key, by tenant and age.
-    """
+    """Return the keys of the service, of all tenants or of one."""
     columns = [each for each in api_keys.c if each.name not in {"id", "tenant_id", "hmac"}]
     query = (
         select(*columns, tenants.c.name, ledger_now().label("now"))

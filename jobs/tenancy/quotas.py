@@ -30,16 +30,7 @@ class Usage:
 
 
 def usage(engine: Engine, name: str | None = None, default_bytes: int | None = None) -> tuple[Usage, ...]:
-    """Return the bytes in use and the quotas of tenants.
-
-    Args:
-        engine: The ledger's database.
-        name: One tenant's name; None for all.
-        default_bytes: The quota of tenants without one of their own; None for no limit.
-
-    Returns:
-        One record per tenant, by name.
-    """
+    """Return the bytes in use and the quotas of tenants."""
     query = select(tenants.c.id, tenants.c.name, tenants.c.quotas).order_by(tenants.c.name)
     if name is not None:
         query = query.where(tenants.c.name == name)
@@ -51,16 +42,7 @@ def usage(engine: Engine, name: str | None = None, default_bytes: int | None = N
 
 
 def set_quota(engine: Engine, name: str, quota_bytes: int | None) -> bool:
-    """Set or remove a tenant's quota.
-
-    Args:
-        engine: The ledger's database.
-        name: The tenant's name.
-        quota_bytes: The quota; None removes it, so that the service's default holds.
-
-    Returns:
-        False if there is no tenant of that name.
-    """
+    """Set or remove a tenant's quota."""
     with writing(engine) as connection:
         # one that changes nothing first: two operators at once take turns
         row = connection.execute(
@@ -80,7 +62,6 @@ def require_room(engine: Engine, tenant_id: str, default_bytes: int | None = Non
 
     Args:
         engine: The ledger's database.
-        tenant_id: The tenant.
         default_bytes: The quota of tenants without one of their own; None for no limit.
 
     Raises:
@@ -99,9 +80,7 @@ def require_room_for(
 
     Args:
         engine: The ledger's database.
-        tenant_id: The tenant.
         sha256: The file's digest.
-        size_bytes: Its size.
         default_bytes: The quota of tenants without one of their own; None for no limit.
 
     Raises:
@@ -130,7 +109,6 @@ def require_place(engine: Engine, tenant_id: str, most_jobs: int, most_bytes: in
 
     Args:
         engine: The ledger's database.
-        tenant_id: The tenant.
         most_jobs: The cap on its queued jobs, estimates among them.
         most_bytes: The cap on the text of their documents.
 

@@ -86,11 +86,7 @@ def require_walls(engine: Engine, isolation: Collection[str]) -> None:
 
 
 def second_tenant(connection: Connection) -> bool:
-    """Return whether the ledger knows more than one tenant.
-
-    Args:
-        connection: A connection with an open transaction.
-    """
+    """Return whether the ledger knows more than one tenant."""
     return connection.execute(_SECOND).scalar_one_or_none() is not None
 
 

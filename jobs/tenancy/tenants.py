@@ -26,17 +26,7 @@ _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
 
 
 def read_bytes(text: str) -> int:
-    """Parse a size such as ``50GB``, ``1.5TiB`` or plain bytes.
-
-    Args:
-        text: The word of the command line.
-
-    Returns:
-        The bytes.
-
-    Raises:
-        argparse.ArgumentTypeError: If it is not a size.
-    """
+    """Parse a size such as ``50GB``, ``1.5TiB`` or plain bytes."""
     match = _SIZE.fullmatch(text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes; write one like 50GB, 1.5TiB or 1000000")
@@ -62,14 +52,7 @@ def separation_of_tenants(engine: Engine) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Show or set quotas from the command line.
-
-    Args:
-        arguments: The words of the command line; the process's own if left out.
-
-    Returns:
-        The exit code: 0 done, 2 usage, 3 database away, 4 the operator must act.
-    """
+    """Show or set quotas from the command line."""
     parser = argparse.ArgumentParser(prog="python -P -m jobs.tenancy.tenants", description="Show or limit tenants.")
     commands = parser.add_subparsers(dest="command", required=True)
     showing = commands.add_parser("show", help="what files take, and how much they may")

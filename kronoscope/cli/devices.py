@@ -36,14 +36,7 @@ def devices(
 
 
 def device_table(devices: Sequence[DeviceView]) -> Table:
-    """Tabulate devices, one row each.
-
-    Args:
-        devices: In the order in which they are shown.
-
-    Returns:
-        Size, free memory for the next job, and memory held by jobs and others, in GiB.
-    """
+    """Tabulate devices, one row each."""
     table = Table(pad_edge=False, show_edge=False, caption="sizes in GiB", caption_justify="left")
     for name in ("node", "device", "state"):
         table.add_column(name, no_wrap=True)

@@ -24,18 +24,7 @@ class DocumentUnreadable(ValueError):
 
 
 def read_document(path: Path, settings: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a job document.
-
-    Args:
-        path: A YAML 1.2 file, or JSON where it ends in ``.json``.
-        settings: Values that replace those of the file, each as ``field.path=value``.
-
-    Returns:
-        The document as plain values; it is not validated.
-
-    Raises:
-        DocumentUnreadable: If the file is missing, too long, malformed, or not a mapping.
-    """
+    """Read a job document."""
     document = _parse(path)
     for setting in settings:
         _put(document, setting)

@@ -26,41 +26,18 @@ CATEGORIES = {"usage": USAGE, "transient": TRANSIENT, "fatal": FATAL}
 
 
 def fail(code: int, lines: Sequence[str]) -> NoReturn:
-    """Print each fault on standard error, and end the command.
-
-    Args:
-        code: The exit code.
-        lines: One sentence for each fault.
-
-    Raises:
-        typer.Exit: Always.
-    """
+    """Print each fault on standard error, and end the command."""
     raise typer.Exit(_report_errors(code, lines))
 
 
 def require_whole(measured: CoverageView | None, refused: Sequence[RefusedAnalysis] | None) -> None:
-    """End the command with a code of its own where the job was done in part.
-
-    Args:
-        measured: The share of the model that was measured; None where no model was given.
-        refused: The analyses that were refused while others were done.
-
-    Raises:
-        typer.Exit: If there are such analyses, or the share is that of a part and the document does not accept it.
-    """
+    """End the command with a code of its own where the job was done in part."""
     if refused or (measured is not None and measured.status == "partial"):
         raise typer.Exit(PARTIAL)
 
 
 def run_command(command: Callable[[], object]) -> int:
-    """Run a command, and turn its errors into sentences and an exit code.
-
-    Args:
-        command: The command line application, or one of its commands.
-
-    Returns:
-        The exit code (see the module's first lines).
-    """
+    """Run a command, and turn its errors into sentences and an exit code."""
     try:
         command()
     except SystemExit as end:

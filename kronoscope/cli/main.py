@@ -1,4 +1,4 @@
-"""The command ``kronoscope``; ``kronoscope.cli.exit_codes`` lists its exit codes."""
+"""The main command, ``kronoscope``; ``kronoscope.cli.exit_codes`` lists its exit codes."""
 
 import os
 import sys
@@ -47,14 +47,7 @@ app = typer.Typer(
 
 
 def print_version(asked: bool) -> None:
-    """Print the version and end the command.
-
-    Args:
-        asked: Whether `--version` was given.
-
-    Raises:
-        typer.Exit: If it was.
-    """
+    """Print the version and end the command."""
     if asked:
         sys.stdout.write(f"kronoscope {version('kronoscope')}\n")
         raise typer.Exit

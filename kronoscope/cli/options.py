@@ -15,26 +15,12 @@ part of the model was measured."""
 
 
 def epilog(example: str) -> str:
-    """Return the end of a command's help.
-
-    Args:
-        example: A command line that works, without brackets, which would be taken for markup.
-
-    Returns:
-        The example, and the exit codes.
-    """
+    """Return the end of a command's help."""
     return f"Example: `{example}`\n\n{CODES}"
 
 
 def one_of(choices: Sequence[str]) -> Callable[[str], str]:
-    """Return a parser of an option with few values.
-
-    Args:
-        choices: The values.
-
-    Returns:
-        A function of the text: the text itself, or an error that lists the values and names the nearest.
-    """
+    """Return a parser of an option with few values."""
 
     def parse(text: str) -> str:
         if text not in choices:
@@ -45,14 +31,7 @@ def one_of(choices: Sequence[str]) -> Callable[[str], str]:
 
 
 def complete(choices: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return the completion of an option with few values.
-
-    Args:
-        choices: The values.
-
-    Returns:
-        A function of what is typed so far: the values that begin so.
-    """
+    """Return the completion of an option with few values."""
     return lambda incomplete: [each for each in choices if each.startswith(incomplete)]
 
 

@@ -57,27 +57,15 @@ def message_console() -> Console:
 
 
 def write_line(text: str) -> None:
-    """Write a text to standard output as it is but for what a terminal would obey.
-
-    Args:
-        text: The text, without the end of its last line.
-    """
+    """Write a text to standard output as it is but for what a terminal would obey."""
     sys.stdout.write(f"{printable(text)}\n")
 
 
 def write_error(text: str) -> None:
-    """Write a text to standard error as it is but for what a terminal would obey.
-
-    Args:
-        text: The text, without the end of its last line.
-    """
+    """Write a text to standard error as it is but for what a terminal would obey."""
     sys.stderr.write(f"{printable(text)}\n")
 
 
 def print_json(value: Any) -> None:  # noqa: ANN401 - any JSON
-    """Print a value for programs.
-
-    Args:
-        value: Anything that JSON holds.
-    """
+    """Print a value for programs."""
     sys.stdout.write(escaped(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)) + "\n")

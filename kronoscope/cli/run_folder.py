@@ -22,17 +22,7 @@ class NoRun(ValueError):
 
 
 def read_run(folder: Path) -> tuple[ResultsView, list[Layer]]:
-    """Read what a run has written.
-
-    Args:
-        folder: The folder that was given as `--output`.
-
-    Returns:
-        The results as a service would send them, as far as a folder has them, and the rows.
-
-    Raises:
-        NoRun: If the folder holds no results of a run that ended.
-    """
+    """Read what a run has written."""
     job, results = _json(folder, "job.json"), _json(folder, "results.json")
     if job.get("format") != _FORMAT:
         raise NoRun(f"{folder / 'job.json'} is not of the format {_FORMAT}; give the folder of a `kronoscope run`")

@@ -68,18 +68,6 @@ def run_job(request: Mapping[str, Any], output: Path, display: Display, *, verbo
     """Run one job in a process of its own, and wait for it.
 
     Ctrl-C asks it to stop, a second one ends it at once; either way nothing runs on afterwards.
-
-    Args:
-        request: The runner's request: the document, the model store, allowed factories and folders.
-        output: Folder for the results; a refused job leaves none.
-        display: Shows progress and warnings.
-        verbose: Whether every line of the job's log is shown.
-
-    Returns:
-        The rows, summaries and plan so far, and how the run ended.
-
-    Raises:
-        NotInstalled: If the worker's packages are not installed.
     """
     if importlib.util.find_spec("torch") is None:
         raise NotInstalled("`kronoscope run` computes on this machine, which needs `pip install kronoscope[worker]`")

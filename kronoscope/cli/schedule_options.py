@@ -16,20 +16,7 @@ Within = Annotated[str | None, typer.Option(metavar="TIME", help="The same from 
 def with_schedule(
     document: dict[str, Any], *, priority: int | None, deadline: str | None, within: str | None
 ) -> dict[str, Any]:
-    """Return a job document with the options in its block `schedule`.
-
-    Args:
-        document: The document as plain values; it is left as it is.
-        priority: -10 to 10; None keeps the document's own, as do the others.
-        deadline: A moment as text; it replaces `within` of the document.
-        within: A length of time as text; it replaces `deadline` of the document.
-
-    Returns:
-        A copy of the document; ``document`` itself where no option is given.
-
-    Raises:
-        DocumentUnreadable: If the block is not a mapping.
-    """
+    """Return a job document with the options in its block `schedule`."""
     options = {"priority": priority, "deadline": deadline, "within": within}
     options = {name: value for name, value in options.items() if value is not None}
     if not options:

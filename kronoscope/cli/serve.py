@@ -28,16 +28,6 @@ def embedded_environment(
 
     Factories and folders stay closed unless they are listed: there is no key on loopback, and every account of the
     machine reaches it.
-
-    Args:
-        environ: The environment to begin with.
-        folder: Holds ledger and artifacts.
-        port: The API's port on loopback.
-        factory_path: Where factories are imported from, unless ``environ`` says otherwise.
-        model_store: Folder of fetched and trained models.
-
-    Returns:
-        A copy of ``environ`` with the KRONOSCOPE_* settings of embedded mode.
     """
     return {
         **environ,
@@ -52,19 +42,7 @@ def embedded_environment(
 
 
 def serve_embedded(folder: Path, port: int | None, say: Callable[[str], None]) -> int:
-    """Migrate the ledger, start API and worker, and wait for ctrl-C, SIGTERM, or the end of a process.
-
-    Args:
-        folder: Holds ledger, artifacts, models and logs; it is made private to its owner.
-        port: The API's port; None takes 8000, or any free one.
-        say: Prints a line.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ServiceFailed: If folder or port cannot be used, or a process does not start.
-    """
+    """Migrate the ledger, start API and worker, and wait for ctrl-C, SIGTERM, or the end of a process."""
     folder = folder.absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,15 +80,7 @@ def serve_embedded(folder: Path, port: int | None, say: Callable[[str], None]) -
 
 
 def exec_module(module: str, arguments: Sequence[str] = ()) -> int:
-    """Replace this process by one of the service's own programs.
-
-    Args:
-        module: Its module, run by the same interpreter.
-        arguments: Of its command line.
-
-    Returns:
-        Never; the type suits ``typer.Exit``.
-    """
+    """Replace this process by one of the service's own programs."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])  # noqa: S606 - no shell is meant
 
@@ -175,14 +145,7 @@ def _once(command: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def require_free(port: int) -> None:
-    """Refuse a port that is in use.
-
-    Args:
-        port: A TCP port on loopback.
-
-    Raises:
-        ServiceFailed: If it is taken or not permitted.
-    """
+    """Refuse a port that is in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

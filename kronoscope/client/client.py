@@ -123,7 +123,6 @@ class Client:
         """Return a job.
 
         Args:
-            job_id: Its id.
             wait_seconds: How long to wait until it has ended, at most 30; 0 returns it as it is.
 
         Returns:
@@ -140,7 +139,6 @@ class Client:
         """Yield a job each time that it has changed, until it has ended.
 
         Args:
-            job_id: Its id.
             patience_seconds: How long the service may be away once the job was seen.
 
         Yields:
@@ -240,9 +238,6 @@ class Client:
     def cancel(self, job_id: str) -> JobView:
         """Cancel a queued or running job; an ended one stays as it is.
 
-        Args:
-            job_id: Its id.
-
         Returns:
             The job, cancelled or being cancelled.
         """
@@ -252,7 +247,6 @@ class Client:
         """Replace the schedule of a queued or running job.
 
         Args:
-            job_id: Its id.
             schedule: The block `schedule` of a job document: `priority`, and `deadline` or `within`.
 
         Returns:
@@ -265,9 +259,6 @@ class Client:
 
     def delete(self, job_id: str) -> None:
         """Delete an ended job with its results and files.
-
-        Args:
-            job_id: Its id.
 
         Raises:
             ClientError: If it has not ended.

@@ -36,16 +36,7 @@ class Connection:
     """Requests to one service with one key."""
 
     def __init__(self, url: str, key: str | None, timeout_seconds: float) -> None:
-        """Set up the connection without using it.
-
-        Args:
-            url: The service's address.
-            key: The API key; None for embedded mode.
-            timeout_seconds: How long one response may take, without the time that a request asks to wait.
-
-        Raises:
-            ClientError: If address or key is malformed.
-        """
+        """Set up the connection without using it."""
         _require_address(url)
         if key and not VISIBLE_ASCII.fullmatch(key):
             raise ClientError(
@@ -64,16 +55,7 @@ class Connection:
         )
 
     def pages(self, path: str, params: dict[str, str], *, cursor: str) -> Iterator[Mapping[str, Any]]:
-        """Yield the items of a list, page after page.
-
-        Args:
-            path: The list's address.
-            params: Query parameters of every page.
-            cursor: The parameter that takes `next` of the page before.
-
-        Yields:
-            Each item as JSON.
-        """
+        """Yield the items of a list, page after page."""
         seen: set[str] = set()
         while True:
             answer = self.send("GET", path, params=params)
@@ -90,18 +72,7 @@ class Connection:
             params = {**params, cursor: following}
 
     def download(self, path: str, most_bytes: int | None = None) -> Iterator[bytes]:
-        """Yield the bytes of a file, from the service or from the store that it names.
-
-        Args:
-            path: The file's address in the service.
-            most_bytes: Its size as it is listed; None where that is not known.
-
-        Yields:
-            Parts of the file; the caller checks their digest.
-
-        Raises:
-            DownloadFailed: If the connection breaks, the store refuses, or there is more than what is listed.
-        """
+        """Yield the bytes of a file, from the service or from the store that it names."""
         count = 0
         for part in self._parts(path, most_bytes):
             count += len(part)
@@ -148,48 +119,20 @@ class Connection:
             yield from answer.iter_bytes()
 
     def open_events(self, path: str, position: int) -> AbstractContextManager[httpx.Response]:
-        """Open a stream of events.
-
-        Args:
-            path: The stream's address.
-            position: The number of the last event that the caller has.
-
-        Returns:
-            A context manager of the streaming response.
-        """
+        """Open a stream of events."""
         headers = {"accept": "text/event-stream", "last-event-id": str(position)}
         # a stream without events sends a keepalive four times a minute
         return self.http.stream("GET", path, headers=headers, timeout=httpx.Timeout(60, connect=_CONNECT_SECONDS))
 
     def wait_options(self, seconds: float) -> dict[str, Any]:
-        """Return the options of a request that waits in the service.
-
-        Args:
-            seconds: How long it may wait.
-
-        Returns:
-            The parameter `wait`, and a timeout that begins when the wait is over.
-        """
+        """Return the options of a request that waits in the service."""
         timeout = httpx.Timeout(seconds + self._timeout_seconds, connect=_CONNECT_SECONDS)
         return {"params": {"wait": str(seconds)}, "timeout": timeout}
 
     def wait_for_change(
         self, path: str, headers: dict[str, str], window: RetryWindow, has_changed: Callable[[httpx.Response], bool]
     ) -> httpx.Response:
-        """Poll until a response has changed; the service may be away, or have no room for a long poll.
-
-        Args:
-            path: The address that is polled.
-            headers: Of each request, such as a condition.
-            window: How long the service may be away.
-            has_changed: Whether a response is the one waited for.
-
-        Returns:
-            That response.
-
-        Raises:
-            ClientError: If the service refuses for good, or does not come back in time.
-        """
+        """Poll until a response has changed; the service may be away, or have no room for a long poll."""
         while True:
             asked = time.monotonic()
             try:
@@ -205,36 +148,11 @@ class Connection:
             time.sleep(max(0.0, asked + _ASK_EVERY_SECONDS - time.monotonic()))
 
     def call(self, method: str, path: str, **options: Any) -> Any:  # noqa: ANN401 - httpx's options, JSON back
-        """Send a request, and return the JSON of its response.
-
-        Args:
-            method: The HTTP method.
-            path: The address in the service.
-            options: Further options of httpx.
-
-        Returns:
-            The parsed value.
-
-        Raises:
-            ClientError: As `send` does, and if the response is not JSON.
-        """
+        """Send a request, and return the JSON of its response."""
         return content_of(self.send(method, path, **options))
 
     def send(self, method: str, path: str, **options: Any) -> httpx.Response:  # noqa: ANN401 - httpx's options
-        """Send a request.
-
-        Args:
-            method: The HTTP method.
-            path: The address in the service.
-            options: Further options of httpx, such as `json` and `headers`.
-
-        Returns:
-            The response, read to its end: a success, or 304 to a conditional request.
-
-        Raises:
-            ClientError: If the service refuses.
-            ServiceUnreachable: If it does not answer.
-        """
+        """Send a request."""
         try:
             answer = self.http.request(method, path, **options)
         except httpx.HTTPError as error:

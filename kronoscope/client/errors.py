@@ -42,17 +42,7 @@ class DownloadFailed(ClientError):
 
 
 def content_of(answer: httpx.Response) -> Any:  # noqa: ANN401 - whatever JSON holds
-    """Return the JSON of a response.
-
-    Args:
-        answer: The response, read to its end.
-
-    Returns:
-        The parsed value.
-
-    Raises:
-        ClientError: If it holds no JSON, so that it is not Kronoscope that answers at the address.
-    """
+    """Return the JSON of a response."""
     try:
         return answer.json()
     except (ValueError, RecursionError) as error:
@@ -60,27 +50,13 @@ def content_of(answer: httpx.Response) -> Any:  # noqa: ANN401 - whatever JSON h
 
 
 def unexpected(answer: httpx.Response) -> ClientError:
-    """Return the error for a response that Kronoscope would not send.
-
-    Args:
-        answer: The response.
-
-    Returns:
-        The error.
-    """
+    """Return the error for a response that Kronoscope would not send."""
     detail = f"{answer.request.url} answered {answer.status_code}, not as Kronoscope does; check the address"
     return ClientError(answer.status_code, "Unexpected answer", detail)
 
 
 def refusal_of(answer: httpx.Response) -> ClientError:
-    """Return the error that a refusing response stands for.
-
-    Args:
-        answer: A response with an error status.
-
-    Returns:
-        The error with the sentences of the problem document, or with the status where there is none.
-    """
+    """Return the error that a refusing response stands for."""
     refused = _refused(answer)
     refused.retry_seconds = retry_after_seconds(answer.headers.get("retry-after"))
     return refused

@@ -23,22 +23,7 @@ def follow_events(
     after: int,
     patience_seconds: float,
 ) -> Iterator[EventView]:
-    """Yield a job's events until it has ended, and connect again where the connection breaks.
-
-    Args:
-        connect: Opens the stream behind the event of a number.
-        refusal: Makes the error of a response that is not a stream.
-        after: The number of the last event that the caller has; 0 begins at the first.
-        patience_seconds: How long the service may refuse, or not answer.
-
-    Yields:
-        The events numbered above ``after``, in order.
-
-    Raises:
-        Exception: The ``refusal`` of an answer that no second try would change, or of the last one when the service
-            has refused, or not answered, for ``patience_seconds``.
-        httpx.HTTPError: The last one, where it did not answer at all.
-    """
+    """Yield a job's events until it has ended, and connect again where the connection breaks."""
     pause, window = PAUSE_SECONDS, RetryWindow(patience_seconds)
     while True:
         failure: Exception | None = None

@@ -85,18 +85,7 @@ def build_summary(kind: str, summary: Mapping[str, Any]) -> Any:  # noqa: ANN401
 
 
 def build(cls: type[T], value: Mapping[str, Any]) -> T:
-    """Build a record from a JSON object.
-
-    Args:
-        cls: The record's class; its annotations say which values become records and tuples.
-        value: The object. Unknown fields are left out; missing ones take their default, or None.
-
-    Returns:
-        The record; its fields have the types of its annotations, or None.
-
-    Raises:
-        ClientError: If the value is not an object, or a field has another type, so that it is not Kronoscope's.
-    """
+    """Build a record from a JSON object."""
     if not isinstance(value, dict):
         raise _malformed(cls.__name__, "an object", value)
     hints = typing.get_type_hints(cls)

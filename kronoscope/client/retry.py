@@ -11,11 +11,7 @@ class RetryWindow:
     """The time for which failures are retried; it begins with the first failure and ends with an answer."""
 
     def __init__(self, seconds: float) -> None:
-        """Set the window's length.
-
-        Args:
-            seconds: How long failures may last.
-        """
+        """Set the window's length."""
         self._seconds = seconds
         self._since: float | None = None
 
@@ -24,15 +20,7 @@ class RetryWindow:
         self._since = None
 
     def pause(self, failure: Exception, pause_seconds: float) -> None:
-        """Sleep before the service is asked again.
-
-        Args:
-            failure: The error of the last attempt.
-            pause_seconds: How long to sleep; less at the end of the window.
-
-        Raises:
-            Exception: The ``failure``, once failures have lasted for the whole window.
-        """
+        """Sleep before the service is asked again."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         left = self._since + self._seconds - now
@@ -42,12 +30,5 @@ class RetryWindow:
 
 
 def retry_after_seconds(header: str | None) -> float:
-    """Return the pause that a header Retry-After asks for.
-
-    Args:
-        header: Its value; None where the response has none.
-
-    Returns:
-        Seconds; two where the header is absent or holds a date.
-    """
+    """Return the pause that a header Retry-After asks for."""
     return float(header) if header is not None and header.isdecimal() else PAUSE_SECONDS

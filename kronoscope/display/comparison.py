@@ -1,4 +1,4 @@
-"""The columns and the sentences of a comparison of two curvatures."""
+"""The comparison of two curvatures on a terminal: its columns and sentences."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -12,14 +12,7 @@ _MOST_LISTED = 5
 
 
 def comparison_columns(rows: Sequence[Layer]) -> tuple[tuple[str, Callable[[Layer], str]], ...]:
-    """Return the columns of G ⊗ A: the overlap at each k, distances and the divergence.
-
-    Args:
-        rows: The covered layers.
-
-    Returns:
-        Headings, each with what it shows of a row.
-    """
+    """Return the columns of G ⊗ A: the overlap at each k, distances and the divergence."""
     sizes = dict.fromkeys(
         read_field(each, "k")
         for row in rows
@@ -37,14 +30,7 @@ def comparison_columns(rows: Sequence[Layer]) -> tuple[tuple[str, Callable[[Laye
 
 
 def comparison_notes(summary: Any) -> list[str]:  # noqa: ANN401 - a record, or what a service sends in its place
-    """Return what a comparison says of both sets: overlaps, distance, what is missing, and how they were collected.
-
-    Args:
-        summary: The comparison's summary.
-
-    Returns:
-        Clauses; none for another analysis's summary.
-    """
+    """Return what a comparison says of both sets: overlaps, distance, what is missing, and how they were collected."""
     if read_field(summary, "against_sha256") is None and read_field(summary, "only_against") is None:
         return []
     overlaps = [

@@ -17,15 +17,7 @@ _CURVATURES = {
 
 
 def computed(kind: str, document: Mapping[str, Any]) -> str:
-    """Return the noun phrase of what an analysis computes.
-
-    Args:
-        kind: The analysis.
-        document: The job document as it is stored.
-
-    Returns:
-        Such as ``the Kronecker factors A and G of each layer``; the kind itself where this version does not know it.
-    """
+    """Return the noun phrase of what an analysis computes."""
     if kind not in _PHRASES:
         return kind
     params = ANALYSES[kind].params
@@ -34,11 +26,7 @@ def computed(kind: str, document: Mapping[str, Any]) -> str:
 
 
 def joined(parts: Sequence[str]) -> str:
-    """Return phrases as a list in a sentence.
-
-    Args:
-        parts: The phrases, one at least.
-    """
+    """Return phrases as a list in a sentence."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 

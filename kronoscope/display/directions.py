@@ -11,15 +11,7 @@ _MOST_POWERS = 2
 
 
 def direction_columns(rows: Sequence[Layer], show: Callable[[Any], str]) -> tuple[Column, ...]:
-    """Return the columns of `natural_gradient`: the gradient's norm, and for each power what becomes of it.
-
-    Args:
-        rows: Rows of the covered layers.
-        show: Writes a figure.
-
-    Returns:
-        Headings, and what stands below them. With one power they are plain; with several each carries its α.
-    """
+    """Return the columns of `natural_gradient`: the gradient's norm, and for each power what becomes of it."""
     powers = next((_powers(row) for row in rows if _powers(row)), [])
     columns: list[Column] = [("‖g‖", lambda row: show(_field(row.metrics, "gradient_norm")))]
     for place, power in enumerate(powers[:_MOST_POWERS]):
@@ -37,15 +29,7 @@ def direction_columns(rows: Sequence[Layer], show: Callable[[Any], str]) -> tupl
 
 
 def direction_notes(summary: Any, show: Callable[[Any], str]) -> list[str]:  # noqa: ANN401 - a record, or a mapping
-    """Return what the summary's line says of the directions.
-
-    Args:
-        summary: The summary of `natural_gradient`, or of another analysis.
-        show: Writes a figure.
-
-    Returns:
-        A clause for each power, and one for what is not covered; none of another analysis.
-    """
+    """Return what the summary's line says of the directions."""
     directions = _field(summary, "directions")
     if not directions:
         return []

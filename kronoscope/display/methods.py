@@ -49,7 +49,6 @@ def methods_text(results: ResultsView, rows: Sequence[Layer]) -> str:
 
     Args:
         results: The job's results.
-        rows: The rows of its layers.
 
     Returns:
         The paragraph and the entries, with a blank line between them.

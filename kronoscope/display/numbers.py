@@ -1,18 +1,11 @@
-"""Figures as they stand in tables, and fields of what a service sends."""
+"""Numbers as they stand in tables, and fields of a service's answers."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def format_number(value: Any) -> str:  # noqa: ANN401 - metrics are of any type
-    """Return a figure in at most nine characters.
-
-    Args:
-        value: A number, or a value of another type, which is shown as it is.
-
-    Returns:
-        Four significant digits, integers below ten million whole; a dash for None.
-    """
+    """Return a figure in at most nine characters."""
     if value is None:
         return "–"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -27,13 +20,5 @@ def format_number(value: Any) -> str:  # noqa: ANN401 - metrics are of any type
 
 
 def read_field(source: Any, name: str) -> Any:  # noqa: ANN401 - records, or mappings of analyses unknown here
-    """Return a field of a record, or of the mapping in its place.
-
-    Args:
-        source: A record, a mapping of an analysis that this client does not know, or None.
-        name: The field.
-
-    Returns:
-        Its value; None where there is none.
-    """
+    """Return a field of a record, or of the mapping in its place."""
     return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)

@@ -32,14 +32,7 @@ def show_plan(plan: Mapping[str, Any], console: Console) -> None:
 
 
 def stage_table(plan: Mapping[str, Any]) -> Table:
-    """Tabulate the planned stages.
-
-    Args:
-        plan: The plan as JSON.
-
-    Returns:
-        One row for each stage, in the order of the job, with its peak bytes and its seconds.
-    """
+    """Tabulate the planned stages."""
     table = Table(title="stages", title_justify="left", pad_edge=False, show_edge=False)
     table.add_column("stage", no_wrap=True)
     for heading in ("device", "host", "disk", "seconds"):
@@ -58,15 +51,7 @@ def _written(seconds: float | None, pace: str | None) -> str:
 
 
 def measured_stage_table(stages: Iterable[Mapping[str, Any]], pace: str | None = None) -> Table:
-    """Tabulate what each stage took beside what was planned.
-
-    Args:
-        stages: The stages of a memory curve; only places in which something was measured are shown.
-        pace: The speed that the seconds were planned by, `measured` or `usual`.
-
-    Returns:
-        One row for each stage and quantity; seconds that were too short to be planned have no error.
-    """
+    """Tabulate what each stage took beside what was planned."""
     stages = list(stages)
     table = Table(title="stages: planned, measured, error", title_justify="left", pad_edge=False, show_edge=False)
     table.add_column("stage", no_wrap=True)
@@ -95,14 +80,7 @@ def _error_text(error: float) -> str:
 
 
 def largest_terms_table(plan: Mapping[str, Any]) -> Table:
-    """Tabulate the plan's largest terms.
-
-    Args:
-        plan: The plan as JSON.
-
-    Returns:
-        The eight largest, each with its formula and the source of its figure; equal terms of layers share a row.
-    """
+    """Tabulate the plan's largest terms."""
     table = Table(title="largest terms", title_justify="left", pad_edge=False, show_edge=False)
     for heading in ("bytes", "where", "stage", "what", "layer", "formula", "source"):
         table.add_column(heading, justify="right" if heading == "bytes" else "left", overflow="fold")
@@ -132,14 +110,7 @@ def _place(stage: str) -> int:
 
 
 def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a plan's sentences: the choice and its reason, the peaks against their budgets, what was assumed.
-
-    Args:
-        plan: The plan as JSON.
-
-    Yields:
-        One line each.
-    """
+    """Yield a plan's sentences: the choice and its reason, the peaks against their budgets, what was assumed."""
     yield from _part_lines(plan)
     yield plan["why"]
     if plan.get("pace") == "measured":
@@ -188,14 +159,7 @@ def _part_lines(plan: Mapping[str, Any]) -> Iterator[str]:
 
 
 def format_bytes(size_bytes: int) -> str:
-    """Return bytes as text with a binary unit.
-
-    Args:
-        size_bytes: The size.
-
-    Returns:
-        Three digits and the unit, such as ``1.5 GiB``; a dash for zero.
-    """
+    """Return bytes as text with a binary unit."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size_bytes >= size:
             return f"{size_bytes / size:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Show how far a job is: bars on a terminal, a line now and then elsewhere, nothing for machines."""
+"""Progress of a job: bars on a terminal, a line now and then elsewhere, nothing for machines."""
 
 import time
 from types import TracebackType
@@ -91,15 +91,7 @@ class BarDisplay:
             self._bars.stop()
 
     def update(self, stage: str, done: int, total: int | None, unit: str, eta_seconds: float | None = None) -> None:
-        """Move the stage's bar; one of unknown length pulses.
-
-        Args:
-            stage: Its name; a new one completes the bars before it.
-            done: Units that are done.
-            total: Units in all; None where unknown.
-            unit: Plural noun of the units.
-            eta_seconds: Remaining seconds of the whole job; None where unknown.
-        """
+        """Move the stage's bar; one of unknown length pulses."""
         if stage not in self._tasks:
             for other in self._bars.tasks:
                 # its last update may be from before its end
@@ -113,11 +105,7 @@ class BarDisplay:
             self._shown = True
 
     def line(self, text: str) -> None:
-        """Print a line above the bars.
-
-        Args:
-            text: The line, without markup.
-        """
+        """Print a line above the bars."""
         (self._bars.console if self._shown else self._console).print(
             escape(text), style="dim", soft_wrap=True, highlight=False
         )
@@ -138,15 +126,7 @@ class LineDisplay:
         return None
 
     def update(self, stage: str, done: int, total: int | None, unit: str, eta_seconds: float | None = None) -> None:
-        """Print a line if the stage is new or has ended, or ten seconds have passed since the last one.
-
-        Args:
-            stage: Its name.
-            done: Units that are done.
-            total: Units in all; None where unknown.
-            unit: Plural noun of the units.
-            eta_seconds: Remaining seconds of the whole job; None where unknown.
-        """
+        """Print a line if the stage is new or has ended, or ten seconds have passed since the last one."""
         now = time.monotonic()
         ended = total is not None and done >= total
         if stage == self._stage and not ended and now - self._said < _LINE_SECONDS:
@@ -158,11 +138,7 @@ class LineDisplay:
         self.line(f"{stage}:{counted}{left}")
 
     def line(self, text: str) -> None:
-        """Print a line.
-
-        Args:
-            text: The line; markup in it is printed as it is.
-        """
+        """Print a line."""
         self._console.print(escape(text), soft_wrap=True, highlight=False)
 
 
@@ -176,22 +152,10 @@ class SilentDisplay:
         return None
 
     def update(self, stage: str, done: int, total: int | None, unit: str, eta_seconds: float | None = None) -> None:
-        """Show nothing.
-
-        Args:
-            stage: Not used.
-            done: Not used.
-            total: Not used.
-            unit: Not used.
-            eta_seconds: Not used.
-        """
+        """Show nothing."""
 
     def line(self, text: str) -> None:
-        """Show nothing.
-
-        Args:
-            text: Not used.
-        """
+        """Show nothing."""
 
 
 def display_for(console: Console, *, silent: bool = False) -> Display:

@@ -11,15 +11,7 @@ _NAMES = {"kfac": "K-FAC", "ekfac": "EK-FAC", "ggn": "GGN", "fisher": "Fisher", 
 
 
 def curvature_table(summary: Any) -> Table | None:  # noqa: ANN401 - a record, or what a service sends in its place
-    """Tabulate the curvatures of a `spectrum` job.
-
-    Args:
-        summary: The summary: the catalog's record, or a mapping.
-
-    Returns:
-        One row for each curvature; a star marks an eigenvalue whose bound did not come below the tolerance. None where
-        there are none.
-    """
+    """Tabulate the curvatures of a `spectrum` job."""
     curvatures = read_field(summary, "curvatures") or ()
     if not curvatures:
         return None
@@ -49,14 +41,7 @@ def curvature_table(summary: Any) -> Table | None:  # noqa: ANN401 - a record, o
 
 
 def missing_lines(summary: Any) -> list[str]:  # noqa: ANN401 - a record, or what a service sends in its place
-    """Return lines on what a curvature's spectrum lacks.
-
-    Args:
-        summary: The summary, as for ``curvature_table``.
-
-    Returns:
-        One line for each curvature and reason.
-    """
+    """Return lines on what a curvature's spectrum lacks."""
     lines = []
     for each in read_field(summary, "curvatures") or ():
         reasons: dict[str, list[str]] = {}

@@ -158,18 +158,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
 
 
 def layer_table(kind: str, rows: Sequence[Layer], width: int = _WIDTH, measured: CoverageView | None = None) -> Table:
-    """Tabulate the covered layers of one analysis.
-
-    Args:
-        kind: The analysis.
-        rows: Its rows; layers that are not covered are left out (`not_covered_lines` names them).
-        width: Columns of the terminal. Figures are shown whole and names take the rest; where it is too narrow for all
-            columns, the first figures are left out, and named below.
-        measured: The share of the model that was measured, which the title names where a part is missing.
-
-    Returns:
-        One row per layer, in the model's order.
-    """
+    """Tabulate the covered layers of one analysis."""
     # measured largest first, and shown in the model's order
     covered = sorted((row for row in rows if row.status != "declared"), key=lambda row: row.ordinal)
     columns = _COLUMNS.get(kind) or _generic_columns(covered)
@@ -209,15 +198,7 @@ def layer_table(kind: str, rows: Sequence[Layer], width: int = _WIDTH, measured:
 
 
 def not_covered_lines(rows: Sequence[Layer]) -> list[str]:
-    """Return lines about the layers that are not covered, and those with a status of their own.
-
-    Args:
-        rows: All rows of one analysis.
-
-    Returns:
-        A line for each layer with its reason, or for each reason where there are more than twelve layers; then a line
-        for each status such as `zero_curvature`.
-    """
+    """Return lines about the layers that are not covered, and those with a status of their own."""
     not_covered = [row for row in rows if row.status == "declared"]
     if len(not_covered) <= _MOST_LISTED:
         lines = [
@@ -251,16 +232,7 @@ def _identity_note(identity: float | None) -> list[str]:
 
 
 def summary_line(kind: str, summary: Any, measured: CoverageView | None = None) -> str:  # noqa: ANN401 - each analysis has its own record
-    """Return the summary of one analysis as one line.
-
-    Args:
-        kind: The analysis.
-        summary: Its summary: the catalog's record, or a mapping of an analysis that this client does not know.
-        measured: The share of the model that was measured; where a part is missing, its figures are said to be of it.
-
-    Returns:
-        Coverage and the figures of the whole model, separated by semicolons.
-    """
+    """Return the summary of one analysis as one line."""
     coverage = _field(summary, "coverage")
     parts = [f"{kind}: {_layers(_field(summary, 'layers'))}"]
     # a matrix from a file belongs to no model, so that there is nothing to cover
@@ -340,14 +312,7 @@ def _exact_comparison(exact: Any) -> str:  # noqa: ANN401 - a record, or what a 
 
 
 def reuse_lines(rows: Sequence[Layer]) -> list[str]:
-    """Return a line for each earlier job with cached factors that the results are based on.
-
-    Args:
-        rows: Rows of any analyses.
-
-    Returns:
-        No line where this job collected its own factors.
-    """
+    """Return a line for each earlier job with cached factors that the results are based on."""
     sources = dict.fromkeys(row.observed.factors_from for row in rows if row.observed is not None)
     return [f"factors from the cache: those of job {source}" for source in sources if source]
 

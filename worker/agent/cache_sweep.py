@@ -9,19 +9,7 @@ from worker.disk.cache_folder import CacheFolder, cache_of_tenant, tenants_cache
 
 
 def sweep_caches(engine: Engine, artifact_root: Path, limit_bytes: int) -> int:
-    """Sweep the cache of every tenant.
-
-    Args:
-        engine: The ledger.
-        artifact_root: The folder of the artifacts.
-        limit_bytes: The bytes that each tenant's entries may take.
-
-    Returns:
-        The number of entries and folders that were removed.
-
-    Raises:
-        LedgerUnavailable: If the database does not answer; nothing is removed unchecked.
-    """
+    """Sweep the cache of every tenant."""
     root = tenants_caches(artifact_root)
     if not root.is_dir():
         return 0

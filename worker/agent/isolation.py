@@ -1,4 +1,4 @@
-"""Which walls between a child and its worker hold here: measured by a child that tries, not read from settings.
+"""Isolation: the walls between a child and its worker, measured by a child that tries, not read from settings.
 
 ::
 
@@ -121,15 +121,7 @@ def _has_ended(child: Child) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Try each wall from inside a child, and print those that hold.
-
-    Args:
-        arguments: The worker's process number and user, the numbers of another job's processes, how many files of
-            others follow, these, and the files of the worker's secrets.
-
-    Returns:
-        The exit code 0.
-    """
+    """Try each wall from inside a child, and print those that hold."""
     worker, user, others, count, *paths = arguments
     foreign, files = paths[: int(count)], paths[int(count) :]
     fields = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)

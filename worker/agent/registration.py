@@ -1,4 +1,4 @@
-"""The worker's entry in the ledger: made when it begins, renewed while it lives, taken off when it ends.
+"""Registration, the worker's entry in the ledger: made when it begins, renewed while it lives, removed when it ends.
 
 A worker that is not known takes no job: what it offers stands in its entry. One that was silent for so long that the
 entry is gone makes it again. One whose devices have all failed stays known, and offers nothing until one answers.
@@ -59,11 +59,7 @@ class Registration:
         self._thread.start()
 
     def ensure(self) -> None:
-        """Be known, at the latest now, and with no device that did not come up.
-
-        Raises:
-            LedgerUnavailable: If the database does not answer.
-        """
+        """Be known, at the latest now, and with no device that did not come up."""
         with self._lock:
             sick = self._offered & self._device_health.withheld()
             if (sick or not self._known) and not self._ended.is_set():

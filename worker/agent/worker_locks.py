@@ -81,14 +81,7 @@ class EndedWorkers:
         self._since: dict[Path, float] = {}
 
     def sweep(self, take_back: Callable[[str], int]) -> int:
-        """Have the jobs of every ended worker taken back, and forget it some time later.
-
-        Args:
-            take_back: Takes the jobs of the worker with that id, and returns how many it took.
-
-        Returns:
-            The number of jobs taken.
-        """
+        """Have the jobs of every ended worker taken back, and forget it some time later."""
         taken = 0
         paths = sorted((*self._folder.glob("*.lock"), *self._folder.glob("*.new")))
         self._since = {path: since for path, since in self._since.items() if path in paths}

@@ -1,4 +1,4 @@
-"""What this worker computes on: NVIDIA's GPUs, GPUs that are only a number of bytes, or the host itself.
+"""Discovered devices of this worker: NVIDIA's GPUs, GPUs that are only a number of bytes, or the host itself.
 
 A provider reads its devices anew at each call. NVIDIA's are read through its management library, which makes no
 context on the GPU, so this process holds none of its memory; they are known by UUID, since their numbers differ
@@ -67,16 +67,7 @@ def usual_slots(node: str, fake_gpus: tuple[int, ...], environ: Mapping[str, str
 
 
 def fake_gpu(node: str, index: int, capacity_bytes: int) -> Device:
-    """Return a GPU that exists in the ledger alone.
-
-    Args:
-        node: The machine's name.
-        index: Its number among the fake ones; with the same node it gives the same UUID.
-        capacity_bytes: The memory that it pretends to have.
-
-    Returns:
-        The device, of kind `fake`.
-    """
+    """Return a GPU that exists in the ledger alone."""
     digest = hashlib.sha256(f"{node} {index}".encode()).hexdigest()
     return Device(uuid=f"FAKE-{digest[:32]}", kind="fake", name=f"fake GPU {index}", capacity_bytes=capacity_bytes)
 
@@ -138,12 +129,6 @@ def gpus_given(visible: str | None) -> int:
     """Count the GPUs that this process has, also while none of them answers.
 
     One whose driver comes up after it, or whose GPUs have failed for now, would else compute on the host for ever.
-
-    Args:
-        visible: CUDA_VISIBLE_DEVICES, None where it is not set.
-
-    Returns:
-        The count; 0 makes the worker offer its host.
     """
     try:
         pynvml.nvmlInit()
@@ -181,14 +166,7 @@ def _failed(number: int) -> bool:
 
 
 def nvidia_gpus(visible: str | None) -> tuple[Device, ...]:
-    """Read NVIDIA's GPUs, or the slices of those that are cut by MIG.
-
-    Args:
-        visible: CUDA_VISIBLE_DEVICES, None where it is not set: all count then.
-
-    Returns:
-        The devices that answer; none without a driver.
-    """
+    """Read NVIDIA's GPUs, or the slices of those that are cut by MIG."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

@@ -111,7 +111,6 @@ class CacheFolder:
 
         Args:
             folder: The tenant's folder, which need not exist yet.
-            rows: The rows of its entries.
             limit_bytes: Bytes that all entries may take together.
         """
         self.folder = folder
@@ -241,11 +240,7 @@ class CacheFolder:
 
 
 def discard(place: Path) -> None:
-    """Remove the folder of an entry: out of sight at once, then file by file.
-
-    Args:
-        place: The folder; a missing one is no error.
-    """
+    """Remove the folder of an entry: out of sight at once, then file by file."""
     trash = place.parent / f"{_TRASH}{uuid.uuid4().hex}"
     with contextlib.suppress(OSError):
         place.rename(trash)

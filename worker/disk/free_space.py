@@ -1,4 +1,4 @@
-"""Room on a disk: how a full one is told, and whether there is enough for another job."""
+"""Free space on a disk: whether it is full, and whether there is enough for another job."""
 
 import errno
 import shutil
@@ -27,14 +27,7 @@ def describe_full_disk(error: OSError) -> str | None:
 
 
 def existing(path: Path) -> Path:
-    """Return the nearest folder that exists.
-
-    Args:
-        path: A path, which need not exist.
-
-    Returns:
-        The path itself if it is a folder, else the first folder above it.
-    """
+    """Return the nearest folder that exists."""
     path = path.absolute()
     while not path.is_dir() and path != path.parent:
         path = path.parent

@@ -98,18 +98,7 @@ ESTIMATE = "engine.estimate:estimate"
 
 
 def parse_document(document: Mapping[str, Any]) -> JobDocument:
-    """Read the document strictly: no string for a number, no number for a flag.
-
-    Args:
-        document: The document, as decoded from JSON.
-
-    Returns:
-        The document as a record.
-
-    Raises:
-        Refusal: If it holds NaN or an infinity.
-        DocumentRefused: If it is not valid; with every complaint.
-    """
+    """Read the document strictly: no string for a number, no number for a flag."""
     try:
         raw = json.dumps(document, allow_nan=False)
     except ValueError as error:
@@ -122,20 +111,7 @@ def parse_document(document: Mapping[str, Any]) -> JobDocument:
 
 
 def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> Finished | Divided:
-    """Run every analysis of the document and send its rows as frames, or what of a divided job is this attempt's.
-
-    Args:
-        assignment: The job, and what this attempt may use.
-        pipe: The pipe to the parent.
-        checkpoint: The flag that is read between units of work.
-
-    Returns:
-        The last frame, with the digests of model and data; or with the pieces of the next round.
-
-    Raises:
-        StopRequested: If the flag is set meanwhile.
-        Exception: Any fault of the job; `failure_of` turns it into the last frame.
-    """
+    """Run every analysis of the document and send its rows as frames, or what of a divided job is this attempt's."""
     # read when CUDA's libraries are first used; without it their products are not the same in every run
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = computing_device(assignment.leased)
@@ -357,14 +333,7 @@ def _analyse(workspace: Workspace, pipe: FramePipe) -> tuple[RefusedAnalysis, ..
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compute the job whose assignment stands on standard input.
-
-    Args:
-        arguments: The command line without the program's name; None for that of the process.
-
-    Returns:
-        The exit code: 0 finished, 2 usage, 3 transient, 4 fatal, 5 stopped, 6 divided.
-    """
+    """Compute the job whose assignment stands on standard input."""
     parser = argparse.ArgumentParser(prog="worker.execution", description="Compute one job; started by its parent.")
     parser.add_argument("--frames", type=int, required=True, help="descriptor that frames are written to")
     parser.add_argument("--answers", type=int, help="descriptor that answers come from")

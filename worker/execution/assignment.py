@@ -1,4 +1,4 @@
-"""What a child is told to do: one JSON object on its standard input."""
+"""The assignment of a child: one JSON object on its standard input."""
 
 import json
 from collections.abc import Mapping
@@ -101,17 +101,7 @@ class Assignment:
 
 
 def read_assignment(raw: bytes) -> Assignment:
-    """Read the assignment that the parent wrote.
-
-    Args:
-        raw: JSON text.
-
-    Returns:
-        The assignment; absent fields have their defaults.
-
-    Raises:
-        ValueError: If it is not an assignment; that is our own fault, never the caller's.
-    """
+    """Read the assignment that the parent wrote."""
     if len(raw) > _MAX_BYTES:
         raise ValueError(f"an assignment of {len(raw):,} bytes; at most {_MAX_BYTES:,} are read")
     try:

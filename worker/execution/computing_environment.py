@@ -16,19 +16,7 @@ _PACKAGES = ("kronoscope", "torch", "numpy", "scipy", "safetensors", "transforme
 
 
 def computing_device(leased: str | None) -> torch.device:
-    """Choose the device: the GPU, if this process sees one and it answers, else the CPU; of a rank, its own GPU.
-
-    Args:
-        leased: The kind of device that was leased for the job; None if nobody leases.
-
-    Returns:
-        The device.
-
-    Raises:
-        Unavailable: If a GPU was leased and there is none: the CPU's numbers would be another device's.
-        Refusal: If there are GPUs, and none for this rank.
-        RuntimeError: If CUDA counts a GPU on which nothing can be computed; found out before the job begins.
-    """
+    """Choose the device: the GPU, if this process sees one and it answers, else the CPU; of a rank, its own GPU."""
     if torch.cuda.is_available():
         device = torch.device("cuda", _own_gpu(leased)) if "LOCAL_RANK" in os.environ else torch.device("cuda")
         torch.cuda.synchronize(device)
@@ -59,14 +47,7 @@ def _own_gpu(leased: str | None) -> int:
 
 
 def computing_environment(device: torch.device) -> dict[str, Any]:
-    """Return the facts on which digests depend, and nothing about the machine's owner.
-
-    Args:
-        device: The device that computes.
-
-    Returns:
-        Versions, platform, processor, device, threads and instruction set, by name.
-    """
+    """Return the facts on which digests depend, and nothing about the machine's owner."""
     return {
         "python": platform.python_version(),
         "implementation": sys.implementation.name,

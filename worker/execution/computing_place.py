@@ -53,15 +53,6 @@ def computing_place(
     """Return where ``document`` is computed, its budget measured; or planned to be, on the device that is ``wanted``.
 
     Call it before the model is there: the plan counts its weights.
-
-    Args:
-        document: Names the budgets.
-        here: What this machine computes on.
-        bounds: What was leased for the job.
-        wanted: The kind of device that a plan is asked for; None is ``here``.
-
-    Raises:
-        Refusal: If a device that is not here has no budget in bytes.
     """
     device = here if wanted in (None, here.type) else torch.device(str(wanted))
     if device.type == "cuda" and here.type != "cuda":

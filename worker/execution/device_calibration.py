@@ -1,4 +1,4 @@
-"""The machine's pace, measured once and kept in the model store: a file for each device, version of torch and threads.
+"""Device calibration: the machine's speed, measured once and kept in the model store, a file for each device.
 
 A file that cannot be read, or that another machine wrote, is measured again. Jobs with users of their own only read the
 store; for them a worker measures ahead of time, by a process that runs nobody's code:
@@ -90,14 +90,7 @@ class Calibration:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the device that this process sees, unless its pace is there already.
-
-    Args:
-        arguments: The command line without the program's name; None for that of the process.
-
-    Returns:
-        The exit code: 0 where the pace is kept now.
-    """
+    """Measure the device that this process sees, unless its pace is there already."""
     parser = argparse.ArgumentParser(prog="worker.execution.device_calibration", description="Measure a device once.")
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--scratch", type=Path, required=True)

@@ -1,4 +1,4 @@
-"""Every exception as the last frame of a job: who acts, a code, a sentence; the traceback only for the operator.
+"""Failures: every exception as the last frame of a job, with who acts, a code and a sentence.
 
 ::
 
@@ -41,14 +41,7 @@ class DocumentRefused(Exception):
 
 
 def failure_of(error: BaseException) -> Failed:
-    """Return the frame that reports an exception.
-
-    Args:
-        error: What ended the attempt.
-
-    Returns:
-        The last frame, with category, code and a message for the job's owner.
-    """
+    """Return the frame that reports an exception."""
     match error:
         case Refusal():
             return _failed(error, error.category, error.code, error.message, pointer=error.pointer)

@@ -1,4 +1,4 @@
-"""The child's end of the frame pipe: whole lines, in order, and progress no more often than is useful.
+"""The frame pipe, at the child's end: whole lines, in order, and progress no more often than is useful.
 
 Answers of the parent come over a pipe of their own, one line for each question.
 """
@@ -31,44 +31,20 @@ class FramePipe:
     """Writes frames to a descriptor. One thread writes."""
 
     def __init__(self, descriptor: int, answers: int | None = None) -> None:
-        """Set up the pipe.
-
-        Args:
-            descriptor: The pipe that frames are written to.
-            answers: The pipe that answers come from; None where nobody answers.
-        """
+        """Set up the pipe."""
         self._descriptor = descriptor
         self._answers = answers
         self._stage: str | None = None
         self._reported = 0.0
 
     def send(self, frame: Frame) -> None:
-        """Write one frame.
-
-        Args:
-            frame: The frame.
-
-        Raises:
-            ValueError: If it holds NaN or is too long.
-            BrokenPipeError: If nobody reads any more.
-        """
+        """Write one frame."""
         line = memoryview(encode(frame))
         while line:
             line = line[os.write(self._descriptor, line) :]
 
     def ask(self, question: CacheAsked, checkpoint: Callable[[], None]) -> CacheAnswer:
-        """Ask the parent, and wait for its answer.
-
-        Args:
-            question: The question.
-            checkpoint: Called while it is awaited; may raise to stop.
-
-        Returns:
-            The answer; that there is no entry, where nobody answers.
-
-        Raises:
-            BrokenPipeError: If nobody reads any more.
-        """
+        """Ask the parent, and wait for its answer."""
         if self._answers is None:
             return CacheAnswer(job=None)
         self.send(question)
@@ -83,14 +59,7 @@ class FramePipe:
         return decode_answer(line)
 
     def report(self, stage: str, done: int, total: int | None, unit: str) -> None:
-        """Send progress: the first of a stage, its last, and a few a second in between.
-
-        Args:
-            stage: The stage's name.
-            done: Units that are done.
-            total: Units in all; None where that is not known.
-            unit: Such as `batches`.
-        """
+        """Send progress: the first of a stage, its last, and a few a second in between."""
         now = time.monotonic()
         if stage == self._stage and done != total and now - self._reported < _PROGRESS_SECONDS:
             return
@@ -98,12 +67,7 @@ class FramePipe:
         self.send(Progress(stage=stage, done=done, total=total, unit=unit))
 
     def log(self, level: str, message: str) -> None:
-        """Send a line for the job's log.
-
-        Args:
-            level: `debug`, `info` or `warning`; any other counts as `info`.
-            message: The line; characters that the ledger cannot store are replaced.
-        """
+        """Send a line for the job's log."""
         message = storable_text(message)
         known: dict[str, LogLine] = {
             "debug": LogLine(level="debug", message=message),
@@ -112,20 +76,9 @@ class FramePipe:
         self.send(known.get(level) or LogLine(level="info", message=message))
 
     def planned(self, plan: object) -> None:
-        """Send the memory plan.
-
-        Args:
-            plan: The plan as a JSON object; anything else is sent as an empty one.
-        """
+        """Send the memory plan."""
         self.send(Planned(plan=plan if isinstance(plan, dict) else {}))
 
     def artifact(self, name: str, sha256: str, size_bytes: int, media_type: str) -> None:
-        """Announce a complete file.
-
-        Args:
-            name: Its name below the artifacts.
-            sha256: Its digest in hexadecimal.
-            size_bytes: Its size.
-            media_type: Its media type.
-        """
+        """Announce a complete file."""
         self.send(ArtifactWritten(name=name, sha256=sha256, size_bytes=size_bytes, media_type=media_type))

@@ -38,14 +38,7 @@ class InputDigests:
         self._data: str | None = None
 
     def data_sha256(self, checkpoint: Callable[[], None]) -> str:
-        """Return the digest of the first whole pass over the data; one is made where there was none.
-
-        Args:
-            checkpoint: Called between chunks of a pass that is made for this; may raise to stop.
-
-        Returns:
-            SHA-256 in hexadecimal.
-        """
+        """Return the digest of the first whole pass over the data; one is made where there was none."""
         if self._data is None:
             passes = self.stream.digests
             self._data = passes[0] if passes else data_digest(self._counted, self._seed, checkpoint)
@@ -60,14 +53,7 @@ class InputDigests:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return the digest of a model's parameters and buffers, each once and in the order of the modules.
-
-    Args:
-        model: The model, on any device.
-
-    Returns:
-        SHA-256 in hexadecimal.
-    """
+    """Return the digest of a model's parameters and buffers, each once and in the order of the modules."""
     digest = hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         head = f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}".encode()
@@ -79,17 +65,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def factors_digest(stored: Artifacts | None) -> str | None:
-    """Return the digest of stored factors, as their index records them.
-
-    Args:
-        stored: The factors, each tensor of which is verified by that index when it is read; None where there are none.
-
-    Returns:
-        SHA-256 in hexadecimal; None without factors, or where their index is from before it had digests.
-
-    Raises:
-        BrokenFactors: If the index is not of this format.
-    """
+    """Return the digest of stored factors, as their index records them."""
     return None if stored is None else read_index(stored.load_json(INDEX)).sha256()
 
 

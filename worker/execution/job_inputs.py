@@ -40,18 +40,7 @@ DATA_SOURCES = {
 
 
 def load_model(document: JobDocument, context: LoaderContext) -> LoadedModel:
-    """Load the model that the document names.
-
-    Args:
-        document: The job document.
-        context: The loaders' rules, folders and reports.
-
-    Returns:
-        The model, on the host, with its provenance.
-
-    Raises:
-        Refusal: If no loader serves the document's source.
-    """
+    """Load the model that the document names."""
     source: Any = document.model
     loader = MODEL_SOURCES.get(source.source)
     if loader is None:
@@ -67,19 +56,7 @@ def load_model(document: JobDocument, context: LoaderContext) -> LoadedModel:
 
 
 def load_data(document: JobDocument, loaded: LoadedModel, context: LoaderContext) -> DataStream:
-    """Open the data that the document names.
-
-    Args:
-        document: The job document.
-        loaded: The model, whose inputs and outputs the data must fit.
-        context: The loaders' rules, folders and reports.
-
-    Returns:
-        The stream of batches; each batch is validated as it is read.
-
-    Raises:
-        Refusal: If no loader serves the document's source, or the document has no task.
-    """
+    """Open the data that the document names."""
     source: Any = document.data
     loader = DATA_SOURCES.get(source.source)
     if loader is None or document.task is None:
@@ -106,16 +83,7 @@ def _ignore(*_: object) -> None:
 
 
 def try_before_training(document: JobDocument, context: LoaderContext) -> None:
-    """Refuse data that a builtin model cannot take or has no classes for, before the model is trained.
-
-    Args:
-        document: The job document; a model that needs no training is left to the engine's dry run.
-        context: The loaders' rules, folders and reports.
-
-    Raises:
-        Refusal: If the data cannot be opened, or not for this model.
-        EngineError: If the model and the data's first example, or its labels, do not fit each other.
-    """
+    """Refuse data that a builtin model cannot take or has no classes for, before the model is trained."""
     source = document.model
     if not isinstance(source, BuiltinModel) or document.task is None or context.shapes_only:
         return
@@ -130,20 +98,7 @@ def try_before_training(document: JobDocument, context: LoaderContext) -> None:
 
 
 def open_factors(document: JobDocument, assignment: Assignment, context: LoaderContext) -> Artifacts:
-    """Open the factors of an earlier job, or a single matrix, in place of a model and data.
-
-    Args:
-        document: The job document, with `factors`.
-        assignment: The assignment; its `factors_path`, if set, is the folder that the parent laid out.
-        context: The loaders' rules for paths.
-
-    Returns:
-        The stored factors, for reading only.
-
-    Raises:
-        Refusal: If the document names a job of the service in a foreground run, a tensor in a folder, or a single
-            matrix for another analysis than `reconstruction`.
-    """
+    """Open the factors of an earlier job, or a single matrix, in place of a model and data."""
     reference = document.factors
     path = None if reference is None else reference.path
     found = _open_stored(path, assignment.factors_path, "/factors", context)
@@ -163,7 +118,6 @@ def open_gradient(document: JobDocument, context: LoaderContext) -> dict[str, Te
     """Read the gradient that the document names in place of that of its data.
 
     Args:
-        document: The job document.
         context: The loaders' rules for paths.
 
     Returns:
@@ -183,19 +137,7 @@ def open_gradient(document: JobDocument, context: LoaderContext) -> dict[str, Te
 
 
 def open_against(document: JobDocument, assignment: Assignment, context: LoaderContext) -> Artifacts | None:
-    """Open the second set of factors, if the document compares two.
-
-    Args:
-        document: The job document.
-        assignment: The assignment; its `against_path`, if set, is the folder that the parent laid out.
-        context: The loaders' rules for paths.
-
-    Returns:
-        The stored factors, for reading only; None where no comparison is asked for.
-
-    Raises:
-        Refusal: If the document names a job of the service in a foreground run, or a file.
-    """
+    """Open the second set of factors, if the document compares two."""
     params: Any = getattr(document, COMPARE_CURVATURE.kind, None)
     if COMPARE_CURVATURE.kind not in document.kinds or params is None or params.against is None:
         return None

@@ -38,38 +38,16 @@ class LoaderContext:
     """Receives what lies in the model's folder or the data, and was not used."""
 
     def notice(self, message: str) -> None:
-        """Say in log and record that numbers are of something else than what stands in a folder or file.
-
-        Args:
-            message: A sentence, with names and figures.
-        """
+        """Say in log and record that numbers are of something else than what stands in a folder or file."""
         self.log("warning", message)
         self.note(message)
 
     def byte_count(self, pointer: str) -> ByteCount:
-        """Return a count of what a loader holds, which begins at 0.
-
-        Args:
-            pointer: The field of the document, for messages.
-
-        Returns:
-            The count.
-        """
+        """Return a count of what a loader holds, which begins at 0."""
         return ByteCount(most_bytes=self.most_bytes, pointer=pointer, checkpoint=self.checkpoint)
 
     def open_path(self, path: str, pointer: str) -> OpenFile | OpenFolder:
-        """Open a file or folder that the job may read, with links followed as far as they stay in an allowed folder.
-
-        Args:
-            path: The path as the document names it.
-            pointer: The field of the document.
-
-        Returns:
-            The file, open; or the folder, whose files are opened beneath the same allowed folder.
-
-        Raises:
-            Refusal: If it lies outside what the operator lists, is not there, or is neither a folder nor a file.
-        """
+        """Open a file or folder that the job may read, with links followed as far as they stay in an allowed folder."""
         found = open_allowed(Path(path), self._root(path, pointer), path, pointer)
         if found is None:
             raise Refusal(

@@ -1,4 +1,4 @@
-"""What the child says when it cannot do a job: whose fault, which field, and the remedy."""
+"""A refusal of a job: who must act, which field is wrong, and the remedy."""
 
 from typing import Any, Literal
 
@@ -24,26 +24,12 @@ class Unavailable(Refusal):
 
 
 def storable_text(text: str) -> str:
-    """Return text that UTF-8 and every database can hold.
-
-    Args:
-        text: Any text.
-
-    Returns:
-        The text with halves of surrogate pairs and NUL spelled out.
-    """
+    """Return text that UTF-8 and every database can hold."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
 def is_storable(text: str) -> bool:
-    """Return whether UTF-8 can hold a text: whether it holds no half of a surrogate pair.
-
-    Args:
-        text: Any text.
-
-    Returns:
-        Whether it can be encoded.
-    """
+    """Return whether UTF-8 can hold a text: whether it holds no half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -52,17 +38,7 @@ def is_storable(text: str) -> bool:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object's fields, for ``object_pairs_hook``: of two with one name Python would keep the last.
-
-    Args:
-        pairs: Names and values, in order.
-
-    Returns:
-        The object.
-
-    Raises:
-        ValueError: If two fields have one name.
-    """
+    """Return a JSON object's fields, for ``object_pairs_hook``: of two with one name Python would keep the last."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
@@ -75,13 +51,6 @@ def names(found: list[str], most: int = 5) -> str:
     """Return a list of names for a sentence.
 
     Names come from files that others wrote, so control characters are shown and length is bounded.
-
-    Args:
-        found: The names.
-        most: How many are shown.
-
-    Returns:
-        The names, quoted, and how many more there are.
     """
     shown = ", ".join(f"`{name[:120]!s}`" if name.isprintable() else repr(name[:120]) for name in found[:most])
     rest = len(found) - most

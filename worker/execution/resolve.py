@@ -1,4 +1,4 @@
-"""Turn ``package.module:callable`` into the callable: the one place that imports by name.
+"""Resolve ``package.module:callable`` to the callable: the one place that imports by name.
 
 Our own entries (the menu's functions, the sources' loaders) resolve as they are. A caller's
 factory is resolved with the caller's paths appended *last* to ``sys.path``, so that nothing of
@@ -20,35 +20,14 @@ _OURS = _ALL if __name__.partition(".")[0] == "worker" else frozenset({"kronosco
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """Import a callable of this project.
-
-    Args:
-        name: `package.module:callable`.
-
-    Returns:
-        The callable.
-    """
+    """Import a callable of this project."""
     module, _, attribute = name.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     return found
 
 
 def resolve_factory(name: str, paths: Sequence[Path], allowed: Sequence[str], pointer: str) -> Callable[..., Any]:
-    """Import a caller's factory.
-
-    Args:
-        name: `package.module:callable`.
-        paths: Folders that are searched after everything installed.
-        allowed: The names that the operator lists; `*` allows all.
-        pointer: The field of the document.
-
-    Returns:
-        The callable.
-
-    Raises:
-        Refusal: If the name is not allowed here, is hidden by an installed package,
-            cannot be imported, or is not callable.
-    """
+    """Import a caller's factory."""
     if "*" not in allowed and name not in allowed:
         raise Refusal(
             f"factory `{name}` is not listed by this service's operator; use a listed one, or `kronoscope run`",
@@ -85,17 +64,7 @@ def resolve_factory(name: str, paths: Sequence[Path], allowed: Sequence[str], po
 
 
 def call_factory(factory: Callable[..., Any], name: str, kwargs: dict[str, Any], pointer: str) -> Any:  # noqa: ANN401
-    """Call a caller's code; what it raises is reported as the caller's fault.
-
-    Args:
-        factory: The callable.
-        name: Its name for the message.
-        kwargs: Its arguments.
-        pointer: The field of the document.
-
-    Returns:
-        What it returns.
-    """
+    """Call a caller's code; what it raises is reported as the caller's fault."""
     try:
         return factory(**kwargs)
     except (Exception, SystemExit) as error:
@@ -107,14 +76,7 @@ def call_factory(factory: Callable[..., Any], name: str, kwargs: dict[str, Any],
 
 
 def describe_exception(error: BaseException) -> str:
-    """Describe an exception of a caller's code.
-
-    Args:
-        error: The exception.
-
-    Returns:
-        Its class and, where there is one, its message.
-    """
+    """Describe an exception of a caller's code."""
     text = str(error)[:500]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

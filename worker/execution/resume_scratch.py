@@ -1,4 +1,4 @@
-"""Take over what an earlier attempt of the same job left in its scratch folder.
+"""Resumed scratch: files that an earlier attempt of the same job left in its scratch folder.
 
 Every attempt writes into a folder of its own. A file is never written in place, so a link to it
 keeps its bytes whatever a zombie of the earlier attempt does next.
@@ -22,10 +22,6 @@ def adopt_checkpoint(own: Path, earlier: Iterable[Path]) -> None:
 
     The earlier folders are deleted. Without a checkpoint, or where a file cannot be had, ``own``
     holds none: the attempt begins anew.
-
-    Args:
-        own: This attempt's scratch folder.
-        earlier: Folders of earlier attempts, newest first.
     """
     for torn in own.rglob(f"{_PART}*") if own.is_dir() else ():
         torn.unlink(missing_ok=True)

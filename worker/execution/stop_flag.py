@@ -22,10 +22,6 @@ class StopFlag:
         self._asked = True
 
     def checkpoint(self) -> None:
-        """Stop here if a signal has asked for it.
-
-        Raises:
-            StopRequested: If the flag is set.
-        """
+        """Stop here if a signal has asked for it."""
         if self._asked:
             raise StopRequested

@@ -81,18 +81,7 @@ class Echo:
 
 
 def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, command: Sequence[str]) -> int:
-    """Run one job into a folder.
-
-    Args:
-        request: The document, and what the run may use.
-        output: The folder for the results.
-        stopper: The stop of the child.
-        echo: Receives every frame.
-        command: The child's program.
-
-    Returns:
-        The exit code.
-    """
+    """Run one job into a folder."""
     document, schedule = _apart(request.get("document"))
     seconds = _seconds_left(schedule, time.time())
     if seconds is not None and seconds <= 0:
@@ -221,15 +210,7 @@ def _read_request(descriptor: int) -> tuple[bytes, bool]:
 
 
 def main(arguments: Sequence[str] | None = None, command: Sequence[str] = EXECUTION) -> int:
-    """Run the job that one line on standard input describes.
-
-    Args:
-        arguments: The command line without the program's name; None for that of the process.
-        command: The child's program.
-
-    Returns:
-        The exit code, as `run` returns it; that of a usage error if the line is not a request.
-    """
+    """Run the job that one line on standard input describes."""
     parser = argparse.ArgumentParser(prog="worker.foreground", description="Run one job into a folder.")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--frames-to-stdout", action="store_true")

@@ -28,26 +28,11 @@ class CacheRows:
     """The rows of one folder's entries."""
 
     def __init__(self, folder: Path) -> None:
-        """Set up the rows.
-
-        Args:
-            folder: The folder of the entries, which need not exist yet.
-        """
+        """Set up the rows."""
         self._folder = folder
 
     def find(self, key: str) -> CachedEntry | None:
-        """Return the entry of a key, and note its use.
-
-        Args:
-            key: The key.
-
-        Returns:
-            The entry; None without one.
-
-        Raises:
-            ValueError: If its row is not what was written.
-            OSError: If it cannot be read.
-        """
+        """Return the entry of a key, and note its use."""
         path = self._path(key)
         try:
             entry = _read(path)
@@ -60,18 +45,7 @@ class CacheRows:
         return entry
 
     def add(self, entry: CachedEntry, *, replace: bool) -> bool:
-        """Make an entry that of its key.
-
-        Args:
-            entry: The entry, whose files are in its folder.
-            replace: Whether one that is there gives way.
-
-        Returns:
-            Whether it is; of two that are added at once the first is.
-
-        Raises:
-            OSError: If the disk refuses.
-        """
+        """Make an entry that of its key."""
         path = self._path(entry.key)
         part = self._folder / f".part-{uuid.uuid4().hex}"
         try:
@@ -90,12 +64,7 @@ class CacheRows:
             part.unlink(missing_ok=True)
 
     def remove(self, key: str, entry_id: str | None) -> None:
-        """Remove the row of a key.
-
-        Args:
-            key: The key.
-            entry_id: Only if it is of this entry; None: of any.
-        """
+        """Remove the row of a key."""
         with contextlib.suppress(OSError, ValueError):
             if entry_id is not None and _read(self._path(key)).id != entry_id:
                 return
@@ -117,12 +86,7 @@ class RunCache:
     """The cache of one run: answers its child, and takes what that leaves."""
 
     def __init__(self, request: Mapping[str, Any], artifacts: Path) -> None:
-        """Set up the cache that a run's request names, if it names one.
-
-        Args:
-            request: The request.
-            artifacts: The folder of the child's artifacts.
-        """
+        """Set up the cache that a run's request names, if it names one."""
         self.view = artifacts.with_name(".cached")
         """Where the child finds what it asks for."""
         self._artifacts = artifacts
@@ -139,26 +103,12 @@ class RunCache:
         return {} if self._cache is None else {"cache": str(self.view)}
 
     def answer(self, asked: CacheAsked) -> CacheAnswer:
-        """Answer the child.
-
-        Args:
-            asked: Its question.
-
-        Returns:
-            The answer.
-        """
+        """Answer the child."""
         shutil.rmtree(self.view, ignore_errors=True)
         return CacheAnswer(job=None) if self._cache is None else self._cache.answer(asked.key, self.view)
 
     def take(self, filled: CacheFilled) -> LogLine | None:
-        """Make an entry of what the child has left, and clear its folder.
-
-        Args:
-            filled: What it has left.
-
-        Returns:
-            A warning that there is none; None where there is.
-        """
+        """Make an entry of what the child has left, and clear its folder."""
         if self._cache is None:
             return None
         filling = Filling(key=filled.key, job=self._run, files=filled.files, open=self._open, replace=self._replace)

@@ -28,11 +28,7 @@ class Stopper:
     """The one clean stop of the child, on the end of the lifeline, on a signal or on the parent's death."""
 
     def __init__(self, lifeline: int | None) -> None:
-        """Set up the stop; nothing is watched before `install`.
-
-        Args:
-            lifeline: A descriptor that ends when the parent is gone; None to go by signals and the parent's id alone.
-        """
+        """Set up the stop; nothing is watched before `install`."""
         self.asked = threading.Event()
         self._lifeline = lifeline
         self._parent = os.getppid()
@@ -47,11 +43,7 @@ class Stopper:
         threading.Thread(target=self._watch, name="stopper", daemon=True).start()
 
     def guard(self, child: Child) -> None:
-        """Name the child to stop; if a stop was asked for earlier, the child is stopped at once.
-
-        Args:
-            child: The child.
-        """
+        """Name the child to stop; if a stop was asked for earlier, the child is stopped at once."""
         self._child = child
         if self.asked.is_set():
             child.terminate()
@@ -97,18 +89,7 @@ def run_child(
     command: Sequence[str],
     answer: Callable[[CacheAsked], CacheAnswer],
 ) -> Last | Divided:
-    """Run one child to its end.
-
-    Args:
-        assignment: What it is told to do.
-        take: Receives every frame but the last.
-        stopper: The stop of the run.
-        command: The child's program.
-        answer: Answers its questions for cached factors.
-
-    Returns:
-        Its last frame, or one that says how it ended without.
-    """
+    """Run one child to its end."""
     if stopper.asked.is_set():
         return Stopped()
     last_position, kills = LastPosition(), oom_kills()
@@ -138,14 +119,7 @@ def run_child(
 
 
 def trouble(error: Exception) -> Failed:
-    """Return the failure that says what went wrong on our side of the pipe.
-
-    Args:
-        error: The exception.
-
-    Returns:
-        The last frame of the job.
-    """
+    """Return the failure that says what went wrong on our side of the pipe."""
     if isinstance(error, OSError):
         code, message = "output_failed", f"the output folder refused a write: {error.strerror}; make room in it"
     elif isinstance(error, ArtifactMismatch):

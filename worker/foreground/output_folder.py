@@ -34,17 +34,7 @@ class OutputFolder:
     """One run's folder; the only writer of everything in it but the artifacts' bytes."""
 
     def __init__(self, path: Path, document: object, *, replace: bool = False) -> None:
-        """Take the folder over, setting aside what an earlier run left in it.
-
-        Args:
-            path: The folder, which need not exist yet.
-            document: The job document, as it was given.
-            replace: Whether results of an earlier run may be replaced.
-
-        Raises:
-            OutputRefused: If it is a file, cannot be written, or holds files of our names that no run wrote, or results
-                that may not be replaced.
-        """
+        """Take the folder over, setting aside what an earlier run left in it."""
         self.path = path.absolute()
         self.artifacts = self.path / "artifacts"
         self.scratch = self.path / _SCRATCH
@@ -83,15 +73,7 @@ class OutputFolder:
             ) from error
 
     def take(self, frame: Frame) -> None:
-        """Write down one frame.
-
-        Args:
-            frame: The child's frame.
-
-        Raises:
-            ArtifactMismatch: If an announced artifact is missing or other than announced.
-            OSError: If the disk refuses.
-        """
+        """Write down one frame."""
         match frame:
             case Started():
                 self._job["environment"] = dict(frame.environment)
@@ -131,10 +113,6 @@ class OutputFolder:
         """Write the results, then the last state: in this order, so that `succeeded` promises them.
 
         A run that was refused or stopped before its first row gives back what it found.
-
-        Args:
-            state: `succeeded`, `failed` or `cancelled`.
-            failure: The failure; None without one.
         """
         self._log.close()
         refused = failure.category == "usage" if failure is not None else state == "cancelled"

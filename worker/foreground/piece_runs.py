@@ -33,25 +33,14 @@ class PieceRuns:
     def __init__(
         self, folder: OutputFolder, assignment: Mapping[str, Any], attempt: Attempt, echo: Callable[[Frame], None]
     ) -> None:
-        """Set up the rounds; nothing runs before ``run``.
-
-        Args:
-            folder: The job's folder, which says what the job was divided into.
-            assignment: The assignment of the whole job.
-            attempt: Runs one child.
-            echo: Receives progress and log lines of the pieces.
-        """
+        """Set up the rounds; nothing runs before ``run``."""
         self._folder = folder
         self._assignment = assignment
         self._attempt = attempt
         self._echo = echo
 
     def run(self) -> Failed | Stopped | None:
-        """Compute every piece that has not ended yet, in the order of rounds and pieces.
-
-        Returns:
-            The end of the job, where a piece failed or the run was stopped; None where all pieces have ended.
-        """
+        """Compute every piece that has not ended yet, in the order of rounds and pieces."""
         for place, each in enumerate(self._folder.pieces):
             piece = read_piece(each)
             if self._record(piece) is not None:

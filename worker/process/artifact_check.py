@@ -1,4 +1,4 @@
-"""Whether a file that the child announced is there, inside its folder, and is what was announced."""
+"""The artifact check: whether an announced file is in the child's folder, with the announced size and digest."""
 
 import hashlib
 import os

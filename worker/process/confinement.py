@@ -1,4 +1,4 @@
-"""What a child is held to, set by its guardian between fork and exec, and never undone by the child.
+"""Confinement of a child, set by its guardian between fork and exec, and never undone by the child.
 
 ::
 

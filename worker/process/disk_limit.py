@@ -53,12 +53,5 @@ class Excess:
 
     @classmethod
     def from_bytes(cls, text: bytes) -> "Excess":
-        """Read what `as_bytes` returned.
-
-        Args:
-            text: All that came over the pipe.
-
-        Returns:
-            The report.
-        """
+        """Read what `as_bytes` returned."""
         return cls(**json.loads(text))

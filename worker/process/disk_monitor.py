@@ -138,17 +138,7 @@ class DiskMonitor:
     """Looks at what an attempt has until it is too much, or the attempt has ended."""
 
     def __init__(self, limit: DiskLimit, user: int | None, report: int, exceeded: Callable[[], object]) -> None:
-        """Note what is free before the attempt starts.
-
-        Args:
-            limit: What the attempt may have.
-            user: The user that it runs as; None: this process's.
-            report: A descriptor that an excess is written to.
-            exceeded: Called once it is, from the monitor's thread.
-
-        Raises:
-            OSError: If the job's folder is not there.
-        """
+        """Note what is free before the attempt starts."""
         self._limit = limit
         self._user = user
         self._report = report
@@ -183,11 +173,7 @@ class DiskMonitor:
         return self._volumes[self._folder_device].part_bytes * self._limit.parts
 
     def start(self) -> None:
-        """Begin to look.
-
-        Raises:
-            RuntimeError: If no thread is to be had.
-        """
+        """Begin to look."""
         self._thread.start()
 
     def finish(self) -> None:

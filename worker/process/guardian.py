@@ -53,14 +53,7 @@ _LONGEST_WAIT_SECONDS = 3600.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that stands on the guardian's command line.
-
-    Args:
-        arguments: The command line without the program's name; None for that of the process.
-
-    Returns:
-        The command's exit code, 128 + n if signal n ended it, 71 if it could not be started.
-    """
+    """Run the command that stands on the guardian's command line."""
     parser = argparse.ArgumentParser(prog="worker.process.guardian")
     parser.add_argument("--lifeline", type=int, required=True)
     parser.add_argument("--until", type=float, default=math.inf)
@@ -81,18 +74,7 @@ def guard(
     until: float = math.inf,
     report: int | None = None,
 ) -> int:
-    """Start a command, forward SIGTERM to it, and kill its group when the lifeline or the time ends.
-
-    Args:
-        command: The program and its arguments.
-        lifeline: A descriptor that closes when the parent is gone, and from which later moments are read.
-        confinement: What the command is held to.
-        until: When the group is killed, on the machine's clock (`node_seconds`), unless a later moment is read.
-        report: A descriptor to which an excess of disk is written before the group is killed for it.
-
-    Returns:
-        The command's exit code, 128 + n if signal n ended it, 71 if it could not be started.
-    """
+    """Start a command, forward SIGTERM to it, and kill its group when the lifeline or the time ends."""
     if os.getpgrp() != os.getpid():
         os.setpgrp()  # killing the group must never reach whoever started us
     _adopt_orphans()

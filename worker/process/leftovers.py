@@ -19,11 +19,7 @@ _SECONDS = 20.0
 
 
 def clear_leftovers(user: int) -> None:
-    """Remove what a user has left in the places that everybody may write to; what cannot be removed stays.
-
-    Args:
-        user: A user of jobs; while anything of it runs on this machine, as a later attempt may, nothing is removed.
-    """
+    """Remove what a user has left in the places that everybody may write to; what cannot be removed stays."""
     if user == os.getuid() or _runs_anything(user):
         return
     # in a thread of its own, which ends: nothing else is ever done as the job's user

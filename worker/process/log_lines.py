@@ -1,4 +1,4 @@
-"""What a job says at INFO: one line per layer, one closing line per analysis, warnings where the numbers need one.
+"""Log lines of a job at INFO: one for each layer, one for each analysis, warnings where the numbers need one.
 
 At DEBUG a layer has a line more: ranks and clipped eigenvalues, and of a collection the positions that were summed here
 and over all ranks (``T_local=``, ``T_global=``), the ``world_size=``, and the bytes that the sums were reduced by.
@@ -71,11 +71,7 @@ class Dampings:
     bounds: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take in the dampings of one layer, where its record has them.
-
-        Args:
-            record: The layer's record.
-        """
+        """Take in the dampings of one layer, where its record has them."""
         for name in _LAMBDAS:
             value = record.get(name)
             if isinstance(value, (int, float)):
@@ -98,14 +94,7 @@ _LAMBDAS = {"lambda_A": "λ_A", "lambda_G": "λ_G"}
 
 
 def layer_lines(frame: LayerDone) -> list[LogLine]:
-    """Return the INFO line of one layer and, where something was decomposed, its DEBUG line.
-
-    Args:
-        frame: The layer's row.
-
-    Returns:
-        One or two lines.
-    """
+    """Return the INFO line of one layer and, where something was decomposed, its DEBUG line."""
     outcome = frame.outcome
     record: Mapping[str, Any] = outcome.get("record") or {}
     lines = [
@@ -154,19 +143,7 @@ def closing_lines(
     branches: Mapping[str, int] | None = None,
     dampings: Dampings | None = None,
 ) -> list[LogLine]:
-    """Return the closing INFO line of one analysis, and its warnings.
-
-    Args:
-        frame: The summary.
-        document: The job document; its collection and stabilisation complete a summary without them.
-        policies: The policies that the layers' records named.
-        branches: Covered layers by the branch that their records name; counts in the summary have precedence. None:
-            no counts.
-        dampings: The dampings of the layers; None: none are known.
-
-    Returns:
-        The lines, the INFO line first.
-    """
+    """Return the closing INFO line of one analysis, and its warnings."""
     asked = {
         "update_freq": 1,
         "damping": 1e-4,
@@ -270,14 +247,7 @@ def _clipped(kind: str, summary: Mapping[str, Any]) -> str:
 
 
 def printable(name: str) -> str:
-    """Return a name without control characters, so that no layer's name starts a line of its own.
-
-    Args:
-        name: Any name.
-
-    Returns:
-        The name with such characters spelled out.
-    """
+    """Return a name without control characters, so that no layer's name starts a line of its own."""
     return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in name)
 
 

@@ -14,16 +14,7 @@ _LEFT_OVER_BYTES = 2**20  # as much as a pipe holds
 
 
 def lines(descriptor: int, gone: int, limit: int) -> Iterator[bytes]:
-    """Yield each line with its end, or ``limit`` bytes of one that is longer; the last may have been cut short.
-
-    Args:
-        descriptor: The pipe.
-        gone: A descriptor that becomes readable when every process whose output counts has ended.
-        limit: The most bytes of one piece.
-
-    Yields:
-        The lines and pieces, in order.
-    """
+    """Yield each line with its end, or ``limit`` bytes of one that is longer; the last may have been cut short."""
     pending = bytearray()
     searched = 0
     for chunk in _chunks(descriptor, gone):

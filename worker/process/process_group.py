@@ -1,4 +1,4 @@
-"""What still runs of a process group, or below a process; and the end of all that runs below it.
+"""A process group, and all processes below one: which of them still run, and their end.
 
 The kernel keeps a dead process as a zombie until somebody reaps it, and orphans are reaped by
 whatever is process 1, at its leisure; a zombie whose threads are gone holds no file, no memory and
@@ -17,16 +17,7 @@ _LONGEST_STEP_SECONDS = 0.1
 
 
 def wait_until_gone(group: int, seconds: float) -> bool:
-    """Wait for the end of a process group that was killed.
-
-    Args:
-        group: The group's number.
-        seconds: How long; no step counts for longer than a short one takes, since on a machine that stood still
-            nobody could end.
-
-    Returns:
-        Whether the group ended within the time.
-    """
+    """Wait for the end of a process group that was killed."""
     left = seconds
     while _runs(group):
         if left <= 0:
@@ -71,9 +62,6 @@ def kill_descendants(root: int) -> None:
     """Kill every process below one, also those that left its process group; it goes on itself.
 
     Repeated until a look finds nothing new, since what is about to die may still start something.
-
-    Args:
-        root: The process whose descendants are killed.
     """
     killed: set[int] = set()
     while found := descendants(root) - killed:

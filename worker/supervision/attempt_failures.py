@@ -35,42 +35,18 @@ _STOPPED_FROM_OUTSIDE = "the computing process was told to stop by something oth
 
 
 def with_detail(failure: Failed, tail: str | None) -> Failed:
-    """Return a failure with the end of the child's output as its detail, unless it has a detail.
-
-    Args:
-        failure: The failure.
-        tail: The last lines of the child's output; None if there are none.
-
-    Returns:
-        The failure, with a detail if there is one.
-    """
+    """Return a failure with the end of the child's output as its detail, unless it has a detail."""
     return failure if tail is None or failure.detail is not None else replace(failure, detail=tail)
 
 
 def full_disk_failure(error: Exception) -> Failed | None:
-    """Return the failure for an error that a full disk caused.
-
-    Args:
-        error: The error.
-
-    Returns:
-        The transient failure; None if the error has another cause.
-    """
+    """Return the failure for an error that a full disk caused."""
     full = describe_full_disk(error) if isinstance(error, OSError) else None
     return None if full is None else failure_frame("transient", DISK_FULL, full)
 
 
 def within_disk(child: Child, last: Frame | None, planned_bytes: int | None) -> Frame | None:
-    """Return the last word on an attempt whose child has said its own: of one that had too much on the disk, a failure.
-
-    Args:
-        child: The child, whose end is waited for.
-        last: Its last frame; a job that is done stays done.
-        planned_bytes: What its plan says that it has on the disk at a time; None where there is no plan.
-
-    Returns:
-        The frame, or the failure in its place.
-    """
+    """Return the last frame of an attempt: the child's own, or a failure where it had too much on the disk."""
     excess = child.excess()
     if excess is None or isinstance(last, (Finished, Divided)):
         return last
@@ -81,15 +57,7 @@ def within_disk(child: Child, last: Frame | None, planned_bytes: int | None) -> 
 
 
 def unkept_failure(error: ArtifactDamaged | DiskTooSmall | FrameBeyond | QuotaExceeded) -> Failed:
-    """Return the failure of an attempt that has sent what cannot be kept.
-
-    Args:
-        error: The fault of the file, or of the frame.
-
-    Returns:
-        A transient failure for a damaged file, one of usage for one beyond the quota or a plan beyond the disk, a
-        fatal one for a frame that no process of ours would send: such a process is not believed a second time.
-    """
+    """Return the failure of an attempt that has sent what cannot be kept."""
     if isinstance(error, FrameBeyond):
         hint = "a factory that writes to foreign file descriptors would do this"
         return failure_frame("fatal", BROKEN_CHILD, f"the computing process sent {error}; {hint}")
@@ -101,29 +69,13 @@ def unkept_failure(error: ArtifactDamaged | DiskTooSmall | FrameBeyond | QuotaEx
 
 
 def layout_failure(error: OSError) -> Failed:
-    """Return the failure of an attempt that could not be laid out; the job's own files may be why, so it counts.
-
-    Args:
-        error: The error.
-
-    Returns:
-        The transient failure.
-    """
+    """Return the failure of an attempt that could not be laid out; the job's own files may be why, so it counts."""
     message = f"the job's files could not be laid out: {error.strerror or error}; it is tried again"
     return full_disk_failure(error) or failure_frame("transient", "machine", message)
 
 
 def stop_failure(reason: str | None, attempt_seconds: float, tail: str | None) -> tuple[Failed, str | None]:
-    """Return the failure of an attempt that was stopped, and what of the child's output belongs to it.
-
-    Args:
-        reason: `deadline` or `timeout`; any other means that something else than this service stopped it.
-        attempt_seconds: The longest time that an attempt may take.
-        tail: The last lines of the child's output.
-
-    Returns:
-        The failure, and the lines where they may tell what stopped it.
-    """
+    """Return the failure of an attempt that was stopped, and what of the child's output belongs to it."""
     if reason == "deadline":
         return failure_frame("usage", "deadline_exceeded", _DEADLINE_PASSED), None
     if reason == "timeout":
@@ -132,26 +84,10 @@ def stop_failure(reason: str | None, attempt_seconds: float, tail: str | None) -
 
 
 def failure_frame(category: Literal["usage", "transient", "fatal"], code: str, message: str) -> Failed:
-    """Return a failure that concerns the whole attempt, so without pointer, layer and detail.
-
-    Args:
-        category: `usage` is the caller's to mend, `transient` is tried again, `fatal` is not.
-        code: The failure's code, as documented for the API.
-        message: A sentence for the job's owner.
-
-    Returns:
-        The frame, as a child would have sent it.
-    """
+    """Return a failure that concerns the whole attempt, so without pointer, layer and detail."""
     return Failed(category=category, code=code, message=message, pointer=None, layer=None, detail=None)
 
 
 def how_it_broke(failure: Failed) -> str:
-    """Return what the signature of a crash says of a device, or a rank, that was lost.
-
-    Args:
-        failure: What the child said of it.
-
-    Returns:
-        `device_lost`, or the rank with its signal.
-    """
+    """Return what the signature of a crash says of a device, or a rank, that was lost."""
     return (failure.detail if failure.code in (RANK_LOST, OOM) else None) or failure.code

@@ -24,15 +24,6 @@ def train_builtin(engine: Engine, claim: Claim, settings: WorkerSettings, watch:
     """Train the builtin model of a job that cannot write to the store, by a process that runs nobody's code but ours.
 
     Where that does not succeed, the job trains the model for itself.
-
-    Args:
-        engine: The ledger's database.
-        claim: The job.
-        settings: The worker's settings.
-        watch: Ends the training with the attempt.
-
-    Raises:
-        LeaseLost: If the job has another holder by now, or none.
     """
     model = claim.document.get("model") or {}
     name, store = str(model.get("name")), settings.model_store

@@ -1,4 +1,4 @@
-"""The mirror of an attempt's scratch: copies each checkpoint to the bucket while the child goes on.
+"""The checkpoint upload of an attempt: each one is copied to the bucket while the child goes on.
 
 A machine may be lost with its disk. The copy runs in a thread of its own and is never waited for
 but for a moment at the attempt's end: the one before stands until a later one is whole.

@@ -29,22 +29,7 @@ _HOME = ".home"
 def start(
     told: Mapping[str, Any], claim: Claim, settings: WorkerSettings, command: Sequence[str], hold: Hold, slots: int = 1
 ) -> Child:
-    """Start the child of a claim, within the worker's limits.
-
-    Args:
-        told: The assignment.
-        claim: The job and its lease.
-        settings: The worker's settings.
-        command: The child's program.
-        hold: Until when it may run.
-        slots: The slots of all workers that write to the same volume.
-
-    Returns:
-        The running child, whose output is a pipe.
-
-    Raises:
-        OSError: If no process, pipe, thread or temporary file can be had.
-    """
+    """Start the child of a claim, within the worker's limits."""
     if claim.world_size > 1 and command == EXECUTION:
         command = RANKS
     confinement = _confinement(told, claim, settings, slots)
@@ -92,15 +77,7 @@ def _disk_limit(settings: WorkerSettings, folder: Path, slots: int) -> DiskLimit
 
 
 def environment(claim: Claim, threads: int) -> dict[str, str]:
-    """Return the child's environment, in which only the leased GPUs can be seen.
-
-    Args:
-        claim: The job and its lease.
-        threads: Threads that it computes with.
-
-    Returns:
-        The environment's variables.
-    """
+    """Return the child's environment, in which only the leased GPUs can be seen."""
     passed = child_environment(os.environ)
     # else each library that brings its own starts a thread for every core, in every slot
     passed.setdefault("OPENBLAS_NUM_THREADS", str(threads))
@@ -119,19 +96,7 @@ def assignment(
     factors: LaidOutFactors,
     scratch: Scratch,
 ) -> dict[str, Any]:
-    """Return the assignment that `worker.execution.assignment` reads.
-
-    Args:
-        claim: The job, and its leased device.
-        settings: The worker's settings: paths and factories that are allowed, store, cache and intervals.
-        threads: Threads that the child computes with.
-        artifacts: The folder for the attempt's files; a job with a user of its own gets the folders that it writes to.
-        factors: The folders of earlier jobs' factors that the document names.
-        scratch: The folders of the attempts' checkpoints.
-
-    Returns:
-        The assignment as a JSON object.
-    """
+    """Return the assignment that `worker.execution.assignment` reads."""
     user = settings.confinement(claim.user_number).user
     if user is not None:
         scratch.give(claim.job_id, claim.fence, user)

@@ -1,4 +1,4 @@
-"""What a child's frames become in the ledger: one fenced transaction each.
+"""The frame writer: a child's frames become rows of the ledger, one fenced transaction each.
 
 A database, or a store of artifacts, that does not answer is asked again for as long as the lease
 holds (every write of both may be repeated); once the lease is lost nothing more is written.
@@ -136,20 +136,7 @@ class LedgerSink:
         self._stage, self._stages = "", 0
 
     def take(self, frame: Frame, answer: Callable[[CacheAnswer], None]) -> None:
-        """Write one frame, and log what is to be said of it.
-
-        Args:
-            frame: The child's frame, other than a last one.
-            answer: Answers the child, where the frame is a question.
-
-        Raises:
-            Misplaced: If the frame is a plan that belongs on another device.
-            LeaseLost: If the job has another holder by now, or none.
-            ArtifactDamaged: If an announced artifact is missing or other than announced.
-            DiskTooSmall: If the frame is a plan of more bytes on the disk than an attempt may have.
-            QuotaExceeded: If it is more than its tenant's files may take.
-            FrameBeyond: If it is of an analysis that the job does not have, or there are too many of its type.
-        """
+        """Write one frame, and log what is to be said of it."""
         self._require_expected(frame)
         if isinstance(frame, (CacheAsked, CacheFilled)):
             self._use_cache(frame, answer)
@@ -190,18 +177,7 @@ class LedgerSink:
             self._log.warning(line.message)
 
     def write(self, write: Callable[[], T]) -> T:
-        """Write, and repeat a write that was not answered after ever longer pauses, which differ between workers.
-
-        Args:
-            write: The write, which may be repeated.
-
-        Returns:
-            The result of the write.
-
-        Raises:
-            LeaseLost: If the job has another holder by now, or none.
-            Interrupted: If the store of artifacts does not answer, and the attempt was told to stop.
-        """
+        """Write, and repeat a write that was not answered after ever longer pauses, which differ between workers."""
         pause = _FIRST_RETRY_SECONDS
         while True:
             if self._watch.lost.is_set():

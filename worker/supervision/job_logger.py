@@ -5,13 +5,6 @@ from structlog.typing import FilteringBoundLogger
 
 
 def job_logger(**bound: object) -> FilteringBoundLogger:
-    """Return a logger whose lines carry the job's facts.
-
-    Args:
-        bound: The facts: job, attempt, fence, layer.
-
-    Returns:
-        The logger.
-    """
+    """Return a logger whose lines carry the job's facts."""
     logger: FilteringBoundLogger = structlog.get_logger("kronoscope.worker").bind(**bound)
     return logger

@@ -44,11 +44,7 @@ def job_namespaces(
 
 
 def secret_files(environ: Mapping[str, str]) -> list[str]:
-    """Return the files that hold a service's secrets.
-
-    Args:
-        environ: Its environment.
-    """
+    """Return the files that hold a service's secrets."""
     return [
         path for name, path in sorted(environ.items()) if name.endswith("_FILE") and name.startswith(_SECRETS) and path
     ]

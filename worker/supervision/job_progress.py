@@ -1,4 +1,4 @@
-"""From a child's progress frames to what people watch: one stage, one percentage, rows done."""
+"""Job progress for people: one stage, one percentage and rows done, from a child's progress frames."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -30,15 +30,7 @@ class ProgressView:
         piece: bool = False,
         percent: float = 0.0,
     ) -> None:
-        """Begin a view.
-
-        Args:
-            kinds: The job's analyses.
-            done: Rows that stand already.
-            collects: Whether the job collects factors.
-            piece: Whether it is a piece of a divided job, which does little else.
-            percent: How far the job is: not 0 in an attempt that goes on after its pieces, which have collected.
-        """
+        """Begin a view."""
         self._analyses = list(kinds)
         self._rows = set(done)
         self._kinds = len(kinds)
@@ -52,31 +44,16 @@ class ProgressView:
         self._written_at = 0.0
 
     def take_plan(self, plan: Mapping[str, Any]) -> None:
-        """Take the job's plan, which foresees the seconds of its stages.
-
-        Args:
-            plan: The plan.
-        """
+        """Take the job's plan, which foresees the seconds of its stages."""
         self._remaining.take_plan(plan)
         self._multiplies = bool(plan.get("search"))
 
     def take_layer(self, frame: LayerDone) -> None:
-        """Count a row.
-
-        Args:
-            frame: The row; one that was counted before counts once.
-        """
+        """Count a row."""
         self._rows.add((frame.kind, frame.ordinal))
 
     def take(self, frame: Progress) -> Mapping[str, Any] | None:
-        """Return the progress to write now.
-
-        Args:
-            frame: The child's progress.
-
-        Returns:
-            The view; None while the last one written is fresh enough.
-        """
+        """Return the progress to write now."""
         if frame.unit == "layers" and frame.total is not None:
             self._layers = frame.total * self._kinds
         self._percent = max(self._percent, self._estimate(frame))

@@ -1,4 +1,4 @@
-"""The clock beside a running child: heartbeats, cancellation, deadline, limits, and the grace of a stop.
+"""The lease monitor beside a running child: heartbeats, cancellation, deadline, limits, and the grace of a stop.
 
 Two threads, so that neither a long write nor a child that hangs can starve a heartbeat, and so that
 the one that kills never waits for the network::
@@ -79,14 +79,7 @@ class LeaseWatch:
         ]
 
     def start(self, held_since: float | None = None) -> None:
-        """Begin; the claim has just been made.
-
-        Args:
-            held_since: The moment before the claim was asked for, on the machine's clock (`node_seconds`); None: now.
-
-        Raises:
-            RuntimeError: If no thread can be started.
-        """
+        """Begin; the claim has just been made."""
         self._held_at = node_seconds() if held_since is None else held_since
         try:
             for thread in self._threads:
@@ -118,11 +111,7 @@ class LeaseWatch:
         return self.lost.is_set()
 
     def guard(self, child: Child) -> None:
-        """Name the child to stop; if a stop was asked for earlier, the child is stopped at once.
-
-        Args:
-            child: The child.
-        """
+        """Name the child to stop; if a stop was asked for earlier, the child is stopped at once."""
         with self._lock:
             self._child = child
             child.extend(self.held_until)
@@ -138,11 +127,7 @@ class LeaseWatch:
         self._silent_at = _from_now(self._settings.no_progress_seconds)
 
     def stop(self, reason: StopReason) -> None:
-        """Have the child stop at its next checkpoint, and kill it if it does not.
-
-        Args:
-            reason: The reason; only the first one counts.
-        """
+        """Have the child stop at its next checkpoint, and kill it if it does not."""
         with self._lock:
             first = self.reason is None and not self._ended.is_set()
             if first:
@@ -154,14 +139,7 @@ class LeaseWatch:
             self._log.info("stopping", reason=reason)
 
     def left(self, seconds: float) -> float:
-        """Return the time left after a stop, or after the winding up.
-
-        Args:
-            seconds: Seconds counted from then.
-
-        Returns:
-            Seconds left, negative when they have passed; infinite where neither has happened.
-        """
+        """Return the time left after a stop, or after the winding up."""
         return self._stopped_at + seconds - time.monotonic()
 
     def wind_up(self) -> None:

@@ -42,62 +42,24 @@ class RetryingObjectStore:
         self._watch = watch
 
     def put(self, key: str, source: Source, *, sha256: str, size_bytes: int) -> None:
-        """Store the file; an upload that is not waited for goes on, and may fail unseen.
-
-        Args:
-            key: The object's key.
-            source: The file.
-            sha256: The declared digest, in hexadecimal.
-            size_bytes: The declared size.
-        """
+        """Store the file; an upload that is not waited for goes on, and may fail unseen."""
         self._await(lambda: self._store.put(key, source, sha256=sha256, size_bytes=size_bytes), UPLOAD_SECONDS)
 
     def open(self, key: str, size_bytes: int, first: int = 0) -> BinaryIO:
-        """Open a stream; each of its reads is a call that can be interrupted.
-
-        Args:
-            key: The object's key.
-            size_bytes: The listed size.
-            first: The offset of the first byte to read.
-
-        Returns:
-            A buffered stream from that offset on.
-        """
+        """Open a stream; each of its reads is a call that can be interrupted."""
         stream = self._await(lambda: self._store.open(key, size_bytes, first), 0)
         return io.BufferedReader(_Stream(stream, self._await))
 
     def fetch(self, key: str, target: Path, *, sha256: str, size_bytes: int) -> None:
-        """Copy or link the object to a path.
-
-        Args:
-            key: The object's key.
-            target: The path.
-            sha256: The listed digest, in hexadecimal.
-            size_bytes: The listed size.
-        """
+        """Copy or link the object to a path."""
         self._await(lambda: self._store.fetch(key, target, sha256=sha256, size_bytes=size_bytes), 0)
 
     def listing(self, prefix: str) -> Iterator[StoredObject]:
-        """List all objects below a prefix in one call, since an attempt lists its own job's alone.
-
-        Args:
-            prefix: The beginning of the keys, which ends with a slash.
-
-        Returns:
-            An iterator over the entries.
-        """
+        """List all objects below a prefix in one call, since an attempt lists its own job's alone."""
         return iter(self._await(lambda: list(self._store.listing(prefix)), UPLOAD_SECONDS))
 
     def delete(self, key: str, *, older_than: float | None = None) -> bool:
-        """Delete one object.
-
-        Args:
-            key: The object's key.
-            older_than: Time in seconds of the store's clock; a younger object stays. None: whatever its age.
-
-        Returns:
-            Whether an object was deleted.
-        """
+        """Delete one object."""
         return self._await(lambda: self._store.delete(key, older_than=older_than), UPLOAD_SECONDS)
 
     def now(self) -> float:
@@ -105,16 +67,7 @@ class RetryingObjectStore:
         return self._await(self._store.now, UPLOAD_SECONDS)
 
     def signed_url(self, key: str, seconds: int, answers: dict[str, str]) -> str | None:
-        """Return a signed address, for which the store itself is not asked.
-
-        Args:
-            key: The object's key.
-            seconds: The address is valid for so long.
-            answers: Headers of the answer.
-
-        Returns:
-            The address; None if the store cannot sign.
-        """
+        """Return a signed address, for which the store itself is not asked."""
         return self._store.signed_url(key, seconds, answers)
 
     def _await(self, call: Callable[[], T], seconds: float) -> T:

@@ -52,20 +52,7 @@ class LaidOutFactors:
 
 
 def lay_out_factors(engine: Engine, folder: ArtifactFolder, claim: Claim) -> LaidOutFactors:
-    """Lay out the factors of the jobs that the claim's document names; a job named twice is laid out once.
-
-    Args:
-        engine: The ledger's connections.
-        folder: The folder or bucket of the artifacts.
-        claim: The job.
-
-    Returns:
-        The folders.
-
-    Raises:
-        FactorsUnavailable: If there is no such job, it has not succeeded, or it kept no factors.
-        ArtifactDamaged: If a file is not what was recorded.
-    """
+    """Lay out the factors of the jobs that the claim's document names; a job named twice is laid out once."""
     document = claim.document
     factors = _named(document.get("factors"))
     against = None

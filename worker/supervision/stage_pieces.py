@@ -28,20 +28,7 @@ _INDEX = "factors/factors.index.json"
 
 
 def lay_out_pieces(engine: Engine, folder: ArtifactFolder, claim: Claim) -> dict[str, Any]:
-    """Lay out what the earlier rounds of a divided job have left, and name it.
-
-    Args:
-        engine: The ledger's connections.
-        folder: The folder or bucket of the artifacts.
-        claim: The job: one that has divided, or a piece of one.
-
-    Returns:
-        The assignment's `piece`, `pieces` and `divided`, all None or empty for a job that was never divided; and of a
-        job that divides, `devices`: how many pieces could compute at once.
-
-    Raises:
-        ArtifactDamaged: If a file is not what was recorded.
-    """
+    """Lay out what the earlier rounds of a divided job have left, and name it."""
     pieces = _earlier(engine, claim)
     place = folder.attempt_dir(claim.job_id, claim.fence)
     told = [_lay_out_piece(engine, folder, claim, each, place / "pieces") for each in pieces]
@@ -115,15 +102,7 @@ def _bring(
 
 
 def files_of_others(index: Mapping[str, Any], layers: frozenset[str]) -> frozenset[str]:
-    """Return the files of factors that a piece of the round `decompose` does not read.
-
-    Args:
-        index: The index of a set of factors.
-        layers: The piece's layers.
-
-    Returns:
-        Names of artifacts; none where the merge looks at every layer beforehand, for a variance over batches.
-    """
+    """Return the files of factors that a piece of the round `decompose` does not read."""
     if (index.get("collection") or {}).get("batch_variance"):
         return frozenset()
     entries = index.get("layers") or ()

@@ -22,15 +22,7 @@ class TenantCache:
     def __init__(
         self, engine: Engine, claim: Claim, folder: ArtifactFolder, limit_bytes: int, group: int | None
     ) -> None:
-        """Set up the cache; nothing is read yet.
-
-        Args:
-            engine: The ledger.
-            claim: The job and its lease.
-            folder: The artifacts.
-            limit_bytes: Bytes that the tenant's entries may take.
-            group: The group of the job; None: it runs as this process's user.
-        """
+        """Set up the cache; nothing is read yet."""
         self._engine = engine
         self._claim = claim
         self._folder = folder
@@ -38,17 +30,7 @@ class TenantCache:
         self._group = group
 
     def answer(self, asked: CacheAsked) -> CacheAnswer:
-        """Verify the entry that a child asks for, and lay it out.
-
-        Args:
-            asked: The question.
-
-        Returns:
-            The answer.
-
-        Raises:
-            LedgerUnavailable: If the database does not answer; the call may be repeated.
-        """
+        """Verify the entry that a child asks for, and lay it out."""
         try:
             view = self._folder.new_view(self._claim.job_id, self._claim.fence, self._group)
             return self._entries().answer(asked.key, view)
@@ -57,17 +39,7 @@ class TenantCache:
             return CacheAnswer(job=None, warning=f"cached factors cannot be used here: {why}; collected again")
 
     def take(self, filled: CacheFilled) -> str | None:
-        """Publish what a child has left; it is its claim, and serves jobs of its tenant alone.
-
-        Args:
-            filled: What it has left.
-
-        Returns:
-            Why it is not kept; None where it is, or another job's is there already.
-
-        Raises:
-            LedgerUnavailable: If the database does not answer; the call may be repeated.
-        """
+        """Publish what a child has left; it is its claim, and serves jobs of its tenant alone."""
         claim, folder = self._claim, self._folder
         filling = Filling(
             key=filled.key,
@@ -92,14 +64,6 @@ class TenantCache:
 
 
 def cache_bytes_of(claim: Claim, settings: WorkerSettings) -> int:
-    """Return what the cache of a claim's tenant may hold.
-
-    Args:
-        claim: The job and its lease.
-        settings: The worker's settings.
-
-    Returns:
-        The bytes; 0 where there is no cache, or where no job of the document has a key.
-    """
+    """Return what the cache of a claim's tenant may hold."""
     keyless = claim.piece is not None or claim.kinds == (ESTIMATE,) or reason_uncached(claim.document) is not None
     return 0 if keyless else settings.ledger.cache_bytes

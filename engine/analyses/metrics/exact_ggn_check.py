@@ -45,14 +45,7 @@ class Searched:
 
     @classmethod
     def of(cls, search: Lanczos) -> Self:
-        """Keep the numbers of ``search``.
-
-        Args:
-            search: A Lanczos iteration of one block, after its last product.
-
-        Returns:
-            Its eigenvalue, residual, convergence and count of products.
-        """
+        """Keep the numbers of ``search``."""
         return cls(value=search.value, residual=search.residual, converged=search.converged, products=search.products)
 
 
@@ -67,30 +60,13 @@ class CrossChecked:
     whole: Searched | None
 
     def of_layer(self, ordinal: int, kronecker_trace: float, spectral_norm: float | None) -> CrossCheck | None:
-        """Return one layer's record.
-
-        Args:
-            ordinal: The layer's place among the covered ones.
-            kronecker_trace: Trace of its G ⊗ A.
-            spectral_norm: Largest eigenvalue of its G ⊗ A; None where it is not known.
-
-        Returns:
-            The exact curvature beside K-FAC's; None where the layer's block was not probed.
-        """
+        """Return one layer's record."""
         if ordinal not in self.samples:
             return None
         return _record(self.samples[ordinal], self.searches.get(ordinal), kronecker_trace, spectral_norm)
 
     def of_model(self, layers: Iterable[CrossCheck | None]) -> CrossCheck | None:
-        """Return the model's record, beside the sum of its layers' records.
-
-        Args:
-            layers: Each layer's record, None where its block was not probed.
-
-        Returns:
-            The exact trace of all probed blocks together, and the largest eigenvalue of the block diagonal; None where
-            no block was probed.
-        """
+        """Return the model's record, beside the sum of its layers' records."""
         known = [layer for layer in layers if layer is not None]
         if not known:
             return None
@@ -103,18 +79,6 @@ class CrossChecked:
 
 def cross_check(params: CapacityParams, workspace: Workspace, whole: FactorSet) -> CrossChecked | None:
     """Measure traces and largest eigenvalues of the exact Gauss-Newton matrix, where the job asks for it.
-
-    Args:
-        params: Count of probes and Lanczos iterations, and whether there is a cross-check at all.
-        workspace: The job, whose model, task and data the passes use.
-        whole: The factor set, whose layers are the blocks and whose collection's settings the passes repeat.
-
-    Returns:
-        Trace samples and searches by layer; None where the job asks for no cross-check.
-
-    Raises:
-        UsageError: If the job measures stored factors, which hold no model.
-        EngineError: As ``engine.errors`` lists.
 
     Memory:
         Twice the covered parameters for each probe of a pass, and for each vector of the Lanczos bases, which are as
@@ -296,14 +260,7 @@ def _record(
 
 
 def interval(samples: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the 95 % confidence interval of the mean on the logarithmic scale, ``m · exp(± t s/(m √n))``.
-
-    Args:
-        samples: Estimates that are not negative, n of them.
-
-    Returns:
-        The lower and the upper bound; both 0 for a mean of 0, both None for fewer than two samples.
-    """
+    """Return the 95 % confidence interval of the mean on the logarithmic scale, ``m · exp(± t s/(m √n))``."""
     count = len(samples)
     if count < 2:
         return None, None

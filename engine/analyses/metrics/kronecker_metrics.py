@@ -83,15 +83,7 @@ class Sides:
         return self.bounds is None or any(float(own[0]) <= 0 for own in self.bounds[0])
 
     def without_structure(self, wanted: Collection[str]) -> "Sides":
-        """Return the sides without ``structured_G``, which holds factors, but with its answers.
-
-        Args:
-            wanted: Metrics of the model that will be asked for later.
-
-        Returns:
-            The same object where there is no ``structured_G``; else a copy whose ``answered`` holds G's effective rank
-            and log-determinant, each only where it is among ``wanted``.
-        """
+        """Return the sides without ``structured_G``, which holds factors, but with its answers."""
         if self.structured_G is None:
             return self
         answered = Answered(
@@ -128,15 +120,7 @@ class Sides:
         return 0.0 if self.structured_G is None else _RESOLVED * self.structured_G.spectral_norm()
 
     def answering(self, side: Structured) -> sums.Answering:
-        """Return a structured G together with its counted eigenvalues, which answer below ``lowest_shift``.
-
-        Args:
-            side: G, shape ``(out_dim, out_dim)``, without its scale.
-
-        Returns:
-            The side that log-determinants and effective dimensions are asked of, at shifts that are divided by
-            ``scale_G``.
-        """
+        """Return a structured G together with its counted eigenvalues, which answer below ``lowest_shift``."""
         counted = None if self.counted_G is None else condense_spectrum(self.counted_G.values / self.scale_G)
         return sums.Answering(side=side, lowest=self.lowest_shift, counted=counted)
 
@@ -154,15 +138,7 @@ class Sides:
         return None if self.spectrum_G is None else float(self.spectrum_A[-1]) * float(self.spectrum_G[-1])
 
     def effective_dimensions(self, dampings: Iterable[float]) -> list[float | None]:
-        """Return Σ λᵢ/(λᵢ + λ) over the eigenvalues λᵢ of F at each damping λ.
-
-        Args:
-            dampings: Absolute dampings, positive.
-
-        Returns:
-            One number per damping, in their order; None where the eigenvalues are not known, or G's answer at that
-            shift is not resolved.
-        """
+        """Return Σ λᵢ/(λᵢ + λ) over the eigenvalues λᵢ of F at each damping λ."""
         grid = list(dampings)
         if self.quadrature_A is None:
             return [None] * len(grid)
@@ -187,15 +163,7 @@ class Answered:
 
 
 def scalars(sides: Sides, wanted: Iterable[str]) -> dict[str, float | None]:
-    """Compute the scalar metrics of one layer.
-
-    Args:
-        sides: What is known of A and G.
-        wanted: Names of metrics; those that are not in ``SCALARS`` are passed over.
-
-    Returns:
-        Values by name, in the order of ``wanted``; None where a metric is undefined.
-    """
+    """Compute the scalar metrics of one layer."""
     return {name: SCALARS[name](sides) for name in wanted if name in SCALARS}
 
 
@@ -247,15 +215,7 @@ def _logdet(sides: Sides) -> float | None:
 
 
 def within_tolerance(sides: Sides) -> tuple[bool, bool]:
-    """Tell which factors are singular to within the tolerance of the rank.
-
-    Args:
-        sides: What is known of A and G.
-
-    Returns:
-        Whether A, and whether G, has an eigenvalue of at most ``tolerance`` times its largest, by the lower bounds;
-        both True where there are no eigenvalues.
-    """
+    """Tell which factors are singular to within the tolerance of the rank."""
     if sides.bounds is None:
         return True, True
     lower, _ = sides.bounds

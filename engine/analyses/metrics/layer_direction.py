@@ -55,7 +55,6 @@ def layer_metrics(
     """Compute one layer's directions.
 
     Args:
-        layer: The layer.
         params: The powers, and which curvature.
         space: Tells where the layer's numbers stand.
         why_not_rows: Why there is no ``inner``, where G is kept as gradient rows.
@@ -205,12 +204,5 @@ def _dense(side: Tensor | Structured) -> bool:
 
 
 def summed(values: list[float | None]) -> float | None:
-    """Add numbers, in the order in which they stand.
-
-    Args:
-        values: The numbers; None where one is not known.
-
-    Returns:
-        Their sum, None where one is not known.
-    """
+    """Add numbers, in the order in which they stand."""
     return None if None in values else math.fsum(value for value in values if value is not None)

@@ -35,21 +35,7 @@ SCALAR_METRICS = (*SCALARS, "effective_dimension_share", "kappa_clipped", "decay
 
 
 def sides_of(layer: Measured, whole: FactorSet, params: CapacityParams, device: torch.device) -> Sides:
-    """Gather what the metrics of one layer are computed from.
-
-    Args:
-        layer: The measured layer.
-        whole: The factor set, from which a structured G is read again.
-        params: The metrics asked for, and ``rank_tolerance``; without one, the larger dimension times the rounding of
-            the factors' dtype.
-        device: Device that a structured G is sent to.
-
-    Returns:
-        Both sides, with G itself only where it has no spectrum and a metric takes eigenvalues.
-
-    Raises:
-        NonFiniteFactor: If the trace of F exceeds float64.
-    """
+    """Gather what the metrics of one layer are computed from."""
     facts, tolerance = layer.facts, params.rank_tolerance
     if not math.isfinite(layer.trace_A * layer.trace_G):
         raise NonFiniteFactor(
@@ -80,28 +66,13 @@ def sides_of(layer: Measured, whole: FactorSet, params: CapacityParams, device: 
 
 
 def rounding_of(layer: Measured) -> float:
-    """Return the share of a layer's largest eigenvalue below which the others are rounding.
-
-    Args:
-        layer: The measured layer.
-
-    Returns:
-        The larger dimension times ε of the factors' dtype.
-    """
+    """Return the share of a layer's largest eigenvalue below which the others are rounding."""
     precision = torch.float64 if layer.record.dtype == "float64" else torch.float32
     return max(layer.facts.in_dim, layer.facts.out_dim) * torch.finfo(precision).eps
 
 
 def structured_side(factors: Factors, device: torch.device) -> tuple[Structured | None, float]:
-    """Return the operator that answers for a G without eigenvalues.
-
-    Args:
-        factors: The layer's factors, on the host.
-        device: Device that the operator is sent to.
-
-    Returns:
-        G on ``device`` and its scale; None and 1 where G is dense, or only its diagonal is kept.
-    """
+    """Return the operator that answers for a G without eigenvalues."""
     side = factors.G
     if isinstance(side, Structured) and side.complete:
         return side.to(device), factors.scale_G
@@ -109,16 +80,7 @@ def structured_side(factors: Factors, device: torch.device) -> tuple[Structured 
 
 
 def scalar_metrics(sides: Sides, wanted: Iterable[str], kappa_max: float | None) -> dict[str, float | None]:
-    """Compute the metrics that are one number each, but for the decay, which follows from the eigenvalues' order.
-
-    Args:
-        sides: What is known of A and G.
-        wanted: Names of metrics; those of more than one number are passed over.
-        kappa_max: Condition number that clipping leaves to each factor; None where nothing is clipped.
-
-    Returns:
-        Values by name; None where a metric is undefined.
-    """
+    """Compute the metrics that are one number each, but for the decay, which follows from the eigenvalues' order."""
     names = set(wanted)
     found = scalars(sides, wanted)
     if "effective_dimension_share" in names:
@@ -132,17 +94,7 @@ def scalar_metrics(sides: Sides, wanted: Iterable[str], kappa_max: float | None)
 
 
 def layer_metrics(layer: Measured, sides: Sides, params: CapacityParams) -> CapacityMetrics:
-    """Compute every metric of one layer's F = G ⊗ A that was asked for, over all the data.
-
-    Args:
-        layer: The measured layer.
-        sides: What ``sides_of`` gathered for it.
-        params: The metrics asked for, with their grids and levels.
-
-    Returns:
-        The layer's metrics, None where one was not asked for or is undefined. Convergence and cross-check are None,
-        which the analysis fills in.
-    """
+    """Compute every metric of one layer's F = G ⊗ A that was asked for, over all the data."""
     wanted = params.selected
     found: dict[str, Any] = dict.fromkeys(METRICS) | scalar_metrics(sides, wanted, layer.record.kappa_max)
     if "effective_dimension_curve" in wanted:
@@ -170,14 +122,7 @@ def layer_metrics(layer: Measured, sides: Sides, params: CapacityParams) -> Capa
 
 
 def no_spectrum(layer: Measured) -> str | None:
-    """Return why a layer that was decomposed has no eigenvalues of A or G.
-
-    Args:
-        layer: The measured layer.
-
-    Returns:
-        The reason; None where there are eigenvalues of both.
-    """
+    """Return why a layer that was decomposed has no eigenvalues of A or G."""
     facts = layer.facts
     if layer.spectrum_A is None:
         return f"A ({facts.in_dim} rows) has more than the {LARGEST} rows that eigensolvers take"
@@ -215,17 +160,7 @@ def _undefined(sides: Sides, found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def ordered(products: Products, params: CapacityParams, rank: int | None, rounding: float = 0.0) -> dict[str, Any]:
-    """Compute the metrics that follow from the order of the eigenvalues.
-
-    Args:
-        products: The eigenvalues of one layer's F, or of a model's blocks.
-        params: The metrics asked for, with their levels and bins.
-        rank: Eigenvalues above the tolerance, which the decay is fitted over; None where it is not fitted.
-        rounding: Magnitude below which eigenvalues are rounding, and are not counted one by one.
-
-    Returns:
-        Density, quantiles, decay and largest eigenvalues by name, those that were asked for and are defined.
-    """
+    """Compute the metrics that follow from the order of the eigenvalues."""
     found: dict[str, Any] = {}
     wanted = params.selected
     if "density" in wanted:
@@ -255,30 +190,13 @@ def ordered(products: Products, params: CapacityParams, rank: int | None, roundi
 def resolved_counts(
     edges: Sequence[float], counts: Sequence[int], rounding: float
 ) -> tuple[tuple[int | None, ...], int]:
-    """Leave out the counts of what is rounding.
-
-    Args:
-        edges: One more than counts, ascending.
-        counts: Eigenvalues between two edges.
-        rounding: Magnitude below which eigenvalues are rounding.
-
-    Returns:
-        The counts, None where the left edge is below that magnitude, and the sum of those that are left out.
-    """
+    """Leave out the counts of what is rounding."""
     known = tuple(count if edge >= rounding else None for edge, count in zip(edges, counts, strict=False))
     return known, sum(counts) - sum(count or 0 for count in known)
 
 
 def curve(sides: Sides, params: CapacityParams) -> EffectiveDimensionCurve | None:
-    """Compute the effective dimension over a grid of absolute dampings.
-
-    Args:
-        sides: What is known of A and G.
-        params: Hold the grid; the usual one where it is None.
-
-    Returns:
-        The curve, with None at dampings that are not resolved; None where no damping is.
-    """
+    """Compute the effective dimension over a grid of absolute dampings."""
     grid = params.damping_grid or DAMPING_GRID
     bounds = sides.bounds
     least = 0.0 if bounds is None else sides.rounding * float(bounds[1][0][-1]) * float(bounds[1][1][-1])

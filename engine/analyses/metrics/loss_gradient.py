@@ -48,7 +48,6 @@ class LossGradient:
         """Return C of a layer whose gradient is ``Uᵀ C / √w`` of the rows that its G is kept as, and let go of it.
 
         Args:
-            facts: The layer.
             matrix: Its gradient, shape (out_dim, in_dim).
 
         Returns:
@@ -64,15 +63,7 @@ class LossGradient:
 
 
 def require_gradient(params: NaturalGradientParams, workspace: Workspace) -> None:
-    """Refuse a gradient that does not fit the model, before anything is collected.
-
-    Args:
-        params: Whether a gradient is given.
-        workspace: The job.
-
-    Raises:
-        UsageError: If there is neither a gradient nor data, or the gradient does not fit the model's parameters.
-    """
+    """Refuse a gradient that does not fit the model, before anything is collected."""
     given = workspace.inputs.gradient
     if given is None and params.gradient is not None:
         raise UsageError(
@@ -175,19 +166,6 @@ def data_gradient(
     workspace: Workspace, factors: FactorSet, space: ParameterSpace, report: Callable[[], None], *, rows: bool
 ) -> LossGradient:
     """Return the gradient of the data's mean loss.
-
-    Args:
-        workspace: The job, whose model, task and data the pass uses.
-        factors: The factor set, whose examples and options the pass repeats.
-        space: The parameters, in order.
-        report: Called after every batch.
-        rows: Whether the inputs behind gradient rows are wanted.
-
-    Returns:
-        The gradient, with the inputs of the rows of every layer where they can be matched.
-
-    Raises:
-        EngineError: As ``engine.errors`` lists.
 
     Memory:
         Twice the parameters, the graph of a slice, and T · in_dim numbers of each layer that keeps gradient rows.

@@ -36,17 +36,7 @@ class ModelLayer:
 
     @classmethod
     def of(cls, name: str, sides: Sides, metrics: CapacityMetrics, wanted: Collection[str]) -> Self:
-        """Keep the spectra of one layer, and the answers of a G that has none.
-
-        Args:
-            name: The layer's name.
-            sides: What is known of A and G.
-            metrics: The layer's own metrics.
-            wanted: Metrics of the model that will be asked for.
-
-        Returns:
-            The layer without its factors.
-        """
+        """Keep the spectra of one layer, and the answers of a G that has none."""
         return cls(
             name=name,
             sides=sides.without_structure(wanted),
@@ -58,14 +48,6 @@ class ModelLayer:
 
 def model_metrics(layers: Sequence[ModelLayer], params: CapacityParams) -> ModelCapacity:
     """Compute the metrics that were asked for, over all layers together.
-
-    Args:
-        layers: The covered layers, in the model's order.
-        params: The metrics asked for, with their levels, bins and grids.
-
-    Returns:
-        The model's metrics; what needs eigenvalues is None where a layer has none, and ``no_spectrum`` names such
-        layers.
 
     Memory:
         Some 64 Ki products, and four numbers for each row of every layer's smaller side.

@@ -18,12 +18,6 @@ def intervals(
 ) -> Intervals:
     """Return the bounds of the metrics that were asked for, of one layer or of all layers of a model.
 
-    Args:
-        bounds: Of each layer, both spectra from below and from above.
-        added: Of each layer, the λ that `kappa_damped` adds.
-        tolerance: Share of the largest eigenvalue above which one counts towards the rank.
-        params: Say what was asked for.
-
     Memory:
         Some 64 Ki products, and four numbers for each row of every layer's smaller side.
     """
@@ -50,13 +44,7 @@ def intervals(
 
 
 def reasons(values: Mapping[str, object], singular: Sequence[str], undamped: bool) -> dict[str, str]:
-    """Return why metrics among ``values`` are null, where they are.
-
-    Args:
-        values: Metrics by name.
-        singular: Factors with an eigenvalue that is zero, or not told from it.
-        undamped: Whether there is no λ, as the layer has no curvature.
-    """
+    """Return why metrics among ``values`` are null, where they are."""
     found = {}
     told = " and ".join(singular)
     for name in ("logdet", "kappa"):

@@ -71,17 +71,6 @@ def follow_layer(
 ) -> Followed | None:
     """Compute the scalar metrics of one layer at every sample size, and where they are heading.
 
-    Args:
-        layer: The measured layer, with its smaller sizes.
-        whole: The factor set, from which a structured G is read again at each size.
-        sides: What is known of A and G over all the data.
-        metrics: The layer's metrics over all the data.
-        params: The metrics asked for.
-        device: Device that a structured G is sent to.
-
-    Returns:
-        Values, the model's share and the convergence by metric; None where no smaller sizes were asked for.
-
     Memory:
         One structured G, at one size.
     """
@@ -136,16 +125,7 @@ def _counted(side: Structured | None, scale: float, kappa_max: float | None) -> 
 def model_convergence(
     layers: Sequence[Followed], whole: ModelCapacity, params: CapacityParams
 ) -> tuple[Convergence, ...] | None:
-    """Compute the model's scalar metrics at every sample size, and where they are heading.
-
-    Args:
-        layers: The covered layers over the sample sizes, in the model's order.
-        whole: The model's metrics over all the data.
-        params: The metrics asked for.
-
-    Returns:
-        One entry per metric that adds up over layers or is asked of the joint spectrum; None without layers.
-    """
+    """Compute the model's scalar metrics at every sample size, and where they are heading."""
     if not layers:
         return None
     examples = layers[0].examples
@@ -167,15 +147,7 @@ def model_convergence(
 
 
 def sum_layers(values: Sequence[float | None], curved: Sequence[bool]) -> float | None:
-    """Sum one metric over all layers.
-
-    Args:
-        values: Each layer's value; None where it is not known or not defined.
-        curved: Whether each layer has curvature; one without adds nothing.
-
-    Returns:
-        The sum, rounded once; None where a layer with curvature has no value.
-    """
+    """Sum one metric over all layers."""
     if any(value is None and own for value, own in zip(values, curved, strict=True)):
         return None
     return math.fsum(value or 0.0 for value in values)

@@ -22,15 +22,7 @@ _MOST = 10
 
 
 def require_head(name: str | None, workspace: Workspace) -> None:
-    """Refuse a head that the model does not have, or a Fisher without gradients, before anything is collected.
-
-    Args:
-        name: The head's name; None where no token importance is asked for.
-        workspace: The job; one of stored factors has no model, and is not checked.
-
-    Raises:
-        NoSuchLayer: The message says what there is.
-    """
+    """Refuse a head that the model does not have, or a Fisher without gradients, before anything is collected."""
     if name is None or workspace.inputs.model is None:
         return
     if workspace.options.collection.fisher == "forward_only":
@@ -44,15 +36,6 @@ def require_head(name: str | None, workspace: Workspace) -> None:
 
 def token_importance(name: str | None, workspace: Workspace, whole: FactorSet) -> TokenImportance | None:
     """Write the importance of each row of a head's G as an artifact, and summarise it.
-
-    Args:
-        name: The head's name; None where no token importance is asked for.
-        workspace: The job, whose artifacts take the diagonal, shape ``(V,)``, float64.
-        whole: The factor set.
-
-    Returns:
-        The record of the head: its trace, and how many tokens carry 99 % of it, or the reason why there is no diagonal;
-        None where none is asked for.
 
     Memory:
         The layer's factors as they are kept, and 16 V bytes.

@@ -29,17 +29,6 @@ class CoveredParameters:
     def of(cls, whole: FactorSet, model: nn.Module, parameters: Sequence[ParameterShape]) -> "CoveredParameters":
         """Find the covered numbers.
 
-        Args:
-            whole: The factor set, whose layers are covered.
-            model: The model, whose parameters the layers name.
-            parameters: The parameters of the curvature's vectors, in order.
-
-        Returns:
-            Their runs.
-
-        Raises:
-            UsageError: If it is not known where the numbers of a layer stand.
-
         Memory:
             A byte for each number.
         """

@@ -44,19 +44,6 @@ def exact_spectra(
 ) -> dict[str, CurvatureSpectrum]:
     """Search every exact curvature that the job asks for.
 
-    Args:
-        params: Curvatures, ends, and how exactly.
-        workspace: The job, whose model, task and data the passes use.
-        whole: The factor set, whose layers are the covered parameters and whose collection's settings are repeated.
-        digests: Of the factors, by which a checkpoint knows that model and data are the same.
-
-    Returns:
-        The spectra by name.
-
-    Raises:
-        UsageError: If the job measures stored factors, which hold no model.
-        EngineError: As ``engine.errors`` lists.
-
     Memory:
         As ``engine.planning.later.spectrum`` counts it.
     """

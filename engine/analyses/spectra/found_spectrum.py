@@ -1,4 +1,4 @@
-"""The outcome of a search, in the form of the results: eigenvalues with bounds, a trace, and a density with its band.
+"""A spectrum as results hold it: eigenvalues with bounds, a trace, and a density with its band.
 
 Of each probe the quadrature knows nodes θ and weights w, ``Σ_j w_j f(θ_j) ≈ tr f(F) / n``. With f a Gaussian in
 log10 |θ| over the eigenvalues of one sign, that is the density at a point. A quadrature of few nodes shows a smooth
@@ -32,15 +32,7 @@ _APART = 2.0
 
 
 def found_spectrum(of: str, search: SpectrumSearch) -> CurvatureSpectrum:
-    """Return the results of a search.
-
-    Args:
-        of: The curvature's name.
-        search: Its search, after the last product.
-
-    Returns:
-        Eigenvalues, trace and density, what was not asked for null.
-    """
+    """Return the results of a search."""
     params, ends = search.params, search.ends.result()
     trace = None if search.trace is None else search.trace.result()
     quadrature = None if search.quadrature is None else search.quadrature.result()
@@ -71,14 +63,7 @@ def found_spectrum(of: str, search: SpectrumSearch) -> CurvatureSpectrum:
 
 
 def read_spectrum(stored: Mapping[str, Any]) -> CurvatureSpectrum:
-    """Build the results of a search from JSON.
-
-    Args:
-        stored: What ``catalog.record.plain`` made of them, perhaps read back from a file.
-
-    Returns:
-        An equal record.
-    """
+    """Build the results of a search from JSON."""
     known = dict(stored)
     for end in ("largest", "smallest"):
         if known[end] is not None:

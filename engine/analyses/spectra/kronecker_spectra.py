@@ -50,13 +50,6 @@ class BlockSpectrum:
 def kfac_block(layer: Measured, params: SpectrumParams) -> BlockSpectrum:
     """Measure the spectrum of one layer's G ⊗ A.
 
-    Args:
-        layer: A measured layer with eigenvalues of A and G.
-        params: The ends, and the density's points.
-
-    Returns:
-        The spectrum; where G's eigenvalues are estimates between bounds, so are these.
-
     Memory:
         As ``Products``: no more than some 64 Ki products at once.
     """
@@ -93,14 +86,6 @@ def kfac_block(layer: Measured, params: SpectrumParams) -> BlockSpectrum:
 
 def ekfac_block(layer: Measured, corrected: Corrected, params: SpectrumParams) -> BlockSpectrum:
     """Measure the spectrum of one layer with EK-FAC's eigenvalues.
-
-    Args:
-        layer: The measured layer.
-        corrected: Its correction.
-        params: The ends, and the density's points.
-
-    Returns:
-        The spectrum.
 
     Memory:
         The layer's eigenvalues in float64, and a mebi of them once more.
@@ -145,40 +130,18 @@ class BlockSpectra:
     """Trace of every layer, by ordinal."""
 
     def take(self, ordinal: int, block: BlockSpectrum) -> LayerSpectrum:
-        """Add one layer.
-
-        Args:
-            ordinal: The layer's place.
-            block: Its spectrum.
-
-        Returns:
-            The layer's part of the results.
-        """
+        """Add one layer."""
         self.blocks[ordinal] = block
         self.traces[ordinal] = block.of_layer.trace
         return block.of_layer
 
     def lack(self, ordinal: int, name: str, trace: float, why: str) -> None:
-        """Note a layer without eigenvalues.
-
-        Args:
-            ordinal: The layer's place.
-            name: Its name.
-            trace: Its trace, which is known all the same.
-            why: The reason.
-        """
+        """Note a layer without eigenvalues."""
         self.missing[name] = why
         self.traces[ordinal] = trace
 
     def of_model(self, dimension: int) -> CurvatureSpectrum:
-        """Return the spectrum of all layers together, in the model's order.
-
-        Args:
-            dimension: Covered parameters.
-
-        Returns:
-            The spectrum; null where a layer has no eigenvalues, with the reason.
-        """
+        """Return the spectrum of all layers together, in the model's order."""
         ordered = [self.blocks[ordinal] for ordinal in sorted(self.blocks)]
         params = self.params
         known = not self.missing

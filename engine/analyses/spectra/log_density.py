@@ -72,14 +72,7 @@ class LogCounts:
 
     @classmethod
     def of_products(cls, pair: Pair) -> Self:
-        """Count the products of two spectra, without making them.
-
-        Args:
-            pair: Eigenvalues (n,) and (m,), float64; those that are not above zero are left out.
-
-        Returns:
-            Counts of the n·m products.
-        """
+        """Count the products of two spectra, without making them."""
         left, right = (cls.of_values(side) for side in pair)
         if not left.counts.numel() or not right.counts.numel():
             return cls.none()
@@ -91,14 +84,7 @@ class LogCounts:
         return cls(first=left.first + right.first, counts=made)
 
     def plus(self, other: "LogCounts") -> Self:
-        """Return the counts of the eigenvalues of two matrices together.
-
-        Args:
-            other: Counts of the other one.
-
-        Returns:
-            Their sum.
-        """
+        """Return the counts of the eigenvalues of two matrices together."""
         parts = [each for each in (self, other) if each.counts.numel()]
         if not parts:
             return self
@@ -138,16 +124,7 @@ class Lattice:
 
     @classmethod
     def below(cls, largest: float, points_per_decade: int, decades: int) -> Self:
-        """Return the points from a matrix's largest magnitude downwards.
-
-        Args:
-            largest: The largest magnitude, above zero.
-            points_per_decade: Points in a decade.
-            decades: How far down.
-
-        Returns:
-            Points from ``decades`` below the magnitude to three widths above it.
-        """
+        """Return the points from a matrix's largest magnitude downwards."""
         top = math.log10(largest)
         last = math.ceil((top + 3 * width_of(points_per_decade)) * points_per_decade)
         return cls(
@@ -173,14 +150,7 @@ class Lattice:
 
 
 def width_of(points_per_decade: int) -> float:
-    """Return the width of the smoothing: a quarter of a decade, or the distance of two points if that is more.
-
-    Args:
-        points_per_decade: Points in a decade.
-
-    Returns:
-        Standard deviation of the Gaussian, in decades.
-    """
+    """Return the width of the smoothing: a quarter of a decade, or the distance of two points if that is more."""
     return max(_WIDTH, 1 / points_per_decade)
 
 

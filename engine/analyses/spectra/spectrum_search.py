@@ -1,4 +1,4 @@
-"""One curvature's search: its extreme eigenvalues, its density and its trace, which share every pass over the data.
+"""The spectrum search of one curvature: extreme eigenvalues, density and trace share every pass over the data.
 
 Each of the three asks for products with vectors of its own. All that they ask for at a time is multiplied together, so
 that a pass serves them all; memory says how many vectors go through the model at once.

@@ -47,34 +47,14 @@ class Left:
         return any(getattr(self, entry.name) for entry in fields(self))
 
     def joined(self, others: Sequence["Left"]) -> "Left":
-        """Return the reasons of several ranks together.
-
-        Args:
-            others: Those of every rank.
-
-        Returns:
-            Their union.
-        """
+        """Return the reasons of several ranks together."""
         return Left(
             **{entry.name: frozenset().union(*(getattr(each, entry.name) for each in others)) for entry in fields(self)}
         )
 
 
 def end_together(ranks: Ranks, left: Left, statistics: Sequence[LayerStatistics]) -> Left:
-    """Wait until every rank has come to the end of its pass, or has left it.
-
-    Args:
-        ranks: The ranks.
-        left: Why this rank has left its pass; empty where it came to the end.
-        statistics: Sums of the layers on this rank, where it came to the end.
-
-    Returns:
-        The reasons of all ranks; empty where all have come to the end.
-
-    Raises:
-        RankFailed: If a rank has failed.
-        RankTimedOut: If no rank shows a sign of life.
-    """
+    """Wait until every rank has come to the end of its pass, or has left it."""
     if left:
         ranks.leave()
     unproven = frozenset(found.layer.name for found in statistics if found.unproven)
@@ -86,18 +66,7 @@ def end_together(ranks: Ranks, left: Left, statistics: Sequence[LayerStatistics]
 
 
 def share_first_batch(ranks: Ranks, first: Batch | None) -> Batch:
-    """Return the batch that every rank probes the model with.
-
-    Args:
-        ranks: The ranks.
-        first: This rank's first batch, where the caller has it; None where it holds no example.
-
-    Returns:
-        That of the first rank that has one, on the host.
-
-    Raises:
-        EmptyData: If no rank holds an example.
-    """
+    """Return the batch that every rank probes the model with."""
     holders = [rank for rank, holds in enumerate(ranks.gather(first is not None, "first batches")) if holds]
     if not holders:
         raise EmptyData(f"the data of all {ranks.size} ranks hold no example; give at least one", pointer="/data")
@@ -108,34 +77,14 @@ def share_first_batch(ranks: Ranks, first: Batch | None) -> Batch:
 
 
 def planner_of(ranks: Ranks, budget: MemoryBudget) -> int:
-    """Return the rank whose plan all follow: the one with the smallest budget.
-
-    Args:
-        ranks: The ranks.
-        budget: This rank's.
-
-    Returns:
-        Its number.
-    """
+    """Return the rank whose plan all follow: the one with the smallest budget."""
     budgets = ranks.gather((budget.device_bytes, budget.host_bytes), "budgets")
     sizes = [tuple(float("inf") if size is None else size for size in each) for each in budgets]
     return sizes.index(min(sizes))
 
 
 def require_alike(ranks: Ranks, value: T, what: str) -> T:
-    """Require that every rank has come to the same value.
-
-    Args:
-        ranks: The ranks.
-        value: This rank's, comparable and printable.
-        what: Its name, for messages.
-
-    Returns:
-        The value.
-
-    Raises:
-        RanksRefused: If two ranks differ.
-    """
+    """Require that every rank has come to the same value."""
     found = ranks.gather(value, what)
     for rank, other in enumerate(found):
         if other != found[0]:
@@ -147,34 +96,13 @@ def require_alike(ranks: Ranks, value: T, what: str) -> T:
 
 
 def total_examples(ranks: Ranks, own: int | None) -> int | None:
-    """Return the examples of all ranks.
-
-    Args:
-        ranks: The ranks.
-        own: This rank's; None where it does not know.
-
-    Returns:
-        Their sum; None where a rank does not know its own.
-    """
+    """Return the examples of all ranks."""
     counts = ranks.gather(own, "numbers of examples")
     return None if any(each is None for each in counts) else sum(counts)
 
 
 def join_cursors(ranks: Ranks, cursor: Cursor, turns: Turns, collection: Collection) -> tuple[Cursor, int]:
-    """Return what all ranks have read in one pass.
-
-    Args:
-        ranks: The ranks.
-        cursor: This rank's position at the end of its data.
-        turns: This rank's turns.
-        collection: Options of the collection.
-
-    Returns:
-        A cursor with the counts of all ranks, and the updates that others made after the last one of this rank.
-
-    Raises:
-        RanksRefused: If the batches were not held in turn, and that matters, or an example is held by two ranks.
-    """
+    """Return what all ranks have read in one pass."""
     own = turns.last_update(cursor.batches)
     found: list[tuple[Cursor, int | None]] = ranks.gather((cursor, own), "ends of the pass")
     require_turns([each.batches for each, _ in found], collection.update_freq, collection.ema_decay)
@@ -205,30 +133,13 @@ def _require_apart(runs: Sequence[list[list[int]]]) -> None:
 
 
 def agree_on_checkpoint(ranks: Ranks, state: Any) -> bool:  # noqa: ANN401 - what a checkpoint is known by
-    """Tell whether all ranks go on from a checkpoint.
-
-    Args:
-        ranks: The ranks.
-        state: What must be equal of this rank's checkpoint; None without one.
-
-    Returns:
-        True where every rank has one, and they belong together.
-    """
+    """Tell whether all ranks go on from a checkpoint."""
     found = ranks.gather(state, "checkpoints")
     return all(each is not None and each == found[0] for each in found)
 
 
 def agree_on_sums(ranks: Ranks, foreign: str, full: str) -> tuple[str, str]:
-    """Tell whether all ranks have read the sums of their checkpoints.
-
-    Args:
-        ranks: The ranks.
-        foreign: Why this rank's checkpoint is of no use; empty where it is.
-        full: What the allocator said where this rank ran out of memory; else empty.
-
-    Returns:
-        The same of the first rank that has something to say; one rank's discarded checkpoint discards all.
-    """
+    """Tell whether all ranks have read the sums of their checkpoints."""
     found = ranks.gather((foreign, full), "sums of the checkpoints")
     reasons = [(number, why, said) for number, (why, said) in enumerate(found) if why or said]
     for number, why, said in reasons:

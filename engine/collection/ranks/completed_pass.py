@@ -21,25 +21,7 @@ def complete_pass(
     *,
     alone: bool,
 ) -> Cursor:
-    """Add what every rank has measured in one pass.
-
-    Args:
-        ranks: The ranks.
-        job: The model with its data and task.
-        state: State of the collection, whose checks take in those of the other ranks; before the pass they were the
-            same on every rank.
-        statistics: Sums of the layers of the pass on this rank, which become those of all.
-        cursor: This rank's position at the end of its data.
-        alone: Whether it is the only pass.
-
-    Returns:
-        The position of all ranks together.
-
-    Raises:
-        RankFailed: If a rank has failed.
-        RankTimedOut: If a rank does not come in time.
-        RanksRefused: If the batches were not held in turn, and that matters.
-    """
+    """Add what every rank has measured in one pass."""
     collection = job.collection
     whole, since = join_cursors(ranks, cursor, Turns.of(ranks, collection.update_freq), collection)
     if collection.ema_decay is not None and since:

@@ -27,7 +27,6 @@ def join_ranks(ranks: Ranks, job: PassJob) -> PassJob:
     """Settle what every rank must know before the model is probed.
 
     Args:
-        ranks: The ranks.
         job: The model with its data and task, as the document says it.
 
     Returns:
@@ -90,7 +89,6 @@ def follow_planner(ranks: Ranks, workspace: Workspace, probed: ProbedModel, plan
     """Return the plan of the rank with the smallest budget, which every rank follows.
 
     Args:
-        ranks: The ranks.
         workspace: The job, with this rank's budget.
         probed: The model after its probe on this rank.
         plan: This rank's plan.
@@ -114,7 +112,6 @@ def require_same_checks(ranks: Ranks, failed: Sequence[str]) -> None:
     """Require that the first check has failed for the same layers on every rank.
 
     Args:
-        ranks: The ranks.
         failed: Names of those that failed on this one.
 
     Raises:

@@ -28,20 +28,7 @@ class OwnedLayers(dict[str, int]):
 def owners_of(
     ranks: Ranks, workspace: Workspace, statistics: Sequence[LayerStatistics], *, alone: bool
 ) -> Mapping[str, int]:
-    """Choose the owners of the layers of one pass, by longest processing time first over the n³ of their sides.
-
-    Args:
-        ranks: The ranks.
-        workspace: The job, which remembers them.
-        statistics: Sums of the layers of the pass, the same layers on every rank.
-        alone: Whether it is the only pass; of several, a later attempt would not know the owners of the first.
-
-    Returns:
-        The rank of each layer, by name; layers that share an A have one owner. Empty where every rank needs all.
-
-    Raises:
-        RankFailed: If a rank has failed.
-    """
+    """Choose the owners of the layers of one pass, by longest processing time first over the n³ of their sides."""
     known = workspace.results.of(OwnedLayers)
     known.clear()
     rows = [0 if found.gradient_rows is None else found.gradient_rows.count for found in statistics]
@@ -73,37 +60,18 @@ def owners_by_ordinal(workspace: Workspace, layers: Sequence[str]) -> dict[int, 
 
 
 def is_elsewhere(workspace: Workspace, layer: str) -> bool:
-    """Return whether the factors of a layer are on another rank alone.
-
-    Args:
-        workspace: The job.
-        layer: The layer's name.
-    """
+    """Return whether the factors of a layer are on another rank alone."""
     owner, ranks = workspace.results.of(OwnedLayers).get(layer), workspace.machine.ranks
     return owner is not None and ranks is not None and owner != ranks.rank
 
 
 def refuse_elsewhere(layer: str) -> Factors:
-    """Stand for the factors of a layer that another rank has.
-
-    Args:
-        layer: The layer's name.
-
-    Raises:
-        ValueError: Always.
-    """
+    """Stand for the factors of a layer that another rank has."""
     raise ValueError(f"layer `{layer}`: its factors are on the rank that owns it, and nowhere else")
 
 
 def is_summed_at_owner(found: LayerStatistics) -> bool:
-    """Return whether the dense sums of a layer may go to its owner alone.
-
-    Args:
-        found: The layer's sums.
-
-    Returns:
-        False for a head and a table of one weight, which are added up together, and where variances are taken.
-    """
+    """Return whether the dense sums of a layer may go to its owner alone."""
     varied = (found.variance_A, found.variance_G)
     return not isinstance(found, TiedHeadStatistics) and all(each.before is None for each in varied)
 

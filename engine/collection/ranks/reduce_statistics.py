@@ -52,14 +52,7 @@ class LayerCounts:
 
     @classmethod
     def of(cls, found: LayerStatistics) -> "LayerCounts":
-        """Describe the sums of a layer on this rank.
-
-        Args:
-            found: The sums.
-
-        Returns:
-            Counts and small tensors, on the host.
-        """
+        """Describe the sums of a layer on this rank."""
         names = (*_SUMMED, "weight_counts") if isinstance(found, TiedHeadStatistics) else _SUMMED
         return cls(
             name=found.layer.name,
@@ -83,16 +76,6 @@ def reduce_statistics(
     owners: Mapping[str, int] | None = None,
 ) -> None:
     """Add the sums of every rank, in place: each rank holds those of all examples afterwards.
-
-    Args:
-        ranks: The ranks.
-        statistics: Sums of the layers of one pass, the same layers in the same order on every rank.
-        collection: Options of the collection: how rows are reduced.
-        owners: The only rank that needs the dense sums of a layer, by the layer's name; the others are left with less.
-
-    Raises:
-        RankFailed: If a rank has failed.
-        RankTimedOut: If a rank does not come in time.
 
     Memory:
         Of two layers at a time: a few panels, and the rows of all ranks.
@@ -249,17 +232,7 @@ def _combine_variances(
 def add_corrections(
     ranks: Ranks, statistics: Sequence[CorrectionStatistics], collection: Collection, batches: int
 ) -> None:
-    """Add the corrected eigenvalues of every rank, in place.
-
-    Args:
-        ranks: The ranks.
-        statistics: Sums of the layers of one pass, the same on every rank.
-        collection: Options of the collection.
-        batches: Batches of this rank in a pass.
-
-    Raises:
-        RankFailed: If a rank has failed.
-    """
+    """Add the corrected eigenvalues of every rank, in place."""
     turns = Turns.of(ranks, collection.update_freq)
     own = turns.last_update(batches)
     last = max((each for each in ranks.gather(own, "ends of the correction") if each is not None), default=0)

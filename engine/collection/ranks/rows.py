@@ -48,28 +48,13 @@ class RowFacts:
 
     @classmethod
     def of(cls, rows: GradientRows) -> "RowFacts":
-        """Describe rows.
-
-        Args:
-            rows: The rows of one layer on this rank.
-
-        Returns:
-            Their facts, as plain values.
-        """
+        """Describe rows."""
         largest = float(rows.largest.max()) if rows.largest.numel() else 0.0
         return cls(count=rows.count, merged=rows.triangle is not None, largest=largest)
 
 
 def is_merged(facts: Sequence[RowFacts], size: int) -> bool:
-    """Tell whether the rows of all ranks are kept as a triangle.
-
-    Args:
-        facts: Those of each rank.
-        size: n, numbers of one row.
-
-    Returns:
-        True where a rank has merged its rows, or all ranks together hold more than n.
-    """
+    """Tell whether the rows of all ranks are kept as a triangle."""
     return any(each.merged for each in facts) or sum(each.count for each in facts) > size
 
 
@@ -85,7 +70,6 @@ def reduce_rows(
     """Replace one rank's rows by those of all ranks, in place.
 
     Args:
-        ranks: The ranks.
         rows: Rows of one layer on this rank.
         facts: Those of each rank, in order.
         layer: The layer's name.
@@ -223,14 +207,7 @@ def _brought_together(ranks: Ranks, shard: Tensor, size: int, layer: str) -> Red
 
 
 def panel_columns(rows: int) -> int:
-    """Return how many columns of each shard travel together.
-
-    Args:
-        rows: Rows of all groups and ranks.
-
-    Returns:
-        Columns, at least one.
-    """
+    """Return how many columns of each shard travel together."""
     return max(1, PANEL_NUMBERS // max(rows, 1))
 
 

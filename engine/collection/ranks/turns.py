@@ -79,16 +79,7 @@ class Turns:
 
 
 def require_turns(batches: Iterable[int], update_freq: int, ema_decay: float | None) -> None:
-    """Require that ranks have held batches in turn, where the numbers of batches decide anything.
-
-    Args:
-        batches: Batches of each rank, in order.
-        update_freq: `collection.update_freq`.
-        ema_decay: `collection.ema_decay`.
-
-    Raises:
-        RanksRefused: If a batch is missing between two others.
-    """
+    """Require that ranks have held batches in turn, where the numbers of batches decide anything."""
     counts = list(batches)
     if update_freq == 1 and ema_decay is None:
         return
@@ -102,16 +93,7 @@ def require_turns(batches: Iterable[int], update_freq: int, ema_decay: float | N
 
 
 def numbered(chunks: Iterable[Any], ranks: Ranks, batch_size: int) -> Iterator[Any]:
-    """Yield chunks with the numbers of their examples among those of all ranks.
-
-    Args:
-        chunks: As ``make_batches`` takes them; an index of their own is left as it is.
-        ranks: The ranks.
-        batch_size: B.
-
-    Yields:
-        The chunks with an index.
-    """
+    """Yield chunks with the numbers of their examples among those of all ranks."""
     seen = 0
     for chunk in chunks:
         if not isinstance(chunk, (tuple, list)):

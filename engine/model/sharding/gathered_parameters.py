@@ -30,12 +30,7 @@ _OVER_OWN = "gathers_over_own"
 
 
 def mark_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Mark a function as the ``forward`` of a module with parameters gathered around it.
-
-    Args:
-        module: The module, which has its former ``forward`` still.
-        forward: The function.
-    """
+    """Mark a function as the ``forward`` of a module with parameters gathered around it."""
     setattr(forward, _OVER_OWN, has_own_forward(module))
 
 
@@ -53,17 +48,7 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def make_gathered(shape: torch.Size, dtype: torch.dtype, device: torch.device, *, trainable: bool) -> GatheredParameter:
-    """Make a gathered parameter without numbers.
-
-    Args:
-        shape: Shape of the whole parameter.
-        dtype: Its dtype.
-        device: Where it is to stand.
-        trainable: Whether it requires a gradient.
-
-    Returns:
-        The parameter; its functions and its unit are to be set.
-    """
+    """Make a gathered parameter without numbers."""
     return GatheredParameter(_empty(shape, dtype, device), requires_grad=trainable)
 
 
@@ -88,11 +73,7 @@ def fill_storage(parameter: Tensor) -> Tensor:
 
 
 def empty_storage(parameter: Tensor) -> None:
-    """Let go of a gathered parameter's numbers.
-
-    Args:
-        parameter: The parameter.
-    """
+    """Let go of a gathered parameter's numbers."""
     parameter.untyped_storage().resize_(0)
 
 

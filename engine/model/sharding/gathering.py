@@ -184,11 +184,7 @@ def holding(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def refusing_absent_reads() -> contextlib.AbstractContextManager[object]:
-    """Refuse operations of a model on gathered parameters that have no numbers.
-
-    Returns:
-        A context manager to run a forward pass in; it does nothing where no model is sharded.
-    """
+    """Refuse operations of a model on gathered parameters that have no numbers."""
     return AbsentReads() if _MEASURED else contextlib.nullcontext()
 
 

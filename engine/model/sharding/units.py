@@ -29,14 +29,7 @@ class Unit:
 
 
 def class_before_sharding(module: nn.Module) -> type[nn.Module] | None:
-    """Return the class that a module had before ``fully_shard`` was applied to it.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        Its class, of which FSDP has made another one; None where nobody has.
-    """
+    """Return the class that a module had before ``fully_shard`` was applied to it."""
     fsdp = sys.modules.get(OF_FSDP)
     marked = None if fsdp is None else getattr(fsdp, "FSDPModule", None)
     if marked is None or not isinstance(module, marked):
@@ -47,17 +40,7 @@ def class_before_sharding(module: nn.Module) -> type[nn.Module] | None:
 
 
 def find_units(model: nn.Module) -> tuple[Unit, ...]:
-    """Find the units of a sharded model.
-
-    Args:
-        model: The model.
-
-    Returns:
-        Units with parameters, outer ones before inner ones; none where the model is not sharded.
-
-    Raises:
-        ModelRefused: If a sharded parameter stands in no unit.
-    """
+    """Find the units of a sharded model."""
     modules = dict(model.named_modules())
     is_unit = {name: class_before_sharding(module) is not None for name, module in modules.items()}
     users: dict[int, tuple[nn.Parameter, list[str]]] = {}

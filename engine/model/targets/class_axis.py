@@ -55,14 +55,7 @@ def find_class_axis(shape: torch.Size, batch: Batch, task: Task, model: nn.Modul
 
 
 def class_count(model: nn.Module) -> int | None:
-    """Return how many classes a model says that it has, itself or in its ``config``, by `num_labels` or `num_classes`.
-
-    Args:
-        model: Any model.
-
-    Returns:
-        The number; None where it says none.
-    """
+    """Return the number of classes that a model or its ``config`` states, as `num_labels` or `num_classes`."""
     for holder in (model, getattr(model, "config", None), getattr(model, "module", None)):
         for name in _NUMBERS:
             count: Any = getattr(holder, name, None)

@@ -122,15 +122,7 @@ def label_weights(weights: tuple[float, ...], field: str, outputs: Tensor) -> Te
 
 
 def require_labels(weights: tuple[float, ...] | None, field: str) -> None:
-    """Refuse weights by label where the data has no labels.
-
-    Args:
-        weights: The weights; None asks for nothing.
-        field: Their name in the task.
-
-    Raises:
-        WrongShape: If there are weights.
-    """
+    """Refuse weights by label where the data has no labels."""
     if weights is not None:
         raise WrongShape(
             f"`{field}` weighs each term by its label, and the data has no targets; "

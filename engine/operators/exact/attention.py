@@ -1,4 +1,4 @@
-"""Scaled dot-product attention with its first and second derivatives, in blocks that are computed anew each time.
+"""Attention by scaled dot products with its first and second derivatives, in blocks that are computed anew each time.
 
 For queries q, keys k, values v and a bias M, with ``S = s q kᵀ + M``, ``P = softmax S`` and ``O = P v``:
 
@@ -99,7 +99,6 @@ class Attention:
 
         Args:
             rows: ``log Σ exp S`` as ``forward`` returns it.
-            tangent: Tangents of the operands.
 
         Returns:
             The outputs' tangent, (B, K, g, L, V).
@@ -135,7 +134,6 @@ class Attention:
         Args:
             rows: ``log Σ exp S`` as ``forward`` returns it.
             gradient: gO, (B, K, g, L, V).
-            tangent: Tangents of the operands.
 
         Returns:
             The gradients' tangents, each of its operand's shape; by symmetry also the pullback of ``tangent`` through

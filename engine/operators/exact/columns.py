@@ -93,15 +93,7 @@ def norm(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def trained(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Return parameters by any of their names.
-
-    Args:
-        model: The model.
-        names: Qualified names; a tied parameter has several.
-
-    Returns:
-        The parameters, by the names that were asked for.
-    """
+    """Return parameters by any of their names."""
     named = dict(model.named_parameters(remove_duplicate=False))
     return {name: named[name] for name in names}
 

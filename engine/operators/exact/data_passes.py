@@ -62,22 +62,11 @@ class DataPasses:
         self._entered = self.job.entered
 
     def learnt(self, route: str | None) -> Learnt:
-        """Return what passes have learnt so far.
-
-        Args:
-            route: Why products go by second gradients; None where they need not.
-
-        Returns:
-            It all.
-        """
+        """Return what passes have learnt so far."""
         return Learnt(micro_batch=self._micro_batch, entered=self._entered, route=route)
 
     def take_over(self, learnt: Learnt) -> None:
-        """Go on with what the passes of an earlier attempt have learnt.
-
-        Args:
-            learnt: What ``learnt`` returned there.
-        """
+        """Go on with what the passes of an earlier attempt have learnt."""
         self._micro_batch, self._entered = learnt.micro_batch, learnt.entered
 
     @contextlib.contextmanager

@@ -192,18 +192,7 @@ def _is_computed(tensor: Tensor, job: PassJob) -> bool:
 
 
 def require_no_draws(job: PassJob, batch: Batch) -> int:
-    """Check that the model returns the same for the same inputs.
-
-    Args:
-        job: The model and its task.
-        batch: A slice, on the device.
-
-    Returns:
-        Numbers of the outputs of one example.
-
-    Raises:
-        ModelRefused: If two forward passes differ, since a model that drops out in evaluation has no one curvature.
-    """
+    """Check that the model returns the same for the same inputs."""
     with torch.no_grad(), job.precision.autocast(job.workspace.machine.device):
         first, second = (predict(job.model, batch, job.task).outputs for _ in range(2))
     if not torch.equal(first, second):

@@ -9,14 +9,7 @@ _LEAST_SHARES = {torch.float64: 1e-12}
 
 
 def least_share(dtype: torch.dtype) -> float:
-    """Return the smallest eigenvalue, as a share of the largest, below which a negative power is reported.
-
-    Args:
-        dtype: Precision of the arithmetic.
-
-    Returns:
-        1e-12 for float64, and ε for others.
-    """
+    """Return the smallest eigenvalue, as a share of the largest, below which a negative power is reported."""
     return _LEAST_SHARES.get(dtype) or float(torch.finfo(dtype).eps)
 
 

@@ -74,12 +74,7 @@ class LayerStore:
     """
 
     def __init__(self, factors: FactorSet, options: OperatorOptions) -> None:
-        """Begin without any layer.
-
-        Args:
-            factors: The factor set, in memory or stored.
-            options: Which curvature and which damping.
-        """
+        """Begin without any layer."""
         self._factors = factors
         self._options = options
         self._layers: dict[int, LayerOperator] = {}
@@ -91,14 +86,7 @@ class LayerStore:
         """A by the ordinal of the layer that holds it, for as long as a layer that has it is kept."""
 
     def operator(self, facts: LayerFacts) -> LayerOperator:
-        """Return one layer's operator.
-
-        Args:
-            facts: The layer.
-
-        Returns:
-            Its operator, which stays until others need the room.
-        """
+        """Return one layer's operator."""
         self._requests += 1
         self._used[facts.ordinal] = self._requests
         found = self._layers.get(facts.ordinal)
@@ -233,14 +221,7 @@ def _as_it_is(read: Callable[[], SideBasis], _: torch.dtype) -> SideBasis:
 
 
 def held_bytes(operators: Iterable[LayerOperator]) -> int:
-    """Return the bytes that layers' operators hold by now.
-
-    Args:
-        operators: The layers; what several of them share counts once.
-
-    Returns:
-        Bytes of their factors, and of the eigenvectors and inverses that were made.
-    """
+    """Return the bytes that layers' operators hold by now."""
     tensors: dict[int, int] = {}
     for operator in operators:
         for side in (operator.G, operator.A):

@@ -1,4 +1,4 @@
-"""A symmetric matrix F projected on an orthonormal basis that grows by blocks of products and shrinks to Ritz vectors.
+"""The projection of a symmetric F on an orthonormal basis that grows by blocks of products and shrinks to Ritz vectors.
 
 Rows 0 … held − 1 of the basis have been multiplied, the ``pending`` ones behind them are multiplied next. For the
 former ``F q`` lies in the basis, but for a part of known norm that was dropped. So with ``H s = θ s`` the residual of a
@@ -122,13 +122,7 @@ class Projection:
         self.rows[self.held : self.held + self.pending] = fresh.to(self.rows.dtype)
 
     def append_random(self, count: int, seed: int, first: int) -> None:
-        """Make random vectors orthogonal to the basis the pending ones, where nothing is pending.
-
-        Args:
-            count: How many, as far as the space and the room allow.
-            seed: Of the search.
-            first: Number of the first draw.
-        """
+        """Make random vectors orthogonal to the basis the pending ones, where nothing is pending."""
         held = self.held
         self.leaving.zero_()
         self.pending = min(count, self.size - held, self.room - held)
@@ -141,14 +135,7 @@ class Projection:
             self.rows[held + index] = vector[0].to(self.rows.dtype)
 
     def ritz(self, first: int = 0) -> Ritz:
-        """Return the Ritz pairs of the basis.
-
-        Args:
-            first: The first of its vectors that counts.
-
-        Returns:
-            held − first pairs.
-        """
+        """Return the Ritz pairs of the basis."""
         here = slice(first, self.held)
         values, vectors = torch.linalg.eigh(self.matrix[here, here])
         residuals = (self.leaving[:, here] @ vectors).square().sum(0).sqrt() + vectors.abs().mT @ self.dropped[here]
@@ -156,12 +143,7 @@ class Projection:
         return Ritz(values=values, vectors=vectors, residuals=residuals)
 
     def restart(self, first: int, chosen: list[int]) -> None:
-        """Put some Ritz vectors in place of the basis from ``first`` on; what they leave outside stays to be pending.
-
-        Args:
-            first: The first vector that is replaced.
-            chosen: Places among the Ritz values of that part.
-        """
+        """Put some Ritz vectors in place of the basis from ``first`` on; the part outside of them stays pending."""
         here, end = slice(first, self.held), first + len(chosen)
         pairs = self.ritz(first)
         turned = pairs.vectors[:, chosen]
@@ -180,12 +162,7 @@ class Projection:
         self.held = end
 
     def reduce(self, pairs: Ritz, chosen: list[int]) -> None:
-        """Keep some Ritz vectors alone, and forget what they leave outside but for its norm.
-
-        Args:
-            pairs: Those of the whole basis.
-            chosen: Places among them, in the order wanted.
-        """
+        """Keep some Ritz vectors alone, and forget what they leave outside but for its norm."""
         rotate(self.rows[: self.held], pairs.vectors[:, chosen])
         self.held, self.pending = len(chosen), 0
         for numbers in (self.matrix, self.leaving, self.dropped):

@@ -34,42 +34,19 @@ class SearchOptions:
         return self.count * (2 if self.end == "both" else 1)
 
     def room(self, size: int) -> int:
-        """Return the vectors that the basis has room for.
-
-        Args:
-            size: n, the order of the matrix.
-
-        Returns:
-            At most n.
-        """
+        """Return the vectors that the basis has room for."""
         most = self.most_products + WIDTH if self.length is None else self.length
         return min(size, max(most, self.wanted + 4))
 
 
 def search_bytes(size: int, options: SearchOptions) -> int:
-    """Return the bytes that a search holds at its peak, beside the products of its caller.
-
-    Args:
-        size: n.
-        options: Of the search.
-
-    Returns:
-        The basis, a block of float64 vectors and its copy, widened panels and the projected matrices.
-    """
+    """Return the bytes that a search holds at its peak, beside the products of its caller."""
     rows = options.room(size) + 2
     return rows * size * options.dtype.itemsize + 3 * WIDTH * size * 8 + 3 * PANEL_BYTES + 10 * rows * rows * 8
 
 
 def identity(size: int, options: SearchOptions) -> list[int]:
-    """Return what tells a search from another: size and options as integers.
-
-    Args:
-        size: n.
-        options: Of the search; the seed counts by its lowest 63 bits, the tolerance by its own 64.
-
-    Returns:
-        Eight integers.
-    """
+    """Return what tells a search from another: size and options as integers."""
     tolerance = -1.0 if options.tolerance is None else options.tolerance
     bits = int(torch.tensor(tolerance, dtype=torch.float64).view(torch.int64))
     return [size, options.count, _ENDS.index(options.end), bits, options.seed % 2**63, options.dtype.itemsize,
@@ -77,15 +54,7 @@ def identity(size: int, options: SearchOptions) -> list[int]:
 
 
 def require(size: int, options: SearchOptions) -> None:
-    """Refuse what cannot be searched for.
-
-    Args:
-        size: n.
-        options: Of the search.
-
-    Raises:
-        ValueError: Naming the option, its value and what it must be.
-    """
+    """Refuse what cannot be searched for."""
     if size < 1:
         raise ValueError(f"the matrix must have at least one row (got {size})")
     if not 1 <= options.count <= size:

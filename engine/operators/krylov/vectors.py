@@ -1,4 +1,4 @@
-"""Rows of an orthonormal basis in the vectors' precision, whose coefficients are computed in float64.
+"""Basis vectors as rows in the vectors' precision; their coefficients are computed in float64.
 
 A block W of new vectors is made orthogonal to the rows Q by ``C = Q Wᵀ`` and ``W ← W − Cᵀ Q``, twice: the second time
 removes what rounding left of the first. Rows stand first, so that a vector is contiguous and a product with all rows

@@ -142,18 +142,6 @@ class MatrixPair:
 def pair_of(first: Symmetric, second: Symmetric, layer: str, guard: Guard) -> MatrixPair:
     """Bring two factors into common coordinates.
 
-    Args:
-        first: The factor of the first set.
-        second: That of the second, of as many rows.
-        layer: The layer's name, for messages.
-        guard: Knows what memory is free.
-
-    Returns:
-        The pair; where a side is a sketch, or its diagonal alone is kept, nothing but the traces is known of it.
-
-    Raises:
-        BudgetExceeded: If a structured side has to be made dense, and does not fit.
-
     Memory:
         Of two sides kept as gradient rows, three times the rows of both in float64; a structured side beside a dense
         one, and one of up to 8192 rows, as a matrix in float64.
@@ -177,22 +165,7 @@ def pair_of(first: Symmetric, second: Symmetric, layer: str, guard: Guard) -> Ma
 
 
 def guarded(work: Callable[[], T], host_bytes: int, formula: str, layer: str, guard: Guard) -> T:
-    """Do a piece of the comparison once its memory is known to be free.
-
-    Args:
-        work: The work.
-        host_bytes: Bytes that it takes beside what is held.
-        formula: Their formula, for messages.
-        layer: The layer's name.
-        guard: Knows what is free.
-
-    Returns:
-        What the work returns.
-
-    Raises:
-        BudgetExceeded: If it does not fit.
-        NotConverged: If the work raises ``FallbackFailed``.
-    """
+    """Do a piece of the comparison once its memory is known to be free."""
     only = Fallback(name="host_float64", formula=formula, device_bytes=0, host_bytes=host_bytes, run=work)
     try:
         return guard.run_with_fallbacks([only], what="the comparison", layer=layer, stage=STAGE).value

@@ -40,14 +40,7 @@ class Leading:
     """Gaps up to this are within rounding, of the arithmetic or of the precision that the factor was stored in."""
 
     def value(self, place: int) -> float:
-        """Return one eigenvalue.
-
-        Args:
-            place: Its place, from 0 for the largest.
-
-        Returns:
-            The eigenvalue, in the pair's unit.
-        """
+        """Return one eigenvalue."""
         return float(self.values[place]) if place < self.values.numel() else 0.0
 
 

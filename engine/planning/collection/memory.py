@@ -36,18 +36,7 @@ def plan_of(
     held_bytes: int,
     chosen: Chosen,
 ) -> Plan:
-    """Return the plan of the collection under one choice.
-
-    Args:
-        workspace: The job's options, ports and device.
-        probe: Layers, calls and traced activations.
-        groups: Bytes of the sums of layers that stay together, by their names.
-        held_bytes: Resident bytes of the process before the job.
-        chosen: Passes, slices, place of the sums and activation checkpointing.
-
-    Returns:
-        Its terms, those of held factors and weights included, without seconds.
-    """
+    """Return the plan of the collection under one choice."""
     place: Literal["device", "host"] = "device" if workspace.machine.device.type == "cuda" else "host"
     sides = [side for layer in probe.layers for side in probe.sides(layer, follows=layer.name in probe.shared)]
     largest = max((side for side, dense in sides if dense), default=0)
@@ -226,16 +215,7 @@ def _backward_bytes(
     examples: int,
     outputs: int,
 ) -> tuple[int, str, int]:
-    """Bytes of the gradients of a layer, with the formula, and of what its moments are made of.
-
-    Args:
-        workspace: The job's options and device.
-        probe: Layers, calls and traced activations.
-        chosen: Whether activations are recomputed.
-        modules: Modules of the pass whose inputs are held; None holds those of all.
-        examples: Examples of a slice.
-        outputs: Bytes of the model's outputs for it.
-    """
+    """Bytes of the gradients of a layer, with the formula, and of what its moments are made of."""
     saved = _saved(probe, chosen, modules)
     met, normalised = (
         None if chosen.activation_checkpointing else _within(each, modules)
@@ -288,18 +268,7 @@ def corrected_plan(
     place: Literal["device", "host"],
     parts: tuple[tuple[str, ...], ...],
 ) -> Plan:
-    """Add the passes that re-estimate the eigenvalues (EK-FAC).
-
-    Args:
-        plan: The plan of the collection.
-        groups: Bytes of bases and corrected eigenvalues of layers that stay together, by their names.
-        treated: All covered layers.
-        place: Where the passes compute.
-        parts: Layers of each further pass.
-
-    Returns:
-        The plan with the terms of those passes and ``parts`` among its choices.
-    """
+    """Add the passes that re-estimate the eigenvalues (EK-FAC)."""
     largest = max((side for layer in treated for side, dense in sides_of(layer, follows=False) if dense), default=0)
     most = max(sum(size for names, size in groups.items() if set(names) & set(part)) for part in parts)
     # the data passes through as it did before
@@ -326,16 +295,7 @@ def corrected_plan(
 
 
 def correction_bytes(layer: TreatedLayer, item: int, *, follows: bool) -> int:
-    """Return the bytes of the bases and the corrected eigenvalues of one layer.
-
-    Args:
-        layer: A covered layer.
-        item: Bytes of a number.
-        follows: Whether its A, and so Q_A, is another layer's, which holds it.
-
-    Returns:
-        Bytes over all groups of the layer.
-    """
+    """Return the bytes of the bases and the corrected eigenvalues of one layer."""
     if layer.form == "diagonal_block":
         # its diagonal is the correction, and no basis goes with it
         return layer.out_dim * item

@@ -29,17 +29,7 @@ _WIDENED_BYTES = 8 * 2**20
 
 
 def hold_together(ranks: Ranks, layer: TreatedLayer, kept: Representation, wanted: str) -> Representation:
-    """Return the representation of a layer, with the ranks among which its rows are divided.
-
-    Args:
-        ranks: The ranks.
-        layer: The layer.
-        kept: How it keeps its G.
-        wanted: `collection.reduction`.
-
-    Returns:
-        The same one; rows that are reduced to shards are held by all ranks of one node together.
-    """
+    """Return the representation of a layer, with the ranks among which its rows are divided."""
     if not ranks.one_node or kept.kind != "woodbury" or kept.rows > layer.out_dim:
         return kept
     reduction = choose_reduction(wanted, rows=kept.rows, size=layer.out_dim, ranks=ranks.size, item=kept.dtype.itemsize)
@@ -47,17 +37,7 @@ def hold_together(ranks: Ranks, layer: TreatedLayer, kept: Representation, wante
 
 
 def reduction_terms(workspace: Workspace, probe: Probe, place: Budgeted, freed: int) -> list[Term]:
-    """Return the term of what reductions hold beyond the sums and rows themselves.
-
-    Args:
-        workspace: The job, with its ranks.
-        probe: Layers and representations.
-        place: Where the sums are.
-        freed: Bytes of a slice, which are free by then.
-
-    Returns:
-        One term, of as many of the largest layers as are under way together; none where there is one rank.
-    """
+    """Return the term of what reductions hold beyond the sums and rows themselves."""
     ranks = workspace.machine.ranks
     if ranks is None:
         return []
@@ -75,16 +55,7 @@ def reduction_terms(workspace: Workspace, probe: Probe, place: Budgeted, freed: 
 
 
 def triangle_bytes(numbers: int, item: int, ranks: int) -> int:
-    """Return the bytes of one panel of a triangle while it is added up.
-
-    Args:
-        numbers: p.
-        item: b, bytes of a number.
-        ranks: W.
-
-    Returns:
-        Bytes on each rank.
-    """
+    """Return the bytes of one panel of a triangle while it is added up."""
     share = (ranks - 1) / ranks
     return int(numbers * (1 + item * (3 + 3 * share) + 8 / ranks))
 
@@ -111,16 +82,7 @@ def _row_bytes(ranks: int, layer: TreatedLayer, kept: Representation) -> int:
 
 
 def with_shards(ranks: Ranks | None, probe: Probe, wanted: str) -> Mapping[str, Representation]:
-    """Return the representations of all layers, with the ranks among which rows are divided.
-
-    Args:
-        ranks: The ranks; None where there is one.
-        probe: Layers and representations.
-        wanted: `collection.reduction`.
-
-    Returns:
-        Representations by layer name.
-    """
+    """Return the representations of all layers, with the ranks among which rows are divided."""
     if ranks is None:
         return probe.representations
     layers = {layer.name: layer for layer in probe.layers}

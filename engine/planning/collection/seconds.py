@@ -63,17 +63,7 @@ def work_of(
     sums_bytes: int,
     varied_bytes: int = 0,
 ) -> Work:
-    """Return the work of one job, from the sizes of its calls.
-
-    Args:
-        workspace: The job's data, options and machine.
-        probe: Layers, calls and representations.
-        sums_bytes: Bytes of all sums.
-        varied_bytes: Bytes of the sums that are set aside in each batch for their variance.
-
-    Returns:
-        Operations, bytes and counts; with an unknown number of examples, those of 16 batches.
-    """
+    """Return the work of one job, from the sizes of its calls."""
     collection = workspace.options.collection
     outputs = max(1, probe.outputs // probe.examples)
     directions = {"mc": collection.samples, "empirical": 1, "forward_only": 0}.get(collection.fisher, outputs)
@@ -117,15 +107,7 @@ def _gradient_products(kept: Representation, size: int) -> int:
 
 
 def with_seconds(plan: Plan, work: Work) -> Plan:
-    """Add the predicted seconds of collection, correction and the factors' way over the disk.
-
-    Args:
-        plan: The plan and its choices.
-        work: Operations for each example, and the device's speed.
-
-    Returns:
-        The plan with those seconds, the part of the self-check, and whether the speed was measured.
-    """
+    """Add the predicted seconds of collection, correction and the factors' way over the disk."""
     pace, chosen = work.pace, plan.chosen
     batches = -(-work.examples // work.batch)
     slices = -(-work.batch // (chosen.micro_batch or work.batch)) * batches
@@ -162,13 +144,6 @@ def calibrated(workspace: Workspace, plan: Plan) -> bool:
 
     It is not measured where the budget leaves little, nor where an earlier attempt has chosen: a choice
     that was made is repeated whatever the speed.
-
-    Args:
-        workspace: The job, whose machine receives the speed.
-        plan: The plan under the usual speed.
-
-    Returns:
-        Whether a speed was measured, so that another forecast is due.
     """
     if (
         workspace.machine.speed is not None

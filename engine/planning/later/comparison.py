@@ -1,4 +1,4 @@
-"""Bytes and seconds of `compare_curvature`: two factors at a time, each decomposed, and the pencils of the two.
+"""The comparison's bytes and seconds (`compare_curvature`): two factors at a time, each decomposed, and their pencils.
 
 All of it is computed on the host in float64. Of the second set nothing is known before it is read: it is counted as
 large as the first, whose layers it is compared with.
@@ -38,18 +38,7 @@ _OPERATIONS = 2 * 9 + 2 * 5 + 2 * 3
 def with_comparison(
     plan: Plan, workspace: Workspace, probe: Probe, budget: MemoryBudget, carried: Sequence[Term]
 ) -> Plan:
-    """Add the bytes of the comparison.
-
-    Args:
-        plan: Collection and decompositions.
-        workspace: The job, whose analyses are planned.
-        probe: Layers and representations, as the probe found them.
-        budget: Bytes of each place, within which each decomposition's solver is chosen.
-        carried: What stands from before.
-
-    Returns:
-        The plan with those terms.
-    """
+    """Add the bytes of the comparison."""
     params = workspace.options.of(_STAGE) or CompareCurvatureParams()
     kept = kept_as(workspace, probe.dtype)
     terms = list(carried)
@@ -83,16 +72,7 @@ def with_comparison(
 
 
 def comparison_seconds(workspace: Workspace, probe: Probe, work: Work) -> float:
-    """Return the predicted seconds of the comparison.
-
-    Args:
-        workspace: The job, whose device may not be the one that compares.
-        probe: Layers and representations, as the probe found them.
-        work: The device's speed.
-
-    Returns:
-        Seconds over all layers.
-    """
+    """Return the predicted seconds of the comparison."""
     pace = work.pace if workspace.machine.device.type != "cuda" else typical_speed(_HOST)
     total = 0.0
     for layer in probe.layers:

@@ -1,4 +1,4 @@
-"""The plan of a divided job: the collection of one piece, the merge of all, and the analyses of what was merged."""
+"""The joined plan of a divided job: the collection of one piece, the merge of all, and the analyses afterwards."""
 
 from dataclasses import replace
 

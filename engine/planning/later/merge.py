@@ -1,4 +1,4 @@
-"""Bytes and seconds of the merge of a divided job: one layer's sums in float64, and that layer of one piece.
+"""The merge of a divided job, in bytes and seconds: one layer's sums in float64, and that layer of one piece.
 
 The factors of the pieces are on the disk, all of them; in memory there is one layer at a time, added up before it is
 decomposed. A number of a piece is read, verified, unpacked and added, which takes as long as passing over it so many

@@ -1,4 +1,4 @@
-"""Bytes and seconds of `natural_gradient`: a pass that takes the gradient, then one layer's directions at a time.
+"""The natural gradient's bytes and seconds: a pass that takes the gradient, then one layer's directions at a time.
 
 The pass holds the graph of a slice and two numbers for every parameter; the layers hold their eigenvectors and some
 matrices of their own numbers in float64. The stage holds the larger of the two, in each place.
@@ -30,30 +30,13 @@ _MATRICES = 4
 
 
 def params_of(workspace: Workspace) -> NaturalGradientParams:
-    """Return the job's options of this analysis.
-
-    Args:
-        workspace: The job.
-
-    Returns:
-        Its record, or the defaults.
-    """
+    """Return the job's options of this analysis."""
     found: NaturalGradientParams = workspace.options.of(_STAGE) or NaturalGradientParams()
     return found
 
 
 def with_natural_gradient(plan: Plan, workspace: Workspace, probe: Probe, carried: Sequence[Term]) -> Plan:
-    """Add the bytes of the natural gradient.
-
-    Args:
-        plan: Collection and decompositions.
-        workspace: The job, whose analyses are planned.
-        probe: Layers and representations, as the probe found them.
-        carried: What stands from before.
-
-    Returns:
-        The plan with those terms.
-    """
+    """Add the bytes of the natural gradient."""
     params, cuda = params_of(workspace), workspace.machine.device.type == "cuda"
     place: Where = "device" if cuda else "host"
     item, several = probe.dtype.itemsize, len(plan.chosen.parts) > 1
@@ -77,17 +60,7 @@ def with_natural_gradient(plan: Plan, workspace: Workspace, probe: Probe, carrie
 
 
 def natural_gradient_seconds(plan: Plan, workspace: Workspace, probe: Probe, work: Work) -> float:
-    """Return the seconds of the natural gradient.
-
-    Args:
-        plan: The plan and its choices.
-        workspace: The job, whose analyses are planned.
-        probe: Layers and representations.
-        work: Operations for each example, and the device's speed.
-
-    Returns:
-        Those of the pass and of all layers.
-    """
+    """Return the seconds of the natural gradient."""
     params, pace = params_of(workspace), work.pace
     kept = basis_dtype(workspace, kept_as(workspace, probe.dtype)).itemsize
     total = 0.0

@@ -85,15 +85,7 @@ def _columns(params: SpectrumParams) -> Iterator[int]:
 
 
 def asked_at_once(params: SpectrumParams) -> int:
-    """Return how many products a search asks for at a time, at most.
-
-    Args:
-        params: The options.
-
-    Returns:
-        Those of the search's single vector, the density and the trace together. Where the search goes on from many
-        vectors before the density is done, a pass is split.
-    """
+    """Return how many products a search asks for at a time, at most."""
     probes = params.probes if params.density else 0
     return max(1 + probes + _trace_asked(params), SEARCH_WIDTH)
 
@@ -146,18 +138,7 @@ def _ways(params: SpectrumParams, probe: Probe, columns: int, length: int, passi
 
 
 def with_spectrum(plan: Plan, carried: list[Term], workspace: Workspace, probe: Probe, budget: MemoryBudget) -> Plan:
-    """Add the bytes of the spectrum, and the choice of its search.
-
-    Args:
-        plan: Collection and decompositions.
-        carried: What stands from the decompositions.
-        workspace: The job, whose options and device are planned for.
-        probe: Layers and traced activations, as the probe found them.
-        budget: Bytes of each place, within which the search is chosen.
-
-    Returns:
-        The plan with the stage's terms; a search that an earlier attempt chose is kept.
-    """
+    """Add the bytes of the spectrum, and the choice of its search."""
     params = workspace.options.of("spectrum") or SpectrumParams()
     terms = [*carried]
     if "kfac" in params.curvatures:
@@ -193,17 +174,7 @@ def with_spectrum(plan: Plan, carried: list[Term], workspace: Workspace, probe: 
 
 
 def spectrum_seconds(workspace: Workspace, probe: Probe, work: Work) -> float:
-    """Return the predicted seconds of the spectrum.
-
-    Args:
-        workspace: The job, whose options are planned.
-        probe: Layers, as the probe found them.
-        work: Operations of an example, and the device's pace.
-
-    Returns:
-        Those of the layers' rows, and of the products with exact curvatures: as many as the density and the trace take,
-        and of the search as many as it takes where eigenvalues are apart.
-    """
+    """Return the predicted seconds of the spectrum."""
     params = workspace.options.of("spectrum") or SpectrumParams()
     seconds = _OF_A_LAYER * sum(layer.groups for layer in probe.layers)
     forward = work.passing / 2 / max(1, (1 + work.directions) / 2)
@@ -232,14 +203,7 @@ def _reread_bytes(params: SpectrumParams, probe: Probe) -> float:
 
 
 def expected_products(params: SpectrumParams) -> int:
-    """Return about how many products a search makes.
-
-    Args:
-        params: The options.
-
-    Returns:
-        The density's and the trace's, and six for each eigenvalue wanted.
-    """
+    """Return about how many products a search makes."""
     wanted = params.count * (2 if params.end == "both" else 1)
     return min(params.most_products, 6 * wanted + 40) + _sampled(params)
 

@@ -54,14 +54,7 @@ class FactorCache:
         unchanged: Callable[[], bool],
         log: Callable[[str, str], None],
     ) -> None:
-        """Set up the cache; nothing is asked yet.
-
-        Args:
-            use: Key, folders and policy.
-            limit_bytes: Bytes that all entries of the tenant may take together.
-            unchanged: Returns whether every pass yielded the data that the key was computed from.
-            log: Receives level and message.
-        """
+        """Set up the cache; nothing is asked yet."""
         self._use = use
         self._limit_bytes = limit_bytes
         self._unchanged = unchanged
@@ -69,12 +62,7 @@ class FactorCache:
         self._shelf: _Shelf | None = None
 
     def find(self) -> tuple[Artifacts, str] | None:
-        """Ask for the entry of the key.
-
-        Returns:
-            The cached factors, and a phrase that names the job that collected them and the key; None if there is no
-            entry, if it is damaged, or if it cannot be read here.
-        """
+        """Ask for the entry of the key."""
         if self._use.refresh:
             return None
         answer = self._use.ask(self._use.key)
@@ -88,12 +76,7 @@ class FactorCache:
         return ArtifactFiles(self._use.view, None), found
 
     def shelf(self) -> Artifacts:
-        """Return the folder for factors that are being collected; ``keep`` leaves it to the parent.
-
-        Returns:
-            The artifacts to write to; what cannot be written is dropped with a warning, and where another rank leaves
-            the entry, everything is dropped.
-        """
+        """Return the folder for factors that are being collected; ``keep`` leaves it to the parent."""
         if not self._use.fills:
             return NoFiles()
         if self._shelf is None:
@@ -126,16 +109,7 @@ class FactorCache:
 
 
 def ask_parent(pipe: FramePipe, ranks: Ranks | None, checkpoint: Callable[[], None]) -> Callable[[str], CacheAnswer]:
-    """Return what asks the parent for an entry: of several ranks rank 0 does, and tells the others.
-
-    Args:
-        pipe: The pipe to the parent.
-        ranks: The ranks, seen from this one; None where it is alone.
-        checkpoint: Called while the answer is awaited; may raise to stop.
-
-    Returns:
-        A function from a key to the answer, the same on every rank.
-    """
+    """Return what asks the parent for an entry: of several ranks rank 0 does, and tells the others."""
 
     def ask(key: str) -> CacheAnswer:
         if ranks is None:

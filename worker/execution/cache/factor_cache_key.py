@@ -51,16 +51,7 @@ class Witness:
 
 
 def data_digest(batches: Callable[[], Iterator[Chunk]], seed: int, checkpoint: Callable[[], None]) -> str:
-    """Return the digest of one pass over the data; every generator of random numbers is as before afterwards.
-
-    Args:
-        batches: Starts a pass; yields chunks of (inputs, targets) tensors.
-        seed: The seed of the pass, as a collection's begins.
-        checkpoint: Called between chunks; may raise to stop.
-
-    Returns:
-        SHA-256 in hexadecimal.
-    """
+    """Return the digest of one pass over the data; every generator of random numbers is as before afterwards."""
     states = random.getstate(), np.random.get_state()  # noqa: NPY002 - a caller's factory may use it
     witness = Witness(batches)
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
@@ -77,15 +68,7 @@ def data_digest(batches: Callable[[], Iterator[Chunk]], seed: int, checkpoint: C
 
 
 def reason_uncacheable(document: JobDocument, model: nn.Module) -> str | None:
-    """Return why a collection cannot be cached.
-
-    Args:
-        document: The job document.
-        model: The loaded model.
-
-    Returns:
-        The reason; None where the collection has a key.
-    """
+    """Return why a collection cannot be cached."""
     why = reason_uncached(plain(document))
     if why is not None:
         return why
@@ -98,18 +81,7 @@ def reason_uncacheable(document: JobDocument, model: nn.Module) -> str | None:
 
 
 def factor_key(document: JobDocument, model: nn.Module, data: str, device: torch.device, ranks: int = 1) -> str:
-    """Return the key of a collection: SHA-256 over model, data, options, code, numerics and the number of ranks.
-
-    Args:
-        document: The job document.
-        model: The loaded model.
-        data: The digest of one pass over the data.
-        device: The device that computes.
-        ranks: How many processes add up their sums, in an order that is that of their number.
-
-    Returns:
-        The key in hexadecimal.
-    """
+    """Return the key of a collection: SHA-256 over model, data, options, code, numerics and the number of ranks."""
     value = {
         "model": model_digest(model),
         "data": data,
@@ -127,14 +99,7 @@ def factor_key(document: JobDocument, model: nn.Module, data: str, device: torch
 
 
 def model_digest(model: nn.Module) -> str:
-    """Return the digest of a model: architecture, weights and buffers with dtypes, shapes, strides, sharing and flags.
-
-    Args:
-        model: The model, on any device.
-
-    Returns:
-        SHA-256 in hexadecimal.
-    """
+    """Return a model's digest: architecture, weights and buffers with dtypes, shapes, strides, sharing, flags."""
     digest = hashlib.sha256()
     for name, module in model.named_modules(remove_duplicate=False):
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
@@ -181,12 +146,7 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - whatever a module keeps
 
 
 def enter_tree(digest: Any, tree: Any) -> None:  # noqa: ANN401 - hashlib's type is not named; data are any tree
-    """Add a tree of tensors to a digest: dtypes, shapes, strides and bytes.
-
-    Args:
-        digest: A hash.
-        tree: Tensors, in any tree of mappings and sequences.
-    """
+    """Add a tree of tensors to a digest: dtypes, shapes, strides and bytes."""
     if isinstance(tree, Tensor):
         _enter_tensor(digest, tree)
     elif isinstance(tree, Mapping):

@@ -1,4 +1,4 @@
-"""Data that comes with Kronoscope's own dependencies."""
+"""Builtin data: the sets in Kronoscope's own dependencies."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,18 +23,7 @@ def _ignore(*_: object) -> None:
 
 
 def load(source: BuiltinData, request: DataRequest) -> DataStream:
-    """Open the digits as images with classes, or English as bytes or as the model's own tokens.
-
-    Args:
-        source: The data's block of the document.
-        request: The model, the task and the batches that are wanted.
-
-    Returns:
-        The stream: images (n, ...) with classes (n,), or token ids (n, T) as inputs and targets.
-
-    Raises:
-        Refusal: If the data set does not fit the model or the task.
-    """
+    """Open the digits as images with classes, or English as bytes or as the model's own tokens."""
     if source.name == "digits":
         return _digits(source, request)
     vocabulary = request.loaded.vocabulary

@@ -1,4 +1,4 @@
-"""The data sets that every installation carries: scikit-learn's digits and Python's own documentation."""
+"""Bundled data, which every installation carries: scikit-learn's digits and Python's own documentation."""
 
 import importlib
 import importlib.util

@@ -23,41 +23,19 @@ class ByteCount:
     values: int = 0
 
     def add_value(self, value: object) -> None:
-        """Count a value that a file gave.
-
-        Args:
-            value: A text, a number, or anything else, which counts as a number.
-
-        Raises:
-            Refusal: If more are held than may be.
-            StopRequested: If the job is to stop.
-        """
+        """Count a value that a file gave."""
         self.values += 1
         if self.values % _VALUES_BETWEEN == 0:
             self.checkpoint()
         self.add(_OBJECT_BYTES + (len(value) if isinstance(value, (str, bytes)) else 0))
 
     def require(self, size: int) -> None:
-        """Require that there is room for bytes that are held for a while.
-
-        Args:
-            size: Their number.
-
-        Raises:
-            Refusal: If there is not.
-        """
+        """Require that there is room for bytes that are held for a while."""
         self.add(size)
         self.held_bytes -= size
 
     def add(self, size: int) -> None:
-        """Count bytes.
-
-        Args:
-            size: Their number.
-
-        Raises:
-            Refusal: If more are held than may be.
-        """
+        """Count bytes."""
         self.held_bytes += size
         if self.held_bytes > self.most_bytes:
             raise Refusal(

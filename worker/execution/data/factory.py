@@ -1,4 +1,4 @@
-"""Data that the caller's own code yields."""
+"""Factory data: batches that the caller's own code yields."""
 
 from collections.abc import Iterable, Iterator
 
@@ -16,18 +16,7 @@ _POINTER = "/data/factory"
 
 
 def load(source: DataFactory, request: DataRequest) -> DataStream:
-    """Open a stream that calls the caller's factory anew for every pass.
-
-    Args:
-        source: The data's block of the document.
-        request: The model, the task and the batches that are wanted.
-
-    Returns:
-        The stream, of unknown length.
-
-    Raises:
-        Refusal: If the factory cannot be imported; on a pass, if it raises or yields something else than batches.
-    """
+    """Open a stream that calls the caller's factory anew for every pass."""
     around = request.context
     factory = resolve_factory(source.factory, around.paths, around.factories, _POINTER)
 

@@ -1,4 +1,4 @@
-"""Data in one file: safetensors (`inputs`, `targets`), JSON lines (`text`, `label`) or lines of text."""
+"""A file of data: safetensors (`inputs`, `targets`), JSON lines (`text`, `label`) or lines of text."""
 
 import itertools
 import json
@@ -31,18 +31,7 @@ _SUFFIXES = (".safetensors", ".jsonl", ".txt")
 
 
 def load(source: DataFile, request: DataRequest) -> DataStream:
-    """Open a file by its suffix: `.safetensors`, `.jsonl` or `.txt`.
-
-    Args:
-        source: The data's block of the document.
-        request: The model, the task and the batches that are wanted.
-
-    Returns:
-        The stream: the file's tensors along dimension 0, or the tokens of its texts.
-
-    Raises:
-        Refusal: If the path is not allowed or is a folder, or its content cannot be read as its suffix says.
-    """
+    """Open a file by its suffix: `.safetensors`, `.jsonl` or `.txt`."""
     path = request.context.open_path(source.path, _POINTER)
     if not isinstance(path, OpenFile):
         raise Refusal(f"{source.path} is a folder; give a file", pointer=_POINTER)

@@ -1,4 +1,4 @@
-"""Bare tensors as the model's ``forward`` wants them: by name where it has names."""
+"""Inputs of the model's ``forward``: bare tensors, by name where it has names."""
 
 import inspect
 from collections.abc import Sequence
@@ -30,15 +30,7 @@ def model_inputs(inputs: Tensor, loaded: LoadedModel) -> Any:  # noqa: ANN401 - 
 
 
 def require_arguments(there: Sequence[str], loaded: LoadedModel) -> None:
-    """Refuse tensors that the model would not read, or would read as its own labels.
-
-    Args:
-        there: Names of a file's tensors besides `targets`; `inputs` stands for the model's first argument.
-        loaded: The model that they are for.
-
-    Raises:
-        Refusal: If one is not named as an argument of the model's ``forward``.
-    """
+    """Refuse tensors that the model would not read, or would read as its own labels."""
     labels = [name for name in there if name in ("label", "labels", "target")]
     if labels:
         raise Refusal(

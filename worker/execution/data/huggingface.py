@@ -36,19 +36,7 @@ _ID = re.compile(r"[A-Za-z0-9][\w.\-]{0,95}(/[A-Za-z0-9][\w.\-]{0,95})?", re.ASC
 
 
 def load(source: HuggingFaceData, request: DataRequest) -> DataStream:
-    """Open the texts of one column, with labels from another if the document names it.
-
-    Args:
-        source: The data's block of the document.
-        request: The model, the task and the batches that are wanted.
-
-    Returns:
-        The stream of token ids.
-
-    Raises:
-        Refusal: If the data set is not there, or a column is missing, empty or of another type.
-        Unavailable: If the hub does not answer.
-    """
+    """Open the texts of one column, with labels from another if the document names it."""
     request.context.report("data", 0, None, "rows")
     task = request.task.type
     fields = ("input_column", "pair_column", "target_column")

@@ -10,15 +10,7 @@ _LARGEST_NUMBER = torch.finfo(torch.float32).max
 
 
 def label_fault(label: object, task: str) -> str | None:
-    """Return what is wrong with a label.
-
-    Args:
-        label: The label, as the file's reader returned it.
-        task: The type of the task, which decides between class indices and numbers.
-
-    Returns:
-        A clause that completes "`label` …"; None if the label is sound.
-    """
+    """Return what is wrong with a label."""
     if isinstance(label, bool) or not isinstance(label, (int, float)):
         return f"must be a number (got {_shown(label)})"
     if isinstance(label, float) and not math.isfinite(label):
@@ -31,15 +23,7 @@ def label_fault(label: object, task: str) -> str | None:
 
 
 def read_label(label: float, task: str) -> float:
-    """Return a sound label as the task's targets hold it.
-
-    Args:
-        label: A label without a fault.
-        task: The type of the task.
-
-    Returns:
-        A whole number for a class index, else the number as it is.
-    """
+    """Return a sound label as the task's targets hold it."""
     return int(label) if task in _CLASS_TASKS else label
 
 

@@ -1,4 +1,4 @@
-"""What a data loader is asked: for which model and task, in which batches."""
+"""A request to a data loader: for which model and task, in which batches."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Data ready to be passed through a model, any number of times, always the same."""
+"""A stream of data that can pass through a model any number of times, always the same."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

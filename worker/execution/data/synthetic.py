@@ -1,4 +1,4 @@
-"""Data drawn from a seed: shapes without meaning, for trying things out."""
+"""Synthetic data, drawn from a seed: shapes without meaning, for trying things out."""
 
 from collections.abc import Iterator
 
@@ -17,13 +17,6 @@ def load(source: SyntheticData, request: DataRequest) -> DataStream:
 
     Memory:
         One chunk of at most 4 Mi numbers, or one example.
-
-    Args:
-        source: The data's block of the document.
-        request: The model, the task and the batches that are wanted.
-
-    Returns:
-        The stream: inputs of shape (n, *`shape`) with targets (n, *`target_shape`); inputs as targets for `causal_lm`.
     """
     shape, target_shape = tuple(source.shape), tuple(source.target_shape)
     rows = max(1, min(source.examples, _CHUNK_NUMBERS // max(1, torch.Size(shape).numel())))

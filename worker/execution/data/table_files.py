@@ -1,4 +1,4 @@
-"""Columns of parquet, CSV and JSON files, read row by row from open files: nothing is unpacked to the disk.
+"""Table files: columns of parquet, CSV and JSON, read row by row from open files; nothing is unpacked to the disk.
 
 Of a small file a reader can make any number of bytes: a column of one repeated text, or a compressed page. So rows are
 read in small batches, and counted as they come; what would not fit is refused before it is all there.
@@ -46,22 +46,7 @@ class Table:
 def read_columns(
     place: OpenFile | OpenFolder, split: str, columns: Mapping[str, str], limit: int | None, request: DataRequest
 ) -> Table:
-    """Read columns of a file, or of all files of a folder whose names hold the split's, else of all.
-
-    Args:
-        place: The file or folder.
-        split: The split that files are chosen by.
-        columns: Names of the columns by the document's fields that name them; all but `target_column` hold texts.
-        limit: The most rows that are read; None reads all.
-        request: Counts the bytes that are held, and lists the files of a folder that are not read.
-
-    Returns:
-        The values of each column, in the order of the files' names and of the rows in them, and all columns' names.
-
-    Raises:
-        Refusal: If there are no files of one kind, a file cannot be read or has not the columns, or there are more
-            bytes than may be held.
-    """
+    """Read columns of a file, or of all files of a folder whose names hold the split's, else of all."""
     found: list[list[Any]] = [[] for _ in columns]
     there: dict[str, None] = {}
     count = request.context.byte_count(_POINTER)

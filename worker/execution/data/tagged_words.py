@@ -53,20 +53,7 @@ class _Encoded:
 
 
 def read_tagged_words(row: Mapping[str, Any], fields: tuple[str, str], where: str, pointer: str) -> TaggedWords:
-    """Read one text of a file.
-
-    Args:
-        row: The values of a line or row by field.
-        fields: The field of the words, and that of their tags.
-        where: The line or row, for messages.
-        pointer: The field of the document that named the file.
-
-    Returns:
-        The words with their tags.
-
-    Raises:
-        Refusal: If there are no words or tags, they are not as many, or one is of another kind.
-    """
+    """Read one text of a file."""
     words: Any
     tags: Any
     words, tags = (row.get(name) for name in fields)
@@ -101,20 +88,7 @@ def read_tagged_words(row: Mapping[str, Any], fields: tuple[str, str], where: st
 
 
 def tagged_stream(texts: Sequence[TaggedWords], length: int, request: DataRequest, pointer: str) -> DataStream:
-    """Tokenise texts of tagged words with the model's own tokenizer.
-
-    Args:
-        texts: The texts.
-        length: The most tokens of a text; what is longer is cut off.
-        request: The model, the task and the batches that are wanted.
-        pointer: The field of the document that named the texts, for messages.
-
-    Returns:
-        The stream of batches of token ids, shape (n, T), padded to the longest text of each batch, with targets (n, T).
-
-    Raises:
-        Refusal: If the model reads no text or has no tokenizer, or no word of any text has a tag that counts.
-    """
+    """Tokenise texts of tagged words with the model's own tokenizer."""
     vocabulary = request.loaded.vocabulary
     if vocabulary is None or vocabulary.tokenizer is None:
         raise Refusal(

@@ -51,22 +51,7 @@ class _Encoded:
 def text_stream(
     texts: Sequence[Text], labels: Sequence[float] | None, length: int, request: DataRequest, pointer: str
 ) -> DataStream:
-    """Tokenise texts with the model's own tokenizer.
-
-    Args:
-        texts: The texts; a pair is joined as the tokenizer joins two texts.
-        labels: One number per text; None if there are none.
-        length: The most tokens of a text; what is longer is cut off.
-        request: The model, the task and the batches that are wanted.
-        pointer: The field of the document that named the texts, for messages.
-
-    Returns:
-        The stream of batches of token ids, shape (n, T), padded to the longest text of each batch, with the targets of
-        the task.
-
-    Raises:
-        Refusal: If the model reads no text or has no tokenizer, no text has enough tokens, or labels are needed.
-    """
+    """Tokenise texts with the model's own tokenizer."""
     vocabulary = request.loaded.vocabulary
     if vocabulary is None:
         raise Refusal("these are texts, but the model reads no tokens; give tensors", pointer=pointer)

@@ -40,19 +40,7 @@ class TextFields:
 
 
 def choose_fields(there: Sequence[str], task: str, pointer: str) -> TextFields:
-    """Choose the fields of a row that are read.
-
-    Args:
-        there: Names of the row's fields.
-        task: The type of the task.
-        pointer: The field of the document that named the file, for messages.
-
-    Returns:
-        The text, its pair where both halves have names that go together, and the label.
-
-    Raises:
-        Refusal: If there is no text, more than one reading, or a field that must not be left out.
-    """
+    """Choose the fields of a row that are read."""
     known = {name.lower(): name for name in there}
     require_no_tensors(there, pointer)
     pairs = [(known[one], known[other]) for one, other in PAIRS if one in known and other in known]
@@ -82,17 +70,7 @@ def choose_fields(there: Sequence[str], task: str, pointer: str) -> TextFields:
 
 
 def require_pairs_make_sense(text: str, pair: str, task: str, pointer: str) -> None:
-    """Refuse pairs where each text is embedded by itself.
-
-    Args:
-        text: Name of the first half.
-        pair: Name of the second half.
-        task: The type of the task.
-        pointer: The field of the document that named the file.
-
-    Raises:
-        Refusal: If the task is `sentence_embedding`.
-    """
+    """Refuse pairs where each text is embedded by itself."""
     if task == "sentence_embedding":
         raise Refusal(
             f"`{text}` and `{pair}` are two texts, and `sentence_embedding` embeds each by itself; give every text a "
@@ -103,17 +81,7 @@ def require_pairs_make_sense(text: str, pair: str, task: str, pointer: str) -> N
 
 
 def require_pair_named(there: Sequence[str], text: str, pair: str | None, task: str) -> None:
-    """Refuse a table of pairs of which the document names one half, where a label belongs to both.
-
-    Args:
-        there: Names of the columns.
-        text: The column that the model reads.
-        pair: The column of the other halves; None where the document names none.
-        task: The type of the task.
-
-    Raises:
-        Refusal: If a column stands there that goes with the first one.
-    """
+    """Refuse a table of pairs of which the document names one half, where a label belongs to both."""
     known = {name.lower(): name for name in there}
     if pair is None and task in LABELLED:
         other = next((known[b] for a, b in PAIRS if a == text.lower() and b in known), None)
@@ -124,15 +92,7 @@ def require_pair_named(there: Sequence[str], text: str, pair: str | None, task: 
 
 
 def require_no_tensors(there: Sequence[str], pointer: str) -> None:
-    """Refuse rows of numbers that the model's arguments are.
-
-    Args:
-        there: Names of the fields.
-        pointer: The field of the document that named the file.
-
-    Raises:
-        Refusal: If one is named as a model's argument.
-    """
+    """Refuse rows of numbers that the model's arguments are."""
     found = [name for name in there if name.lower() in _TENSORS]
     if found:
         raise Refusal(
@@ -144,14 +104,7 @@ def require_no_tensors(there: Sequence[str], pointer: str) -> None:
 
 
 def list_unused(there: Iterable[str], used: Iterable[str | None], where: str, context: LoaderContext) -> None:
-    """List the fields of a file that are not read, with a notice of those that would change numbers.
-
-    Args:
-        there: Names of all fields.
-        used: Names of those that are read; None is none.
-        where: Name of the file.
-        context: Takes the lines.
-    """
+    """List the fields of a file that are not read, with a notice of those that would change numbers."""
     read = set(used)
     for name in dict.fromkeys(there):
         if name in read:

@@ -65,16 +65,7 @@ class WordTokens(NamedTuple):
 
 
 def tokenizer_settings(vocabulary: Vocabulary, length: int, masks: Sequence[str]) -> dict[str, Any]:
-    """Return what a tokenizer is started with.
-
-    Args:
-        vocabulary: The model's tokenizer, and what its configuration says of it.
-        length: The most tokens of a text.
-        masks: Texts of the mask token, of which the first one known is taken.
-
-    Returns:
-        What JSON holds, for ``TokenizerProcess.start``.
-    """
+    """Return what a tokenizer is started with."""
     return {
         "length": length,
         "masks": list(masks),
@@ -104,23 +95,7 @@ class TokenizerProcess:
         checkpoint: Callable[[], None],
         pointer: str,
     ) -> "Iterator[TokenizerProcess]":
-        """Start the process, which reads the file, and end it at last.
-
-        Args:
-            path: A ``tokenizer.json``.
-            settings: `length`, the most tokens of a text, what is longer is cut off; `masks`, texts of the mask token,
-                of which the first one known is taken; `side`, the end that is cut, or None; `normaliser`, what the
-                file's BERT normaliser must be, if it has one.
-            largest_text_bytes: Bytes of the longest text that will be given.
-            checkpoint: Called while it works; what it raises ends the process.
-            pointer: The field of the document, for messages.
-
-        Yields:
-            The tokenizer.
-
-        Raises:
-            Refusal: If the file cannot be read within the limits.
-        """
+        """Start the process, which reads the file, and end it at last."""
         limit = min(
             _MOST_BYTES,
             _OWN_BYTES + _BYTES_PER_FILE_BYTE * path.stat().st_size + _BYTES_PER_TEXT_BYTE * largest_text_bytes,
@@ -151,35 +126,13 @@ class TokenizerProcess:
                         stream.close()
 
     def encode(self, texts: Sequence[str | tuple[str, str]], first: int) -> list[Tokens]:
-        """Return the tokens of texts.
-
-        Args:
-            texts: The texts or pairs of texts, together 1 MiB or a single one.
-            first: The number of the first text among all, for messages.
-
-        Returns:
-            The tokens of each text, in order.
-
-        Raises:
-            Refusal: If the tokenizer fails on a text, or needs too much memory or time.
-        """
+        """Return the tokens of texts."""
         last = first + len(texts) - 1
         which = f"text {first}" if last == first else f"texts {first} to {last}"
         return [Tokens(*each) for each in self._asked(list(texts), f"fails on {which}")]
 
     def encode_words(self, texts: Sequence[Sequence[str]], first: int) -> "list[WordTokens]":
-        """Return the tokens of texts that come as words.
-
-        Args:
-            texts: The words of each text.
-            first: The number of the first text among all, for messages.
-
-        Returns:
-            The tokens of each text, in order.
-
-        Raises:
-            Refusal: If the tokenizer fails on a text, or needs too much memory or time.
-        """
+        """Return the tokens of texts that come as words."""
         message = {"words": [list(words) for words in texts]}
         what = f"fails on the words of texts {first} to {first + len(texts) - 1}"
         return [WordTokens(*each) for each in self._asked(message, what)]

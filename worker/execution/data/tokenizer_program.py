@@ -25,11 +25,7 @@ _MOST_MESSAGE_CHARACTERS = 300
 
 
 def main() -> int:
-    """Serve messages until the standard input ends.
-
-    Returns:
-        The exit code: 0 done, 1 the parent is gone.
-    """
+    """Serve messages until the standard input ends."""
     parser = argparse.ArgumentParser(prog="tokenizer_program", description="Tokenise; started by the child of a job.")
     parser.add_argument("--file", type=int, required=True, help="descriptor of the tokenizer.json")
     parser.add_argument("--bytes", type=int, required=True, help="most bytes of address space")

@@ -1,4 +1,4 @@
-"""Look at every chunk before the model does: finite inputs, token ids that the model has.
+"""Validation of every chunk before the model sees it: finite inputs, token ids that the model has.
 
 The engine checks shapes and targets against the model's outputs; what it cannot tell from the
 outputs is said here, with the example that is wrong.
@@ -19,19 +19,7 @@ from worker.execution.resolve import describe_exception
 
 
 def validate_chunks(stream: DataStream, loaded: LoadedModel, pointer: str) -> DataStream:
-    """Return a stream that checks each chunk as it passes.
-
-    Args:
-        stream: The caller's data.
-        loaded: The model that they are for.
-        pointer: The field of the document.
-
-    Returns:
-        The same chunks: finite tensors with the batch as first dimension, token ids within the vocabulary.
-
-    Raises:
-        Refusal: On the pass, if a chunk is malformed, not finite, or holds an unknown token id.
-    """
+    """Return a stream that checks each chunk as it passes."""
 
     def batches() -> Iterator[Chunk]:
         start = 0
@@ -50,16 +38,7 @@ def validate_chunks(stream: DataStream, loaded: LoadedModel, pointer: str) -> Da
 
 
 def iterate_caller_data(make: Callable[[], Any], name: str, pointer: str) -> Iterator[Any]:
-    """Iterate over a caller's data; what that code raises is reported as the caller's fault.
-
-    Args:
-        make: Makes the iterable.
-        name: The factory's name for the message.
-        pointer: The field of the document.
-
-    Yields:
-        Its items.
-    """
+    """Iterate over a caller's data; what that code raises is reported as the caller's fault."""
     try:
         yield from make()
     except (Refusal, EngineError):

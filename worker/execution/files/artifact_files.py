@@ -49,12 +49,7 @@ class ArtifactFiles:
     """The field of the document that what is read came from."""
 
     def __init__(self, root: Path, announce: Announce | None) -> None:
-        """Set up the folder; nothing is written yet.
-
-        Args:
-            root: The folder, which need not exist yet.
-            announce: Receives each complete file; None announces nothing, and computes no digests.
-        """
+        """Set up the folder; nothing is written yet."""
         self._root = root
         self._announce = announce
 
@@ -92,15 +87,7 @@ class ArtifactFiles:
         self._write(name, parts(), "application/vnd.safetensors")
 
     def save_json(self, name: str, value: object) -> None:
-        """Write a table as JSON.
-
-        Args:
-            name: The file's name below the folder.
-            value: A record, or anything that JSON holds.
-
-        Raises:
-            ValueError: If a number is NaN or infinite.
-        """
+        """Write a table as JSON."""
         text = json.dumps(plain(value), allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
         self._write(name, [text], "application/json")
 
@@ -122,18 +109,7 @@ class ArtifactFiles:
         return safetensors.torch.load_file(file)
 
     def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was written
-        """Read a table back.
-
-        Args:
-            name: The file's name below the folder.
-
-        Returns:
-            The value, as decoded from JSON.
-
-        Raises:
-            FileNotFoundError: If nothing has that name.
-            Refusal: If the file is not JSON, or has more than 512 MiB.
-        """
+        """Read a table back."""
         file = self._opened(name)
         if file.stat().st_size > self._most_json_bytes:
             raise Refusal(f"{file.name} has more than {self._most_json_bytes:,} bytes", pointer=self._pointer)
@@ -143,11 +119,7 @@ class ArtifactFiles:
             raise Refusal(f"{file.name} is not valid JSON", pointer=self._pointer, code="broken_factors") from error
 
     def remove(self, name: str) -> None:
-        """Delete a file; one that does not exist is not an error.
-
-        Args:
-            name: The file's name below the folder.
-        """
+        """Delete a file; one that does not exist is not an error."""
         self._path(name).unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
@@ -208,14 +180,7 @@ class StoredFactors(ArtifactFiles):
         self._most_bytes = most_bytes
 
     def remove(self, name: str) -> None:
-        """Refuse, since the factors are another job's.
-
-        Args:
-            name: The file's name.
-
-        Raises:
-            PermissionError: In any case.
-        """
+        """Refuse, since the factors are another job's."""
         _never(name)
 
     def _path(self, name: str) -> Path:
@@ -237,19 +202,7 @@ class StoredFactors(ArtifactFiles):
 
 
 def find_factors(folder: OpenFolder, pointer: str, most_bytes: int = 2**62) -> StoredFactors:
-    """Find the factors of an earlier run.
-
-    Args:
-        folder: The folder of factors, a run's `artifacts`, or a run's output.
-        pointer: The field of the document that named it.
-        most_bytes: The most that one file may have, which is read into memory.
-
-    Returns:
-        The factors, opened for reading.
-
-    Raises:
-        Refusal: If there is no index.
-    """
+    """Find the factors of an earlier run."""
     for candidate in (folder, folder.folder("factors"), folder.folder("artifacts/factors")):
         if candidate.file("factors.index.json") is not None:
             return StoredFactors(candidate, most_bytes, pointer.removesuffix("/path"))

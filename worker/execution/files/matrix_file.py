@@ -36,17 +36,7 @@ class MatrixFile:
     def __init__(
         self, path: ReadableFile, tensor: str | None, log: Callable[[str, str], None], most_bytes: int = 2**62
     ) -> None:
-        """Read the matrix and check it.
-
-        Args:
-            path: The safetensors file.
-            tensor: The name of the matrix in it; None if the file holds a single tensor.
-            log: Receives level and message.
-            most_bytes: The most that its triangle may take.
-
-        Raises:
-            Refusal: If the file cannot be read, or the matrix is not square, floating-point, finite and symmetric.
-        """
+        """Read the matrix and check it."""
         header = read_header(path, "/factors/path")
         self.name = _chosen(path, header, tensor)
         triangle = header[self.name].numbers // 2 * ELEMENT_BYTES[header[self.name].dtype]
@@ -73,17 +63,7 @@ class MatrixFile:
         }  # fmt: skip
 
     def load_json(self, name: str) -> Any:  # noqa: ANN401 - the port's signature
-        """Return the index of stored factors with this matrix as its only layer.
-
-        Args:
-            name: The index's name.
-
-        Returns:
-            The index, as a job that collected the factors would have written it.
-
-        Raises:
-            FileNotFoundError: If the name is another.
-        """
+        """Return the index of stored factors with this matrix as its only layer."""
         if name != INDEX:
             raise FileNotFoundError(name)
         return {
@@ -132,27 +112,12 @@ class MatrixFile:
         raise PermissionError(f"{name}: a matrix of the caller's is read, never written")
 
     def save_json(self, name: str, value: object) -> None:
-        """Refuse, since the matrix is the caller's.
-
-        Args:
-            name: The file's name.
-            value: The table; not used.
-
-        Raises:
-            PermissionError: In any case.
-        """
+        """Refuse, since the matrix is the caller's."""
         del value
         raise PermissionError(f"{name}: a matrix of the caller's is read, never written")
 
     def remove(self, name: str) -> None:
-        """Refuse, since the matrix is the caller's.
-
-        Args:
-            name: The file's name.
-
-        Raises:
-            PermissionError: In any case.
-        """
+        """Refuse, since the matrix is the caller's."""
         raise PermissionError(f"{name}: a matrix of the caller's is read, never removed")
 
 

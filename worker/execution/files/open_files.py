@@ -29,12 +29,7 @@ class OpenFile(os.PathLike[str]):
     """A regular file that is open for reading; closed when nobody holds this object any more."""
 
     def __init__(self, name: str, descriptor: int) -> None:
-        """Take over a descriptor.
-
-        Args:
-            name: The file's name for messages.
-            descriptor: An open descriptor of a regular file.
-        """
+        """Take over a descriptor."""
         self.name = storable_text(name)
         self._descriptor = descriptor
         self._finalizer = weakref.finalize(self, os.close, descriptor)
@@ -49,14 +44,7 @@ class OpenFile(os.PathLike[str]):
         return os.fstat(self._descriptor)
 
     def open(self, mode: str = "rb") -> BinaryIO:
-        """Open the file from its beginning.
-
-        Args:
-            mode: `rb`; it is read and never written.
-
-        Returns:
-            A binary stream of its own position.
-        """
+        """Open the file from its beginning."""
         del mode
         return Path(self.__fspath__()).open("rb")
 
@@ -75,25 +63,14 @@ class OpenFolder:
     """A folder whose files are opened beneath an allowed one."""
 
     def __init__(self, path: Path, root: Path | None, pointer: str) -> None:
-        """Name the folder; nothing is opened yet.
-
-        Args:
-            path: The folder, without links.
-            root: The allowed folder that every file of it must lie in, without links; None allows any.
-            pointer: The field of the document that named it, for messages.
-        """
+        """Name the folder; nothing is opened yet."""
         self.path = path
         self._root = root
         self._pointer = pointer
 
     @classmethod
     def by_itself(cls, path: Path, pointer: str) -> "OpenFolder":
-        """Return a folder whose files must lie in it.
-
-        Args:
-            path: The folder.
-            pointer: The field of the document that stands for it, for messages.
-        """
+        """Return a folder whose files must lie in it."""
         real = Path(os.path.realpath(path))
         return cls(real, real, pointer)
 
@@ -103,25 +80,11 @@ class OpenFolder:
         return storable_text(self.path.name)
 
     def folder(self, name: str) -> "OpenFolder":
-        """Return a folder in this one, which need not exist.
-
-        Args:
-            name: Its path below this folder.
-        """
+        """Return a folder in this one, which need not exist."""
         return OpenFolder(self.path / name, self._root, self._pointer)
 
     def file(self, name: str) -> OpenFile | None:
-        """Open a file of the folder.
-
-        Args:
-            name: Its path below the folder.
-
-        Returns:
-            The file; None if there is none, or a folder of that name.
-
-        Raises:
-            Refusal: If it is a link out of the allowed folder, or no regular file.
-        """
+        """Open a file of the folder."""
         found = open_allowed(self.path / name, self._root, name, self._pointer)
         return found if isinstance(found, OpenFile) else None
 
@@ -133,11 +96,7 @@ class OpenFolder:
             return []
 
     def walk(self) -> list[str]:
-        """Return the names of all files below the folder, sorted; links to folders are not followed.
-
-        Raises:
-            Refusal: If there are more than 100,000.
-        """
+        """Return the names of all files below the folder, sorted; links to folders are not followed."""
         found: list[str] = []
         for folder, _, files in os.walk(self.path):
             found += (str((Path(folder) / name).relative_to(self.path)) for name in files)
@@ -151,20 +110,7 @@ ReadableFile = Path | OpenFile
 
 
 def open_allowed(path: Path, root: Path | None, shown: str, pointer: str) -> OpenFile | OpenFolder | None:
-    """Open a path that a job may read.
-
-    Args:
-        path: The path; links in it are followed as far as they stay in ``root``.
-        root: The allowed folder, without links; None allows any.
-        shown: The name for messages.
-        pointer: The field of the document.
-
-    Returns:
-        The file or folder; None if there is none.
-
-    Raises:
-        Refusal: If it lies outside ``root``, or is neither a folder nor a regular file of a disk.
-    """
+    """Open a path that a job may read."""
     real = real_path(path)
     if real is None:
         return None
@@ -188,14 +134,7 @@ def open_allowed(path: Path, root: Path | None, shown: str, pointer: str) -> Ope
 
 
 def real_path(path: Path) -> Path | None:
-    """Return a path without links.
-
-    Args:
-        path: Any path, with `~` for the home.
-
-    Returns:
-        The absolute path, which need not exist; None where no file can have that name.
-    """
+    """Return a path without links."""
     try:
         return Path(os.path.realpath(path.expanduser()))
     except (OSError, ValueError, RuntimeError):
@@ -225,15 +164,7 @@ def _pseudo_devices() -> set[int]:
 
 
 def outside(shown: str | None, pointer: str) -> Refusal:
-    """Return the refusal of a path that no allowed folder holds.
-
-    Args:
-        shown: The file's name for the message; None for the path that the document names itself.
-        pointer: The field of the document.
-
-    Returns:
-        The error to raise.
-    """
+    """Return the refusal of a path that no allowed folder holds."""
     # the same sentence whether it exists or not: a caller learns nothing about the machine
     what = "lies outside the folders that this service's operator lists"
     return _refused(shown or "", what, pointer, "not_allowed")

@@ -48,7 +48,6 @@ def read_header(path: ReadableFile, pointer: str) -> dict[str, TensorEntry]:
     """Read the header of a safetensors file, after every check.
 
     Args:
-        path: The file.
         pointer: The field of the document that named it.
 
     Returns:

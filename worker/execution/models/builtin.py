@@ -34,16 +34,7 @@ _LEARNING_RATE = {"digits_cnn": 5e-3, "digits_mlp": 5e-3, "tiny_gpt": 3e-3}
 
 
 def load(source: BuiltinModel, task: Task, context: LoaderContext) -> LoadedModel:  # noqa: ARG001 - as every loader
-    """Load a builtin model from the store, or train it now and store it.
-
-    Args:
-        source: The model's block of the document.
-        task: Not used: each builtin model has one head.
-        context: The store, and how to report.
-
-    Returns:
-        The trained model in ``eval()`` on the host; untrained on the meta device if the context asks for shapes only.
-    """
+    """Load a builtin model from the store, or train it now and store it."""
     vocabulary = Vocabulary(size=BYTES, max_length=CONTEXT, tokenizer=None) if source.name == "tiny_gpt" else None
     if context.shapes_only:
         with torch.device("meta"):
@@ -64,15 +55,7 @@ def load(source: BuiltinModel, task: Task, context: LoaderContext) -> LoadedMode
 
 
 def untrained(name: str, store: Path) -> Callable[[], nn.Module] | None:
-    """Return what makes a builtin model with random weights, if the model is still to be trained.
-
-    Args:
-        name: The model's name.
-        store: The model store.
-
-    Returns:
-        The model's architecture; None if the store holds its weights.
-    """
+    """Return what makes a builtin model with random weights, if the model is still to be trained."""
     weights, _ = _stored_weights(name, store)
     return ARCHITECTURES[name] if weights is None else None
 
@@ -175,14 +158,7 @@ def _measure(name: str, model: nn.Module) -> dict[str, float]:
 
 
 def main(arguments: list[str]) -> int:
-    """Train one model into the store, or say that it is there.
-
-    Args:
-        arguments: The command line without the program's name.
-
-    Returns:
-        The exit code, 0.
-    """
+    """Train one model into the store, or say that it is there."""
     parser = argparse.ArgumentParser(prog="python -P -m worker.execution.models.builtin", description=__doc__)
     parser.add_argument("name", choices=sorted(ARCHITECTURES))
     parser.add_argument("--store", type=Path, required=True, help="folder of the model store")

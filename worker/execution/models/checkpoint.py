@@ -38,19 +38,7 @@ _SLACK = 1.02
 
 
 def load(source: DirectoryModel, task: Task, context: LoaderContext) -> LoadedModel:
-    """Load the model in a folder that the caller names.
-
-    Args:
-        source: The model's block of the document.
-        task: The task, which decides the head and must suit the architecture.
-        context: The loaders' rules, folders and reports.
-
-    Returns:
-        The model in ``eval()`` on the host; on the meta device if the context asks for shapes only.
-
-    Raises:
-        Refusal: If the path is not allowed or is a file, or the checkpoint is not valid.
-    """
+    """Load the model in a folder that the caller names."""
     folder = context.open_path(source.path, "/model/path")
     if not isinstance(folder, OpenFolder):
         raise Refusal(f"{source.path} is a file; give the folder that holds it", pointer="/model/path")
@@ -58,20 +46,7 @@ def load(source: DirectoryModel, task: Task, context: LoaderContext) -> LoadedMo
 
 
 def load_checkpoint(folder: OpenFolder, task: Task, context: LoaderContext, pointer: str) -> LoadedModel:
-    """Build the model in a folder for a task, and fill it.
-
-    Args:
-        folder: The folder in the Hugging Face layout.
-        task: The task, which decides the head and must suit the architecture.
-        context: The loaders' rules and reports.
-        pointer: The field of the document that named the folder, for messages.
-
-    Returns:
-        The model in float32 and ``eval()`` on the host; on the meta device if the context asks for shapes only.
-
-    Raises:
-        Refusal: If the configuration, the weights or the tokenizer are not valid; the message says which.
-    """
+    """Build the model in a folder for a task, and fill it."""
     transformers.logging.set_verbosity_error()
     require_no_adapter(folder, pointer)
     architecture = read_architecture(folder.file("config.json"), context, pointer)

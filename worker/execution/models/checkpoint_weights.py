@@ -1,4 +1,4 @@
-"""Fill a built model from safetensors files, by name, strictly.
+"""Checkpoint weights: safetensors files fill a built model, by name, strictly.
 
 Every tensor of the model must be there with its shape and finite values, and every tensor of the
 files must belong somewhere; what differs legitimately (the base model's prefix, older names, a
@@ -60,18 +60,7 @@ class CheckpointFiles:
 
 
 def find_weights(folder: OpenFolder, pointer: str) -> CheckpointFiles:
-    """Find the safetensors files of a folder, and check every header.
-
-    Args:
-        folder: The checkpoint's folder.
-        pointer: The field of the document that named it, for messages.
-
-    Returns:
-        The tensors' entries and files, by the tensors' names.
-
-    Raises:
-        Refusal: If there are no safetensors files, the index names a file that is not there, or two hold one tensor.
-    """
+    """Find the safetensors files of a folder, and check every header."""
     whole = folder.file("model.safetensors")
     if whole is not None:
         header = read_header(whole, pointer)
@@ -131,21 +120,8 @@ def _weight_map(index: OpenFile, pointer: str) -> dict[str, str]:
 def fill(model: nn.Module, model_type: str, found: CheckpointFiles, context: LoaderContext, pointer: str) -> list[str]:
     """Copy a checkpoint's tensors into a model.
 
-    Args:
-        model: The built model.
-        model_type: The architecture, for its older spellings of names.
-        found: The checkpoint's tensors.
-        context: Takes notices.
-        pointer: The field of the document that named the checkpoint, for messages.
-
-    Returns:
-        Names of tensors that are left over: the task does not use them, or they are made anew.
-
     Memory:
         One tensor beyond the model itself.
-
-    Raises:
-        Refusal: If a tensor is missing, unexpected, of another shape or type, or not finite.
     """
     state = model.state_dict()
     current = _current_names(found.entries, model_type, context)

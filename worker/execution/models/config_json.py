@@ -40,20 +40,7 @@ class Architecture:
 
 
 def read_architecture(file: OpenFile | None, context: LoaderContext, pointer: str) -> Architecture:
-    """Read the architecture in a ``config.json``.
-
-    Args:
-        file: The file; None if there is none.
-        context: Takes the fields that are not read.
-        pointer: The field of the document that named its folder, for messages.
-
-    Returns:
-        The architecture, with each field checked against its type and bound.
-
-    Raises:
-        Refusal: If a field is missing, of another type or out of bounds, asks for foreign code, or would change the
-            model and is not read.
-    """
+    """Read the architecture in a ``config.json``."""
     config = _read_json(file, pointer)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:

@@ -1,4 +1,4 @@
-"""A model that the caller's own code builds."""
+"""Factory models, which the caller's own code builds."""
 
 from typing import Any
 
@@ -15,20 +15,7 @@ _POINTER = "/model/factory"
 
 
 def load(source: ModelFactory, task: Task, context: LoaderContext) -> LoadedModel:  # noqa: ARG001 - as every loader
-    """Call the caller's factory and take its module in ``eval()``.
-
-    Args:
-        source: The model's block of the document: the factory and its arguments.
-        task: Not used: the factory decides the head.
-        context: The loaders' rules; for shapes only, the factory is first called on the meta device.
-
-    Returns:
-        The model.
-
-    Raises:
-        Refusal: If the factory cannot be imported, raises or returns something else, or a parameter has a name that
-            cannot be stored.
-    """
+    """Call the caller's factory and take its module in ``eval()``."""
     factory = resolve_factory(source.factory, context.paths, context.factories, _POINTER)
     model = _called(factory, source, context)
     if not isinstance(model, nn.Module):

@@ -1,4 +1,4 @@
-"""The architectures a checkpoint may have: which config fields each reads, their bounds, its size.
+"""Families of architectures that a checkpoint may have: the config fields of each, their bounds, its size.
 
 A family is looked up by ``model_type``. Only the fields named here reach transformers; whatever
 else a ``config.json`` holds (``auto_map``, an attention implementation, a name or path) is

@@ -1,4 +1,4 @@
-"""Put a model of the hub into the model store: the one step of a service that reaches outside.
+"""Fetch a model of the hub into the model store: the one step of a service that reaches outside.
 
     python -P -m worker.execution.models.fetch OWNER/NAME [--revision COMMIT] [--store DIR]
 
@@ -18,14 +18,7 @@ from worker.execution.refusal import Refusal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fetch one model of the hub into the store.
-
-    Args:
-        arguments: The command line without the program's name; None for that of the process.
-
-    Returns:
-        The exit code: 0 done, 2 usage or an answer that is not as it must be, 3 if the hub does not answer.
-    """
+    """Fetch one model of the hub into the store."""
     parser = argparse.ArgumentParser(prog="fetch", description="Put a model of the hub into the model store.")
     parser.add_argument("id", metavar="OWNER/NAME", help="the model on the hub")
     parser.add_argument("--revision", help="a branch, tag or commit; pinned to the commit it names now")

@@ -24,15 +24,7 @@ _POOLING = "pooling_mode_"
 
 
 def require_no_adapter(folder: OpenFolder, pointer: str) -> None:
-    """Refuse a folder with an adapter, which would have to be applied to the weights.
-
-    Args:
-        folder: The checkpoint's folder.
-        pointer: The field of the document that named it, for messages.
-
-    Raises:
-        Refusal: If an adapter's configuration or weights lie in it.
-    """
+    """Refuse a folder with an adapter, which would have to be applied to the weights."""
     found = [name for name in folder.names() if name.lower() in _ADAPTERS]
     if found:
         raise Refusal(
@@ -46,15 +38,7 @@ def require_no_adapter(folder: OpenFolder, pointer: str) -> None:
 def list_unused_files(
     folder: OpenFolder, weights: Iterable[str], task: Task, context: LoaderContext, *, images: bool
 ) -> None:
-    """List the files of a folder that are not read, with notices of those that would change numbers.
-
-    Args:
-        folder: The checkpoint's folder.
-        weights: Names of the files whose tensors are read.
-        task: The task.
-        context: Takes the lines.
-        images: Whether the model reads images.
-    """
+    """List the files of a folder that are not read, with notices of those that would change numbers."""
     read = _READ | set(weights)
     for name in folder.names():
         if name in read or not name.lower().endswith(_DATA):

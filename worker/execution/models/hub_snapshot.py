@@ -75,19 +75,7 @@ class Listing:
 
 
 def fetch_snapshot(source: HuggingFaceModel, context: LoaderContext) -> Path:
-    """Fetch what is missing of one commit of a model.
-
-    Args:
-        source: The model's id, and its revision if one is named; both are well-formed.
-        context: The store; for shapes only, no weights are fetched.
-
-    Returns:
-        The folder, which is named by the commit's hash.
-
-    Raises:
-        Refusal: If the model is not public on the hub, or an answer of the hub is not as it must be.
-        Unavailable: If the hub does not answer, or not in time.
-    """
+    """Fetch what is missing of one commit of a model."""
     endpoint = huggingface_hub.constants.ENDPOINT
     store = context.store / "hub" / f"models--{source.id.replace('/', '--')}"
     with open_client(endpoint, _headers()) as client:

@@ -33,15 +33,7 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def open_client(endpoint: str, headers: Mapping[str, str]) -> httpx2.Client:
-    """Return a client for one hub.
-
-    Args:
-        endpoint: The hub's URL, which the operator has set.
-        headers: Sent with each request to the hub itself.
-
-    Returns:
-        The client; its requests need `bounds`.
-    """
+    """Return a client for one hub."""
     return httpx2.Client(
         transport=_HubTransport(endpoint),
         headers={**headers, "accept-encoding": "identity"},
@@ -53,16 +45,7 @@ def open_client(endpoint: str, headers: Mapping[str, str]) -> httpx2.Client:
 
 
 def bounds(what: str, most_bytes: int, seconds: float) -> dict[str, Any]:
-    """Return the extensions of a request that bound its answer, through all redirects.
-
-    Args:
-        what: The name of what is asked for, for messages.
-        most_bytes: The bytes that it may have.
-        seconds: The time until it has to be there.
-
-    Returns:
-        The extensions.
-    """
+    """Return the extensions of a request that bound its answer, through all redirects."""
     return {_EXTENSION: _Bounds(what, most_bytes, seconds)}
 
 

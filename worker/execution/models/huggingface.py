@@ -20,20 +20,7 @@ _REVISION = re.compile(r"[A-Za-z0-9][\w.\-/]{0,199}", re.ASCII)
 
 
 def load(source: HuggingFaceModel, task: Task, context: LoaderContext) -> LoadedModel:
-    """Fetch a model of the hub, or find it in the store, and load it as a folder.
-
-    Args:
-        source: The model's block of the document.
-        task: The task, which decides the head and must suit the architecture.
-        context: The loaders' rules, folders and reports.
-
-    Returns:
-        The model in ``eval()`` on the host; on the meta device if the context asks for shapes only.
-
-    Raises:
-        Refusal: If the model cannot be had, or its checkpoint is not valid.
-        Unavailable: If the hub does not answer.
-    """
+    """Fetch a model of the hub, or find it in the store, and load it as a folder."""
     folder = snapshot(source, context)
     context.log("info", f"{source.id} at commit {folder.name}")
     return load_checkpoint(
@@ -42,19 +29,7 @@ def load(source: HuggingFaceModel, task: Task, context: LoaderContext) -> Loaded
 
 
 def snapshot(source: HuggingFaceModel, context: LoaderContext) -> Path:
-    """Return the folder of one commit of a model, and fetch it into the store if that is allowed.
-
-    Args:
-        source: The model's id, and its revision if one is named.
-        context: The store; whether the hub may be asked; for shapes only, no weights are fetched.
-
-    Returns:
-        The folder, which is named by the commit's hash.
-
-    Raises:
-        Refusal: If the id or revision is not valid, or the model is neither in the store nor public on the hub.
-        Unavailable: If the hub does not answer.
-    """
+    """Return the folder of one commit of a model, and fetch it into the store if that is allowed."""
     if not _ID.fullmatch(source.id):
         raise Refusal("is not a model id; write `owner/name`", pointer="/model/id")
     if source.revision is not None and (not _REVISION.fullmatch(source.revision) or ".." in source.revision):

@@ -30,15 +30,7 @@ class TokenizerConfig:
 
 
 def read_tokenizer_config(file: OpenFile | None, context: LoaderContext) -> TokenizerConfig:
-    """Read the configuration of a tokenizer.
-
-    Args:
-        file: The file; None if there is none.
-        context: Takes the fields that are not read.
-
-    Returns:
-        What is read; nothing of a file that is not a JSON object of at most 1 MiB.
-    """
+    """Read the configuration of a tokenizer."""
     if file is None or file.stat().st_size > _MOST_BYTES:
         return TokenizerConfig()
     try:

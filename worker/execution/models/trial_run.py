@@ -1,4 +1,4 @@
-"""One example of a job's data through a model before the model is trained: what cannot match is refused at once.
+"""The trial run of one example before a model is trained: data that cannot match is refused at once.
 
 Training a builtin model takes seconds to half a minute, and no weight changes which inputs it takes and which
 classes it has. Any other model is tried by the engine's dry run, before a pass over the data is made.
@@ -17,17 +17,7 @@ from worker.execution.data.stream import DataStream
 
 
 def try_untrained(make: Callable[[], nn.Module], data: DataStream, task: Task) -> None:
-    """Run an untrained model on the first example, and compare the labels with its classes.
-
-    Args:
-        make: Makes the model, on the host.
-        data: The job's data.
-        task: The task that joins them.
-
-    Raises:
-        EngineError: If the model raises on the example, its outputs do not fit the task or the targets, or a label is
-            no class of the model.
-    """
+    """Run an untrained model on the first example, and compare the labels with its classes."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = make().eval()
         batch = next(make_batches(data.batches(), 1)).to(torch.device("cpu"), torch.float32)

@@ -42,18 +42,7 @@ def account_for_fields(
     context: LoaderContext,
     pointer: str,
 ) -> None:
-    """List the fields that are not read, and refuse those by which the model would be another.
-
-    Args:
-        config: What config.json holds.
-        read: Names of the fields that are read.
-        built: The configuration of transformers that was made of these.
-        context: Takes the lines.
-        pointer: The field of the document that named the folder, for messages.
-
-    Raises:
-        Refusal: If a field would change the model, and is not read.
-    """
+    """List the fields that are not read, and refuse those by which the model would be another."""
     changing = []
     for name in sorted(set(config) - read):
         value, own = config[name], getattr(built, name, _MISSING)

@@ -29,14 +29,7 @@ class Extent:
     """Examples before each possible cut, ascending from 0."""
 
     def shares(self, count: int) -> tuple[tuple[int, int], ...]:
-        """Return contiguous ranges of examples, as equal in cuts as they can be, the larger ones first.
-
-        Args:
-            count: Ranges that are wanted, at least 1; where there are fewer cuts, each cut begins a range.
-
-        Returns:
-            Ranges (begin, end) that cover all examples once, none of them empty.
-        """
+        """Return contiguous ranges of examples, as equal in cuts as they can be, the larger ones first."""
         units = len(self.cuts)
         count = min(count, units)
         places = [0]
@@ -47,20 +40,7 @@ class Extent:
 
 
 def measure_extent(stream: DataStream, collection: Collection, checkpoint: Callable[[], None]) -> Extent:
-    """Find where the data may be cut; they are read once where their source does not say how many they are.
-
-    Args:
-        stream: The data.
-        collection: Options of the collection, whose batches are not cut.
-        checkpoint: Called between batches of a pass that is made for this; may raise to stop.
-
-    Returns:
-        The extent.
-
-    Raises:
-        EmptyData: If a source that has to be counted holds no example.
-        Refusal: If a pass over it raises.
-    """
+    """Find where the data may be cut; they are read once where their source does not say how many they are."""
     if stream.examples is not None:
         unit = collection.batch_size * collection.update_freq
         return Extent(examples=stream.examples, cuts=tuple(range(0, stream.examples, unit)))
@@ -74,19 +54,7 @@ def measure_extent(stream: DataStream, collection: Collection, checkpoint: Calla
 
 
 def cut_pieces(extent: Extent, count: int, round_name: Round = "collect") -> tuple[Piece, ...]:
-    """Cut the examples into the pieces of a round.
-
-    Args:
-        extent: The examples.
-        count: Pieces that are asked for.
-        round_name: The round.
-
-    Returns:
-        The pieces in their order; as many as there are places to cut, where more are asked for.
-
-    Raises:
-        Refusal: If more pieces are asked for than there are examples.
-    """
+    """Cut the examples into the pieces of a round."""
     if count > extent.examples:
         raise Refusal(
             f"is {count}, and the data hold {extent.examples} examples; take {extent.examples} or fewer",
@@ -103,18 +71,6 @@ def read_share(stream: DataStream, piece: Piece, batch_size: int, digests: ReadD
     """Return the data of one piece: batches of the undivided job, each example with the index that it has there.
 
     The examples before the piece are read and dropped; reading stops at its end.
-
-    Args:
-        stream: The whole data.
-        piece: The piece, of a round over examples.
-        batch_size: Examples of a batch of the whole.
-        digests: Take what the first whole pass has read.
-
-    Returns:
-        Chunks ``(inputs, targets, index)``, a batch each.
-
-    Raises:
-        Refusal: On a pass, if no batch begins or ends where the piece does: the data are not those that were cut.
     """
     begin, end = piece.begin or 0, piece.end or 0
 

@@ -40,15 +40,7 @@ class Circumstances:
 
 
 def divide_decompositions(layers: Sequence[LayerFacts], given: Circumstances) -> tuple[tuple[Piece, ...], str]:
-    """Divide layers into the pieces of a round.
-
-    Args:
-        layers: Covered layers.
-        given: Circumstances of the job.
-
-    Returns:
-        The pieces, none where the job decomposes by itself; and why.
-    """
+    """Divide layers into the pieces of a round."""
     if given.collected < 2:
         return (), "the job was collected in one piece"
     if given.wanted == "never":

@@ -31,59 +31,23 @@ from worker.execution.refusal import Refusal
 
 
 def begins(document: JobDocument, assignment: Assignment) -> bool:
-    """Return whether an attempt has to divide its job before anything is collected.
-
-    Args:
-        document: The job document.
-        assignment: The attempt's assignment.
-
-    Returns:
-        True for a job with `shards` that is neither a piece nor has pieces yet, nor is only estimated.
-    """
+    """Return whether an attempt has to divide its job before anything is collected."""
     undivided = assignment.piece is None and not assignment.pieces
     return document.shards is not None and undivided and not assignment.estimate
 
 
 def joins(assignment: Assignment) -> bool:
-    """Return whether an attempt goes on from what the pieces of its job have computed.
-
-    Args:
-        assignment: The attempt's assignment.
-
-    Returns:
-        True for a divided job after its first round.
-    """
+    """Return whether an attempt goes on from what the pieces of its job have computed."""
     return assignment.piece is None and bool(assignment.pieces)
 
 
 def collecting(options: JobOptions) -> JobOptions:
-    """Return the options of a job that collects factors and stores them, and analyses nothing.
-
-    Args:
-        options: The options of the whole job.
-
-    Returns:
-        A copy, with the same collection.
-    """
+    """Return the options of a job that collects factors and stores them, and analyses nothing."""
     return replace(options, kinds=("factors",), keep=("factors",), decomposition="none", params={})
 
 
 def divide(document: JobDocument, devices: int, data: DataStream, workspace: Workspace) -> Divided:
-    """Cut the data of a job into pieces, once the plan of a piece is known.
-
-    Args:
-        document: The job document, with `shards`.
-        devices: Devices that may take pieces; `auto` counts on them.
-        data: The whole data.
-        workspace: The job: its model, options and machine; the plan of a piece is announced.
-
-    Returns:
-        The last frame of the attempt.
-
-    Raises:
-        EngineError: If model, data and task do not belong together, or a piece does not fit the budget.
-        Refusal: If more pieces are asked for than there are examples.
-    """
+    """Cut the data of a job into pieces, once the plan of a piece is known."""
     extent = measure_extent(data, document.collection, workspace.ports.raise_if_cancelled)
     cuts, log = len(extent.cuts), workspace.ports.log
     asked = most_pieces(devices, cuts) if document.shards == "auto" else int(document.shards or 1)
@@ -111,18 +75,7 @@ def enter_share(
     workspace: Workspace,
     digests: ReadDigests | None = None,
 ) -> DataStream:
-    """Put the data of one piece in the place of the whole, and leave the analyses to the job that merges them.
-
-    Args:
-        piece: The piece.
-        document: The job document.
-        data: The whole data.
-        workspace: The job, whose inputs and options are changed.
-        digests: Take what the piece reads.
-
-    Returns:
-        The data of the piece.
-    """
+    """Put the data of one piece in the place of the whole, and leave the analyses to the job that merges them."""
     share, inputs = read_share(data, piece, document.collection.batch_size, digests), workspace.inputs
     workspace.options = collecting(workspace.options)
     inputs.batches, inputs.examples, inputs.labels = share.batches, share.examples, share.labels
@@ -131,16 +84,7 @@ def enter_share(
 
 
 def compute_piece(assignment: Assignment, piece: Piece, workspace: Workspace) -> None:
-    """Compute one piece, and store it as artifacts.
-
-    Args:
-        assignment: The attempt's assignment, with the folder of what the job itself has stored so far.
-        piece: The piece.
-        workspace: The job, whose data are those of the piece.
-
-    Raises:
-        EngineError: As ``engine.errors`` lists.
-    """
+    """Compute one piece, and store it as artifacts."""
     if piece.round == "decompose":
         store_layers(workspace, piece.layers or ())
     elif piece.round == "correct":
@@ -151,20 +95,7 @@ def compute_piece(assignment: Assignment, piece: Piece, workspace: Workspace) ->
 
 
 def join(document: JobDocument, assignment: Assignment, workspace: Workspace) -> Divided | None:
-    """Take the pieces of the rounds that have ended as the job's factors.
-
-    Args:
-        document: The job document.
-        assignment: The attempt's assignment.
-        workspace: The job, without a model; its inputs are changed.
-
-    Returns:
-        The last frame, where another round has to come first; None where the job can go on with its analyses.
-
-    Raises:
-        EngineError: If the pieces do not make one whole.
-        Refusal: If they measured different models, or lack examples.
-    """
+    """Take the pieces of the rounds that have ended as the job's factors."""
     collected, decomposed, corrected = take_pieces(assignment, workspace)
     if assignment.plan is not None:
         # what is measured from here on stands beside what the job's first attempt has planned
@@ -182,18 +113,7 @@ def join(document: JobDocument, assignment: Assignment, workspace: Workspace) ->
 
 
 def take_pieces(assignment: Assignment, workspace: Workspace) -> tuple[tuple[FinishedPiece, ...], ...]:
-    """Take what pieces have collected as the job's factors, and what they have decomposed of them.
-
-    Args:
-        assignment: The attempt's assignment.
-        workspace: The job, or one of its pieces that decomposes; its inputs are changed.
-
-    Returns:
-        The finished pieces of the rounds `collect`, `decompose` and `correct`.
-
-    Raises:
-        Refusal: If they measured different models, or lack examples.
-    """
+    """Take what pieces have collected as the job's factors, and what they have decomposed of them."""
     _require_one_model(assignment.pieces)
     found = tuple(tuple(each for each in assignment.pieces if each.piece.round == name) for name in ROUNDS)
     inputs = workspace.inputs
@@ -231,16 +151,7 @@ def _divide_decompositions(
 
 
 def joined_digests(finished: Finished, pieces: tuple[FinishedPiece, ...]) -> Finished:
-    """Return the last frame of a divided job with the digests that its pieces' are composed to.
-
-    Args:
-        finished: The last frame without them.
-        pieces: What the pieces have computed.
-
-    Returns:
-        The frame with the model's digest, SHA-256 over the lines of the pieces' data digests in their order, and the
-        sum of their examples.
-    """
+    """Return the last frame of a divided job with the digests that its pieces' are composed to."""
     collected = [each for each in pieces if each.piece.round == "collect"]
     return replace(
         finished,
@@ -251,14 +162,7 @@ def joined_digests(finished: Finished, pieces: tuple[FinishedPiece, ...]) -> Fin
 
 
 def composed_digest(digests: Iterable[str | None]) -> str:
-    """Return the digest of data that were read in parts.
-
-    Args:
-        digests: The digests of the parts, in their order.
-
-    Returns:
-        SHA-256 over the digests, each as a line.
-    """
+    """Return the digest of data that were read in parts."""
     return hashlib.sha256("".join(f"{each}\n" for each in digests).encode()).hexdigest()
 
 
@@ -279,11 +183,7 @@ def _stored_by_job(assignment: Assignment) -> ArtifactFiles:
 
 
 def _require_one_model(pieces: tuple[FinishedPiece, ...]) -> None:
-    """Refuse pieces of different models, of data that differ, and with other examples than they were given.
-
-    Raises:
-        Refusal: If there are such.
-    """
+    """Refuse pieces of different models, of data that differ, and with other examples than they were given."""
     measured = [each for each in pieces if each.piece.round != "decompose"]
     first = measured[0]
     for each in measured:

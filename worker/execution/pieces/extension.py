@@ -59,22 +59,7 @@ def open_extended(
     context: LoaderContext,
     parse: Callable[[Mapping[str, Any]], JobDocument],
 ) -> Extended:
-    """Open the job that a document extends, and complete the document by it.
-
-    Args:
-        document: The job document, with `extends`.
-        assignment: The assignment; its `extends`, if set, is what the parent laid out.
-        context: The loaders' rules for paths.
-        parse: Reads a document strictly.
-
-    Returns:
-        The earlier job's factors, and the document to go by.
-
-    Raises:
-        Refusal: If the earlier job's document or factors cannot be had, or its collection cannot be extended.
-        DocumentRefused: If the earlier job's document is not valid.
-        FieldError: If the analyses cannot be had of its collection.
-    """
+    """Open the job that a document extends, and complete the document by it."""
     folder, described = _locate(document, assignment, context)
     source = parse(_root(described, context))
     if source.model is None or source.task is None:
@@ -123,16 +108,7 @@ def open_extended(
 
 
 def enter_extension(extended: Extended, data: DataStream, workspace: Workspace) -> DataStream:
-    """Put the new data behind those of the earlier job.
-
-    Args:
-        extended: The earlier job.
-        data: The new data.
-        workspace: The job, whose inputs are changed.
-
-    Returns:
-        The new data, each example with its index among all of them.
-    """
+    """Put the new data behind those of the earlier job."""
     first = extended.counted.runs[-1].end
     collection = extended.document.collection
 
@@ -153,18 +129,7 @@ def enter_extension(extended: Extended, data: DataStream, workspace: Workspace) 
 
 
 def collect_extension(extended: Extended, model_sha256: str, place: ArtifactFiles, workspace: Workspace) -> None:
-    """Collect the new data, and give the workspace both sets in place of model and data.
-
-    Args:
-        extended: The earlier job.
-        model_sha256: Digest of the model that is measured now.
-        place: Where the factors of the new data are kept meanwhile.
-        workspace: The job, whose inputs are changed.
-
-    Raises:
-        EngineError: As ``engine.errors`` lists.
-        Refusal: If the model is not that of the earlier job.
-    """
+    """Collect the new data, and give the workspace both sets in place of model and data."""
     if extended.model_sha256 is not None and extended.model_sha256 != model_sha256:
         raise Refusal(
             f"names a job that measured a model of digest {extended.model_sha256}, and its document gives one of "
@@ -186,16 +151,7 @@ def collect_extension(extended: Extended, model_sha256: str, place: ArtifactFile
 
 
 def extended_digests(finished: Finished, extended: Extended) -> Finished:
-    """Return the last frame of an extension with the digests of all the examples.
-
-    Args:
-        finished: The last frame, with the digests of the new data.
-        extended: The earlier job.
-
-    Returns:
-        The frame with SHA-256 over the lines of both data digests, the earlier one first, None where that is not
-        known; and with the examples of both.
-    """
+    """Return the last frame of an extension with the digests of all the examples."""
     known = extended.data_sha256 is not None and finished.data_sha256 is not None
     return replace(
         finished,

@@ -32,16 +32,7 @@ class ReadDigests:
         """Of those and the piece's own."""
 
     def watch(self, batches: Iterator[Batch], begin: int, end: int) -> Iterator[Batch]:
-        """Pass on the batches of a pass, and take their digests until a pass has come to the end of the piece.
-
-        Args:
-            batches: Batches of the whole data.
-            begin: Examples before the piece.
-            end: Examples up to the end of the piece.
-
-        Returns:
-            The same batches.
-        """
+        """Pass on the batches of a pass, and take their digests until a pass has come to the end of the piece."""
         digest, position = hashlib.sha256() if self.after is None else None, 0
         for batch in batches:
             if digest is not None:
@@ -59,14 +50,7 @@ class ReadDigests:
 
 
 def require_one_pass(pieces: Sequence[FinishedPiece]) -> None:
-    """Require that all pieces of a round have read the same data in the same order.
-
-    Args:
-        pieces: The pieces of one round over examples, in their order.
-
-    Raises:
-        Refusal: If one has read others; with both digests.
-    """
+    """Require that all pieces of a round have read the same data in the same order."""
     reached, last = "", None
     for each in pieces:
         before, after = _digests(each)
@@ -84,15 +68,7 @@ def require_one_pass(pieces: Sequence[FinishedPiece]) -> None:
 
 
 def require_same_pieces(first: Sequence[FinishedPiece], later: Sequence[FinishedPiece]) -> None:
-    """Require that the pieces of a later round have read what those of the first have.
-
-    Args:
-        first: The pieces of the first round, in their order.
-        later: Those of the later round, with the same places.
-
-    Raises:
-        Refusal: If one has read others; with both digests.
-    """
+    """Require that the pieces of a later round have read what those of the first have."""
     for one, other in zip(first, later, strict=False):
         (_, before), (_, after) = _digests(one), _digests(other)
         if before != after:

@@ -17,30 +17,12 @@ LEAST_SECONDS = 60.0
 
 
 def most_pieces(devices: int, cuts: int) -> int:
-    """Return the number of pieces that `auto` takes where the collection is long.
-
-    Args:
-        devices: Devices that may take pieces.
-        cuts: Places at which the data may be cut.
-
-    Returns:
-        At least 1.
-    """
+    """Return the number of pieces that `auto` takes where the collection is long."""
     return max(1, min(auto_pieces(devices), cuts))
 
 
 def choose_count(plan: Mapping[str, Any], planned: int, devices: int, cuts: int) -> tuple[int, str]:
-    """Choose the number of pieces.
-
-    Args:
-        plan: The plan of a collection of one of `planned` pieces, as the job's row has it.
-        planned: The number of pieces that it was made for.
-        devices: Devices that may take pieces.
-        cuts: Places at which the data may be cut.
-
-    Returns:
-        The number, and why.
-    """
+    """Choose the number of pieces."""
     most = most_pieces(devices, cuts)
     if most == 1:
         what = f"{devices} device is" if devices == 1 else f"{devices} devices are"

@@ -43,18 +43,7 @@ RANK = (sys.executable, "-P", "-m", "worker.execution", "--frames", "-1")
 
 
 def launch(command: Sequence[str], ranks: int, place: Path, answers: int | None = None) -> tuple[dict[int, int], bool]:
-    """Run a command once for each rank until all have ended.
-
-    Args:
-        command: The program and its arguments; ``--answers FD`` is appended where there are any.
-        ranks: The number of ranks.
-        place: A folder of this user alone, for the file in which they meet.
-        answers: The pipe of the parent's answers, which rank 0 reads.
-
-    Returns:
-        Exit codes by rank of those that did not exit with 0, negative for a signal; and whether this process was told
-        to stop.
-    """
+    """Run a command once for each rank until all have ended."""
     told = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: told.set())
     shared = {**os.environ, "WORLD_SIZE": str(ranks), "KRONOSCOPE_RANK_STORE": str(place / "ranks")}
@@ -89,15 +78,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, command: Sequence[str] = RANK) -> int:
-    """Compute the job whose assignment stands on standard input with several ranks.
-
-    Args:
-        arguments: The command line without the program's name; None for that of the process.
-        command: The program of a rank.
-
-    Returns:
-        The exit code: 0 finished, 2 usage, 3 transient, 4 fatal, 5 stopped.
-    """
+    """Compute the job whose assignment stands on standard input with several ranks."""
     parser = argparse.ArgumentParser(prog="worker.execution.ranks", description="Compute one job with several ranks.")
     parser.add_argument("--frames", type=int, required=True, help="descriptor that frames are written to")
     parser.add_argument("--answers", type=int, help="descriptor that the parent's answers come from")

@@ -1,4 +1,4 @@
-"""The launcher's end of the links to the ranks: it passes the frames of rank 0 on, and keeps the last one of each.
+"""The rank hub, the launcher's end of the links: it passes the frames of rank 0 on, and keeps the last one of each.
 
 It also bounds the time that a failure takes. torch's launcher asks the other ranks to end and waits for them, and a
 rank that waits on the device for one that is gone listens to nobody. So some seconds after the first rank has ended
@@ -66,12 +66,7 @@ class RankHub:
     """Listens to the ranks in a thread of its own, from its making until `close`."""
 
     def __init__(self, ranks: int, frames: int) -> None:
-        """Begin to listen.
-
-        Args:
-            ranks: The number of ranks.
-            frames: The descriptor that the frames of rank 0 are passed on to.
-        """
+        """Begin to listen."""
         self._size = ranks
         self._frames = frames
         self._ranks: dict[int, _Rank] = {}
@@ -94,14 +89,7 @@ class RankHub:
         self._thread.start()
 
     def close(self, codes: dict[int, int]) -> list[RankEnd]:
-        """Read what is left, and return how each rank ended; to be called after all have.
-
-        Args:
-            codes: Exit codes by rank, negative for a signal, of those that did not exit with 0.
-
-        Returns:
-            One end of each rank, in their order.
-        """
+        """Read what is left, and return how each rank ended; to be called after all have."""
         self._closing.set()
         self._thread.join()
         self._selector.close()

@@ -31,14 +31,7 @@ class RankPipe(FramePipe):
         link.sendall(HELLO.pack(rank, os.getpid()))
 
     def send(self, frame: Frame) -> None:
-        """Write one frame; of another rank than 0 only a last one.
-
-        Args:
-            frame: The frame.
-
-        Raises:
-            BrokenPipeError: If the launcher is gone.
-        """
+        """Write one frame; of another rank than 0 only a last one."""
         last = isinstance(frame, (Finished, Failed, Stopped))
         if self.rank == 0 or last:
             super().send(frame)
@@ -52,17 +45,7 @@ class RankPipe(FramePipe):
 
 
 def connect(answers: int | None) -> RankPipe | None:
-    """Connect to the launcher that started this process.
-
-    Args:
-        answers: The pipe of the parent's answers, of which rank 0 alone reads.
-
-    Returns:
-        The pipe to it; None where this process is no rank.
-
-    Raises:
-        OSError: If the launcher is gone.
-    """
+    """Connect to the launcher that started this process."""
     address = os.environ.get(ADDRESS)
     if address is None:
         return None

@@ -22,17 +22,7 @@ from worker.execution.refusal import Refusal
 
 
 def own_batches(batches: Callable[[], Iterator[Chunk]], ranks: Ranks, batch_size: int) -> Callable[[], Iterator[Chunk]]:
-    """Return a stream of one rank's batches; each pass reads all of the data.
-
-    Args:
-        batches: Begins a pass over the data of all ranks.
-        ranks: The ranks, seen from this one.
-        batch_size: Examples of a batch.
-
-    Returns:
-        A function that begins a pass: chunks (inputs, targets, index) of the batches whose number is that of the rank
-        modulo the number of ranks.
-    """
+    """Return a stream of one rank's batches; each pass reads all of the data."""
 
     def own() -> Iterator[Chunk]:
         for number, batch in enumerate(make_batches(batches(), batch_size)):
@@ -55,16 +45,7 @@ class RankPlace(Protocol):
 
 
 def own_examples(examples: int | None, ranks: RankPlace, batch_size: int) -> int | None:
-    """Return the number of examples of one rank, where all batches but the last are full.
-
-    Args:
-        examples: Examples of all ranks; None where they are not known.
-        ranks: The ranks, seen from this one.
-        batch_size: Examples of a batch.
-
-    Returns:
-        The number; None where that of all is not known.
-    """
+    """Return the number of examples of one rank, where all batches but the last are full."""
     if examples is None:
         return None
     full, rest = divmod(examples, batch_size)
@@ -73,30 +54,14 @@ def own_examples(examples: int | None, ranks: RankPlace, batch_size: int) -> int
 
 
 def bounds_of_rank(bounds: MemoryBudget, ranks: RankPlace) -> MemoryBudget:
-    """Return the bounds of one rank: an equal part of the host's free memory, where nothing was leased for it.
-
-    Args:
-        bounds: What was leased for the rank.
-        ranks: The ranks.
-
-    Returns:
-        The bounds, with a limit for the host in any case.
-    """
+    """Return the bounds of one rank: an equal part of the host's free memory, where nothing was leased for it."""
     if bounds.host_bytes < MemoryBudget.unlimited().host_bytes:
         return bounds
     return replace(bounds, host_bytes=(free_host_bytes() + resident_bytes()) // ranks.size)
 
 
 def assignment_of_rank(assignment: Assignment, ranks: Ranks) -> Assignment:
-    """Return the assignment as one rank follows it: with its own part of the memory, and a scratch folder of its own.
-
-    Args:
-        assignment: The assignment of all ranks.
-        ranks: The ranks, seen from this one.
-
-    Returns:
-        The same, with folders and bounds of this rank.
-    """
+    """Return the assignment of one rank: with its own part of the memory, and a scratch folder of its own."""
     name = f"rank-{ranks.rank}"
     return replace(
         assignment,
@@ -107,32 +72,12 @@ def assignment_of_rank(assignment: Assignment, ranks: Ranks) -> Assignment:
 
 
 def writes_files(ranks: Ranks | None) -> bool:
-    """Return whether this process writes the files of its job.
-
-    Args:
-        ranks: The ranks, seen from this one; None where it is alone.
-
-    Returns:
-        True for the only process and for rank 0.
-    """
+    """Return whether this process writes the files of its job."""
     return ranks is None or ranks.rank == 0
 
 
 def place_model(model: nn.Module, device: torch.device, ranks: Ranks | None, *, sharded: bool) -> nn.Module:
-    """Move a model to its device: the whole of it, or this rank's part.
-
-    Args:
-        model: The model, on the host.
-        device: The device.
-        ranks: The ranks, seen from this one; None where it is alone.
-        sharded: Whether the ranks share one copy.
-
-    Returns:
-        The model.
-
-    Raises:
-        ModelRefused: If torch cannot shard it.
-    """
+    """Move a model to its device: the whole of it, or this rank's part."""
     if sharded and ranks is not None:
         shard_model(model, device, ranks.size)
         return model
@@ -140,17 +85,7 @@ def place_model(model: nn.Module, device: torch.device, ranks: Ranks | None, *, 
 
 
 def take_part(inputs: ModelInputs, ranks: Ranks | None, batch_size: int, model_sha256: str) -> None:
-    """Leave a rank's own batches of all in its inputs, once it is sure that all ranks have loaded the same model.
-
-    Args:
-        inputs: The inputs, with the data of all ranks; changed in place.
-        ranks: The ranks, seen from this one; with None nothing is changed.
-        batch_size: Examples of a batch.
-        model_sha256: The digest of the model.
-
-    Raises:
-        Refusal: If two ranks have loaded other weights.
-    """
+    """Leave a rank's own batches of all in its inputs, once it is sure that all ranks have loaded the same model."""
     if ranks is None:
         return
     require_same_model(ranks, model_sha256)
@@ -161,15 +96,7 @@ def take_part(inputs: ModelInputs, ranks: Ranks | None, batch_size: int, model_s
 
 
 def require_same_model(ranks: Ranks, sha256: str) -> None:
-    """Require that every rank has loaded the same weights.
-
-    Args:
-        ranks: The ranks.
-        sha256: The digest of this rank's model.
-
-    Raises:
-        Refusal: If two ranks differ, with both digests.
-    """
+    """Require that every rank has loaded the same weights."""
     digests = ranks.gather(sha256, "digests of the model")
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
@@ -182,15 +109,7 @@ def require_same_model(ranks: Ranks, sha256: str) -> None:
 
 
 def require_same_data(ranks: Ranks | None, sha256: str) -> None:
-    """Require that every rank has read the same data in the same order, of which each measured its own batches.
-
-    Args:
-        ranks: The ranks; None where there is one.
-        sha256: The digest of this rank's pass over all data.
-
-    Raises:
-        Refusal: If two ranks differ, with both digests.
-    """
+    """Require that every rank has read the same data in the same order, of which each measured its own batches."""
     digests = [sha256] if ranks is None else ranks.gather(sha256, "digests of the data")
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
@@ -221,11 +140,7 @@ class NoFiles:
         raise FileNotFoundError(name)
 
     def load_json(self, name: str) -> Any:  # noqa: ANN401 - as the port has it
-        """Find nothing.
-
-        Raises:
-            FileNotFoundError: Always.
-        """
+        """Find nothing."""
         raise FileNotFoundError(name)
 
     def remove(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The last frame of a job of several ranks, made of what each rank said last and of how it ended.
+"""The verdict on a job of several ranks: one last frame, from each rank's own and from how it ended.
 
     all finished                        -> finished, as rank 0 said it
     told to stop, and none failed first -> stopped
@@ -36,16 +36,7 @@ class RankEnd:
 
 
 def last_frame(ends: Sequence[RankEnd], *, stopped: bool, exhausted: bool = False) -> Frame:
-    """Return the frame that ends the job.
-
-    Args:
-        ends: One end of each rank, in the order of the ranks.
-        stopped: Whether the ranks were told to stop.
-        exhausted: Whether the kernel has killed a process of this control group for want of memory meanwhile.
-
-    Returns:
-        A `Finished`, `Failed` or `Stopped` frame.
-    """
+    """Return the frame that ends the job."""
     first = ends[0].last
     if isinstance(first, Finished) and all(isinstance(each.last, Finished) for each in ends):
         return first

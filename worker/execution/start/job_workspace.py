@@ -37,19 +37,7 @@ def make_workspace(
     place: ComputingPlace,
     notice: Callable[[str], None],
 ) -> Workspace:
-    """Return the workspace of an attempt without its inputs.
-
-    Args:
-        assignment: The job, and what this attempt may use.
-        document: The job document.
-        pipe: The pipe to the parent, which takes reports, log lines, the plan and the names of artifacts.
-        checkpoint: The flag that is read between units of work.
-        place: The device, with the memory that may be used.
-        notice: Receives what was read otherwise than it stands in the data.
-
-    Returns:
-        The workspace; of its inputs only the task is there.
-    """
+    """Return the workspace of an attempt without its inputs."""
     device, memory = place.device, place.memory
     alone = writes_files(place.ranks)
     artifacts: Artifacts = ArtifactFiles(assignment.artifacts, pipe.artifact) if alone else NoFiles()
@@ -116,37 +104,18 @@ class InputNotes:
     """What was read otherwise than it stands there."""
 
     def list_unused(self, name: str) -> None:
-        """Note one thing that was not used; beyond some, only that there are more.
-
-        Args:
-            name: What it is, and where it stands.
-        """
+        """Note one thing that was not used; beyond some, only that there are more."""
         self.unused.setdefault(name if len(self.unused) < _MOST_UNUSED else "and more")
 
     def note(self, message: str) -> None:
-        """Note what changes numbers.
-
-        Args:
-            message: A sentence.
-        """
+        """Note what changes numbers."""
         self.notices.setdefault(message if len(self.notices) < _MOST_NOTICES else "and more")
 
 
 def make_context(
     assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag, place: ComputingPlace, notes: InputNotes
 ) -> LoaderContext:
-    """Return what the loaders of an attempt may use.
-
-    Args:
-        assignment: The job, and what this attempt may use.
-        pipe: The pipe to the parent, which takes reports and log lines.
-        checkpoint: The flag that is read between units of work.
-        place: The device, with the memory that may be used.
-        notes: Take what the loaders note.
-
-    Returns:
-        Rules, folders and ports of the loaders.
-    """
+    """Return what the loaders of an attempt may use."""
     return LoaderContext(
         store=assignment.store,
         offline=assignment.offline,
@@ -165,13 +134,5 @@ def make_context(
 
 
 def options_of(kind: str, document: JobDocument) -> Any:  # noqa: ANN401 - each analysis has its own
-    """Return the options of one analysis.
-
-    Args:
-        kind: Name of the analysis.
-        document: The job document.
-
-    Returns:
-        Its record; None where the analysis has no options.
-    """
+    """Return the options of one analysis."""
     return None if ANALYSES[kind].params is None else getattr(document, kind)

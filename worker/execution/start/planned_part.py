@@ -35,14 +35,7 @@ class PlannedPart:
 
 
 def bounds_of_plan(assignment: Assignment) -> Assignment:
-    """Return the assignment of a plan with the memory that one of its ranks would have.
-
-    Args:
-        assignment: The assignment.
-
-    Returns:
-        The same where nothing is planned, or for one rank.
-    """
+    """Return the assignment of a plan with the memory that one of its ranks would have."""
     ranks = assignment.document.get("world_size")
     if not assignment.estimate or not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 2:
         return assignment
@@ -50,19 +43,7 @@ def bounds_of_plan(assignment: Assignment) -> Assignment:
 
 
 def plan_part(document: JobDocument, data: DataStream, inputs: ModelInputs) -> PlannedPart:
-    """Leave the examples of one rank, or of the largest piece, in the inputs of a job that is planned.
-
-    Args:
-        document: The job document.
-        data: The whole data; where they have to be counted to be cut, that is left to the job.
-        inputs: The inputs, with the number of all examples; changed in place.
-
-    Returns:
-        What the plan is of.
-
-    Raises:
-        Refusal: If more pieces are asked for than there are examples.
-    """
+    """Leave the examples of one rank, or of the largest piece, in the inputs of a job that is planned."""
     whole, collection = data.examples, document.collection
     if document.world_size > 1:
         ranks = PlannedRanks(document.world_size)
