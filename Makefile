@@ -59,6 +59,7 @@ check: $(STAMP) ## formatting, lints, types, import contracts
 	@echo "==> ruff check";   $(BIN)/ruff check --quiet .
 	@echo "==> mypy";         $(BIN)/mypy
 	@echo "==> lint-imports"; $(BIN)/lint-imports --no-logo
+	@echo "==> docstrings";   $(PY) ops/measure_source.py --check
 
 format: $(STAMP) ## rewrite the formatting, apply the lints' safe mends
 	@$(BIN)/ruff format .

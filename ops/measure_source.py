@@ -1,6 +1,6 @@
 """Measure the source: lines of code and of docstrings, entries and first words that say nothing, functions said twice.
 
-    python ops/measure_source.py [CHECKOUT] [--list empty|named|pairs]
+    python ops/measure_source.py [CHECKOUT] [--check | --list pairs]
 
 All are counted in the product's folders alone.
 """
@@ -22,7 +22,9 @@ _SAYS_NOTHING = re.compile("an?|the|of|its?|this|that|to|for|in|on|is|are|which|
 _ENTRY = re.compile(r"^(?P<indent> +)(?P<name>\*{0,2}\w+): (?P<text>.*)$")
 _FIGURES = re.compile(r"[0-9<>=()`]")
 _SHINGLE, _LEAST_TOKENS, _ALIKE = 5, 40, 0.8
+_COMMON = 50
 _LEAST_PREFIX = 4
+_ARTICLES, _FIRST_WORDS = ("a", "an", "the", "of"), 3
 
 
 @dataclass
@@ -77,7 +79,7 @@ def _same(one: str, other: str) -> bool:
         return True
     shorter, longer = sorted((one, other), key=len)
     stem = shorter.removesuffix("s").removesuffix("e").removesuffix("y")
-    return len(stem) >= _LEAST_PREFIX - 1 and longer.startswith(stem) and len(longer) - len(stem) <= _LEAST_PREFIX
+    return len(stem) >= _LEAST_PREFIX - 1 and longer.startswith(stem)
 
 
 def args_entries(module: Module) -> Iterator[tuple[str, str, str, bool]]:
@@ -119,14 +121,12 @@ def _entries(section: str) -> list[tuple[str, str]]:
 
 
 def begins_with_its_name(module: Module) -> bool | None:
-    """Whether the first word of a module's docstring is of its name; None where there is none to compare."""
+    """Whether a word of its name is among the first three of a docstring; None for a module without either."""
     text, name = ast.get_docstring(module.tree), Path(module.path).stem
-    if name in ("__init__", "__main__"):
-        name = Path(module.path).parent.name
-    if not text or module.path.startswith("migrations/versions"):
+    if not text or name.startswith("__") or module.path.startswith("migrations/versions"):
         return None
-    first = [each for each in _words(text.partition("\n")[0]) if each not in ("a", "an", "the")][: len(_words(name))]
-    return bool(first) and any(_same(word, other) for word in first[:1] for other in _words(name))
+    first = [each for each in _words(text.partition("\n")[0]) if each not in _ARTICLES][:_FIRST_WORDS]
+    return any(_same(word, other) for word in first for other in _words(name))
 
 
 class _Nameless(ast.NodeTransformer):
@@ -162,7 +162,7 @@ def near_identical(found: list[Module]) -> list[tuple[float, str, str]]:
     met = Counter(
         pair
         for names in holders.values()
-        if len(names) < len(shingles) // 10
+        if len(names) < max(_COMMON, len(shingles) // 10)
         for index, one in enumerate(names)
         for pair in ((one, other) for other in names[index + 1 :])
     )
@@ -204,28 +204,39 @@ def measure_source(checkout: Path) -> dict[str, dict[str, int]]:
     return {folder: dict(each) for folder, each in figures.items()}
 
 
+def empty_entries(checkout: Path) -> list[str]:
+    """Return the entries of `Args` that add nothing to name and type, each as a sentence with its remedy."""
+    return [
+        f"{place}: the entry {name!r} ({said!r}) says what name and type say; leave it out"
+        for module in modules(checkout)
+        for place, name, said, empty in args_entries(module)
+        if empty
+    ]
+
+
+def other_first_words(checkout: Path) -> list[str]:
+    """Return the modules whose docstring begins with something else than their name, each as a sentence."""
+    return [
+        f"{module.path}: its docstring begins with none of its name's words: {said!r}"
+        for module in modules(checkout)
+        if begins_with_its_name(module) is False
+        for said in [(ast.get_docstring(module.tree) or "").partition("\n")[0]]
+    ]
+
+
 def main() -> int:
     """Print the figures, or what is counted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, nargs="?", default=Path())
-    parser.add_argument("--list", choices=("empty", "named", "pairs"))
+    parser.add_argument("--list", choices=("pairs",), help="print them in place of the figures")
+    parser.add_argument("--check", action="store_true", help="fail where an entry or a first word says nothing")
     chosen = parser.parse_args()
     checkout = chosen.checkout.resolve()
-    lines: list[str] = []
-    if chosen.list == "empty":
-        lines = [
-            f"{place} {name}: {said}"
-            for module in modules(checkout)
-            for place, name, said, empty in args_entries(module)
-            if empty
-        ]
-    elif chosen.list == "named":
-        lines = [
-            f"{module.path}: {(ast.get_docstring(module.tree) or '').partition(chr(10))[0]}"
-            for module in modules(checkout)
-            if begins_with_its_name(module) is False
-        ]
-    elif chosen.list == "pairs":
+    if chosen.check:
+        lines = [*empty_entries(checkout), *other_first_words(checkout)]
+        sys.stderr.write("".join(f"{line}\n" for line in lines))
+        return 1 if lines else 0
+    if chosen.list:
         lines = [f"{alike} {one} = {other}" for alike, one, other in near_identical(list(modules(checkout)))]
     else:
         lines = [json.dumps(measure_source(checkout), indent=1)]
