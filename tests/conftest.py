@@ -22,20 +22,30 @@ from jobs.schema.clock import ledger_now
 from jobs.schema.database import open_database, require_current_schema, upgrade_schema, writing
 from jobs.schema.tables import metadata, tenants
 from tests import servers
+from tests.machine import parts, suite_times
 from tests.machine.file_order import sort_by_seconds
 from tests.machine.robbed import pytest_collection_modifyitems as mark_second_attempts
 from tests.machine.robbed import pytest_runtest_logstart
 from tests.machine.stopwatch import until
-from tests.machine.suite_times import add_options as pytest_addoption
-from tests.machine.suite_times import register as pytest_configure
 
-__all__ = ["pytest_addoption", "pytest_configure", "pytest_runtest_logstart"]
+__all__ = ["pytest_configure", "pytest_report_header", "pytest_runtest_logstart"]
 
 Dialect = Literal["sqlite", "postgresql"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say what may be tried again, and begin with the files that take long."""
+pytest_configure = suite_times.register
+pytest_report_header = parts.report_header
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Register the options of a run."""
+    suite_times.add_options(parser)
+    parts.add_options(parser)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose the commit's part, say what may be tried again, and begin with the files that take long."""
+    parts.deselect(config, items)
     mark_second_attempts(items)
     sort_by_seconds(items)
 

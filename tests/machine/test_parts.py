@@ -1,0 +1,67 @@
+"""Parts of grids: the same for the same commit, all together everything."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PLUGIN = """
+import pytest
+from tests.machine.parts import add_options as pytest_addoption, deselect, report_header as pytest_report_header
+
+def pytest_collection_modifyitems(config, items):
+    deselect(config, items)
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "part: a part of its cases")
+    config.addinivalue_line("markers", "nightly: not for a landing")
+"""
+TESTS = """
+import pytest
+
+@pytest.mark.part(of=4)
+@pytest.mark.parametrize("number", range(100))
+def test_grid(number):
+    pass
+
+@pytest.mark.nightly
+def test_long():
+    pass
+
+def test_short():
+    pass
+"""
+
+
+def collected(folder: Path, *options: str) -> tuple[set[str], str]:
+    (folder / "conftest.py").write_text(PLUGIN)
+    (folder / "test_it.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--rootdir", str(folder), *options]
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
+    return set(re.findall(r"test_it.py::(\S+)", done.stdout)), done.stdout
+
+
+def test_a_commit_has_its_part_and_all_of_them_are_everything(tmp_path: Path) -> None:
+    assert "part: a (again: --part a;" in collected(tmp_path, "-v", "--part", "a")[1]
+    first, _ = collected(tmp_path, "--part", "a")
+    assert {"test_short", "test_grid[0]"} <= first
+    assert "test_long" not in first
+    assert 10 <= len(first) <= 45
+    assert collected(tmp_path, "--part", "a")[0] == first
+    second, _ = collected(tmp_path, "--part", "b")
+    assert second != first
+    everything, _ = collected(tmp_path, "--part", "all")
+    assert len(everything) == 102
+    assert "test_long" in everything
+
+
+@pytest.mark.parametrize("test", ["test_long", "test_grid[57]"])
+def test_whoever_names_a_test_gets_it(tmp_path: Path, test: str) -> None:
+    found, _ = collected(tmp_path, f"test_it.py::{test}", "--part", "a")
+    assert found == {test}
