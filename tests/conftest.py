@@ -23,12 +23,12 @@ from jobs.schema.database import open_database, require_current_schema, upgrade_
 from jobs.schema.tables import metadata, tenants
 from tests import servers
 from tests.machine import parts, suite_times
-from tests.machine.file_order import sort_by_seconds
+from tests.machine.file_order import pytest_xdist_make_scheduler, sort_by_seconds
 from tests.machine.robbed import pytest_collection_modifyitems as mark_second_attempts
 from tests.machine.robbed import pytest_runtest_logstart
 from tests.machine.stopwatch import until
 
-__all__ = ["pytest_configure", "pytest_report_header", "pytest_runtest_logstart"]
+__all__ = ["pytest_configure", "pytest_report_header", "pytest_runtest_logstart", "pytest_xdist_make_scheduler"]
 
 Dialect = Literal["sqlite", "postgresql"]
 

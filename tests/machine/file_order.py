@@ -1,38 +1,63 @@
-"""The order in which files are handed to the processes of a run: those that take long first.
+"""The order of files, and the processes that they are handed to, by the seconds of a recorded run.
 
-A file stays in one process. Left to itself xdist begins with the files of many tests and ends with those of few, which
-are the ones that start services and campaigns: at the end one process would work for a minute and the others wait.
+A file stays in one process. Files that take long come first: at the end one process would work for a minute, and the
+others wait. Half of the processes take files that compute, the other half files that wait (for leases, polls,
+brokers), so that these cost no processor; a process without work of its kind takes the other.
+
+`make test RECORD=1` renews the record.
 """
 
-import pytest
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-SECONDS = {
-    "tests/test_code_blocks.py": 240,
-    "tests/worker/test_celery.py": 150,
-    "tests/kronoscope/cli/test_serve.py": 120,
-    "tests/chaos/test_divided_jobs.py": 90,
-    "tests/chaos/test_removals.py": 85,
-    "tests/worker/test_broker_faults.py": 80,
-    "tests/ops/test_alerts_fire.py": 75,
-    "tests/worker/devices/test_fake_gpus.py": 70,
-    "tests/worker/execution/test_search_resume.py": 65,
-    "tests/chaos/test_campaign.py": 60,
-    "tests/chaos/test_named_faults.py": 60,
-    "tests/engine/tracing/test_experts.py": 50,
-    "tests/engine/model/test_pass_peak.py": 50,
-    "tests/engine/planning/later/test_spectrum_plan.py": 45,
-    "tests/chaos/test_lost_wakeups.py": 45,
-    "tests/chaos/test_kill_matrix.py": 45,
-    "tests/engine/analyses/test_spectrum.py": 40,
-    "tests/kronoscope/test_training_example.py": 33,
-    "tests/worker/devices/test_ranks.py": 30,
-    "tests/kronoscope/cli/test_run_ranks.py": 20,
-    "tests/test_wheel.py": 20,
-    "tests/api/live/test_client_events.py": 15,
-}
-"""What the longest took on two cores, roughly; all others come after them, as they are collected."""
+import pytest
+from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
+
+RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "suite.json"
+UNKNOWN = {"wall": 10.0, "cpu": 10.0, "children": 0.0}
+"""A file that no run has recorded."""
+WAITS_BELOW = 0.5
+"""Share of its wall seconds in which a file that waits has a processor, its children's included."""
+
+
+@cache
+def recorded() -> Mapping[str, Mapping[str, float]]:
+    """Return the seconds of each file in the recorded run; nothing where there is none."""
+    if not RECORD.exists():
+        return {}
+    files: dict[str, dict[str, float]] = json.loads(RECORD.read_text())["files"]
+    return files
+
+
+def waits(file: str) -> bool:
+    """Whether a file mostly waits."""
+    seconds = recorded().get(file, UNKNOWN)
+    return seconds["cpu"] + seconds["children"] < WAITS_BELOW * seconds["wall"]
 
 
 def sort_by_seconds(items: list[pytest.Item]) -> None:
     """Put the tests of long files first, and leave those of each file in their order."""
-    items.sort(key=lambda item: -SECONDS.get(item.nodeid.partition("::")[0], 0))
+    items.sort(key=lambda item: -recorded().get(item.nodeid.partition("::")[0], UNKNOWN)["wall"])
+
+
+class TwoKinds(LoadFileScheduling):  # type: ignore[misc]
+    """Hands files that compute to the first half of the processes, and files that wait to the other."""
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        number = int(node.gateway.id.removeprefix("gw"))
+        wanted = number >= self.numnodes / 2
+        for file in self.workqueue:
+            if waits(file) is wanted:
+                self.workqueue.move_to_end(file, last=False)
+                break
+        super()._assign_work_unit(node)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TwoKinds | None:
+    """Take this scheduler where files stay together."""
+    return TwoKinds(config, log) if config.getvalue("dist") == "loadfile" else None
