@@ -18,7 +18,7 @@ import time
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 from pydantic import TypeAdapter
@@ -29,6 +29,7 @@ from tests.api.server import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FOLLOWED = {"README.md", "tutorial.md", "adding-an-analysis.md"}
 LANGUAGES = {"python", "sh", "yaml", "text", "dockerfile"}
 NOT_HERE = {"docker", "make", "nodes", "checkout", "fragment"}
 _FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -91,6 +92,11 @@ def minilm() -> Path:
     return Path(spec.origin).parent / "model"
 
 
+def marked(page: Path) -> Any:
+    """A page of the tests; but for those that a newcomer follows, they are run at night."""
+    return pytest.param(page, marks=() if page.name in FOLLOWED else pytest.mark.nightly)
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)
 def test_a_block_says_what_it_is(block: Block) -> None:
     assert block.language in LANGUAGES, f"{block.place}: name the language, or `text`"
@@ -102,7 +108,7 @@ def test_a_block_says_what_it_is(block: Block) -> None:
         TypeAdapter(DOCUMENT).validate_json(json.dumps(document), strict=True)
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [marked(page) for page in RUN], ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_blocks_of_a_page_run_as_pasted(page: Path, folder: Path, variables: dict[str, str], minilm: Path) -> None:
     with Servers(folder, variables) as servers:
         for block in blocks(page):
