@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = Path(sysconfig.get_path("purelib"))
 PROGRAMS = Path(__file__).parent / "programs"
-"""What jobs, and a worker of two jobs, run in these tests."""
+"""Programs for jobs, and for a worker of two jobs."""
 
 WORKER, JOBS = 10_001, 20_000
 """The user of a worker of Compose, and the first of its jobs."""
