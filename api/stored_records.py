@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from catalog import ANALYSES
-from catalog.analysis import RefusedAnalysis
-from catalog.layer_record import LayerRecord, Observed
+from catalog.analyses.analysis import RefusedAnalysis
 from catalog.record import record
+from catalog.responses.layer_record import LayerRecord, Observed
 
 _SCHEMAS = "#/components/schemas/"
 _PREFIX = "Stored"

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import results_file
-from catalog.collection import Collection
-from catalog.inputs import Task
-from catalog.woodbury import Woodbury
+from catalog.requests.collection import Collection
+from catalog.requests.inputs import Task
+from catalog.requests.woodbury import Woodbury
 from engine.collect import collect_or_read
 from engine.factors.softmax_fisher import SoftmaxFisher
 from engine.workspace import JobOptions, ModelInputs, Ports, Workspace

@@ -18,8 +18,8 @@ import torch
 import transformers
 
 from benchmarks import results_file
-from catalog.collection import Collection
-from catalog.inputs import Task
+from catalog.requests.collection import Collection
+from catalog.requests.inputs import Task
 from engine.estimate import estimate
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import readable_bytes

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import results_file
-from catalog.capacity import CapacityParams
-from catalog.collection import Stabilisation
+from catalog.analyses.capacity import CapacityParams
+from catalog.requests.collection import Stabilisation
 from engine.analyses.metrics.kronecker_metrics import SCALARS, Sides, scalars
 from engine.analyses.metrics.layer_metrics import curve, ordered
 from engine.linalg.damping import damping

@@ -26,7 +26,7 @@ from benchmarks import results_file
 from benchmarks.cases import operator_figures
 from benchmarks.cases import operators as cases
 from benchmarks.conformance.__main__ import PEERS_PYTHON, ROOT
-from catalog.collection import Stabilisation
+from catalog.requests.collection import Stabilisation
 from engine.factors.factor_files import Kept, write_factors, write_index
 from engine.factors.kronecker_factors import digest
 from engine.factors.low_rank import LowRank

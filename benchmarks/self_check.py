@@ -21,8 +21,8 @@ import torch
 from benchmarks import results_file
 from benchmarks.architecture_cases.judgement import NoArtifacts
 from benchmarks.cases.collection import built
-from catalog.collection import Collection
-from catalog.inputs import Task
+from catalog.requests.collection import Collection
+from catalog.requests.inputs import Task
 from engine.collect import collect_or_read
 from engine.collection import data_pass
 from engine.collection.first_check import Verification

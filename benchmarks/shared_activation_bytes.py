@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import results_file
-from catalog.collection import Collection
-from catalog.inputs import Task
+from catalog.requests.collection import Collection
+from catalog.requests.inputs import Task
 from engine.collect import collect_or_read
 from engine.factors.factor_files import write_factors
 from engine.workspace import JobOptions, ModelInputs, Ports, Workspace

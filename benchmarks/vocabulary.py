@@ -23,9 +23,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from benchmarks import results_file
 from benchmarks.cases.planning import Folder
 from catalog import ANALYSES
-from catalog.analysis import most_decomposed
-from catalog.collection import Collection
-from catalog.inputs import Task
+from catalog.analyses.analysis import most_decomposed
+from catalog.requests.collection import Collection
+from catalog.requests.inputs import Task
 from engine.estimate import plan_job
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import results_file
-from catalog.capacity import CapacityParams
+from catalog.analyses.capacity import CapacityParams
 from engine.analyses.metrics.kronecker_metrics import Sides
 from engine.analyses.metrics.layer_metrics import ordered, scalar_metrics
 from engine.factors.clipped_operator import ClippedOperator

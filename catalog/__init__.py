@@ -8,14 +8,14 @@ its import and one word below.
 import dataclasses
 from typing import Any, Literal
 
-from catalog.analysis import Analysis
-from catalog.capacity import CAPACITY
-from catalog.compare_curvature import COMPARE_CURVATURE
-from catalog.factors import FACTORS
-from catalog.job import JobDocument
-from catalog.natural_gradient import NATURAL_GRADIENT
-from catalog.reconstruction import RECONSTRUCTION
-from catalog.spectrum import SPECTRUM
+from catalog.analyses.analysis import Analysis
+from catalog.analyses.capacity import CAPACITY
+from catalog.analyses.compare_curvature import COMPARE_CURVATURE
+from catalog.analyses.factors import FACTORS
+from catalog.analyses.natural_gradient import NATURAL_GRADIENT
+from catalog.analyses.reconstruction import RECONSTRUCTION
+from catalog.analyses.spectrum import SPECTRUM
+from catalog.requests.job import JobDocument
 
 ANALYSES: dict[str, Analysis] = {
     analysis.kind: analysis

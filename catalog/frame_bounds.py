@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
-from catalog.pieces import MAX_SHARDS, ROUNDS
 from catalog.record import record
+from catalog.requests.pieces import MAX_SHARDS, ROUNDS
 
 MAX_COUNT = 2**53
 """The largest count: the last integer that every reader of JSON holds exactly."""

@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from catalog.analysis import LayerResult, RefusedAnalysis
-from catalog.cached_factors import CachedFile
+from catalog.analyses.analysis import LayerResult, RefusedAnalysis
 from catalog.frame_bounds import cut, require_within
 from catalog.record import canonical_json, plain, record
+from catalog.requests.cached_factors import CachedFile
 
 MAX_FRAME_BYTES = 8 * 2**20
 _MOST_WARNING = 500
@@ -150,9 +150,9 @@ class Divided:
 
     frame: Literal["divided"] = "divided"
     round: str
-    """`collect`, `correct` or `decompose`, as in `catalog.pieces`."""
+    """`collect`, `correct` or `decompose`, as in `catalog.requests.pieces`."""
     pieces: tuple[Mapping[str, Any], ...]
-    """The pieces of the round in their order, each with the fields of `catalog.pieces.Piece`."""
+    """The pieces of the round in their order, each with the fields of `catalog.requests.pieces.Piece`."""
 
 
 @record

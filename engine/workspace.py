@@ -25,11 +25,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from catalog.analysis import Decomposed
-from catalog.collection import Collection, Stabilisation
-from catalog.inputs import Task
-from catalog.memory import Memory
-from catalog.woodbury import Woodbury
+from catalog.analyses.analysis import Decomposed
+from catalog.requests.collection import Collection, Stabilisation
+from catalog.requests.inputs import Task
+from catalog.requests.memory import Memory
+from catalog.requests.woodbury import Woodbury
 from engine.distributed.group import Ranks
 from engine.memory.budget import MemoryBudget
 from engine.memory.device_speed import DeviceSpeed

@@ -16,9 +16,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from catalog import DOCUMENT
 from catalog.field_errors import Complaint, complaints
-from catalog.job import JobDocument
 from catalog.record import canonical_json, plain
-from catalog.schedule import Schedule
+from catalog.requests.job import JobDocument
+from catalog.requests.schedule import Schedule
 from jobs.errors import DocumentRefused
 
 T = TypeVar("T")

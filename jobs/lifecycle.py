@@ -13,7 +13,7 @@ A job that is being cancelled ends `cancelled` whatever its attempt reports mean
 told `cancelling` need not ask again.
 """
 
-from catalog.responses import JobState
+from catalog.responses.views import JobState
 
 State = JobState
 

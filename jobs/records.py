@@ -53,7 +53,7 @@ class Job:
     parent_id: str | None
     """The divided job that this one computes a piece of; None of a job that was submitted."""
     piece: Mapping[str, Any] | None
-    """The piece, with the fields of `catalog.pieces.Piece`."""
+    """The piece, with the fields of `catalog.requests.pieces.Piece`."""
 
     @property
     def ended(self) -> bool:
@@ -91,7 +91,7 @@ class LayerRow:
     sha256: str
     """Over the canonical JSON of ``outcome``."""
     outcome: Mapping[str, Any]
-    """Everything reproducible: `catalog.analysis.LayerResult` without `observed`."""
+    """Everything reproducible: `catalog.analyses.analysis.LayerResult` without `observed`."""
     observed: Mapping[str, Any]
 
 
@@ -156,7 +156,7 @@ class Claim:
     parent_id: str | None = None
     """The divided job that this one computes a piece of."""
     piece: Mapping[str, Any] | None = None
-    """The piece, with the fields of `catalog.pieces.Piece`."""
+    """The piece, with the fields of `catalog.requests.pieces.Piece`."""
     percent: float = 0.0
     """How far the job is: not 0 where the attempt goes on after its pieces."""
     user_number: int = 0

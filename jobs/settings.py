@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from catalog.inputs import require_factory
 from catalog.record import FieldError
+from catalog.requests.inputs import require_factory
 from jobs.environment import CommaList, EnvironmentSettings, Folder, Seconds, Variables
 from jobs.errors import SettingsInvalid
 from jobs.records import LOCAL_TENANT

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from catalog import ANALYSES
-from catalog.analysis import LayerResult, RefusedAnalysis, most_decomposed
-from catalog.collection import Collection, Stabilisation
+from catalog.analyses.analysis import LayerResult, RefusedAnalysis, most_decomposed
 from catalog.field_errors import suggestion
-from catalog.inputs import Task
-from catalog.memory import Memory
-from catalog.woodbury import Woodbury
+from catalog.requests.collection import Collection, Stabilisation
+from catalog.requests.inputs import Task
+from catalog.requests.memory import Memory
+from catalog.requests.woodbury import Woodbury
 from engine.analyses.run_analyses import run_analyses
 from engine.distributed.group import join
 from engine.factors.factor_files import read_factors
@@ -116,7 +116,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
         model: The model; it is measured on the device of its parameters.
         batches: Tuples ``(inputs, targets)`` or ``(inputs, targets, index)``: a list, or a callable that gives them
             anew; one pair of tensors; a PyTorch ``Dataset`` of examples, or a ``DataLoader``, which is read once.
-        task: ``catalog.inputs.Task``, its fields, or its type alone (``"classification"``).
+        task: ``catalog.requests.inputs.Task``, its fields, or its type alone (``"classification"``).
         kinds: Analyses of the menu, over one collection.
         collection: How curvature is collected; this and the next three may be mappings of their fields.
         stabilisation: Damping and clipping.

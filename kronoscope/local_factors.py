@@ -10,9 +10,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from catalog.compare_curvature import CompareCurvatureParams
+from catalog.analyses.compare_curvature import CompareCurvatureParams
+from catalog.analyses.natural_gradient import NaturalGradientParams
 from catalog.field_errors import suggestion
-from catalog.natural_gradient import NaturalGradientParams
 from catalog.record_reader import read
 from engine.errors import BrokenFactors
 from engine.factors.clipped_inverse import StabilisedLayers

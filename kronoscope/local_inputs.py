@@ -9,9 +9,9 @@ from torch.utils.data import Dataset
 
 from catalog import ANALYSES, DOCUMENT
 from catalog.field_errors import nearest, suggestion
-from catalog.inputs import DataFactory, ModelFactory, Task, TaskType
 from catalog.record import FieldError, WrongType
 from catalog.record_reader import read
+from catalog.requests.inputs import DataFactory, ModelFactory, Task, TaskType
 from engine.errors import UsageError
 from engine.model.batches import count_examples
 from engine.model.examples import read_chunks

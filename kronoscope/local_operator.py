@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import torch
 
-from catalog.collection import Stabilisation
+from catalog.requests.collection import Stabilisation
 from engine.factors.factor_set import FactorSet
 from engine.operators.kronecker.ill_conditioned import IllConditioned
 from engine.operators.kronecker.layer_store import OperatorOptions

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev, vmap
 
-from catalog.collection import Collection
-from catalog.inputs import Task
+from catalog.requests.collection import Collection
+from catalog.requests.inputs import Task
 from engine.collect import collect_or_read
 from engine.factors.factor_set import FactorSet
 from engine.workspace import JobOptions, ModelInputs, Ports, Workspace

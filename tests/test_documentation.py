@@ -19,7 +19,7 @@ from ruamel.yaml import YAML
 from api.settings import Settings
 from catalog import DOCUMENT
 from catalog.field_errors import spellings
-from catalog.job import JobDocument
+from catalog.requests.job import JobDocument
 from jobs.environment import EnvironmentSettings, bounds_of, variables_of
 from jobs.s3_settings import S3Settings
 from jobs.settings import LedgerSettings, RoleSettings, ServiceSettings

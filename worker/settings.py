@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from catalog.cgroups import process_limit
-from catalog.memory import amount_bytes
-from catalog.pieces import DecomposeRound
 from catalog.record import FieldError
+from catalog.requests.memory import amount_bytes
+from catalog.requests.pieces import DecomposeRound
 from jobs.environment import Flag, Limit, Variables, split_list
 from jobs.errors import SettingsInvalid
 from jobs.settings import ServiceSettings

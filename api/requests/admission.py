@@ -11,10 +11,10 @@ from pathlib import Path
 from sqlalchemy import Engine, select
 
 from api.settings import Settings
-from catalog.compare_curvature import COMPARE_CURVATURE, AgainstReference, CompareCurvatureParams
-from catalog.extending import ExtendsReference
+from catalog.analyses.compare_curvature import COMPARE_CURVATURE, AgainstReference, CompareCurvatureParams
 from catalog.field_errors import Complaint
-from catalog.inputs import (
+from catalog.requests.extending import ExtendsReference
+from catalog.requests.inputs import (
     DataFactory,
     DataFile,
     DirectoryModel,
@@ -24,7 +24,7 @@ from catalog.inputs import (
     UploadedData,
     UploadedModel,
 )
-from catalog.job import FactorsReference, JobDocument
+from catalog.requests.job import FactorsReference, JobDocument
 from jobs.errors import DocumentRefused
 from jobs.repository.results import read_artifact
 from jobs.repository.store import read_job

@@ -10,8 +10,8 @@ from api.problem_details import invalid_parameter
 from catalog import ANALYSES
 from catalog.duration import duration_seconds
 from catalog.field_errors import suggestion
-from catalog.job import MAX_NAME
 from catalog.record import record
+from catalog.requests.job import MAX_NAME
 from jobs.lifecycle import STATES
 from jobs.repository.store import JobQuery
 from jobs.schema.identifiers import is_id

@@ -17,7 +17,7 @@ from api.requests.auth import is_open, is_scraper_only
 from api.requests.examples import EXAMPLES
 from api.stored_records import describe_stored_values, stored_template
 from catalog import DOCUMENT
-from catalog.job import JobDocument
+from catalog.requests.job import JobDocument
 
 _SCHEMAS = "#/components/schemas/"
 _TEMPLATE = _SCHEMAS + "{model}"

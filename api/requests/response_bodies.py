@@ -1,4 +1,4 @@
-"""The bodies of responses: records of the ledger as ``catalog.responses`` shows them to their caller."""
+"""The bodies of responses: records of the ledger as ``catalog.responses.views`` shows them to their caller."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,11 +6,11 @@ from datetime import datetime
 from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
-from catalog.analysis import RefusedAnalysis
-from catalog.coverage import assess_coverage
-from catalog.device_views import DeviceState, DeviceView
-from catalog.pieces import read_piece
-from catalog.responses import (
+from catalog.analyses.analysis import RefusedAnalysis
+from catalog.requests.pieces import read_piece
+from catalog.responses.coverage import assess_coverage
+from catalog.responses.device_views import DeviceState, DeviceView
+from catalog.responses.views import (
     ArtifactView,
     EstimateView,
     EventListView,

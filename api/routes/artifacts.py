@@ -19,7 +19,7 @@ from api.requests.response_bodies import artifact_view
 from api.routes.results import owned_job
 from api.service import Service, ServiceOf
 from catalog.record import record
-from catalog.responses import ArtifactListView
+from catalog.responses.views import ArtifactListView
 from jobs.errors import ArtifactDamaged
 from jobs.records import Artifact
 from jobs.repository.results import list_artifacts, read_artifact

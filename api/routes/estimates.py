@@ -15,9 +15,9 @@ from api.requests.long_poll import check_wait, wait_for_job
 from api.requests.openapi import document_body, error_responses
 from api.requests.response_bodies import estimate_view
 from api.service import Service, ServiceOf
-from catalog.estimate import unplannable
-from catalog.job import JobDocument
-from catalog.responses import EstimateView
+from catalog.requests.estimate import unplannable
+from catalog.requests.job import JobDocument
+from catalog.responses.views import EstimateView
 from jobs.codec import parse_document
 from jobs.errors import DocumentRefused
 from jobs.records import Job, Submitted

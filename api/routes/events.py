@@ -15,7 +15,7 @@ from api.requests.openapi import error_responses
 from api.requests.response_bodies import event_list_view
 from api.service import ServiceOf
 from catalog.record import record
-from catalog.responses import EventListView
+from catalog.responses.views import EventListView
 from jobs.repository.events import MAX_NUMBER, History, read_history
 
 _PAGE: TypeAdapter[EventListView] = TypeAdapter(EventListView)

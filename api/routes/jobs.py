@@ -20,9 +20,9 @@ from api.requests.long_poll import check_wait, wait_for_job
 from api.requests.openapi import document_body, error_responses, schedule_body
 from api.requests.response_bodies import job_view
 from api.service import Service, ServiceOf
-from catalog.job import JobDocument
-from catalog.memory_requirements import least_bytes
-from catalog.responses import JobListView, JobView, ValidationView
+from catalog.requests.job import JobDocument
+from catalog.requests.memory_requirements import least_bytes
+from catalog.responses.views import JobListView, JobView, ValidationView
 from jobs.codec import document_json, parse_document, parse_schedule, sha256_of
 from jobs.records import Job
 from jobs.repository.pieces import read_pieces

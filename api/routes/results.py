@@ -18,7 +18,7 @@ from api.routes.archived_layers import layer_count, layer_page
 from api.service import Service, ServiceOf
 from catalog import ANALYSES
 from catalog.record import canonical_json, plain, record
-from catalog.responses import LayerListView, LayersLink, ResultsView
+from catalog.responses.views import LayerListView, LayersLink, ResultsView
 from jobs.records import Job, LayerRow
 from jobs.repository.results import SORT_KEYS, LayerQuery, list_artifacts
 from jobs.repository.store import check_limit, read_job

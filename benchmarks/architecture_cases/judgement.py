@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from benchmarks.architecture_cases.case import BATCH_SIZE, Builder, Case, trainable, widened
 from benchmarks.architecture_cases.oracle import Truth, activation_factor, gradient_factor, truth
-from catalog.collection import Collection
-from catalog.inputs import Task
-from catalog.woodbury import Woodbury
+from catalog.requests.collection import Collection
+from catalog.requests.inputs import Task
+from catalog.requests.woodbury import Woodbury
 from engine.collect import collect_or_read
 from engine.errors import EngineError
 from engine.factors.factor_set import FactorSet, LayerFacts

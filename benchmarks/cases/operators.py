@@ -15,9 +15,9 @@ from transformers.pytorch_utils import Conv1D
 
 from benchmarks.cases import collection
 from benchmarks.conformance.problem import Problem
-from catalog.collection import Collection, Stabilisation
-from catalog.inputs import Task
-from catalog.woodbury import Woodbury
+from catalog.requests.collection import Collection, Stabilisation
+from catalog.requests.inputs import Task
+from catalog.requests.woodbury import Woodbury
 from engine.collect import collect_or_read
 from engine.collection.pass_job import PassJob
 from engine.factors.factor_set import FactorSet

@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cases.planning_models import CASES, Case
-from catalog.capacity import CapacityParams
-from catalog.collection import Collection
-from catalog.inputs import Task
+from catalog.analyses.capacity import CapacityParams
+from catalog.requests.collection import Collection
+from catalog.requests.inputs import Task
 from engine.analyses.capacity import measure_capacity
 from engine.collection import run_passes
 from engine.estimate import plan_job

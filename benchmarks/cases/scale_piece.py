@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from benchmarks.cases.collection import encoder, paragraphs
-from catalog.collection import Collection
-from catalog.inputs import Task
+from catalog.requests.collection import Collection
+from catalog.requests.inputs import Task
 from engine.collect import collect_or_read
 from engine.factors.factor_set import FactorSet
 from engine.merging.part_files import write_part

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import results_file
-from catalog.collection import Collection
-from catalog.inputs import Task
-from catalog.woodbury import Woodbury
+from catalog.requests.collection import Collection
+from catalog.requests.inputs import Task
+from catalog.requests.woodbury import Woodbury
 from engine.collect import collect_or_read
 from engine.distributed.formulas import held_bytes, sent_bytes
 from engine.distributed.group import Ranks, start, stop

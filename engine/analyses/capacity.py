@@ -4,9 +4,9 @@ import dataclasses
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 
-from catalog.analysis import LayerResult
-from catalog.capacity import CapacityParams, CapacitySummary
-from catalog.capacity_metrics import CapacityMetrics
+from catalog.analyses.analysis import LayerResult
+from catalog.analyses.capacity import CapacityParams, CapacitySummary
+from catalog.analyses.capacity_metrics import CapacityMetrics
 from engine.analyses.coverage_summary import coverage
 from engine.analyses.metrics.exact_ggn_check import cross_check
 from engine.analyses.metrics.layer_metrics import layer_metrics, sides_of

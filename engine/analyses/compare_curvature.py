@@ -13,8 +13,8 @@ from typing import Literal
 
 import torch
 
-from catalog.analysis import LayerResult
-from catalog.compare_curvature import (
+from catalog.analyses.analysis import LayerResult
+from catalog.analyses.compare_curvature import (
     CompareCurvatureMetrics,
     CompareCurvatureParams,
     CompareCurvatureSummary,

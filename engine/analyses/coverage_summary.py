@@ -1,6 +1,6 @@
 """Coverage: which trainable parameters the rows of a job speak for, and what the layers proved of themselves."""
 
-from catalog.analysis import Coverage
+from catalog.analyses.analysis import Coverage
 from engine.factors.factor_set import FactorSet
 from engine.layers.coverage_check import count_by_reason
 

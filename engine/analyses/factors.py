@@ -2,8 +2,8 @@
 
 from collections.abc import Generator
 
-from catalog.analysis import LayerResult
-from catalog.factors import FactorsMetrics, FactorsSummary
+from catalog.analyses.analysis import LayerResult
+from catalog.analyses.factors import FactorsMetrics, FactorsSummary
 from engine.analyses.coverage_summary import coverage
 from engine.collect import collect_or_read
 from engine.factors.factor_set import FactorSet

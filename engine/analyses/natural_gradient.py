@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from catalog.analysis import LayerResult
-from catalog.natural_gradient import (
+from catalog.analyses.analysis import LayerResult
+from catalog.analyses.natural_gradient import (
     ModelDirection,
     NaturalGradientMetrics,
     NaturalGradientParams,

@@ -8,14 +8,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from catalog.analysis import LayerResult
-from catalog.layer_record import Observed
-from catalog.reconstruction import (
+from catalog.analyses.analysis import LayerResult
+from catalog.analyses.reconstruction import (
     ReconstructedSide,
     ReconstructionMetrics,
     ReconstructionParams,
     ReconstructionSummary,
 )
+from catalog.responses.layer_record import Observed
 from engine.analyses.coverage_summary import coverage
 from engine.analyses.given_matrix import index_entry, record_without_collection
 from engine.analyses.remembered_rows import Outcome, recall, remember

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from catalog.layer_record import Observed
-from catalog.reconstruction import ReconstructedSide, ReconstructionMetrics
+from catalog.analyses.reconstruction import ReconstructedSide, ReconstructionMetrics
+from catalog.responses.layer_record import Observed
 from engine.factors.factor_files import Kept
 from engine.factors.factor_set import LayerFacts
 from engine.workspace import Workspace, load_sealed, save_sealed

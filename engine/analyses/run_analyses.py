@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from catalog import ANALYSES
-from catalog.analysis import LayerResult, RefusedAnalysis
+from catalog.analyses.analysis import LayerResult, RefusedAnalysis
 from engine.collect import JobFactors
 from engine.errors import DataDiffer, UsageError
 from engine.workspace import Workspace

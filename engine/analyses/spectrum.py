@@ -3,9 +3,9 @@
 from collections.abc import Generator
 from typing import Literal
 
-from catalog.analysis import LayerResult
-from catalog.spectrum import SpectrumParams, SpectrumSummary
-from catalog.spectrum_metrics import CurvatureSpectrum, LayerSpectrum, SpectrumMetrics
+from catalog.analyses.analysis import LayerResult
+from catalog.analyses.spectrum import SpectrumParams, SpectrumSummary
+from catalog.analyses.spectrum_metrics import CurvatureSpectrum, LayerSpectrum, SpectrumMetrics
 from engine.analyses.coverage_summary import coverage
 from engine.analyses.metrics.layer_metrics import no_spectrum
 from engine.analyses.spectra.exact_spectra import exact_spectra

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from catalog.inputs import Task
+from catalog.requests.inputs import Task
 from engine.errors import WrongShape
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from catalog.collection import Collection
+from catalog.requests.collection import Collection
 from engine.accumulation.batch_variance import activation_refusal, gradient_refusal
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.tied_statistics import TiedHeadStatistics

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from catalog.inputs import Task
+from catalog.requests.inputs import Task
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.errors import NonFiniteFactor, NonFiniteLoss, NonFiniteModel
 from engine.model.batches import Batch, tensors

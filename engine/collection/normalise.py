@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from catalog.collection import Collection
+from catalog.requests.collection import Collection
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.probability_rows import ProbabilityRows
 from engine.accumulation.sketched_rows import SketchRows

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from catalog.collection import Collection
-from catalog.inputs import Task
+from catalog.requests.collection import Collection
+from catalog.requests.inputs import Task
 from engine.collection.ranks.turns import numbered
 from engine.collection.subsamples import Sizes
 from engine.errors import DataDiffer, EmptyData, ModelRefused

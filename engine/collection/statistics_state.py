@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from catalog.analysis import LookedAt
+from catalog.analyses.analysis import LookedAt
 from engine.accumulation.batch_variance import BatchVariance
 from engine.accumulation.gradient_rows import GradientRows
 from engine.accumulation.layer_statistics import LayerStatistics

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from catalog.collection import Collection
+from catalog.requests.collection import Collection
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.collection_state import CollectionState, Snapshot
 from engine.collection.layer_facts import layer_sums

@@ -19,10 +19,10 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from catalog.analysis import LookedAt
-from catalog.collection import Collection
+from catalog.analyses.analysis import LookedAt
 from catalog.record import FieldError, canonical_json
-from catalog.woodbury import Woodbury
+from catalog.requests.collection import Collection
+from catalog.requests.woodbury import Woodbury
 from engine.errors import BrokenFactors
 from engine.factors.factor_set import CountedExamples, LayerFacts, ParameterShape
 from engine.factors.representation import KINDS

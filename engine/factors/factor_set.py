@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from catalog.analysis import LookedAt
-from catalog.collection import Collection
-from catalog.woodbury import Woodbury
+from catalog.analyses.analysis import LookedAt
+from catalog.requests.collection import Collection
+from catalog.requests.woodbury import Woodbury
 from engine.factors.kronecker_factors import Corrected, Factors
 from engine.layers.coverage import DeclaredLayer
 from engine.layers.layer import Form

@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from catalog.collection import Collection
-from catalog.woodbury import Woodbury
+from catalog.requests.collection import Collection
+from catalog.requests.woodbury import Woodbury
 from engine.errors import BrokenFactors
 from engine.factors.diagonal_sketch import DiagonalSketch
 from engine.factors.low_rank import LowRank

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from catalog.collection import Collection
-from catalog.inputs import Task
+from catalog.requests.collection import Collection
+from catalog.requests.inputs import Task
 from engine.layers.parameter_slice import Places
 from engine.model.batches import Batch
 from engine.model.dtype_casts import AllCasts, casts_of

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import nn
 
-from catalog.analysis import LookedAt
+from catalog.analyses.analysis import LookedAt
 from engine.errors import EngineError, Unwinding
 from engine.gradient_identity.check import BatchCheck
 from engine.gradient_identity.checked_model import Subject

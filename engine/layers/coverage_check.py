@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from catalog.collection import Collection
-from catalog.coverage import remedy_of
+from catalog.requests.collection import Collection
+from catalog.responses.coverage import remedy_of
 from engine.errors import CoverageBroken, CoverageTooLow, NothingToAnalyse
 from engine.layers.coverage import DeclaredLayer, Survey, survey
 from engine.layers.layer import TreatedLayer

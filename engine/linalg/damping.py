@@ -22,7 +22,7 @@ from typing import Self
 
 from torch import Tensor
 
-from catalog.collection import Stabilisation
+from catalog.requests.collection import Stabilisation
 from engine.linalg.spectrum_counts import Counted
 
 

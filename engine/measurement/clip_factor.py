@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from catalog.reconstruction import ReconstructedSide
+from catalog.analyses.reconstruction import ReconstructedSide
 from engine.factors.clip_eigenvalues import PLACEMENTS, Clipped, Placement, placement_bytes, stabilise_
 from engine.factors.clipped_inverse import StabilisedSide
 from engine.factors.clipped_operator import ClippedOperator

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from catalog.reconstruction import ReconstructedSide
+from catalog.analyses.reconstruction import ReconstructedSide
 from engine.factors.clipped_operator import ClippedOperator
 from engine.linalg.damping import clipping_floor
 from engine.linalg.linear_operator import Structured

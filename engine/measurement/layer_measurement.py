@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from catalog.layer_record import LayerRecord, Observed
+from catalog.responses.layer_record import LayerRecord, Observed
 from engine.collect import collect_or_read
 from engine.factors.factor_files import Kept, write_factors, write_index, write_run
 from engine.factors.factor_set import FactorSet, LayerFacts

@@ -4,8 +4,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from catalog.analysis import LayerResult
-from catalog.layer_record import LayerRecord
+from catalog.analyses.analysis import LayerResult
+from catalog.responses.layer_record import LayerRecord
 from engine.collect import collect_or_read
 from engine.factors.factor_set import FactorSet
 from engine.layers.coverage import DeclaredLayer

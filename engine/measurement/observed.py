@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from catalog.layer_record import Observed
+from catalog.responses.layer_record import Observed
 from engine.factors.factor_set import FactorSet
 from engine.memory.budget import device_bytes, resident_bytes
 from engine.workspace import Workspace

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from catalog.layer_record import Branch
+from catalog.responses.layer_record import Branch
 from engine.factors.capacitance import Factorised
 from engine.factors.diagonal_sketch import DiagonalSketch
 from engine.factors.factor_set import LayerFacts

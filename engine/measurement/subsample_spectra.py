@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from catalog.subsamples import NestedCapacity, NestedTraces
+from catalog.analyses.subsamples import NestedCapacity, NestedTraces
 from engine.factors.factor_files import nested_file, write_factors
 from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.linalg import kronecker_spectrum as spectrum

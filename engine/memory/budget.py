@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 
 from catalog.cgroups import free_group_bytes
-from catalog.memory import Memory, amount_bytes
 from catalog.record import FieldError
+from catalog.requests.memory import Memory, amount_bytes
 
 _UNLIMITED = 2**62
 

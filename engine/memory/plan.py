@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
-from catalog.memory import PLANNED_STAGES, PlannedStage
-from catalog.time_estimate import Paced, seconds_range
+from catalog.requests.memory import PLANNED_STAGES, PlannedStage
+from catalog.responses.time_estimate import Paced, seconds_range
 from engine.errors import BudgetExceeded
 from engine.memory.budget import MemoryBudget
 

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from catalog.analysis import LookedAt
+from catalog.analyses.analysis import LookedAt
 from engine.errors import NothingToAnalyse, NotMergeable
 from engine.factors.factor_set import FactorSet, LayerFacts, LayerSums, NestedSize
 from engine.factors.kronecker_factors import Factors

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from catalog.inputs import Task
+from catalog.requests.inputs import Task
 from engine.errors import DataDiffer
 from engine.model.batches import Batch, Tree
 

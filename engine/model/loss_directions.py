@@ -30,8 +30,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from catalog.collection import Collection
-from catalog.inputs import Loss, Task
+from catalog.requests.collection import Collection
+from catalog.requests.inputs import Loss, Task
 from engine.errors import NoLikelihood, WrongShape
 from engine.model.counter_rng import categories, normals, uniforms
 from engine.model.outputs import Prediction

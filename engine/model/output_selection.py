@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from catalog.inputs import Task
+from catalog.requests.inputs import Task
 from engine.errors import WrongShape
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from catalog.inputs import Task
+from catalog.requests.inputs import Task
 from engine.model.batches import Batch
 
 

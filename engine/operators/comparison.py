@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from catalog.compare_curvature import EigenspaceOverlap, MatrixComparison
+from catalog.analyses.compare_curvature import EigenspaceOverlap, MatrixComparison
 from engine.linalg.panels import PANEL_NUMBERS
 from engine.operators.pairs.side_comparison import Difference, SideComparison
 from engine.planning.later.comparison import MOST_PRODUCTS

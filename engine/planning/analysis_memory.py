@@ -11,8 +11,8 @@ from typing import Literal
 
 import torch
 
-from catalog.capacity import CapacityParams
-from catalog.reconstruction import ReconstructionParams
+from catalog.analyses.capacity import CapacityParams
+from catalog.analyses.reconstruction import ReconstructionParams
 from engine.collection.probe import Probe
 from engine.factors.clip_eigenvalues import PLACEMENTS, Placement, placement_bytes
 from engine.factors.clipping_check import checking_bytes

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from catalog.capacity import CapacityParams
-from catalog.reconstruction import ReconstructionParams
+from catalog.analyses.capacity import CapacityParams
+from catalog.analyses.reconstruction import ReconstructionParams
 from engine.collection.probe import Probe
 from engine.factors.clipping_check import EXACT_ROWS
 from engine.factors.softmax_fisher import DENSE_ROWS

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from catalog.natural_gradient import NaturalGradientParams
+from catalog.analyses.natural_gradient import NaturalGradientParams
 from engine.collection.probe import Probe
 from engine.factors.representation import Representation, WorkloadEstimate
 from engine.factors.representation_bytes import dense_head_bytes, iteration_bytes

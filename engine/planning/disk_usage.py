@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from catalog.reconstruction import ReconstructionParams
+from catalog.analyses.reconstruction import ReconstructionParams
 from engine.collection.probe import Probe
 from engine.layers.layer import TreatedLayer
 from engine.memory.plan import STAGES, Plan, Source, Stage, Term

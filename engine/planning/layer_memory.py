@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from catalog.collection import Collection
+from catalog.requests.collection import Collection
 from engine.accumulation.batch_variance import activation_refusal, gradient_refusal
 from engine.collection.probe import Probe, sides_of
 from engine.factors.representation_bytes import basis_bytes, gram_bytes

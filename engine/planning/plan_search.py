@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from catalog.time_estimate import written_seconds
+from catalog.responses.time_estimate import written_seconds
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Plan, readable_bytes
 from engine.workspace import Workspace

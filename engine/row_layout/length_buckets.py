@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from catalog.inputs import Task
+from catalog.requests.inputs import Task
 from engine.errors import EngineError
 from engine.model.batches import Batch, map_tensors
 from engine.model.outputs import Prediction

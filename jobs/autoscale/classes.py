@@ -27,9 +27,9 @@ from typing import Any
 
 from catalog.duration import duration_seconds
 from catalog.field_errors import suggestion
-from catalog.inputs import require_factory
-from catalog.memory import amount_bytes
 from catalog.record import FieldError, record
+from catalog.requests.inputs import require_factory
+from catalog.requests.memory import amount_bytes
 from jobs.autoscale.errors import ClassesInvalid
 from jobs.autoscale.templates import Template
 from jobs.devices.registry import DeviceKind

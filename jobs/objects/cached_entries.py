@@ -14,8 +14,8 @@ from typing import Any
 from sqlalchemy import Connection, Engine, Row, delete, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from catalog.cached_factors import CachedEntry, CachedFile
 from catalog.record import plain
+from catalog.requests.cached_factors import CachedEntry, CachedFile
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
 from jobs.schema.tables import cached_factors, tenants

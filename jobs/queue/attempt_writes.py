@@ -10,10 +10,10 @@ from typing import Any, Literal
 from sqlalchemy import Connection, Engine, Row, Table, select
 from sqlalchemy.dialects import postgresql, sqlite
 
-from catalog.estimate import ESTIMATE
 from catalog.frames import ArtifactWritten, LayerDone, LogLine, Planned, Started, Summarised
-from catalog.memory_requirements import memory_of, planned_bytes
 from catalog.record import plain
+from catalog.requests.estimate import ESTIMATE
+from catalog.requests.memory_requirements import memory_of, planned_bytes
 from jobs.codec import sha256_of
 from jobs.devices.leases import correct
 from jobs.devices.requirements import device_class

@@ -21,11 +21,11 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Engine, Row, and_, delete, exists, insert, not_, or_, select
 
-from catalog.estimate import ESTIMATE
 from catalog.frames import Divided
-from catalog.job import MAX_NAME
-from catalog.pieces import Piece, most_pieces_of, read_piece
 from catalog.record import FieldError, plain
+from catalog.requests.estimate import ESTIMATE
+from catalog.requests.job import MAX_NAME
+from catalog.requests.pieces import Piece, most_pieces_of, read_piece
 from jobs.lifecycle import TERMINAL, State, ending
 from jobs.metrics.counters import add, add_failure
 from jobs.queue.fence import append_event, by_holder, cancel_queued, change, draw, draw_fenced, move

@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, Row, select
 
-from catalog.pieces import Piece, read_piece
+from catalog.requests.pieces import Piece, read_piece
 from jobs.lifecycle import HELD, State
 from jobs.queue.fence import append_event, change, draw
 from jobs.records import Claim

@@ -11,8 +11,8 @@ from typing import Any
 from sqlalchemy import JSON, BigInteger, Engine, Row, TableValuedAlias, Text, func, literal, select
 from sqlalchemy import cast as sql_cast
 
-from catalog.estimate import ESTIMATE
 from catalog.record import record
+from catalog.requests.estimate import ESTIMATE
 from jobs.lifecycle import TERMINAL
 from jobs.records import Event
 from jobs.repository.store import MAX_PAGE, check_limit

@@ -8,8 +8,8 @@ from typing import Any
 
 from sqlalchemy import Engine, select
 
-from catalog.pieces import ROUNDS, Piece, read_piece
 from catalog.record import record
+from catalog.requests.pieces import ROUNDS, Piece, read_piece
 from jobs.lifecycle import HELD, State
 from jobs.schema.database import reading
 from jobs.schema.identifiers import is_id

@@ -8,9 +8,9 @@ from datetime import datetime, timedelta
 
 from sqlalchemy import ColumnElement, Connection, Engine, and_, delete, false, literal, or_, select
 
-from catalog.estimate import ESTIMATE
 from catalog.record import record
-from catalog.schedule import Schedule
+from catalog.requests.estimate import ESTIMATE
+from catalog.requests.schedule import Schedule
 from jobs.errors import (
     JobEnded,
     JobNotFound,

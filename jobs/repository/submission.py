@@ -10,10 +10,10 @@ from typing import Any
 from sqlalchemy import Connection, Engine, select
 from sqlalchemy.dialects import postgresql, sqlite
 
-from catalog.estimate import ESTIMATE
-from catalog.job import JobDocument
-from catalog.memory_requirements import factories_of
-from catalog.schedule import Schedule
+from catalog.requests.estimate import ESTIMATE
+from catalog.requests.job import JobDocument
+from catalog.requests.memory_requirements import factories_of
+from catalog.requests.schedule import Schedule
 from jobs.codec import document_json, sha256_of
 from jobs.errors import (
     IdempotencyConflict,

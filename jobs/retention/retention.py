@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, Engine, delete, func, insert, or_, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 
-from catalog.compare_curvature import COMPARE_CURVATURE
-from catalog.estimate import ESTIMATE
+from catalog.analyses.compare_curvature import COMPARE_CURVATURE
+from catalog.requests.estimate import ESTIMATE
 from jobs.errors import ArtifactDamaged
 from jobs.lifecycle import STATES, TERMINAL
 from jobs.objects.artifacts import ArtifactFolder

@@ -7,7 +7,7 @@ from sqlalchemy import ColumnElement
 
 from catalog.field_errors import Complaint
 from catalog.record import plain
-from catalog.schedule import Schedule
+from catalog.requests.schedule import Schedule
 from jobs.errors import DocumentRefused
 from jobs.schema.clock import ledger_now
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Engine, Row, and_, case, literal, or_, select, true, update
 
-from catalog.job import JobDocument
-from catalog.memory_requirements import factories_of
-from catalog.responses import PlacementView
+from catalog.requests.job import JobDocument
+from catalog.requests.memory_requirements import factories_of
+from catalog.responses.views import PlacementView
 from jobs.devices.leases import Place
 from jobs.devices.offered_classes import offered_class
 from jobs.devices.requirements import needs_on, suits, suits_condition

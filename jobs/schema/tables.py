@@ -97,7 +97,7 @@ jobs = Table(
     Column("needs_bytes", BigInteger),
     Column("device_class", String(8)),  # what its first plan was made on: the numbers are promised there alone
     Column("parent_id", _Id, ForeignKey("jobs.id", ondelete="CASCADE")),  # of a piece: the divided job
-    Column("piece", _json()),  # which part of it, as `catalog.pieces.Piece`
+    Column("piece", _json()),  # which part of it, as `catalog.requests.pieces.Piece`
     Column("model_factory", Text),  # what a worker must list to take it
     Column("data_factory", Text),
     Column("attempt", Integer, nullable=False, server_default=text("0")),

@@ -7,8 +7,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from catalog.device_views import DeviceView
 from catalog.record import plain
+from catalog.responses.device_views import DeviceView
 from kronoscope.cli.output import print_json, result_console
 from kronoscope.client.client import Client
 from kronoscope.display.layer_names import shorten, shorten_all

@@ -11,8 +11,8 @@ from typing import NoReturn
 
 import typer
 
-from catalog.analysis import RefusedAnalysis
-from catalog.coverage import CoverageView
+from catalog.analyses.analysis import RefusedAnalysis
+from catalog.responses.coverage import CoverageView
 from kronoscope.cli.documents import DocumentUnreadable
 from kronoscope.cli.output import write_error
 from kronoscope.cli.run_folder import NoRun

@@ -10,7 +10,7 @@ import typer
 
 from catalog import ANALYSES
 from catalog.record import plain
-from catalog.responses import ArtifactView, JobView, ResultsView
+from catalog.responses.views import ArtifactView, JobView, ResultsView
 from kronoscope.cli.documents import read_document
 from kronoscope.cli.exit_codes import CATEGORIES, FATAL, INTERNAL, STOPPED, USAGE, fail, require_whole
 from kronoscope.cli.options import AsJson, Document, JobId, JobOrFolder, Settings, Url, complete

@@ -12,8 +12,8 @@ import typer
 from rich.table import Table
 
 from catalog import ANALYSES
-from catalog.coverage import assess_coverage
 from catalog.record import plain
+from catalog.responses.coverage import assess_coverage
 from kronoscope.cli import job_commands
 from kronoscope.cli.autoscale import autoscale
 from kronoscope.cli.devices import devices

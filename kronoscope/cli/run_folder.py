@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from catalog import DOCUMENT
-from catalog.coverage import assess_coverage
 from catalog.record import FieldError, canonical_json, plain
 from catalog.record_reader import read
-from catalog.responses import ResultsView
+from catalog.responses.coverage import assess_coverage
+from catalog.responses.views import ResultsView
 from kronoscope.client.responses import Layer, build_layer, build_results
 
 _FORMAT = "kronoscope.run/1"

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from catalog.analysis import RefusedAnalysis
+from catalog.analyses.analysis import RefusedAnalysis
 from catalog.frames import (
     Failed,
     Finished,
@@ -33,7 +33,7 @@ from catalog.frames import (
     Summarised,
     decode,
 )
-from catalog.remaining_time import RemainingTime
+from catalog.responses.remaining_time import RemainingTime
 from kronoscope.display.progress import Display
 
 _RUNNER = (sys.executable, "-P", "-m", "worker.foreground")

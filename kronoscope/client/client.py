@@ -19,8 +19,8 @@ from urllib.parse import quote
 
 import httpx
 
-from catalog.device_views import DeviceView
-from catalog.responses import ArtifactView, EstimateView, EventView, JobView, ResultsView
+from catalog.responses.device_views import DeviceView
+from catalog.responses.views import ArtifactView, EstimateView, EventView, JobView, ResultsView
 from kronoscope.client.connection import DEFAULT_URL, VISIBLE_ASCII, Connection
 from kronoscope.client.errors import ClientError, DownloadFailed, ServiceUnreachable, content_of, refusal_of
 from kronoscope.client.event_stream import follow_events

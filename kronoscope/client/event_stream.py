@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import httpx
 
-from catalog.responses import EventView
+from catalog.responses.views import EventView
 from kronoscope.client.errors import ClientError
 from kronoscope.client.responses import build
 from kronoscope.client.retry import PAUSE_SECONDS, RETRY_STATUSES, RetryWindow, retry_after_seconds

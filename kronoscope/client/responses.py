@@ -1,4 +1,4 @@
-"""Responses of the service as records: those of ``catalog.responses``, and rows with the catalog's own metrics.
+"""Responses of the service as records: those of ``catalog.responses.views``, and rows with the catalog's own metrics.
 
 Fields that a newer service adds are left out, and those that an older one does not have are None.
 """
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from catalog import ANALYSES
-from catalog.layer_record import LayerRecord, Observed
 from catalog.record import record
-from catalog.responses import ResultsView
+from catalog.responses.layer_record import LayerRecord, Observed
+from catalog.responses.views import ResultsView
 from kronoscope.client.errors import ClientError
 
 _NEEDED = frozenset({"id", "state", "seq", "type", "kind", "job", "summary", "artifacts"})
@@ -34,7 +34,8 @@ class Layer:
     parameters: tuple[str, ...]
     parameter_count: int | None
     metrics: Any
-    """The analysis's own record, such as ``catalog.capacity.CapacityMetrics``; None for a layer that is not covered."""
+    """The analysis's own record, such as ``catalog.analyses.capacity_metrics.CapacityMetrics``; None for a layer that
+    is not covered."""
     record: LayerRecord | None
     observed: Observed | None
     sha256: str | None = None

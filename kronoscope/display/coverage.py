@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from catalog.analysis import RefusedAnalysis
-from catalog.coverage import CoverageView, percentage
+from catalog.analyses.analysis import RefusedAnalysis
+from catalog.responses.coverage import CoverageView, percentage
 
 
 def coverage_lines(measured: CoverageView | None) -> list[str]:

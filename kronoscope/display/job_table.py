@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from rich.table import Table
 from rich.text import Text
 
-from catalog.coverage import percentage
-from catalog.responses import JobView
+from catalog.responses.coverage import percentage
+from catalog.responses.views import JobView
 from kronoscope.display.printable import printable
 
 _WHOLE_ID_WIDTH = 130

@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from catalog.coverage import CoverageView, percentage
 from catalog.record import plain
-from catalog.responses import ResultsView
+from catalog.responses.coverage import CoverageView, percentage
+from catalog.responses.views import ResultsView
 from kronoscope.client.responses import Layer
 from kronoscope.display.computed import computed
 

@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from catalog.memory import PLANNED_STAGES
-from catalog.time_estimate import written_seconds
+from catalog.requests.memory import PLANNED_STAGES
+from catalog.responses.time_estimate import written_seconds
 from kronoscope.display.layer_names import shorten_all
 from kronoscope.display.numbers import format_number
 

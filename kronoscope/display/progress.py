@@ -19,7 +19,7 @@ from rich.progress import (
 from rich.progress import Progress as Bars
 from rich.text import Text
 
-from catalog.remaining_time import written_remaining
+from catalog.responses.remaining_time import written_remaining
 
 _QUIET_SECONDS = 1.0
 """A command that takes less time shows no bar."""

@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
-from catalog.analysis import RefusedAnalysis
-from catalog.coverage import CoverageView
-from catalog.responses import JobView
+from catalog.analyses.analysis import RefusedAnalysis
+from catalog.responses.coverage import CoverageView
+from catalog.responses.views import JobView
 from kronoscope.client.client import MEMORY_CURVE
 from kronoscope.client.responses import Layer
 from kronoscope.display.coverage import coverage_lines, refused_lines

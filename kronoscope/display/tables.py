@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from catalog.coverage import CoverageView, percentage
+from catalog.responses.coverage import CoverageView, percentage
 from kronoscope.client.responses import Layer
 from kronoscope.display.comparison import comparison_columns, comparison_notes
 from kronoscope.display.coverage import part_note

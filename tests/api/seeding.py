@@ -10,9 +10,9 @@ from typing import Any
 
 from sqlalchemy import Engine
 
-from catalog.analysis import Coverage, LayerResult, LookedAt, RefusedAnalysis
-from catalog.capacity import CapacitySummary
-from catalog.capacity_metrics import (
+from catalog.analyses.analysis import Coverage, LayerResult, LookedAt, RefusedAnalysis
+from catalog.analyses.capacity import CapacitySummary
+from catalog.analyses.capacity_metrics import (
     CapacityMetrics,
     EffectiveDimensionCurve,
     ModelCapacity,
@@ -22,7 +22,8 @@ from catalog.capacity_metrics import (
     TopEigenvalue,
     TraceShare,
 )
-from catalog.factors import FactorsMetrics, FactorsSummary
+from catalog.analyses.factors import FactorsMetrics, FactorsSummary
+from catalog.analyses.subsamples import Convergence
 from catalog.frames import (
     ArtifactWritten,
     Divided,
@@ -34,10 +35,9 @@ from catalog.frames import (
     encode,
     layer_frame,
 )
-from catalog.layer_record import LayerRecord, Observed
-from catalog.pieces import Piece
 from catalog.record import plain
-from catalog.subsamples import Convergence
+from catalog.requests.pieces import Piece
+from catalog.responses.layer_record import LayerRecord, Observed
 from jobs.codec import parse_document
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.queue import attempt_endings, attempt_writes, claims

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from catalog.coverage import _REMEDIES, FLAT_REASONS, assess_coverage, percentage
+from catalog.responses.coverage import _REMEDIES, FLAT_REASONS, assess_coverage, percentage
 
 
 def summary(share: float, **reasons: int) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from pydantic import TypeAdapter, ValidationError
 from catalog import ANALYSES, DOCUMENT, JobDocument
 from catalog.field_errors import complaints, spellings
 from catalog.frames import Failed, LayerDone, Progress, decode, encode
-from catalog.memory import amount_bytes
 from catalog.record import FieldError, canonical_json
+from catalog.requests.memory import amount_bytes
 
 ADAPTER = TypeAdapter(DOCUMENT)
 GOOD: dict[str, Any] = {

@@ -7,8 +7,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from catalog import DOCUMENT, JobDocument
-from catalog.memory import Memory
-from catalog.memory_requirements import BUILTIN_PARAMETERS, least_bytes, memory_of, planned_bytes
+from catalog.requests.memory import Memory
+from catalog.requests.memory_requirements import BUILTIN_PARAMETERS, least_bytes, memory_of, planned_bytes
 from worker.execution.models.builtin_architectures import ARCHITECTURES
 
 DOCUMENTED: dict[str, Any] = {

@@ -9,8 +9,8 @@ from pydantic import TypeAdapter, ValidationError
 from catalog import DOCUMENT, JobDocument
 from catalog.field_errors import complaints
 from catalog.frames import Divided, decode, encode
-from catalog.pieces import MAX_SHARDS, Piece, read_piece
 from catalog.record import FieldError, canonical_json, plain
+from catalog.requests.pieces import MAX_SHARDS, Piece, read_piece
 
 ADAPTER = TypeAdapter(DOCUMENT)
 GOOD: dict[str, Any] = {

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from catalog import DOCUMENT
 from catalog.field_errors import complaints
-from catalog.ranks import MAX_WORLD_SIZE
+from catalog.requests.ranks import MAX_WORLD_SIZE
 
 ADAPTER = TypeAdapter(DOCUMENT)
 GOOD: dict[str, Any] = {

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from catalog.remaining_time import RemainingTime, written_remaining
+from catalog.responses.remaining_time import RemainingTime, written_remaining
 
 PLAN: dict[str, Any] = {
     "pace": "measured",

@@ -9,7 +9,7 @@ import pytest
 
 from catalog.duration import duration_seconds
 from catalog.record import FieldError
-from catalog.schedule import Schedule
+from catalog.requests.schedule import Schedule
 from jobs.codec import document_json, parse_document, parse_schedule
 from jobs.errors import DocumentRefused
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from catalog.capacity import CapacityParams
-from catalog.inputs import Task
-from catalog.memory import Memory
+from catalog.analyses.capacity import CapacityParams
+from catalog.requests.inputs import Task
+from catalog.requests.memory import Memory
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.factors import collect_factors
 from engine.collect import collect_or_read

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.capacity import CapacityParams
-from catalog.capacity_metrics import CapacityMetrics
-from catalog.cross_check import CrossCheck
+from catalog.analyses.capacity import CapacityParams
+from catalog.analyses.capacity_metrics import CapacityMetrics
+from catalog.analyses.cross_check import CrossCheck
 from engine.analyses.capacity import measure_capacity
 from tests.oracles import workspace
 

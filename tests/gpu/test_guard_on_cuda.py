@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from catalog.memory import Memory
+from catalog.requests.memory import Memory
 from engine.collect import collect_or_read
 from engine.errors import OutOfMemory
 from engine.memory.budget import MemoryBudget, free_device_bytes

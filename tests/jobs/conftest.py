@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import Engine, update
 
 from catalog.frames import Failed, LayerDone
-from catalog.job import JobDocument
+from catalog.requests.job import JobDocument
 from jobs.codec import parse_document
 from jobs.queue.claims import claim
 from jobs.records import LOCAL_TENANT, Claim

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sqlalchemy import Engine, func, select, update
 
 from catalog.frames import Failed
-from catalog.job import JobDocument
+from catalog.requests.job import JobDocument
 from jobs.errors import LeaseLost
 from jobs.lifecycle import HELD, LEGAL_MOVES, STATES, TERMINAL, ending
 from jobs.queue.attempt_endings import fail, finish, hand_back

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from sqlalchemy import Engine, update
 
 from catalog.frames import LogLine, Planned, Started, Summarised
-from catalog.job import JobDocument
+from catalog.requests.job import JobDocument
 from jobs.errors import IdempotencyConflict, JobNotFound, JobStillActive, LeaseLost
 from jobs.queue import attempt_endings, attempt_writes, claims
 from jobs.queue.crash_signatures import record_crash

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from catalog.collection import Collection
+from catalog.requests.collection import Collection
 from kronoscope.local import load_factors, measure
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -6,7 +6,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from catalog.collection import Collection
+from catalog.requests.collection import Collection
 from engine.errors import BrokenFactors, EngineError, UsageError
 from kronoscope.local import Measurement, load_factors, measure
 

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from catalog import ANALYSES
-from catalog.collection import Collection, Stabilisation
-from catalog.inputs import Task
-from catalog.memory import Memory
-from catalog.woodbury import Woodbury
+from catalog.requests.collection import Collection, Stabilisation
+from catalog.requests.inputs import Task
+from catalog.requests.memory import Memory
+from catalog.requests.woodbury import Woodbury
 from engine.errors import EngineError
 from kronoscope.local import load_factors, load_stabilised, measure, operator
 

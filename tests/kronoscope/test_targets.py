@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from catalog.collection import Collection
+from catalog.requests.collection import Collection
 from engine.collection.pass_job import PassJob
 from engine.errors import EngineError, ModelRefused, WrongShape
 from kronoscope.local import Measurement, measure

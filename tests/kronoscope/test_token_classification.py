@@ -13,7 +13,7 @@ from tokenizers import models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import BertConfig, BertForTokenClassification, PreTrainedTokenizerFast
 
-from catalog.collection import Collection
+from catalog.requests.collection import Collection
 from kronoscope.local import Measurement, load_factors, measure
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import Engine, event, select
 
 from catalog.frames import Divided
-from catalog.schedule import Schedule
+from catalog.requests.schedule import Schedule
 from jobs.queue import attempt_endings, attempt_writes
 from jobs.queue.claims import claim
 from jobs.queue.division import divide

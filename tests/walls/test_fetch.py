@@ -14,7 +14,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from catalog.inputs import HuggingFaceModel
+from catalog.requests.inputs import HuggingFaceModel
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models import fetch, hub_snapshot, hub_transport
 from worker.execution.models.huggingface import snapshot

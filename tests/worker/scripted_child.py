@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from catalog.cached_factors import CachedFile
 from catalog.frames import (
     ArtifactWritten,
     CacheAsked,
@@ -30,6 +29,7 @@ from catalog.frames import (
     Summarised,
     encode,
 )
+from catalog.requests.cached_factors import CachedFile
 
 
 class Script:

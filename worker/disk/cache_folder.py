@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from catalog.cached_factors import CachedEntry, CachedFile
 from catalog.frames import CacheAnswer
 from catalog.open_beneath import READ
+from catalog.requests.cached_factors import CachedEntry, CachedFile
 from worker.disk.free_space import free_share
 
 LEAST_FREE_SHARE = 0.05

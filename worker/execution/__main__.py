@@ -23,13 +23,13 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from catalog import DOCUMENT
-from catalog.analysis import RefusedAnalysis
-from catalog.cached_factors import FILLED
-from catalog.estimate import unplannable
+from catalog.analyses.analysis import RefusedAnalysis
 from catalog.field_errors import complaints
 from catalog.frames import Divided, Finished, Started, Stopped, Summarised, layer_frame
-from catalog.job import JobDocument
 from catalog.record import plain
+from catalog.requests.cached_factors import FILLED
+from catalog.requests.estimate import unplannable
+from catalog.requests.job import JobDocument
 from engine.analyses.metrics.loss_gradient import require_fit
 from engine.analyses.run_analyses import run_analyses
 from engine.collection.parameter_windows import list_parameters

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from catalog.pieces import DecomposeRound, Piece, read_piece
+from catalog.requests.pieces import DecomposeRound, Piece, read_piece
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Chosen
 

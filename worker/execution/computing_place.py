@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
-from catalog.job import JobDocument
 from catalog.record import FieldError
+from catalog.requests.job import JobDocument
 from engine.distributed.group import Ranks
 from engine.memory.budget import MemoryBudget
 from engine.memory.limits import hold_device

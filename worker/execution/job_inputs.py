@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from catalog.compare_curvature import COMPARE_CURVATURE
-from catalog.inputs import BuiltinModel
-from catalog.job import JobDocument
+from catalog.analyses.compare_curvature import COMPARE_CURVATURE
+from catalog.requests.inputs import BuiltinModel
+from catalog.requests.job import JobDocument
 from engine.workspace import Artifacts
 from worker.execution.assignment import Assignment
 from worker.execution.data.request import DataRequest

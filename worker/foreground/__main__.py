@@ -25,7 +25,7 @@ from typing import Any
 
 from catalog.frames import CacheFilled, Divided, Failed, Finished, Frame, LogLine, Stopped, encode
 from catalog.record import FieldError
-from catalog.schedule import Schedule
+from catalog.requests.schedule import Schedule
 from worker.foreground.cache_rows import RunCache
 from worker.foreground.child_run import Last, Stopper, run_child, trouble
 from worker.foreground.output_folder import OutputFolder, OutputRefused

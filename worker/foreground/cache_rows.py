@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from catalog.cached_factors import FILLED, CachedEntry, CachedFile
 from catalog.frames import CacheAnswer, CacheAsked, CacheFilled, LogLine
 from catalog.open_beneath import READ, open_beneath
 from catalog.record import plain
+from catalog.requests.cached_factors import FILLED, CachedEntry, CachedFile
 from worker.disk.cache_folder import CacheFolder, Filling
 
 _FORMAT = "kronoscope-cached-factors/2"

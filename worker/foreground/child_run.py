@@ -13,7 +13,7 @@ from typing import Any
 from catalog.cgroups import oom_kills
 from catalog.frame_bounds import FrameBeyond
 from catalog.frames import CacheAnswer, CacheAsked, Divided, Failed, Finished, Frame, Stopped
-from catalog.ranks import MAX_WORLD_SIZE
+from catalog.requests.ranks import MAX_WORLD_SIZE
 from worker.process.artifact_check import ArtifactMismatch
 from worker.process.child_process import EXECUTION, RANKS, STOP_GRACE_SECONDS, Child, MalformedFrame
 from worker.process.crash import BROKEN_CHILD, LastPosition, Signature, crash_failure, ending

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from catalog.frames import ArtifactWritten, Divided, Failed, Finished, Frame, LogLine, Progress, Stopped
-from catalog.pieces import Piece, read_piece
 from catalog.record import plain
+from catalog.requests.pieces import Piece, read_piece
 from worker.foreground.child_run import Last, trouble
 from worker.foreground.output_folder import OutputFolder
 from worker.process.artifact_check import require_artifact

@@ -8,8 +8,8 @@ import time
 
 from sqlalchemy import Engine
 
-from catalog.estimate import ESTIMATE
 from catalog.frames import LogLine
+from catalog.requests.estimate import ESTIMATE
 from jobs.queue.attempt_writes import write_log_line
 from jobs.records import Claim
 from worker.process.child_process import child_environment

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from catalog.estimate import ESTIMATE
 from catalog.record import plain
+from catalog.requests.estimate import ESTIMATE
 from jobs.objects import job_folders
 from jobs.objects.artifacts import view_of
 from jobs.objects.scratch import Scratch

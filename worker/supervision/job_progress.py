@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from catalog.frames import LayerDone, Progress
-from catalog.remaining_time import RemainingTime
+from catalog.responses.remaining_time import RemainingTime
 
 COLLECTION_SHARE = 70.0
 """Per cent of a job's bar that collecting takes; the analyses share the rest."""

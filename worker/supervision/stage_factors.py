@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import Engine
 
-from catalog.compare_curvature import COMPARE_CURVATURE
+from catalog.analyses.compare_curvature import COMPARE_CURVATURE
 from catalog.frames import Failed
 from catalog.record import plain
 from jobs.objects.artifacts import ArtifactFolder

@@ -16,8 +16,8 @@ from typing import Any
 
 from sqlalchemy import Engine
 
-from catalog.pieces import ROUNDS
 from catalog.record import plain
+from catalog.requests.pieces import ROUNDS
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.records import Claim
 from jobs.repository.pieces import PieceJob, read_pieces

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from sqlalchemy import Engine
 
-from catalog.cached_factors import FILLED, reason_uncached
-from catalog.estimate import ESTIMATE
 from catalog.frames import CacheAnswer, CacheAsked, CacheFilled
+from catalog.requests.cached_factors import FILLED, reason_uncached
+from catalog.requests.estimate import ESTIMATE
 from jobs.errors import ArtifactDamaged
 from jobs.objects import job_folders
 from jobs.objects.artifacts import ArtifactFolder

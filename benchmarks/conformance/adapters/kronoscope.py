@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from benchmarks.conformance.problem import Factors, Problem, Stream
-from catalog.collection import Collection
-from catalog.inputs import Task
+from catalog.requests.collection import Collection
+from catalog.requests.inputs import Task
 from engine.collect import collect_or_read
 from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 from kronoscope.local import measure

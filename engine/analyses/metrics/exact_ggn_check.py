@@ -16,8 +16,8 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from catalog.capacity import CapacityParams
-from catalog.cross_check import CrossCheck
+from catalog.analyses.capacity import CapacityParams
+from catalog.analyses.cross_check import CrossCheck
 from engine.collection.pass_job import PassJob
 from engine.collection.ranks.joined_job import require_one_rank
 from engine.errors import NonFiniteFactor, UsageError

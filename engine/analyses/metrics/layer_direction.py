@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from catalog.natural_gradient import LayerDirection, NaturalGradientMetrics, NaturalGradientParams
+from catalog.analyses.natural_gradient import LayerDirection, NaturalGradientMetrics, NaturalGradientParams
 from engine.errors import UsageError
 from engine.factors.factor_set import LayerFacts
 from engine.factors.kronecker_factors import Factors

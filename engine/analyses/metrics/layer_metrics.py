@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from catalog.capacity import DAMPING_GRID, CapacityParams
-from catalog.capacity_metrics import (
+from catalog.analyses.capacity import DAMPING_GRID, CapacityParams
+from catalog.analyses.capacity_metrics import (
     METRICS,
     CapacityMetrics,
     EffectiveDimensionCurve,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from catalog.natural_gradient import NaturalGradientParams
+from catalog.analyses.natural_gradient import NaturalGradientParams
 from engine.collection.parameter_windows import list_parameters
 from engine.collection.pass_job import PassJob
 from engine.collection.ranks.joined_job import require_one_rank

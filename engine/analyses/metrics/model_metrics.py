@@ -11,8 +11,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from catalog.capacity import CapacityParams
-from catalog.capacity_metrics import CapacityMetrics, EffectiveDimensionCurve, ModelCapacity, TopEigenvalue, TraceShare
+from catalog.analyses.capacity import CapacityParams
+from catalog.analyses.capacity_metrics import (
+    CapacityMetrics,
+    EffectiveDimensionCurve,
+    ModelCapacity,
+    TopEigenvalue,
+    TraceShare,
+)
 from engine.analyses.metrics.kronecker_metrics import SCALARS, Sides, within_tolerance
 from engine.analyses.metrics.layer_metrics import ordered
 from engine.analyses.metrics.quantile_bounds import intervals, reasons

@@ -7,7 +7,7 @@ the bounds of both are met crosswise.
 
 from collections.abc import Mapping, Sequence
 
-from catalog.capacity import CapacityParams
+from catalog.analyses.capacity import CapacityParams
 from engine.linalg.kronecker_quantiles import Pair, Products, quantile
 
 Intervals = dict[str, tuple[float | None, float | None]]

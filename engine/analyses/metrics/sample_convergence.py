@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from catalog.capacity import CapacityParams
-from catalog.capacity_metrics import CapacityMetrics, ModelCapacity, SpectralDecay
-from catalog.subsamples import Convergence
+from catalog.analyses.capacity import CapacityParams
+from catalog.analyses.capacity_metrics import CapacityMetrics, ModelCapacity, SpectralDecay
+from catalog.analyses.subsamples import Convergence
 from engine.analyses.metrics.kronecker_metrics import SCALARS, Sides
 from engine.analyses.metrics.layer_metrics import SCALAR_METRICS, ordered, scalar_metrics, structured_side
 from engine.analyses.metrics.model_metrics import ModelLayer, model_metrics

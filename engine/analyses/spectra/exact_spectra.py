@@ -11,9 +11,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from catalog.analyses.spectrum import SpectrumParams
+from catalog.analyses.spectrum_metrics import CurvatureSpectrum
 from catalog.record import plain
-from catalog.spectrum import SpectrumParams
-from catalog.spectrum_metrics import CurvatureSpectrum
 from engine.analyses.spectra.covered_parameters import CoveredParameters
 from engine.analyses.spectra.found_spectrum import found_spectrum, read_spectrum
 from engine.analyses.spectra.search_checkpoints import SavedSearch, SearchCheckpoints

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from catalog.spectrum_metrics import BoundedEigenvalue, CurvatureSpectrum, DensityCurve, LogDensity
+from catalog.analyses.spectrum_metrics import BoundedEigenvalue, CurvatureSpectrum, DensityCurve, LogDensity
 from engine.analyses.spectra.log_density import Lattice, gaussian
 from engine.analyses.spectra.spectrum_search import SpectrumSearch
 from engine.operators.extreme_eigenvalues import Eigenvalue

@@ -13,8 +13,8 @@ from typing import Literal
 
 import torch
 
-from catalog.spectrum import SpectrumParams
-from catalog.spectrum_metrics import (
+from catalog.analyses.spectrum import SpectrumParams
+from catalog.analyses.spectrum_metrics import (
     BoundedEigenvalue,
     CurvatureSpectrum,
     DensityCurve,

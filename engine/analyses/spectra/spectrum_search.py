@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from catalog.spectrum import SpectrumParams
+from catalog.analyses.spectrum import SpectrumParams
 from engine.operators.extreme_eigenvalues import ExtremeEigenvalues, SearchOptions
 from engine.operators.quadrature import LanczosQuadrature, QuadratureOptions
 from engine.operators.traces import HutchPlusPlus, TraceOptions, XTrace

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from catalog.collection import Collection
+from catalog.requests.collection import Collection
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.collection_state import Cursor
 from engine.collection.ranks.turns import Turns, require_turns

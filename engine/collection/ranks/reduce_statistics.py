@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from catalog.collection import Collection
+from catalog.requests.collection import Collection
 from engine.accumulation.batch_variance import BatchVariance, squared_norms
 from engine.accumulation.ekfac_statistics import CorrectionStatistics
 from engine.accumulation.gradient_rows import GradientRows

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from catalog.inputs import Task
+from catalog.requests.inputs import Task
 from engine.errors import WrongShape
 from engine.model.batches import Batch, tensors
 from engine.model.targets.class_targets import sum_to_one

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from catalog.inputs import Task
+from catalog.requests.inputs import Task
 from engine.errors import WrongShape
 
 _SUM = 1e-2

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from catalog.collection import Stabilisation
+from catalog.requests.collection import Stabilisation
 from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Corrected, Factors
 from engine.linalg.damping import Damping, damping

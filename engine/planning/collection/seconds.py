@@ -8,7 +8,7 @@ until they do not fit, and a further pass may be faster than many small slices.
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from catalog.time_estimate import WORTH_SECONDS
+from catalog.responses.time_estimate import WORTH_SECONDS
 from engine.collection.probe import Probe
 from engine.factors.representation import DENSE, Representation
 from engine.gradient_identity.schedule import CheckWork, check_work

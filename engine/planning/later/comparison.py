@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from catalog.compare_curvature import CompareCurvatureParams
+from catalog.analyses.compare_curvature import CompareCurvatureParams
 from engine.collection.probe import Probe
 from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import rungs

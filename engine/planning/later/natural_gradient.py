@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from catalog.natural_gradient import NaturalGradientParams
+from catalog.analyses.natural_gradient import NaturalGradientParams
 from engine.collection.probe import Probe
 from engine.factors.representation_bytes import NUMBERS_AT_ONCE
 from engine.layers.layer import TreatedLayer

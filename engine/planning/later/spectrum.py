@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from catalog.spectrum import SpectrumParams
+from catalog.analyses.spectrum import SpectrumParams
 from engine.collection.probe import Probe
 from engine.linalg.panels import PANEL_NUMBERS
 from engine.memory.budget import MemoryBudget

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from api.main import create_app
 from api.requests.response_bodies import layer_view
 from api.settings import Settings
-from catalog.responses import LayerListView
+from catalog.responses.views import LayerListView
 from jobs.records import LayerRow
 from jobs.settings import LedgerSettings
 

@@ -16,7 +16,7 @@ import pytest
 from obstore.store import S3Store
 
 from api.requests.response_bodies import artifact_view
-from catalog.responses import ArtifactView
+from catalog.responses.views import ArtifactView
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.objects.s3_store import S3Objects
 from jobs.queue import attempt_endings

@@ -8,10 +8,10 @@ import torch
 from playwright.sync_api import Page, expect
 from torch import nn
 
-from catalog.analysis import LayerResult
+from catalog.analyses.analysis import LayerResult
+from catalog.analyses.spectrum import SpectrumParams, SpectrumSummary
 from catalog.frames import Summarised, layer_frame
 from catalog.record import plain
-from catalog.spectrum import SpectrumParams, SpectrumSummary
 from engine.analyses.spectrum import measure_spectrum
 from jobs.queue import attempt_endings, attempt_writes
 from jobs.records import LOCAL_TENANT

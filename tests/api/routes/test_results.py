@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import select
 
 from catalog.frames import layer_frame
-from catalog.responses import ArtifactView
+from catalog.responses.views import ArtifactView
 from jobs.queue import attempt_endings, attempt_writes
 from jobs.schema.database import reading
 from jobs.schema.tables import artifacts

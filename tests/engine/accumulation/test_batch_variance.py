@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.memory import Memory
-from catalog.woodbury import Woodbury
+from catalog.requests.memory import Memory
+from catalog.requests.woodbury import Woodbury
 from engine.accumulation.batch_variance import BatchVariance
 from engine.collect import collect_or_read
 from engine.collection import checkpoints, data_pass, run_passes

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.capacity import CapacityParams
-from catalog.memory import Memory
-from catalog.woodbury import Woodbury
+from catalog.analyses.capacity import CapacityParams
+from catalog.requests.memory import Memory
+from catalog.requests.woodbury import Woodbury
 from engine.accumulation.gradient_rows import GradientRows, RowStorage
 from engine.analyses.capacity import measure_capacity
 from engine.collect import collect_or_read

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from catalog.inputs import Task
-from catalog.woodbury import Woodbury
+from catalog.requests.inputs import Task
+from catalog.requests.woodbury import Woodbury
 from engine.analyses.factors import collect_factors
 from engine.collect import collect_or_read
 from engine.collection import checkpoints

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from catalog.analysis import LayerResult
-from catalog.capacity import DAMPING_GRID, CapacityParams, CapacitySummary
-from catalog.capacity_metrics import METRICS, WITHOUT_DECOMPOSITION, CapacityMetrics, ModelCapacity
-from catalog.collection import Stabilisation
+from catalog.analyses.analysis import LayerResult
+from catalog.analyses.capacity import DAMPING_GRID, CapacityParams, CapacitySummary
+from catalog.analyses.capacity_metrics import METRICS, WITHOUT_DECOMPOSITION, CapacityMetrics, ModelCapacity
 from catalog.record import FieldError, canonical_json
-from catalog.woodbury import Woodbury
+from catalog.requests.collection import Stabilisation
+from catalog.requests.woodbury import Woodbury
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.metrics.kronecker_metrics import SCALARS, Sides
 from engine.analyses.metrics.layer_metrics import curve, ordered

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.analysis import LayerResult
-from catalog.collection import Stabilisation
-from catalog.compare_curvature import CompareCurvatureMetrics, CompareCurvatureParams, CompareCurvatureSummary
+from catalog.analyses.analysis import LayerResult
+from catalog.analyses.compare_curvature import CompareCurvatureMetrics, CompareCurvatureParams, CompareCurvatureSummary
 from catalog.record import canonical_json, plain
-from catalog.woodbury import Woodbury
+from catalog.requests.collection import Stabilisation
+from catalog.requests.woodbury import Woodbury
 from engine.analyses.compare_curvature import compare_curvature
 from engine.analyses.factors import collect_factors
 from engine.errors import BrokenFactors, UsageError

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.spectrum import SpectrumParams
+from catalog.analyses.spectrum import SpectrumParams
 from engine.analyses.spectra import search_checkpoints
 from engine.analyses.spectra.search_checkpoints import MANIFEST, SearchCheckpoints
 from engine.workspace import Workspace

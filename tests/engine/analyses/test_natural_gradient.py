@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from catalog import DOCUMENT
-from catalog.analysis import LayerResult, most_decomposed
-from catalog.capacity import CapacityParams
-from catalog.collection import Collection, Stabilisation
-from catalog.inputs import BuiltinData, BuiltinModel, Task
-from catalog.job import FactorsReference
-from catalog.natural_gradient import GradientFile, NaturalGradientParams, NaturalGradientSummary
+from catalog.analyses.analysis import LayerResult, most_decomposed
+from catalog.analyses.capacity import CapacityParams
+from catalog.analyses.natural_gradient import GradientFile, NaturalGradientParams, NaturalGradientSummary
 from catalog.record import FieldError, canonical_json
-from catalog.woodbury import Woodbury
+from catalog.requests.collection import Collection, Stabilisation
+from catalog.requests.inputs import BuiltinData, BuiltinModel, Task
+from catalog.requests.job import FactorsReference
+from catalog.requests.woodbury import Woodbury
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.factors import collect_factors
 from engine.analyses.natural_gradient import natural_gradient

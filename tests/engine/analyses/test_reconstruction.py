@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.analysis import LayerResult, most_decomposed
-from catalog.capacity import CapacityParams
-from catalog.collection import Stabilisation
-from catalog.reconstruction import ReconstructionParams, ReconstructionSummary
-from catalog.woodbury import Woodbury
+from catalog.analyses.analysis import LayerResult, most_decomposed
+from catalog.analyses.capacity import CapacityParams
+from catalog.analyses.reconstruction import ReconstructionParams, ReconstructionSummary
+from catalog.requests.collection import Stabilisation
+from catalog.requests.woodbury import Woodbury
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.reconstruction import FOLDER, INDEX, reconstruct
 from engine.collect import collect_or_read

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev
 
-from catalog.analysis import LayerResult
+from catalog.analyses.analysis import LayerResult
+from catalog.analyses.spectrum import SpectrumParams, SpectrumSummary
+from catalog.analyses.spectrum_metrics import CurvatureSpectrum
 from catalog.record import FieldError, canonical_json
-from catalog.spectrum import SpectrumParams, SpectrumSummary
-from catalog.spectrum_metrics import CurvatureSpectrum
 from engine.analyses.spectrum import measure_spectrum
 from engine.collect import collect_or_read
 from engine.errors import BrokenFactors, ModelRefused, StopRequested, UsageError

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from catalog.spectrum import SpectrumParams
+from catalog.analyses.spectrum import SpectrumParams
 from engine.analyses.spectrum import measure_spectrum
 from tests.oracles import workspace
 

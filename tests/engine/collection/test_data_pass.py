@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from catalog.memory import Memory
+from catalog.requests.memory import Memory
 from engine.analyses.factors import collect_factors
 from engine.collect import collect_or_read
 from engine.errors import BudgetExceeded
@@ -187,8 +187,8 @@ import json, sys
 from pathlib import Path
 import torch
 from torch import nn
-from catalog.collection import Collection
-from catalog.inputs import Task
+from catalog.requests.collection import Collection
+from catalog.requests.inputs import Task
 from engine.planning.plan_search import partition
 from engine.collect import collect_or_read
 from engine.memory.budget import MemoryBudget, peak_bytes

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from catalog.collection import Collection
 from catalog.record import FieldError
+from catalog.requests.collection import Collection
 from engine.accumulation import ekfac_statistics, example_gradients
 from engine.analyses.factors import collect_factors
 from engine.collect import collect_or_read

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from catalog.memory import Memory
+from catalog.requests.memory import Memory
 from engine.collect import collect_or_read
 from engine.collection import ekfac_passes, run_passes
 from engine.collection.oom_fallback import next_fallback

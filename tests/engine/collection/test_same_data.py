@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.inputs import Task
+from catalog.requests.inputs import Task
 from engine.collect import collect_or_read
 from engine.errors import DataDiffer, EngineError
 from engine.memory.plan import Chosen

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from catalog import ANALYSES
-from catalog.analysis import most_decomposed
-from catalog.capacity import CapacityParams
-from catalog.collection import Collection
-from catalog.reconstruction import ReconstructionParams
-from catalog.spectrum import SpectrumParams
-from catalog.woodbury import Woodbury
+from catalog.analyses.analysis import most_decomposed
+from catalog.analyses.capacity import CapacityParams
+from catalog.analyses.reconstruction import ReconstructionParams
+from catalog.analyses.spectrum import SpectrumParams
+from catalog.requests.collection import Collection
+from catalog.requests.woodbury import Woodbury
 from engine.distributed.formulas import sent_bytes
 from engine.distributed.group import join
 from engine.errors import RankFailed

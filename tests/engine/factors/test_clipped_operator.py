@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.reconstruction import ReconstructionParams
+from catalog.analyses.reconstruction import ReconstructionParams
 from engine.analyses.reconstruction import reconstruct
 from engine.collect import collect_or_read
 from engine.factors import softmax_fisher

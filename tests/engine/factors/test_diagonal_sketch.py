@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.capacity import CapacityParams
-from catalog.reconstruction import ReconstructionParams
-from catalog.woodbury import Woodbury
+from catalog.analyses.capacity import CapacityParams
+from catalog.analyses.reconstruction import ReconstructionParams
+from catalog.requests.woodbury import Woodbury
 from engine.accumulation.gradient_rows import GradientRows, RowStorage
 from engine.accumulation.probability_rows import ProbabilityRows, Terms
 from engine.accumulation.sketched_rows import SketchRows

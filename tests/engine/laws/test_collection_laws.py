@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from catalog.collection import Stabilisation
+from catalog.requests.collection import Stabilisation
 from engine.analyses.factors import collect_factors
 from engine.collect import collect_or_read
 from engine.errors import (

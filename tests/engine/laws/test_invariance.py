@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.memory import Memory
+from catalog.requests.memory import Memory
 from engine.collect import collect_or_read
 from engine.factors.factor_set import FactorSet
 from engine.factors.kronecker_factors import digest

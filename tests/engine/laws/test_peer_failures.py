@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
-from catalog.capacity import CapacityParams
+from catalog.analyses.capacity import CapacityParams
 from engine.analyses.capacity import measure_capacity
 from engine.collect import collect_or_read
 from engine.errors import BudgetExceeded, CoverageTooLow, NonFiniteFactor, NonFiniteLoss, NotConverged

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
-from catalog.analysis import LayerResult
+from catalog.analyses.analysis import LayerResult
 from engine.errors import EngineError
 from kronoscope.local import measure
 

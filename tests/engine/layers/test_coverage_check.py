@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.collection import Collection
 from catalog.record import FieldError
+from catalog.requests.collection import Collection
 from engine.collect import collect_or_read
 from engine.errors import CoverageBroken, CoverageTooLow
 from engine.layers import coverage_check

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.capacity import CapacityParams
+from catalog.analyses.capacity import CapacityParams
 from engine.analyses.capacity import measure_capacity
 from engine.collect import collect_or_read
 from engine.errors import NothingToAnalyse

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.capacity import CapacityParams
-from catalog.collection import Stabilisation
+from catalog.analyses.capacity import CapacityParams
+from catalog.requests.collection import Stabilisation
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.factors import collect_factors
 from engine.factors.clip_eigenvalues import stabilise_

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from catalog import ANALYSES
-from catalog.analysis import most_decomposed
-from catalog.capacity import CapacityParams
-from catalog.collection import Stabilisation
-from catalog.reconstruction import ReconstructionParams
+from catalog.analyses.analysis import most_decomposed
+from catalog.analyses.capacity import CapacityParams
+from catalog.analyses.reconstruction import ReconstructionParams
+from catalog.requests.collection import Stabilisation
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.factors import collect_factors
 from engine.collect import collect_or_read

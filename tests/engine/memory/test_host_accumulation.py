@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.memory import Memory
+from catalog.requests.memory import Memory
 from engine.collect import collect_or_read
 from engine.linalg.gram import add_gram_, add_grams_
 from engine.memory import host_accumulation

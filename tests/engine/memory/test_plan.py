@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from catalog.memory import Memory
+from catalog.requests.memory import Memory
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Chosen, Place, Plan, Source, Stage, Term
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from catalog import ANALYSES
-from catalog.analysis import LayerResult, most_decomposed
+from catalog.analyses.analysis import LayerResult, most_decomposed
 from engine.workspace import Workspace
 from tests.divided import joining, stored
 from tests.oracles import workspace

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from catalog.woodbury import Woodbury
+from catalog.requests.woodbury import Woodbury
 from engine.collect import collect_or_read
 from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.workspace import Workspace

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.woodbury import Woodbury
+from catalog.requests.woodbury import Woodbury
 from engine.analyses.factors import collect_factors
 from engine.collect import collect_or_read
 from engine.errors import NothingToAnalyse, NotMergeable

@@ -17,7 +17,7 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from catalog.memory import Memory
+from catalog.requests.memory import Memory
 from engine.collect import collect_or_read
 from engine.factors.factor_set import FactorSet
 from engine.factors.kronecker_factors import digest

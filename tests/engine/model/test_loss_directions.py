@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev
 from torch.nn import functional
 
-from catalog.collection import Collection
-from catalog.inputs import Task
 from catalog.record import FieldError
+from catalog.requests.collection import Collection
+from catalog.requests.inputs import Task
 from engine.collect import collect_or_read
 from engine.errors import EmptyData, NoLikelihood, WrongShape
 from engine.factors.factor_set import FactorSet

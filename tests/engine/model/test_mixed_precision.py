@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.collection import Collection
-from catalog.memory import Memory
 from catalog.record import FieldError
+from catalog.requests.collection import Collection
+from catalog.requests.memory import Memory
 from engine.analyses.factors import collect_factors
 from engine.collect import collect_or_read
 from engine.collection import pass_job

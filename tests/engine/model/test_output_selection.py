@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.inputs import Task
 from catalog.record import FieldError
+from catalog.requests.inputs import Task
 from engine.collect import collect_or_read
 from engine.errors import WrongShape
 from engine.factors.factor_set import FactorSet

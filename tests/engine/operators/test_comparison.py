@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from catalog.compare_curvature import MatrixComparison
+from catalog.analyses.compare_curvature import MatrixComparison
 from engine.errors import BudgetExceeded, NonFiniteFactor
 from engine.factors.diagonal_sketch import DiagonalSketch
 from engine.factors.low_rank import LowRank, scaled_rows

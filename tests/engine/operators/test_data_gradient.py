@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.inputs import Task
+from catalog.requests.inputs import Task
 from engine.collect import collect_or_read
 from engine.collection.pass_job import PassJob
 from engine.errors import EmptyData, NonFiniteLoss, WrongShape

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from catalog.collection import Collection, Stabilisation
-from catalog.woodbury import Woodbury
+from catalog.requests.collection import Collection, Stabilisation
+from catalog.requests.woodbury import Woodbury
 from engine.analyses.factors import collect_factors
 from engine.errors import BrokenFactors, NoSuchLayer, NotConverged, UsageError
 from engine.factors.factor_files import read_factors

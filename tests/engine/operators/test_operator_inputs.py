@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.collection import Collection, Stabilisation
+from catalog.requests.collection import Collection, Stabilisation
 from engine.errors import BrokenFactors, UsageError
 from engine.factors.factor_set import FactorSet, ParameterShape
 from engine.factors.kronecker_factors import Corrected, Factors

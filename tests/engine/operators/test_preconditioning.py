@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.collection import Collection
-from catalog.woodbury import Woodbury
+from catalog.requests.collection import Collection
+from catalog.requests.woodbury import Woodbury
 from engine.errors import BiasColumnMismatch
 from kronoscope.local import LayerFactors, measure
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from catalog.collection import Stabilisation
+from catalog.requests.collection import Stabilisation
 from engine.errors import UsageError
 from engine.factors.factor_set import FactorSet
 from engine.factors.kronecker_factors import Corrected

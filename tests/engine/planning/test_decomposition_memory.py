@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from catalog.woodbury import Woodbury
+from catalog.requests.woodbury import Woodbury
 from engine import estimate
 from engine.collect import collect_or_read
 from engine.measurement.layer_measurement import Measured, measure_layers

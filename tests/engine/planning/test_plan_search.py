@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from catalog.memory import Memory
+from catalog.requests.memory import Memory
 from engine import estimate
 from engine.memory.budget import MemoryBudget
 from engine.memory.device_speed import measure_speed, typical_speed

@@ -7,8 +7,8 @@ import pytest
 from sqlalchemy import Engine
 
 from catalog.frames import Divided, Planned
-from catalog.pieces import Piece
 from catalog.record import plain
+from catalog.requests.pieces import Piece
 from jobs.queue import attempt_writes
 from jobs.queue.division import divide
 from jobs.records import LOCAL_TENANT, Claim

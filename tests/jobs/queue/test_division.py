@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import Engine, and_, null, select, update
 
 from catalog.frames import ArtifactWritten, Divided, Failed, Finished
-from catalog.schedule import Schedule
+from catalog.requests.schedule import Schedule
 from jobs.autoscale.demand import read_waiting
 from jobs.errors import JobNotFound, JobStillActive, LeaseLost, PieceRefused, QueueFull
 from jobs.queue import attempt_endings, attempt_writes, piece_progress, reaper

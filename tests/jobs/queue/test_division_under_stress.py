@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import Engine, insert
 
 from catalog.frames import Failed
-from catalog.job import JobDocument
+from catalog.requests.job import JobDocument
 from jobs.errors import LeaseLost
 from jobs.queue import attempt_endings, reaper
 from jobs.records import LOCAL_TENANT

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import Engine, insert
 
 from catalog.frames import Finished
-from catalog.job import JobDocument
+from catalog.requests.job import JobDocument
 from jobs.queue.attempt_endings import finish
 from jobs.queue.claims import claim
 from jobs.records import Claim

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, select, update
 
-from catalog.job import JobDocument
+from catalog.requests.job import JobDocument
 from jobs.queue.attempt_endings import hand_back
 from jobs.queue.outbox import MAX_OUTSTANDING, relay
 from jobs.records import LOCAL_TENANT, Claim

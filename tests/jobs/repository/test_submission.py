@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, func, select
 
-from catalog.job import JobDocument
+from catalog.requests.job import JobDocument
 from jobs.codec import document_json, sha256_of
 from jobs.errors import (
     DocumentRefused,

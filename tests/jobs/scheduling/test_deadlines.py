@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, func, select
 
-from catalog.job import JobDocument
-from catalog.schedule import Schedule
+from catalog.requests.job import JobDocument
+from catalog.requests.schedule import Schedule
 from jobs.errors import DocumentRefused, IdempotencyConflict, JobEnded, JobNotFound
 from jobs.queue.claims import claim
 from jobs.records import LOCAL_TENANT

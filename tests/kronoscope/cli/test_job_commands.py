@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from catalog.coverage import assess_coverage
+from catalog.responses.coverage import assess_coverage
 from jobs.records import LOCAL_TENANT
 from kronoscope.client import Client, ClientError
 from kronoscope.display.methods import methods_text

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from catalog.capacity import CapacityMetrics, CapacitySummary
-from catalog.compare_curvature import CompareCurvatureMetrics, CompareCurvatureSummary
-from catalog.layer_record import LayerRecord
+from catalog.analyses.capacity import CapacityMetrics, CapacitySummary
+from catalog.analyses.compare_curvature import CompareCurvatureMetrics, CompareCurvatureSummary
+from catalog.responses.layer_record import LayerRecord
 from kronoscope import Client
 from kronoscope.cli.documents import read_document
 from kronoscope.client import ClientError

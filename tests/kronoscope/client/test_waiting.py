@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from catalog.responses import ArtifactView
+from catalog.responses.views import ArtifactView
 from kronoscope import Client
 from kronoscope.cli.exit_codes import run_command
 from kronoscope.client import ClientError, DownloadFailed

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from catalog.compare_curvature import (
+from catalog.analyses.compare_curvature import (
     CompareCurvatureMetrics,
     CompareCurvatureSummary,
     EigenspaceOverlap,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from catalog.time_estimate import Paced, written_seconds
+from catalog.responses.time_estimate import Paced, written_seconds
 from kronoscope.display.plan_tables import largest_terms_table, plan_lines
 from tests.kronoscope.cli.test_run_job import Run
 

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from catalog.capacity_metrics import CapacityMetrics
-from catalog.device_views import DeviceView
-from catalog.factors import FactorsMetrics
-from catalog.layer_record import LayerRecord
-from catalog.natural_gradient import LayerDirection, NaturalGradientMetrics
-from catalog.reconstruction import ReconstructedSide
-from catalog.responses import JobView
-from catalog.subsamples import NestedCapacity
+from catalog.analyses.capacity_metrics import CapacityMetrics
+from catalog.analyses.factors import FactorsMetrics
+from catalog.analyses.natural_gradient import LayerDirection, NaturalGradientMetrics
+from catalog.analyses.reconstruction import ReconstructedSide
+from catalog.analyses.subsamples import NestedCapacity
+from catalog.responses.device_views import DeviceView
+from catalog.responses.layer_record import LayerRecord
+from catalog.responses.views import JobView
 from kronoscope.cli.devices import device_table
 from kronoscope.client.responses import build, build_layer
 from kronoscope.display.job_table import job_table

@@ -5,8 +5,8 @@ from typing import Any
 
 from rich.console import Console
 
+from catalog.analyses.spectrum_metrics import BoundedEigenvalue, CurvatureSpectrum
 from catalog.record import plain
-from catalog.spectrum_metrics import BoundedEigenvalue, CurvatureSpectrum
 from kronoscope.client.responses import build_layer
 from kronoscope.display.spectrum_table import curvature_table, missing_lines
 from kronoscope.display.tables import layer_table

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, select, update
 
-from catalog.cached_factors import CachedFile
+from catalog.requests.cached_factors import CachedFile
 from jobs.objects.cached_entries import CachedEntries, place_of
 from jobs.records import LOCAL_TENANT
 from jobs.schema.clock import ledger_now
@@ -259,7 +259,7 @@ def aged(place: Path, seconds: float) -> None:
 FILLS_AND_WAITS = """
 import io, sys, time
 from pathlib import Path
-from catalog.cached_factors import CachedFile
+from catalog.requests.cached_factors import CachedFile
 from worker.disk.cache_folder import CacheFolder, Filling
 from worker.foreground.cache_rows import CacheRows
 

@@ -17,7 +17,7 @@ import torch
 from scipy.linalg import lapack
 from torch import nn
 
-from catalog.capacity import CapacityParams
+from catalog.analyses.capacity import CapacityParams
 from engine.analyses.capacity import measure_capacity
 from engine.collect import JobFactors, collect_or_read
 from engine.linalg.eigensolvers import Solver, solvers

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from catalog.inputs import Task
+from catalog.requests.inputs import Task
 from worker.execution.data.request import DataRequest
 from worker.execution.loaded_model import LoadedModel
 from worker.execution.loader_context import LoaderContext

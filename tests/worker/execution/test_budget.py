@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.memory import Memory
+from catalog.requests.memory import Memory
 from engine.errors import BudgetExceeded
 from engine.estimate import plan_job
 from engine.linalg.eigendecomposition import decompose, rungs

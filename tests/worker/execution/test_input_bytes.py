@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from catalog.inputs import DataFile, DirectoryModel, HuggingFaceData, Task
+from catalog.requests.inputs import DataFile, DirectoryModel, HuggingFaceData, Task
 from engine.errors import StopRequested
 from engine.memory.budget import resident_bytes
 from worker.execution.__main__ import execute

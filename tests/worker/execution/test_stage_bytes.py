@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.capacity import CapacityParams
-from catalog.reconstruction import ReconstructionParams
+from catalog.analyses.capacity import CapacityParams
+from catalog.analyses.reconstruction import ReconstructionParams
 from engine import estimate
 from engine.analyses.capacity import measure_capacity
 from engine.factors.clip_eigenvalues import Placement

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from catalog.frames import ArtifactWritten, Divided, Failed, Finished, Frame, LogLine, Planned, Stopped, encode
-from catalog.pieces import Piece
 from catalog.record import plain
+from catalog.requests.pieces import Piece
 
 if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

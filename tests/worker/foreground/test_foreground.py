@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from catalog.analyses.reconstruction import ReconstructionSummary
 from catalog.frames import Failed, Finished, LayerDone, LogLine, Stopped, Summarised, decode, encode
-from catalog.reconstruction import ReconstructionSummary
 from worker.process.log_lines import LogFormatter, closing_lines, layer_lines
 
 RUNNER = (

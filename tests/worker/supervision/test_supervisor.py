@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select, update
 
-from catalog.schedule import Schedule
+from catalog.requests.schedule import Schedule
 from jobs.codec import parse_document
 from jobs.devices.leases import Place
 from jobs.devices.registry import Device, Worker, register

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from catalog.cached_factors import CachedFile
 from catalog.frame_bounds import CACHED_FILES
 from catalog.frames import CacheAnswer, CacheAsked, CacheFilled
+from catalog.requests.cached_factors import CachedFile
 from engine.distributed.group import Ranks
 from engine.workspace import Artifacts
 from worker.disk.cache_folder import LEAST_FREE_SHARE

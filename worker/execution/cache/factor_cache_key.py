@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import catalog
 import engine
 import worker
-from catalog.cached_factors import reason_uncached
-from catalog.job import JobDocument
 from catalog.record import canonical_json, plain
+from catalog.requests.cached_factors import reason_uncached
+from catalog.requests.job import JobDocument
 from engine.model.determinism import Numerics
 from worker.execution.computing_environment import computing_environment
 from worker.execution.data.stream import Chunk

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from catalog.inputs import BuiltinData
+from catalog.requests.inputs import BuiltinData
 from worker.execution.data.bundled import digits, english_bytes, english_paragraphs
 from worker.execution.data.forward_inputs import model_inputs
 from worker.execution.data.request import DataRequest

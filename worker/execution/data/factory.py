@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from torch.utils.data import Dataset
 
-from catalog.inputs import DataFactory
+from catalog.requests.inputs import DataFactory
 from engine.model.examples import read_chunks
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream

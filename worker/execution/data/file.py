@@ -10,7 +10,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from catalog.inputs import DataFile
+from catalog.requests.inputs import DataFile
 from worker.execution.data.byte_count import ByteCount
 from worker.execution.data.forward_inputs import model_inputs, require_arguments
 from worker.execution.data.labels import label_fault, read_label

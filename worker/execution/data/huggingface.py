@@ -15,7 +15,7 @@ import datasets
 import datasets.exceptions
 import huggingface_hub.errors
 
-from catalog.inputs import HuggingFaceData
+from catalog.requests.inputs import HuggingFaceData
 from worker.execution.data.labels import label_fault, read_label
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import DataStream

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from catalog.inputs import Task
+from catalog.requests.inputs import Task
 from worker.execution.loaded_model import LoadedModel
 from worker.execution.loader_context import LoaderContext
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from catalog.inputs import SyntheticData
+from catalog.requests.inputs import SyntheticData
 from worker.execution.data.forward_inputs import model_inputs
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream

@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from catalog.inputs import BuiltinModel, Task
+from catalog.requests.inputs import BuiltinModel, Task
 from worker.execution.data.bundled import TEST_EXAMPLES, digits, english_bytes
 from worker.execution.loaded_model import LoadedModel, Vocabulary
 from worker.execution.loader_context import LoaderContext

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from catalog.inputs import DirectoryModel, Task
+from catalog.requests.inputs import DirectoryModel, Task
 from engine.memory.plan import readable_bytes
 from worker.execution.files.open_files import OpenFolder
 from worker.execution.loaded_model import LoadedModel, Vocabulary

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from catalog.inputs import ModelFactory, Task
+from catalog.requests.inputs import ModelFactory, Task
 from worker.execution.loaded_model import LoadedModel
 from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal, names, storable_text

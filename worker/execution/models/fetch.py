@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from catalog.inputs import HuggingFaceModel
+from catalog.requests.inputs import HuggingFaceModel
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models.huggingface import snapshot
 from worker.execution.refusal import Refusal

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from catalog.inputs import Task
+from catalog.requests.inputs import Task
 from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal, names

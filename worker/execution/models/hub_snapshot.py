@@ -28,7 +28,7 @@ from urllib.parse import quote
 import httpx2
 import huggingface_hub
 
-from catalog.inputs import HuggingFaceModel
+from catalog.requests.inputs import HuggingFaceModel
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models.hub_transport import bounds, open_client
 from worker.execution.refusal import Refusal, Unavailable, names

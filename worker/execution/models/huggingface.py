@@ -7,7 +7,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from catalog.inputs import HuggingFaceModel, Task
+from catalog.requests.inputs import HuggingFaceModel, Task
 from worker.execution.files.open_files import OpenFolder
 from worker.execution.loaded_model import LoadedModel
 from worker.execution.loader_context import LoaderContext

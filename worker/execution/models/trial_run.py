@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from catalog.inputs import Task
+from catalog.requests.inputs import Task
 from engine.collection.label_check import require_known_labels
 from engine.model.batches import make_batches
 from engine.model.outputs import predict

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from catalog.collection import Collection
-from catalog.pieces import Piece, Round
+from catalog.requests.collection import Collection
+from catalog.requests.pieces import Piece, Round
 from engine.model.batches import make_batches
 from worker.execution.data.stream import Chunk, DataStream
 from worker.execution.pieces.read_digests import ReadDigests

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from catalog.pieces import DecomposeRound, Piece
+from catalog.requests.pieces import DecomposeRound, Piece
 from engine.distributed.longest_first import divide_longest_first, longest_share
 from engine.factors.factor_set import LayerFacts
 from engine.measurement.divided_layers import layer_units

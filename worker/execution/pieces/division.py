@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from catalog.frames import Divided, Finished
-from catalog.job import JobDocument
-from catalog.pieces import ROUNDS, Piece
 from catalog.record import plain
+from catalog.requests.job import JobDocument
+from catalog.requests.pieces import ROUNDS, Piece
 from engine.collect import collect_or_read, plan_collection
 from engine.measurement.piece_storage import store_bases, store_correction, store_layers, store_piece
 from engine.memory.plan import read_plan

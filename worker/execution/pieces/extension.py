@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from catalog.frames import Finished
-from catalog.job import JobDocument
+from catalog.requests.job import JobDocument
 from engine.factors.factor_files import read_factors
 from engine.factors.factor_set import CountedExamples
 from engine.measurement.piece_storage import store_piece

@@ -10,7 +10,7 @@ device gains nothing from pieces.
 from collections.abc import Mapping
 from typing import Any
 
-from catalog.pieces import PIECES_PER_DEVICE, auto_pieces
+from catalog.requests.pieces import PIECES_PER_DEVICE, auto_pieces
 
 LEAST_SECONDS = 60.0
 """Collection that makes a piece worth while."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from catalog import ANALYSES
-from catalog.analysis import most_decomposed
-from catalog.job import JobDocument
+from catalog.analyses.analysis import most_decomposed
 from catalog.record import canonical_json, plain
+from catalog.requests.job import JobDocument
 from engine.memory.budget import resident_bytes
 from engine.memory.guard import Guard
 from engine.memory.memory_curve import MemoryCurve

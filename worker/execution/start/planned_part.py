@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from catalog.job import JobDocument
+from catalog.requests.job import JobDocument
 from engine.workspace import DataPart, ModelInputs
 from worker.execution.assignment import Assignment
 from worker.execution.data.stream import DataStream

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from catalog.capacity import CapacityParams
-from catalog.cross_check import CrossCheck
+from catalog.analyses.capacity import CapacityParams
+from catalog.analyses.cross_check import CrossCheck
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.metrics.exact_ggn_check import CrossChecked, interval
 from engine.collect import collect_or_read

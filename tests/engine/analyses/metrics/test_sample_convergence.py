@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.capacity import CapacityParams
-from catalog.woodbury import Woodbury
+from catalog.analyses.capacity import CapacityParams
+from catalog.requests.woodbury import Woodbury
 from engine.analyses.capacity import measure_capacity
 from engine.collect import collect_or_read
 from engine.factors import softmax_fisher

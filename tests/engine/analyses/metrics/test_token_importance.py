@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.capacity import CapacityParams
-from catalog.collection import Collection
-from catalog.token_importance import TokenImportance
-from catalog.woodbury import Woodbury
+from catalog.analyses.capacity import CapacityParams
+from catalog.analyses.token_importance import TokenImportance
+from catalog.requests.collection import Collection
+from catalog.requests.woodbury import Woodbury
 from engine.analyses.capacity import measure_capacity
 from engine.collect import collect_or_read
 from engine.errors import NoSuchLayer

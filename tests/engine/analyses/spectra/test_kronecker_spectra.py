@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.spectrum import SpectrumParams
+from catalog.analyses.spectrum import SpectrumParams
 from engine.analyses.spectra.kronecker_spectra import BlockSpectra, ekfac_block, kfac_block
 from engine.collect import collect_or_read
 from engine.measurement.layer_measurement import Measured, measure_layers

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from catalog.woodbury import Woodbury
+from catalog.requests.woodbury import Woodbury
 from engine.collect import collect_or_read
 from engine.distributed.group import join
 from engine.distributed.node_memory import Sized, hold_once, join_node

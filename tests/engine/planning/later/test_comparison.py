@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from catalog.compare_curvature import CompareCurvatureParams
+from catalog.analyses.compare_curvature import CompareCurvatureParams
 from engine import estimate
 from engine.analyses.compare_curvature import compare_curvature
 from engine.analyses.factors import collect_factors

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from catalog.natural_gradient import NaturalGradientParams
-from catalog.woodbury import Woodbury
+from catalog.analyses.natural_gradient import NaturalGradientParams
+from catalog.requests.woodbury import Woodbury
 from engine.analyses.natural_gradient import natural_gradient
 from engine.memory.plan import Plan
 from engine.workspace import Machine, Workspace

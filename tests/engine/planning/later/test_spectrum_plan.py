@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from catalog.spectrum import SpectrumParams
+from catalog.analyses.spectrum import SpectrumParams
 from engine import estimate
 from engine.analyses.spectrum import measure_spectrum
 from engine.memory.budget import MemoryBudget

@@ -10,7 +10,15 @@ import pytest
 import safetensors.torch
 import torch
 
-from catalog.inputs import BuiltinData, DataFactory, DataFile, DirectoryModel, HuggingFaceData, SyntheticData, Task
+from catalog.requests.inputs import (
+    BuiltinData,
+    DataFactory,
+    DataFile,
+    DirectoryModel,
+    HuggingFaceData,
+    SyntheticData,
+    Task,
+)
 from worker.execution.data import builtin, factory, file, huggingface, synthetic
 from worker.execution.data.request import DataRequest
 from worker.execution.data.validation import validate_chunks

@@ -12,7 +12,7 @@ import torch
 from tokenizers import models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from catalog.inputs import DataFile, HuggingFaceData
+from catalog.requests.inputs import DataFile, HuggingFaceData
 from worker.execution.data import file, huggingface
 from worker.execution.data.request import DataRequest
 from worker.execution.files.open_files import OpenFolder

@@ -13,8 +13,8 @@ import safetensors.torch
 import torch
 import transformers
 
-from catalog.inputs import DataFile, DirectoryModel, HuggingFaceData, Task
 from catalog.record import FieldError
+from catalog.requests.inputs import DataFile, DirectoryModel, HuggingFaceData, Task
 from worker.execution.data import builtin, file, huggingface
 from worker.execution.data.request import DataRequest
 from worker.execution.data.text_rows import PAIRS
@@ -268,7 +268,7 @@ def test_tensors_that_a_model_has_no_argument_for_are_refused(tmp_path: Path, re
 
 
 def test_that_the_english_data_set_is_cut_is_no_notice(reading: Callable[..., Read]) -> None:
-    from catalog.inputs import BuiltinData  # noqa: PLC0415 - beside its only use
+    from catalog.requests.inputs import BuiltinData  # noqa: PLC0415 - beside its only use
 
     read = reading("masked_lm")
     builtin.load(BuiltinData(source="builtin", name="english", limit=8), read.request)

@@ -10,10 +10,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from catalog.capacity import CapacityParams
-from catalog.collection import Stabilisation
-from catalog.reconstruction import ReconstructionParams
+from catalog.analyses.capacity import CapacityParams
+from catalog.analyses.reconstruction import ReconstructionParams
 from catalog.record import plain
+from catalog.requests.collection import Stabilisation
 from engine.analyses.capacity import measure_capacity
 from engine.analyses.reconstruction import reconstruct
 from engine.errors import BrokenFactors, NonFiniteFactor

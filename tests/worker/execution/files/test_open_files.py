@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from catalog import open_beneath
-from catalog.inputs import DataFile, DirectoryModel, HuggingFaceData, Task
+from catalog.requests.inputs import DataFile, DirectoryModel, HuggingFaceData, Task
 from worker.execution.data import file, huggingface
 from worker.execution.data.request import DataRequest
 from worker.execution.failures import failure_of

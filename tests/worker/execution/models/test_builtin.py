@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from catalog.inputs import BuiltinData, BuiltinModel, Task
+from catalog.requests.inputs import BuiltinData, BuiltinModel, Task
 from engine.errors import StopRequested
 from worker.execution.data import builtin as builtin_data
 from worker.execution.data.bundled import TEST_EXAMPLES, digits

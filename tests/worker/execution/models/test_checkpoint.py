@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 import transformers
 
-from catalog.inputs import DirectoryModel, HuggingFaceModel, Task
+from catalog.requests.inputs import DirectoryModel, HuggingFaceModel, Task
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models import huggingface
 from worker.execution.models.checkpoint import load

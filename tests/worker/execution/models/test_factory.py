@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from catalog.inputs import ModelFactory, Task
+from catalog.requests.inputs import ModelFactory, Task
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models.factory import load
 from worker.execution.refusal import Refusal

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 import transformers
 
-from catalog.inputs import DirectoryModel, Task
+from catalog.requests.inputs import DirectoryModel, Task
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models.checkpoint import load
 from worker.execution.refusal import Refusal

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from catalog.collection import Collection
+from catalog.requests.collection import Collection
 from engine.errors import EmptyData
 from engine.model.batches import make_batches
 from worker.execution.data.stream import Chunk, DataStream

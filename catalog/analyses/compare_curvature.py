@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-from catalog.analysis import Analysis, Coverage
-from catalog.inputs import require_path
-from catalog.job import JobDocument
+from catalog.analyses.analysis import Analysis, Coverage
 from catalog.record import FieldError, record
+from catalog.requests.inputs import require_path
+from catalog.requests.job import JobDocument
 
 MOST_VECTORS = 1000
 

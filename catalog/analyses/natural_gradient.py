@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from catalog.analysis import Analysis, Coverage
-from catalog.inputs import require_path
-from catalog.job import JobDocument
+from catalog.analyses.analysis import Analysis, Coverage
 from catalog.record import FieldError, record
+from catalog.requests.inputs import require_path
+from catalog.requests.job import JobDocument
 
 MAX_POWERS = 8
 MOST_POWER = 4.0

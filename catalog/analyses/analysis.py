@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from catalog.layer_record import LayerRecord, Observed
 from catalog.record import record
+from catalog.responses.layer_record import LayerRecord, Observed
 
 Decomposed = Literal["none", "values", "vectors"]
 """What is asked of a factor's eigendecomposition: nothing, the eigenvalues alone, or the eigenvectors too."""

@@ -1,7 +1,7 @@
 """An estimate: the plan of a job that is not run. In the ledger it is a kind of its own, which no menu lists."""
 
 from catalog.field_errors import Complaint
-from catalog.job import JobDocument
+from catalog.requests.job import JobDocument
 
 ESTIMATE = "plan"
 """What the ledger calls the kind; nothing that a document can name."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from catalog.cross_check import CrossCheck
+from catalog.analyses.cross_check import CrossCheck
+from catalog.analyses.subsamples import Convergence, NestedCapacity
 from catalog.record import record
-from catalog.subsamples import Convergence, NestedCapacity
 
 
 @record

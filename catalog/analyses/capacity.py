@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from catalog.analysis import Analysis, Coverage
-from catalog.capacity_metrics import METRICS, WITHOUT_DECOMPOSITION, CapacityMetrics, ModelCapacity
-from catalog.cross_check import CrossCheck, require_cross_check
+from catalog.analyses.analysis import Analysis, Coverage
+from catalog.analyses.capacity_metrics import METRICS, WITHOUT_DECOMPOSITION, CapacityMetrics, ModelCapacity
+from catalog.analyses.cross_check import CrossCheck, require_cross_check
+from catalog.analyses.token_importance import TokenImportance
 from catalog.field_errors import suggestion
 from catalog.record import FieldError, record
-from catalog.token_importance import TokenImportance
 
 MAX_GRID = 1000
 DAMPING_GRID = tuple(10.0 ** (half / 2) for half in range(-32, 5))

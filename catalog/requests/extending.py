@@ -9,10 +9,10 @@ after all of theirs. What is no sum over examples cannot be extended, and is ref
 
 from typing import Any
 
-from catalog.collection import Collection
-from catalog.inputs import require_path
 from catalog.record import FieldError, record
-from catalog.woodbury import Woodbury
+from catalog.requests.collection import Collection
+from catalog.requests.inputs import require_path
+from catalog.requests.woodbury import Woodbury
 
 
 @record

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from catalog.analysis import Analysis, Coverage
+from catalog.analyses.analysis import Analysis, Coverage
+from catalog.analyses.subsamples import NestedTraces
 from catalog.record import record
-from catalog.subsamples import NestedTraces
 
 
 @record

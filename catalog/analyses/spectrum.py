@@ -3,10 +3,10 @@
 import math
 from typing import Literal
 
-from catalog.analysis import Analysis, Coverage
-from catalog.job import JobDocument
+from catalog.analyses.analysis import Analysis, Coverage
+from catalog.analyses.spectrum_metrics import CurvatureSpectrum, SpectrumMetrics
 from catalog.record import FieldError, record
-from catalog.spectrum_metrics import CurvatureSpectrum, SpectrumMetrics
+from catalog.requests.job import JobDocument
 
 Curvature = Literal["kfac", "ekfac", "ggn", "fisher", "empirical", "hessian"]
 EXACT: tuple[Curvature, ...] = ("ggn", "fisher", "empirical", "hessian")

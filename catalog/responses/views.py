@@ -1,4 +1,4 @@
-"""The responses of the service, as records: the API's schema, the bodies it sends and what its client returns.
+"""Views: the responses of the service as records: the API's schema, the bodies it sends and what its client returns.
 
 A moment is a text here, as JSON has none: ISO 8601 in UTC, such as `2030-01-01T12:00:00Z`.
 """
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from catalog.analysis import RefusedAnalysis
-from catalog.coverage import CoverageView
-from catalog.pieces import Piece
+from catalog.analyses.analysis import RefusedAnalysis
 from catalog.record import TextFormat, record
+from catalog.requests.pieces import Piece
+from catalog.responses.coverage import CoverageView
 
 JobState = Literal["queued", "running", "waiting", "cancelling", "succeeded", "failed", "cancelled"]
 Timestamp = Annotated[str, TextFormat("date-time")]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from catalog.analysis import Analysis, Coverage
+from catalog.analyses.analysis import Analysis, Coverage
 from catalog.record import record
 
 

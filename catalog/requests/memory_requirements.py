@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from catalog.inputs import BuiltinModel, DataFactory, ModelFactory, SyntheticData
-from catalog.job import JobDocument
-from catalog.memory import Memory, amount_bytes
+from catalog.requests.inputs import BuiltinModel, DataFactory, ModelFactory, SyntheticData
+from catalog.requests.job import JobDocument
+from catalog.requests.memory import Memory, amount_bytes
 
 BUILTIN_PARAMETERS = {"digits_cnn": 10_026, "digits_mlp": 8_970, "tiny_gpt": 236_928}
 """Numbers that the weights of each builtin model hold."""

@@ -4,15 +4,15 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-from catalog.collection import Collection, Stabilisation
-from catalog.extending import ExtendsReference, require_extension
-from catalog.inputs import DataSource, ModelSource, Task
-from catalog.memory import Memory
-from catalog.pieces import Shards, require_divisible
-from catalog.ranks import require_ranks
 from catalog.record import FieldError, option, record
-from catalog.schedule import Schedule
-from catalog.woodbury import Woodbury
+from catalog.requests.collection import Collection, Stabilisation
+from catalog.requests.extending import ExtendsReference, require_extension
+from catalog.requests.inputs import DataSource, ModelSource, Task
+from catalog.requests.memory import Memory
+from catalog.requests.pieces import Shards, require_divisible
+from catalog.requests.ranks import require_ranks
+from catalog.requests.schedule import Schedule
+from catalog.requests.woodbury import Woodbury
 
 MAX_LABELS = 32
 MAX_NAME = 120

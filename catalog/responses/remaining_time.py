@@ -1,15 +1,15 @@
 """The remaining time of a job: the plan's seconds, corrected by the speed of the work that is done.
 
-A plan foresees the seconds of each stage, within the factor that `catalog.time_estimate` states. Of the stage under
-way the rest follows from its own pace, over the later half of its time so far, since a stage starts slowly. Later
-stages take what the plan says, times how far the plan was off so far, and by no more than that factor.
+A plan foresees the seconds of each stage, within the factor that `catalog.responses.time_estimate` states. The rest of
+the stage under way follows from its own speed, over the later half of its time so far, since a stage starts slowly.
+Later stages take what the plan says, times how far the plan was off so far, and by no more than that factor.
 """
 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from catalog.time_estimate import OFF_BY
+from catalog.responses.time_estimate import OFF_BY
 
 _KEPT_REPORTS = 200
 _STAGES_OF = {"capacity": ("cross_check", "capacity"), "spectrum": ("spectrum", "products")}

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from catalog.record import record
-from catalog.responses import Timestamp
+from catalog.responses.views import Timestamp
 
 DeviceState = Literal["free", "leased", "draining", "stale"]
 

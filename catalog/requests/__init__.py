@@ -1,0 +1,1 @@
+"""Requests: the job document and the blocks that all analyses share."""

@@ -1,0 +1,1 @@
+"""Responses: what the service says of a job, its layers and its devices."""
