@@ -71,26 +71,30 @@ def run(place: Path, name: str, document: dict[str, Any]) -> dict[str, Any]:
     """Run one case; return all that must be the same in another state of the tree."""
     source = place / f"{name}.json"
     source.write_text(json.dumps({"memory": {"host": "6GiB"}, **document}))
-    command = (sys.executable, "-P", "-m", "kronoscope.cli.main", "run", source.name, "-o", name, "--offline", "--threads=1")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160", "NO_COLOR": "1"}
-    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+    done = _kronoscope(place, "run", source.name, "-o", name, "--offline", "--threads=1")
     if done.returncode not in (0, 6):
         raise RuntimeError(f"{name}: exit code {done.returncode}\n{done.stderr[-2000:]}")
     folder = place / name
     artifacts = sorted(path for path in (folder / "artifacts").rglob("*") if path.is_file())
-    methods = (sys.executable, "-P", "-m", "kronoscope.cli.main", "results", name, "--methods")
-    said = subprocess.run(methods, cwd=place, env=environment, capture_output=True, text=True, check=False)
     return {
         "results": _stable(json.loads((folder / "results.json").read_text())),
         "job": _stable(json.loads((folder / "job.json").read_text())),
         "printed": [line for line in done.stdout.splitlines() if not re.search(r"host|seconds|peak|results in", line)],
-        "methods": said.stdout,
+        "methods": _kronoscope(place, "results", name, "--methods").stdout,
         "artifacts": {
             path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
             for path in artifacts
             if path.name != "memory_curve.json"
         },
     }
+
+
+def _kronoscope(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160", "NO_COLOR": "1"}
+    command = (sys.executable, "-P", "-m", "kronoscope.cli.main", *arguments)
+    return subprocess.run(  # noqa: S603 - our own program
+        command, cwd=place, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:  # noqa: ANN401 - any JSON
@@ -131,7 +135,7 @@ def main() -> int:
         return 0
     before = {name: each for name, each in json.loads(options.against.read_text()).items() if name in results}
     different = list(differences(before, results))
-    print("\n".join(different) or f"{len(results)} cases, no difference")
+    sys.stdout.write(("\n".join(different) or f"{len(results)} cases, no difference") + "\n")
     return bool(different)
 
 
