@@ -1,14 +1,14 @@
 """What may be asked and what comes back: the ground floor, standard library only.
 
 ``ANALYSES`` is the one list. The document, the menu, the codec, dispatch and the contract tests
-are derived from it: a new analysis is a file here, a file in ``engine/analyses``, and
+are derived from it: a new analysis is a file in ``catalog/analyses``, a file in ``engine/analyses``, and
 its import and one word below.
 """
 
 import dataclasses
 from typing import Any, Literal
 
-from catalog.analyses.analysis import Analysis
+from catalog.analyses.analysis import Analysis, AnalysisStage
 from catalog.analyses.capacity import CAPACITY
 from catalog.analyses.compare_curvature import COMPARE_CURVATURE
 from catalog.analyses.factors import FACTORS
@@ -21,6 +21,16 @@ ANALYSES: dict[str, Analysis] = {
     analysis.kind: analysis
     for analysis in (FACTORS, CAPACITY, RECONSTRUCTION, NATURAL_GRADIENT, COMPARE_CURVATURE, SPECTRUM)
 }
+
+_STAGES = tuple(stage for analysis in ANALYSES.values() for stage in analysis.stages if stage.planned is not None)
+
+PLANNED_STAGES: tuple[str, ...] = (
+    *("model", "collection", "correction"),
+    *(str(stage.planned) for stage in _STAGES if stage.before_decomposition),
+    "decomposition",
+    *(str(stage.planned) for stage in _STAGES if not stage.before_decomposition),
+)
+"""Of a plan, in the order in which a job comes to them; the analyses in that of the menu."""
 
 _KIND: Any = Literal[tuple(ANALYSES)]
 
@@ -37,6 +47,19 @@ DOCUMENT: type[JobDocument] = dataclasses.make_dataclass(
     bases=(JobDocument,),
     frozen=True,
     kw_only=True,
-    namespace={"__doc__": JobDocument.__doc__, "__module__": __name__},
+    namespace={"__doc__": JobDocument.__doc__, "__module__": __name__, "analyses": ANALYSES},
 )
 """The job document with a block of options for every analysis: what is parsed and stored."""
+
+
+def stages_of(kind: str) -> tuple[AnalysisStage, ...]:
+    """Return the stages that an analysis reports, in order.
+
+    Args:
+        kind: Its kind; of one that the menu does not list, such as an estimate, the kind is the only stage.
+
+    Returns:
+        At least one stage.
+    """
+    analysis = ANALYSES.get(kind)
+    return analysis.stages if analysis is not None and analysis.stages else (AnalysisStage(name=kind),)

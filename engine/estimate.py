@@ -23,7 +23,7 @@ from engine.model.meta_device import simulate_device
 from engine.model.preserve_state import preserve_state
 from engine.planning.choose_plan import PlannedJob, choose_plan
 from engine.planning.job_plan import smallest_budgets
-from engine.planning.later.merge import host_speed, with_merge
+from engine.planning.joined_plan import host_speed, with_merge
 from engine.planning.model_memory import weigh_model
 from engine.planning.probe_model import probe_functional_layers, probe_model, probe_sizes
 from engine.workspace import Workspace

@@ -25,6 +25,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from catalog import ANALYSES
 from catalog.analyses.analysis import Decomposed
 from catalog.requests.collection import Collection, Stabilisation
 from catalog.requests.inputs import Task
@@ -246,7 +247,28 @@ class JobOptions:
     @property
     def passes_again(self) -> bool:
         """Whether an analysis passes over the data once more after the collection."""
-        return any(getattr(each, "needs_model", None) is not None for each in self.params.values())
+        return self.asks("needs_model")
+
+    @property
+    def keeps_factors(self) -> bool:
+        """Whether the factors are stored as artifacts."""
+        return "factors" in self.keep or any("factors" in ANALYSES[kind].keeps for kind in self.kinds)
+
+    @property
+    def layerwise(self) -> bool:
+        """Whether every analysis reads of each layer no more than the rank has that the layer belongs to."""
+        return all(ANALYSES[kind].layerwise for kind in self.kinds)
+
+    def asks(self, name: str) -> bool:
+        """Return whether the options of an analysis ask for something.
+
+        Args:
+            name: A property of an options record.
+
+        Returns:
+            True where one has it, neither false nor null.
+        """
+        return any(getattr(self.of(kind), name, None) not in (None, False) for kind in self.kinds)
 
     def of(self, kind: str) -> Any:  # noqa: ANN401 - each analysis has its own
         """Return the options record of one analysis.
@@ -255,9 +277,10 @@ class JobOptions:
             kind: Name of the analysis.
 
         Returns:
-            Its record; None where the job has none.
+            Its record, with defaults where the job gives none; None of an analysis without options.
         """
-        return self.params.get(kind)
+        params = ANALYSES[kind].params
+        return self.params.get(kind) or (None if params is None else params())
 
 
 @dataclass(kw_only=True, slots=True)

@@ -153,8 +153,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     )
     require_document(likelihood, job_options)
     require_usable(model)
-    stored_against = open_against(options.get("compare_curvature"))
-    gradient = open_gradient(options.get("natural_gradient"))
+    stored_against, gradient = open_against(options), open_gradient(options)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     source = repeatable(batches)
     plan: dict[str, Any] = {}

@@ -4,14 +4,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from catalog.analyses.compare_curvature import CompareCurvatureParams
-from catalog.analyses.natural_gradient import NaturalGradientParams
 from catalog.field_errors import suggestion
 from catalog.record_reader import read
 from engine.errors import BrokenFactors
@@ -194,11 +193,11 @@ def load_factors(path: str | Path, *, verify: bool = False) -> LayersFactors:
     return found
 
 
-def open_against(params: CompareCurvatureParams | None) -> Folder | None:
-    """Open the second set of factors that a comparison in a notebook names.
+def open_against(params: Mapping[str, Any]) -> Folder | None:
+    """Open the second set of factors that an analysis in a notebook names.
 
     Args:
-        params: The options of `compare_curvature`; None where none is asked for.
+        params: The options of each analysis that has any, by kind.
 
     Returns:
         The stored factors; None where nothing names any.
@@ -207,19 +206,19 @@ def open_against(params: CompareCurvatureParams | None) -> Folder | None:
         BrokenFactors: If there is no index where the path leads.
         OptionRefused: If a job of a service is named.
     """
-    if params is None or params.against is None:
+    reference = next((each.against for each in params.values() if getattr(each, "against", None) is not None), None)
+    if reference is None:
         return None
-    reference = params.against
     if reference.path is None:
         raise OptionRefused("`against.job` names a job of a service; in a notebook give `against: {'path': FOLDER}`")
     return _folder_of(Path(reference.path))
 
 
-def open_gradient(params: NaturalGradientParams | None) -> dict[str, Tensor] | None:
-    """Read the gradient that a natural gradient in a notebook names in place of that of the data.
+def open_gradient(params: Mapping[str, Any]) -> dict[str, Tensor] | None:
+    """Read the gradient that an analysis in a notebook names in place of that of the data.
 
     Args:
-        params: The options of `natural_gradient`; None where none is asked for.
+        params: The options of each analysis that has any, by kind.
 
     Returns:
         Tensors by parameter, as the file has them; None where nothing names any.
@@ -227,13 +226,15 @@ def open_gradient(params: NaturalGradientParams | None) -> dict[str, Tensor] | N
     Raises:
         OptionRefused: If there is no such file, or it is not one of safetensors.
     """
-    if params is None or params.gradient is None:
+    given = {kind: each.gradient for kind, each in params.items() if getattr(each, "gradient", None) is not None}
+    if not given:
         return None
+    ((kind, gradient),) = given.items()
     try:
-        return safetensors.torch.load_file(params.gradient.path)
+        return safetensors.torch.load_file(gradient.path)
     except (OSError, safetensors.SafetensorError) as error:
         raise OptionRefused(
-            f"`params['natural_gradient'].gradient.path` is {params.gradient.path[:80]!r}, which cannot be read "
+            f"`params['{kind}'].gradient.path` is {gradient.path[:80]!r}, which cannot be read "
             f"({error}); give a `.safetensors` file with a tensor for each trainable parameter"
         ) from error
 

@@ -55,7 +55,13 @@ CASES: dict[str, dict[str, Any]] = {
         "compare_curvature": {"against": {"path": "digits, EK-FAC"}, "k": [1, 5]},
     },
     "tiny_gpt": {**_TEXT, "kind": ["factors", "capacity", "reconstruction"], "collection": {"batch_size": 4}},
-    "tiny_gpt, type 2": {**_TEXT, "kind": ["factors", "capacity"], "collection": {"batch_size": 4, "fisher": "type2"}},
+    # every possible label of every position is pulled back
+    "tiny_gpt, type 2": {
+        **_TEXT,
+        "data": {"source": "builtin", "name": "english", "limit": 1},
+        "kind": ["factors", "capacity"],
+        "collection": {"batch_size": 1, "fisher": "type2"},
+    },
     "MiniLM": {
         "model": {"source": "directory", "path": str(Path(str(_MINILM and _MINILM.origin)).parent)},
         "data": {"source": "builtin", "name": "english", "limit": 32},

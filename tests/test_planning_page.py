@@ -3,7 +3,7 @@
 import re
 
 from benchmarks.llama_plan import BEGIN, END, GIB, PAGE, Asked, planned, table, with_table
-from catalog.requests.memory import PLANNED_STAGES
+from catalog import PLANNED_STAGES
 from engine.memory.plan import readable_bytes
 
 TINY = {

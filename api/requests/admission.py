@@ -11,7 +11,7 @@ from pathlib import Path
 from sqlalchemy import Engine, select
 
 from api.settings import Settings
-from catalog.analyses.compare_curvature import COMPARE_CURVATURE, AgainstReference, CompareCurvatureParams
+from catalog.analyses.compare_curvature import AgainstReference
 from catalog.field_errors import Complaint
 from catalog.requests.extending import ExtendsReference
 from catalog.requests.inputs import (
@@ -154,9 +154,9 @@ def _references(document: JobDocument) -> Iterator[tuple[str, FactorsReference |
         yield "/factors", document.factors
     if document.extends is not None:
         yield "/extends", document.extends
-    compared: CompareCurvatureParams | None = getattr(document, COMPARE_CURVATURE.kind, None)
-    if COMPARE_CURVATURE.kind in document.kinds and compared is not None and compared.against is not None:
-        yield f"/{COMPARE_CURVATURE.kind}/against", compared.against
+    compared = document.given("against")
+    if compared is not None:
+        yield f"/{compared[0]}/against", compared[1]
 
 
 def _kept_factors(pointer: str, job_id: str, engine: Engine, tenant_id: str) -> Iterator[Complaint]:
@@ -170,10 +170,10 @@ def _kept_factors(pointer: str, job_id: str, engine: Engine, tenant_id: str) -> 
 
 
 def _gradient(document: JobDocument, settings: Settings, tenant_id: str) -> Iterator[Complaint]:
-    options = getattr(document, "natural_gradient", None) if "natural_gradient" in document.kinds else None
-    given = getattr(options, "gradient", None)
+    given = document.given("gradient")
     if given is not None:
-        yield from _listed_path("/natural_gradient/gradient/path", given.path, settings.directories_of(tenant_id))
+        kind, gradient = given
+        yield from _listed_path(f"/{kind}/gradient/path", gradient.path, settings.directories_of(tenant_id))
 
 
 def _complaint(pointer: str, code: str, message: str) -> Complaint:

@@ -30,7 +30,7 @@ from benchmarks.cases.planning_models import CASES, Case
 from catalog.analyses.capacity import CapacityParams
 from catalog.requests.collection import Collection
 from catalog.requests.inputs import Task
-from engine.analyses.capacity import measure_capacity
+from engine.analyses.capacity import Capacity
 from engine.collection import run_passes
 from engine.estimate import plan_job
 from engine.memory.budget import MemoryBudget, give_back_host_memory, resident_bytes, status_bytes
@@ -235,7 +235,7 @@ def run(made: Workspace, *, profiled: bool) -> dict[str, Any]:
     begun, worked = time.perf_counter(), time.process_time()
     try:
         with profile(activities=activities, profile_memory=True) if profiled else contextlib.nullcontext() as profiler:
-            rows = list(measure_capacity(CapacityParams(), made))
+            rows = list(Capacity(CapacityParams(), made).rows())
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what happened
         return {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
     seconds, worked = time.perf_counter() - begun, time.process_time() - worked

@@ -28,6 +28,21 @@ def most_decomposed(options: Iterable[Any]) -> Decomposed:
 
 
 @record
+class AnalysisStage:
+    """A stage that an analysis reports while it works."""
+
+    name: str
+    planned: str | None = None
+    """The stage of the plan that holds its bytes and seconds; null where it takes next to nothing of its own."""
+    share: float = 1.0
+    """Part of the analysis's progress, beside that of its other stages."""
+    before_decomposition: bool = False
+    """Whether it comes before any factor is decomposed."""
+    announced_by: tuple[str, ...] = ()
+    """Path in the plan of what stands there only if this stage will come; empty where it always does."""
+
+
+@record
 class Analysis:
     """An analysis that can be asked for. Everything else about it is derived from this entry."""
 
@@ -35,7 +50,7 @@ class Analysis:
     title: str
     description: str
     function: str
-    """`package.module:callable` of the engine; the child that runs the job resolves it."""
+    """`package.module:Class` of the engine, a ``LayerAnalysis``; the child that runs the job resolves it."""
     params: type | None
     """Options, in a block named after the kind; none where the common blocks say it all."""
     metrics: type
@@ -44,6 +59,16 @@ class Analysis:
     """What the whole job returns."""
     decomposition: Decomposed = "values"
     """What is asked of the factors where there are no options to say so."""
+    stages: tuple[AnalysisStage, ...] = ()
+    """In order; the one that is named after the kind goes through the layers. Empty: that one alone, unplanned."""
+    layerwise: bool = False
+    """Whether it reads of each layer no more than the rank has that the layer belongs to."""
+    keeps: tuple[str, ...] = ()
+    """Artifacts that it keeps whether or not `keep` names them."""
+    offers: tuple[str, ...] = ()
+    """Artifacts that `keep` may name only where this analysis is asked for."""
+    takes_matrix: bool = False
+    """Whether it takes a single matrix from a file in place of a model's factors."""
 
 
 @record

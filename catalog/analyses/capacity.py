@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from catalog.analyses.analysis import Analysis, Coverage
+from catalog.analyses.analysis import Analysis, AnalysisStage, Coverage
 from catalog.analyses.capacity_metrics import METRICS, WITHOUT_DECOMPOSITION, CapacityMetrics, ModelCapacity
 from catalog.analyses.cross_check import CrossCheck, require_cross_check
 from catalog.analyses.token_importance import TokenImportance
@@ -84,6 +84,11 @@ class CapacityParams:
         return None if self.cross_check is None else f"capacity.cross_check: {self.cross_check}"
 
     @property
+    def reads_all_factors(self) -> bool:
+        """Whether a rank reads factors of layers that belong to others."""
+        return self.token_importance is not None
+
+    @property
     def selected(self) -> frozenset[str]:
         """The metrics asked for."""
         return frozenset(METRICS if self.metrics is None else self.metrics)
@@ -149,8 +154,19 @@ CAPACITY = Analysis(
     kind="capacity",
     title="Capacity metrics",
     description="Ranks, effective dimension, condition, log-determinant and spectrum of each layer and of the model.",
-    function="engine.analyses.capacity:measure_capacity",
+    function="engine.analyses.capacity:Capacity",
     params=CapacityParams,
     metrics=CapacityMetrics,
     summary=CapacitySummary,
+    stages=(
+        AnalysisStage(
+            name="cross_check",
+            planned="cross_check",
+            share=0.9,
+            before_decomposition=True,
+            announced_by=("stages", "cross_check"),
+        ),
+        AnalysisStage(name="capacity", planned="capacity", share=0.1),
+    ),
+    layerwise=True,
 )

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from catalog.analyses.analysis import Analysis, Coverage
+from catalog.analyses.analysis import Analysis, AnalysisStage, Coverage
 from catalog.record import FieldError, record
 from catalog.requests.inputs import require_path
 from catalog.requests.job import JobDocument
@@ -234,8 +234,9 @@ COMPARE_CURVATURE = Analysis(
     kind="compare_curvature",
     title="Comparison of two curvatures",
     description="Leading eigenspaces, spectra, distances and divergences of each layer's factors against a second set.",
-    function="engine.analyses.compare_curvature:compare_curvature",
+    function="engine.analyses.compare_curvature:Comparison",
     params=CompareCurvatureParams,
     metrics=CompareCurvatureMetrics,
     summary=CompareCurvatureSummary,
+    stages=(AnalysisStage(name="compare_curvature", planned="compare_curvature"),),
 )

@@ -66,9 +66,11 @@ FACTORS = Analysis(
     kind="factors",
     title="K-FAC factors",
     description="Collect A and G of every layer, write them as safetensors with their digests.",
-    function="engine.analyses.factors:collect_factors",
+    function="engine.analyses.factors:KeptFactors",
     params=None,
     metrics=FactorsMetrics,
     summary=FactorsSummary,
     decomposition="none",
+    layerwise=True,
+    keeps=("factors",),
 )

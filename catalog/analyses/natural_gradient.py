@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from catalog.analyses.analysis import Analysis, Coverage
+from catalog.analyses.analysis import Analysis, AnalysisStage, Coverage
 from catalog.record import FieldError, record
 from catalog.requests.inputs import require_path
 from catalog.requests.job import JobDocument
@@ -76,6 +76,11 @@ class NaturalGradientParams:
     def decomposition(self) -> Literal["none", "vectors"]:
         """The most that is needed of eigendecompositions: EK-FAC brings its eigenvectors along, solves need none."""
         return "none" if self.of == "ekfac" or self.solves else "vectors"
+
+    @property
+    def exact_vectors(self) -> bool:
+        """Whether eigenvectors are kept in float64: rounded ones limit a power to an error of 1e-7 times κ."""
+        return self.decomposition == "vectors"
 
     def require_document(self, document: JobDocument) -> None:
         """Refuse what the rest of the document cannot serve.
@@ -218,8 +223,10 @@ NATURAL_GRADIENT = Analysis(
     kind="natural_gradient",
     title="Natural gradient",
     description="The loss gradient times a power of the damped curvature: norms, angles, steps, and the direction.",
-    function="engine.analyses.natural_gradient:natural_gradient",
+    function="engine.analyses.natural_gradient:NaturalGradient",
     params=NaturalGradientParams,
     metrics=NaturalGradientMetrics,
     summary=NaturalGradientSummary,
+    stages=(AnalysisStage(name="natural_gradient", planned="natural_gradient"),),
+    offers=("directions",),
 )

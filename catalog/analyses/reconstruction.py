@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from catalog.analyses.analysis import Analysis, Coverage
-from catalog.record import record
+from catalog.analyses.analysis import Analysis, AnalysisStage, Coverage
+from catalog.record import FieldError, record
+from catalog.requests.job import JobDocument
 
 
 @record
@@ -27,6 +28,14 @@ class ReconstructionParams:
     def decomposition(self) -> Literal["none", "values", "vectors"]:
         """What is asked of the eigendecompositions."""
         return "vectors"
+
+    def require_options(self, document: JobDocument) -> None:
+        """Refuse a document without a condition number to clip at."""
+        if document.stabilisation.kappa_max is None:
+            raise FieldError(
+                "stabilisation.kappa_max",
+                "is null, and `reconstruction` clips at it; give a number above 1, such as 1e6",
+            )
 
 
 @record
@@ -133,8 +142,11 @@ RECONSTRUCTION = Analysis(
     kind="reconstruction",
     title="Stabilised factors",
     description="Clip each factor's spectrum at κ_max; keep the stabilised matrices, or eigenbases to invert through.",
-    function="engine.analyses.reconstruction:reconstruct",
+    function="engine.analyses.reconstruction:Reconstruction",
     params=ReconstructionParams,
     metrics=ReconstructionMetrics,
     summary=ReconstructionSummary,
+    stages=(AnalysisStage(name="reconstruction", planned="reconstruction"),),
+    layerwise=True,
+    takes_matrix=True,
 )

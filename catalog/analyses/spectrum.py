@@ -3,7 +3,7 @@
 import math
 from typing import Literal
 
-from catalog.analyses.analysis import Analysis, Coverage
+from catalog.analyses.analysis import Analysis, AnalysisStage, Coverage
 from catalog.analyses.spectrum_metrics import CurvatureSpectrum, SpectrumMetrics
 from catalog.record import FieldError, record
 from catalog.requests.job import JobDocument
@@ -152,8 +152,12 @@ SPECTRUM = Analysis(
     title="Spectrum",
     description="Eigenvalues at both ends, trace and density of K-FAC, of the exact Gauss-Newton matrix, Fisher or "
     "Hessian.",
-    function="engine.analyses.spectrum:measure_spectrum",
+    function="engine.analyses.spectrum:Spectrum",
     params=SpectrumParams,
     metrics=SpectrumMetrics,
     summary=SpectrumSummary,
+    stages=(
+        AnalysisStage(name="spectrum", share=0.1),
+        AnalysisStage(name="products", planned="spectrum", share=0.9, announced_by=("search",)),
+    ),
 )

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
+from catalog.analyses.analysis import Analysis
 from catalog.record import FieldError, option, record
 from catalog.requests.collection import Collection, Stabilisation
 from catalog.requests.extending import ExtendsReference, require_extension
@@ -43,6 +44,8 @@ class FactorsReference:
 class JobDocument:
     """One request. ``catalog.DOCUMENT`` adds a block of options for each analysis of the menu."""
 
+    analyses: ClassVar[Mapping[str, Analysis]] = {}
+    """The menu, by kind."""
     kind: str | tuple[str, ...]
     """An analysis of the menu, or a list of them over one collection."""
     model: ModelSource | None = None
@@ -96,11 +99,10 @@ class JobDocument:
             raise FieldError("kind", "names an analysis twice; name each once")
         self._require_inputs()
         self._require_likelihood()
-        if "reconstruction" in self.kinds and self.stabilisation.kappa_max is None:
-            raise FieldError(
-                "stabilisation.kappa_max",
-                "is null, and `reconstruction` clips at it; give a number above 1, such as 1e6",
-            )
+        for kind in self.kinds:
+            require = getattr(getattr(self, kind, None), "require_options", None)
+            if require is not None:
+                require(self)
         self._require_model()
         self._require_kept()
         require_extension(self)
@@ -118,7 +120,7 @@ class JobDocument:
                 raise FieldError(name, f"is missing; give `{name}`, or `factors` of an earlier job")
             if self.factors is not None and value is not None:
                 raise FieldError(name, f"contradicts `factors`: leave `{name}` out, or leave `factors` out")
-        if self.factors is not None and "factors" in self.kinds:
+        if self.factors is not None and any("factors" in self.analyses[kind].keeps for kind in self.kinds):
             raise FieldError("kind", "`factors` collects; with `factors:` given they are there already")
 
     def _require_likelihood(self) -> None:
@@ -152,10 +154,23 @@ class JobDocument:
                 require(self)
 
     def _require_kept(self) -> None:
-        if "directions" in self.keep and "natural_gradient" not in self.kinds:
+        offered = {name for kind in self.kinds for name in self.analyses[kind].offers}
+        if any(name in self.keep and name not in offered for each in self.analyses.values() for name in each.offers):
             raise FieldError(
                 "keep", "holds `directions`, which are those of `natural_gradient`; add it to `kind`, or leave them out"
             )
+
+    def given(self, name: str) -> tuple[str, Any] | None:
+        """Return an option that one of the analyses asked for was given.
+
+        Args:
+            name: Name of the option, whose default is null.
+
+        Returns:
+            The kind of that analysis and the option's value; None where no analysis has been given it.
+        """
+        values = ((kind, getattr(getattr(self, kind, None), name, None)) for kind in self.kinds)
+        return next((each for each in values if each[1] is not None), None)
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -11,23 +11,6 @@ _UNITS = {
 _MOST_BYTES = 2**61
 """Beyond what any machine has, and within the 63 bits that a kernel counts a limit in."""
 _AMOUNT = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([a-z]{0,3})", re.IGNORECASE)
-PlannedStage = Literal[
-    "model",
-    "collection",
-    "correction",
-    "cross_check",
-    "decomposition",
-    "reconstruction",
-    "capacity",
-    "natural_gradient",
-    "compare_curvature",
-    "spectrum",
-]
-PLANNED_STAGES: tuple[PlannedStage, ...] = (
-    "model", "collection", "correction", "cross_check", "decomposition", "reconstruction", "capacity",
-    "natural_gradient", "compare_curvature", "spectrum",
-)  # fmt: skip
-"""Of a plan, in the order in which a job comes to them."""
 
 
 @record

@@ -9,11 +9,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from catalog import stages_of
 from catalog.responses.time_estimate import OFF_BY
 
 _KEPT_REPORTS = 200
-_STAGES_OF = {"capacity": ("cross_check", "capacity"), "spectrum": ("spectrum", "products")}
-"""Stages that the analyses report, in order, where there are several."""
 
 
 class _Stage:
@@ -44,6 +43,7 @@ class RemainingTime:
 
     def __init__(self, kinds: Sequence[str]) -> None:
         self._kinds = tuple(kinds)
+        self._stages = {kind: stages_of(kind) for kind in kinds}
         self._planned: dict[str, float | None] = {}
         self._bound = 1.0
         self._off = 1.0
@@ -58,31 +58,22 @@ class RemainingTime:
         stages: Mapping[str, Mapping[str, Any]] = plan.get("stages") or {}
         seconds = {name: stage.get("seconds") for name, stage in stages.items()}
         self._bound = OFF_BY["measured" if plan.get("pace") == "measured" else "usual"]
-        self._planned = (
-            {}
-            if not seconds
-            else {
-                "collection": _sum(seconds, "collection", "correction"),
-                "cross_check": _sum(seconds, "cross_check"),
-                # factors are decomposed when the first analysis asks for them
-                **{
-                    kind: _sum(
-                        seconds,
-                        # its layers take next to nothing beside its products
-                        *([] if kind == "spectrum" else [kind]),
-                        *(["decomposition"] if kind == self._kinds[0] else []),
-                    )
-                    for kind in self._kinds
-                },
-                "products": _sum(seconds, "spectrum"),
-            }
-        )
+        self._planned = {"collection": _sum(seconds, "collection", "correction")} if seconds else {}
+        for kind in self._kinds if seconds else ():
+            of_kind = self._stages[kind]
+            # factors are decomposed when the first analysis asks for them
+            decomposes = next(stage for stage in of_kind if not stage.before_decomposition)
+            for stage in of_kind:
+                names = [] if stage.planned is None else [stage.planned]
+                if kind == self._kinds[0] and stage is decomposes:
+                    names.append("decomposition")
+                self._planned[stage.name] = _sum(seconds, *names)
 
     def take(self, stage: str, done: int, total: int | None, now: float) -> float | None:
         """Take a report of progress.
 
         Args:
-            stage: The stage: `model`, `data`, `collection`, `cross_check`, `products`, or the kind of an analysis.
+            stage: The stage: `model`, `data`, `collection`, or one that an analysis reports.
             done: Its units that are done.
             total: Its units in all; None where nobody knows.
             now: The time in seconds, by a clock that never goes back.
@@ -109,9 +100,7 @@ class RemainingTime:
 
     def _later(self, stage: str) -> float | None:
         """The planned seconds of the stages after this one; None if the plan lacks one of them, or the stage."""
-        order = ["collection"]
-        for kind in self._kinds:
-            order += _STAGES_OF.get(kind, (kind,))
+        order = ["collection", *(each.name for kind in self._kinds for each in self._stages[kind])]
         if not self._planned or stage not in order:
             return None
         seconds = [self._planned.get(name) for name in order[order.index(stage) + 1 :]]

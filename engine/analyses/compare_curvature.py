@@ -7,13 +7,14 @@ decompositions is float32, to which spans would be known to 1e-7 only.
 
 import math
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
+from typing_extensions import override
 
-from catalog.analyses.analysis import LayerResult
+from catalog.analyses.analysis import Coverage
 from catalog.analyses.compare_curvature import (
     CompareCurvatureMetrics,
     CompareCurvatureParams,
@@ -25,8 +26,8 @@ from catalog.analyses.compare_curvature import (
     OtherSize,
 )
 from catalog.record import canonical_json
-from engine.analyses.coverage_summary import coverage
-from engine.collect import collect_or_read
+from engine.analyses.costs.compare_curvature import comparison_cost
+from engine.analyses.layer_analysis import LayerAnalysis
 from engine.errors import BrokenFactors, UsageError
 from engine.factors.factor_files import read_factors
 from engine.factors.factor_index import INDEX, read_index, set_digest
@@ -34,15 +35,14 @@ from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Corrected, Factors
 from engine.linalg.damping import Damping, damping
 from engine.linalg.linear_operator import Structured
-from engine.measurement.finite_numbers import finite_summary
-from engine.measurement.layer_measurement import Measured, measure_layers
-from engine.measurement.layer_results import covered_result, uncovered_results
+from engine.measurement.layer_measurement import Measured
 from engine.operators.comparison import product_metrics, side_metrics
 from engine.operators.pairs.matrix_pair import Symmetric
 from engine.operators.pairs.side_comparison import SideComparison, compare_sides
+from engine.planning.analysis_cost import Cost, PlannedJob
 from engine.workspace import Workspace
 
-KIND: Literal["compare_curvature"] = "compare_curvature"
+KIND = "compare_curvature"
 AGAINST = "/compare_curvature/against"
 _BLOCKS = ("block", "diagonal_block")
 _COUNTS = ("examples", "updates", "trainable_parameters")
@@ -69,33 +69,79 @@ class _Against:
             raise _elsewhere(error) from error
 
 
-def compare_curvature(
-    params: CompareCurvatureParams, workspace: Workspace
-) -> Generator[LayerResult, None, CompareCurvatureSummary]:
-    """Yield each layer of the first set beside that of the second; the layers that are not covered follow.
+class Comparison(LayerAnalysis[CompareCurvatureParams]):
+    """Each layer of the first set beside that of the second.
 
     Memory:
         The factors of one layer from both sets, as they are kept; one eigendecomposition, or 24 n² bytes; of every A
         that layers share, 8 k² bytes.
     """
-    first = collect_or_read(workspace)
-    against = _read_against(workspace, first)
-    summary = _Summary(first, against)
-    shared = _SharedSides(first, against)
-    for done, layer in enumerate(measure_layers(workspace), start=1):
-        workspace.ports.raise_if_cancelled()
-        other = against.by_name.get(layer.facts.name)
+
+    kind = KIND
+
+    @override
+    def prepare(self) -> None:
+        self._against = _read_against(self.workspace, self.whole)
+        self._sums = _Summary(self.whole, self._against)
+        self._shared = _SharedSides(self.whole, self._against)
+
+    @override
+    def layer(self, layer: Measured) -> CompareCurvatureMetrics:
+        other = self._against.by_name.get(layer.facts.name)
         if other is None or not _comparable(layer.facts, other):
-            metrics = _not_compared(layer.facts, other)
-        else:
-            with workspace.machine.operation(f"comparison of layer {layer.facts.ordinal}", KIND):
-                metrics = _compare(params, workspace, (layer, first), (other, against), shared)
-        summary.take(layer, metrics)
-        if (KIND, layer.facts.ordinal) not in workspace.resume.completed:
-            yield covered_result(KIND, layer, metrics)
-        workspace.ports.report(KIND, done, len(first.layers), "layers")
-    yield from uncovered_results(KIND, workspace)
-    return finite_summary(summary.record(params.k), workspace.ports.log)
+            return _not_compared(layer.facts, other)
+        return self._compare(layer, other)
+
+    @override
+    def take(self, layer: Measured, outcome: CompareCurvatureMetrics) -> CompareCurvatureMetrics:
+        self._sums.take(layer, outcome)
+        return outcome
+
+    @override
+    def summary(self) -> CompareCurvatureSummary:
+        return self._sums.record(self.params.k, self.coverage)
+
+    @override
+    @classmethod
+    def cost(cls, params: CompareCurvatureParams, job: PlannedJob) -> Cost:
+        return comparison_cost(params, job)
+
+    def _compare(self, layer: Measured, other: LayerFacts) -> CompareCurvatureMetrics:
+        facts, ks, against, guard = layer.facts, self.params.k, self._against, self.workspace.machine.guard
+        factors, (factors_2, corrected_2) = self.whole.load(facts.ordinal), against.load(other)
+        corrected = None if self.whole.load_corrected is None else self.whole.load_corrected(facts.ordinal)
+        damped = [_damped(self.workspace, *each) for each in ((facts, factors), (other, factors_2))]
+        found_a = compare_sides(
+            (_side(factors, facts, "A"), _side(factors_2, other, "A")),
+            facts.name,
+            vectors=ks[-1],
+            damping=(damped[0].A, damped[1].A),
+            guard=guard,
+            known=self._shared.get(facts, other),
+        )
+        self._shared.put(facts, other, found_a)
+        found_g = compare_sides(
+            (_side(factors, facts, "G"), _side(factors_2, other, "G")),
+            facts.name,
+            vectors=ks[-1],
+            damping=(damped[0].G, damped[1].G),
+            guard=guard,
+        )
+        digests = against.digests.get(other.ordinal, (None, None))
+        return CompareCurvatureMetrics(
+            form=facts.form,
+            A=None if facts.form in _BLOCKS else side_metrics(found_a, ks),
+            G=side_metrics(found_g, ks),
+            product=product_metrics(found_g, found_a, ks),
+            ekfac=None if corrected is None or corrected_2 is None else _corrected(corrected, corrected_2),
+            lambda_A=damped[0].A,
+            lambda_G=damped[0].G,
+            lambda_A_against=damped[1].A,
+            lambda_G_against=damped[1].G,
+            digest_A_against=digests[0],
+            digest_G_against=digests[1],
+            why=None,
+        )
 
 
 def _read_against(workspace: Workspace, first: FactorSet) -> _Against:
@@ -151,51 +197,6 @@ def _not_compared(facts: LayerFacts, other: LayerFacts | None) -> CompareCurvatu
     if other is not None:
         why = f"the layer is {_shape(facts)} here and {_shape(other)} in the set compared with"
     return CompareCurvatureMetrics(**blank | {"form": facts.form, "why": why})  # type: ignore[arg-type]
-
-
-def _compare(
-    params: CompareCurvatureParams,
-    workspace: Workspace,
-    one: tuple[Measured, FactorSet],
-    two: tuple[LayerFacts, _Against],
-    shared: "_SharedSides",
-) -> CompareCurvatureMetrics:
-    (layer, first), (other, against) = one, two
-    facts, ks = layer.facts, params.k
-    factors, (factors_2, corrected_2) = first.load(facts.ordinal), against.load(other)
-    corrected = None if first.load_corrected is None else first.load_corrected(facts.ordinal)
-    damped = [_damped(workspace, *each) for each in ((facts, factors), (other, factors_2))]
-    found_a = compare_sides(
-        (_side(factors, facts, "A"), _side(factors_2, other, "A")),
-        facts.name,
-        vectors=ks[-1],
-        damping=(damped[0].A, damped[1].A),
-        guard=workspace.machine.guard,
-        known=shared.get(facts, other),
-    )
-    shared.put(facts, other, found_a)
-    found_g = compare_sides(
-        (_side(factors, facts, "G"), _side(factors_2, other, "G")),
-        facts.name,
-        vectors=ks[-1],
-        damping=(damped[0].G, damped[1].G),
-        guard=workspace.machine.guard,
-    )
-    digests = against.digests.get(other.ordinal, (None, None))
-    return CompareCurvatureMetrics(
-        form=facts.form,
-        A=None if facts.form in _BLOCKS else side_metrics(found_a, ks),
-        G=side_metrics(found_g, ks),
-        product=product_metrics(found_g, found_a, ks),
-        ekfac=None if corrected is None or corrected_2 is None else _corrected(corrected, corrected_2),
-        lambda_A=damped[0].A,
-        lambda_G=damped[0].G,
-        lambda_A_against=damped[1].A,
-        lambda_G_against=damped[1].G,
-        digest_A_against=digests[0],
-        digest_G_against=digests[1],
-        why=None,
-    )
 
 
 def _side(factors: Factors, facts: LayerFacts, which: Literal["A", "G"]) -> Symmetric:
@@ -271,7 +272,7 @@ class _Summary:
         if metrics.product is not None:
             self._compared.append((facts.name, metrics.product))
 
-    def record(self, ks: Sequence[int]) -> CompareCurvatureSummary:
+    def record(self, ks: Sequence[int], covered: Coverage) -> CompareCurvatureSummary:
         """Return the summary of the layers that were taken."""
         first, other = self._first, self._against.whole
         products = [product for _, product in self._compared]
@@ -282,7 +283,7 @@ class _Summary:
         names = {facts.name for facts in first.layers}
         sizes = [(facts, self._against.by_name.get(facts.name)) for facts in first.layers]
         return CompareCurvatureSummary(
-            coverage=coverage(first),
+            coverage=covered,
             layers=len(products),
             overlaps=tuple(_mean_overlap(k, place, products) for place, k in enumerate(ks)),
             distance=distance,

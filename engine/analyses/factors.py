@@ -1,64 +1,55 @@
 """`factors`: collect A and G of every treated layer and keep them, one row per layer."""
 
-from collections.abc import Generator
+from typing_extensions import override
 
-from catalog.analyses.analysis import LayerResult
 from catalog.analyses.factors import FactorsMetrics, FactorsSummary
-from engine.analyses.coverage_summary import coverage
-from engine.collect import collect_or_read
-from engine.factors.factor_set import FactorSet
-from engine.measurement.finite_numbers import finite_summary
-from engine.measurement.layer_measurement import Measured, measure_layers
-from engine.measurement.layer_results import covered_result, uncovered_results
-from engine.measurement.representation_record import branch_counts
+from engine.analyses.layer_analysis import LayerAnalysis
+from engine.measurement.layer_measurement import Measured
 from engine.measurement.subsample_spectra import nested_traces
-from engine.workspace import Workspace
 
 
-def collect_factors(params: None, workspace: Workspace) -> Generator[LayerResult, None, FactorsSummary]:
-    """Yield each layer as its factors are written; the layers that are not covered follow."""
-    del params  # the collection's own block says it all
-    whole = collect_or_read(workspace)
-    total = len(whole.layers)
-    layers = []
-    for done, layer in enumerate(measure_layers(workspace), start=1):
-        layers.append(layer)
-        if ("factors", layer.facts.ordinal) not in workspace.resume.completed:
-            yield covered_result("factors", layer, _metrics(layer, whole))
-        workspace.ports.report("factors", done, total, "layers")
-    yield from uncovered_results("factors", workspace)
-    summary = FactorsSummary(
-        coverage=coverage(whole),
-        layers=total,
-        branches=branch_counts(whole.layers),
-        eigendecompositions=sum(
-            layer.spectrum_A is not None and layer.facts.form not in ("diagonal", "diagonal_block") for layer in layers
-        ),
-        woodbury_layers=sum(layer.facts.representation_G == "woodbury" for layer in layers),
-        examples=whole.examples,
-        updates=whole.updates,
-        passes=whole.passes,
-        fisher=whole.collection.fisher,
-        sharing=whole.collection.sharing,
-        update_freq=whole.collection.update_freq,
-        factor_bytes=sum(layer.record.factor_bytes or 0 for layer in layers),
-        dense_factor_bytes=sum(_dense_bytes(layer) for layer in layers),
-    )
-    return finite_summary(summary, workspace.ports.log)
+class KeptFactors(LayerAnalysis[None]):
+    """The factors, as they are written; the collection's own block of options says it all."""
 
+    kind = "factors"
 
-def _metrics(layer: Measured, whole: FactorSet) -> FactorsMetrics:
-    leader = layer.facts.shared_A_with
-    return FactorsMetrics(
-        form=layer.facts.form,
-        trace_A=layer.trace_A,
-        trace_G=layer.trace_G,
-        exact_trace=layer.record.exact_trace,
-        trace_ratio=layer.record.trace_ratio,
-        shared_A_with=None if leader is None else whole.layers[leader].name,
-        calls=layer.facts.calls,
-        nested=nested_traces(layer.nested),
-    )
+    @override
+    def prepare(self) -> None:
+        self._layers: list[Measured] = []
+
+    @override
+    def layer(self, layer: Measured) -> FactorsMetrics:
+        self._layers.append(layer)
+        leader = layer.facts.shared_A_with
+        return FactorsMetrics(
+            form=layer.facts.form,
+            trace_A=layer.trace_A,
+            trace_G=layer.trace_G,
+            exact_trace=layer.record.exact_trace,
+            trace_ratio=layer.record.trace_ratio,
+            shared_A_with=None if leader is None else self.whole.layers[leader].name,
+            calls=layer.facts.calls,
+            nested=nested_traces(layer.nested),
+        )
+
+    @override
+    def summary(self) -> FactorsSummary:
+        whole, layers = self.whole, self._layers
+        return FactorsSummary(
+            coverage=self.coverage,
+            layers=len(whole.layers),
+            branches=self.branches,
+            eigendecompositions=sum(layer.is_decomposed for layer in layers),
+            woodbury_layers=sum(layer.facts.representation_G == "woodbury" for layer in layers),
+            examples=whole.examples,
+            updates=whole.updates,
+            passes=whole.passes,
+            fisher=whole.collection.fisher,
+            sharing=whole.collection.sharing,
+            update_freq=whole.collection.update_freq,
+            factor_bytes=sum(layer.record.factor_bytes or 0 for layer in layers),
+            dense_factor_bytes=sum(_dense_bytes(layer) for layer in layers),
+        )
 
 
 def _dense_bytes(layer: Measured) -> int:

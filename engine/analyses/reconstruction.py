@@ -1,14 +1,15 @@
 """`reconstruction`: each layer's factors with their spectra clipped at κ_max, rebuilt or kept as an eigenbasis."""
 
+import math
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from catalog.analyses.analysis import LayerResult
 from catalog.analyses.reconstruction import (
     ReconstructedSide,
     ReconstructionMetrics,
@@ -16,10 +17,10 @@ from catalog.analyses.reconstruction import (
     ReconstructionSummary,
 )
 from catalog.responses.layer_record import Observed
-from engine.analyses.coverage_summary import coverage
-from engine.analyses.given_matrix import index_entry, record_without_collection
+from engine.analyses.costs.reconstruction import reconstruction_cost
+from engine.analyses.given_matrix import index_entry
+from engine.analyses.layer_analysis import LayerAnalysis
 from engine.analyses.remembered_rows import Outcome, recall, remember
-from engine.collect import collect_or_read
 from engine.errors import BrokenFactors, NoConditionNumber
 from engine.factors.clipped_inverse import PREFIX, StabilisedSide
 from engine.factors.clipped_operator import ClippedOperator
@@ -32,14 +33,11 @@ from engine.linalg.panels import wide_product
 from engine.measurement.clip_factor import DecomposedFactor, Made, in_eigenbasis, not_stabilised, rebuild
 from engine.measurement.clip_head import clip_structured
 from engine.measurement.divided_layers import DividedLayers, SentFiles
-from engine.measurement.finite_numbers import finite_summary
-from engine.measurement.layer_measurement import Measured, measure_layers
-from engine.measurement.layer_results import covered_result, uncovered_results
-from engine.measurement.representation_record import branch_counts
+from engine.measurement.layer_measurement import Measured
 from engine.memory.budget import device_bytes, resident_bytes
+from engine.planning.analysis_cost import Cost, PlannedJob
 from engine.workspace import Artifacts, Workspace
 
-KIND = "reconstruction"
 FOLDER = "stabilised"
 FORMAT = "kronoscope-stabilised/1"
 INDEX = f"{FOLDER}/stabilised.index.json"
@@ -53,19 +51,14 @@ class _Run:
     workspace: Workspace
     whole: FactorSet
     kappa_max: float
+    artifacts: Artifacts | SentFiles
+    """The place of the layers' files."""
     shared: dict[int, ReconstructedSide] = field(default_factory=dict)
     """A of layers that others share it with, by ordinal."""
     rows: dict[int, ReconstructionMetrics] = field(default_factory=dict)
     kept: dict[int, Kept] = field(default_factory=dict)
     entries: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Entries of the index, by ordinal."""
-    files: SentFiles | None = None
-    """The places that files of layers are written to, where several ranks make them."""
-
-    @property
-    def artifacts(self) -> Artifacts | SentFiles:
-        """The place of the layers' files."""
-        return self.workspace.ports.artifacts if self.files is None else self.files
 
     def take(self, facts: LayerFacts, outcome: Outcome) -> None:
         """Note what the summary and the indices need of a layer."""
@@ -78,71 +71,125 @@ class _Run:
             self.shared[facts.ordinal] = outcome.metrics.A
 
 
-def reconstruct(
-    params: ReconstructionParams, workspace: Workspace
-) -> Generator[LayerResult, None, ReconstructionSummary]:
-    """Yield each layer as its factors are stabilised, one that shares an A after the layer that holds it.
+class Reconstruction(LayerAnalysis[ReconstructionParams]):
+    """Each layer's factors, stabilised; a layer that shares an A comes after the layer that holds it.
 
     Memory:
         One layer's factors, their stabilised copies and one basis.
     """
-    kappa_max = workspace.options.stabilisation.kappa_max
-    if kappa_max is None:
-        raise NoConditionNumber(
-            "`stabilisation.kappa_max` is null, so there is nothing to clip at; give a number above 1, such as 1e6",
-            pointer="/stabilisation/kappa_max",
+
+    kind = "reconstruction"
+    divided = True
+    _run: _Run
+
+    @override
+    def require(self) -> None:
+        if self.workspace.options.stabilisation.kappa_max is None:
+            raise NoConditionNumber(
+                "`stabilisation.kappa_max` is null, so there is nothing to clip at; give a number above 1, such as 1e6",
+                pointer="/stabilisation/kappa_max",
+            )
+
+    @override
+    def prepare(self) -> None:
+        division = DividedLayers.of(self.workspace, self.whole)
+        if division is not None:
+            self.files = SentFiles(division=division, places=[self.workspace.ports.artifacts])
+        self._run = _Run(
+            params=self.params,
+            workspace=self.workspace,
+            whole=self.whole,
+            kappa_max=self.workspace.options.stabilisation.kappa_max or math.inf,
+            artifacts=self.files or self.workspace.ports.artifacts,
         )
-    run = _Run(params=params, workspace=workspace, whole=collect_or_read(workspace), kappa_max=kappa_max)
-    for done, (layer, outcome) in enumerate(_outcomes(run), start=1):
-        facts, known = layer.facts, outcome.metrics
-        run.take(facts, outcome)
-        if (KIND, facts.ordinal) not in workspace.resume.completed:
-            row = replace(covered_result(KIND, layer, known), observed=outcome.observed or layer.observed)
-            yield row if facts.module != GIVEN_MATRIX else replace(row, record=record_without_collection(row.record))
-        workspace.ports.report(KIND, done, len(run.whole.layers), "layers")
-    _write_indices(run)
-    yield from uncovered_results(KIND, workspace)
-    return finite_summary(_summary(run), workspace.ports.log)
 
+    @override
+    def layers(self) -> Iterator[Measured]:
+        held: set[int] = set()
+        waiting: dict[int, list[Measured]] = {}
+        for layer in super().layers():
+            holder = layer.facts.shared_A_with
+            if holder is not None and holder not in held:
+                waiting.setdefault(holder, []).append(layer)
+                continue
+            held.add(layer.facts.ordinal)
+            yield layer
+            yield from waiting.pop(layer.facts.ordinal, [])
+        if waiting:
+            raise ValueError(f"layers {sorted(waiting)} hold an A and are not among those measured")
 
-def _holders_first(workspace: Workspace, whole: FactorSet) -> Iterator[Measured]:
-    """Layers in the order they are measured, but one whose A another holds waits for that one."""
-    held: set[int] = set()
-    waiting: dict[int, list[Measured]] = {}
-    for layer in measure_layers(workspace):
-        holder = layer.facts.shared_A_with
-        if holder is not None and holder not in held:
-            waiting.setdefault(holder, []).append(layer)
-            continue
-        held.add(layer.facts.ordinal)
-        yield layer
-        yield from waiting.pop(layer.facts.ordinal, [])
-    if waiting:
-        raise ValueError(f"layers {sorted(waiting)} hold an A and are not among the {len(whole.layers)} measured")
-
-
-def _outcomes(run: _Run) -> Iterator[tuple[Measured, Outcome]]:
-    """Every layer with what was made of it; of several ranks, each makes that of its own layers."""
-    workspace = run.workspace
-
-    def compute(layer: Measured) -> Outcome:
-        workspace.ports.raise_if_cancelled()
-        facts, begun = layer.facts, time.perf_counter()
-        outcome = recall(workspace, facts)
+    @override
+    def layer(self, layer: Measured) -> Outcome:
+        run, facts = self._run, layer.facts
+        outcome = recall(self.workspace, facts)
         if outcome is None:
-            with workspace.machine.operation(f"reconstruction of layer {facts.ordinal}", "reconstruction"):
-                metrics = _stabilised(run, layer)
+            metrics = _stabilised(run, layer)
             outcome = Outcome(metrics=metrics, kept=run.kept.get(facts.ordinal), entry=run.entries.get(facts.ordinal))
-            remember(workspace, facts, outcome)
+            remember(self.workspace, facts, outcome)
+        # the next layer may share its A
         run.take(facts, outcome)
-        return replace(outcome, observed=_observed(workspace, layer, begun))
+        return outcome
 
-    layers = _holders_first(workspace, run.whole)
-    division = DividedLayers.of(workspace, run.whole)
-    if division is None:
-        return ((layer, compute(layer)) for layer in layers)
-    run.files = SentFiles(division=division, places=[workspace.ports.artifacts])
-    return division.compute(list(layers), compute, KIND, run.files)
+    @override
+    def take(self, layer: Measured, outcome: Outcome) -> ReconstructionMetrics:
+        self._run.take(layer.facts, outcome)
+        return outcome.metrics
+
+    @override
+    def observe(self, layer: Measured, begun: float) -> Observed:
+        machine = self.workspace.machine
+        allocated, reserved = device_bytes(machine.device)
+        return replace(
+            layer.observed,
+            seconds=time.perf_counter() - begun,
+            allocated_after_bytes=allocated,
+            reserved_after_bytes=reserved,
+            host_after_bytes=resident_bytes(),
+            measured_peak_bytes=machine.curve.stages.peak_bytes(machine.device),
+        )
+
+    @override
+    def finish(self) -> None:
+        _write_indices(self._run)
+
+    @override
+    def summary(self) -> ReconstructionSummary:
+        run = self._run
+        own: list[ReconstructedSide] = []
+        lacking = []
+        for facts in self.whole.layers:
+            row = run.rows[facts.ordinal]
+            sides = [side for side in (row.A if facts.shared_A_with is None else None, row.G) if side is not None]
+            own += [side for side in sides if side.why is None]
+            if any(side.why is not None for side in sides):
+                lacking.append(facts.name)
+        eigenvalues = sum(side.size for side in own)
+        clipped = sum(side.clipped or 0 for side in own)
+        before = sum(side.trace or 0 for side in own)
+        kappas = [side.kappa_reached for side in own if side.floor]
+        errors = [side.relative_error for side in own if side.relative_error is not None]
+        reached = [kappa for kappa in kappas if kappa is not None]
+        return ReconstructionSummary(
+            coverage=self.coverage,
+            layers=len(self.whole.layers),
+            branches=self.branches,
+            factors=len(own),
+            kappa_max=run.kappa_max,
+            route=self.params.route,
+            clipped=clipped,
+            eigenvalues=eigenvalues,
+            clipped_share=clipped / eigenvalues if eigenvalues else None,
+            mass_share=sum(side.mass or 0 for side in own) / before if before > 0 else None,
+            floor_kept=min((_kept_share(side) for side in own if side.clipped and side.floor), default=None),
+            kappa_reached=None if None in kappas else max(reached, default=None),
+            relative_error=max(errors, default=None),
+            not_stabilised=tuple(lacking),
+        )
+
+    @override
+    @classmethod
+    def cost(cls, params: ReconstructionParams, job: PlannedJob) -> Cost:
+        return reconstruction_cost(params, job)
 
 
 def _stabilised(run: _Run, layer: Measured) -> ReconstructionMetrics:
@@ -321,51 +368,6 @@ def _write_indices(run: _Run) -> None:
                 "layers": [run.entries[facts.ordinal] for facts in layers],
             },
         )
-
-
-def _observed(workspace: Workspace, layer: Measured, begun: float) -> Observed:
-    allocated, reserved = device_bytes(workspace.machine.device)
-    observed: Observed = replace(
-        layer.observed,
-        seconds=time.perf_counter() - begun,
-        allocated_after_bytes=allocated,
-        reserved_after_bytes=reserved,
-        host_after_bytes=resident_bytes(),
-        measured_peak_bytes=workspace.machine.curve.stages.peak_bytes(workspace.machine.device),
-    )
-    return observed
-
-
-def _summary(run: _Run) -> ReconstructionSummary:
-    own: list[ReconstructedSide] = []
-    lacking = []
-    for facts in run.whole.layers:
-        row = run.rows[facts.ordinal]
-        sides = [side for side in (row.A if facts.shared_A_with is None else None, row.G) if side is not None]
-        own += [side for side in sides if side.why is None]
-        if any(side.why is not None for side in sides):
-            lacking.append(facts.name)
-    eigenvalues = sum(side.size for side in own)
-    clipped = sum(side.clipped or 0 for side in own)
-    before = sum(side.trace or 0 for side in own)
-    kappas = [side.kappa_reached for side in own if side.floor]
-    errors = [side.relative_error for side in own if side.relative_error is not None]
-    return ReconstructionSummary(
-        coverage=coverage(run.whole),
-        layers=len(run.whole.layers),
-        branches=branch_counts(run.whole.layers),
-        factors=len(own),
-        kappa_max=run.kappa_max,
-        route=run.params.route,
-        clipped=clipped,
-        eigenvalues=eigenvalues,
-        clipped_share=clipped / eigenvalues if eigenvalues else None,
-        mass_share=sum(side.mass or 0 for side in own) / before if before > 0 else None,
-        floor_kept=min((_kept_share(side) for side in own if side.clipped and side.floor), default=None),
-        kappa_reached=None if None in kappas else max((kappa for kappa in kappas if kappa is not None), default=None),
-        relative_error=max(errors, default=None),
-        not_stabilised=tuple(lacking),
-    )
 
 
 def _kept_share(side: ReconstructedSide) -> float:

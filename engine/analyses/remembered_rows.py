@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from catalog.analyses.reconstruction import ReconstructedSide, ReconstructionMetrics
-from catalog.responses.layer_record import Observed
 from engine.factors.factor_files import Kept
 from engine.factors.factor_set import LayerFacts
 from engine.workspace import Workspace, load_sealed, save_sealed
@@ -22,7 +21,6 @@ class Outcome:
     """The layer's entry in the index of factors; None where the result is no set of factors, or nothing is kept."""
     entry: dict[str, Any] | None
     """Its entry in the index of sides that are no matrices."""
-    observed: Observed | None = None
 
 
 def remember(workspace: Workspace, facts: LayerFacts, outcome: Outcome) -> None:

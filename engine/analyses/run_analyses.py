@@ -12,11 +12,12 @@
 
 import pkgutil
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 from catalog import ANALYSES
 from catalog.analyses.analysis import LayerResult, RefusedAnalysis
+from engine.analyses.layer_analysis import LayerAnalysis
 from engine.collect import JobFactors
 from engine.errors import DataDiffer, UsageError
 from engine.workspace import Workspace
@@ -71,8 +72,8 @@ def _stays_with_its_kind(workspace: Workspace) -> bool:
 
 def _run(kind: str, workspace: Workspace, take_row: Callable[[LayerResult], None]) -> Any:  # noqa: ANN401 - its summary
     """Pull the rows of one analysis; return its summary."""
-    function: Callable[..., Generator[LayerResult, None, Any]] = pkgutil.resolve_name(ANALYSES[kind].function)
-    rows = function(workspace.options.of(kind), workspace)
+    analysis: type[LayerAnalysis[Any]] = pkgutil.resolve_name(ANALYSES[kind].function)
+    rows = analysis(workspace.options.of(kind), workspace).rows()
     while True:
         try:
             take_row(next(rows))

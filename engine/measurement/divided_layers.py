@@ -16,7 +16,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from engine.collection.ranks.owners import BY_OWNERS
 from engine.distributed.group import Ranks
 from engine.distributed.longest_first import divide_longest_first
 from engine.distributed.transfers import Label, hand_over
@@ -127,7 +126,7 @@ class DividedLayers:
     def needs_bases(self) -> bool:
         """Whether every rank reads the bases of all layers."""
         options = self.workspace.options
-        return options.decomposition == "vectors" and not BY_OWNERS.issuperset(options.kinds)
+        return options.decomposition == "vectors" and not options.layerwise
 
     def is_own(self, facts: LayerFacts) -> bool:
         """Return whether a layer is this rank's."""

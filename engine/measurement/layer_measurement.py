@@ -76,6 +76,11 @@ class Measured:
         """`covered`, or `zero_curvature` where the layer has no curvature at all."""
         return "covered" if self.trace_A > 0 and self.trace_G > 0 else "zero_curvature"
 
+    @property
+    def is_decomposed(self) -> bool:
+        """Whether an eigendecomposition was made of it."""
+        return self.spectrum_A is not None and self.facts.form not in ("diagonal", "diagonal_block")
+
 
 class _MeasuredLayers(dict[int, Measured]):
     """Layers of one job that were measured, by ordinal."""
@@ -100,9 +105,7 @@ def measure_layers(workspace: Workspace) -> Iterator[Measured]:
     known = workspace.results.of(_MeasuredLayers)
     factors = collect_or_read(workspace)
     # merged ones are stored nowhere yet
-    keep_factors = workspace.inputs.stored is None and (
-        "factors" in workspace.options.keep or "factors" in workspace.options.kinds
-    )
+    keep_factors = workspace.inputs.stored is None and workspace.options.keeps_factors
     cache = _cache(workspace, factors)
     order = sorted(factors.layers, key=_by_size)
     division = DividedLayers.of(workspace, factors)

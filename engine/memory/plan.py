@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
-from catalog.requests.memory import PLANNED_STAGES, PlannedStage
+from catalog import PLANNED_STAGES
 from catalog.responses.time_estimate import Paced, seconds_range
 from engine.errors import BudgetExceeded
 from engine.memory.budget import MemoryBudget
@@ -25,9 +25,8 @@ Budgeted = Literal["device", "host"]
 BUDGETED: tuple[Budgeted, ...] = ("device", "host")
 """The places that a budget counts."""
 Place = Budgeted | Literal["disk"]
-Stage = PlannedStage | Literal["throughout"]
-STAGES: tuple[Stage, ...] = PLANNED_STAGES
-"""In the order in which a job comes to them."""
+Stage = str
+"""One of ``PLANNED_STAGES``, or ``throughout``."""
 Source = Literal["exact", "traced", "estimated", "calibrated", "measured"]
 
 
@@ -146,7 +145,7 @@ class Plan:
     def stages(self) -> tuple[Stage, ...]:
         """Those that hold anything of their own, in order."""
         held = {term.stage for term in self.terms}
-        return tuple(stage for stage in STAGES if stage in held)
+        return tuple(stage for stage in PLANNED_STAGES if stage in held)
 
     @cached_property
     def _sums(self) -> Mapping[tuple[Place, str, str | None], int]:

@@ -31,8 +31,9 @@ from torch import Tensor
 from catalog.analyses.compare_curvature import EigenspaceOverlap, MatrixComparison
 from engine.linalg.panels import PANEL_NUMBERS
 from engine.operators.pairs.side_comparison import Difference, SideComparison
-from engine.planning.later.comparison import MOST_PRODUCTS
 
+MOST_PRODUCTS = 2**22
+"""Eigenvalues of G ⊗ A that are put into order at most."""
 _SERIES_UP_TO = 0.05
 _SERIES_TERMS = 14
 """The next one is 0.05^13 of the first: less than rounding."""

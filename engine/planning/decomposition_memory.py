@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from catalog.analyses.natural_gradient import NaturalGradientParams
 from engine.collection.probe import Probe
 from engine.factors.representation import Representation, WorkloadEstimate
 from engine.factors.representation_bytes import dense_head_bytes, iteration_bytes
@@ -146,12 +145,10 @@ def basis_dtype(workspace: Workspace, factor: torch.dtype) -> torch.dtype:
         factor: Precision that the factor is kept in.
 
     Returns:
-        ``torch.float64`` where the factor is kept so, or where a natural gradient takes powers through eigenvectors,
-        which rounded vectors would limit to an error of 1e-7 times the condition; else ``torch.float32``.
+        ``torch.float64`` where the factor is kept so, or where an analysis asks for exact vectors; else
+        ``torch.float32``.
     """
-    gradient: NaturalGradientParams | None = workspace.options.of("natural_gradient")
-    powers = "natural_gradient" in workspace.options.kinds
-    if powers and (gradient or NaturalGradientParams()).decomposition == "vectors":
+    if workspace.options.asks("exact_vectors"):
         return torch.float64
     return kept_dtype(factor)
 

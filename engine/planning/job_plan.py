@@ -12,10 +12,9 @@ from engine.collection.probe import Probe
 from engine.memory.budget import MemoryBudget, resident_bytes
 from engine.memory.plan import BUDGETED, Budgeted, Chosen, Enough, Plan
 from engine.memory.smallest_budget import named_budget, smallest_budget
-from engine.planning.analysis_memory import with_later_stages
-from engine.planning.analysis_time import with_later_seconds
+from engine.planning.analysis_cost import with_analyses
 from engine.planning.collection.memory import corrected_plan, correction_bytes, plan_of
-from engine.planning.collection.seconds import Work, with_seconds, work_of
+from engine.planning.collection.seconds import Work, work_of
 from engine.planning.decomposition_memory import beyond_solvers, with_decompositions
 from engine.planning.layer_memory import group_bytes
 from engine.planning.plan_search import fastest, halved, partition, slice_sizes
@@ -188,10 +187,9 @@ class _Ways:
         """With the passes that re-estimate eigenvalues, and the seconds of everything."""
         given = self.workspace, self.probe
         plan = self._plan(chosen)
-        for whole in self._with_corrections(plan) if self.workspace.options.collection.ekfac else (plan,):
-            whole = with_decompositions(whole, *given, self.budget, self.work.pace)  # noqa: PLW2901 - built up
-            whole = with_later_stages(whole, *given, self.budget)  # noqa: PLW2901
-            yield with_later_seconds(with_seconds(whole, self.work), *given, self.work)
+        for corrected in self._with_corrections(plan) if self.workspace.options.collection.ekfac else (plan,):
+            decomposed = with_decompositions(corrected, *given, self.budget, self.work.pace)
+            yield with_analyses(decomposed, *given, self.budget, self.work)
 
     def _with_corrections(self, plan: Plan) -> Iterator[Plan]:
         place: Budgeted = "device" if self.workspace.machine.device.type == "cuda" else "host"

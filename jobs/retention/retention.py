@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, Engine, delete, func, insert, or_, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 
-from catalog.analyses.compare_curvature import COMPARE_CURVATURE
+from catalog import ANALYSES
 from catalog.requests.estimate import ESTIMATE
 from jobs.errors import ArtifactDamaged
 from jobs.lifecycle import STATES, TERMINAL
@@ -29,7 +29,10 @@ _MOST_FAULTS = 100
 _ESTIMATES_AT_ONCE = 500
 _DAY_SECONDS = 86_400
 _OPEN = sorted({*STATES} - TERMINAL)
-_NAMING = (("factors", "job"), (COMPARE_CURVATURE.kind, "against", "job"))
+_NAMING = (
+    ("factors", "job"),
+    *((kind, "against", "job") for kind, each in ANALYSES.items() if hasattr(each.params, "against")),
+)
 """Fields of a document that name a job whose factors it needs."""
 _STAYING = "state"
 """Events of this type stay in the ledger too: they are few, and a reader who resumes finds the job's end."""

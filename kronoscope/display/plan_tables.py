@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from catalog.requests.memory import PLANNED_STAGES
+from catalog import PLANNED_STAGES
 from catalog.responses.time_estimate import written_seconds
 from kronoscope.display.layer_names import shorten_all
 from kronoscope.display.numbers import format_number

@@ -7,8 +7,8 @@ from torch import nn
 from catalog.analyses.capacity import CapacityParams
 from catalog.requests.inputs import Task
 from catalog.requests.memory import Memory
-from engine.analyses.capacity import measure_capacity
-from engine.analyses.factors import collect_factors
+from engine.analyses.capacity import Capacity
+from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
 from engine.errors import NonFiniteFactor
 from engine.factors.kronecker_factors import digest
@@ -96,12 +96,12 @@ def test_same_digests_twice_in_float32() -> None:
     for _ in range(2):
         space = on("cuda", fisher="mc", dtype="float32")
         space.options.kinds = ("factors",)
-        runs.append([(row.record.digest_A, row.record.digest_G) for row in collect_factors(None, space)])
+        runs.append([(row.record.digest_A, row.record.digest_G) for row in KeptFactors(None, space).rows()])
     assert runs[0] == runs[1]
 
 
 def test_capacity_on_the_device_records_its_rungs_and_bytes() -> None:
-    rows = list(measure_capacity(CapacityParams(), on("cuda", fisher="mc")))
+    rows = list(Capacity(CapacityParams(), on("cuda", fisher="mc")).rows())
     assert rows[0].record.rungs_A == ("device_float64",)
     assert rows[0].observed.reserved_after_bytes
     assert rows[0].metrics.effective_dimension > 0

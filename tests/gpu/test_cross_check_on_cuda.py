@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from catalog.analyses.capacity import CapacityParams
 from catalog.analyses.capacity_metrics import CapacityMetrics
 from catalog.analyses.cross_check import CrossCheck
-from engine.analyses.capacity import measure_capacity
+from engine.analyses.capacity import Capacity
 from tests.oracles import workspace
 
 pytestmark = [
@@ -33,7 +33,7 @@ def check(device: str) -> list[CrossCheck]:
     model, ids, y = Attending(), torch.randint(0, 9, (12, 5)), torch.randint(0, 3, (12,))
     space = workspace(model.to(device), [(ids, y)], "classification", fisher="mc")
     space.machine.device = torch.device(device)
-    rows = measure_capacity(CapacityParams(cross_check="ggn", cross_check_probes=4), space)
+    rows = Capacity(CapacityParams(cross_check="ggn", cross_check_probes=4), space).rows()
     metrics = [row.metrics for row in rows]
     return [each.cross_check for each in metrics if isinstance(each, CapacityMetrics) and each.cross_check]
 

@@ -9,7 +9,7 @@ from torch import nn
 from catalog.analyses.capacity import CapacityParams
 from catalog.requests.memory import Memory
 from catalog.requests.woodbury import Woodbury
-from engine.analyses.capacity import measure_capacity
+from engine.analyses.capacity import Capacity
 from engine.collect import collect_or_read
 from engine.factors.factor_set import FactorSet
 from engine.factors.low_rank import LowRank
@@ -61,7 +61,7 @@ def test_rows_in_sixteen_bits_reach_the_host(store_device: Any) -> None:
 
 def test_arithmetic_on_the_device_gives_the_same_metrics() -> None:
     options = Woodbury(policy="all")
-    rows = [list(measure_capacity(CapacityParams(), on(device, options))) for device in ("cpu", "cuda")]
+    rows = [list(Capacity(CapacityParams(), on(device, options)).rows()) for device in ("cpu", "cuda")]
     for left, right in zip(*rows, strict=True):
         assert right.record.branch == left.record.branch == "woodbury"
         assert right.metrics.trace == pytest.approx(left.metrics.trace, rel=1e-10)

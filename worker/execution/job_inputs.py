@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from catalog.analyses.compare_curvature import COMPARE_CURVATURE
+from catalog import ANALYSES
 from catalog.requests.inputs import BuiltinModel
 from catalog.requests.job import JobDocument
 from engine.workspace import Artifacts
@@ -106,7 +106,7 @@ def open_factors(document: JobDocument, assignment: Assignment, context: LoaderC
         if assignment.factors_path is None and reference is not None and reference.tensor is not None:
             raise Refusal("names a matrix in a file, and `path` is a folder; leave it out", pointer="/factors/tensor")
         return found
-    if document.kinds != ("reconstruction",):
+    if not all(ANALYSES[kind].takes_matrix for kind in document.kinds):
         raise Refusal(
             "is a file, and a single matrix is for `reconstruction`; take `kind: reconstruction` alone",
             pointer="/factors/path",
@@ -126,22 +126,20 @@ def open_gradient(document: JobDocument, context: LoaderContext) -> dict[str, Te
     Raises:
         Refusal: If the file cannot be read, or holds no gradient.
     """
-    given = None
-    if "natural_gradient" in document.kinds:
-        given = getattr(document, "natural_gradient").gradient  # noqa: B009 - a block that the menu adds
+    given = document.given("gradient")
     if given is None or context.shapes_only:
         return None
-    gradient = load_gradient(given.path, context)
+    gradient = load_gradient(given[1].path, context)
     context.checkpoint()
     return gradient
 
 
 def open_against(document: JobDocument, assignment: Assignment, context: LoaderContext) -> Artifacts | None:
     """Open the second set of factors, if the document compares two."""
-    params: Any = getattr(document, COMPARE_CURVATURE.kind, None)
-    if COMPARE_CURVATURE.kind not in document.kinds or params is None or params.against is None:
+    given = document.given("against")
+    if given is None:
         return None
-    found = _open_stored(params.against.path, assignment.against_path, AGAINST, context)
+    found = _open_stored(given[1].path, assignment.against_path, AGAINST, context)
     if isinstance(found, StoredFactors):
         return found
     raise Refusal(

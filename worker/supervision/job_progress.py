@@ -4,6 +4,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from catalog import stages_of
+from catalog.analyses.analysis import AnalysisStage
 from catalog.frames import LayerDone, Progress
 from catalog.responses.remaining_time import RemainingTime
 
@@ -11,10 +13,6 @@ COLLECTION_SHARE = 70.0
 """Per cent of a job's bar that collecting takes; the analyses share the rest."""
 PIECE_SHARE = 95.0
 """The same of a piece of a divided job, which then stores what it has collected."""
-CROSS_CHECK_SHARE = 0.9
-"""Of the capacity's part of the bar, where there is a cross-check."""
-LAYERS_SHARE = 0.1
-"""Share of the spectrum's part of the bar, where products with an exact curvature follow its layers."""
 _WRITE_SECONDS = 0.5
 
 
@@ -39,14 +37,14 @@ class ProgressView:
         self._remaining = RemainingTime(kinds)
         self._layers: int | None = None
         self._percent = percent
-        self._multiplies = False
+        self._plan: Mapping[str, Any] = {}
         self._written_stage: str | None = None
         self._written_at = 0.0
 
     def take_plan(self, plan: Mapping[str, Any]) -> None:
         """Take the job's plan, which foresees the seconds of its stages."""
         self._remaining.take_plan(plan)
-        self._multiplies = bool(plan.get("search"))
+        self._plan = plan
 
     def take_layer(self, frame: LayerDone) -> None:
         """Count a row."""
@@ -79,12 +77,19 @@ class ProgressView:
         if frame.stage == "collection":
             return 0.0 if self._after_pieces else self._start * within
         each = (100.0 - self._start) / len(self._analyses)
-        if frame.stage == "cross_check" and "capacity" in self._analyses:
-            # before the first row of its analysis, and the longer part of it
-            return self._start + each * (self._analyses.index("capacity") + CROSS_CHECK_SHARE * within)
-        if frame.stage in ("spectrum", "products") and "spectrum" in self._analyses and self._multiplies:
-            part = LAYERS_SHARE * within if frame.stage == "spectrum" else LAYERS_SHARE + (1 - LAYERS_SHARE) * within
-            return self._start + each * (self._analyses.index("spectrum") + part)
-        if frame.stage in self._analyses:
-            return self._start + each * (self._analyses.index(frame.stage) + within)
+        for place, kind in enumerate(self._analyses):
+            before = 0.0
+            stages = [stage for stage in stages_of(kind) if frame.stage == stage.name or self._will_come(stage)]
+            for stage in stages:
+                share = stage.share / sum(one.share for one in stages)
+                if stage.name == frame.stage:
+                    return self._start + each * (place + before + share * within)
+                before += share
         return 0.0
+
+    def _will_come(self, stage: AnalysisStage) -> bool:
+        """Whether the plan announces a stage."""
+        announced: Any = self._plan
+        for name in stage.announced_by:
+            announced = announced.get(name) if isinstance(announced, Mapping) else None
+        return not stage.announced_by or bool(announced)

@@ -11,7 +11,6 @@ from typing import Any
 
 from sqlalchemy import Engine
 
-from catalog.analyses.compare_curvature import COMPARE_CURVATURE
 from catalog.frames import Failed
 from catalog.record import plain
 from jobs.objects.artifacts import ArtifactFolder
@@ -55,15 +54,13 @@ def lay_out_factors(engine: Engine, folder: ArtifactFolder, claim: Claim) -> Lai
     """Lay out the factors of the jobs that the claim's document names; a job named twice is laid out once."""
     document = claim.document
     factors = _named(document.get("factors"))
-    against = None
-    if COMPARE_CURVATURE.kind in claim.kinds:
-        against = _named((document.get(COMPARE_CURVATURE.kind) or {}).get("against"))
+    of_kinds = ((kind, _named((document.get(kind) or {}).get("against"))) for kind in claim.kinds)
+    comparing, against = next(((kind, job) for kind, job in of_kinds if job is not None), ("", None))
     place = folder.attempt_dir(claim.job_id, claim.fence)
     first = _lay_out(engine, folder, claim, factors, (place / "input", "/factors"))
     second = first
     if against != factors:
-        pointer = f"/{COMPARE_CURVATURE.kind}/against"
-        second = _lay_out(engine, folder, claim, against, (place / "against", pointer))
+        second = _lay_out(engine, folder, claim, against, (place / "against", f"/{comparing}/against"))
     return LaidOutFactors(
         factors=first,
         against=None if against is None else second,

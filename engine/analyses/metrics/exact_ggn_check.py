@@ -18,6 +18,7 @@ from torch import Tensor
 
 from catalog.analyses.capacity import CapacityParams
 from catalog.analyses.cross_check import CrossCheck
+from engine.analyses.costs.capacity import probes_at_once, search_bytes, search_lengths
 from engine.collection.pass_job import PassJob
 from engine.collection.ranks.joined_job import require_one_rank
 from engine.errors import NonFiniteFactor, UsageError
@@ -28,7 +29,6 @@ from engine.memory.guard import Fallback
 from engine.model.determinism import Numerics
 from engine.operators.blocks import Block, block_of, joined
 from engine.operators.exact_products import GaussNewton
-from engine.planning.exact_ggn_memory import probes_at_once, search_bytes, search_lengths
 from engine.workspace import Workspace
 
 _STAGE: Literal["cross_check"] = "cross_check"

@@ -14,6 +14,7 @@ from torch import Tensor
 from catalog.analyses.spectrum import SpectrumParams
 from catalog.analyses.spectrum_metrics import CurvatureSpectrum
 from catalog.record import plain
+from engine.analyses.costs.spectrum import choose_search, expected_passes
 from engine.analyses.spectra.covered_parameters import CoveredParameters
 from engine.analyses.spectra.found_spectrum import found_spectrum, read_spectrum
 from engine.analyses.spectra.search_checkpoints import SavedSearch, SearchCheckpoints
@@ -27,7 +28,6 @@ from engine.memory.budget import give_back_host_memory
 from engine.model.determinism import Numerics
 from engine.operators.exact.data_passes import Learnt
 from engine.operators.products import ExactCurvature
-from engine.planning.later.spectrum import choose_search, expected_passes
 from engine.saved_fields import load_fields, save_fields
 from engine.workspace import Workspace
 
@@ -45,7 +45,7 @@ def exact_spectra(
     """Search every exact curvature that the job asks for.
 
     Memory:
-        As ``engine.planning.later.spectrum`` counts it.
+        As ``engine.analyses.costs.spectrum`` counts it.
     """
     if workspace.inputs.model is None or workspace.inputs.task is None or workspace.inputs.batches is None:
         raise UsageError(

@@ -17,9 +17,6 @@ from engine.distributed.longest_first import divide_longest_first
 from engine.factors.kronecker_factors import Factors
 from engine.workspace import Workspace
 
-BY_OWNERS = frozenset(("factors", "capacity", "reconstruction"))
-"""Analyses that take of each layer nothing but what its owner has made."""
-
 
 class OwnedLayers(dict[str, int]):
     """Owner of each layer of a job whose dense sums went to owners, by name; empty where every rank has all."""
@@ -78,8 +75,7 @@ def is_summed_at_owner(found: LayerStatistics) -> bool:
 
 def _left_to_owners(workspace: Workspace) -> bool:
     options = workspace.options
-    importance = getattr(options.of("capacity"), "token_importance", None)
-    return BY_OWNERS.issuperset(options.kinds) and importance is None and not options.collection.ekfac
+    return options.layerwise and not options.asks("reads_all_factors") and not options.collection.ekfac
 
 
 def _cost(found: LayerStatistics, rows: int) -> float:

@@ -12,7 +12,7 @@ from catalog.analyses.analysis import LayerResult
 from catalog.analyses.spectrum import SpectrumParams, SpectrumSummary
 from catalog.frames import Summarised, layer_frame
 from catalog.record import plain
-from engine.analyses.spectrum import measure_spectrum
+from engine.analyses.spectrum import Spectrum
 from jobs.queue import attempt_endings, attempt_writes
 from jobs.records import LOCAL_TENANT
 from tests.api import seeding
@@ -34,7 +34,7 @@ def results() -> tuple[list[LayerResult], SpectrumSummary]:
     space = workspace(model, data, "classification", batch_size=20)
     space.options.kinds, space.options.params = ("spectrum",), {"spectrum": params}
     rows = []
-    found = measure_spectrum(params, space)
+    found = Spectrum(params, space).rows()
     while True:
         try:
             rows.append(next(found))

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.accumulation import example_gradients
 from engine.accumulation.example_gradients import squared_norms, squared_norms_numbers
-from engine.analyses.factors import collect_factors
+from engine.analyses.factors import KeptFactors
 from engine.factors.factor_set import FactorSet
 from engine.layers.convolution import ConvolutionLayer
 from engine.layers.layer import Use
@@ -313,7 +313,7 @@ def test_it_changes_no_factor_and_can_be_left_out() -> None:
     for wanted in (True, False):
         space = workspace(model, [(x, y)], "classification", fisher="mc", exact_trace=wanted)
         space.options.kinds = ("factors",)
-        rows[wanted] = list(collect_factors(None, space))
+        rows[wanted] = list(KeptFactors(None, space).rows())
     for on, off in zip(rows[True], rows[False], strict=True):
         assert (on.record.digest_A, on.record.digest_G) == (off.record.digest_A, off.record.digest_G)
         assert on.record.kronecker_trace == pytest.approx(on.metrics.trace_A * on.metrics.trace_G, rel=1e-15)
@@ -328,18 +328,18 @@ def test_forward_only_and_stored_factors() -> None:
     assert {layer.exact_trace for layer in whole.layers} == {None}
     space = workspace(model, [(x, y)], "classification")
     space.options.kinds = ("factors",)
-    made = [row.record.exact_trace for row in collect_factors(None, space)]
+    made = [row.record.exact_trace for row in KeptFactors(None, space).rows()]
     again = dataclasses.replace(
         space,
         inputs=dataclasses.replace(space.inputs, model=None, batches=None, task=None, stored=space.ports.artifacts),
         results=JobResults(),
     )
-    assert [row.record.exact_trace for row in collect_factors(None, again)] == made
+    assert [row.record.exact_trace for row in KeptFactors(None, again).rows()] == made
     # an index of before there were exact traces is read without
     for entry in space.ports.artifacts.load_json("factors/factors.index.json")["layers"]:
         del entry["exact_trace"], entry["trace_standard_error"]
     again.results = JobResults()
-    assert {row.record.exact_trace for row in collect_factors(None, again)} == {None}
+    assert {row.record.exact_trace for row in KeptFactors(None, again).rows()} == {None}
 
 
 @pytest.mark.parametrize(("channels", "width", "extent"), [(32, 32, 32), (64, 128, 8)])

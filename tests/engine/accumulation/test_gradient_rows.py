@@ -11,7 +11,7 @@ from catalog.analyses.capacity import CapacityParams
 from catalog.requests.memory import Memory
 from catalog.requests.woodbury import Woodbury
 from engine.accumulation.gradient_rows import GradientRows, RowStorage
-from engine.analyses.capacity import measure_capacity
+from engine.analyses.capacity import Capacity
 from engine.collect import collect_or_read
 from engine.errors import EngineError, NonFiniteFactor
 from engine.factors.factor_set import FactorSet
@@ -143,7 +143,7 @@ def test_spectra_and_records_agree_both_ways(dtype: str, tolerance: float) -> No
     for policy in ("auto", "dense"):
         space = workspace(model(), data(6), "classification", fisher="mc", dtype=dtype)
         space.options.woodbury, space.inputs.examples, space.options.kinds = Woodbury(policy=policy), 6, ("capacity",)  # type: ignore[arg-type]
-        rows[policy] = {row.layer: row for row in measure_capacity(CapacityParams(), space)}
+        rows[policy] = {row.layer: row for row in Capacity(CapacityParams(), space).rows()}
         spectra = [space.ports.artifacts.load_json(f"spectra/{place}.json")["G"] for place in range(len(rows[policy]))]
         rows[policy]["spectra"] = spectra  # type: ignore[assignment]
     for own, other in zip(rows["auto"].pop("spectra"), rows["dense"].pop("spectra"), strict=True):
@@ -170,7 +170,7 @@ def test_a_wide_output_never_takes_more_than_its_rows_and_a_square_of_them() -> 
     space.inputs.examples, space.options.kinds = 64, ("capacity",)
 
     found = []
-    peak = peak_bytes(lambda: found.extend(measure_capacity(CapacityParams(), space)))
+    peak = peak_bytes(lambda: found.extend(Capacity(CapacityParams(), space).rows()))
     row = found[0]
     rows = 64 * 20_000 * 4
     assert row.record.branch == "woodbury"

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from catalog.requests.inputs import Task
 from catalog.requests.woodbury import Woodbury
-from engine.analyses.factors import collect_factors
+from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
 from engine.collection import checkpoints
 from engine.errors import StopRequested
@@ -172,7 +172,7 @@ def test_a_language_model(*, tied: bool) -> None:
 def test_the_record_says_what_is_kept() -> None:
     made = space(Net(), drawn(), fisher="mc", dtype="float32")
     made.options.woodbury = Woodbury(policy="all", dtype="fp16")
-    (record,) = [row.record for row in collect_factors(None, made) if row.layer == "head"]
+    (record,) = [row.record for row in KeptFactors(None, made).rows() if row.layer == "head"]
     assert (record.branch, record.gradient_rows, record.gradient_rows_dtype) == ("softmax_head", 16, "float16")
     assert record.why.startswith("its outputs are the logits of a cross-entropy: G is the exact Fisher of the softmax")
     assert "the mean over labels of what `mc` samples" in record.why
@@ -267,7 +267,7 @@ def test_a_stopped_collection_ends_with_the_same_bits(
         return own
 
     def digests(own: Workspace) -> list[tuple[str, str | None, str | None]]:
-        return [(row.layer, row.record.digest_A, row.record.digest_G) for row in collect_factors(None, own)]
+        return [(row.layer, row.record.digest_A, row.record.digest_G) for row in KeptFactors(None, own).rows()]
 
     truth = digests(made(MemoryArtifacts()))
     scratch = MemoryArtifacts()

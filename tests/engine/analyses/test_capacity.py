@@ -18,7 +18,7 @@ from catalog.analyses.capacity_metrics import METRICS, WITHOUT_DECOMPOSITION, Ca
 from catalog.record import FieldError, canonical_json
 from catalog.requests.collection import Stabilisation
 from catalog.requests.woodbury import Woodbury
-from engine.analyses.capacity import measure_capacity
+from engine.analyses.capacity import Capacity
 from engine.analyses.metrics.kronecker_metrics import SCALARS, Sides
 from engine.analyses.metrics.layer_metrics import curve, ordered
 from engine.analyses.metrics.model_metrics import ModelLayer, model_metrics
@@ -350,7 +350,7 @@ def space(**options: Any) -> Workspace:
 
 
 def measured(made: Workspace, params: CapacityParams | None = None) -> tuple[dict[str, Any], Any]:
-    rows = measure_capacity(params or CapacityParams(), made)
+    rows = Capacity(params or CapacityParams(), made).rows()
     found = {}
     while True:
         try:

@@ -15,8 +15,8 @@ from catalog.analyses.compare_curvature import CompareCurvatureMetrics, CompareC
 from catalog.record import canonical_json, plain
 from catalog.requests.collection import Stabilisation
 from catalog.requests.woodbury import Woodbury
-from engine.analyses.compare_curvature import compare_curvature
-from engine.analyses.factors import collect_factors
+from engine.analyses.compare_curvature import Comparison
+from engine.analyses.factors import KeptFactors
 from engine.errors import BrokenFactors, UsageError
 from engine.factors.factor_files import read_factors
 from engine.factors.factor_index import INDEX
@@ -102,7 +102,7 @@ def stored(net: str, weights: int = 0, **options: Any) -> MemoryArtifacts:
     """Factors as a job keeps them."""
     space = job(net, weights, **options)
     space.options.kinds = ("factors",)
-    for _ in collect_factors(None, space):
+    for _ in KeptFactors(None, space).rows():
         pass
     artifacts = space.ports.artifacts
     assert isinstance(artifacts, MemoryArtifacts)
@@ -118,7 +118,7 @@ def over(first: Artifacts, against: Artifacts | None, **options: Any) -> Workspa
 
 
 def run(space: Workspace) -> tuple[dict[str, LayerResult], CompareCurvatureSummary]:
-    rows, steps = {}, compare_curvature(PARAMS, space)
+    rows, steps = {}, Comparison(PARAMS, space).rows()
     while True:
         try:
             row = next(steps)

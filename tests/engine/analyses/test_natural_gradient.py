@@ -21,9 +21,9 @@ from catalog.requests.collection import Collection, Stabilisation
 from catalog.requests.inputs import BuiltinData, BuiltinModel, Task
 from catalog.requests.job import FactorsReference
 from catalog.requests.woodbury import Woodbury
-from engine.analyses.capacity import measure_capacity
-from engine.analyses.factors import collect_factors
-from engine.analyses.natural_gradient import natural_gradient
+from engine.analyses.capacity import Capacity
+from engine.analyses.factors import KeptFactors
+from engine.analyses.natural_gradient import NaturalGradient
 from engine.collect import JobFactors, collect_or_read
 from engine.errors import UsageError, WrongShape
 from engine.factors.factor_set import FactorSet, LayerFacts
@@ -123,7 +123,7 @@ def job(net: str, params: NaturalGradientParams, **options: Any) -> tuple[nn.Mod
 def run(params: NaturalGradientParams, space: Workspace) -> tuple[dict[str, LayerResult], NaturalGradientSummary]:
     space.options.params = {"natural_gradient": params}
     rows: dict[str, LayerResult] = {}
-    analysis = natural_gradient(params, space)
+    analysis = NaturalGradient(params, space).rows()
     while True:
         try:
             row = next(analysis)
@@ -333,7 +333,7 @@ def test_a_job_decomposes_once_for_all_of_its_analyses(monkeypatch: pytest.Monke
     params = NaturalGradientParams(power=POWERS)
     _, space = job("grouped", params)
     space.options.kinds = ("capacity", "natural_gradient")
-    list(measure_capacity(CapacityParams(), space))
+    list(Capacity(CapacityParams(), space).rows())
     run(params, space)
     # A and G of two groups, of two more, and of the head
     assert len(made) == 10
@@ -513,7 +513,7 @@ def test_stored_factors_take_a_gradient_and_need_one() -> None:
     params = NaturalGradientParams(power=POWERS)
     model, space = job("grouped", params)
     space.options.kinds = ("factors", "natural_gradient")
-    list(collect_factors(None, space))
+    list(KeptFactors(None, space).rows())
     rows, _ = run(params, space)
     stored = Workspace(
         inputs=ModelInputs(stored=space.ports.artifacts),

@@ -14,8 +14,8 @@ from catalog.analyses.capacity import CapacityParams
 from catalog.analyses.reconstruction import ReconstructionParams, ReconstructionSummary
 from catalog.requests.collection import Stabilisation
 from catalog.requests.woodbury import Woodbury
-from engine.analyses.capacity import measure_capacity
-from engine.analyses.reconstruction import FOLDER, INDEX, reconstruct
+from engine.analyses.capacity import Capacity
+from engine.analyses.reconstruction import FOLDER, INDEX, Reconstruction
 from engine.collect import collect_or_read
 from engine.errors import NoConditionNumber
 from engine.factors.clipped_inverse import StabilisedInverse, StabilisedSide
@@ -57,7 +57,7 @@ def run(
 ) -> tuple[dict[str, LayerResult], ReconstructionSummary]:
     space.options.stabilisation = Stabilisation(kappa_max=kappa_max)
     rows = {}
-    analysis = reconstruct(ReconstructionParams(**options), space)
+    analysis = Reconstruction(ReconstructionParams(**options), space).rows()
     while True:
         try:
             row = next(analysis)
@@ -134,7 +134,7 @@ def test_two_runs_give_equal_digests_and_one_decomposition_serves_two_analyses()
     first, _ = run(given())
     space = given()
     space.options.stabilisation = Stabilisation(kappa_max=100.0)
-    other = {row.layer: row for row in measure_capacity(CapacityParams(), space)}
+    other = {row.layer: row for row in Capacity(CapacityParams(), space).rows()}
     second, _ = run(space)
     for layer, row in first.items():
         assert row.metrics == second[layer].metrics

@@ -1,6 +1,7 @@
 """Several analyses over one collection: one that is refused leaves the results of the others."""
 
 import gc
+import pkgutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,17 +50,17 @@ def measured(data: Any, model: nn.Module | None = None, kinds: tuple[str, ...] =
 
 def refuse(monkeypatch: pytest.MonkeyPatch, kind: str, error: Exception, after: int = 1) -> None:
     """Have an analysis raise once it has given `after` rows of its own."""
-    module, _, name = ANALYSES[kind].function.partition(":")
-    whole = getattr(__import__(module, fromlist=[name]), name)
+    analysis = pkgutil.resolve_name(ANALYSES[kind].function)
+    whole = analysis.rows
 
-    def partly(params: Any, workspace: Any) -> Iterator[Any]:
-        for place, row in enumerate(whole(params, workspace)):
+    def partly(self: Any) -> Iterator[Any]:
+        for place, row in enumerate(whole(self)):
             if place == after:
                 raise error
             yield row
         raise error
 
-    monkeypatch.setattr(f"{module}.{name}", partly)
+    monkeypatch.setattr(analysis, "rows", partly)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,7 +133,6 @@ def test_a_failed_collection_is_not_tried_again_for_each_analysis(data: Any) -> 
 
 def test_nothing_of_a_refused_analysis_is_held(monkeypatch: pytest.MonkeyPatch, data: Any) -> None:
     closed = []
-    module, _, name = ANALYSES["capacity"].function.partition(":")
 
     def inner() -> Iterator[int]:
         try:
@@ -140,15 +140,15 @@ def test_nothing_of_a_refused_analysis_is_held(monkeypatch: pytest.MonkeyPatch, 
         finally:
             closed.append(True)
 
-    def refusing(params: Any, workspace: Any) -> Iterator[Any]:
+    def refusing(self: Any) -> Iterator[Any]:
         from engine.collect import collect_or_read  # noqa: PLC0415 - as an analysis does
 
-        collect_or_read(workspace)
+        collect_or_read(self.workspace)
         for _ in inner():
             raise UsageError(SENTENCE)
         yield
 
-    monkeypatch.setattr(f"{module}.{name}", refusing)
+    monkeypatch.setattr(pkgutil.resolve_name(ANALYSES["capacity"].function), "rows", refusing)
     gc.disable()
     try:
         with pytest.warns(AnalysisRefused):

@@ -14,7 +14,7 @@ from catalog.analyses.analysis import LayerResult
 from catalog.analyses.spectrum import SpectrumParams, SpectrumSummary
 from catalog.analyses.spectrum_metrics import CurvatureSpectrum
 from catalog.record import FieldError, canonical_json
-from engine.analyses.spectrum import measure_spectrum
+from engine.analyses.spectrum import Spectrum
 from engine.collect import collect_or_read
 from engine.errors import BrokenFactors, ModelRefused, StopRequested, UsageError
 from engine.workspace import ModelInputs, Workspace
@@ -56,7 +56,7 @@ def job(params: SpectrumParams, model: nn.Module | None = None, **options: Any) 
 
 def run(params: SpectrumParams, space: Workspace) -> tuple[Rows, SpectrumSummary]:
     rows: Rows = {}
-    found = measure_spectrum(params, space)
+    found = Spectrum(params, space).rows()
     while True:
         try:
             row = next(found)

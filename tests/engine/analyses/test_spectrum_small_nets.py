@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from catalog.analyses.spectrum import SpectrumParams
-from engine.analyses.spectrum import measure_spectrum
+from engine.analyses.spectrum import Spectrum
 from tests.oracles import workspace
 
 
@@ -96,7 +96,7 @@ def test_small_nets_have_the_spectrum_of_the_dense_matrix(case: str, of: Any) ->
     space = workspace(model, [batch], task)  # type: ignore[arg-type] # either of the two
     space.options.kinds, space.options.params = ("spectrum",), {"spectrum": params}
     space.options.decomposition = params.decomposition
-    analysis = measure_spectrum(params, space)
+    analysis = Spectrum(params, space).rows()
     while True:
         try:
             next(analysis)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from catalog.requests.woodbury import Woodbury
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.analyses.factors import collect_factors
+from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
 from engine.collection import checkpoints
 from engine.collection.checkpoints import MANIFEST
@@ -85,7 +85,7 @@ def space(
 
 def rows(made: Workspace) -> list[dict[str, Any]]:
     """All that is delivered of each layer, but for what the run itself took."""
-    return [asdict(row) | {"observed": None} for row in collect_factors(None, made)]
+    return [asdict(row) | {"observed": None} for row in KeptFactors(None, made).rows()]
 
 
 def said(made: Workspace) -> list[str]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from catalog.requests.memory import Memory
-from engine.analyses.factors import collect_factors
+from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
 from engine.errors import BudgetExceeded
 from engine.memory.budget import MemoryBudget, resident_bytes
@@ -83,7 +83,7 @@ def space(host_bytes: int | None, dtype: str = "float32") -> Workspace:
 def digests(made: Workspace) -> list[tuple[object, ...]]:
     return [
         (row.layer, row.reason, row.record.digest_A, row.record.digest_G, row.record.positions, row.record.terms)
-        for row in collect_factors(None, made)
+        for row in KeptFactors(None, made).rows()
     ]
 
 

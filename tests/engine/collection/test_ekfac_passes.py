@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from catalog.record import FieldError
 from catalog.requests.collection import Collection
 from engine.accumulation import ekfac_statistics, example_gradients
-from engine.analyses.factors import collect_factors
+from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
 from engine.errors import BrokenFactors
 from engine.factors.factor_set import FactorSet
@@ -178,7 +178,7 @@ def rows(space: Workspace) -> list[tuple[Any, ...]]:
     return [
         (row.layer, row.record.digest_A, row.record.digest_G, row.record.digest_ekfac, row.record.digest_eigenvectors_A,
          row.record.digest_eigenvectors_G, row.record.ekfac_trace)
-        for row in collect_factors(None, space)
+        for row in KeptFactors(None, space).rows()
     ]  # fmt: skip
 
 

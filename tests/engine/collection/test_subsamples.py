@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from catalog.analyses.capacity import CapacityParams
 from catalog.requests.memory import Memory
 from catalog.requests.woodbury import Woodbury
-from engine.analyses.capacity import measure_capacity
-from engine.analyses.factors import collect_factors
+from engine.analyses.capacity import Capacity
+from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
 from engine.errors import BudgetExceeded, StopRequested
 from engine.factors.factor_set import FactorSet
@@ -168,9 +168,9 @@ def test_a_layer_that_comes_late_has_nothing_before() -> None:
     assert float(whole.load(late).G.norm()) > 0
     for size in whole.nested:
         assert float(size.load(late).G.norm()) == 0
-    rows = {row.layer: row for row in collect_factors(None, space(nested=True))}
+    rows = {row.layer: row for row in KeptFactors(None, space(nested=True)).rows()}
     assert [entry.trace for entry in rows["late"].metrics.nested][:3] == [0, 0, 0]
-    metrics = {row.layer: row.metrics for row in measure_capacity(CapacityParams(), space(nested=True))}
+    metrics = {row.layer: row.metrics for row in Capacity(CapacityParams(), space(nested=True)).rows()}
     assert [entry.effective_rank for entry in metrics["late"].nested][:3] == [None, None, None]
 
 
@@ -191,7 +191,7 @@ def test_batches_too_large_for_the_sizes_are_said() -> None:
     whole = collect_or_read(made)
     assert whole.nested == ()
     assert any("warning" in line and "lower `collection.batch_size` to 5 or less" in line for line in said)
-    (row, *_) = collect_factors(None, made)
+    (row, *_) = KeptFactors(None, made).rows()
     assert [entry.examples for entry in row.metrics.nested] == [40]
 
 
@@ -204,11 +204,11 @@ def test_data_of_unknown_length_is_counted_first() -> None:
 @pytest.mark.parametrize("storage_dtype", [None, "float16"])
 def test_rows_show_every_size_up_to_the_whole(storage_dtype: str | None) -> None:
     made = space(nested=True, storage_dtype=storage_dtype)
-    factor_rows = {row.layer: row.metrics for row in collect_factors(None, made)}
-    capacity_rows = {row.layer: row.metrics for row in measure_capacity(CapacityParams(), made)}
+    factor_rows = {row.layer: row.metrics for row in KeptFactors(None, made).rows()}
+    capacity_rows = {row.layer: row.metrics for row in Capacity(CapacityParams(), made).rows()}
     for place, examples in enumerate((8, 16, 32, 64)):
         alone = space(examples, storage_dtype=storage_dtype)
-        for row in measure_capacity(CapacityParams(), alone):
+        for row in Capacity(CapacityParams(), alone).rows():
             metrics = row.metrics
             if metrics is None:
                 continue  # not called by so few
@@ -222,14 +222,14 @@ def test_rows_show_every_size_up_to_the_whole(storage_dtype: str | None) -> None
             traces = factor_rows[row.layer].nested[place]
             assert (traces.examples, traces.trace_A, traces.trace_G) == (examples, metrics.trace_A, metrics.trace_G)
             assert traces.trace == traces.trace_A * traces.trace_G
-    unasked = next(iter(collect_factors(None, space())))
+    unasked = next(iter(KeptFactors(None, space()).rows()))
     assert unasked.metrics.nested is None
 
 
 def test_kept_factors_have_a_file_for_each_size() -> None:
     made = space(nested=True)
     made.options.kinds = ("factors",)
-    rows = list(collect_factors(None, made))
+    rows = list(KeptFactors(None, made).rows())
     artifacts = made.ports.artifacts
     assert isinstance(artifacts, MemoryArtifacts)
     found = {name for name in artifacts.tensors if name.startswith("nested/")}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from catalog.analyses.reconstruction import ReconstructionParams
-from engine.analyses.reconstruction import reconstruct
+from engine.analyses.reconstruction import Reconstruction
 from engine.collect import collect_or_read
 from engine.factors import softmax_fisher
 from engine.factors.clipped_inverse import StabilisedLayers
@@ -74,7 +74,7 @@ def test_a_wide_head_is_reconstructed_as_an_operator_and_reads_back(monkeypatch:
         made = workspace(model, [data], "classification")
         made.inputs.examples, made.options.decomposition, made.options.kinds = 24, "vectors", ("reconstruction",)
         made.ports.artifacts = MemoryArtifacts()
-        rows = {row.layer: row.metrics for row in reconstruct(ReconstructionParams(), made)}
+        rows = {row.layer: row.metrics for row in Reconstruction(ReconstructionParams(), made).rows()}
         return made, rows, made.ports.artifacts
 
     made, truth, _ = run()

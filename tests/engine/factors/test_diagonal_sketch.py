@@ -14,8 +14,8 @@ from catalog.requests.woodbury import Woodbury
 from engine.accumulation.gradient_rows import GradientRows, RowStorage
 from engine.accumulation.probability_rows import ProbabilityRows, Terms
 from engine.accumulation.sketched_rows import SketchRows
-from engine.analyses.capacity import measure_capacity
-from engine.analyses.reconstruction import reconstruct
+from engine.analyses.capacity import Capacity
+from engine.analyses.reconstruction import Reconstruction
 from engine.collect import collect_or_read
 from engine.errors import BeyondSolvers, BrokenFactors, BudgetExceeded, NotConverged
 from engine.factors.diagonal_sketch import DiagonalSketch
@@ -242,7 +242,7 @@ def test_a_head_that_does_not_fit_keeps_its_diagonal(
         made.machine.budget = tight(monkeypatch)
     plans: list[Any] = []
     made.ports.announce_plan = plans.append
-    rows = {row.layer: row for row in measure_capacity(CapacityParams(), made)}
+    rows = {row.layer: row for row in Capacity(CapacityParams(), made).rows()}
     record, metrics = rows["head"].record, rows["head"].metrics
     assert record.branch == "diagonal_sketch"
     assert ("a sketch of rank 20" if approximate else "`woodbury.approximate` is off") in record.why
@@ -276,7 +276,7 @@ def test_what_is_of_a_sketch_is_labelled_layer_and_model(metrics: tuple[str, ...
     if not approximate:
         made.options.woodbury = Woodbury(policy="all")
     made.options.decomposition = params.decomposition
-    rows, summary = finished(measure_capacity(params, made))
+    rows, summary = finished(Capacity(params, made).rows())
     assert {name: row.metrics.approximate for name, row in rows.items()} == {"head": approximate, "first": False}
     assert summary.model.approximate == (("head",) if approximate else ())
     assert summary.model.frobenius_norm is not None
@@ -318,7 +318,7 @@ def test_a_diagonal_for_want_of_memory_is_not_shared_with_other_jobs(
     made.ports.cache = cache
     if not fits:
         made.machine.budget = tight(monkeypatch)
-    rows = {row.layer: row for row in measure_capacity(CapacityParams(), made)}
+    rows = {row.layer: row for row in Capacity(CapacityParams(), made).rows()}
     assert (rows["head"].record.branch == "diagonal_sketch") == (not fits)
     assert cache.kept == fits
     assert bool(cache.tensors) == fits
@@ -328,7 +328,7 @@ def test_stored_sketches_read_back() -> None:
     made = space(approximate=True, chosen=FORCED)
     made.options.keep, artifacts = ("factors",), MemoryArtifacts()
     made.ports.artifacts = artifacts
-    assert [row.layer for row in measure_capacity(CapacityParams(), made)] == ["head", "first"]
+    assert [row.layer for row in Capacity(CapacityParams(), made).rows()] == ["head", "first"]
     stored = read_factors(artifacts).load(1).G
     assert stored.digest() == collect_or_read(made).load(1).G.digest()
 
@@ -385,7 +385,7 @@ def test_a_head_beyond_the_eigensolvers_is_never_a_dense_matrix_whatever_the_mem
     made = space(approximate=approximate)
     plans: list[Any] = []
     made.ports.announce_plan = plans.append
-    rows, summary = drained(measure_capacity(CapacityParams(), made))
+    rows, summary = drained(Capacity(CapacityParams(), made).rows())
     metrics, record = next((row.metrics, row.record) for row in rows if row.layer == "head")
     # 400 terms of 700 classes: more than rows are kept for, and fewer than a dense G would have rows
     assert record.branch == ("diagonal_sketch" if approximate else "softmax_head")
@@ -407,7 +407,7 @@ def test_a_dense_factor_beyond_the_eigensolvers_ends_no_job_and_is_foretold(monk
     made.options.woodbury = Woodbury(policy="dense", approximate=False)
     plans: list[Any] = []
     made.ports.announce_plan = plans.append
-    rows, summary = drained(measure_capacity(CapacityParams(), made))
+    rows, summary = drained(Capacity(CapacityParams(), made).rows())
     (metrics,) = [row.metrics for row in rows if row.layer == "head"]
     assert "so the eigenvalues of G of `head` (700 rows) stay unknown" in plans[0]["why"]
     assert "more than the" in metrics.no_spectrum
@@ -415,7 +415,7 @@ def test_a_dense_factor_beyond_the_eigensolvers_ends_no_job_and_is_foretold(monk
     assert metrics.trace > 0
     assert metrics.frobenius_norm > 0
     assert summary.model.no_spectrum == ("head",)
-    rebuilt = {row.layer: row.metrics for row in reconstruct(ReconstructionParams(), made)}
+    rebuilt = {row.layer: row.metrics for row in Reconstruction(ReconstructionParams(), made).rows()}
     assert rebuilt["head"].G.update == "not stabilised"
     assert rebuilt["head"].A.update != "not stabilised"
 
@@ -453,7 +453,7 @@ def test_smaller_sample_sizes_of_a_dense_factor_beyond_the_solvers_end_no_job(mo
     made = space(approximate=False)
     made.options.woodbury = Woodbury(policy="dense", approximate=False)
     made.options.collection = dataclasses.replace(made.options.collection, nested=True)
-    rows, _ = drained(measure_capacity(CapacityParams(), made))
+    rows, _ = drained(Capacity(CapacityParams(), made).rows())
     (metrics,) = [row.metrics for row in rows if row.layer == "head"]
     assert len(metrics.nested) == 4
     assert metrics.nested[0].effective_rank is None
@@ -481,7 +481,7 @@ def test_rows_beyond_the_eigensolvers_are_sketched_by_the_plan(
     made.options.woodbury = dataclasses.replace(made.options.woodbury, hybrid_from=600)
     plans: list[Any] = []
     made.ports.announce_plan = plans.append
-    rows, _ = drained(measure_capacity(CapacityParams(), made))
+    rows, _ = drained(Capacity(CapacityParams(), made).rows())
     (record,) = [row.record for row in rows if row.layer == "head"]
     assert record.branch == "diagonal_sketch"
     assert plans[0]["sketched"] == ("head",)
@@ -499,7 +499,7 @@ def test_rows_beyond_the_eigensolvers_that_may_not_be_sketched_are_refused_befor
     made.ports.announce_plan = plans.append
     said = "most 600 examples" if examples else "say how many examples they hold"
     with pytest.raises(BeyondSolvers, match=rf"`head`, which has 700 outputs.*approximate: true.*{said}") as refused:
-        drained(measure_capacity(CapacityParams(), made))
+        drained(Capacity(CapacityParams(), made).rows())
     assert (refused.value.layer, refused.value.pointer) == ("head", "/woodbury/policy")
     assert plans == []
     # what it says would fit does

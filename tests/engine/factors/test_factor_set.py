@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.analyses.factors import collect_factors
+from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
 from engine.errors import NonFiniteFactor
 from engine.factors.factor_files import read_factors
@@ -75,7 +75,7 @@ def test_every_factor_of_large_layers_is_on_the_host_as_asked(
 def test_rows_say_what_is_stored_and_spectra_are_of_that() -> None:
     made = space(storage_dtype="float16")
     made.options.kinds = ("factors",)
-    rows = [row for row in collect_factors(None, made) if row.status == "covered"]
+    rows = [row for row in KeptFactors(None, made).rows() if row.status == "covered"]
     whole, again = collect_or_read(made), read_factors(made.ports.artifacts)
     for row in rows:
         layer = whole.layers[row.ordinal]

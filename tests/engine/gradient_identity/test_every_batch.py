@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.accumulation.hooks import Collector
-from engine.analyses.coverage_summary import coverage
+from engine.analyses.layer_analysis import coverage
 from engine.collect import collect_or_read
 from engine.errors import NothingToAnalyse
 from engine.factors.factor_set import FactorSet

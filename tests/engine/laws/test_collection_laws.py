@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from catalog.requests.collection import Stabilisation
-from engine.analyses.factors import collect_factors
+from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
 from engine.errors import (
     BudgetExceeded,
@@ -73,7 +73,7 @@ def test_same_job_twice_has_the_same_digests() -> None:
     for _ in range(2):
         space = workspace(small_net(), [(x.float(), y)], "classification", fisher="mc", dtype="float32")
         space.options.kinds = ("factors",)
-        digests.append([(row.record.digest_A, row.record.digest_G) for row in collect_factors(None, space)])
+        digests.append([(row.record.digest_A, row.record.digest_G) for row in KeptFactors(None, space).rows()])
     assert digests[0] == digests[1]
     assert len(set(digests[0])) == 3
 
@@ -358,7 +358,7 @@ def test_factors_read_back_as_collected() -> None:
     x, y = data()
     space = workspace(Projections().double(), [(x, y)], "classification", fisher="mc")
     space.options.kinds = ("factors",)
-    rows = list(collect_factors(None, space))
+    rows = list(KeptFactors(None, space).rows())
     store = space.ports.artifacts
     assert isinstance(store, MemoryArtifacts)
     again = workspace(nn.Flatten(), [], "classification")

@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from catalog.analyses.capacity import CapacityParams
-from engine.analyses.capacity import measure_capacity
+from engine.analyses.capacity import Capacity
 from engine.collect import collect_or_read
 from engine.errors import BudgetExceeded, CoverageTooLow, NonFiniteFactor, NonFiniteLoss, NotConverged
 from engine.factors.factor_set import FactorSet
@@ -307,7 +307,7 @@ def test_a_decomposition_that_fails_late_loses_no_earlier_layer(broken: str, mon
     monkeypatch.setattr(torch.linalg, "eigvalsh", fails_late)
     truth: dict[str, Any] = {}
     needed = []
-    for row in measure_capacity(CapacityParams(), workspace(plain(), [(x, y)], "classification", fisher="mc")):
+    for row in Capacity(CapacityParams(), workspace(plain(), [(x, y)], "classification", fisher="mc")).rows():
         truth[row.layer] = row
         needed.append(solvers)
     last = row.layer
@@ -317,19 +317,19 @@ def test_a_decomposition_that_fails_late_loses_no_earlier_layer(broken: str, mon
     space = workspace(plain(), [(x, y)], "classification", fisher="mc")
     rows: list[Any] = []
     if broken == "first solver":
-        rows.extend(measure_capacity(CapacityParams(), space))
+        rows.extend(Capacity(CapacityParams(), space).rows())
         assert rows[-1].layer == last
         assert rows[-1].record.rungs_G[-1] == "host_syevr"
         assert rows[0].record.rungs_G == truth[rows[0].layer].record.rungs_G
     else:
         with pytest.raises(NotConverged, match=f"layer `{last}`"):
-            rows.extend(measure_capacity(CapacityParams(), space))
-        again = iter(measure_capacity(CapacityParams(), space))
+            rows.extend(Capacity(CapacityParams(), space).rows())
+        again = iter(Capacity(CapacityParams(), space).rows())
         rows = [next(again) for _ in range(3)]
         monkeypatch.undo()
         later = workspace(plain(), [(x, y)], "classification", fisher="mc")
         later.resume.completed = frozenset(("capacity", row.ordinal) for row in rows)
-        rest = list(measure_capacity(CapacityParams(), later))
+        rest = list(Capacity(CapacityParams(), later).rows())
         assert [row.layer for row in rest] == [last]
         rows.extend(rest)
     assert len(rows) == 4

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from catalog.analyses.capacity import CapacityParams
-from engine.analyses.capacity import measure_capacity
+from engine.analyses.capacity import Capacity
 from engine.collect import collect_or_read
 from engine.errors import NothingToAnalyse
 from engine.factors.factor_set import FactorSet
@@ -60,7 +60,7 @@ def test_what_holds_no_number_is_said_and_all_else_is_covered(name: str, options
     model = Around(make(), use).double()
     x, y = torch.randn(7, 4, dtype=torch.float64), torch.randint(0, 3, (7,))
     space = workspace(model, [(x, y)], "classification", **options)
-    list(measure_capacity(CapacityParams(), space))
+    list(Capacity(CapacityParams(), space).rows())
     whole: Any = collect_or_read(space)
     assert isinstance(whole, FactorSet)
     empty = {name for name, parameter in model.named_parameters() if not parameter.numel()}

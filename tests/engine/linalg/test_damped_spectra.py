@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from catalog.analyses.capacity import CapacityParams
 from catalog.requests.collection import Stabilisation
-from engine.analyses.capacity import measure_capacity
-from engine.analyses.factors import collect_factors
+from engine.analyses.capacity import Capacity
+from engine.analyses.factors import KeptFactors
 from engine.factors.clip_eigenvalues import stabilise_
 from engine.linalg import kronecker_spectrum as spectrum
 from engine.linalg import kronecker_sums
@@ -143,9 +143,9 @@ def test_damping_above_every_eigenvalue_is_warned_of_whatever_is_measured(analys
         made.options.stabilisation = Stabilisation(damping=damping, damping_mode="absolute")
         lines: list[str] = []
         made.ports.log = lambda level, message: lines.append(message) if level == "warning" else None
-        list(collect_factors(None, made))
+        list(KeptFactors(None, made).rows())
         if analysis == "both":
-            list(measure_capacity(CapacityParams(), made))
+            list(Capacity(CapacityParams(), made).rows())
         return lines
 
     (line,) = warnings_at(1e3)

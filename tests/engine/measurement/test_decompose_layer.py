@@ -13,8 +13,8 @@ from catalog.analyses.analysis import most_decomposed
 from catalog.analyses.capacity import CapacityParams
 from catalog.analyses.reconstruction import ReconstructionParams
 from catalog.requests.collection import Stabilisation
-from engine.analyses.capacity import measure_capacity
-from engine.analyses.factors import collect_factors
+from engine.analyses.capacity import Capacity
+from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
 from engine.factors.kronecker_factors import Factors
 from engine.factors.low_rank import LowRank
@@ -89,11 +89,11 @@ def test_bases_give_the_factors_back_and_are_made_once(
     made.options.decomposition = "vectors"
     made.ports.scratch = MemoryArtifacts() if aside else None
     calls = solved(monkeypatch)
-    list(measure_capacity(CapacityParams(), made))
+    list(Capacity(CapacityParams(), made).rows())
     # A of the query is the key's too
     assert sorted(calls) == ["key", "last", "last", "query", "query", "table", "table"]
     layers = list(measure_layers(made))
-    list(collect_factors(None, made))
+    list(KeptFactors(None, made).rows())
     assert len(calls) == 7
     plain = {layer.facts.name: layer for layer in measure_layers(space(dtype=dtype))}
     tolerance = 1e-13 if dtype == "float64" else 3e-6
@@ -125,7 +125,7 @@ def test_collecting_factors_alone_decomposes_nothing(monkeypatch: pytest.MonkeyP
         most_decomposed([ANALYSES["factors"]]),
     )
     given = entering(monkeypatch)
-    rows, summary = pulled(collect_factors(None, made))
+    rows, summary = pulled(KeptFactors(None, made).rows())
     assert given == []
     assert summary.eigendecompositions == 0
     assert made.results.plan is not None
@@ -206,7 +206,7 @@ def test_another_attempt_finds_what_was_laid_aside(monkeypatch: pytest.MonkeyPat
             scratch,
             {"version": version},
         )
-        return [row.record for row in measure_capacity(CapacityParams(), made)]
+        return [row.record for row in Capacity(CapacityParams(), made).rows()]
 
     first = attempt("1")
     calls = solved(monkeypatch)
@@ -269,7 +269,7 @@ def test_values_are_laid_aside_where_it_is_worth_it(monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_is_decomposed_where_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    truth = {row.layer: row for row in collect_factors(None, space())}
+    truth = {row.layer: row for row in KeptFactors(None, space()).rows()}
     made = space()
     made.options.decomposition = "none"
 
@@ -300,7 +300,7 @@ def test_nothing_is_decomposed_where_nothing_is_asked(monkeypatch: pytest.Monkey
 
 
 def test_the_largest_layer_comes_first_and_sums_are_in_the_models_order() -> None:
-    rows = [row for row in measure_capacity(CapacityParams(), space()) if row.status != "declared"]
+    rows = [row for row in Capacity(CapacityParams(), space()).rows() if row.status != "declared"]
     assert [row.layer for row in rows] == ["last", "query", "key", "table"]
     assert [row.ordinal for row in rows] == [3, 1, 2, 0]
 

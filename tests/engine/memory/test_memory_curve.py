@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.analyses.factors import collect_factors
+from engine.analyses.factors import KeptFactors
 from engine.collection import checkpoints
 from engine.memory.budget import give_back_host_memory
 from engine.memory.memory_curve import MOST_POINTS, MemoryCurve, Sample, thinned
@@ -61,7 +61,7 @@ def test_every_operation_has_its_samples(monkeypatch: pytest.MonkeyPatch) -> Non
     chunks = [(torch.randn(4, 6), torch.tensor([0, 1, 2, 0])) for _ in range(3)]
     made = workspace(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)), chunks, "classification", batch_size=4)
     made.options.kinds, made.ports.scratch, made.resume.checkpoint_seconds = ("factors",), MemoryArtifacts(), 1e-9
-    list(collect_factors(None, made))
+    list(KeptFactors(None, made).rows())
     stored: dict[str, Any] = json.loads(json.dumps(made.machine.curve.as_json(CPU)))
     marks = [(sample["operation"], sample["moment"]) for sample in stored["samples"]]
     expected = ["dry run", "pass 1", "checkpoint", "layer 0", "layer 1"]
@@ -91,7 +91,7 @@ def test_what_is_held_shows() -> None:
     # what earlier tests left behind would be given back in between
     gc.collect()
     give_back_host_memory()
-    list(collect_factors(None, made))
+    list(KeptFactors(None, made).rows())
     by_mark = {(sample.operation, sample.moment): sample.host_bytes for sample in made.machine.curve.samples}
     # A alone is 36 MB
     assert by_mark["pass 1", "within"] - by_mark["pass 1", "before"] > 34e6

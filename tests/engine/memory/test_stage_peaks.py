@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.analyses.factors import collect_factors
+from engine.analyses.factors import KeptFactors
 from engine.memory.budget import begin_peak
 from engine.memory.memory_curve import MemoryCurve
 from engine.memory.plan import Plan, Stage, Term
@@ -92,7 +92,7 @@ def test_a_collection_tells_the_stages_of_its_plan(ekfac: bool, stages: list[Any
     chunks = [(torch.randn(4, 6), torch.tensor([0, 1, 2, 0]))]
     made = workspace(torch.nn.Sequential(torch.nn.Linear(6, 3)), chunks, "classification", ekfac=ekfac)
     made.machine.curve = MemoryCurve(stages=StagePeaks(apart=True))
-    list(collect_factors(None, made))
+    list(KeptFactors(None, made).rows())
     found = made.machine.curve.as_json(CPU)
     assert [row["stage"] for row in found["stages"]] == ["collection", *stages, "decomposition"]
     assert all(row["planned_seconds"] > 0 and row["planned_host_bytes"] > 0 for row in found["stages"])

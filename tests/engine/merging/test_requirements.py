@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from catalog.requests.woodbury import Woodbury
-from engine.analyses.factors import collect_factors
+from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
 from engine.errors import NothingToAnalyse, NotMergeable
 from engine.factors.factor_set import FactorSet, Run
@@ -42,7 +42,7 @@ def part(begin: int, end: int, make: Callable[[], Workspace] = job, whole: int |
 def finished(made: Workspace) -> FactorSet:
     """The set that a finished job kept."""
     made.options.kinds = ("factors",)
-    list(collect_factors(None, made))
+    list(KeptFactors(None, made).rows())
     return read_part(made.ports.artifacts)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.analyses.factors import collect_factors
+from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
 from engine.collection import checkpoints
 from engine.errors import StopRequested
@@ -68,7 +68,7 @@ def test_an_operation_without_a_deterministic_form_is_named() -> None:
     before = settings()
     made, lines = space(Careless(), first=7.0)
     with pytest.warns(DeprecationWarning, match="own affair") as others:
-        rows = list(collect_factors(None, made))
+        rows = list(KeptFactors(None, made).rows())
     assert all("deterministic" not in str(each.message) for each in others)
     assert [row.record.nondeterministic for row in rows] == [("put_",)]
     said = [message for level, message in lines if level == "warning"]
@@ -80,7 +80,7 @@ def test_an_operation_without_a_deterministic_form_is_named() -> None:
 def test_without_one_there_is_none() -> None:
     made, lines = space(Careless())
     with pytest.warns(DeprecationWarning, match="own affair"):
-        rows = list(collect_factors(None, made))
+        rows = list(KeptFactors(None, made).rows())
     assert [row.record.nondeterministic for row in rows] == [()]
     assert lines == []
 
@@ -90,7 +90,7 @@ def test_a_callers_filters_hide_no_alert_and_are_restored() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         filters = list(warnings.filters)
-        rows = list(collect_factors(None, made))
+        rows = list(KeptFactors(None, made).rows())
         assert warnings.filters == filters
     assert rows[0].record.nondeterministic == ("put_",)
 
@@ -148,18 +148,18 @@ def test_what_cannot_be_repeated_is_said() -> None:
     model = nn.Linear(4, 3)
     made, lines = space(model)
     made.resume.numerics = earlier
-    (row,) = collect_factors(None, made)
+    (row,) = KeptFactors(None, made).rows()
     assert len(row.observed.not_replayed) == 2
     assert row.observed.not_replayed[0] == "device: cuda then, cpu now"
     assert any("other numerics" in message and "1.0 then" in message for level, message in lines if level == "warning")
     made, lines = space(model)
     plans: list[Any] = []
     made.ports.announce_plan = plans.append
-    (row,) = collect_factors(None, made)
+    (row,) = KeptFactors(None, made).rows()
     assert (row.observed.not_replayed, lines) == ((), [])
     again, lines = space(model)
     again.resume.numerics = plans[0]["numerics"]
-    (row,) = collect_factors(None, again)
+    (row,) = KeptFactors(None, again).rows()
     assert (row.observed.not_replayed, lines) == ((), [])
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from catalog.record import FieldError
 from catalog.requests.collection import Collection
 from catalog.requests.memory import Memory
-from engine.analyses.factors import collect_factors
+from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
 from engine.collection import pass_job
 from engine.errors import NonFiniteFactor
@@ -159,7 +159,7 @@ def test_what_a_device_lacks_falls_back_and_says_so(monkeypatch: pytest.MonkeyPa
     said: list[str] = []
     made = space(amp="fp16")
     made.ports.log = lambda _, message: said.append(message)
-    rows = [row for row in collect_factors(None, made) if row.status == "covered"]
+    rows = [row for row in KeptFactors(None, made).rows() if row.status == "covered"]
     assert {(row.record.amp, row.record.amp_fallback) for row in rows} == {("off", "float16 is for CUDA devices")}
     assert [(row.record.digest_A, row.record.digest_G) for row in rows] == truth
     assert any("float16 is for CUDA" in message for message in said)

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from catalog.requests.collection import Collection, Stabilisation
 from catalog.requests.woodbury import Woodbury
-from engine.analyses.factors import collect_factors
+from engine.analyses.factors import KeptFactors
 from engine.errors import BrokenFactors, NoSuchLayer, NotConverged, UsageError
 from engine.factors.factor_files import read_factors
 from engine.factors.factor_set import FactorSet, LayerFacts, ParameterShape
@@ -444,7 +444,7 @@ def test_the_index_keeps_places_of_numbers() -> None:
     torch.manual_seed(0)
     space = workspace(perceptron().double(), [ids(3, 7)], "classification", fisher="empirical")
     space.options.kinds = ("factors",)
-    list(collect_factors(None, space))
+    list(KeptFactors(None, space).rows())
     again = read_factors(space.ports.artifacts)
     assert again.parameters is not None
     assert all(facts.windows for facts in again.layers)

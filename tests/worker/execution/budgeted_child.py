@@ -18,7 +18,7 @@ from scipy.linalg import lapack
 from torch import nn
 
 from catalog.analyses.capacity import CapacityParams
-from engine.analyses.capacity import measure_capacity
+from engine.analyses.capacity import Capacity
 from engine.collect import JobFactors, collect_or_read
 from engine.linalg.eigensolvers import Solver, solvers
 from engine.memory.budget import MemoryBudget, resident_bytes, status_bytes
@@ -68,7 +68,7 @@ def measured(made: Workspace, budget: MemoryBudget, *, guarded: bool = True) -> 
     made.results = JobResults()
     made.results.of(JobFactors).factors = factors
     try:
-        (row,) = measure_capacity(CapacityParams(), made)
+        (row,) = Capacity(CapacityParams(), made).rows()
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent judges it
         return {"failed": type(error).__name__, "said": str(error)}
     errors = len(made.machine.guard.planning_errors)

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from catalog.analyses.capacity import CapacityParams
 from catalog.analyses.reconstruction import ReconstructionParams
 from engine import estimate
-from engine.analyses.capacity import measure_capacity
+from engine.analyses.capacity import Capacity
+from engine.analyses.costs.reconstruction import Side, layer_phase
 from engine.factors.clip_eigenvalues import Placement
 from engine.linalg.eigendecomposition import decompose, rungs
 from engine.measurement.clip_factor import DecomposedFactor, rebuild
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Chosen, Plan
 from engine.planning import choose_plan
-from engine.planning.analysis_memory import Side, layer_phase
 from engine.planning.job_plan import forecast
 from engine.workspace import Machine
 from tests.memory_profile import peak_bytes, peak_bytes_within
@@ -101,7 +101,7 @@ def test_the_cross_check_takes_what_the_plan_says_and_leaves_nothing(monkeypatch
             yield
 
     monkeypatch.setattr(Machine, "operation", operation)
-    peaks = peak_bytes_within(lambda: list(measure_capacity(params, made)), "cross-check", "layer 0")
+    peaks = peak_bytes_within(lambda: list(Capacity(params, made).rows()), "cross-check", "layer 0")
     assert made.results.plan is not None
     plan = _bare(made.results.plan)
     assert 0.8 <= plan.stage_bytes("host", "cross_check") / peaks["cross-check"] <= 1.1

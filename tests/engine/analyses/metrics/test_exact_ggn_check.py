@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from catalog.analyses.capacity import CapacityParams
 from catalog.analyses.cross_check import CrossCheck
-from engine.analyses.capacity import measure_capacity
+from engine.analyses.capacity import Capacity
 from engine.analyses.metrics.exact_ggn_check import CrossChecked, interval
 from engine.collect import collect_or_read
 from engine.collection.pass_job import PassJob
@@ -96,7 +96,7 @@ def dense(model: nn.Module, x: Tensor, y: Tensor, loss: str, names: tuple[str, .
 
 
 def checks(space: Workspace, **options: Any) -> tuple[dict[str, CrossCheck], CrossCheck]:
-    rows, found = {}, measure_capacity(CapacityParams(cross_check="ggn", **options), space)
+    rows, found = {}, Capacity(CapacityParams(cross_check="ggn", **options), space).rows()
     while True:
         try:
             row = next(found)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from catalog.analyses.capacity import CapacityParams
 from catalog.requests.woodbury import Woodbury
-from engine.analyses.capacity import measure_capacity
+from engine.analyses.capacity import Capacity
 from engine.collect import collect_or_read
 from engine.factors import softmax_fisher
 from engine.linalg.extrapolation import extrapolated, not_converged
@@ -35,7 +35,7 @@ def measured(size: int, exponent: float, examples: int, seed: int = 0) -> tuple[
     chunks = [(part, torch.zeros(len(part), 1).double()) for part in inputs.split(math.ceil(examples / 8))]
     made = workspace(model, chunks, "regression", nested=True)
     made.inputs.examples = examples
-    rows = measure_capacity(CapacityParams(), made)
+    rows = Capacity(CapacityParams(), made).rows()
     row = next(rows)
     try:
         next(rows)
@@ -116,7 +116,7 @@ def test_the_decay_is_followed_as_the_exponent_of_each_size() -> None:
 
 
 def drained(made: Workspace, params: CapacityParams) -> tuple[dict[str, Any], Any]:
-    rows = measure_capacity(params, made)
+    rows = Capacity(params, made).rows()
     found = {}
     while True:
         try:

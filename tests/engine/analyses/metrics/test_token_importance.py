@@ -10,7 +10,7 @@ from catalog.analyses.capacity import CapacityParams
 from catalog.analyses.token_importance import TokenImportance
 from catalog.requests.collection import Collection
 from catalog.requests.woodbury import Woodbury
-from engine.analyses.capacity import measure_capacity
+from engine.analyses.capacity import Capacity
 from engine.collect import collect_or_read
 from engine.errors import NoSuchLayer
 from engine.factors.factor_files import factor_file, write_factors
@@ -46,7 +46,7 @@ def space(*, tied: bool = False, fisher: Any = "mc", policy: Any = "all") -> Wor
 
 
 def measured(made: Workspace, name: str = "lm_head") -> TokenImportance:
-    analysis = measure_capacity(CapacityParams(token_importance=name, metrics=("trace",)), made)
+    analysis = Capacity(CapacityParams(token_importance=name, metrics=("trace",)), made).rows()
     while True:
         try:
             next(analysis)

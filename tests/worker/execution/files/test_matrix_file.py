@@ -14,8 +14,8 @@ from catalog.analyses.capacity import CapacityParams
 from catalog.analyses.reconstruction import ReconstructionParams
 from catalog.record import plain
 from catalog.requests.collection import Stabilisation
-from engine.analyses.capacity import measure_capacity
-from engine.analyses.reconstruction import reconstruct
+from engine.analyses.capacity import Capacity
+from engine.analyses.reconstruction import Reconstruction
 from engine.errors import BrokenFactors, NonFiniteFactor
 from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 from kronoscope.local import load_stabilised
@@ -58,7 +58,7 @@ def space_of(path: Path, tensor: str | None, said: list[str]) -> Workspace:
 def stabilised(path: Path, tensor: str | None = None, **options: Any) -> tuple[Any, Tensor, list[str]]:
     said: list[str] = []
     space = space_of(path, tensor, said)
-    (row,) = reconstruct(ReconstructionParams(**options), space)
+    (row,) = Reconstruction(ReconstructionParams(**options), space).rows()
     kept: Any = space.ports.artifacts
     tensors = kept.tensors["stabilised/matrix.safetensors"]
     return row, tensors.get(row.layer), said
@@ -123,7 +123,7 @@ def test_its_eigenbasis_alone(tmp_path: Path) -> None:
 def test_what_it_left_is_read_back_and_inverted_through(tmp_path: Path, route: str, placement: str, named: str) -> None:
     given = symmetric(SPECTRUM)
     space = space_of(saved(tmp_path, **{named: given}), None, [])
-    list(reconstruct(ReconstructionParams(route=route, placement=placement), space))  # type: ignore[arg-type]
+    list(Reconstruction(ReconstructionParams(route=route, placement=placement), space).rows())  # type: ignore[arg-type]
     left: Any = space.ports.artifacts
     for name in (*left.tensors, *left.tables):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -150,7 +150,7 @@ def test_every_number_of_a_matrix_of_any_magnitude_is_finite(tmp_path: Path, mag
     # in two steps, for what is below the least normal number
     matrix = given * math.sqrt(magnitude) * math.sqrt(magnitude)
     space = space_of(saved(tmp_path, m=matrix), None, [])
-    rows = reconstruct(ReconstructionParams(route=route), space)  # type: ignore[arg-type]
+    rows = Reconstruction(ReconstructionParams(route=route), space).rows()  # type: ignore[arg-type]
     row = next(rows)
     with pytest.raises(StopIteration) as ended:
         next(rows)
@@ -170,7 +170,7 @@ def test_the_metrics_of_a_matrix_of_any_magnitude_are_finite_or_null_with_the_re
 ) -> None:
     given = symmetric(torch.logspace(-5, 0, 20, dtype=torch.float64))
     matrix = given * math.sqrt(magnitude) * math.sqrt(magnitude)
-    rows = measure_capacity(CapacityParams(), space_of(saved(tmp_path, m=matrix), None, []))
+    rows = Capacity(CapacityParams(), space_of(saved(tmp_path, m=matrix), None, [])).rows()
     row = next(rows)
     with pytest.raises(StopIteration) as ended:
         next(rows)

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from catalog.analyses.compare_curvature import CompareCurvatureParams
 from engine import estimate
-from engine.analyses.compare_curvature import compare_curvature
-from engine.analyses.factors import collect_factors
+from engine.analyses.compare_curvature import Comparison
+from engine.analyses.costs.compare_curvature import _side_bytes
+from engine.analyses.factors import KeptFactors
 from engine.factors.low_rank import LowRank
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
 from engine.memory.plan import Plan
 from engine.operators.pairs.matrix_pair import Symmetric
 from engine.operators.pairs.side_comparison import compare_sides
-from engine.planning.later.comparison import _side_bytes
 from engine.workspace import Machine, Workspace
 from tests.memory_profile import peak_bytes, peak_bytes_within
 from tests.oracles import MemoryArtifacts, workspace
@@ -66,7 +66,7 @@ def collecting(kind: str, hidden: int = 300) -> Workspace:
 
 def test_the_stage_of_a_job_takes_what_its_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = collecting("factors")
-    for _ in collect_factors(None, kept):
+    for _ in KeptFactors(None, kept).rows():
         pass
     made = collecting("compare_curvature")
     made.inputs.stored_against = kept.ports.artifacts
@@ -80,10 +80,10 @@ def test_the_stage_of_a_job_takes_what_its_plan_says(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Machine, "operation", operation)
 
     def compare() -> None:
-        rows = list(compare_curvature(CompareCurvatureParams(k=(1, K)), made))
+        rows = list(Comparison(CompareCurvatureParams(k=(1, K)), made).rows())
         assert [row.metrics.product.distance for row in rows] == [0, 0]
 
-    (most,) = peak_bytes_within(compare, "comparison of layer").values()
+    (most,) = peak_bytes_within(compare, "compare_curvature of layer").values()
     assert made.results.plan is not None
     assert 0.8 <= _bare(made.results.plan).stage_bytes("host", "compare_curvature") / most <= 1.1
 

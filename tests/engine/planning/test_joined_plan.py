@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.collect import collect_or_read, prepare_collection
-from engine.planning.later.merge import with_merge
+from engine.planning.joined_plan import with_merge
 from engine.workspace import Workspace
 from tests.divided import joining, stored
 from tests.memory_profile import peak_bytes

@@ -1,4 +1,6 @@
-"""The merge of a divided job, in bytes and seconds: one layer's sums in float64, and that layer of one piece.
+"""Joined plan of a divided job: the collection of one piece, the merge of all, and the analyses afterwards.
+
+The merge holds one layer's sums in float64, and that layer of one piece.
 
 The factors of the pieces are on the disk, all of them; in memory there is one layer at a time, added up before it is
 decomposed. A number of a piece is read, verified, unpacked and added, which takes as long as passing over it so many
@@ -15,13 +17,42 @@ from engine.collection.probe import Probe
 from engine.layers.layer import TreatedLayer
 from engine.memory.device_speed import DeviceSpeed, typical_speed
 from engine.memory.plan import Plan, Term
-from engine.workspace import Machine
+from engine.planning.job_plan import complete_plan
+from engine.workspace import JobOptions, Machine, Workspace
 
 _FLOAT64 = 8
 _PASSES = 20
 """Times that a number of a piece, in float64, is read or written until it is in the sum, as measured."""
 _WIDENED_BYTES = 2**21
 """What is widened to float64 at once."""
+
+
+def with_join(plan: Plan, workspace: Workspace, probe: Probe, pieces: int, options: JobOptions) -> Plan:
+    """Add to the plan of a piece what the job does once all pieces have ended.
+
+    Args:
+        plan: The plan of a piece, which collects and analyses nothing.
+        workspace: The job, with the options of a piece.
+        probe: Layers and representations.
+        pieces: How many pieces there are at most.
+        options: The options of the whole job.
+
+    Returns:
+        The plan with the bytes and seconds of merge, decompositions and analyses. Bytes of the last two are left out
+        where they do not fit beside: another machine may join the pieces, and each of its stages takes a cheaper way
+        where memory is short.
+    """
+    own = workspace.options
+    workspace.options = options
+    try:
+        whole = complete_plan(workspace, probe, plan.chosen)
+    finally:
+        workspace.options = own
+    host = host_speed(workspace.machine)
+    joined = with_merge(replace(whole, why=plan.why), probe, pieces, host)
+    if joined.fits(workspace.machine.budget):
+        return joined
+    return with_merge(replace(plan, seconds=whole.seconds), probe, pieces, host)
 
 
 def with_merge(plan: Plan, probe: Probe, pieces: int, host: DeviceSpeed | None = None) -> Plan:

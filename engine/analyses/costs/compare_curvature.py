@@ -1,12 +1,8 @@
-"""The comparison's bytes and seconds (`compare_curvature`): two factors at a time, each decomposed, and their pencils.
+"""Compare curvature, its bytes and seconds: two factors at a time, each decomposed, and their pencils.
 
 All of it is computed on the host in float64. Of the second set nothing is known before it is read: it is counted as
 large as the first, whose layers it is compared with.
 """
-
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Literal
 
 import torch
 
@@ -14,48 +10,42 @@ from catalog.analyses.compare_curvature import CompareCurvatureParams
 from engine.collection.probe import Probe
 from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import rungs
-from engine.memory.budget import MemoryBudget
 from engine.memory.device_speed import typical_speed
-from engine.memory.plan import Plan, Term
-from engine.planning.collection.seconds import Work
-from engine.planning.decomposition_memory import kept_as, read_back_bytes
-from engine.workspace import Workspace
+from engine.memory.plan import Term
+from engine.operators.comparison import MOST_PRODUCTS
+from engine.planning.analysis_cost import Cost, PlannedJob
+from engine.planning.decomposition_memory import read_back_bytes
 
-_STAGE: Literal["compare_curvature"] = "compare_curvature"
+_STAGE = "compare_curvature"
 _HOST = torch.device("cpu")
 _OF_A_LAYER = 0.01
 """Seconds of one layer, whatever its size."""
 _PANELS = 8 * 2 * 2**20
 """Rows of two factors and of their difference, in float64."""
-MOST_PRODUCTS = 2**22
-"""Eigenvalues of G ⊗ A that are put into order at most."""
 _PRODUCT_BYTES = 40
-"""Bytes of each of them: both sets' products, in order, and their places."""
+"""Bytes of each eigenvalue of G ⊗ A that is put into order: both sets' products, in order, and their places."""
 _OPERATIONS = 2 * 9 + 2 * 5 + 2 * 3
 """n³: two decompositions with vectors, the eigenvalues of two pencils, and what brings these about."""
 
 
-def with_comparison(
-    plan: Plan, workspace: Workspace, probe: Probe, budget: MemoryBudget, carried: Sequence[Term]
-) -> Plan:
-    """Add the bytes of the comparison."""
-    params = workspace.options.of(_STAGE) or CompareCurvatureParams()
-    kept = kept_as(workspace, probe.dtype)
-    terms = list(carried)
+def comparison_cost(params: CompareCurvatureParams, job: PlannedJob) -> Cost:
+    """Return the bytes and the seconds of the comparison."""
+    probe, kept = job.probe, job.stored
+    terms = job.carried(_STAGE)
     terms.append(_term("panels", "8 · 2 MiB", _PANELS))
     most = params.k[-1]
     shared = sum(8 * min(most, layer.in_dim) ** 2 for layer in probe.layers if layer.name in probe.shared)
     if shared:
         terms.append(_term("cosines", "k² · 8, of each A that layers share", shared))
-    held = replace(plan, terms=(*plan.terms, *terms)).stage_bytes("host", _STAGE)
-    copies = 2 if len(plan.chosen.parts) > 1 else 1
+    held = job.stage_bytes("host", _STAGE, terms)
+    copies = 2 if job.passes > 1 else 1
     for layer in probe.layers:
         read = copies * read_back_bytes(layer, probe, kept)
         formula = "in² + out² of both sets, as kept" if copies > 1 else "in² + out² of the second set, as kept"
         terms.append(_term("read back", formula, read, layer.name))
         leading = sum(2 * 8 * side * min(most, side) for side in (layer.in_dim, layer.out_dim))
         terms.append(_term("eigenvectors", "2 · (in + out) · k · 8", leading, layer.name))
-        room = budget.host_bytes - held - read
+        room = job.budget.host_bytes - held - read
         working = max(_side_bytes(side, rows, kept, room) for side, rows in _sides(layer, probe))
         products = layer.in_dim * layer.out_dim
         if products <= MOST_PRODUCTS:
@@ -68,17 +58,16 @@ def with_comparison(
                 layer.name,
             )
         )
-    return replace(plan, terms=(*plan.terms, *terms))
+    return Cost(terms=tuple(terms), seconds={_STAGE: _seconds(job)})
 
 
-def comparison_seconds(workspace: Workspace, probe: Probe, work: Work) -> float:
-    """Return the predicted seconds of the comparison."""
-    pace = work.pace if workspace.machine.device.type != "cuda" else typical_speed(_HOST)
+def _seconds(job: PlannedJob) -> float:
+    pace = job.work.pace if job.place == "host" else typical_speed(_HOST)
     total = 0.0
-    for layer in probe.layers:
-        sides = _sides(layer, probe)
+    for layer in job.probe.layers:
+        sides = _sides(layer, job.probe)
         # an A that layers share is compared once
-        compared = sides[1:] if layer.name in probe.shared else sides
+        compared = sides[1:] if layer.name in job.probe.shared else sides
         for side, rows in compared:
             n = side if rows is None else min(side, 2 * rows)
             total += layer.groups * _OPERATIONS * n**3 / pace.eigen_operations_per_second

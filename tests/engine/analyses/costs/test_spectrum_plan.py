@@ -12,14 +12,14 @@ from torch.profiler import record_function
 
 from catalog.analyses.spectrum import SpectrumParams
 from engine import estimate
-from engine.analyses.spectrum import measure_spectrum
+from engine.analyses.costs.spectrum import SEARCH_WIDTH, asked_at_once, choose_search
+from engine.analyses.spectrum import Spectrum
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Chosen, Plan
 from engine.operators.extreme_eigenvalues import SearchOptions
 from engine.operators.krylov.search_options import search_bytes
 from engine.operators.krylov.vectors import PANEL_BYTES
 from engine.operators.quadrature import QuadratureOptions, quadrature_bytes
-from engine.planning.later.spectrum import SEARCH_WIDTH, asked_at_once, choose_search
 from engine.workspace import Machine, Workspace
 from tests.memory_profile import peak_bytes_within
 from tests.oracles import workspace
@@ -80,7 +80,7 @@ def test_the_search_takes_what_the_plan_says(name: str, of: Any, monkeypatch: py
             yield
 
     monkeypatch.setattr(Machine, "operation", operation)
-    (peak,) = peak_bytes_within(lambda: list(measure_spectrum(params, space)), f"spectrum of {of}").values()
+    (peak,) = peak_bytes_within(lambda: list(Spectrum(params, space).rows()), f"spectrum of {of}").values()
     plan = space.results.plan
     assert plan is not None
     foretold = replace(

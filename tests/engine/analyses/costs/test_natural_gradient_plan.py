@@ -11,7 +11,7 @@ from torch import nn
 
 from catalog.analyses.natural_gradient import NaturalGradientParams
 from catalog.requests.woodbury import Woodbury
-from engine.analyses.natural_gradient import natural_gradient
+from engine.analyses.natural_gradient import NaturalGradient
 from engine.memory.plan import Plan
 from engine.workspace import Machine, Workspace
 from tests.memory_profile import peak_bytes_within
@@ -28,7 +28,7 @@ def _profiled(monkeypatch: pytest.MonkeyPatch, params: NaturalGradientParams, ma
             yield
 
     monkeypatch.setattr(Machine, "operation", operation)
-    (peak,) = peak_bytes_within(lambda: list(natural_gradient(params, made)), "stage natural_gradient").values()
+    (peak,) = peak_bytes_within(lambda: list(NaturalGradient(params, made).rows()), "stage natural_gradient").values()
     return peak
 
 

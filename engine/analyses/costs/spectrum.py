@@ -1,4 +1,4 @@
-"""Spectrum's memory and seconds: vectors of P covered parameters, beside the graph of a slice.
+"""Spectrum, its bytes and seconds: vectors of P covered parameters, beside the graph of a slice.
 
 Of an exact curvature these are kept from pass to pass
 
@@ -18,19 +18,15 @@ once and done again by every later attempt, as rounding depends on them.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
 
 import torch
 
 from catalog.analyses.spectrum import SpectrumParams
 from engine.collection.probe import Probe
 from engine.linalg.panels import PANEL_NUMBERS
-from engine.memory.budget import MemoryBudget
-from engine.memory.plan import Plan, Term
-from engine.planning.collection.seconds import Work
-from engine.workspace import Workspace
+from engine.planning.analysis_cost import Cost, PlannedJob, term
 
-Where = Literal["device", "host"]
+_STAGE = "spectrum"
 SEARCH_WIDTH = 8
 """Vectors that the search for the eigenvalues at the ends multiplies at once, at most."""
 _SHARE = 0.5
@@ -137,45 +133,44 @@ def _ways(params: SpectrumParams, probe: Probe, columns: int, length: int, passi
     return ways
 
 
-def with_spectrum(plan: Plan, carried: list[Term], workspace: Workspace, probe: Probe, budget: MemoryBudget) -> Plan:
-    """Add the bytes of the spectrum, and the choice of its search."""
-    params = workspace.options.of("spectrum") or SpectrumParams()
-    terms = [*carried]
+def spectrum_cost(params: SpectrumParams, job: PlannedJob) -> Cost:
+    """Return the bytes and the seconds of the spectrum, and the choice of its search."""
+    probe, workspace, place = job.probe, job.workspace, job.place
+    terms, seconds = job.carried(_STAGE), {_STAGE: _seconds(params, job)}
     if "kfac" in params.curvatures:
         spectra = sum(16 * layer.groups * (layer.in_dim + layer.out_dim) for layer in probe.layers)
-        terms.append(_term("spectra", "2 · Σ (in + out) · 8", spectra, "host"))
-        terms.append(replace(_term("products", "4 chunks of 2¹⁷ · 8", 4 * 8 * 2**17, "host"), source="estimated"))
+        terms.append(term("spectra", "2 · Σ (in + out) · 8", spectra, "host", _STAGE))
+        products = term("products", "4 chunks of 2¹⁷ · 8", 4 * 8 * 2**17, "host", _STAGE)
+        terms.append(replace(products, source="estimated"))
     if not params.exact:
-        return replace(plan, terms=(*plan.terms, *terms))
-    cuda = workspace.machine.device.type == "cuda"
-    place: Where = "device" if cuda else "host"
+        return Cost(terms=tuple(terms), seconds=seconds)
     size = sum(layer.parameter_count for layer in probe.layers)
-    held = replace(plan, terms=(*plan.terms, *terms))
     graph = sum(
-        term.size_bytes
-        for term in plan.terms
-        if term.stage == "collection" and term.name in ("activations", "outputs") and term.place == place
+        each.size_bytes
+        for each in job.plan.terms
+        if each.stage == "collection" and each.name in ("activations", "outputs") and each.place == place
     )
-    free = (budget.device_bytes if cuda else budget.host_bytes) - held.stage_bytes(place, "spectrum")
+    budget = job.budget.device_bytes if place == "device" else job.budget.host_bytes
+    free = budget - job.stage_bytes(place, _STAGE, terms)
     earlier = workspace.resume.chosen
     chosen = dict(earlier.search) if earlier is not None and earlier.search else None
     if chosen is None:
         chosen = choose_search(params, size, probe.dtype, max(free - _GRAPHS * graph, 0))
     for name, formula, bytes_ in _kept(params, size, chosen["length"], probe.dtype):
-        terms.append(_term(name, formula, bytes_, place))
+        terms.append(term(name, formula, bytes_, place, _STAGE))
     columns = min(chosen["columns"], asked_at_once(params))
     widest = max((call.entered.numel() + call.output.numel() for call in probe.calls), default=0)
-    examples = plan.chosen.micro_batch or workspace.options.collection.batch_size
+    examples = job.plan.chosen.micro_batch or workspace.options.collection.batch_size
     tangent = int(widest * examples / probe.examples) * probe.dtype.itemsize
     ways = _ways(params, probe, columns, chosen["length"], (graph, tangent))
     most = max(ways, key=lambda way: ways[way])
-    terms.append(replace(_term("a pass", f"{columns} columns: {most}", ways[most], place), source="estimated"))
-    return replace(plan, terms=(*plan.terms, *terms), chosen=replace(plan.chosen, search=chosen))
+    passing = term("a pass", f"{columns} columns: {most}", ways[most], place, _STAGE)
+    terms.append(replace(passing, source="estimated"))
+    return Cost(terms=tuple(terms), seconds=seconds, chosen={"search": chosen})
 
 
-def spectrum_seconds(workspace: Workspace, probe: Probe, work: Work) -> float:
-    """Return the predicted seconds of the spectrum."""
-    params = workspace.options.of("spectrum") or SpectrumParams()
+def _seconds(params: SpectrumParams, job: PlannedJob) -> float:
+    work, probe = job.work, job.probe
     seconds = _OF_A_LAYER * sum(layer.groups for layer in probe.layers)
     forward = work.passing / 2 / max(1, (1 + work.directions) / 2)
     batches = -(-work.examples // work.batch)
@@ -186,9 +181,8 @@ def spectrum_seconds(workspace: Workspace, probe: Probe, work: Work) -> float:
         operations = work.examples * columns * forward * (_SECOND if second else _FIRST)
         started = batches * columns * work.calls * (_SECOND_STARTED if second else _FIRST_STARTED)
         seconds += operations / work.pace.operations_per_second + started * work.pace.seconds_an_operation
-    cuda = workspace.machine.device.type == "cuda"
     # the host adds what it widens, which takes as long as adding what arrives
-    widened = work.pace.held_bytes_per_second if cuda else work.pace.bytes_per_second
+    widened = work.pace.held_bytes_per_second if job.place == "device" else work.pace.bytes_per_second
     return seconds + len(params.exact) * _reread_bytes(params, probe) / widened
 
 
@@ -225,7 +219,3 @@ def expected_passes(params: SpectrumParams) -> int:
     """
     wanted = params.count * (2 if params.end == "both" else 1)
     return max(params.steps if params.density else 0, min(params.most_products, 6 * wanted + 40))
-
-
-def _term(name: str, formula: str, size: int, place: Where) -> Term:
-    return Term(name=name, formula=formula, size_bytes=size, place=place, source="exact", stage="spectrum")

@@ -1,0 +1,217 @@
+"""Layer analysis: the steps that every analysis takes, one layer after another, and what each adds to them.
+
+::
+
+    require     refuses its options before anything is collected
+    prepare     takes what it needs of the whole set of factors
+    layer       computes one layer, on the rank that the layer belongs to
+    take        notes on every rank what the summary needs of it; returns the metrics of the row
+    finish      writes or computes what is of all layers together
+    summary     the whole model
+    cost        what all this will hold and how long it will take, from shapes alone
+
+A layer's row goes out as soon as the layer is done; one that an earlier attempt has delivered is computed for the
+summary, and not given again. The rows of layers that are not covered follow.
+"""
+
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import replace
+from typing import Any, ClassVar, Generic, TypeVar
+
+from catalog import PLANNED_STAGES
+from catalog.analyses.analysis import Coverage, LayerResult
+from catalog.responses.layer_record import LayerRecord, Observed
+from engine.analyses.given_matrix import record_without_collection
+from engine.collect import collect_or_read
+from engine.factors.factor_set import GIVEN_MATRIX, FactorSet
+from engine.layers.coverage import DeclaredLayer
+from engine.layers.coverage_check import count_by_reason
+from engine.measurement.divided_layers import DividedLayers, SentFiles
+from engine.measurement.finite_numbers import finite_summary, nullify, reason
+from engine.measurement.layer_measurement import Measured, measure_layers
+from engine.measurement.observed import held_bytes, observe
+from engine.measurement.representation_record import branch_counts
+from engine.planning.analysis_cost import Cost, PlannedJob
+from engine.workspace import Workspace
+
+P = TypeVar("P")
+
+
+class LayerAnalysis(Generic[P]):
+    """One analysis of one job.
+
+    Args:
+        params: Its options; None of an analysis without any.
+        workspace: The job: its model or stored factors, options, machine, ports and rows that are already delivered.
+    """
+
+    kind: ClassVar[str]
+    """As the catalog names it."""
+    divided: ClassVar[bool] = False
+    """Whether each of several ranks computes its own layers alone, since a layer takes long."""
+    whole: FactorSet
+    """The factors, once they are collected or read."""
+    files: SentFiles | None = None
+    """The place of files that are written layer by layer, where other ranks receive them; ``prepare`` sets it."""
+
+    def __init__(self, params: P, workspace: Workspace) -> None:
+        self.params = params
+        self.workspace = workspace
+
+    def rows(self) -> Generator[LayerResult, None, Any]:
+        """Yield each layer's row as soon as it is done.
+
+        Returns:
+            One row per covered layer, which leaves out rows of an earlier attempt, then one per layer that is not
+            covered. The generator returns the summary.
+
+        Raises:
+            EngineError: As ``engine.errors`` lists.
+        """
+        self.require()
+        self.whole = collect_or_read(self.workspace)
+        self.prepare()
+        for done, (layer, (outcome, observed)) in enumerate(self._outcomes(), start=1):
+            metrics = self.take(layer, outcome)
+            if not self._is_delivered(layer.facts.ordinal):
+                yield self._row(layer, metrics, observed)
+            self.report(done)
+        self.finish()
+        for place, declared in enumerate(self.whole.declared, start=len(self.whole.layers)):
+            if not self._is_delivered(place):
+                yield self._declared_row(place, declared)
+        self.workspace.ports.raise_if_cancelled()
+        return finite_summary(self.summary(), self.workspace.ports.log)
+
+    def require(self) -> None:
+        """Refuse what can be refused before anything is collected."""
+
+    def prepare(self) -> None:
+        """Take what is needed of the whole set of factors, and refuse what they cannot answer."""
+
+    def layers(self) -> Iterator[Measured]:
+        """Return the covered layers in the order of the work."""
+        return measure_layers(self.workspace)
+
+    def layer(self, layer: Measured) -> Any:  # noqa: ANN401 - each analysis has its own
+        """Compute one layer: its metrics, or whatever ``take`` makes them of."""
+        raise NotImplementedError
+
+    def take(self, layer: Measured, outcome: Any) -> Any:  # noqa: ANN401, ARG002 - each analysis has its own
+        """Note what the summary needs of a layer, and return its metrics."""
+        return outcome
+
+    def observe(self, layer: Measured, begun: float) -> Observed:  # noqa: ARG002 - where it reads the clock
+        """Return what was observed of a layer whose computation began at ``begun``."""
+        return layer.observed
+
+    def report(self, done: int) -> None:
+        """Report one more layer."""
+        self.workspace.ports.report(self.kind, done, len(self.whole.layers), "layers")
+
+    def finish(self) -> None:
+        """Write or compute what is of all layers together."""
+
+    def summary(self) -> Any:  # noqa: ANN401 - each analysis has its own record
+        """Return the summary of the whole model."""
+        raise NotImplementedError
+
+    @classmethod
+    def cost(cls, params: P, job: PlannedJob) -> Cost:  # noqa: ARG003 - where there is one
+        """Return the bytes and seconds that the analysis adds to a plan: none, unless it says more."""
+        return Cost()
+
+    @property
+    def coverage(self) -> Coverage:
+        """The trainable parameters that the rows speak for."""
+        return coverage(self.whole)
+
+    @property
+    def branches(self) -> dict[str, int]:
+        """Layers by branch."""
+        return branch_counts(self.whole.layers)
+
+    def _outcomes(self) -> Iterator[tuple[Measured, tuple[Any, Observed]]]:
+        """Every layer with what was computed of it, on the rank that it belongs to."""
+        division = DividedLayers.of(self.workspace, self.whole) if self.divided else None
+        if division is None:
+            return ((layer, self._computed(layer)) for layer in self.layers())
+        return division.compute(list(self.layers()), self._computed, self.kind, self.files)
+
+    def _computed(self, layer: Measured) -> tuple[Any, Observed]:
+        begun = time.perf_counter()
+        self.workspace.ports.raise_if_cancelled()
+        stage = self.kind if self.kind in PLANNED_STAGES else None
+        with self.workspace.machine.operation(f"{self.kind} of layer {layer.facts.ordinal}", stage):
+            outcome = self.layer(layer)
+        return outcome, self.observe(layer, begun)
+
+    def _is_delivered(self, ordinal: int) -> bool:
+        return (self.kind, ordinal) in self.workspace.resume.completed
+
+    def _row(self, layer: Measured, metrics: object, observed: Observed) -> LayerResult:
+        """The row of a covered layer; what is not finite is null, and the record's ``why`` names those numbers."""
+        facts = layer.facts
+        metrics, of_metrics = nullify(metrics)
+        record, of_record = nullify(layer.record)
+        if of_metrics or of_record:
+            record = replace(record, why="; ".join(filter(None, (record.why, reason((*of_metrics, *of_record))))))
+        return LayerResult(
+            kind=self.kind,
+            ordinal=facts.ordinal,
+            layer=facts.name,
+            module=facts.module,
+            status=layer.status,
+            reason=None,
+            parameters=facts.parameters,
+            parameter_count=facts.parameter_count,
+            metrics=metrics,
+            record=record_without_collection(record) if facts.module == GIVEN_MATRIX else record,
+            observed=observed,
+        )
+
+    def _declared_row(self, ordinal: int, layer: DeclaredLayer) -> LayerResult:
+        """The row of a layer that is not covered, with its reason and without metrics."""
+        blank = dict.fromkeys(LayerRecord.__dataclass_fields__)
+        known = {
+            "branch": "declared",
+            "why": layer.why or layer.reason,
+            "fisher": self.whole.collection.fisher,
+            "world_size": 1,
+            "planned_peak_bytes": self.whole.planned_peak_bytes,
+        }
+        now = held_bytes(self.workspace.machine.device)
+        return LayerResult(
+            kind=self.kind,
+            ordinal=ordinal,
+            layer=layer.name,
+            module=layer.module,
+            status="declared",
+            reason=layer.reason,
+            parameters=layer.parameters,
+            parameter_count=layer.parameter_count,
+            metrics=None,
+            record=LayerRecord(**{**blank, **known}),  # type: ignore[arg-type]
+            observed=observe(time.perf_counter(), now, now, self.workspace, self.whole),
+        )
+
+
+def coverage(whole: FactorSet) -> Coverage:
+    """Count by parameter what the rows cover, after the law covered + declared = trainable."""
+    reasons = count_by_reason(whole.declared)
+    identities = [layer.gradient_identity for layer in whole.layers]
+    return Coverage(
+        trainable_parameters=whole.trainable_parameters,
+        covered_parameters=whole.covered_parameters,
+        declared_parameters=sum(reasons.values()),
+        covered_share=whole.covered_parameters / max(whole.trainable_parameters, 1),
+        layers_covered=len(whole.layers),
+        layers_declared=len(whole.declared),
+        reasons=reasons,
+        gradient_identity=max((each for each in identities if each is not None), default=None),
+        examples_checked=min((each.examples_checked or 0 for each in whole.layers), default=None)
+        if any(each is not None for each in identities)
+        else None,
+        looked_at=whole.looked_at,
+    )

@@ -1,1 +1,0 @@
-"""Bytes and seconds of the analyses that use curvature as an operator, a file for each."""
