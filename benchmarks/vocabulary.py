@@ -91,7 +91,7 @@ def run(width: int, budget_bytes: int) -> dict[str, Any]:
         rows = {}
         summaries = {}
         for kind in KINDS:
-            generator = resolve(ANALYSES[kind].function)(made.options.params[kind], made)
+            generator = resolve(ANALYSES[kind].implementation)(made.options.params[kind], made).rows()
             while True:
                 try:
                     row = next(generator)

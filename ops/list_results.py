@@ -63,7 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
         "collection": {"batch_size": 1, "fisher": "type2"},
     },
     "MiniLM": {
-        "model": {"source": "directory", "path": str(Path(str(_MINILM and _MINILM.origin)).parent)},
+        "model": {"source": "directory", "path": str(Path(str(_MINILM and _MINILM.origin)).parent / "model")},
         "data": {"source": "builtin", "name": "english", "limit": 32},
         "task": {"type": "sentence_embedding"},
         "kind": ["factors", "capacity"],

@@ -119,8 +119,8 @@ def test_a_process_that_does_not_compute_imports_no_torch(module: str, tmp_path:
 
 
 @pytest.mark.parametrize("kind", ANALYSES)
-def test_every_analysis_names_a_function_of_the_engine(kind: str) -> None:
-    module, _, name = ANALYSES[kind].function.partition(":")
+def test_every_analysis_names_a_class_of_the_engine(kind: str) -> None:
+    module, _, name = ANALYSES[kind].implementation.partition(":")
     assert module.startswith("engine.analyses.")
     assert callable(getattr(importlib.import_module(module), name))
 

@@ -49,7 +49,7 @@ class Analysis:
     kind: str
     title: str
     description: str
-    function: str
+    implementation: str
     """`package.module:Class` of the engine, a ``LayerAnalysis``; the child that runs the job resolves it."""
     params: type | None
     """Options, in a block named after the kind; none where the common blocks say it all."""

@@ -152,7 +152,7 @@ SPECTRUM = Analysis(
     title="Spectrum",
     description="Eigenvalues at both ends, trace and density of K-FAC, of the exact Gauss-Newton matrix, Fisher or "
     "Hessian.",
-    function="engine.analyses.spectrum:Spectrum",
+    implementation="engine.analyses.spectrum:Spectrum",
     params=SpectrumParams,
     metrics=SpectrumMetrics,
     summary=SpectrumSummary,

@@ -9,14 +9,13 @@ from typing_extensions import override
 from catalog.analyses.capacity import CapacityParams, CapacitySummary
 from catalog.analyses.capacity_metrics import CapacityMetrics
 from engine.analyses.costs.capacity import capacity_cost
-from engine.analyses.layer_analysis import LayerAnalysis
+from engine.analyses.layer_analysis import LayerAnalysis, is_decomposed
 from engine.analyses.metrics.exact_ggn_check import CrossChecked, cross_check
 from engine.analyses.metrics.layer_metrics import layer_metrics, sides_of
 from engine.analyses.metrics.model_metrics import ModelLayer, model_metrics
 from engine.analyses.metrics.sample_convergence import Followed, follow_layer, model_convergence, sum_layers
 from engine.analyses.metrics.token_importance import require_head, token_importance
 from engine.measurement.layer_measurement import Measured
-from engine.planning.analysis_cost import Cost, PlannedJob
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,7 @@ class Capacity(LayerAnalysis[CapacityParams]):
     """The metrics of each layer's spectra, and of the model as one block-diagonal matrix."""
 
     kind = "capacity"
+    cost = staticmethod(capacity_cost)
     divided = True
     _exact: CrossChecked | None
 
@@ -71,7 +71,7 @@ class Capacity(LayerAnalysis[CapacityParams]):
         if outcome.over_sizes is not None:
             layers.over_sizes[ordinal] = outcome.over_sizes
             metrics = replace(metrics, convergence=outcome.over_sizes.convergence)
-        layers.decompositions += layer.is_decomposed
+        layers.decompositions += is_decomposed(layer)
         if metrics.damping is not None and norm is not None and metrics.damping > norm:
             layers.identity[ordinal] = layer.facts.name
         if self._exact is not None:
@@ -121,11 +121,6 @@ class Capacity(LayerAnalysis[CapacityParams]):
             token_importance=token_importance(params.token_importance, self.workspace, whole),
             cross_check=None if self._exact is None else self._exact.of_model(row.cross_check for row in rows),
         )
-
-    @override
-    @classmethod
-    def cost(cls, params: CapacityParams, job: PlannedJob) -> Cost:
-        return capacity_cost(params, job)
 
 
 def _not_converged(rows: Sequence[CapacityMetrics]) -> dict[str, int] | None:

@@ -39,7 +39,6 @@ from engine.measurement.layer_measurement import Measured
 from engine.operators.comparison import product_metrics, side_metrics
 from engine.operators.pairs.matrix_pair import Symmetric
 from engine.operators.pairs.side_comparison import SideComparison, compare_sides
-from engine.planning.analysis_cost import Cost, PlannedJob
 from engine.workspace import Workspace
 
 KIND = "compare_curvature"
@@ -78,6 +77,7 @@ class Comparison(LayerAnalysis[CompareCurvatureParams]):
     """
 
     kind = KIND
+    cost = staticmethod(comparison_cost)
 
     @override
     def prepare(self) -> None:
@@ -100,11 +100,6 @@ class Comparison(LayerAnalysis[CompareCurvatureParams]):
     @override
     def summary(self) -> CompareCurvatureSummary:
         return self._sums.record(self.params.k, self.coverage)
-
-    @override
-    @classmethod
-    def cost(cls, params: CompareCurvatureParams, job: PlannedJob) -> Cost:
-        return comparison_cost(params, job)
 
     def _compare(self, layer: Measured, other: LayerFacts) -> CompareCurvatureMetrics:
         facts, ks, against, guard = layer.facts, self.params.k, self._against, self.workspace.machine.guard

@@ -3,7 +3,7 @@
 from typing_extensions import override
 
 from catalog.analyses.factors import FactorsMetrics, FactorsSummary
-from engine.analyses.layer_analysis import LayerAnalysis
+from engine.analyses.layer_analysis import LayerAnalysis, is_decomposed
 from engine.measurement.layer_measurement import Measured
 from engine.measurement.subsample_spectra import nested_traces
 
@@ -39,7 +39,7 @@ class KeptFactors(LayerAnalysis[None]):
             coverage=self.coverage,
             layers=len(whole.layers),
             branches=self.branches,
-            eigendecompositions=sum(layer.is_decomposed for layer in layers),
+            eigendecompositions=sum(is_decomposed(layer) for layer in layers),
             woodbury_layers=sum(layer.facts.representation_G == "woodbury" for layer in layers),
             examples=whole.examples,
             updates=whole.updates,

@@ -117,8 +117,8 @@ class LayerAnalysis(Generic[P]):
         """Return the summary of the whole model."""
         raise NotImplementedError
 
-    @classmethod
-    def cost(cls, params: P, job: PlannedJob) -> Cost:  # noqa: ARG003 - where there is one
+    @staticmethod
+    def cost(params: Any, job: PlannedJob) -> Cost:  # noqa: ANN401, ARG004 - each analysis has its own
         """Return the bytes and seconds that the analysis adds to a plan: none, unless it says more."""
         return Cost()
 
@@ -195,6 +195,11 @@ class LayerAnalysis(Generic[P]):
             record=LayerRecord(**{**blank, **known}),  # type: ignore[arg-type]
             observed=observe(time.perf_counter(), now, now, self.workspace, self.whole),
         )
+
+
+def is_decomposed(layer: Measured) -> bool:
+    """Return whether an eigendecomposition was made of a layer."""
+    return layer.spectrum_A is not None and layer.facts.form not in ("diagonal", "diagonal_block")
 
 
 def coverage(whole: FactorSet) -> Coverage:

@@ -28,7 +28,6 @@ from engine.measurement.layer_measurement import Measured
 from engine.operators.kronecker.eigenbasis import SideBasis
 from engine.operators.kronecker.layer_store import KnownLayer, OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
-from engine.planning.analysis_cost import Cost, PlannedJob
 
 KIND = "natural_gradient"
 FOLDER = "directions"
@@ -45,6 +44,7 @@ class NaturalGradient(LayerAnalysis[NaturalGradientParams]):
     """
 
     kind = KIND
+    cost = staticmethod(natural_gradient_cost)
     _directions: Tensor | None = None
     """(P, k) on the host, in the gradient's precision; None where they are not kept."""
     _batches: int | None = None
@@ -153,11 +153,6 @@ class NaturalGradient(LayerAnalysis[NaturalGradientParams]):
                 "gradient_sha256": self._gradient.sha256,
             }
             self.workspace.ports.artifacts.save_tensors(_artifact(power), tensors, metadata)
-
-    @override
-    @classmethod
-    def cost(cls, params: NaturalGradientParams, job: PlannedJob) -> Cost:
-        return natural_gradient_cost(params, job)
 
     @override
     def summary(self) -> NaturalGradientSummary:

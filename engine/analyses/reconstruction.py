@@ -35,7 +35,6 @@ from engine.measurement.clip_head import clip_structured
 from engine.measurement.divided_layers import DividedLayers, SentFiles
 from engine.measurement.layer_measurement import Measured
 from engine.memory.budget import device_bytes, resident_bytes
-from engine.planning.analysis_cost import Cost, PlannedJob
 from engine.workspace import Artifacts, Workspace
 
 FOLDER = "stabilised"
@@ -79,6 +78,7 @@ class Reconstruction(LayerAnalysis[ReconstructionParams]):
     """
 
     kind = "reconstruction"
+    cost = staticmethod(reconstruction_cost)
     divided = True
     _run: _Run
 
@@ -185,11 +185,6 @@ class Reconstruction(LayerAnalysis[ReconstructionParams]):
             relative_error=max(errors, default=None),
             not_stabilised=tuple(lacking),
         )
-
-    @override
-    @classmethod
-    def cost(cls, params: ReconstructionParams, job: PlannedJob) -> Cost:
-        return reconstruction_cost(params, job)
 
 
 def _stabilised(run: _Run, layer: Measured) -> ReconstructionMetrics:

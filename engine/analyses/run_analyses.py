@@ -72,7 +72,7 @@ def _stays_with_its_kind(workspace: Workspace) -> bool:
 
 def _run(kind: str, workspace: Workspace, take_row: Callable[[LayerResult], None]) -> Any:  # noqa: ANN401 - its summary
     """Pull the rows of one analysis; return its summary."""
-    analysis: type[LayerAnalysis[Any]] = pkgutil.resolve_name(ANALYSES[kind].function)
+    analysis: type[LayerAnalysis[Any]] = pkgutil.resolve_name(ANALYSES[kind].implementation)
     rows = analysis(workspace.options.of(kind), workspace).rows()
     while True:
         try:

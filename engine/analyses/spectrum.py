@@ -13,7 +13,6 @@ from engine.analyses.spectra.exact_spectra import exact_spectra
 from engine.analyses.spectra.kronecker_spectra import BlockSpectra, ekfac_block, kfac_block
 from engine.errors import UsageError
 from engine.measurement.layer_measurement import Measured
-from engine.planning.analysis_cost import Cost, PlannedJob
 
 _BLOCKS: tuple[Literal["kfac", "ekfac"], ...] = ("kfac", "ekfac")
 
@@ -27,6 +26,7 @@ class Spectrum(LayerAnalysis[SpectrumParams]):
     """
 
     kind = "spectrum"
+    cost = staticmethod(spectrum_cost)
 
     @override
     def require(self) -> None:
@@ -86,11 +86,6 @@ class Spectrum(LayerAnalysis[SpectrumParams]):
             layers=len(whole.layers),
             curvatures=tuple(found[of] for of in params.curvatures),
         )
-
-    @override
-    @classmethod
-    def cost(cls, params: SpectrumParams, job: PlannedJob) -> Cost:
-        return spectrum_cost(params, job)
 
 
 def _require_dimension(params: SpectrumParams, dimension: int, which: str) -> None:

@@ -76,11 +76,6 @@ class Measured:
         """`covered`, or `zero_curvature` where the layer has no curvature at all."""
         return "covered" if self.trace_A > 0 and self.trace_G > 0 else "zero_curvature"
 
-    @property
-    def is_decomposed(self) -> bool:
-        """Whether an eigendecomposition was made of it."""
-        return self.spectrum_A is not None and self.facts.form not in ("diagonal", "diagonal_block")
-
 
 class _MeasuredLayers(dict[int, Measured]):
     """Layers of one job that were measured, by ordinal."""

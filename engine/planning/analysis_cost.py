@@ -169,5 +169,5 @@ def with_analyses(plan: Plan, workspace: Workspace, probe: Probe, budget: Memory
 @cache
 def _cost_of(kind: str) -> Callable[[Any, PlannedJob], Cost]:
     """The analysis's own forecast; its class stands floors above, where the catalog names it."""
-    found: Callable[[Any, PlannedJob], Cost] = pkgutil.resolve_name(ANALYSES[kind].function).cost
+    found: Callable[[Any, PlannedJob], Cost] = pkgutil.resolve_name(ANALYSES[kind].implementation).cost
     return found

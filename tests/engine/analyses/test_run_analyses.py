@@ -50,7 +50,7 @@ def measured(data: Any, model: nn.Module | None = None, kinds: tuple[str, ...] =
 
 def refuse(monkeypatch: pytest.MonkeyPatch, kind: str, error: Exception, after: int = 1) -> None:
     """Have an analysis raise once it has given `after` rows of its own."""
-    analysis = pkgutil.resolve_name(ANALYSES[kind].function)
+    analysis = pkgutil.resolve_name(ANALYSES[kind].implementation)
     whole = analysis.rows
 
     def partly(self: Any) -> Iterator[Any]:
@@ -148,7 +148,7 @@ def test_nothing_of_a_refused_analysis_is_held(monkeypatch: pytest.MonkeyPatch, 
             raise UsageError(SENTENCE)
         yield
 
-    monkeypatch.setattr(pkgutil.resolve_name(ANALYSES["capacity"].function), "rows", refusing)
+    monkeypatch.setattr(pkgutil.resolve_name(ANALYSES["capacity"].implementation), "rows", refusing)
     gc.disable()
     try:
         with pytest.warns(AnalysisRefused):

@@ -82,7 +82,7 @@ def job(name: str, own: list[Any], kinds: tuple[str, ...], artifacts: Artifacts,
 def run(made: Workspace) -> dict[str, Any]:
     rows, summaries = {}, {}
     for kind in made.options.kinds:
-        analysis = pkgutil.resolve_name(ANALYSES[kind].function)(made.options.params[kind], made)
+        analysis = pkgutil.resolve_name(ANALYSES[kind].implementation)(made.options.params[kind], made).rows()
         while True:
             try:
                 row = next(analysis)
