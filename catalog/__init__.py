@@ -22,8 +22,21 @@ ANALYSES: dict[str, Analysis] = {
     for analysis in (FACTORS, CAPACITY, RECONSTRUCTION, NATURAL_GRADIENT, COMPARE_CURVATURE, SPECTRUM)
 }
 
-_STAGES = tuple(stage for analysis in ANALYSES.values() for stage in analysis.stages if stage.planned is not None)
 
+def stages_of(kind: str) -> tuple[AnalysisStage, ...]:
+    """Return the stages that an analysis reports, in order.
+
+    Args:
+        kind: Its kind; one that the menu does not list, such as an estimate, is its only stage.
+
+    Returns:
+        At least one stage.
+    """
+    listed = ANALYSES[kind].stages if kind in ANALYSES else ()
+    return listed or (AnalysisStage(name=kind, planned=kind),)
+
+
+_STAGES = tuple(stage for kind in ANALYSES for stage in stages_of(kind) if stage.planned is not None)
 PLANNED_STAGES: tuple[str, ...] = (
     *("model", "collection", "correction"),
     *(str(stage.planned) for stage in _STAGES if stage.before_decomposition),
@@ -50,16 +63,3 @@ DOCUMENT: type[JobDocument] = dataclasses.make_dataclass(
     namespace={"__doc__": JobDocument.__doc__, "__module__": __name__, "analyses": ANALYSES},
 )
 """The job document with a block of options for every analysis: what is parsed and stored."""
-
-
-def stages_of(kind: str) -> tuple[AnalysisStage, ...]:
-    """Return the stages that an analysis reports, in order.
-
-    Args:
-        kind: Its kind; of one that the menu does not list, such as an estimate, the kind is the only stage.
-
-    Returns:
-        At least one stage.
-    """
-    analysis = ANALYSES.get(kind)
-    return analysis.stages if analysis is not None and analysis.stages else (AnalysisStage(name=kind),)

@@ -60,7 +60,7 @@ class Analysis:
     decomposition: Decomposed = "values"
     """What is asked of the factors where there are no options to say so."""
     stages: tuple[AnalysisStage, ...] = ()
-    """In order; the one that is named after the kind goes through the layers. Empty: that one alone, unplanned."""
+    """In order; the one that is named after the kind goes through the layers. Empty: that one alone."""
     layerwise: bool = False
     """Whether it reads of each layer no more than the rank has that the layer belongs to."""
     keeps: tuple[str, ...] = ()

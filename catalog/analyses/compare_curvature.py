@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from catalog.analyses.analysis import Analysis, AnalysisStage, Coverage
+from catalog.analyses.analysis import Analysis, Coverage
 from catalog.record import FieldError, record
 from catalog.requests.inputs import require_path
 from catalog.requests.job import JobDocument
@@ -238,5 +238,4 @@ COMPARE_CURVATURE = Analysis(
     params=CompareCurvatureParams,
     metrics=CompareCurvatureMetrics,
     summary=CompareCurvatureSummary,
-    stages=(AnalysisStage(name="compare_curvature", planned="compare_curvature"),),
 )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from catalog.analyses.analysis import Analysis, Coverage
+from catalog.analyses.analysis import Analysis, AnalysisStage, Coverage
 from catalog.analyses.subsamples import NestedTraces
 from catalog.record import record
 
@@ -71,6 +71,7 @@ FACTORS = Analysis(
     metrics=FactorsMetrics,
     summary=FactorsSummary,
     decomposition="none",
+    stages=(AnalysisStage(name="factors"),),
     layerwise=True,
     keeps=("factors",),
 )

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from catalog.analyses.analysis import Analysis, AnalysisStage, Coverage
+from catalog.analyses.analysis import Analysis, Coverage
 from catalog.record import FieldError, record
 from catalog.requests.inputs import require_path
 from catalog.requests.job import JobDocument
@@ -227,6 +227,5 @@ NATURAL_GRADIENT = Analysis(
     params=NaturalGradientParams,
     metrics=NaturalGradientMetrics,
     summary=NaturalGradientSummary,
-    stages=(AnalysisStage(name="natural_gradient", planned="natural_gradient"),),
     offers=("directions",),
 )

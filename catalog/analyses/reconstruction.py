@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from catalog.analyses.analysis import Analysis, AnalysisStage, Coverage
+from catalog.analyses.analysis import Analysis, Coverage
 from catalog.record import FieldError, record
 from catalog.requests.job import JobDocument
 
@@ -146,7 +146,6 @@ RECONSTRUCTION = Analysis(
     params=ReconstructionParams,
     metrics=ReconstructionMetrics,
     summary=ReconstructionSummary,
-    stages=(AnalysisStage(name="reconstruction", planned="reconstruction"),),
     layerwise=True,
     takes_matrix=True,
 )

@@ -32,7 +32,6 @@ class _Layers:
     """What the summary needs of the layers, by ordinal."""
 
     of_model: dict[int, ModelLayer] = field(default_factory=dict)
-    metrics: dict[int, CapacityMetrics] = field(default_factory=dict)
     over_sizes: dict[int, Followed] = field(default_factory=dict)
     identity: dict[int, str] = field(default_factory=dict)
     """Names of layers whose damping exceeds every eigenvalue."""
@@ -77,7 +76,7 @@ class Capacity(LayerAnalysis[CapacityParams]):
         if self._exact is not None:
             beside = self._exact.of_layer(ordinal, layer.trace_A * layer.trace_G, norm)
             metrics = replace(metrics, cross_check=beside)
-        layers.of_model[ordinal], layers.metrics[ordinal] = outcome.of_model, metrics
+        layers.of_model[ordinal] = outcome.of_model
         return metrics
 
     @override
@@ -86,7 +85,7 @@ class Capacity(LayerAnalysis[CapacityParams]):
         rule = self.workspace.options.stabilisation
         # in the model's order, whatever the order of measuring: sums round the same
         ordinals = [facts.ordinal for facts in whole.layers]
-        rows = [layers.metrics[ordinal] for ordinal in ordinals]
+        rows = [self.measured[ordinal] for ordinal in ordinals]
         of_model = [layers.of_model[ordinal] for ordinal in ordinals]
         curved = [each.sides.trace > 0 for each in of_model]
 

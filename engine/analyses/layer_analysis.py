@@ -58,6 +58,8 @@ class LayerAnalysis(Generic[P]):
     def __init__(self, params: P, workspace: Workspace) -> None:
         self.params = params
         self.workspace = workspace
+        self.measured: dict[int, Any] = {}
+        """The metrics of the layers so far, by ordinal."""
 
     def rows(self) -> Generator[LayerResult, None, Any]:
         """Yield each layer's row as soon as it is done.
@@ -73,7 +75,7 @@ class LayerAnalysis(Generic[P]):
         self.whole = collect_or_read(self.workspace)
         self.prepare()
         for done, (layer, (outcome, observed)) in enumerate(self._outcomes(), start=1):
-            metrics = self.take(layer, outcome)
+            metrics = self.measured[layer.facts.ordinal] = self.take(layer, outcome)
             if not self._is_delivered(layer.facts.ordinal):
                 yield self._row(layer, metrics, observed)
             self.report(done)
@@ -99,7 +101,7 @@ class LayerAnalysis(Generic[P]):
         raise NotImplementedError
 
     def take(self, layer: Measured, outcome: Any) -> Any:  # noqa: ANN401, ARG002 - each analysis has its own
-        """Note what the summary needs of a layer, and return its metrics."""
+        """Note what the summary needs of a layer besides its metrics, and return those."""
         return outcome
 
     def observe(self, layer: Measured, begun: float) -> Observed:  # noqa: ARG002 - where it reads the clock

@@ -58,7 +58,6 @@ class NaturalGradient(LayerAnalysis[NaturalGradientParams]):
     def prepare(self) -> None:
         _require_directions(self.params, self.whole)
         machine = self.workspace.machine
-        self._rows: dict[int, NaturalGradientMetrics] = {}
         self._known: dict[int, KnownLayer] = {}
         self._operator = KroneckerOperator(
             self.whole,
@@ -123,7 +122,6 @@ class NaturalGradient(LayerAnalysis[NaturalGradientParams]):
         metrics, found = layer_metrics(own, self.params, self._space, why)
         if self._directions is not None:
             self._space.scatter(facts, found.to("cpu", self._directions.dtype), self._directions)
-        self._rows[facts.ordinal] = metrics
         return metrics
 
     @property
@@ -156,14 +154,14 @@ class NaturalGradient(LayerAnalysis[NaturalGradientParams]):
 
     @override
     def summary(self) -> NaturalGradientSummary:
-        rows = [self._rows[facts.ordinal] for facts in self.whole.layers]
+        rows = [self.measured[facts.ordinal] for facts in self.whole.layers]
         norm = float(self._gradient.flat.norm(dtype=torch.float64))
         covered = math.fsum(row.gradient_norm**2 for row in rows)
         uncovered = self._operator.uncovered
         share = max(1 - covered / norm**2, 0.0) if uncovered else 0.0
-        coarse = [facts for facts in self.whole.layers if self._rows[facts.ordinal].below_rounding]
+        coarse = [facts for facts in self.whole.layers if self.measured[facts.ordinal].below_rounding]
         if coarse:
-            self._warn([(facts.name, self._rows[facts.ordinal]) for facts in coarse])
+            self._warn([(facts.name, self.measured[facts.ordinal]) for facts in coarse])
         return NaturalGradientSummary(
             coverage=self.coverage,
             layers=len(rows),

@@ -54,14 +54,12 @@ class _Run:
     """The place of the layers' files."""
     shared: dict[int, ReconstructedSide] = field(default_factory=dict)
     """A of layers that others share it with, by ordinal."""
-    rows: dict[int, ReconstructionMetrics] = field(default_factory=dict)
     kept: dict[int, Kept] = field(default_factory=dict)
     entries: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Entries of the index, by ordinal."""
 
     def take(self, facts: LayerFacts, outcome: Outcome) -> None:
         """Note what the summary and the indices need of a layer."""
-        self.rows[facts.ordinal] = outcome.metrics
         if outcome.kept is not None:
             self.kept[facts.ordinal] = outcome.kept
         if outcome.entry is not None:
@@ -158,7 +156,7 @@ class Reconstruction(LayerAnalysis[ReconstructionParams]):
         own: list[ReconstructedSide] = []
         lacking = []
         for facts in self.whole.layers:
-            row = run.rows[facts.ordinal]
+            row = self.measured[facts.ordinal]
             sides = [side for side in (row.A if facts.shared_A_with is None else None, row.G) if side is not None]
             own += [side for side in sides if side.why is None]
             if any(side.why is not None for side in sides):
