@@ -123,7 +123,7 @@ def _stable(value: Any) -> Any:  # noqa: ANN401 - any JSON
 
 def _is_measured(value: Any) -> bool:  # noqa: ANN401 - any JSON
     """Tell a term of the plan that was measured in its process, and the curve of its memory."""
-    return isinstance(value, dict) and (value.get("source") == "measured" or value.get("path") == "memory_curve.json")
+    return isinstance(value, dict) and (value.get("source") == "measured" or value.get("name") == "memory_curve.json")
 
 
 def main() -> int:
