@@ -50,7 +50,6 @@ def show_results(
             console.print(line, markup=False, soft_wrap=True)
         if kind in summary:
             console.print(summary_line(kind, summary[kind], measured), markup=False, soft_wrap=True)
-        if kind == "spectrum" and kind in summary:
             _show_curvatures(console, summary[kind])
         console.print()
     if curve is not None and curve.get("stages"):
