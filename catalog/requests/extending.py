@@ -69,9 +69,9 @@ def require_extension(document: Any) -> None:  # noqa: ANN401 - a job document, 
                 f"names data that this job does not read again, and `{again}` passes over all of them; leave it out, "
                 "or give model and all data in place of `extends`",
             )
-        if kind == "natural_gradient" and params is not None and params.gradient is None:
+        if getattr(params, "gradient", "") is None:
             raise FieldError(
-                "natural_gradient.gradient",
+                f"{kind}.gradient",
                 "is missing, so the gradient is taken of all the data, which `extends` does not read again: give "
                 "`gradient: {path: FILE.safetensors}`, or model and all data in place of `extends`",
             )

@@ -165,9 +165,9 @@ def require_divisible(document: Any) -> None:  # noqa: ANN401 - a job document, 
                 f"divides the data, and `{again}` passes over all of it after the collection; keep the factors, and "
                 "ask for it in a job of its own without `shards`",
             )
-        if kind == "natural_gradient" and params is not None and params.gradient is None:
+        if getattr(params, "gradient", "") is None:
             raise FieldError(
-                "natural_gradient.gradient",
+                f"{kind}.gradient",
                 "is missing, so the gradient is taken of all the data, which `shards` divides: give "
                 "`gradient: {path: FILE.safetensors}`, or leave `shards` out",
             )

@@ -66,9 +66,9 @@ def _require_shared_analyses(document: Any, ranks: int) -> None:  # noqa: ANN401
                 f"is {ranks}, and `{again}` passes over all data in one process; keep the factors, and ask for it in a "
                 "job of its own without `world_size`",
             )
-        if kind == "natural_gradient" and params is not None and params.gradient is None:
+        if getattr(params, "gradient", "") is None:
             raise FieldError(
-                "natural_gradient.gradient",
+                f"{kind}.gradient",
                 f"is missing, so the gradient is taken of all data in one process, and `world_size` is {ranks}: give "
                 "`gradient: {path: FILE.safetensors}`, or leave `world_size` out",
             )
