@@ -45,14 +45,7 @@ _EKFAC = """\
 
 
 def methods_text(results: ResultsView, rows: Sequence[Layer]) -> str:
-    """Return a paragraph on what a job computed, and the BibTeX entries of what it used.
-
-    Args:
-        results: The job's results.
-
-    Returns:
-        The paragraph and the entries, with a blank line between them.
-    """
+    """Return a paragraph on what a job computed, a blank line, and the BibTeX entries of what it used."""
     document, manifest = results.job.document, results.manifest or {}
     sentences = [*_measured(results, rows), *_inputs(document, manifest, rows), *_damping(document, rows)]
     sentences += [_coverage(results.job.coverage), *_computed_with(manifest, rows), *_digests(results)]

@@ -40,6 +40,7 @@ _FORMS: Mapping[str | None, Callable[[Any], str]] = {
     "portion": percentage,
     "cosine": "{:.3f}".format,
     "magnitude": "{:.0e}".format,
+    "rough": "{:.1g}".format,
     "count": "{:,}".format,
     "given": "{:g}".format,
     "bytes": format_bytes,

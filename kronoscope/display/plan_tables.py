@@ -19,12 +19,7 @@ _MULTIPLE = 10.0
 
 
 def show_plan(plan: Mapping[str, Any], console: Console) -> None:
-    """Print a plan: stages, largest terms, and lines on what was chosen.
-
-    Args:
-        plan: The plan as JSON, of a run here or of a service's estimate.
-        console: Where to print it.
-    """
+    """Print a plan, of a run here or of a service's estimate: stages, largest terms, and lines on what was chosen."""
     console.print(stage_table(plan))
     console.print(largest_terms_table(plan))
     for line in plan_lines(plan):

@@ -90,8 +90,7 @@ def summary_line(kind: str, summary: Any, measured: CoverageView | None = None) 
         reasons = sorted((_field(coverage, "reasons") or {}).items(), key=lambda item: -item[1])
         if reasons:
             parts.append("not covered: " + ", ".join(f"{count:,} {reason}" for reason, count in reasons))
-        identity = _field(coverage, "gradient_identity")
-        parts += [] if identity is None else [f"gradient identity to {identity:.1g}"]
+        parts += filter(None, [fill("gradient identity to {gradient_identity:rough}", coverage)])
     figures = "; ".join(_figures(kind, summary))
     return "; ".join(
         [*parts, *([f"{part_note(measured, 'of the {} that was measured: ')}{figures}"] if figures else [])]
