@@ -50,7 +50,7 @@ def _page_file(content: bytes, media_type: str) -> PageFile:
     return PageFile(content=content, media_type=media_type, etag=f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
 
-def _analyses_script() -> bytes:
+def analyses_script() -> bytes:
     """Return the script that holds what the page shows of each analysis."""
     shown = {
         kind: {
@@ -72,7 +72,7 @@ def _stated(item: Column | Figure) -> dict[str, Any]:
 _OF_TERMINALS = ("short", "line", "joined")
 # requests are looked up here and never on the disk, so that no path can leave the folder
 _FILES = _read(resources.files(api).joinpath("dashboard"))
-_FILES["scripts/analyses.js"] = _page_file(_analyses_script(), _TYPES["js"])
+_FILES["scripts/analyses.js"] = _page_file(analyses_script(), _TYPES["js"])
 
 router = APIRouter(include_in_schema=False)
 
