@@ -31,19 +31,20 @@ def layer_columns(kind: str, rows: Sequence[Layer]) -> list[ShownColumn]:
         path, _, name = each.rpartition(".")
         keys = list(dict.fromkeys(read_field(one, name) for row in rows for one in look_up(row, path) or ()))
         stated += [
-            (column, (_heading(column.short, key, len(keys)), _shown(column, key)))
+            (column, (heading, _shown(column, key)))
             for key in (keys[:_MOST_REPEATED] if len(repeated) > 1 else keys)
             for column in repeated
+            if (heading := _heading(column.short, key, len(keys))) is not None
         ]
     return [shown for column, shown in stated if not column.optional or any(shown[1](row) != "–" for row in rows)]
 
 
-def _heading(heading: Heading, key: float, count: int) -> str:
-    text = heading if isinstance(heading, str) or heading is None else heading[count > 1]
-    return str(text).replace("{}", f"{key:g}")
+def _heading(heading: Heading, key: float | str, count: int) -> str | None:
+    text = heading[count > 1] if isinstance(heading, tuple) else heading
+    return text and text.replace("{}", key if isinstance(key, str) else f"{key:g}")
 
 
-def _shown(column: Column, key: float | None = None) -> Callable[[Layer], str]:
+def _shown(column: Column, key: float | str | None = None) -> Callable[[Layer], str]:
     """Return the function that shows a row's value; with a key that of the element of the list."""
 
     def shown(row: Layer) -> str:

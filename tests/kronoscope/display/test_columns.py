@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from catalog import ANALYSES
-from catalog.analyses.analysis import Text
+from catalog.analyses.analysis import Column, Text
 from catalog.responses.layer_record import LayerRecord
-from kronoscope.client.responses import build_layer
+from kronoscope.client.responses import Layer, build_layer
+from kronoscope.display.columns import layer_columns
 from kronoscope.display.methods import computed
 from kronoscope.display.tables import layer_table, summary_line
 from tests.sharpness import ROW, SHARPNESS, SharpnessSummary
@@ -116,3 +117,19 @@ def test_a_field_that_there_is_not_is_found() -> None:
     assert unknown(ANALYSES["spectrum"].metrics, ["kfac.largest.0.value", "kfac.largest.0.valeu"]) == [
         "kfac.largest.0.valeu"
     ]
+
+
+def test_a_heading_follows_the_length_of_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = (
+        Column("share", ("share", "share of {}"), each="metrics.parts.name"),
+        Column("size", ("size", None), each="metrics.parts.name"),
+    )
+    monkeypatch.setitem(ANALYSES, "sharpness", dataclasses.replace(SHARPNESS, columns=columns))
+    parts = [{"name": name, "share": 0.5, "size": size} for size, name in enumerate(("head", "stem", "body"))]
+    rows = [
+        Layer(**dict.fromkeys(Layer.__dataclass_fields__) | {"metrics": {"parts": parts[:count]}}) for count in (1, 3)
+    ]
+    assert [heading for heading, _ in layer_columns("sharpness", rows[:1])] == ["share", "size"]
+    shown = layer_columns("sharpness", rows)
+    assert [heading for heading, _ in shown] == ["share of head", "share of stem"]
+    assert [show(rows[0]) for _, show in shown] == ["0.5", "–"]
