@@ -19,6 +19,29 @@ NAMES_WITHOUT_A_NOUN = {"utils", "helpers", "common", "misc", "base", "core", "m
 LONGEST_FILE = 400
 TEXT = {".cfg", ".css", ".html", ".ini", ".js", ".json", ".md", ".mako", ".py", ".toml", ".txt", ".yaml", ".yml", ""}
 
+ASKS_BY_NAME = {
+    "api/requests/examples.py": "documents that name the analyses which they ask for",
+    "api/requests/admission.py": "the gradient's file",
+    "catalog/requests/job.py": "options that an analysis needs of the common blocks",
+    "catalog/requests/memory.py": "stages of the plan",
+    "catalog/responses/remaining_time.py": "stages of an analysis",
+    "engine/collection/ranks/owners.py": "analyses that divide their layers over ranks",
+    "engine/measurement/layer_measurement.py": "whether the factors are kept",
+    "engine/planning/analysis_memory.py": "the cost of an analysis",
+    "engine/planning/analysis_time.py": "the cost of an analysis",
+    "engine/planning/decomposition_memory.py": "the cost of an analysis",
+    "engine/planning/disk_usage.py": "the cost of an analysis",
+    "engine/planning/later/comparison.py": "the cost of an analysis",
+    "engine/planning/later/natural_gradient.py": "the cost of an analysis",
+    "engine/planning/later/spectrum.py": "the cost of an analysis",
+    "kronoscope/local.py": "the inputs of two analyses",
+    "worker/execution/job_inputs.py": "the inputs of two analyses",
+    "worker/supervision/job_progress.py": "stages of an analysis",
+}
+"""Files that ask for an analysis by its name, until its own file says what they ask."""
+WORDS_OF_DOCUMENTS = {"factors", "spectrum"}
+"""Kinds that are names of other things too."""
+
 
 def modules() -> list[Path]:
     return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
@@ -123,6 +146,79 @@ def test_every_analysis_names_a_class_of_the_engine(kind: str) -> None:
     module, _, name = ANALYSES[kind].implementation.partition(":")
     assert module.startswith("engine.analyses.")
     assert callable(getattr(importlib.import_module(module), name))
+
+
+def named_kinds(node: ast.AST) -> set[str]:
+    """The kinds that a constant, or a literal of several, names."""
+    parts = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
+    return {str(part.value) for part in parts if isinstance(part, ast.Constant) and part.value in ANALYSES}
+
+
+def asks_for_a_kind(node: ast.AST) -> bool:
+    """Whether an expression compares with a kind, looks one up, or is a table of kinds."""
+    match node:
+        case ast.Compare(left=left, comparators=others):
+            kinds = set().union(*map(named_kinds, [left, *others]))
+            compared = " ".join(ast.unparse(each) for each in (left, *others) if not named_kinds(each))
+            return bool(kinds - WORDS_OF_DOCUMENTS) or bool(kinds and re.search("kind|analys", compared))
+        case ast.Call(func=ast.Attribute(attr="of"), args=arguments):
+            return any(map(named_kinds, arguments))
+        case ast.Call(func=ast.Name(id="getattr") | ast.Attribute(attr="get" | "index"), args=arguments):
+            return any(named_kinds(argument) - WORDS_OF_DOCUMENTS for argument in arguments)
+        case ast.Subscript(slice=index):
+            return bool(named_kinds(index) - WORDS_OF_DOCUMENTS)
+        case ast.Dict(keys=parts) | ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Set(elts=parts):
+            return len(parts) > 1 and all(part is not None and named_kinds(part) for part in parts)
+    return False
+
+
+def script_asks_for_a_kind(text: str) -> bool:
+    """Whether a script of the page compares with a kind, or has a property of its name."""
+    every, plain = "|".join(ANALYSES), "|".join(kind for kind in ANALYSES if kind not in WORDS_OF_DOCUMENTS)
+    asked = rf"""["'`](?:{plain})["'`]|[!=]==? ?["'`](?:{every})["'`]|\.(?:{plain})\b|summary\??\.(?:{every})\b"""
+    return re.search(rf"{asked}|^ *(?:{every}):", text, re.MULTILINE) is not None
+
+
+def test_only_the_files_of_an_analysis_ask_for_it_by_name() -> None:
+    found = {
+        str(path.relative_to(ROOT))
+        for path in modules()
+        if path.parent.relative_to(ROOT).parts[:2] not in (("catalog", "analyses"), ("engine", "analyses"))
+        if any(map(asks_for_a_kind, ast.walk(ast.parse(path.read_text()))))
+    }
+    scripts = [path for path in (ROOT / "api/dashboard").rglob("*.js") if "vendor" not in path.parts]
+    found |= {str(path.relative_to(ROOT)) for path in scripts if script_asks_for_a_kind(path.read_text())}
+    assert len(scripts) > 10
+    assert found == set(ASKS_BY_NAME)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "kind == 'factors'",
+        "row.kind in ('capacity', 'other')",
+        "'spectrum' in document.kinds",
+        "STAGES = {'capacity': 1, 'spectrum': 2}",
+        "BY_OWNERS = frozenset(('factors', 'capacity'))",
+        "options.of('factors')",
+        "getattr(document, 'natural_gradient', None)",
+    ],
+)
+def test_a_question_for_a_kind_is_found(line: str) -> None:
+    assert any(map(asks_for_a_kind, ast.walk(ast.parse(line))))
+
+
+@pytest.mark.parametrize("line", ["document.get('factors')", "'factors' in options.keep", "{'factors': 1, 'model': 2}"])
+def test_a_word_of_the_document_is_no_question_for_a_kind(line: str) -> None:
+    assert not any(map(asks_for_a_kind, ast.walk(ast.parse(line))))
+
+
+@pytest.mark.parametrize(
+    "line", ['if (kind === "factors") {', "  spectrum: (summary) => [", "show(summary?.spectrum)", "results.capacity"]
+)
+def test_a_scripts_question_for_a_kind_is_found(line: str) -> None:
+    assert script_asks_for_a_kind(line)
+    assert not script_asks_for_a_kind('h("section", { id: "spectrum" }, document.factors)')
 
 
 def test_modules_are_named_after_what_they_hold() -> None:

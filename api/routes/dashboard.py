@@ -1,9 +1,11 @@
 """The dashboard's files, read once from the package and served by exact path without a key."""
 
+import dataclasses
 import hashlib
+import json
 from importlib import resources
 from importlib.resources.abc import Traversable
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Response
 
@@ -11,6 +13,8 @@ import api
 from api.problem_details import not_found
 from api.requests.auth import open_to_all
 from api.requests.etags import has_current
+from catalog import ANALYSES
+from catalog.analyses.analysis import Column, Figure
 from catalog.record import record
 
 _TYPES = {
@@ -38,14 +42,37 @@ def _read(folder: Traversable, prefix: str = "") -> dict[str, PageFile]:
         if entry.is_dir():
             files.update(_read(entry, f"{prefix}{entry.name}/"))
         elif media_type is not None:
-            content = entry.read_bytes()
-            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-            files[prefix + entry.name] = PageFile(content=content, media_type=media_type, etag=etag)
+            files[prefix + entry.name] = _page_file(entry.read_bytes(), media_type)
     return files
 
 
+def _page_file(content: bytes, media_type: str) -> PageFile:
+    return PageFile(content=content, media_type=media_type, etag=f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+
+
+def analyses_script() -> bytes:
+    """Return the script that holds what the page shows of each analysis."""
+    shown = {
+        kind: {
+            "columns": [_stated(column) for column in analysis.columns if column.heading],
+            "figures": [_stated(figure) for figure in analysis.figures if figure.name],
+            "damped": analysis.damped,
+            "opens": analysis.opens,
+        }
+        for kind, analysis in ANALYSES.items()
+    }
+    return f"export const ANALYSES = {json.dumps(shown, ensure_ascii=False)};\n".encode()
+
+
+def _stated(item: Column | Figure) -> dict[str, Any]:
+    values = ((field, getattr(item, field.name)) for field in dataclasses.fields(item))
+    return {field.name: value for field, value in values if value != field.default and field.name not in _OF_TERMINALS}
+
+
+_OF_TERMINALS = ("short", "line", "joined")
 # requests are looked up here and never on the disk, so that no path can leave the folder
 _FILES = _read(resources.files(api).joinpath("dashboard"))
+_FILES["scripts/analyses.js"] = _page_file(analyses_script(), _TYPES["js"])
 
 router = APIRouter(include_in_schema=False)
 

@@ -1,6 +1,7 @@
-"""An analysis: one entry of the menu, and the envelope in which it returns its layers."""
+"""An analysis: one entry of the menu with the way it is shown, and the envelope in which it returns its layers."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from catalog.record import record
@@ -25,6 +26,83 @@ def most_decomposed(options: Iterable[Any]) -> Decomposed:
     steps: tuple[Decomposed, ...] = ("none", "values", "vectors")
     asked = [steps.index(getattr(each, "decomposition", "values")) for each in options]
     return steps[max(asked, default=0)]
+
+
+Text = str | tuple[str, ...]
+"""A text with fields in it, such as `of {dimension} directions`; or several, of which the first is shown whose fields
+are known. A field is a path in the record, and may name its form: `{trace:4}` has 4 digits on the page,
+`{passes:pass|passes}` counts what is not 0, `{gradient:=file}` shows nothing and is known where the value is `file`,
+`{low:-}` is a dash where the value is null. Other forms: `percent`, `portion` (not rounded up to a whole), `part` (a
+percentage that is not 0), `cosine`, `bytes`, `count` (all digits), `given` (as asked for), `unquoted` (of a JSON text),
+`names` (of layers) and `some` (five of them)."""
+Heading = str | tuple[str, str | None] | None
+"""A heading, null where there is no column; or that of a list of one and that of a longer list. `{}` stands for the key
+of the list's element."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the layer table; a row without the value has a dash."""
+
+    value: str | Callable[[Any], Any]
+    """Path in the row, such as `metrics.trace`; of several, parted by `|`, the first that is not null. A function of
+    the row is for the terminal alone."""
+    short: Heading = None
+    """Heading on a terminal."""
+    heading: Heading = None
+    """Heading on the page."""
+    title: str = ""
+    """Explanation of the heading, on the page."""
+    form: Literal["number", "percent", "cosine", "magnitude", "fraction", "bytes", "text"] = "number"
+    """`magnitude`: one digit on a terminal; `fraction`: there with `whole` beside it."""
+    counted: str | None = None
+    """Path of a count: where it is known and the value is not, the value is infinite."""
+    whole: str | int | None = None
+    """Path of the number, or the number, of which the page's bar shows the value's share."""
+    relative: bool = False
+    """Whether the page's bar compares the layers."""
+    note: str | None = None
+    """Text of a star on the page."""
+    converging: bool = False
+    """Whether a star marks the metric where `metrics.convergence` says that it has not converged."""
+    optional: bool = False
+    """Whether the column is left out where no row has the value."""
+    each: str | None = None
+    """Path of a list and of its elements' key: there is a column for each element, in which the paths begin."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of the whole model: a card of the page, a part of the terminal's closing line, or both."""
+
+    name: str | None = None
+    """Name of the card; null where there is none."""
+    value: str = ""
+    """The card's number."""
+    note: Text = ""
+    """The line below it."""
+    text: Text = ""
+    """A sentence that explains it."""
+    line: Text = ()
+    """The part of the closing line."""
+    each: str | None = None
+    """Path of a list, each element of which has the figure."""
+    joined: str = ""
+    """The part of the closing line in which `{}` stands for those of all elements."""
+
+
+def _shape(row: Any) -> str | None:  # noqa: ANN401 - a row of the results
+    known = row.record is not None and row.record.in_dim is not None
+    return f"{row.record.in_dim}×{row.record.out_dim}" if known else None
+
+
+SHAPE = Column(_shape, "A×G")
+"""Rows of A and of G; on the page every table has them."""
+
+
+def join_phrases(parts: Sequence[str]) -> str:
+    """Return phrases as a list in a sentence."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 @record
@@ -69,6 +147,16 @@ class Analysis:
     """Artifacts that `keep` may name only where this analysis is asked for."""
     takes_matrix: bool = False
     """Whether it takes a single matrix from a file in place of a model's factors."""
+    columns: tuple[Column, ...] = ()
+    """Columns of its layers; without any, they are named after the first numbers of `metrics`."""
+    figures: tuple[Figure, ...] = ()
+    """Figures of its summary; without any, the page has a card for each number of `summary`."""
+    sentence: str | Callable[[Mapping[str, Any]], str] = ""
+    """What is computed, as a noun phrase of the methods paragraph; or a function that says it of the options."""
+    damped: bool = True
+    """Whether damping enters it; a page shows one that it does not enter after the others."""
+    opens: bool = False
+    """Whether a page opens the layers of this analysis first."""
 
 
 @record

@@ -1,9 +1,9 @@
 """`capacity`: how many directions of a layer the loss really curves in, from the two spectra."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
-from catalog.analyses.analysis import Analysis, AnalysisStage, Coverage
+from catalog.analyses.analysis import SHAPE, Analysis, AnalysisStage, Column, Coverage, Figure
 from catalog.analyses.capacity_metrics import METRICS, WITHOUT_DECOMPOSITION, CapacityMetrics, ModelCapacity
 from catalog.analyses.cross_check import CrossCheck, require_cross_check
 from catalog.analyses.token_importance import TokenImportance
@@ -150,6 +150,64 @@ class CapacitySummary:
     """Null without `token_importance`."""
 
 
+_COLUMNS = (
+    SHAPE,
+    Column("metrics.trace", "trace"),
+    Column("metrics.effective_dimension", None, "Effective dim.", "Σ λᵢ/(λᵢ + λ): directions with more curvature than "
+           "the damping; the bar is their share of all directions", whole="metrics.dimension"),
+    Column("metrics.effective_rank", "eff. rank", "Effective rank", "Exponential of the spectrum's entropy; the bar is "
+           "its share of all directions", whole="metrics.dimension", converging=True),
+    Column("metrics.effective_dimension", "eff. dim."),
+    Column("metrics.effective_dimension_share", "share", form="percent"),
+    Column("metrics.decay.exponent", "decay", "Decay", "Exponent α of λ_k ∝ k^−α"),
+    Column("metrics.trace", None, "Trace", "Sum of all eigenvalues of F = G ⊗ A; the bar compares layers",
+           relative=True),
+    Column("metrics.kappa", "κ", "κ", "λ_max/λ_min of F; ∞ where F is singular", counted="metrics.rank"),
+)  # fmt: skip
+_TOKENS = (
+    "{token_importance.tokens_for_99_percent} of {token_importance.tokens} tokens carry 99 % of the trace of G of "
+    "{token_importance.layer:names}"
+)
+_TRACES = (
+    "trace {cross_check.kronecker_trace} where the exact one is {cross_check.trace} ({cross_check.trace_low:-} to "
+    "{cross_check.trace_high:-})"
+)
+_LARGEST, _TOP = (
+    ", largest eigenvalue {cross_check.kronecker_spectral_norm:-} where it is ",
+    "{cross_check.top_eigenvalue}",
+)
+_FIGURES = (
+    Figure("Effective dimension", "{effective_dimension:4}", "of {dimension} directions",
+           "The number of directions in which the loss has more curvature than the damping.",
+           ("effective dimension {effective_dimension} of {dimension:count}",
+            "effective dimension {effective_dimension}")),
+    Figure("Share of directions", "{effective_dimension_share:percent}", "effective dimension / dimension",
+           "The other directions have less curvature than the damping."),
+    Figure("Sum of effective ranks", "{effective_rank:4}", "over layers", "A layer's effective rank is the size of a "
+           "flat spectrum with the same entropy: the more even the spectrum, the larger.",
+           ("effective rank {effective_rank} summed over layers, {model.effective_rank} of the model as a whole",
+            "effective rank {effective_rank}")),
+    Figure("Trace", "{trace:4}", "total curvature", "The sum of all eigenvalues: the larger, the more the loss changes "
+           "under small random changes of the weights."),
+    Figure(line="approximate, as a sketch stands for G of {model.approximate:names}"),
+    Figure(line="eigenvalues estimated between bounds in {model.estimated:names}"),
+    Figure(line="effective rank not converged in {not_converged.effective_rank:layer|layers} (*): take more examples"),
+    Figure(line=("no token importance of {token_importance.layer:names}: {token_importance.why}", _TOKENS)),
+    Figure(line=(f"{_TRACES}{_LARGEST}{{cross_check.top_converged:=True}}{_TOP}", f"{_TRACES}{_LARGEST}at least {_TOP}",
+                 _TRACES)),
+)  # fmt: skip
+
+
+def _sentence(options: Mapping[str, Any]) -> str:
+    text = "the spectra, traces and effective dimensions of each layer's block"
+    if options["cross_check"] is None:
+        return text
+    return (
+        f"{text}, beside the trace (by {options['cross_check_probes']} random probes) and the largest eigenvalue of "
+        "the exact Gauss-Newton matrix"
+    )
+
+
 CAPACITY = Analysis(
     kind="capacity",
     title="Capacity metrics",
@@ -169,4 +227,8 @@ CAPACITY = Analysis(
         AnalysisStage(name="capacity", planned="capacity", share=0.1),
     ),
     layerwise=True,
+    columns=_COLUMNS,
+    figures=_FIGURES,
+    sentence=_sentence,
+    opens=True,
 )

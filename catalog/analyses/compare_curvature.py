@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from catalog.analyses.analysis import Analysis, Coverage
+from catalog.analyses.analysis import SHAPE, Analysis, Column, Coverage, Figure
 from catalog.record import FieldError, record
 from catalog.requests.inputs import require_path
 from catalog.requests.job import JobDocument
@@ -230,6 +230,30 @@ class CompareCurvatureSummary:
     """The same of the set compared with; null where its index holds no digests."""
 
 
+_COLUMNS = (
+    SHAPE,
+    Column("overlap", "k={}", "k = {}", "Overlap ‖Uᵀ V‖² / k of the {} leading eigenvectors of G ⊗ A in both sets: 1 "
+           "where they span the same, 0 where they are orthogonal", whole=1, note="{why}",
+           each="metrics.product.overlaps.k"),
+    Column("metrics.product.relative_distance", "distance", "Distance",
+           "‖F₁ − F₂‖ / ‖F₂‖ of G ⊗ A, by Frobenius norm; the bar compares layers", relative=True),
+    Column("metrics.A.relative_distance", "of A", "of A", "‖A₁ − A₂‖ / ‖A₂‖ by Frobenius norm"),
+    Column("metrics.G.relative_distance", "of G", "of G", "‖G₁ − G₂‖ / ‖G₂‖ by Frobenius norm"),
+    Column("metrics.product.cosine", "cosine", "Cosine", "⟨F₁, F₂⟩ / (‖F₁‖ ‖F₂‖): likeness whatever the scales"),
+    Column("metrics.product.trace_log_ratio", None, "Trace shift", "ln(tr F₁ / tr F₂)"),
+    Column("metrics.product.divergence", "KL", "KL", "Kullback-Leibler divergence of the damped Gaussians, in nats",
+           note="{metrics.product.why|metrics.why}"),
+)  # fmt: skip
+_FIGURES = (
+    Figure(each="overlaps", line="{overlap} at {k:given}", joined="mean overlap of leading eigenspaces {}"),
+    Figure(line=("relative distance {relative_distance}, farthest {farthest:names}",
+                 "relative distance {relative_distance}")),
+    Figure(line="only in the first set: {only_first:some}"),
+    Figure(line="only in the set compared with: {only_against:some}"),
+    Figure(line="of another size: {other_sizes.layer:some}"),
+    Figure(each="differences", line="{option} {first:unquoted} against {against:unquoted}", joined="collected with {}"),
+)  # fmt: skip
+
 COMPARE_CURVATURE = Analysis(
     kind="compare_curvature",
     title="Comparison of two curvatures",
@@ -238,4 +262,8 @@ COMPARE_CURVATURE = Analysis(
     params=CompareCurvatureParams,
     metrics=CompareCurvatureMetrics,
     summary=CompareCurvatureSummary,
+    columns=_COLUMNS,
+    figures=_FIGURES,
+    sentence="the overlap of leading eigenspaces, the distance and the Kullback-Leibler divergence of each layer's "
+    "factors against a second set",
 )

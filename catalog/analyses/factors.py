@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from catalog.analyses.analysis import Analysis, AnalysisStage, Coverage
+from catalog.analyses.analysis import SHAPE, Analysis, AnalysisStage, Column, Coverage, Figure
 from catalog.analyses.subsamples import NestedTraces
 from catalog.record import record
 
@@ -62,6 +62,29 @@ class FactorsSummary:
     """What the same factors would take without sharing A between layers of one input."""
 
 
+_COLUMNS = (
+    SHAPE,
+    Column("metrics.form", "form"),
+    *(Column(f"metrics.trace_{side}", f"trace {side}", f"Trace of {side}", f"Sum of the eigenvalues of {side}",
+             relative=True) for side in "AG"),
+    Column("metrics.exact_trace", "exact", "Exact trace", "Trace of the layer's block of the exact curvature, from "
+           "each example's squared gradient", relative=True),
+    Column("metrics.trace_ratio", "ratio", "K-FAC / exact", "K-FAC's trace, tr(A)·tr(G), over the exact trace"),
+    *(Column(f"record.kappa_{side}", f"κ_{side}", counted=f"record.clipped_{side}") for side in "AG"),
+    *(Column(f"record.relative_standard_error_{side}", f"noise {side}", f"Noise of {side}", f"Standard error of {side} "
+             "over batches, relative to its Frobenius norm", optional=True) for side in "AG"),
+    Column("metrics.calls", None, "Calls", "Calls of the module in one forward pass"),
+    Column("record.factor_bytes", None, "Size", "Bytes of the dense factors", form="bytes"),
+    Column("metrics.shared_A_with", None, "A shared with", "Layer that reads the same input", form="text"),
+)  # fmt: skip
+_FIGURES = (
+    Figure("Examples", "{examples}", "{updates:update|updates}, {passes:pass|passes}",
+           "The number of examples that the factors are averaged over."),
+    Figure("Layers", "{layers}", "{fisher} Fisher, {sharing}", "Layers whose A and G were collected."),
+    Figure("Size of the factors", "{factor_bytes:bytes}", "{dense_factor_bytes:bytes} without sharing",
+           "Layers that read the same input share one A."),
+)  # fmt: skip
+
 FACTORS = Analysis(
     kind="factors",
     title="K-FAC factors",
@@ -74,4 +97,8 @@ FACTORS = Analysis(
     stages=(AnalysisStage(name="factors"),),
     layerwise=True,
     keeps=("factors",),
+    columns=_COLUMNS,
+    figures=_FIGURES,
+    sentence="the Kronecker factors A and G of each layer",
+    damped=False,
 )

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
-from catalog.analyses.analysis import Analysis, Coverage
+from catalog.analyses.analysis import Analysis, Column, Coverage, Figure, join_phrases
 from catalog.record import FieldError, record
 from catalog.requests.inputs import require_path
 from catalog.requests.job import JobDocument
@@ -219,6 +219,41 @@ class NaturalGradientSummary:
     """One for each α."""
 
 
+_EACH = "metrics.directions.power"
+_COLUMNS = (
+    Column("metrics.gradient_norm", "‖g‖", "‖g‖", "Length of the gradient"),
+    Column("norm", ("‖d‖", "‖d‖ α={}"), ("‖d‖", None), "Length of the direction d = F^(−α) g", each=_EACH),
+    Column("cosine", ("cos", "cos α={}"), ("Cosine", "Cos α={}"), "gᵀd / (‖g‖ ‖d‖): how far the curvature turns the "
+           "gradient", form="cosine", whole=1, each=_EACH),
+    Column("effective_step", ("step", "step α={}"), ("Step", "Step α={}"), "gᵀd / gᵀg: the learning rate with which "
+           "plain gradient descent goes as far along g", each=_EACH),
+    Column("largest", None, ("Largest number", None), "The number of d that is largest in magnitude; its place is in "
+           "the note", note="{largest_parameter}[{largest_index}]", each=_EACH),
+    Column("residual", "residual", ("Residual", "Residual α={}"), "‖F d − g‖ / ‖g‖ with F damped, for α = 1",
+           form="magnitude", optional=True, each=_EACH),
+)  # fmt: skip
+_FIGURES = (
+    Figure("Gradient", "{gradient_norm:4}", ("{gradient:=file}norm, of a file", "norm, of the mean loss"),
+           ("{uncovered_share:part} of its square is in parameters that no layer covers, where there is no direction.",
+            "Every trainable number has a direction."), "‖g‖ {gradient_norm}"),
+    Figure("α = {power}", "{cosine:cosine}", "cosine to the gradient; gᵀF^(−α)g = {inner:3}", "Norm {norm:3}; a step "
+           "of 1 goes as far along the gradient as plain descent with a learning rate of {effective_step:3}.",
+           ("α = {power:given}: cosine {cosine:cosine}, gᵀd {inner}", "α = {power:given}: cosine –, gᵀd {inner}"),
+           each="directions"),
+    Figure(line="{uncovered_share:part} of ‖g‖² in parameters that are not covered, where there is no direction"),
+    Figure(line="λ below the precision of the factors in {below_rounding:layer|layers}"),
+)  # fmt: skip
+
+
+def _sentence(options: Mapping[str, Any]) -> str:
+    given = options["power"]
+    powers = [f"{power:g}" for power in (given if isinstance(given, (list, tuple)) else [given])]
+    gradient = "the gradient of the mean loss" if options["gradient"] is None else "a given gradient"
+    damped = {"exact": "F + λI", "factored": "(G + λ_G I) ⊗ (A + λ_A I)", "none": "F, undamped"}[options["damping"]]
+    of = "F = G ⊗ A" if options["of"] == "kfac" else "F of EK-FAC"
+    return f"{gradient} times the power −α of {damped}, with {of} and α = {join_phrases(powers)}"
+
+
 NATURAL_GRADIENT = Analysis(
     kind="natural_gradient",
     title="Natural gradient",
@@ -228,4 +263,7 @@ NATURAL_GRADIENT = Analysis(
     metrics=NaturalGradientMetrics,
     summary=NaturalGradientSummary,
     offers=("directions",),
+    columns=_COLUMNS,
+    figures=_FIGURES,
+    sentence=_sentence,
 )

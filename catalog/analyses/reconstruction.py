@@ -1,9 +1,9 @@
 """`reconstruction`: each layer's factors with their spectra clipped at κ_max, rebuilt or kept as an eigenbasis."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
-from catalog.analyses.analysis import Analysis, Coverage
+from catalog.analyses.analysis import SHAPE, Analysis, Column, Coverage, Figure
 from catalog.record import FieldError, record
 from catalog.requests.job import JobDocument
 
@@ -138,6 +138,62 @@ class ReconstructionSummary:
     """Layers with a side that could not be, for the reason in its row."""
 
 
+def _sides(row: Any) -> list[ReconstructedSide]:  # noqa: ANN401 - a row of the results
+    metrics: ReconstructionMetrics | None = row.metrics
+    return [] if metrics is None else [side for side in (metrics.A, metrics.G) if side is not None]
+
+
+def _kappa(row: Any) -> float | None:  # noqa: ANN401 - a row of the results
+    """Return the larger condition number of the two after clipping."""
+    kappas = [side.kappa_reached for side in _sides(row)]
+    known = [kappa for kappa in kappas if kappa is not None]
+    return max(known) if known and len(known) == len(kappas) else None
+
+
+def _floor_kept(row: Any) -> str | None:  # noqa: ANN401 - a row of the results
+    """Return the smallest eigenvalue over the floor that was wanted, for the factor with the smaller ratio."""
+    shares = [side.floor_reached / side.floor for side in _sides(row) if side.floor and side.floor_reached is not None]
+    return None if not shares else "kept" if min(shares) >= 0.99 else f"{min(shares):.0%}"
+
+
+def _placements(row: Any) -> str | None:  # noqa: ANN401 - a row of the results
+    places = [side.placement or side.update.replace("eigenbasis", "basis") for side in _sides(row)]
+    return "/".join(dict.fromkeys(places)) or None
+
+
+_COLUMNS = (
+    SHAPE,
+    *(Column(f"metrics.{side}.clipped", f"clipped {side}", f"Clipped {side}",
+             f"Eigenvalues of {side} below λ_max/κ_max; the bar is their share",
+             form="fraction", whole=f"metrics.{side}.size") for side in "AG"),
+    *(Column(f"metrics.{side}.kappa_reached", None, f"κ of {side}", f"Condition number of {side} after clipping")
+      for side in "AG"),
+    *(Column(f"metrics.{side}.relative_error", None, f"Error of {side}", "Relative distance from Q max(Λ, f) Qᵀ")
+      for side in "AG"),
+    Column(_kappa, "κ"),
+    Column(_floor_kept, "floor"),
+    Column(_placements, "where"),
+)  # fmt: skip
+_FIGURES = (
+    Figure("Clipped", "{clipped_share:percent}", "{clipped} of {eigenvalues} eigenvalues",
+           "Eigenvalues of A and G below λ_max/κ_max, which were raised to this floor.",
+           "{clipped:count} of {eigenvalues:count} eigenvalues clipped at κ_max {kappa_max:-}"),
+    Figure("Floor kept", "{floor_kept:portion}", "κ_max = {kappa_max}",
+           "The smallest eigenvalue after clipping over the floor λ_max/κ_max, at its minimum over all factors.",
+           "floor kept to {floor_kept:portion}"),
+    Figure("Trace added", "{mass_share:percent}", "of the trace before clipping",
+           "The part of the trace that clipping has added."),
+    Figure("Error", "{relative_error:2}", ("{route:=eigenbasis}no factor was rebuilt", "largest of all factors"),
+           "Relative distance of a stabilised factor from Q max(Λ, f) Qᵀ."),
+)  # fmt: skip
+
+
+def _sentence(options: Mapping[str, Any]) -> str:
+    sides = {"both": "the factors A and G", "A": "the factor A", "G": "the factor G"}[options["sides"]]
+    route = "rebuilt as matrices" if options["route"] == "rebuild" else "kept as eigenbases to invert through"
+    return f"{sides} of each layer with the eigenvalues below λ_max/κ_max raised to it, {route}"
+
+
 RECONSTRUCTION = Analysis(
     kind="reconstruction",
     title="Stabilised factors",
@@ -148,4 +204,7 @@ RECONSTRUCTION = Analysis(
     summary=ReconstructionSummary,
     layerwise=True,
     takes_matrix=True,
+    columns=_COLUMNS,
+    figures=_FIGURES,
+    sentence=_sentence,
 )

@@ -1,9 +1,10 @@
 """`spectrum`: eigenvalues at both ends, trace and density of K-FAC and of the curvature that it stands for."""
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from catalog.analyses.analysis import Analysis, AnalysisStage, Coverage
+from catalog.analyses.analysis import SHAPE, Analysis, AnalysisStage, Column, Coverage, join_phrases
 from catalog.analyses.spectrum_metrics import CurvatureSpectrum, SpectrumMetrics
 from catalog.record import FieldError, record
 from catalog.requests.job import JobDocument
@@ -147,6 +148,35 @@ class SpectrumSummary:
     """Each curvature that was asked for, in the order of `of`."""
 
 
+_COLUMNS = (
+    SHAPE,
+    Column("metrics.kfac.trace|metrics.ekfac.trace", "trace", "Trace",
+           "Sum of the eigenvalues of the layer's block; the bar compares layers", relative=True),
+    *(Column(f"metrics.kfac.{end}.0.value|metrics.ekfac.{end}.0.value", heading, heading,
+             f"{end.capitalize()} eigenvalue of the layer's block")
+      for end, heading in (("largest", "λ_max"), ("smallest", "λ_min"))),
+    Column("metrics.kfac.zeros|metrics.ekfac.zeros", "zeros", "Zeros",
+           "Eigenvalues below the rounding of the largest; the bar is their share", whole="metrics.dimension"),
+)  # fmt: skip
+_NAMES = {
+    "kfac": "K-FAC",
+    "ekfac": "EK-FAC",
+    "ggn": "the generalised Gauss-Newton matrix",
+    "fisher": "the Fisher information of sampled labels",
+    "empirical": "the empirical Fisher",
+    "hessian": "the Hessian of the loss",
+}
+
+
+def _sentence(options: Mapping[str, Any]) -> str:
+    of = options["of"]
+    named = [_NAMES.get(each, each) for each in ([of] if isinstance(of, str) else of)]
+    end = {"both": "at each end", "largest": "from the largest on", "smallest": "from the smallest on"}[options["end"]]
+    density = ", trace and density" if options["density"] else " and trace"
+    count = "" if options["k"] is None else f"{options['k']} "
+    return f"{count}eigenvalues {end}{density} of {join_phrases(named)}"
+
+
 SPECTRUM = Analysis(
     kind="spectrum",
     title="Spectrum",
@@ -160,4 +190,6 @@ SPECTRUM = Analysis(
         AnalysisStage(name="spectrum", share=0.1),
         AnalysisStage(name="products", planned="spectrum", share=0.9, announced_by=("search",)),
     ),
+    columns=_COLUMNS,
+    sentence=_sentence,
 )

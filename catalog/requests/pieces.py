@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from catalog.record import FieldError, record
+from catalog.requests.extending import require_no_second_pass
 
 Round = Literal["collect", "decompose", "correct"]
 Shards = int | Literal["auto"]
@@ -156,18 +157,11 @@ def require_divisible(document: Any) -> None:  # noqa: ANN401 - a job document, 
             "weighs each batch by how many follow it, which no piece knows, and `shards` divides the data; give null, "
             "or leave `shards` out",
         )
-    for kind in document.kinds:
-        params = getattr(document, kind, None)
-        again = getattr(params, "needs_model", None)
-        if again is not None:
-            raise FieldError(
-                "shards",
-                f"divides the data, and `{again}` passes over all of it after the collection; keep the factors, and "
-                "ask for it in a job of its own without `shards`",
-            )
-        if kind == "natural_gradient" and params is not None and params.gradient is None:
-            raise FieldError(
-                "natural_gradient.gradient",
-                "is missing, so the gradient is taken of all the data, which `shards` divides: give "
-                "`gradient: {path: FILE.safetensors}`, or leave `shards` out",
-            )
+    require_no_second_pass(
+        document,
+        "shards",
+        "divides the data, and `{}` passes over all of it after the collection; keep the factors, and ask for it in a "
+        "job of its own without `shards`",
+        "the data, which `shards` divides",
+        "leave `shards` out",
+    )

@@ -8,11 +8,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from catalog import ANALYSES
 from catalog.record import plain
 from catalog.responses.coverage import CoverageView, percentage
 from catalog.responses.views import ResultsView
 from kronoscope.client.responses import Layer
-from kronoscope.display.computed import computed
 
 _FISHER = {
     "mc": "the Fisher information, with {samples} sampled from the model for each example and loss term",
@@ -45,14 +45,7 @@ _EKFAC = """\
 
 
 def methods_text(results: ResultsView, rows: Sequence[Layer]) -> str:
-    """Return a paragraph on what a job computed, and the BibTeX entries of what it used.
-
-    Args:
-        results: The job's results.
-
-    Returns:
-        The paragraph and the entries, with a blank line between them.
-    """
+    """Return a paragraph on what a job computed, a blank line, and the BibTeX entries of what it used."""
     document, manifest = results.job.document, results.manifest or {}
     sentences = [*_measured(results, rows), *_inputs(document, manifest, rows), *_damping(document, rows)]
     sentences += [_coverage(results.job.coverage), *_computed_with(manifest, rows), *_digests(results)]
@@ -94,10 +87,20 @@ def _measured(results: ResultsView, rows: Sequence[Layer]) -> list[str]:
     return [*sentences, *_second_set(document, results.job.kinds)]
 
 
+def computed(kind: str, document: Mapping[str, Any]) -> str:
+    """Return the noun phrase of what an analysis computes; its name where this client does not know it."""
+    analysis = ANALYSES.get(kind)
+    sentence = "" if analysis is None else analysis.sentence
+    if analysis is None or isinstance(sentence, str):
+        return str(sentence) or kind
+    defaults = {} if analysis.params is None else plain(analysis.params())
+    return sentence({**defaults, **(document.get(kind) or {})})
+
+
 def _second_set(document: Mapping[str, Any], kinds: Sequence[str]) -> list[str]:
     """Which factors these were compared with."""
-    against = (document.get("compare_curvature") or {}).get("against") if "compare_curvature" in kinds else None
-    return [] if against is None else [f"They were compared with the factors stored in {_reference(against)}."]
+    sources = [(document.get(kind) or {}).get("against") for kind in kinds]
+    return [f"They were compared with the factors stored in {_reference(source)}." for source in sources if source]
 
 
 def _reference(source: Mapping[str, Any]) -> str:
@@ -134,7 +137,7 @@ def _inputs(document: Mapping[str, Any], manifest: Mapping[str, Any], rows: Sequ
 
 
 def _damping(document: Mapping[str, Any], rows: Sequence[Layer]) -> list[str]:
-    if not any(row.kind != "factors" for row in rows):
+    if not _is_damped(rows):
         return []
     rule = document["stabilisation"]
     value = f"{rule['damping']:g}"
@@ -153,6 +156,11 @@ def _damping(document: Mapping[str, Any], rows: Sequence[Layer]) -> list[str]:
     kappa = rule["kappa_max"]
     limit = "no eigenvalue was clipped" if kappa is None else f"eigenvalues below λ_max/{kappa:g} count as clipped"
     return [f"{text}; {limit}."]
+
+
+def _is_damped(rows: Sequence[Layer]) -> bool:
+    """Whether damping enters an analysis of the job."""
+    return any(row.kind not in ANALYSES or ANALYSES[row.kind].damped for row in rows)
 
 
 def _coverage(measured: CoverageView | None) -> str:
@@ -206,7 +214,7 @@ def _entries(document: Mapping[str, Any], rows: Sequence[Layer], manifest: Mappi
         "  note = {Measures the curvature of trained neural networks, layer by layer}\n}"
     )
     if document.get("factors") is not None or document.get("extends") is not None:
-        pi = any(row.kind != "factors" for row in rows) and document["stabilisation"]["damping_split"] == "pi"
+        pi = _is_damped(rows) and document["stabilisation"]["damping_split"] == "pi"
         return [ours, *([_KFAC] if pi else [])]
     used = [ours, _KFAC]
     if _shares_weights(document, rows):

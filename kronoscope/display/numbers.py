@@ -1,7 +1,14 @@
-"""Numbers as they stand in tables, and fields of a service's answers."""
+"""Numbers as they stand in tables and sentences, and fields of a service's answers."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from catalog.analyses.analysis import Text
+from catalog.responses.coverage import percentage
+from kronoscope.display.layer_names import shorten_all
+
+_FIELD = re.compile(r"\{([\w.|]+)(?::([^}]*))?\}")
 
 
 def format_number(value: Any) -> str:  # noqa: ANN401 - metrics are of any type
@@ -19,6 +26,72 @@ def format_number(value: Any) -> str:  # noqa: ANN401 - metrics are of any type
     return f"{float(mantissa):g}e{int(exponent)}"
 
 
+def format_bytes(size_bytes: int) -> str:
+    """Return bytes as text with a binary unit."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= size:
+            return f"{size_bytes / size:.3g} {unit}"
+    return f"{size_bytes} B" if size_bytes else "–"
+
+
+_FORMS: Mapping[str | None, Callable[[Any], str]] = {
+    "percent": "{:.1%}".format,
+    "part": "{:.1%}".format,
+    "portion": percentage,
+    "cosine": "{:.3f}".format,
+    "magnitude": "{:.0e}".format,
+    "rough": "{:.1g}".format,
+    "count": "{:,}".format,
+    "given": "{:g}".format,
+    "bytes": format_bytes,
+    "unquoted": lambda text: re.sub(r'^"([^"\\]*)"$', r"\1", str(text)),
+    "names": lambda names: ", ".join(shorten_all([names] if isinstance(names, str) else list(names))),
+    "some": lambda names: f"{', '.join(shorten_all(names[:5]))}{f' and {len(names) - 5} more' if names[5:] else ''}",
+}
+
+
+def format_value(value: Any, form: str | None = None) -> str:  # noqa: ANN401 - metrics are of any type
+    """Return a value in a form of `catalog.analyses.analysis.Column` or `Text`; a dash for none."""
+    return "–" if value is None else _FORMS.get(form, format_number)(value)
+
+
+def fill(texts: Text, source: Any) -> str | None:  # noqa: ANN401 - records, or mappings of analyses unknown here
+    """Return the first text whose fields are all known, with the fields of ``source`` in it; None where none is."""
+    filled = (_filled(text, source) for text in ((texts,) if isinstance(texts, str) else texts))
+    return next((text for text in filled if text is not None), None)
+
+
+def _filled(text: str, source: Any) -> str | None:  # noqa: ANN401 - as `fill`
+    parts = _FIELD.split(text)
+    shown = [_field(look_up(source, path), form) for path, form in zip(parts[1::3], parts[2::3], strict=True)]
+    known = [each for each in shown if each is not None]
+    return "".join(map("".join, zip(parts[::3], [*known, ""], strict=True))) if len(known) == len(shown) else None
+
+
+def _field(value: Any, form: str | None) -> str | None:  # noqa: ANN401 - as `fill`
+    if value is None or value in ((), []) or (value == 0 and form == "part"):
+        return "–" if form == "-" else None
+    if form is not None and form.startswith("="):
+        return "" if str(value) == form[1:] else None
+    if form is not None and "|" in form:
+        count = value if isinstance(value, int) else len(value)
+        return f"{format_number(count)} {form.split('|')[count != 1]}" if count else None
+    return format_value(value, form)
+
+
 def read_field(source: Any, name: str) -> Any:  # noqa: ANN401 - records, or mappings of analyses unknown here
-    """Return a field of a record, or of the mapping in its place."""
+    """Return a field of a record, or of the mapping in its place; of a list that of each element."""
+    if isinstance(source, (tuple, list)):
+        return [read_field(each, name) for each in source]
     return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+
+
+def look_up(source: Any, path: str) -> Any:  # noqa: ANN401 - as `read_field`
+    """Return the value at a path, such as `metrics.trace`; of several, parted by `|`, the first that is not None."""
+    for way in path.split("|"):
+        value = source
+        for step in way.split("."):
+            value = next(iter(value[int(step) :]), None) if step.isdigit() and value else read_field(value, step)
+        if value is not None:
+            return value
+    return None

@@ -9,7 +9,7 @@ from rich.table import Table
 from catalog import PLANNED_STAGES
 from catalog.responses.time_estimate import written_seconds
 from kronoscope.display.layer_names import shorten_all
-from kronoscope.display.numbers import format_number
+from kronoscope.display.numbers import format_bytes, format_number
 
 _LARGEST = 8
 _SHORT_SECONDS = 1.0
@@ -19,12 +19,7 @@ _MULTIPLE = 10.0
 
 
 def show_plan(plan: Mapping[str, Any], console: Console) -> None:
-    """Print a plan: stages, largest terms, and lines on what was chosen.
-
-    Args:
-        plan: The plan as JSON, of a run here or of a service's estimate.
-        console: Where to print it.
-    """
+    """Print a plan, of a run here or of a service's estimate: stages, largest terms, and lines on what was chosen."""
     console.print(stage_table(plan))
     console.print(largest_terms_table(plan))
     for line in plan_lines(plan):
@@ -156,11 +151,3 @@ def _part_lines(plan: Mapping[str, Any]) -> Iterator[str]:
             f"figures of one of {piece['count']} pieces, with at most {piece['examples']} of {piece['whole']} "
             "examples; from the decomposition on, of the job that merges them all"
         )
-
-
-def format_bytes(size_bytes: int) -> str:
-    """Return bytes as text with a binary unit."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size_bytes >= size:
-            return f"{size_bytes / size:.3g} {unit}"
-    return f"{size_bytes} B" if size_bytes else "–"

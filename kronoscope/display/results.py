@@ -34,7 +34,6 @@ def show_results(
     """Print one table for each analysis, and the stages.
 
     Args:
-        console: Where to print.
         rows: Rows of all analyses.
         summary: The summary of each analysis that has one.
         kinds: The analyses in the order in which they were asked for.
@@ -50,7 +49,6 @@ def show_results(
             console.print(line, markup=False, soft_wrap=True)
         if kind in summary:
             console.print(summary_line(kind, summary[kind], measured), markup=False, soft_wrap=True)
-        if kind == "spectrum" and kind in summary:
             _show_curvatures(console, summary[kind])
         console.print()
     if curve is not None and curve.get("stages"):
@@ -69,14 +67,7 @@ def _show_curvatures(console: Console, summary: Any) -> None:  # noqa: ANN401 - 
 
 
 def read_memory_curve(folder: Path) -> Mapping[str, Any] | None:
-    """Read the memory curve among a run's files.
-
-    Args:
-        folder: The folder of artifacts.
-
-    Returns:
-        The curve as JSON; None where there is none that can be read.
-    """
+    """Return the memory curve in a folder of artifacts, as JSON; None where there is none that can be read."""
     try:
         curve: Mapping[str, Any] = json.loads((folder / MEMORY_CURVE).read_bytes())
     except (OSError, ValueError):
@@ -85,12 +76,7 @@ def read_memory_curve(folder: Path) -> Mapping[str, Any] | None:
 
 
 def show_progress(job: JobView, display: Display) -> None:
-    """Show the progress of a job, and why no worker can take it up.
-
-    Args:
-        job: The job as it is now.
-        display: Where to show it.
-    """
+    """Show the progress of a job, and why no worker can take it up."""
     progress = job.progress
     if job.pieces and progress is not None and job.state == "waiting":
         last = job.pieces[-1]  # of the round that is under way
@@ -108,14 +94,7 @@ def show_progress(job: JobView, display: Display) -> None:
 
 
 def placement_problem(job: JobView) -> str | None:
-    """Return the reason why no known worker can take a queued job up.
-
-    Args:
-        job: The job, with its placement.
-
-    Returns:
-        A sentence; None where it only waits for its turn, or has begun.
-    """
+    """Return a sentence on why no known worker can take a queued job up; None where it waits for its turn, or runs."""
     if job.state != "queued" or job.placement is None or job.placement.status not in _UNPLACED:
         return None
     return f"{_UNPLACED[job.placement.status]}: {job.placement.message}"

@@ -4,28 +4,30 @@ from typing import Any
 
 from rich.table import Table
 
-from kronoscope.display.numbers import format_number, read_field
+from catalog.analyses.analysis import Text
+from kronoscope.display.numbers import fill, format_number, read_field
 
 _NAMES = {"kfac": "K-FAC", "ekfac": "EK-FAC", "ggn": "GGN", "fisher": "Fisher", "empirical": "empirical Fisher",
           "hessian": "Hessian"}  # fmt: skip
+_COLUMNS: tuple[tuple[str, Text], ...] = (
+    ("λ_max", ("{largest.0.converged:=False}{largest.0.value}*", "{largest.0.value}")),
+    ("±", "{largest.0.bound:rough}"),
+    ("λ_min", ("{smallest.0.converged:=False}{smallest.0.value}*", "{smallest.0.value}")),
+    ("±", "{smallest.0.bound:rough}"),
+    ("trace", "{trace}"),
+    ("95 %", "{trace_low} to {trace_high}"),
+    ("negative", "{negative_share:percent}"),
+    ("products", ("{products:=0}–", "{products}")),
+)
 
 
 def curvature_table(summary: Any) -> Table | None:  # noqa: ANN401 - a record, or what a service sends in its place
-    """Tabulate the curvatures of a `spectrum` job."""
+    """Tabulate the curvatures of a summary."""
     curvatures = read_field(summary, "curvatures") or ()
     if not curvatures:
         return None
     rows = [(_NAMES.get(read_field(each, "of"), str(read_field(each, "of"))), each) for each in curvatures]
-    columns: list[tuple[str, list[str]]] = [
-        ("λ_max", [_eigenvalue(read_field(each, "largest")) for _, each in rows]),
-        ("±", [_bound(read_field(each, "largest")) for _, each in rows]),
-        ("λ_min", [_eigenvalue(read_field(each, "smallest")) for _, each in rows]),
-        ("±", [_bound(read_field(each, "smallest")) for _, each in rows]),
-        ("trace", [format_number(read_field(each, "trace")) for _, each in rows]),
-        ("95 %", [_interval(each) for _, each in rows]),
-        ("negative", [_share(read_field(each, "negative_share")) for _, each in rows]),
-        ("products", [format_number(read_field(each, "products") or None) for _, each in rows]),
-    ]
+    columns = [(heading, [fill(texts, each) or "–" for _, each in rows]) for heading, texts in _COLUMNS]
     dimension = format_number(read_field(rows[0][1], "dimension"))
     table = Table(title=f"curvatures of {dimension} parameters", title_justify="left", pad_edge=False, show_edge=False)
     table.add_column("curvature", no_wrap=True)
@@ -50,25 +52,3 @@ def missing_lines(summary: Any) -> list[str]:  # noqa: ANN401 - a record, or wha
         of = _NAMES.get(read_field(each, "of"), str(read_field(each, "of")))
         lines += [f"{of} without {', '.join(names)}: {why}" for why, names in reasons.items()]
     return lines
-
-
-def _eigenvalue(ends: Any) -> str:  # noqa: ANN401 - a tuple of records or of mappings
-    """The outermost eigenvalue."""
-    if not ends:
-        return "–"
-    star = "" if read_field(ends[0], "converged") or read_field(ends[0], "bound") is None else "*"
-    return f"{format_number(read_field(ends[0], 'value'))}{star}"
-
-
-def _bound(ends: Any) -> str:  # noqa: ANN401 - a tuple of records or of mappings
-    bound = read_field(ends[0], "bound") if ends else None
-    return "–" if bound is None else f"{bound:.1g}"
-
-
-def _interval(curvature: Any) -> str:  # noqa: ANN401 - a record or a mapping
-    low, high = read_field(curvature, "trace_low"), read_field(curvature, "trace_high")
-    return "–" if low is None or high is None else f"{format_number(low)} to {format_number(high)}"
-
-
-def _share(share: float | None) -> str:
-    return "–" if share is None else f"{share:.1%}"

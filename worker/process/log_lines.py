@@ -161,7 +161,7 @@ def closing_lines(
             message=(
                 f"{frame.kind} done: layers={_value(summary, 'layers')}"
                 f" {_by_branch(summary.get('branches') or branches or {})}"
-                f"{_clipped(frame.kind, summary)}"
+                f"{_clipped(summary)}"
                 f" policy={','.join(sorted(set(policies))) or '-'} update_freq={_value(summary, 'update_freq')}"
                 f"{_asked_damping(summary)} {(dampings or Dampings()).shown()}"
                 f" κ_max={_value(summary, 'kappa_max')} coverage={_value(coverage, 'covered_share')}"
@@ -235,9 +235,9 @@ def _stored(record: Mapping[str, Any]) -> str:
     )
 
 
-def _clipped(kind: str, summary: Mapping[str, Any]) -> str:
-    """What a reconstruction clipped; nothing of another analysis."""
-    if kind != "reconstruction":
+def _clipped(summary: Mapping[str, Any]) -> str:
+    """What was clipped, where the summary says it."""
+    if "clipped" not in summary:
         return ""
     return (
         f" factors={_value(summary, 'factors')} clipped={_value(summary, 'clipped')}"

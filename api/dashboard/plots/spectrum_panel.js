@@ -1,5 +1,6 @@
 // The spectrum of one layer at a time, beside the facts of its reproducibility record.
 
+import { ANALYSES } from "../scripts/analyses.js";
 import { get } from "../scripts/api.js";
 import { h, replace } from "../scripts/dom.js";
 import { condition, distinctNames, number } from "../scripts/format.js";
@@ -39,8 +40,8 @@ export class SpectrumPanel {
     const seen = new Map();
     for (const row of rows) {
       if (!kept.has(`spectra/${row.ordinal}.json`)) continue;
-      // the record of the analysis that read the spectrum says more than the collection's
-      if (!seen.has(row.ordinal) || row.kind !== "factors") seen.set(row.ordinal, row);
+      // the record of an analysis that read the spectrum says more than the collection's
+      if (!seen.has(row.ordinal) || ANALYSES[row.kind]?.damped !== false) seen.set(row.ordinal, row);
     }
     this.rows = [...seen.values()].sort((a, b) => a.ordinal - b.ordinal);
     if (!this.rows.length) return;

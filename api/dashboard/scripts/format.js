@@ -114,6 +114,39 @@ export function curvatureName(of) {
   return CURVATURES[of] ?? String(of);
 }
 
+/** The value at a path, such as `metrics.trace`; of several, parted by `|`, the first that is there. */
+export function at(source, path) {
+  const values = path.split("|").map((way) => way.split(".").reduce((value, step) => value?.[step], source));
+  return values.find((value) => value !== null && value !== undefined) ?? null;
+}
+
+const FORMS = { bytes, portion, percent: (share) => percent(share, 2), part: (share) => percent(share, 2), cosine: (value) => value.toFixed(3) };
+
+/** A field of a text, in the form that follows its name; null where it is not known. */
+function field(value, form = "") {
+  const counted = Array.isArray(value) ? value.length : value;
+  if (value === null || counted === 0 && (Array.isArray(value) || form === "part" || form.includes("|"))) return form === "-" ? "–" : null;
+  if (form.startsWith("=")) return String(value) === form.slice(1) ? "" : null;
+  if (form.includes("|")) return several(counted, ...form.split("|"));
+  if (Array.isArray(value)) return value.join(", ");
+  return FORMS[form] ? FORMS[form](value) : number(value, Number(form) || 3);
+}
+
+/** The first text whose fields are all known, with those of `source` in it; else null, or the `last` with dashes. */
+export function fill(texts, source, last = false) {
+  const choices = [texts].flat();
+  for (const text of choices) {
+    let known = true;
+    const filled = text.replace(/\{([\w.|]+)(?::([^}]*))?\}/g, (_, path, form) => {
+      const shown = field(at(source, path), form);
+      known &&= shown !== null;
+      return shown ?? "–";
+    });
+    if (known || (last && text === choices.at(-1))) return filled;
+  }
+  return null;
+}
+
 /** A condition number: ∞ where the matrix is singular, a dash where its eigenvalues were not `counted`. */
 export function condition(kappa, counted) {
   if (kappa !== null && kappa !== undefined) return number(kappa);

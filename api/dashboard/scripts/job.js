@@ -1,5 +1,6 @@
 // The page of one job: progress, summary, layers, spectra, memory and files.
 
+import { ANALYSES } from "./analyses.js";
 import { allPages, cancel, fullId, get, watchJob } from "./api.js";
 import { coverageCard, noticesCard, partialCard, partSentence, refusedCard } from "./coverage.js";
 import { h, replace, unpressed } from "./dom.js";
@@ -38,7 +39,8 @@ function summaryParts(results, titles, job) {
   const summaries = Object.entries(results.summary ?? {}).filter(([, summary]) => summary);
   const coverage = summaries.map(([, summary]) => summary.coverage).find(Boolean);
   // in the order of the document, with the collection's own summary last
-  summaries.sort(([a], [b]) => (a === "factors") - (b === "factors") || kinds.indexOf(a) - kinds.indexOf(b));
+  const last = (kind) => ANALYSES[kind]?.damped === false;
+  summaries.sort(([a], [b]) => last(a) - last(b) || kinds.indexOf(a) - kinds.indexOf(b));
   return [...summaries.map(([kind, summary]) => figuresCard(kind, summary, titles.get(kind) ?? kind, partSentence(job.coverage))), coverage ? coverageCard(coverage) : null];
 }
 
@@ -122,8 +124,9 @@ export async function showJob(main, shownId, signal) {
     await unpressed();
     replace(summary, ...summaryParts(results, titles, job));
     replace(files, filesCard(job, base, results));
-    showModelSpectrum(model, results.summary?.capacity, signal);
-    showCurvatures(curvatures, results.summary?.spectrum, signal);
+    const summaries = Object.values(results.summary ?? {});
+    showModelSpectrum(model, summaries.find((each) => each?.model), signal);
+    showCurvatures(curvatures, summaries.find((each) => each?.curvatures), signal);
     await Promise.all([panel.show(results.artifacts, table.rows), showMemory(memory, base, results.artifacts, signal)]);
   }
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Route, expect, sync_playwright
 
+from api.routes.dashboard import analyses_script
+from catalog import ANALYSES
 from catalog.frames import layer_frame
 from jobs.codec import parse_document
 from jobs.devices.registry import Device, Worker, register
@@ -25,6 +27,7 @@ from jobs.schema.identifiers import new_id
 from tests.api import seeding
 from tests.api.conftest import Embedded, Keyed
 from tests.machine.stopwatch import until
+from tests.sharpness import ROW, SHARPNESS
 
 pytestmark = pytest.mark.browser
 
@@ -478,6 +481,43 @@ def test_the_table_sorts_by_keyboard_and_filters(page: Page, finished: str) -> N
     expect(page.get_by_role("columnheader", name="Trace of A")).to_be_visible()
     page.get_by_label("Filter layers by name").fill("head")
     expect(page.locator("table.layers tbody tr")).to_have_count(3)
+
+
+def test_a_new_analysis_is_shown_by_its_record_alone(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ANALYSES, "sharpness", SHARPNESS)
+    script = analyses_script()
+    page.route("**/analyses.js", lambda route: route.fulfill(body=script, content_type="text/javascript"))
+    page.goto("/")
+    shown = page.evaluate(
+        """async ([row, summary]) => {
+          const { LayerTable } = await import("/dashboard/scripts/layers.js");
+          const { figuresCard } = await import("/dashboard/scripts/figures.js");
+          const place = document.createElement("div");
+          new LayerTable(place, () => undefined).show([row], ["sharpness"]);
+          const texts = (parent, what) => [...parent.querySelectorAll(what)].map((each) => each.textContent);
+          const card = figuresCard("sharpness", summary, "Sharpness");
+          return [texts(place, "th"), texts(place, "td.numeric"), texts(card, ".figure-card *"),
+            [...place.querySelectorAll(".small-bar")].map((bar) => bar.title)];
+        }""",
+        [ROW, {"layers": 3, "largest_eigenvalue": 12.5}],
+    )
+    assert shown == [
+        ["Layer", "A × G", "Parameters", "Largest eigenvalue", "Step", "Time"],
+        ["–", "5,130", "12.5", "0.16", "–"],
+        ["Sharpness", "12.5", "of 3 layers"],
+        ["100 %"],
+    ]
+
+
+def test_the_pages_script_holds_what_the_catalog_says(page: Page) -> None:
+    page.goto("/")
+    told = page.evaluate("import('/dashboard/scripts/analyses.js').then((script) => script.ANALYSES)")
+    assert list(told) == list(ANALYSES)
+    assert [kind for kind, each in told.items() if each["opens"]] == ["capacity"]
+    assert [kind for kind, each in told.items() if not each["damped"]] == ["factors"]
+    assert {"short", "line", "joined"}.isdisjoint(
+        name for each in told.values() for part in (*each["columns"], *each["figures"]) for name in part
+    )
 
 
 def test_a_running_job_moves_and_ends_before_the_eyes(page: Page, embedded: Embedded) -> None:

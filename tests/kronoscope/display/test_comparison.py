@@ -12,7 +12,7 @@ from catalog.analyses.compare_curvature import (
     OtherSize,
 )
 from kronoscope.client.responses import Layer
-from kronoscope.display.comparison import comparison_columns, comparison_notes
+from kronoscope.display.columns import layer_columns
 from kronoscope.display.tables import summary_line
 
 
@@ -47,7 +47,7 @@ def test_there_is_a_column_for_each_k_and_a_dash_for_what_is_not_determined() ->
         layer(CompareCurvatureMetrics(**blank | {"G": compared(relative_distance=0.125), "product": product})),  # type: ignore[arg-type]
         layer(CompareCurvatureMetrics(**blank | {"why": "the set compared with has no layer of this name"})),  # type: ignore[arg-type]
     ]
-    shown = [{heading: show(row) for heading, show in comparison_columns(rows)} for row in rows]
+    shown = [{heading: show(row) for heading, show in layer_columns("compare_curvature", rows)} for row in rows]
     assert shown[0] == {
         "A×G": "–", "k=1": "0.25", "k=7": "–", "distance": "0.5", "of A": "–", "of G": "0.125", "cosine": "0.75",
         "KL": "12.5",
@@ -56,7 +56,7 @@ def test_there_is_a_column_for_each_k_and_a_dash_for_what_is_not_determined() ->
 
 
 def test_the_summary_names_what_is_missing_and_how_the_two_were_collected() -> None:
-    assert comparison_notes(summary()) == [
+    assert summary_line("compare_curvature", summary()).split("; ")[1:] == [
         "mean overlap of leading eigenspaces 0.5 at 1", "relative distance 0.25, farthest head",
     ]  # fmt: skip
     differing = summary(
@@ -68,11 +68,10 @@ def test_the_summary_names_what_is_missing_and_how_the_two_were_collected() -> N
             OptionDifference(option="examples", first="8", against="16"),
         ),
     )
-    assert comparison_notes(differing)[2:] == [
+    assert summary_line("compare_curvature", differing).split("; ")[3:] == [
         "only in the first set: block.0, block.1, block.2, block.3, block.4 and 2 more",
         "only in the set compared with: pooler",
         "of another size: head",
         "collected with fisher mc against empirical, examples 8 against 16",
     ]
-    assert "collected with fisher mc against empirical" in summary_line("compare_curvature", differing)
-    assert comparison_notes({"layers": 2, "trace": 1.0}) == []
+    assert summary_line("compare_curvature", {"layers": 2, "trace": 1.0}) == "compare_curvature: 2 layers"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from catalog import ANALYSES
-from kronoscope.display.computed import computed
+from kronoscope.display.methods import computed
 
 PHRASES: list[tuple[str, dict[str, Any], str]] = [
     ("factors", {}, "the Kronecker factors A and G of each layer"),
