@@ -252,7 +252,7 @@ class JobOptions:
     @property
     def keeps_factors(self) -> bool:
         """Whether the factors are stored as artifacts."""
-        return "factors" in self.keep or any("factors" in ANALYSES[kind].keeps for kind in self.kinds)
+        return "factors" in self.keep or any(ANALYSES[kind].keeps_factors for kind in self.kinds)
 
     @property
     def layerwise(self) -> bool:

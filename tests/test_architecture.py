@@ -19,25 +19,7 @@ NAMES_WITHOUT_A_NOUN = {"utils", "helpers", "common", "misc", "base", "core", "m
 LONGEST_FILE = 400
 TEXT = {".cfg", ".css", ".html", ".ini", ".js", ".json", ".md", ".mako", ".py", ".toml", ".txt", ".yaml", ".yml", ""}
 
-ASKS_BY_NAME = {
-    "api/requests/examples.py": "documents that name the analyses which they ask for",
-    "api/requests/admission.py": "the gradient's file",
-    "catalog/requests/job.py": "options that an analysis needs of the common blocks",
-    "catalog/requests/memory.py": "stages of the plan",
-    "catalog/responses/remaining_time.py": "stages of an analysis",
-    "engine/collection/ranks/owners.py": "analyses that divide their layers over ranks",
-    "engine/measurement/layer_measurement.py": "whether the factors are kept",
-    "engine/planning/analysis_memory.py": "the cost of an analysis",
-    "engine/planning/analysis_time.py": "the cost of an analysis",
-    "engine/planning/decomposition_memory.py": "the cost of an analysis",
-    "engine/planning/disk_usage.py": "the cost of an analysis",
-    "engine/planning/later/comparison.py": "the cost of an analysis",
-    "engine/planning/later/natural_gradient.py": "the cost of an analysis",
-    "engine/planning/later/spectrum.py": "the cost of an analysis",
-    "kronoscope/local.py": "the inputs of two analyses",
-    "worker/execution/job_inputs.py": "the inputs of two analyses",
-    "worker/supervision/job_progress.py": "stages of an analysis",
-}
+ASKS_BY_NAME = {"api/requests/examples.py": "documents that name the analyses which they ask for"}
 """Files that ask for an analysis by its name, until its own file says what they ask."""
 WORDS_OF_DOCUMENTS = {"factors", "spectrum"}
 """Kinds that are names of other things too."""

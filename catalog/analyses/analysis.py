@@ -141,8 +141,8 @@ class Analysis:
     """In order; the one that is named after the kind goes through the layers. Empty: that one alone."""
     layerwise: bool = False
     """Whether it reads of each layer no more than the rank has that the layer belongs to."""
-    keeps: tuple[str, ...] = ()
-    """Artifacts that it keeps whether or not `keep` names them."""
+    keeps_factors: bool = False
+    """Whether it keeps the factors whether or not `keep` names them."""
     offers: tuple[str, ...] = ()
     """Artifacts that `keep` may name only where this analysis is asked for."""
     takes_matrix: bool = False

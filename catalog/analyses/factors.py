@@ -96,7 +96,7 @@ FACTORS = Analysis(
     decomposition="none",
     stages=(AnalysisStage(name="factors"),),
     layerwise=True,
-    keeps=("factors",),
+    keeps_factors=True,
     columns=_COLUMNS,
     figures=_FIGURES,
     sentence="the Kronecker factors A and G of each layer",

@@ -120,7 +120,7 @@ class JobDocument:
                 raise FieldError(name, f"is missing; give `{name}`, or `factors` of an earlier job")
             if self.factors is not None and value is not None:
                 raise FieldError(name, f"contradicts `factors`: leave `{name}` out, or leave `factors` out")
-        if self.factors is not None and any("factors" in self.analyses[kind].keeps for kind in self.kinds):
+        if self.factors is not None and any(self.analyses[kind].keeps_factors for kind in self.kinds):
             raise FieldError("kind", "`factors` collects; with `factors:` given they are there already")
 
     def _require_likelihood(self) -> None:
