@@ -29,8 +29,7 @@ from catalog.requests.inputs import Task
 from engine.estimate import plan_job
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
-from engine.memory.memory_curve import MemoryCurve
-from engine.memory.stage_peaks import StagePeaks
+from engine.memory.memory_curve import MemoryCurve, StagePeaks
 from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Workspace
 from worker.execution.resolve import resolve
 

@@ -48,10 +48,10 @@ from engine.model.determinism import DRAWN, Numerics, set_numerics
 from engine.model.preserve_state import preserve_state
 from engine.model.usable_model import require_usable
 from engine.planning.choose_plan import PlannedJob, choose_plan
+from engine.planning.dry_pass import explain_refusal
 from engine.planning.job_plan import smallest_budgets
 from engine.planning.joined_plan import with_join
 from engine.planning.model_memory import weigh_model
-from engine.planning.plain_call import explain_refusal
 from engine.planning.probe_model import exclude_other_uses, probe_functional_layers, probe_model, probe_sizes
 from engine.workspace import JobOptions, Workspace
 

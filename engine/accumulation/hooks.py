@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.accumulation.call_counts import CallCounts
 from engine.accumulation.example_gradients import Meeting
-from engine.accumulation.hooked_model import hooked
+from engine.accumulation.hooked_model import CallCounts, hooked
 from engine.accumulation.input_arrival import InputArrival
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.loss_head import LossHead

@@ -36,8 +36,8 @@ from engine.errors import Unwinding
 from engine.factors.kronecker_factors import digest
 from engine.factors.spilled_factors import SpilledFactors
 from engine.model.batches import Batch
-from engine.model.checksum import bit_sum
 from engine.model.sharding.gathered_parameters import present
+from engine.model.written_tensors import bit_sum
 from engine.saved_fields import load_fields, save_fields
 from engine.workspace import Artifacts, Workspace, load_sealed, save_sealed
 

@@ -17,9 +17,9 @@ from engine.gradient_identity.self_check import SelfCheck
 from engine.memory.plan import Chosen
 from engine.merging.example_runs import MOST_RUNS, joined, runs_of
 from engine.model.batches import Batch, tensors
-from engine.model.checksum import bit_sum
 from engine.model.example_digests import EnteredExamples
 from engine.model.mixed_precision import FIRST_SCALE, LossScale
+from engine.model.written_tensors import bit_sum
 from engine.row_layout.attention_masks import Key
 from engine.saved_fields import load_fields, save_fields
 

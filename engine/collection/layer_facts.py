@@ -13,7 +13,7 @@ from engine.accumulation.batch_variance import activation_refusal, gradient_refu
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.tied_statistics import TiedHeadStatistics
 from engine.factors.factor_set import LayerFacts, LayerSums
-from engine.gradient_identity.layer_check import LayerCheck
+from engine.gradient_identity.comparison import LayerCheck
 from engine.layers.layer import TreatedLayer
 
 

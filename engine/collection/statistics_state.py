@@ -16,7 +16,7 @@ from engine.collection.collection_state import CollectionState, Cursor, Snapshot
 from engine.distributed.traffic import Moved, Traffic
 from engine.factors.factor_set import LayerSums, TiedSums, VarianceSums
 from engine.factors.spilled_factors import SpilledFactors
-from engine.gradient_identity.layer_check import LayerCheck
+from engine.gradient_identity.comparison import LayerCheck
 from engine.gradient_identity.self_check import SelfCheck
 from engine.model.example_digests import EnteredExamples
 from engine.saved_fields import load_number, save_number, saved_names

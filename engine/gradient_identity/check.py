@@ -26,14 +26,13 @@ from torch import Tensor, nn
 
 from engine.errors import EngineError
 from engine.gradient_identity.checked_model import NARROW_TOLERANCE, TOLERANCES, Subject
-from engine.gradient_identity.comparison import Errors, compare_rows, is_finite, relative
+from engine.gradient_identity.comparison import Checked, Errors, LayerCheck, compare_rows, is_finite, relative
 from engine.gradient_identity.completeness import completeness
 from engine.gradient_identity.findings import Allowance, Findings
 from engine.gradient_identity.gradients import LayerRows
-from engine.gradient_identity.layer_check import Checked, LayerCheck
-from engine.gradient_identity.picked_examples import pick_examples
 from engine.gradient_identity.recorded_rows import Forward, Recording, record
 from engine.gradient_identity.reference import Objective, narrowest_dtype
+from engine.gradient_identity.schedule import pick_examples
 from engine.layers.layer import TreatedLayer
 from engine.memory.out_of_memory import first_line, lost_device, ran_out_of_memory
 

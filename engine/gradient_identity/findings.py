@@ -1,11 +1,39 @@
 """Findings: the differences that the identities have shown of one batch, and those that are allowed."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from engine.gradient_identity.comparison import Errors
-from engine.gradient_identity.layer_check import Proof
+from torch import nn
+
+from engine.gradient_identity.comparison import Errors, Proof
 from engine.layers.layer import TreatedLayer
+
+
+@contextlib.contextmanager
+def watch_unused(parameters: Mapping[str, nn.Parameter], reached: Callable[[str], None]) -> Iterator[None]:
+    """Say which parameters a gradient reaches; while none does, nothing is computed for them."""
+    before = {name: (each.requires_grad, each.grad) for name, each in parameters.items()}
+    names = {id(each): name for name, each in parameters.items()}
+    handles = []
+
+    def arrived(parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None and bool((gradient != 0).any()):
+            reached(names[id(parameter)])
+
+    try:
+        for each in parameters.values():
+            each.grad = None
+            each.requires_grad_()
+            handles.append(each.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for name, (flag, gradient) in before.items():
+            parameters[name].requires_grad_(flag)
+            parameters[name].grad = gradient
 
 
 @dataclass(kw_only=True)

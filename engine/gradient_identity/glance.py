@@ -18,8 +18,8 @@ from torch import Tensor
 from engine.errors import EngineError, Unwinding
 from engine.gradient_identity.checked_model import Subject, unwritten
 from engine.gradient_identity.comparison import relative
-from engine.gradient_identity.picked_examples import pick_examples
 from engine.gradient_identity.recorded_rows import run
+from engine.gradient_identity.schedule import pick_examples
 from engine.gradient_identity.summed_rows import Group, SummedRows
 from engine.model.batches import Batch
 

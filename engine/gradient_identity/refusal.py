@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from engine.gradient_identity.layer_check import LayerCheck
+from engine.gradient_identity.comparison import LayerCheck
 from engine.layers.coverage import DeclaredLayer, declare
 from engine.layers.layer import TreatedLayer
 

@@ -2,11 +2,16 @@
 
 A batch may go through the model in several groups. Each group that holds one of the examples keeps their rows, their
 outputs and what was pulled back of them, and where torch's generators stood.
+
+A signature names what ran in a forward pass, by the nodes of its autograd graph and the calls of its layers. A branch
+that the data decide calls other layers, or leaves other nodes or the same ones in another order.
 """
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -15,12 +20,43 @@ from engine.accumulation.hooks import Collector
 from engine.gradient_identity.batch_sums import BatchSums
 from engine.gradient_identity.comparison import Sketch, sketch
 from engine.gradient_identity.recorded_rows import Forward, Recording, RowRecorder, direction_weight
-from engine.gradient_identity.signature import graph_signature
 from engine.layers.layer import TreatedLayer
 from engine.model.batches import Batch
 from engine.model.determinism import Generators
 from engine.model.outputs import Prediction
 from engine.row_layout.layer_calls import version
+
+_MOST_NODES = 2**14
+"""Nodes that are looked at, from the outputs back."""
+
+
+def graph_signature(outputs: Tensor) -> tuple[str, int]:
+    """Return a digest of the types and the order of the nodes that outputs come from.
+
+    Args:
+        outputs: The outputs of a forward pass, of any shape.
+
+    Returns:
+        A digest that is the same in every process, empty for outputs without a graph, and the number of nodes.
+    """
+    root = outputs.grad_fn
+    if root is None:
+        return "", 0
+    numbers, order, parts = {root: 0}, [root], []
+    for node in islice(order, _MOST_NODES):
+        parts.append(node.name())
+        for following, _ in node.next_functions:
+            if following is None:
+                parts.append("-")
+                continue
+            number = numbers.get(following)
+            if number is None:
+                number = numbers[following] = len(order)
+                # the list grows while it is walked
+                order.append(following)
+            parts.append(str(number))
+    return hashlib.blake2b(" ".join(parts).encode(), digest_size=8).hexdigest(), len(order)
+
 
 _SMALL = 2**16
 """Numbers of a buffer of which a copy costs nothing."""

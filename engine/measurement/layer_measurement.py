@@ -33,9 +33,15 @@ from engine.measurement.decompose_layer import (
     share_bases,
 )
 from engine.measurement.divided_layers import DividedLayers, PlainLayer, SentFiles
-from engine.measurement.observed import held_bytes, observe
 from engine.measurement.prefetch import Arrived, Source, stream_factors
-from engine.measurement.representation_record import branch, factorise_rows, row_facts, with_factorisation
+from engine.measurement.representation_record import (
+    branch,
+    factorise_rows,
+    held_bytes,
+    observe,
+    row_facts,
+    with_factorisation,
+)
 from engine.measurement.subsample_spectra import MeasuredSize, smaller_sizes
 from engine.workspace import Artifacts, FactorCache, Workspace
 

@@ -1,19 +1,93 @@
-"""Dry pass: what a collection's own hooks hold of a pass there and back, where modules alone do not show it."""
+"""Dry pass: what a collection's own hooks hold of a pass there and back, where modules alone do not show it.
+
+Its batches are copies of one example, or the first batch as it is. A plain call of the first batch by itself comes
+before: it alone can say that data and model do not belong together.
+"""
+
+import dataclasses
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from engine.accumulation.hooks import Collector
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.normalise import foreseen_flaw
 from engine.collection.pass_job import PassJob
+from engine.collection.probe import Probe
+from engine.errors import EngineError, ModelRefused
+from engine.gradient_identity.schedule import different_examples, pick_examples
 from engine.layers.layer import TreatedLayer
 from engine.model.backward_pass import drain_backward_queue, pull_back
-from engine.model.batches import Batch, tensors
+from engine.model.batches import Batch, map_tensors, tensors
 from engine.model.determinism import seed_generators
 from engine.model.dtype_casts import casts_of
 from engine.model.outputs import predict
 from engine.model.pass_peak import StorageEvents
+
+
+def explain_refusal(job: PassJob, refused: ModelRefused) -> ModelRefused:
+    """Say of a model that raised whether it does so by itself, or only where it is watched.
+
+    Args:
+        job: The model with its data and task.
+        refused: What a probe, a check or a pass ended with.
+
+    Returns:
+        The refusal itself where the model raises in a plain call too, or on a later batch than the first; else one that
+        does not blame the data.
+    """
+    batch = job.probed_batch()
+    if refused.pointer != "/data" or refused.examples is None or batch.index.is_meta:
+        return refused
+    if not set(refused.examples) <= set(batch.index.tolist()):
+        return refused
+    unlabelled = job.task if job.task.likelihood == "model" else dataclasses.replace(job.task, loss=None)
+    try:
+        with torch.enable_grad():
+            predict(job.model, job.moved(batch), unlabelled)
+    except EngineError:
+        return refused
+    said = refused.message.partition("; check that data and model")[0]
+    return ModelRefused(
+        f"{said}; by itself the model runs on its first batch, so it raises where its layers are watched, or on a part "
+        "of that batch: let `forward` work on any number of examples, and on parameters that need no gradient",
+        layer=refused.layer,
+        pointer="/model",
+    )
+
+
+DRY_EXAMPLES = (2, 3)
+"""One example, repeated. Not once alone: a model may squeeze a batch of one away."""
+_DIFFERENT_EXAMPLES = 5
+"""So many different ones show which layers are given rows of some alone."""
+
+
+def samples_of(job: PassJob, seen: Probe) -> list[Batch]:
+    """Return the batches of a dry run: one example repeated, or the first batch as it is."""
+    batch = job.moved(job.probed_batch())
+    if seen.whole:
+        return [batch]
+    sizes = (1,) if job.collection.batch_size == 1 else DRY_EXAMPLES
+    return [repeated(batch, size) for size in sizes]
+
+
+def different_sample(batch: Batch) -> Batch:
+    """Return a few different examples of a batch, which may take different ways through a model."""
+    return pick_examples(batch, different_examples(batch, _DIFFERENT_EXAMPLES))
+
+
+def repeated(batch: Batch, times: int) -> Batch:
+    """Return the first example of a batch, repeated."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor[:1].repeat_interleave(times, 0)
+
+    return Batch(
+        inputs=map_tensors(batch.inputs, copied),
+        targets=map_tensors(batch.targets, copied),
+        index=copied(batch.index),
+    )
 
 
 def pass_events(

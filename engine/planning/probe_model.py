@@ -30,8 +30,7 @@ from engine.model.outputs import call_model, predict
 from engine.model.pass_peak import peak_lines
 from engine.planning.choose_plan import head_choice
 from engine.planning.collection.reductions import with_shards
-from engine.planning.dry_batches import DRY_EXAMPLES, different_sample, repeated, samples_of
-from engine.planning.dry_pass import pass_events
+from engine.planning.dry_pass import DRY_EXAMPLES, different_sample, pass_events, repeated, samples_of
 from engine.planning.layer_memory import AT_A_NORMALISATION
 from engine.row_layout.attention_masks import Masking, Run, try_masks
 from engine.row_layout.layer_calls import (

@@ -18,9 +18,8 @@ from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import kept_dtype
 from engine.memory.device_speed import typical_speed
 from engine.memory.plan import BUDGETED, Budgeted
-from engine.planning.analysis_cost import Cost, PlannedJob, term
+from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob, term
 from engine.planning.decomposition_memory import basis_dtype
-from engine.planning.disk_usage import KeptFiles
 
 _STAGE = "reconstruction"
 _LANCZOS_BYTES = 32 * 5 * 12

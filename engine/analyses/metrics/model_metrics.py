@@ -20,8 +20,7 @@ from catalog.analyses.capacity_metrics import (
     TraceShare,
 )
 from engine.analyses.metrics.kronecker_metrics import SCALARS, Sides, within_tolerance
-from engine.analyses.metrics.layer_metrics import ordered
-from engine.analyses.metrics.quantile_bounds import intervals, reasons
+from engine.analyses.metrics.layer_metrics import intervals, ordered, reasons
 from engine.linalg.kronecker_quantiles import Pair, Products, largest
 from engine.linalg.kronecker_spectrum import effective_rank_of_blocks
 

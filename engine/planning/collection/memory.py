@@ -22,9 +22,8 @@ from engine.memory.host_accumulation import staging_numbers
 from engine.memory.plan import LIBRARY_BYTES, Chosen, Plan, Source, Stage, Term
 from engine.model.activation_memory import Saved
 from engine.planning.collection.reductions import reduction_terms
-from engine.planning.layer_memory import AT_A_NORMALISATION, example_gradients, kept_terms, row_sizes
+from engine.planning.layer_memory import AT_A_NORMALISATION, check_bytes, example_gradients, kept_terms, row_sizes
 from engine.planning.model_memory import weight_terms
-from engine.planning.self_check_memory import check_bytes
 from engine.row_layout.layer_calls import Call
 from engine.workspace import Workspace
 

@@ -21,7 +21,7 @@ from engine.collection.collection_state import CollectionState, Cursor
 from engine.collection.pass_job import PassJob
 from engine.collection.statistics_state import RECORDS, counts, fields_of_state, put, set_counts, state_of
 from engine.distributed.traffic import Traffic
-from engine.gradient_identity.layer_check import LayerCheck
+from engine.gradient_identity.comparison import LayerCheck
 from engine.gradient_identity.self_check import SelfCheck
 from engine.model.mixed_precision import LossScale
 from engine.saved_fields import load_fields, save_fields, saved_names

@@ -19,8 +19,7 @@ from engine.gradient_identity import self_check
 from engine.gradient_identity.comparison import is_known, sketch
 from engine.gradient_identity.glance import Glances
 from engine.gradient_identity.recorded_rows import ExampleRows, RowRecorder
-from engine.gradient_identity.signature import graph_signature
-from engine.gradient_identity.summed_rows import SummedRows
+from engine.gradient_identity.summed_rows import SummedRows, graph_signature
 from engine.layers.layer import Use
 from engine.layers.linear import LinearLayer
 from engine.model.batches import Batch

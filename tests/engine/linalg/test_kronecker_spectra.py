@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.analyses.metrics.layer_metrics import decay
 from engine.linalg import kronecker_quantiles as order
 from engine.linalg.kronecker_quantiles import Products, histogram, largest, quantile, quantile_rank
 from engine.linalg.kronecker_sums import (
@@ -19,7 +20,6 @@ from engine.linalg.kronecker_sums import (
     logdet_damped,
     logdet_damped_structured,
 )
-from engine.linalg.power_law import decay
 from engine.linalg.spectrum_quadrature import NODES, condense_spectrum
 
 LEVELS = (0.0, 0.001, 0.1, 0.25, 0.5, 0.9, 0.999, 1.0)

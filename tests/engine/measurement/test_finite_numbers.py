@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from engine.measurement.finite_numbers import finite_summary, nullify, reason
+from engine.analyses.layer_analysis import finite_summary, nullify, reason
 
 
 @dataclass(frozen=True)

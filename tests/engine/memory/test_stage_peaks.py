@@ -8,9 +8,8 @@ import torch
 
 from engine.analyses.factors import KeptFactors
 from engine.memory.budget import begin_peak
-from engine.memory.memory_curve import MemoryCurve
+from engine.memory.memory_curve import MemoryCurve, StagePeaks
 from engine.memory.plan import Plan, Stage, Term
-from engine.memory.stage_peaks import StagePeaks
 from tests.oracles import workspace
 
 CPU = torch.device("cpu")
@@ -77,7 +76,7 @@ def test_without_a_plan_nothing_is_compared(taken: StagePeaks) -> None:
 
 
 def test_where_the_kernel_keeps_its_peak_no_bytes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.memory.stage_peaks.begin_peak", lambda _: False)
+    monkeypatch.setattr("engine.memory.memory_curve.begin_peak", lambda _: False)
     peaks = StagePeaks(apart=True, plan=foreseen({"collection": 1}))
     with peaks.within("collection", CPU):
         pass

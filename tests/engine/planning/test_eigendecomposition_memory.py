@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.linalg.eigendecomposition import decompose, rungs
-from engine.planning.eigendecomposition_memory import eigendecomposition_bytes
+from engine.planning.decomposition_memory import eigendecomposition_bytes
 from kronoscope import local
 from tests.memory_profile import peak_bytes
 

@@ -12,8 +12,7 @@ from catalog.record import canonical_json, plain
 from catalog.requests.job import JobDocument
 from engine.memory.budget import resident_bytes
 from engine.memory.guard import Guard
-from engine.memory.memory_curve import MemoryCurve
-from engine.memory.stage_peaks import StagePeaks
+from engine.memory.memory_curve import MemoryCurve, StagePeaks
 from engine.workspace import Artifacts, JobOptions, Machine, ModelInputs, Ports, Resume, Workspace
 from worker.execution.assignment import Assignment
 from worker.execution.computing_place import ComputingPlace

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from engine.gradient_identity.check import BatchCheck
-from engine.gradient_identity.layer_check import Checked
-from engine.gradient_identity.picked_examples import pick_examples
+from engine.gradient_identity.comparison import Checked
+from engine.gradient_identity.schedule import pick_examples
 from engine.gradient_identity.self_check import SelfCheck
 from engine.model.model_state import ModelState
 from tests.engine.gradient_identity.cases.judge import judge
