@@ -36,7 +36,9 @@ class Template:
     """The template of this process."""
 
     def __init__(self) -> None:
-        self._environment = os.environ | read_at_import(os.environ)
+        self._environment = (
+            os.environ | read_at_import(os.environ) | {"OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
+        )
         self._asking: Asking | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._link: socket.socket | None = None

@@ -44,7 +44,13 @@ _READ_AT_IMPORT = (
 )
 _FORKED_WELL = {"jemalloc_bg_thd"}
 """Names of threads that a fork ends and begins anew."""
-_APPLIED = {"PYTHONPATH", "PYTHONWARNINGS"}
+_APPLIED = {
+    "OPENBLAS_NUM_THREADS",
+    "PYTHONDONTWRITEBYTECODE",
+    "PYTHONPATH",
+    "PYTHONUNBUFFERED",
+    "PYTHONWARNINGS",
+}
 """Variables with such a name that a forked program reads itself."""
 
 
@@ -56,8 +62,7 @@ def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
     given = {
         name: value for name, value in environment.items() if name.startswith(_READ_AT_IMPORT) and name not in _APPLIED
     }
-    threads = {"OPENBLAS_NUM_THREADS": given["OMP_NUM_THREADS"]} if "OMP_NUM_THREADS" in given else {}
-    return {"HF_HUB_OFFLINE": "1"} | threads | given
+    return {"HF_HUB_OFFLINE": "1"} | given
 
 
 def import_all() -> None:

@@ -29,6 +29,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+import threadpoolctl
+
 from tests.machine.template.imports import MODULES, SCRIPTS
 
 COMMAND_LINE_BYTES = 8192
@@ -152,7 +154,17 @@ def _begin_anew(command: Sequence[str]) -> None:
     importlib.invalidate_caches()
     _filter_warnings(os.environ.get("PYTHONWARNINGS", ""))
     sys.orig_argv = list(command)
-    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    by_line = os.isatty(1) or bool(os.environ.get("PYTHONUNBUFFERED"))
+    sys.stdout.reconfigure(line_buffering=by_line)  # type: ignore[union-attr]
+    _set_threads(command)
+
+
+def _set_threads(command: Sequence[str]) -> None:
+    """Give numpy's library its threads, which it counts when it is loaded, where the program computes."""
+    threads = os.environ.get("OPENBLAS_NUM_THREADS", "1")
+    if threads != "1" and module_of(command) == "worker.execution":
+        threadpoolctl.ThreadpoolController().select(internal_api="openblas").limit(limits=int(threads))
 
 
 def _filter_warnings(options: str) -> None:
