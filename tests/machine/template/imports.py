@@ -5,7 +5,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
 ASKS = "asks"
 """A program that starts programs while threads of its own run: it asks a template of its own for them."""
 FORKS = "forks"
@@ -13,8 +12,10 @@ FORKS = "forks"
 STARTS_NONE = "starts none"
 MODULES = {
     "api": STARTS_NONE,
+    "api.__main__": STARTS_NONE,
     "celery": ASKS,
     "migrations": STARTS_NONE,
+    "migrations.__main__": STARTS_NONE,
     "worker.embedded": ASKS,
     "worker.execution": STARTS_NONE,
     "worker.execution.device_calibration": STARTS_NONE,
@@ -23,8 +24,7 @@ MODULES = {
     "worker.foreground": ASKS,
     "worker.process.guardian": FORKS,
 }
-"""Programs that a template runs, and how they start others. Code and scripts start others as the command does."""
-SCRIPTS = {str(ROOT / "tests/worker/scripted_child.py"), str(ROOT / "tests/chaos/stack/quick_child.py")}
+"""Programs that a template runs, and how they start others. The command, which is code, asks as well."""
 IMPORTED = (
     "torch",
     "transformers",
@@ -34,7 +34,10 @@ IMPORTED = (
     "kronoscope.cli.main",
     "worker.foreground.__main__",
     "worker.embedded",
-    "celery.bin.worker",
+    "celery.apps.worker",
+    "celery.bin.celery",
+    "celery.concurrency.thread",
+    "kombu.transport.redis",
     "uvicorn",
     "api.main",
 )

@@ -2,7 +2,6 @@
 
     python -P -m MODULE ARGUMENTS…
     python -P -c CODE ARGUMENTS…
-    python -P SCRIPT ARGUMENTS…
 
 A forked process shares with the one that it was forked from the modules that are imported and nothing else: signals,
 descriptors, environment, folder, command line and generators of random numbers are its own.
@@ -31,7 +30,7 @@ from typing import Any, NoReturn
 
 import threadpoolctl
 
-from tests.machine.template.imports import MODULES, SCRIPTS
+from tests.machine.template.imports import MODULES
 
 COMMAND_LINE_BYTES = 8192
 """Bytes that a template's own command line leaves for those of the programs that are forked from it."""
@@ -68,16 +67,19 @@ class Program:
 
 
 def is_ours(command: Sequence[str]) -> bool:
-    """Return whether a template can run a command: one of this project's programs by this interpreter."""
-    if len(command) < 3 or tuple(command[:2]) != (sys.executable, "-P"):
+    """Return whether a template can run a command: one of this project's programs by this interpreter.
+
+    A guardian is one where what it guards is, since nothing is won by forking it alone.
+    """
+    if len(command) < 4 or tuple(command[:2]) != (sys.executable, "-P") or command[2] not in {"-c", "-m"}:
         return False
-    if command[2] in {"-m", "-c"}:
-        return len(command) > 3 and (command[3] in MODULES if command[2] == "-m" else command[3] == _KRONOSCOPE)
-    return command[2] in SCRIPTS
+    if command[3] == "worker.process.guardian":
+        return "--" in command and is_ours(command[command.index("--") + 1 :])
+    return command[3] in MODULES if command[2] == "-m" else command[3] == _KRONOSCOPE
 
 
 def module_of(command: Sequence[str]) -> str | None:
-    """Return the module that a command runs; None where it runs code or a script."""
+    """Return the module that a command runs; None where it runs code."""
     return command[3] if command[2] == "-m" else None
 
 
@@ -230,13 +232,9 @@ def _run_main(command: Sequence[str]) -> None:
                 del sys.modules[name]
         sys.argv = ["-m", *rest[1:]]
         runpy._run_module_as_main(rest[0])
-    elif kind == "-c":
+    else:
         sys.argv = ["-c", *rest[1:]]
         exec(compile(rest[0], "<string>", "exec"), main.__dict__)
-    else:
-        sys.argv = [kind, *rest]
-        main.__file__ = kind
-        exec(compile(Path(kind).read_bytes(), kind, "exec"), main.__dict__)
 
 
 def _code_of(code: object) -> int:

@@ -83,7 +83,7 @@ def spawner_of(command: Sequence[str], link: socket.socket | None) -> Spawner | 
 def asks(command: Sequence[str]) -> bool:
     """Return whether a program needs a template of its own."""
     module = module_of(command)
-    return command[2] == "-c" if module is None else MODULES[module] == ASKS
+    return module is None or MODULES[module] == ASKS
 
 
 def _words(arguments: Any) -> list[str]:
