@@ -27,8 +27,16 @@ def is_usable() -> bool:
     return sys.platform == "linux" and os.environ.get("OMP_NUM_THREADS") == "1"
 
 
+def add_options(parser: pytest.Parser) -> None:
+    """Register the option."""
+    text = "start every program as it is started in service, none from the template"
+    parser.getgroup("template").addoption("--real-programs", action="store_true", help=text)
+
+
 def wants_real(item: pytest.Item) -> bool:
     """Return whether a test wants programs that are started as in service."""
+    if item.config.getoption("--real-programs"):
+        return True
     return item.get_closest_marker(MARK) is not None or bool(REAL_ROOMS & set(item.path.parts))
 
 
