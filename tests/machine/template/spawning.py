@@ -35,6 +35,8 @@ from tests.machine.template.program import (
 
 REPLY_SECONDS = 300
 _MESSAGE_BYTES = 100_000
+_NOT_FORKED = b"0"
+"""The answer where the machine gives no process; the program is started as ever."""
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
 _STARTED_BY_POPEN = subprocess.Popen._execute_child
@@ -128,11 +130,11 @@ class Asking:
             try:
                 socket.send_fds(self._link, [message], [*stdio, *given.pass_fds])
                 reply = self._link.recv(64)
-            except OSError:
-                reply = b""
             finally:
                 _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-        return int(reply) if reply else None
+        if not reply:
+            raise RuntimeError("the template has ended, and only a test's end should end it")
+        return int(reply) or None
 
 
 class Forking:
@@ -196,12 +198,16 @@ def serve(link: socket.socket) -> None:
         if not message:
             return
         program = Program.decode(message)
-        middle = os.fork()
-        if middle == 0:
-            _fork_orphan(link, program, received)
+        try:
+            middle = os.fork()
+        except OSError:
+            link.send(_NOT_FORKED)
+        else:
+            if middle == 0:
+                _fork_orphan(link, program, received)
+            os.waitpid(middle, 0)
         for each in received:
             os.close(each)
-        os.waitpid(middle, 0)
 
 
 def _fork_orphan(link: socket.socket, program: Program, received: Sequence[int]) -> None:
@@ -217,6 +223,8 @@ def _fork_orphan(link: socket.socket, program: Program, received: Sequence[int])
             _enter(link, program, received)
     except BaseException:  # noqa: BLE001 - nobody is left to handle it
         traceback.print_exc()
+        with contextlib.suppress(OSError):
+            link.send(_NOT_FORKED)
     os._exit(0)
 
 
