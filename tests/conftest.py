@@ -27,8 +27,16 @@ from tests.machine.file_order import pytest_xdist_make_scheduler, sort_by_second
 from tests.machine.robbed import pytest_collection_modifyitems as mark_second_attempts
 from tests.machine.robbed import pytest_runtest_logstart
 from tests.machine.stopwatch import until
+from tests.machine.template import client
+from tests.machine.template.client import pytest_runtest_protocol
 
-__all__ = ["pytest_configure", "pytest_report_header", "pytest_runtest_logstart", "pytest_xdist_make_scheduler"]
+__all__ = [
+    "pytest_configure",
+    "pytest_report_header",
+    "pytest_runtest_logstart",
+    "pytest_runtest_protocol",
+    "pytest_xdist_make_scheduler",
+]
 
 Dialect = Literal["sqlite", "postgresql"]
 
@@ -41,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Register the options of a run."""
     suite_times.add_options(parser)
     parts.add_options(parser)
+    client.add_options(parser)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

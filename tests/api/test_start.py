@@ -33,6 +33,8 @@ from tests.api.server import KEY_SECRET, environment, free_port, ready, serve
 from tests.conftest import Databases, Dialect
 from tests.machine.stopwatch import until
 
+pytestmark = pytest.mark.real_programs
+
 
 def start(url: str, folder: Path, more: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(

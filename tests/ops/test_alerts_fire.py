@@ -28,6 +28,8 @@ from tests.machine.stopwatch import until
 from tests.ops.prometheus import Prometheus, running_prometheus
 from tests.ops.test_alert_rules import rules
 
+pytestmark = pytest.mark.real_programs
+
 TOKEN = "a-token-that-only-the-tests-know"
 PENDING, PATIENTLY = "2s", "60s"
 """The second for what must not fire: a machine that stands still for a while makes scrapes fail, and nothing else."""

@@ -112,6 +112,7 @@ def mapped_libraries(pid: int) -> str:
     return Path(f"/proc/{pid}/maps").read_text()
 
 
+@pytest.mark.real_programs
 @pytest.mark.parametrize("command", [celery_command(), EMBEDDED], ids=["celery", "embedded"])
 def test_it_does_a_job_to_the_end_without_torch(
     worker: Any, submitted: Any, job: Any, eventually: Any, command: list[str]
@@ -195,6 +196,7 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+@pytest.mark.real_programs
 def test_sigterm_hands_the_job_back_and_another_worker_finishes_it(
     worker: Any, submitted: Any, job: Any, eventually: Any, ended: Any, gated: Any
 ) -> None:
@@ -249,6 +251,7 @@ def test_slurm_is_asked_for_more_time_than_a_drain_takes() -> None:
     assert int(asked) > DRAIN_SECONDS
 
 
+@pytest.mark.real_programs
 def test_a_worker_killed_with_minus_9_leaves_no_orphan_and_loses_no_job(
     ledger: Any, worker: Any, submitted: Any, job: Any, eventually: Any, ended: Any, gated: Any
 ) -> None:

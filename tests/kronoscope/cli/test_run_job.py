@@ -192,6 +192,7 @@ def test_the_results_of_an_earlier_run_are_not_replaced_silently(folder: Path, k
     assert (folder / "out" / "job.json").read_text() != first
 
 
+@pytest.mark.real_programs
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_however_a_run_ends_nothing_runs_on(folder: Path, number: signal.Signals) -> None:
     os.mkfifo(folder / "pid")

@@ -26,6 +26,8 @@ from worker.agent.agent import Agent
 from worker.agent.maintenance import WorkerMaintenance
 from worker.tasks import wake_agent
 
+pytestmark = pytest.mark.real_programs
+
 
 @pytest.fixture
 def agent(ledger: Any, settings: Any, scripted: Any) -> Iterator[Any]:

@@ -26,6 +26,8 @@ from worker.agent import worker_locks
 from worker.agent.worker_locks import EndedWorkers, WorkerLock
 from worker.process.child_process import Child, Hold
 
+pytestmark = pytest.mark.real_programs
+
 WORKER = """
 import json, math, os, subprocess, sys, time
 from pathlib import Path

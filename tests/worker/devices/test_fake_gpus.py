@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from sqlalchemy import update
 
 from jobs.devices.registry import list_devices
@@ -9,6 +10,8 @@ from jobs.schema.clock import ledger_now
 from jobs.schema.database import writing
 from jobs.schema.tables import jobs
 from worker.devices.discover import fake_gpu
+
+pytestmark = pytest.mark.real_programs
 
 MIB = 2**20
 ROOMY, TIGHT = 4096 * MIB, 300 * MIB

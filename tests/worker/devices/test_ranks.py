@@ -16,6 +16,8 @@ from jobs.repository.results import LayerQuery, layer_rows, list_artifacts
 from jobs.scheduling.placement import placement_of
 from tests.machine.stopwatch import Stopwatch
 
+pytestmark = pytest.mark.real_programs
+
 ROOMY = 4096 * 2**20
 
 

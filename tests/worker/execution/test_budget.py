@@ -24,6 +24,8 @@ from engine.memory.plan import Plan
 from tests.memory_profile import peak_bytes
 from tests.oracles import MemoryArtifacts, workspace
 
+pytestmark = pytest.mark.real_programs
+
 CHILD = Path(__file__).with_name("budgeted_child.py")
 ROOT = Path(__file__).parents[3]
 WIDTH = 1500

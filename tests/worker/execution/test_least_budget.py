@@ -7,8 +7,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from catalog.frames import ArtifactWritten, Failed, Finished, Frame, LayerDone, Planned
 from worker.process.child_process import Child
+
+pytestmark = pytest.mark.real_programs
 
 WIDTH = 1500
 FACTORY = """

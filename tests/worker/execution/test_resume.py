@@ -16,6 +16,8 @@ from engine.collection.checkpoints import MANIFEST
 from tests.machine.stopwatch import Stopwatch
 from worker.process.child_process import EXECUTION, Child
 
+pytestmark = pytest.mark.real_programs
+
 MODEL = """
 import time
 from itertools import count

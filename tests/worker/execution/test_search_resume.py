@@ -17,6 +17,8 @@ from engine.analyses.spectra.search_checkpoints import MANIFEST
 from tests.machine.stopwatch import Stopwatch
 from worker.process.child_process import EXECUTION, Child
 
+pytestmark = pytest.mark.real_programs
+
 MODEL = """
 from torch import nn
 

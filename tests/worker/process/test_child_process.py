@@ -21,6 +21,8 @@ from worker.process import child_process as child_module
 from worker.process import process_group
 from worker.process.child_process import Child, MalformedFrame, child_environment
 
+pytestmark = pytest.mark.real_programs
+
 
 @pytest.fixture
 def start(scripted: Any) -> Iterator[Any]:

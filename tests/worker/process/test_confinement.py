@@ -15,6 +15,8 @@ from worker.agent.isolation import WALLS, measure_isolation
 from worker.process.child_process import Child, child_environment
 from worker.process.confinement import Confinement
 
+pytestmark = pytest.mark.real_programs
+
 CANARY = "canary-of-the-database-password"
 OTHER_USER = 54_321
 

@@ -15,6 +15,8 @@ import pytest
 from worker.process.guardian import MOMENT
 from worker.process.node_clock import node_seconds
 
+pytestmark = pytest.mark.real_programs
+
 PARENT = """
 import json, os, subprocess, sys, time
 from worker.process.child_process import Child

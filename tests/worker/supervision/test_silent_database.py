@@ -17,6 +17,8 @@ from jobs.schema.database import open_database, upgrade_schema
 from tests import servers
 from worker.supervision.supervisor import Supervisor
 
+pytestmark = pytest.mark.real_programs
+
 LEASE_SECONDS = 300
 """Longer than any restart takes, however little of this machine there is."""
 

@@ -35,6 +35,8 @@ from worker.supervision import lease_monitor
 from worker.supervision import supervisor as supervisor_module
 from worker.supervision.supervisor import Supervisor
 
+pytestmark = pytest.mark.real_programs
+
 OTHER = "0198c0de-0000-7000-8000-000000000000"
 """A tenant that has no job."""
 

@@ -1,0 +1,85 @@
+"""Imports of the template: modules that programs of this project spend their first seconds on."""
+
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ASKS = "asks"
+"""A program that starts programs while threads of its own run: it asks a template of its own for them."""
+FORKS = "forks"
+"""A program that starts one of our programs and has run nothing before that a fork could disturb: it forks itself."""
+STARTS_NONE = "starts none"
+MODULES = {
+    "api": STARTS_NONE,
+    "api.__main__": STARTS_NONE,
+    "celery": ASKS,
+    "migrations": STARTS_NONE,
+    "migrations.__main__": STARTS_NONE,
+    "worker.embedded": ASKS,
+    "worker.execution": STARTS_NONE,
+    "worker.execution.device_calibration": STARTS_NONE,
+    "worker.execution.models.builtin": STARTS_NONE,
+    "worker.execution.ranks": FORKS,
+    "worker.foreground": ASKS,
+    "worker.process.guardian": FORKS,
+}
+"""Programs that a template runs, and how they start others. The command, which is code, asks as well."""
+IMPORTED = (
+    "torch",
+    "transformers",
+    "sklearn.datasets",
+    "worker.execution.__main__",
+    "worker.execution.ranks.__main__",
+    "kronoscope.cli.main",
+    "worker.foreground.__main__",
+    "worker.embedded",
+    "celery.apps.worker",
+    "celery.bin.celery",
+    "celery.concurrency.thread",
+    "kombu.transport.redis",
+    "uvicorn",
+    "api.main",
+)
+_READ_AT_IMPORT = (
+    *("OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS_", "NUMEXPR_", "PYTORCH_", "TORCH", "TRANSFORMERS_", "TOKENIZERS_"),
+    *("HF_ENDPOINT", "HF_HUB_", "HF_DATASETS_", "LD_", "MALLOC_", "LANG", "LC_", "PYTHON"),
+)
+_FORKED_WELL = {"jemalloc_bg_thd"}
+"""Names of threads that a fork ends and begins anew."""
+_APPLIED = {
+    "OPENBLAS_NUM_THREADS",
+    "PYTHONDONTWRITEBYTECODE",
+    "PYTHONPATH",
+    "PYTHONUNBUFFERED",
+    "PYTHONWARNINGS",
+}
+"""Variables with such a name that a forked program reads itself."""
+
+
+def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of an environment that only an import or the interpreter's start reads.
+
+    A template can run a program whose variables are its own. It asks no hub, as no test does but those that name one.
+    """
+    given = {
+        name: value for name, value in environment.items() if name.startswith(_READ_AT_IMPORT) and name not in _APPLIED
+    }
+    return {"HF_HUB_OFFLINE": "1"} | given
+
+
+def import_all() -> None:
+    """Import what the programs need; nothing is computed, so no thread runs afterwards."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    from worker.execution.job_inputs import DATA_SOURCES, MODEL_SOURCES  # noqa: PLC0415 - after torch
+    from worker.execution.resolve import resolve  # noqa: PLC0415
+
+    for loader in (*MODEL_SOURCES.values(), *DATA_SOURCES.values()):
+        resolve(loader)
+    transformers = sys.modules["transformers"]
+    for name in ("AutoModel", "AutoTokenizer", "AutoConfig"):
+        getattr(transformers, name)
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    if others := set(threads[1:]) - _FORKED_WELL:
+        raise RuntimeError(f"a template must have one thread, and its imports have started {sorted(others)}")
