@@ -19,9 +19,8 @@ from engine.collection.checkpoints import fingerprint
 from engine.collection.collection_state import CollectionState
 from engine.collection.ekfac_passes import correct_block, correct_eigenvalues
 from engine.collection.first_check import Verification, explain
-from engine.collection.label_check import require_known_labels
 from engine.collection.layer_facts import Surroundings, layer_facts
-from engine.collection.nan_check import require_finite_model
+from engine.collection.nan_check import require_finite_model, require_known_labels
 from engine.collection.normalise import flaw, foreseen_flaw
 from engine.collection.parameter_windows import find_windows, list_parameters
 from engine.collection.pass_job import PassJob

@@ -12,8 +12,7 @@ from engine.collection.normalise import foreseen_flaw
 from engine.collection.pass_job import PassJob, PlannedPass
 from engine.collection.ranks.agreement import agree_on_sums
 from engine.factors.representation import DENSE
-from engine.layers.factor_sides import factor_sides
-from engine.layers.layer import TreatedLayer
+from engine.layers.layer import TreatedLayer, factor_sides
 from engine.layers.tied import TiedHeadLayer
 from engine.memory.host_accumulation import ROW_STAGING_NUMBERS, Staging, staging_numbers
 from engine.memory.out_of_memory import first_line, ran_out_of_memory

@@ -9,7 +9,7 @@ one, the rows hold all of them one after the other, and each is a row of the res
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -308,3 +308,17 @@ class BlockLayer(TreatedLayer):
 
 def _numbered(name: str, groups: int) -> tuple[str, ...]:
     return (name,) if groups == 1 else tuple(f"{name}[{group}]" for group in range(groups))
+
+
+def factor_sides(layer: TreatedLayer, *, follows: bool) -> Iterator[tuple[int, int]]:
+    """Yield the shape of each factor that a layer holds itself.
+
+    Args:
+        follows: Whether it shares the A of another, and holds none.
+
+    Returns:
+        (groups, rows) of G, then of A; a diagonal factor is so many groups of one row.
+    """
+    yield (layer.out_dim, 1) if layer.form == "diagonal_block" else (layer.groups, layer.out_dim)
+    if not follows and layer.form not in ("block", "diagonal_block"):
+        yield (layer.in_dim, 1) if layer.form == "diagonal" else (layer.groups, layer.in_dim)

@@ -16,8 +16,7 @@ from engine.accumulation.example_gradients import squared_norms_numbers
 from engine.collection.probe import Probe, sides_of
 from engine.collection.subsamples import EIGHTHS
 from engine.layers.convolution import ConvolutionLayer
-from engine.layers.factor_sides import factor_sides
-from engine.layers.layer import BlockLayer, TreatedLayer
+from engine.layers.layer import BlockLayer, TreatedLayer, factor_sides
 from engine.memory.host_accumulation import staging_numbers
 from engine.memory.plan import LIBRARY_BYTES, Chosen, Plan, Source, Stage, Term
 from engine.model.activation_memory import Saved

@@ -12,7 +12,7 @@ from catalog.responses.time_estimate import WORTH_SECONDS
 from engine.collection.probe import Probe
 from engine.factors.representation import DENSE, Representation
 from engine.gradient_identity.schedule import CheckWork, check_work
-from engine.layers.factor_sides import factor_sides
+from engine.layers.layer import factor_sides
 from engine.memory.budget import give_back_host_memory
 from engine.memory.device_speed import MEASURING_BYTES, DeviceSpeed, typical_speed
 from engine.memory.plan import Plan

@@ -12,7 +12,7 @@ from transformers import BertConfig
 
 from catalog.frames import Failed, Progress
 from engine.collect import collect_or_read
-from engine.collection.label_check import require_known_labels
+from engine.collection.nan_check import require_known_labels
 from engine.errors import EngineError, WrongShape
 from tests.oracles import workspace
 from tests.worker.execution.test_execution import assignment, run

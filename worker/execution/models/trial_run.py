@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from catalog.requests.inputs import Task
-from engine.collection.label_check import require_known_labels
+from engine.collection.nan_check import require_known_labels
 from engine.model.batches import make_batches
 from engine.model.outputs import predict
 from worker.execution.data.stream import DataStream
