@@ -77,6 +77,11 @@ class NaturalGradientParams:
         """The most that is needed of eigendecompositions: EK-FAC brings its eigenvectors along, solves need none."""
         return "none" if self.of == "ekfac" or self.solves else "vectors"
 
+    @property
+    def needs_gradient(self) -> str | None:
+        """The field that is missing where the gradient is taken of the data."""
+        return "natural_gradient.gradient" if self.gradient is None else None
+
     def require_document(self, document: JobDocument) -> None:
         """Refuse what the rest of the document cannot serve.
 

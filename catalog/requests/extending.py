@@ -12,6 +12,7 @@ from typing import Any
 from catalog.record import FieldError, record
 from catalog.requests.collection import Collection
 from catalog.requests.inputs import require_path
+from catalog.requests.pieces import require_one_pass
 from catalog.requests.woodbury import Woodbury
 
 
@@ -60,18 +61,9 @@ def require_extension(document: Any) -> None:  # noqa: ANN401 - a job document, 
             f"is {document.shards}, and `extends` adds its examples in one process; leave `shards` out, or extend by "
             "several jobs one after another, each with a part of the data",
         )
-    for kind in document.kinds:
-        params = getattr(document, kind, None)
-        again = getattr(params, "needs_model", None)
-        if again is not None:
-            raise FieldError(
-                "extends",
-                f"names data that this job does not read again, and `{again}` passes over all of them; leave it out, "
-                "or give model and all data in place of `extends`",
-            )
-        if kind == "natural_gradient" and params is not None and params.gradient is None:
-            raise FieldError(
-                "natural_gradient.gradient",
-                "is missing, so the gradient is taken of all the data, which `extends` does not read again: give "
-                "`gradient: {path: FILE.safetensors}`, or model and all data in place of `extends`",
-            )
+    again = (
+        "names data that this job does not read again, and `{}` passes over all of them; leave it out, or give model "
+        "and all data in place of `extends`"
+    )
+    data, remedy = "all the data, which `extends` does not read again", "model and all data in place of `extends`"
+    require_one_pass(document, "extends", again, data, remedy)

@@ -156,18 +156,29 @@ def require_divisible(document: Any) -> None:  # noqa: ANN401 - a job document, 
             "weighs each batch by how many follow it, which no piece knows, and `shards` divides the data; give null, "
             "or leave `shards` out",
         )
-    for kind in document.kinds:
-        params = getattr(document, kind, None)
-        again = getattr(params, "needs_model", None)
-        if again is not None:
-            raise FieldError(
-                "shards",
-                f"divides the data, and `{again}` passes over all of it after the collection; keep the factors, and "
-                "ask for it in a job of its own without `shards`",
-            )
-        if kind == "natural_gradient" and params is not None and params.gradient is None:
-            raise FieldError(
-                "natural_gradient.gradient",
-                "is missing, so the gradient is taken of all the data, which `shards` divides: give "
-                "`gradient: {path: FILE.safetensors}`, or leave `shards` out",
-            )
+    again = (
+        "divides the data, and `{}` passes over all of it after the collection; keep the factors, and ask for it in a "
+        "job of its own without `shards`"
+    )
+    require_one_pass(document, "shards", again, "all the data, which `shards` divides", "leave `shards` out")
+
+
+def require_one_pass(document: Any, option: str, again: str, data: str, remedy: str) -> None:  # noqa: ANN401 - see above
+    """Refuse an analysis that passes over the data after the collection, where no process has all of them.
+
+    Args:
+        document: The job document.
+        option: The option that divides them.
+        again: What is wrong with a further pass; `{}` stands for the option that asks for it.
+        data: The data that a gradient would be taken of.
+        remedy: The alternative to a gradient from a file.
+
+    Raises:
+        FieldError: On `option`, or on the gradient that is missing.
+    """
+    for params in (getattr(document, kind, None) for kind in document.kinds):
+        if (asked := getattr(params, "needs_model", None)) is not None:
+            raise FieldError(option, again.format(asked))
+        if (field := getattr(params, "needs_gradient", None)) is not None:
+            sentence = f"is missing, so the gradient is taken of {data}: give `gradient: {{path: FILE.safetensors}}`"
+            raise FieldError(field, f"{sentence}, or {remedy}")

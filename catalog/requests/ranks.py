@@ -7,6 +7,7 @@ numbers are those of one process. What takes further passes over the data in one
 from typing import Any
 
 from catalog.record import FieldError
+from catalog.requests.pieces import require_one_pass
 
 MAX_WORLD_SIZE = 64
 """More devices than a node has; across nodes a job is divided into pieces (`shards`)."""
@@ -52,23 +53,9 @@ def require_ranks(document: Any) -> None:  # noqa: ANN401 - a job document, whos
             f"is none, which leaves each of `world_size: {ranks}` ranks with factors of its own examples alone; take "
             "`gram`, `gather`, `dense` or `auto`",
         )
-    _require_shared_analyses(document, ranks)
-
-
-def _require_shared_analyses(document: Any, ranks: int) -> None:  # noqa: ANN401 - see `require_ranks`
-    """Refuse analyses that pass over all the data again, of which each rank has a part."""
-    for kind in document.kinds:
-        params = getattr(document, kind, None)
-        again = getattr(params, "needs_model", None)
-        if again is not None:
-            raise FieldError(
-                "world_size",
-                f"is {ranks}, and `{again}` passes over all data in one process; keep the factors, and ask for it in a "
-                "job of its own without `world_size`",
-            )
-        if kind == "natural_gradient" and params is not None and params.gradient is None:
-            raise FieldError(
-                "natural_gradient.gradient",
-                f"is missing, so the gradient is taken of all data in one process, and `world_size` is {ranks}: give "
-                "`gradient: {path: FILE.safetensors}`, or leave `world_size` out",
-            )
+    again = (
+        f"is {ranks}, and `{{}}` passes over all data in one process; keep the factors, and ask for it in a job of its "
+        "own without `world_size`"
+    )
+    data = f"all data in one process, and `world_size` is {ranks}"
+    require_one_pass(document, "world_size", again, data, "leave `world_size` out")
