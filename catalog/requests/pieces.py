@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from catalog.record import FieldError, record
+from catalog.record_reader import read
 
 Round = Literal["collect", "decompose", "correct"]
 Shards = int | Literal["auto"]
@@ -98,20 +99,9 @@ def auto_pieces(devices: int) -> int:
 
 
 def read_piece(value: Mapping[str, Any]) -> Piece:
-    """Read a piece from JSON.
-
-    Args:
-        value: An object with the fields of `Piece`; absent ones have their defaults.
-
-    Returns:
-        The piece.
-
-    Raises:
-        FieldError: If it is not a piece.
-        TypeError: If a field is unknown, or one that has no default is missing.
-    """
-    layers = value.get("layers")
-    return Piece(**{**value, "layers": None if layers is None else tuple(layers)})
+    """Read a piece from JSON; a ``FieldError`` says that it is none."""
+    piece: Piece = read(Piece, value, "")
+    return piece
 
 
 def require_shards(shards: Shards | None) -> None:
