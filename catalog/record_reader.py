@@ -10,13 +10,14 @@ import math
 import numbers
 import types
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from catalog.field_errors import nearest, spellings, suggestion
 from catalog.record import FieldError, WrongType
 
 _MOST_SHOWN = 60
-_UNIONS = (Union, types.UnionType)
+_UNIONS, _CONVERTED = (Union, types.UnionType), (int, float, Path)
 Scalars = Mapping[Any, tuple[str, Callable[[Any], bool]]]
 """The name of each type of scalar, and whether a value is one."""
 
@@ -34,6 +35,7 @@ class Reader:
         float: ("a number", lambda value: isinstance(value, numbers.Real) and not isinstance(value, bool)),
         str: ("a string", lambda value: isinstance(value, str)),
         types.NoneType: ("None", lambda value: value is None),
+        Path: ("a path", lambda value: isinstance(value, (str, Path))),
         Mapping: ("a mapping", lambda value: isinstance(value, Mapping)),
     }
 
@@ -60,7 +62,7 @@ class Reader:
         """
         scalar, (origin, arguments) = self.scalars.get(annotation), _form(annotation)
         if scalar is not None and scalar[1](value):
-            return value if self.exact or annotation not in (int, float) else _number(annotation, value, field)
+            return value if self.exact or annotation not in _CONVERTED else _converted(annotation, value, field)
         if origin in _UNIONS:
             return self.read(self._member(annotation, value, field), value, field)
         if not self.fits(annotation, value) or (
@@ -193,9 +195,9 @@ def _is_choice(choices: tuple[Any, ...], value: Any) -> bool:  # noqa: ANN401
     return any(type(value) is type(each) and value == each for each in choices)
 
 
-def _number(annotation: type, value: Any, field: str) -> int | float:  # noqa: ANN401
-    if annotation is int:
-        return int(value)
+def _converted(annotation: type, value: Any, field: str) -> int | float | Path:  # noqa: ANN401
+    if annotation is not float:
+        return annotation(value)  # type: ignore[no-any-return] # a whole number, or a path
     try:
         number = float(value)
     except OverflowError:
