@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from catalog.analyses.analysis import LayerResult, RefusedAnalysis
 from catalog.frame_bounds import cut, require_within
-from catalog.record import canonical_json, plain, record
+from catalog.record import FieldError, canonical_json, plain, record
+from catalog.record_reader import read
 from catalog.requests.cached_factors import CachedFile
 
 MAX_FRAME_BYTES = 8 * 2**20
@@ -129,13 +130,6 @@ class Finished:
     notices: tuple[str, ...] = ()
     """What was read otherwise than it stands there, in a way that changes numbers."""
 
-    def __post_init__(self) -> None:
-        """Make records of objects, which a decoded frame has."""
-        refused = tuple(RefusedAnalysis(**each) if isinstance(each, Mapping) else each for each in self.refused)
-        object.__setattr__(self, "refused", refused)
-        for name in ("unused", "notices"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-
 
 @record
 class Stopped:
@@ -171,11 +165,6 @@ class CacheFilled:
     frame: Literal["cache_filled"] = "cache_filled"
     key: str
     files: tuple[CachedFile, ...]
-
-    def __post_init__(self) -> None:
-        """Make records of objects, which a decoded frame has."""
-        files = tuple(CachedFile(**each) if isinstance(each, Mapping) else each for each in self.files)
-        object.__setattr__(self, "files", files)
 
 
 Frame = (
@@ -266,9 +255,9 @@ def decode(line: bytes) -> Frame:
     """
     value = json.loads(line, parse_constant=_finite, parse_float=_finite)
     try:
-        frame = _FRAMES[value["frame"]](**value)
         require_within(value)
-    except (KeyError, TypeError) as error:
+        frame: Frame = read(_FRAMES[value["frame"]], value, "")
+    except (KeyError, TypeError, FieldError) as error:
         message = f"not a frame: {error}"
         raise ValueError(message) from error
     return frame

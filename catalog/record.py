@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import json
 from collections.abc import Mapping
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
 
@@ -120,7 +121,7 @@ def plain(value: Any) -> Any:  # noqa: ANN401 - any record goes in, JSON comes o
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    return value
+    return str(value) if isinstance(value, PurePath) else value
 
 
 def canonical_json(value: Any) -> str:  # noqa: ANN401

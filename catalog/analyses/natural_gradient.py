@@ -82,6 +82,11 @@ class NaturalGradientParams:
         """Whether eigenvectors are kept in float64: rounded ones limit a power to an error of 1e-7 times κ."""
         return self.decomposition == "vectors"
 
+    @property
+    def needs_gradient(self) -> str | None:
+        """The field that is missing where the gradient is taken of the data."""
+        return "natural_gradient.gradient" if self.gradient is None else None
+
     def require_document(self, document: JobDocument) -> None:
         """Refuse what the rest of the document cannot serve.
 

@@ -12,6 +12,7 @@ from typing import Any
 from catalog.record import FieldError, record
 from catalog.requests.collection import Collection
 from catalog.requests.inputs import require_path
+from catalog.requests.pieces import require_one_pass
 from catalog.requests.woodbury import Woodbury
 
 
@@ -60,26 +61,9 @@ def require_extension(document: Any) -> None:  # noqa: ANN401 - a job document, 
             f"is {document.shards}, and `extends` adds its examples in one process; leave `shards` out, or extend by "
             "several jobs one after another, each with a part of the data",
         )
-    require_no_second_pass(
-        document,
-        "extends",
+    again = (
         "names data that this job does not read again, and `{}` passes over all of them; leave it out, or give model "
-        "and all data in place of `extends`",
-        "the data, which `extends` does not read again",
-        "model and all data in place of `extends`",
+        "and all data in place of `extends`"
     )
-
-
-def require_no_second_pass(document: Any, field: str, why: str, data: str, instead: str) -> None:  # noqa: ANN401 - as above
-    """Refuse analyses that pass over the data again, by the field that forbids it and the sentence on why it does."""
-    for kind in document.kinds:
-        params = getattr(document, kind, None)
-        option = getattr(params, "needs_model", None)
-        if option is not None:
-            raise FieldError(field, why.replace("{}", option))
-        if getattr(params, "gradient", "") is None:
-            raise FieldError(
-                f"{kind}.gradient",
-                f"is missing, so the gradient is taken of all {data}: give `gradient: {{path: FILE.safetensors}}`, or "
-                f"{instead}",
-            )
+    data, remedy = "all the data, which `extends` does not read again", "model and all data in place of `extends`"
+    require_one_pass(document, "extends", again, data, remedy)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from catalog.record import FieldError, record
-from catalog.requests.extending import require_no_second_pass
+from catalog.record_reader import read
 
 Round = Literal["collect", "decompose", "correct"]
 Shards = int | Literal["auto"]
@@ -99,20 +99,9 @@ def auto_pieces(devices: int) -> int:
 
 
 def read_piece(value: Mapping[str, Any]) -> Piece:
-    """Read a piece from JSON.
-
-    Args:
-        value: An object with the fields of `Piece`; absent ones have their defaults.
-
-    Returns:
-        The piece.
-
-    Raises:
-        FieldError: If it is not a piece.
-        TypeError: If a field is unknown, or one that has no default is missing.
-    """
-    layers = value.get("layers")
-    return Piece(**{**value, "layers": None if layers is None else tuple(layers)})
+    """Read a piece from JSON; a ``FieldError`` says that it is none."""
+    piece: Piece = read(Piece, value, "")
+    return piece
 
 
 def require_shards(shards: Shards | None) -> None:
@@ -157,11 +146,29 @@ def require_divisible(document: Any) -> None:  # noqa: ANN401 - a job document, 
             "weighs each batch by how many follow it, which no piece knows, and `shards` divides the data; give null, "
             "or leave `shards` out",
         )
-    require_no_second_pass(
-        document,
-        "shards",
+    again = (
         "divides the data, and `{}` passes over all of it after the collection; keep the factors, and ask for it in a "
-        "job of its own without `shards`",
-        "the data, which `shards` divides",
-        "leave `shards` out",
+        "job of its own without `shards`"
     )
+    require_one_pass(document, "shards", again, "all the data, which `shards` divides", "leave `shards` out")
+
+
+def require_one_pass(document: Any, option: str, again: str, data: str, remedy: str) -> None:  # noqa: ANN401 - see above
+    """Refuse an analysis that passes over the data after the collection, where no process has all of them.
+
+    Args:
+        document: The job document.
+        option: The option that divides them.
+        again: What is wrong with a further pass; `{}` stands for the option that asks for it.
+        data: The data that a gradient would be taken of.
+        remedy: The alternative to a gradient from a file.
+
+    Raises:
+        FieldError: On `option`, or on the gradient that is missing.
+    """
+    for params in (getattr(document, kind, None) for kind in document.kinds):
+        if (asked := getattr(params, "needs_model", None)) is not None:
+            raise FieldError(option, again.format(asked))
+        if (field := getattr(params, "needs_gradient", None)) is not None:
+            sentence = f"is missing, so the gradient is taken of {data}: give `gradient: {{path: FILE.safetensors}}`"
+            raise FieldError(field, f"{sentence}, or {remedy}")

@@ -7,7 +7,7 @@ numbers are those of one process. What takes further passes over the data in one
 from typing import Any
 
 from catalog.record import FieldError
-from catalog.requests.extending import require_no_second_pass
+from catalog.requests.pieces import require_one_pass
 
 MAX_WORLD_SIZE = 64
 """More devices than a node has; across nodes a job is divided into pieces (`shards`)."""
@@ -53,11 +53,9 @@ def require_ranks(document: Any) -> None:  # noqa: ANN401 - a job document, whos
             f"is none, which leaves each of `world_size: {ranks}` ranks with factors of its own examples alone; take "
             "`gram`, `gather`, `dense` or `auto`",
         )
-    require_no_second_pass(
-        document,
-        "world_size",
+    again = (
         f"is {ranks}, and `{{}}` passes over all data in one process; keep the factors, and ask for it in a job of its "
-        "own without `world_size`",
-        f"data in one process, and `world_size` is {ranks}",
-        "leave `world_size` out",
+        "own without `world_size`"
     )
+    data = f"all data in one process, and `world_size` is {ranks}"
+    require_one_pass(document, "world_size", again, data, "leave `world_size` out")

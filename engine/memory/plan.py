@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from catalog import PLANNED_STAGES
+from catalog.record_reader import Reader
 from catalog.responses.time_estimate import Paced, seconds_range
 from engine.errors import BudgetExceeded
 from engine.memory.budget import MemoryBudget
@@ -95,20 +96,8 @@ class Chosen:
         Returns:
             What that attempt chose.
         """
-        parts, corrections = (
-            tuple(tuple(str(name) for name in part) for part in plan.get(key) or ()) for key in ("parts", "corrections")
-        )
-        return cls(
-            parts=parts,
-            micro_batch=plan.get("micro_batch"),
-            corrections=corrections,
-            offload=bool(plan.get("offload", False)),
-            sketched=tuple(str(name) for name in plan.get("sketched") or ()),
-            activation_checkpointing=bool(plan.get("activation_checkpointing", False)),
-            rungs={str(layer): (str(a), str(g)) for layer, (a, g) in (plan.get("rungs") or {}).items()},
-            placement={str(layer): str(place) for layer, place in (plan.get("placement") or {}).items()},
-            search={str(name): int(count) for name, count in (plan.get("search") or {}).items()},
-        )
+        stored = {name: value for name, value in plan.items() if value is not None}
+        return Reader(strict=False).read(cls, stored, "plan")  # type: ignore[no-any-return] # by its annotation
 
 
 @dataclass(frozen=True, kw_only=True)

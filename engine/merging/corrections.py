@@ -19,7 +19,7 @@ from torch import Tensor
 
 from catalog.record import canonical_json
 from engine.errors import BrokenFactors, NotMergeable
-from engine.factors.factor_index import read_record
+from engine.factors.factor_index import TABLES
 from engine.factors.factor_set import CalledOnce, FactorSet, Run
 from engine.factors.kronecker_factors import Corrected, Factors, digest
 from engine.merging.example_runs import joined, overlap
@@ -345,7 +345,7 @@ def _require_same_examples(whole: FactorSet, known: MergedBases, tables: Sequenc
 
 def _table(kind: type[T], artifacts: Artifacts, name: str) -> T:
     try:
-        return read_record(kind, artifacts.load_json(name), name)
+        return TABLES.read(kind, artifacts.load_json(name), name)  # type: ignore[no-any-return] # by its annotation
     except FileNotFoundError as error:
         raise BrokenFactors(f"there is no `{name}`; make the correction again", pointer="/factors") from error
 

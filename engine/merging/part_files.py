@@ -10,7 +10,7 @@ from functools import partial
 
 from engine.errors import BrokenFactors
 from engine.factors.factor_files import Kept, read_factors, read_layer, write_factors, write_index
-from engine.factors.factor_index import read_record
+from engine.factors.factor_index import TABLES
 from engine.factors.factor_set import FactorSet, LayerSums, NestedSize
 from engine.factors.kronecker_factors import Corrected, Factors, digest
 from engine.linalg.linear_operator import Structured
@@ -104,7 +104,7 @@ def read_part(artifacts: Artifacts) -> FactorSet:
     if found.counted is None or found.counted.whole is None:
         return found
     try:
-        table = read_record(_Part, artifacts.load_json(PART), "part")
+        table: _Part = TABLES.read(_Part, artifacts.load_json(PART), "part")
     except FileNotFoundError as error:
         raise BrokenFactors(f"there is no `{PART}`; collect the part again", pointer="/factors") from error
     return replace(found, nested=tuple(_opened(artifacts, found, size) for size in table.nested))

@@ -27,6 +27,7 @@ from catalog.analyses.analysis import RefusedAnalysis
 from catalog.field_errors import complaints
 from catalog.frames import Divided, Finished, Started, Stopped, Summarised, layer_frame
 from catalog.record import plain
+from catalog.requests.assignment import Assignment
 from catalog.requests.cached_factors import FILLED
 from catalog.requests.estimate import unplannable
 from catalog.requests.job import JobDocument
@@ -38,7 +39,7 @@ from engine.errors import StopRequested
 from engine.layers.coverage_check import survey_layers
 from engine.model.usable_model import require_usable
 from engine.workspace import Workspace
-from worker.execution.assignment import Assignment, read_assignment
+from worker.execution.assignment import read_assignment
 from worker.execution.cache.factor_cache import CacheUse, FactorCache, ask_parent
 from worker.execution.cache.factor_cache_key import factor_key, reason_uncacheable
 from worker.execution.computing_environment import computing_device, computing_environment

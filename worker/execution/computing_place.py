@@ -4,7 +4,8 @@ A plan may be asked for a device of another machine (`kronoscope plan --device c
 then: the document names the device's bytes, and the plan says what was taken for granted.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -48,7 +49,7 @@ class ComputingPlace:
 
 
 def computing_place(
-    document: JobDocument, here: torch.device, bounds: MemoryBudget, wanted: Literal["cpu", "cuda"] | None = None
+    document: JobDocument, here: torch.device, bounds: Mapping[str, int], wanted: Literal["cpu", "cuda"] | None = None
 ) -> ComputingPlace:
     """Return where ``document`` is computed, its budget measured; or planned to be, on the device that is ``wanted``.
 
@@ -62,6 +63,6 @@ def computing_place(
             raise Refusal(error.message, pointer=f"/memory/{error.field}") from error
         host = () if document.memory.host != "auto" else ("the host's memory: what is free of this machine's",)
         return ComputingPlace(device=device, memory=memory, unmeasured=(*_UNMEASURED, *host))
-    memory = MemoryBudget.measure(document.memory, device, bounds)
+    memory = MemoryBudget.measure(document.memory, device, replace(MemoryBudget.unlimited(), **bounds))
     hold_device(memory, device)
     return ComputingPlace(device=device, memory=memory)

@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from catalog import ANALYSES
+from catalog.requests.assignment import Assignment
 from catalog.requests.inputs import BuiltinModel
 from catalog.requests.job import JobDocument
 from engine.workspace import Artifacts
-from worker.execution.assignment import Assignment
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import DataStream
 from worker.execution.data.validation import validate_chunks

@@ -19,12 +19,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from catalog.frames import CacheFilled, Divided, Failed, Finished, Frame, LogLine, Stopped, encode
 from catalog.record import FieldError
+from catalog.record_reader import read
+from catalog.requests.assignment import Assignment
 from catalog.requests.schedule import Schedule
 from worker.foreground.cache_rows import RunCache
 from worker.foreground.child_run import Last, Stopper, run_child, trouble
@@ -39,7 +42,6 @@ _MAX_REQUEST_BYTES = 4 * 2**20
 _PARENT_POLL_SECONDS = 0.5
 _CHECKPOINT_SECONDS = 60.0
 _PASSED_ON = (
-    "document",
     "threads",
     "paths",
     "allowed",
@@ -86,27 +88,26 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
     seconds = _seconds_left(schedule, time.time())
     if seconds is not None and seconds <= 0:
         return _refuse(echo, "the deadline in `schedule` has passed; give a later one, or none", code="in_the_past")
-    try:
-        folder = OutputFolder(output, document, replace=request.get("replace") is True)
-    except OutputRefused as error:
-        return _refuse(echo, str(error), code="output_refused")
-    assignment = {
-        "completed": [],
-        "paths": [],
+    stated = {
         "allowed": {"factories": ["*"], "directories": ["*"]},
-        "threads": None,
         "offline": False,
-        "factors_path": None,
         "checkpoint_seconds": _CHECKPOINT_SECONDS,
         # as for a worker: pieces run one after another here, so that `auto` never takes it
         "decompose_round": os.environ.get("KRONOSCOPE_DECOMPOSE_ROUND", "auto"),
-        **{name: request[name] for name in _PASSED_ON if name in request},
+        **{name: request[name] for name in _PASSED_ON if request.get(name) is not None},
         "document": document,
-        "artifacts": str(folder.artifacts),
-        "scratch": str(folder.scratch),
+        "artifacts": output,
+        "scratch": output,
     }
+    try:
+        assignment: Assignment = read(Assignment, stated, "")
+        folder = OutputFolder(output, document, replace=request.get("replace") is True)
+    except FieldError as error:
+        return _refuse(echo, str(error), code="invalid_request")
+    except OutputRefused as error:
+        return _refuse(echo, str(error), code="output_refused")
     cache = RunCache(request, folder.artifacts)
-    assignment |= cache.told()
+    assignment = replace(assignment, artifacts=folder.artifacts, scratch=folder.scratch, cache=cache.told())
     overdue = threading.Event()
 
     def end_at_deadline() -> None:
@@ -123,7 +124,7 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
     # what a killed run was divided into stays so
     last: Last | None = rounds.run()
     while last is None:
-        ended = attempt({**assignment, **rounds.finished(), "plan": folder.plan}, keep)
+        ended = attempt(replace(assignment, **rounds.finished(), plan=folder.plan), keep)
         if isinstance(ended, Divided):
             folder.take(ended)
             last = rounds.run()

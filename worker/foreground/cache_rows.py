@@ -98,9 +98,9 @@ class RunCache:
             folder = Path(request["cache"])
             self._cache = CacheFolder(folder, CacheRows(folder), int(request.get("cache_bytes") or 0))
 
-    def told(self) -> dict[str, str]:
-        """Return what the child's assignment says of the cache."""
-        return {} if self._cache is None else {"cache": str(self.view)}
+    def told(self) -> Path | None:
+        """Return the folder that the child's assignment names; None without a cache."""
+        return None if self._cache is None else self.view
 
     def answer(self, asked: CacheAsked) -> CacheAnswer:
         """Answer the child."""

@@ -6,13 +6,14 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from catalog.cgroups import oom_kills
 from catalog.frame_bounds import FrameBeyond
 from catalog.frames import CacheAnswer, CacheAsked, Divided, Failed, Finished, Frame, Stopped
+from catalog.record import plain
+from catalog.requests.assignment import Assignment
 from catalog.requests.ranks import MAX_WORLD_SIZE
 from worker.process.artifact_check import ArtifactMismatch
 from worker.process.child_process import EXECUTION, RANKS, STOP_GRACE_SECONDS, Child, MalformedFrame
@@ -82,7 +83,7 @@ class Stopper:
 
 
 def run_child(
-    assignment: Mapping[str, Any],
+    assignment: Assignment,
     take: Callable[[Frame], None],
     *,
     stopper: Stopper,
@@ -95,7 +96,7 @@ def run_child(
     last_position, kills = LastPosition(), oom_kills()
     last: Last | Divided | None = None
     command = RANKS if command == EXECUTION and _asks_for_ranks(assignment) else command
-    with contextlib.closing(Child.start(assignment, sys.stderr.fileno(), os.environ, command)) as child:
+    with contextlib.closing(Child.start(plain(assignment), sys.stderr.fileno(), os.environ, command)) as child:
         stopper.guard(child)
         try:
             for frame in child.frames():
@@ -131,8 +132,8 @@ def trouble(error: Exception) -> Failed:
     return Failed(category="fatal", code=code, message=message, pointer=None, layer=None, detail=None)
 
 
-def _asks_for_ranks(assignment: Mapping[str, Any]) -> bool:
+def _asks_for_ranks(assignment: Assignment) -> bool:
     """Whether several processes are to compute it; a number that no document may have is for one to refuse."""
-    document = assignment["document"]
+    document = assignment.document
     ranks = document.get("world_size") if isinstance(document, dict) else None
-    return isinstance(ranks, int) and 1 < ranks <= MAX_WORLD_SIZE and not assignment.get("estimate")
+    return isinstance(ranks, int) and 1 < ranks <= MAX_WORLD_SIZE and not assignment.estimate

@@ -8,13 +8,15 @@ does not depend on what was free when its turn came.
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from catalog.frames import ArtifactWritten, Divided, Failed, Finished, Frame, LogLine, Progress, Stopped
 from catalog.record import plain
+from catalog.record_reader import read
+from catalog.requests.assignment import Assignment, FinishedPiece
 from catalog.requests.pieces import Piece, read_piece
 from worker.foreground.child_run import Last, trouble
 from worker.foreground.output_folder import OutputFolder
@@ -23,7 +25,7 @@ from worker.process.crash import BROKEN_CHILD
 
 _RECORD = "piece.json"
 
-Attempt = Callable[[Mapping[str, Any], Callable[[Frame], None]], Last | Divided]
+Attempt = Callable[[Assignment, Callable[[Frame], None]], Last | Divided]
 """Runs one child by its assignment, and hands over its frames."""
 
 
@@ -31,7 +33,7 @@ class PieceRuns:
     """The rounds of one job."""
 
     def __init__(
-        self, folder: OutputFolder, assignment: Mapping[str, Any], attempt: Attempt, echo: Callable[[Frame], None]
+        self, folder: OutputFolder, assignment: Assignment, attempt: Attempt, echo: Callable[[Frame], None]
     ) -> None:
         """Set up the rounds; nothing runs before ``run``."""
         self._folder = folder
@@ -61,8 +63,8 @@ class PieceRuns:
     def _known(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:
         if not pieces:
             return {}
-        records = [self._record(read_piece(each)) for each in pieces]
-        return {"pieces": records, "divided": str(self._folder.artifacts)}
+        records = (self._record(read_piece(each)) for each in pieces)
+        return {"pieces": tuple(filter(None, records)), "divided": self._folder.artifacts}
 
     def _compute(self, piece: Piece, known: list[dict[str, Any]]) -> Failed | Stopped | None:
         place = self._place(piece)
@@ -73,14 +75,14 @@ class PieceRuns:
             artifacts.mkdir(parents=True)
         except OSError as error:
             return trouble(error)
-        assignment = {
-            **self._assignment,
+        assignment = replace(
+            self._assignment,
             **self._known(known),
-            "piece": plain(piece),
-            "artifacts": str(artifacts),
-            "scratch": str(place / "scratch"),
-            "plan": self._folder.plan,
-        }
+            piece=piece,
+            artifacts=artifacts,
+            scratch=place / "scratch",
+            plan=self._folder.plan,
+        )
 
         def take(frame: Frame) -> None:
             if isinstance(frame, ArtifactWritten):
@@ -105,27 +107,21 @@ class PieceRuns:
     def _place(self, piece: Piece) -> Path:
         return self._folder.piece_folders / f"{piece.round}-{piece.index}"
 
-    def _record(self, piece: Piece) -> dict[str, Any] | None:
+    def _record(self, piece: Piece) -> FinishedPiece | None:
         """What the piece left when it ended; None where it has not, or another piece stands in its place."""
         try:
-            record = json.loads((self._place(piece) / _RECORD).read_bytes())
+            record: FinishedPiece = read(FinishedPiece, json.loads((self._place(piece) / _RECORD).read_bytes()), "")
         except (OSError, ValueError):
             return None
-        return record if isinstance(record, dict) and record.get("piece") == plain(piece) else None
+        return record if record.piece == piece else None
 
     def _write(self, piece: Piece, last: Finished) -> None:
         place = self._place(piece)
-        record = {
-            "piece": plain(piece),
-            "job": place.name,
-            "path": str(place / "artifacts"),
-            "model_sha256": last.model_sha256,
-            "data_sha256": last.data_sha256,
-            "examples": last.examples,
-        }
+        digests = {"model_sha256": last.model_sha256, "data_sha256": last.data_sha256}
+        record = FinishedPiece(piece=piece, job=place.name, path=place / "artifacts", examples=last.examples, **digests)
         temporary = place / f".{_RECORD}"
         with temporary.open("w") as file:
-            json.dump(record, file)
+            json.dump(plain(record), file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(place / _RECORD)

@@ -2,12 +2,12 @@
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from catalog.record import plain
+from catalog.requests.assignment import Allowed, Assignment
 from catalog.requests.estimate import ESTIMATE
 from jobs.objects import job_folders
 from jobs.objects.artifacts import view_of
@@ -27,28 +27,28 @@ _HOME = ".home"
 
 
 def start(
-    told: Mapping[str, Any], claim: Claim, settings: WorkerSettings, command: Sequence[str], hold: Hold, slots: int = 1
+    told: Assignment, claim: Claim, settings: WorkerSettings, command: Sequence[str], hold: Hold, slots: int = 1
 ) -> Child:
     """Start the child of a claim, within the worker's limits."""
     if claim.world_size > 1 and command == EXECUTION:
         command = RANKS
     confinement = _confinement(told, claim, settings, slots)
-    variables = environment(claim, told["threads"])
+    variables = environment(claim, told.threads or 1)
     if confinement.apart:
         # libraries keep locks, caches and what they unpack where nobody else's job can come to
-        home = str(Path(told["artifacts"]) / _HOME)
+        home = str(told.artifacts / _HOME)
         variables |= {"HOME": home, "TMPDIR": home, "HF_HOME": home}
         variables.pop("HF_DATASETS_CACHE", None)
-    return Child.start(told, subprocess.PIPE, variables, command, confinement, hold)
+    return Child.start(plain(told), subprocess.PIPE, variables, command, confinement, hold)
 
 
-def _confinement(told: Mapping[str, Any], claim: Claim, settings: WorkerSettings, slots: int) -> Confinement:
+def _confinement(told: Assignment, claim: Claim, settings: WorkerSettings, slots: int) -> Confinement:
     """The limits, and of the machine's folders those that the assignment names."""
-    attempt = Path(told["artifacts"])
+    attempt = told.artifacts
     # all attempts' checkpoints together: a later one links what an earlier one has left
-    written = (attempt, Path(told["scratch"]).parent)
+    written = (attempt, told.scratch.parent)
     # files there are second names of those of the cache
-    view = [told["cache"]] if told.get("cache") else []
+    view = [] if told.cache is None else [str(told.cache)]
     read = (*view, *settings.directories_of(claim.tenant_id), *_inputs(told))
     if settings.child_namespaces:
         for each in (*written, *map(Path, view)):
@@ -58,11 +58,11 @@ def _confinement(told: Mapping[str, Any], claim: Claim, settings: WorkerSettings
     return replace(held, namespaces=namespaces, disk=_disk_limit(settings, attempt.parent, slots))
 
 
-def _inputs(told: Mapping[str, Any]) -> list[str]:
+def _inputs(told: Assignment) -> list[str]:
     """Folders in the attempt's with links to what is kept, which stays as it is."""
-    named = [told.get("factors_path"), told.get("against_path"), told.get("divided")]
-    named += [each["path"] for each in (told.get("extends"), *(told.get("pieces") or ())) if each]
-    return [str(each) for each in named if each]
+    named = (told.factors_path, told.against_path, told.divided)
+    paths = *named, *(each.path for each in (told.extends, *told.pieces) if each is not None)
+    return [str(each) for each in paths if each is not None]
 
 
 def _disk_limit(settings: WorkerSettings, folder: Path, slots: int) -> DiskLimit:
@@ -95,45 +95,41 @@ def assignment(
     artifacts: Path,
     factors: LaidOutFactors,
     scratch: Scratch,
-) -> dict[str, Any]:
-    """Return the assignment that `worker.execution.assignment` reads."""
+) -> Assignment:
+    """Return the assignment that `worker.execution.assignment` reads, of a job that is not divided."""
     user = settings.confinement(claim.user_number).user
     if user is not None:
         scratch.give(claim.job_id, claim.fence, user)
         job_folders.give_new(artifacts / _HOME, user)
     elif settings.child_namespaces:
         (artifacts / _HOME).mkdir(exist_ok=True)
-    return {
-        "document": plain(claim.document),
-        "artifacts": str(artifacts),
-        "completed": [list(row) for row in claim.completed],
-        "threads": threads,
-        "paths": list(settings.paths),
-        "allowed": {
-            "factories": list(settings.factories_of(claim.tenant_id)),
-            "directories": list(settings.directories_of(claim.tenant_id)),
-        },
-        "store": str(settings.model_store),
-        "offline": True,
-        "plan": None if claim.plan is None else plain(claim.plan),
-        "estimate": claim.kinds == (ESTIMATE,),
-        "factors_path": None if factors.factors is None else str(factors.factors),
-        "against_path": None if factors.against is None else str(factors.against),
-        "extends": factors.extends,
-        **_cache(claim, artifacts, settings),
-        "scratch": str(scratch.attempt_folder(claim.job_id, claim.fence)),
-        "earlier": [str(each) for each in scratch.before(claim.job_id, claim.fence)],
-        "checkpoint_seconds": settings.checkpoint_seconds,
-        "decompose_round": settings.decompose_round,
-        "bounds": _bounds(claim, settings),
-        "leased": None if claim.lease is None else claim.lease.kind,
-    }
-
-
-def _cache(claim: Claim, artifacts: Path, settings: WorkerSettings) -> dict[str, Any]:
-    """Where it finds what it asks for; one that could have no key is not told of a cache."""
-    limit = cache_bytes_of(claim, settings)
-    return {"cache": str(view_of(artifacts)), "cache_bytes": limit} if limit else {}
+    cache_bytes = cache_bytes_of(claim, settings)
+    return Assignment(
+        document=plain(claim.document),
+        artifacts=artifacts,
+        completed=tuple(claim.completed),
+        threads=threads,
+        paths=tuple(map(Path, settings.paths)),
+        allowed=Allowed(
+            factories=tuple(settings.factories_of(claim.tenant_id)),
+            directories=tuple(settings.directories_of(claim.tenant_id)),
+        ),
+        store=settings.model_store,
+        plan=claim.plan,
+        estimate=claim.kinds == (ESTIMATE,),
+        factors_path=factors.factors,
+        against_path=factors.against,
+        extends=factors.extends,
+        # one that could have no key is not told of a cache
+        cache=view_of(artifacts) if cache_bytes else None,
+        cache_bytes=cache_bytes or 0,
+        scratch=scratch.attempt_folder(claim.job_id, claim.fence),
+        earlier=tuple(scratch.before(claim.job_id, claim.fence)),
+        checkpoint_seconds=settings.checkpoint_seconds,
+        decompose_round=settings.decompose_round,
+        bounds=_bounds(claim, settings),
+        leased=None if claim.lease is None else claim.lease.kind,
+    )
 
 
 def _bounds(claim: Claim, settings: WorkerSettings) -> dict[str, int]:

@@ -13,6 +13,7 @@ from sqlalchemy import Engine
 
 from catalog.frames import Failed
 from catalog.record import plain
+from catalog.requests.assignment import ExtendedJob
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.records import Claim
 from jobs.repository.results import list_artifacts
@@ -45,9 +46,7 @@ class LaidOutFactors:
     """Folder of `factors`."""
     against: Path | None = None
     """Folder of `compare_curvature.against`."""
-    extends: Mapping[str, Any] | None = None
-    """The job that is extended, as the assignment holds it: the folder, the document that says what was collected, and
-    the digests of model and data."""
+    extends: ExtendedJob | None = None
 
 
 def lay_out_factors(engine: Engine, folder: ArtifactFolder, claim: Claim) -> LaidOutFactors:
@@ -68,7 +67,7 @@ def lay_out_factors(engine: Engine, folder: ArtifactFolder, claim: Claim) -> Lai
     )
 
 
-def _extended(engine: Engine, folder: ArtifactFolder, claim: Claim, place: Path) -> Mapping[str, Any] | None:
+def _extended(engine: Engine, folder: ArtifactFolder, claim: Claim, place: Path) -> ExtendedJob | None:
     """The job whose collection the document extends; its options are those of the first of a chain."""
     extended_id = _named(claim.document.get("extends"))
     path = _lay_out(engine, folder, claim, extended_id, (place, "/extends"))
@@ -85,12 +84,8 @@ def _extended(engine: Engine, folder: ArtifactFolder, claim: Claim, place: Path)
                 "/extends",
             )
         first = found
-    return {
-        "path": str(path),
-        "document": plain(first.document),
-        "model_sha256": manifest.get("model_sha256"),
-        "data_sha256": manifest.get("data_sha256"),
-    }
+    digests = {name: manifest.get(name) for name in ("model_sha256", "data_sha256")}
+    return ExtendedJob(path=path, document=plain(first.document), **digests)
 
 
 def _named(reference: Mapping[str, Any] | None) -> str | None:

@@ -16,8 +16,8 @@ from typing import Any
 
 from sqlalchemy import Engine
 
-from catalog.record import plain
-from catalog.requests.pieces import ROUNDS
+from catalog.requests.assignment import FinishedPiece
+from catalog.requests.pieces import ROUNDS, read_piece
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.records import Claim
 from jobs.repository.pieces import PieceJob, read_pieces
@@ -39,9 +39,9 @@ def lay_out_pieces(engine: Engine, folder: ArtifactFolder, claim: Claim) -> dict
     chooses = claim.document.get("shards") is not None and claim.piece is None
     return {
         **({"devices": count_places(engine, claim.job_id)} if chooses else {}),
-        "piece": None if claim.piece is None else plain(claim.piece),
-        "pieces": told,
-        "divided": None if divided is None else str(divided),
+        "piece": None if claim.piece is None else read_piece(claim.piece),
+        "pieces": tuple(told),
+        "divided": divided,
     }
 
 
@@ -64,18 +64,18 @@ def _is_over(pieces: tuple[PieceJob, ...], name: str) -> bool:
 
 def _lay_out_piece(
     engine: Engine, folder: ArtifactFolder, claim: Claim, finished: PieceJob, place: Path
-) -> dict[str, Any]:
+) -> FinishedPiece:
     path = place / f"{finished.piece.round}-{finished.piece.index}"
     layers = None if claim.piece is None else claim.piece.get("layers")
     _bring(engine, folder, claim, finished.id, path, None if layers is None else frozenset(layers))
-    return {
-        "piece": plain(finished.piece),
-        "job": finished.id,
-        "path": str(path),
-        "model_sha256": finished.model_sha256,
-        "data_sha256": finished.data_sha256,
-        "examples": finished.examples,
-    }
+    return FinishedPiece(
+        piece=finished.piece,
+        job=finished.id,
+        path=path,
+        model_sha256=finished.model_sha256,
+        data_sha256=finished.data_sha256,
+        examples=finished.examples,
+    )
 
 
 def _bring(

@@ -21,13 +21,13 @@ import contextlib
 import errno
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from sqlalchemy import Engine
 
 from catalog.cgroups import oom_kills
 from catalog.frame_bounds import FrameBeyond
 from catalog.frames import Divided, Failed, Finished, Frame, Stopped
+from catalog.requests.assignment import Assignment
 from jobs.devices.leases import note_guardian, release
 from jobs.devices.registry import count_slots
 from jobs.errors import ArtifactDamaged, DiskTooSmall, LeaseLost, LedgerUnavailable, QuotaExceeded
@@ -172,7 +172,7 @@ class Supervisor:
             self._watch.stop("cancel")
         kills = oom_kills()
         told = self._lay_out()
-        started = self._launch(told) if isinstance(told, dict) else told
+        started = self._launch(told) if isinstance(told, Assignment) else told
         if isinstance(started, tuple):
             self._attend(*started, kills)
             return
@@ -225,7 +225,7 @@ class Supervisor:
             full = full_disk_failure(error)
             return full, None if full else "malformed frame" if malformed else f"unwritable {type(error).__name__}"
 
-    def _lay_out(self) -> dict[str, Any] | Failed | None:
+    def _lay_out(self) -> Assignment | Failed | None:
         """The child's assignment, and all that it names in its place; or why it cannot be.
 
         None where the attempt was told to stop meanwhile.
@@ -242,7 +242,7 @@ class Supervisor:
             return layout_failure(error)
         return told if self._watch.reason is None else None
 
-    def _launch(self, told: dict[str, Any]) -> tuple[Child, ChildOutput] | OSError | Failed:
+    def _launch(self, told: Assignment) -> tuple[Child, ChildOutput] | OSError | Failed:
         """The child; an OSError where this worker can start none, whatever the job."""
         try:
             self._child = child = child_launch.start(
@@ -261,7 +261,7 @@ class Supervisor:
         if self._claim.lease is not None:
             self._sink.write(lambda: note_guardian(self._engine, *self.held, child.pid, child.began))
 
-    def _assignment(self) -> dict[str, Any]:
+    def _assignment(self) -> Assignment:
         place = self._folder.attempt_dir(*self.held, self._settings.confinement(self._claim.user_number).user)
         factors = lay_out_factors(self._engine, self._folder, self._claim)
         pieces = lay_out_pieces(self._engine, self._folder, self._claim)
@@ -271,7 +271,7 @@ class Supervisor:
             self._bring_scratch()
             train_builtin(self._engine, self._claim, self._settings, self._watch)
         told = child_launch.assignment(self._claim, self._settings, self._terms.threads, place, factors, self._scratch)
-        return told | pieces
+        return replace(told, **pieces)
 
     def _bring_scratch(self) -> None:
         """From the machine of an earlier attempt; what is damaged is collected again."""

@@ -86,9 +86,9 @@ def test_pieces_run_in_order_and_leave_an_ordinary_folder(runs: Runs) -> None:
     assert isinstance(frames[-1], Finished)
     assert runs.order == [None, 0, 1, 2, None]
     first, *pieces, last = runs.told
-    assert (first["plan"], first["pieces"]) == (None, None)
+    assert (first["plan"], first["pieces"]) == (None, [])
     assert [each["plan"] for each in (*pieces, last)] == [{"micro_batch": 7}] * 4
-    assert [each["pieces"] for each in pieces] == [None] * 3
+    assert [each["pieces"] for each in pieces] == [[]] * 3
     assert [(each["examples"], each["data_sha256"]) for each in last["pieces"]] == [(10, "d0"), (10, "d1"), (10, "d2")]
     assert last["divided"] == str(runs.output / "artifacts")
     said = [frame.message for frame in frames if isinstance(frame, LogLine)]

@@ -37,7 +37,7 @@ def claim_of(ranks: int, kind: Any, bound: int | None, **changes: Any) -> Claim:
 
 def bounds(claim: Claim, settings: Any) -> Any:
     told = assignment(claim, settings, 1, settings.ledger.artifact_root, LaidOutFactors(), Scratch())  # type: ignore[arg-type]
-    return told["bounds"]
+    return told.bounds
 
 
 def test_every_rank_sees_all_leased_gpus_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

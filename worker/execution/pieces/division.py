@@ -14,13 +14,13 @@ from dataclasses import replace
 
 from catalog.frames import Divided, Finished
 from catalog.record import plain
+from catalog.requests.assignment import Assignment, FinishedPiece
 from catalog.requests.job import JobDocument
 from catalog.requests.pieces import ROUNDS, Piece
 from engine.collect import collect_or_read, plan_collection
 from engine.measurement.piece_storage import store_bases, store_correction, store_layers, store_piece
 from engine.memory.plan import read_plan
 from engine.workspace import DataPart, JobOptions, Workspace
-from worker.execution.assignment import Assignment, FinishedPiece
 from worker.execution.data.stream import DataStream
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.pieces.data_extent import cut_pieces, measure_extent, read_share

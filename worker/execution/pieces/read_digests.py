@@ -12,8 +12,8 @@ and others never. A piece of a later round must have read what the piece of the 
 import hashlib
 from collections.abc import Iterator, Sequence
 
+from catalog.requests.assignment import FinishedPiece
 from engine.model.batches import Batch
-from worker.execution.assignment import FinishedPiece
 from worker.execution.cache.factor_cache_key import enter_tree
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.refusal import Refusal

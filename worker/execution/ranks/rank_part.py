@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from catalog.requests.assignment import Assignment
 from engine.distributed.group import Ranks
 from engine.distributed.shard_model import shard_model
-from engine.memory.budget import MemoryBudget, free_host_bytes, resident_bytes
+from engine.memory.budget import free_host_bytes, resident_bytes
 from engine.model.batches import make_batches
 from engine.workspace import ModelInputs
-from worker.execution.assignment import Assignment
 from worker.execution.data.stream import Chunk
 from worker.execution.refusal import Refusal
 
@@ -53,11 +53,9 @@ def own_examples(examples: int | None, ranks: RankPlace, batch_size: int) -> int
     return own + (rest if full % ranks.size == ranks.rank else 0)
 
 
-def bounds_of_rank(bounds: MemoryBudget, ranks: RankPlace) -> MemoryBudget:
+def bounds_of_rank(bounds: Mapping[str, int], ranks: RankPlace) -> Mapping[str, int]:
     """Return the bounds of one rank: an equal part of the host's free memory, where nothing was leased for it."""
-    if bounds.host_bytes < MemoryBudget.unlimited().host_bytes:
-        return bounds
-    return replace(bounds, host_bytes=(free_host_bytes() + resident_bytes()) // ranks.size)
+    return {"host_bytes": (free_host_bytes() + resident_bytes()) // ranks.size, **bounds}
 
 
 def assignment_of_rank(assignment: Assignment, ranks: Ranks) -> Assignment:

@@ -9,12 +9,13 @@ from typing import Any
 from catalog import ANALYSES
 from catalog.analyses.analysis import most_decomposed
 from catalog.record import canonical_json, plain
+from catalog.requests.assignment import Assignment
 from catalog.requests.job import JobDocument
 from engine.memory.budget import resident_bytes
 from engine.memory.guard import Guard
 from engine.memory.memory_curve import MemoryCurve, StagePeaks
+from engine.memory.plan import Chosen
 from engine.workspace import Artifacts, JobOptions, Machine, ModelInputs, Ports, Resume, Workspace
-from worker.execution.assignment import Assignment
 from worker.execution.computing_place import ComputingPlace
 from worker.execution.device_calibration import Calibration
 from worker.execution.files.artifact_files import ArtifactFiles
@@ -86,9 +87,9 @@ def make_workspace(
                 "piece": plain(assignment.piece),
                 "version of Kronoscope": importlib.metadata.version("kronoscope"),
             },
-            chosen=assignment.chosen,
+            chosen=Chosen.read(assignment.plan) if assignment.plan else None,
             numerics=assignment.numerics,
-            completed=assignment.completed,
+            completed=frozenset((str(kind), int(ordinal)) for kind, ordinal in assignment.completed),
         ),
     )
 
@@ -119,8 +120,8 @@ def make_context(
         store=assignment.store,
         offline=assignment.offline,
         paths=assignment.paths,
-        factories=assignment.factories,
-        directories=assignment.directories,
+        factories=assignment.allowed.factories,
+        directories=assignment.allowed.directories,
         report=pipe.report,
         checkpoint=checkpoint.checkpoint,
         log=pipe.log,

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from catalog.requests.assignment import Assignment
 from catalog.requests.job import JobDocument
 from engine.workspace import DataPart, ModelInputs
-from worker.execution.assignment import Assignment
 from worker.execution.data.stream import DataStream
 from worker.execution.pieces.data_extent import cut_pieces, measure_extent
 from worker.execution.ranks.rank_part import bounds_of_rank, own_examples

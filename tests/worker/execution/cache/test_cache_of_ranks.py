@@ -39,7 +39,7 @@ def run(tmp_path: Path, store: Path) -> Any:
         cache = RunCache(request | {"document": assignment["document"]}, own / "artifacts")
         command = RANKS if ranks > 1 else EXECUTION
         frames = []
-        child = Child.start(assignment | cache.told(), subprocess.DEVNULL, os.environ, command)
+        child = Child.start(assignment | {"cache": str(cache.told())}, subprocess.DEVNULL, os.environ, command)
         try:
             for frame in child.frames():
                 frames.append(frame)

@@ -66,7 +66,7 @@ class Runner:
             "document": document,
             "artifacts": str(own / "artifacts"), "store": str(self.store), "scratch": str(own / "scratch"),
             "allowed": {"directories": ["*"]}, "threads": 1, "offline": True, "cache_bytes": 10**9,
-        } | run.told()  # fmt: skip
+        } | {"cache": str(run.told())}  # fmt: skip
         with (own / "frames").open("wb") as frames:
             execute(
                 read_assignment(json.dumps(given).encode()), AnsweringPipe(os.dup(frames.fileno()), run), StopFlag()
