@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
+from typing_extensions import override
 
 from catalog.record import FieldError
 from catalog.requests.inputs import require_factory
@@ -65,19 +66,10 @@ class LedgerSettings(EnvironmentSettings):
             )
         return self
 
+    @override
     @classmethod
     def read_values(cls, environ: Mapping[str, str]) -> dict[str, Any]:
-        """Read the ledger's settings, and the bucket's where the artifacts are kept in one.
-
-        Args:
-            environ: The environment's variables.
-
-        Returns:
-            The values by the fields' names; with a bucket `artifact_root` is the staging folder.
-
-        Raises:
-            SettingsInvalid: If no database is named, or the artifacts' address is neither a folder's nor a bucket's.
-        """
+        # read the ledger's settings, and the bucket's where the artifacts are kept in one
         values = super().read_values(environ)
         if "database_url" not in values:
             raise SettingsInvalid(
@@ -189,19 +181,9 @@ class ServiceSettings(EnvironmentSettings):
         """Return the factories that jobs of at least one tenant may name."""
         return tuple(dict.fromkeys(value for _, value in map(_owner, self.allowed_factories)))
 
+    @override
     @classmethod
     def read_values(cls, environ: Mapping[str, str]) -> dict[str, Any]:
-        """Read these settings and the ledger's.
-
-        Args:
-            environ: The environment's variables.
-
-        Returns:
-            The values by the fields' names.
-
-        Raises:
-            SettingsInvalid: If one of the ledger's is missing or makes no sense.
-        """
         return {"ledger": LedgerSettings.from_environment(environ), **super().read_values(environ)}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
+from typing_extensions import override
 
 from catalog.cgroups import process_limit
 from catalog.record import FieldError
@@ -110,19 +111,10 @@ class WorkerSettings(ServiceSettings):
     fake_gpus: Annotated[tuple[int, ...], BeforeValidator(_sizes)] = ()
     """Made-up GPUs, such as `16GiB,80GiB`, on which jobs compute on the CPU, planned within so much."""
 
+    @override
     @classmethod
     def read_values(cls, environ: Mapping[str, str]) -> dict[str, Any]:
-        """Read these settings, the ledger's and the lifetime's; count the slots where none are named.
-
-        Args:
-            environ: The environment's variables.
-
-        Returns:
-            The values by the fields' names.
-
-        Raises:
-            SettingsInvalid: If one of the ledger's or the lifetime's is missing or makes no sense.
-        """
+        # read these settings, the ledger's and the lifetime's; count the slots where none are named
         values = super().read_values(environ)
         if "slots" not in values:
             node = values.get("node") or socket.gethostname()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from engine.accumulation.example_gradients import NUMBERS_AT_ONCE, Met, example_rows, summed_by_id, tied_rows
 from engine.accumulation.layer_statistics import LayerStatistics
@@ -31,32 +32,21 @@ class CorrectionStatistics(LayerStatistics):
     eigenvalues: Tensor | None = None
     """(groups, out_dim, in_dim): Σ of squares, decayed as G is."""
 
+    @override
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Make the zeroed sums.
-
-        Args:
-            dtype: Precision of the sums.
-            device: Device of the sums.
-
-        Memory:
-            out_dim · in_dim numbers of each group.
-        """
         layer = self.layer
         self.eigenvalues = torch.zeros(layer.groups, layer.out_dim, layer.in_dim, dtype=dtype, device=device)
 
+    @override
     def decay_(self, past: float) -> None:
-        """Weigh everything so far less.
-
-        Args:
-            past: Factor of a moving average, above 0 and at most 1.
-        """
         if self.eigenvalues is not None:
             self.eigenvalues.mul_(past)
         self.weight_G *= past
 
+    @override
     @property
     def joint(self) -> bool:
-        """Whether inputs and gradients are wanted together: always."""
+        # whether inputs and gradients are wanted together: always
         return True
 
     def add_input_(self, use: Use) -> None:
@@ -74,15 +64,9 @@ class CorrectionStatistics(LayerStatistics):
             gradient: Gradient of its output, of that output's shape.
         """
 
+    @override
     def add_met_(self, met: Met) -> None:
-        """Add the squares of one direction's gradients, rotated into the eigenbases.
-
-        Args:
-            met: Each call of the layer with the gradient of its output.
-
-        Raises:
-            ValueError: If the sums or bases are missing.
-        """
+        # add the squares of one direction's gradients, rotated into the eigenbases
         total, basis_G = self.eigenvalues, self.basis_G
         if total is None or basis_G is None:
             raise ValueError(f"layer `{self.layer.name}` has no basis")

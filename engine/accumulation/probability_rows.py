@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from engine.accumulation.gradient_rows import GradientRows
 from engine.factors.softmax_fisher import SoftmaxFisher
@@ -68,24 +69,12 @@ class ProbabilityRows(GradientRows):
             rows: Gradients, shape (P, V).
         """
 
+    @override
     def decay_(self, past: float) -> None:
-        """Weigh the rows so far less.
-
-        Args:
-            past: Factor of a moving average, above 0 and at most 1.
-        """
         self.scales[:, : self.count] *= past
 
+    @override
     def finished(self, weight: float, wide: torch.dtype | None = None) -> Sequence[SoftmaxFisher]:
-        """Make the head's G.
-
-        Args:
-            weight: Loss terms that it is divided by.
-            wide: Not used: rows are never made one.
-
-        Returns:
-            One side, its rows on the host.
-        """
         del wide
         rows, weights = self.rows[0, : self.count].to("cpu"), self.scales[0, : self.count].to("cpu")
         return [SoftmaxFisher(rows=rows, weights=weights / weight)]

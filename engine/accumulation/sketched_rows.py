@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from engine.accumulation.gradient_rows import GradientRows
 from engine.accumulation.probability_rows import Terms, chunks
@@ -81,12 +82,8 @@ class SketchRows(GradientRows):
             lowered=torch.zeros(groups, dtype=torch.float64, device=device),
         )
 
+    @override
     def add_(self, rows: Tensor) -> None:
-        """Let gradients enter, unless probabilities do.
-
-        Args:
-            rows: Gradients, shape (P, groups · n).
-        """
         if self.of_terms:
             return
         require_real(rows)
@@ -118,26 +115,14 @@ class SketchRows(GradientRows):
             self.enter_((wide * weights.sqrt()).to(self.rows.dtype)[:, None])
         return traces
 
+    @override
     def decay_(self, past: float) -> None:
-        """Weigh everything so far less.
-
-        Args:
-            past: Factor of a moving average, above 0 and at most 1.
-        """
         super().decay_(past)
         for sums in (self.diagonals, self.means, self.lowered):
             self._sums(sums).mul_(past)
 
+    @override
     def finished(self, weight: float, wide: torch.dtype | None = None) -> Sequence[DiagonalSketch]:
-        """Make each group's G.
-
-        Args:
-            weight: Loss terms that it is divided by.
-            wide: Not used: a sketch has one precision.
-
-        Returns:
-            One sketched side per group, on the host, with a bound of its error.
-        """
         del wide
         if self.count > self.rank:
             self.merge_()
@@ -160,23 +145,18 @@ class SketchRows(GradientRows):
             )
         return sides
 
+    @override
     def copied(self) -> Self:
-        """Return a copy of the sums."""
         diagonals, means, lowered = (self._sums(held).clone() for held in (self.diagonals, self.means, self.lowered))
         return replace(super().copied(), diagonals=diagonals, means=means, lowered=lowered)
 
+    @override
     def state(self) -> dict[str, Any]:
-        """Return everything that a checkpoint holds."""
         own = {name: self._sums(getattr(self, name)) for name in ("diagonals", "means", "lowered")}
         return {**super().state(), **own}
 
+    @override
     def put(self, name: str, value: Tensor | int) -> None:
-        """Put one entry of ``state`` back.
-
-        Args:
-            name: Name of the entry.
-            value: A tensor of the shape that was saved, or a count.
-        """
         if name in ("diagonals", "means", "lowered") and isinstance(value, Tensor):
             self._sums(getattr(self, name)).copy_(value)
         else:
@@ -204,8 +184,8 @@ class SketchRows(GradientRows):
             self._keep_(rows[start:stop])
             start = stop
 
+    @override
     def merge_(self) -> None:
-        """Leave ℓ rows of those that are held."""
         held, self.count = self.count, self.rank
         width = max(1, _NUMBERS_AT_ONCE // (2 * self.rank))
         for group in range(self.rows.shape[0]):

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.factors.factor_set import TiedSums
@@ -46,38 +47,23 @@ class TiedHeadStatistics(LayerStatistics):
     residual: float | None = None
     """Frobenius norm of what the product misses, over that of the sum, once it is made."""
 
+    @override
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Make the zeroed sums.
-
-        Args:
-            dtype: Precision of the sums.
-            device: Device of the passes, where the table's sums are.
-
-        Memory:
-            2 V + d² numbers more than the head alone, V of them once the product is made.
-        """
         super().allocate(dtype, device)
         self.counts = torch.zeros(self.layer.fan_out, dtype=dtype, device=device)
         self.vectors = torch.zeros(self.layer.fan_in, self.layer.fan_in, dtype=dtype, device=device)
 
+    @override
     def decay_(self, past: float) -> None:
-        """Weigh everything so far less.
-
-        Args:
-            past: Factor of a moving average, above 0 and at most 1.
-        """
         super().decay_(past)
         for total in (self.counts, self.vectors):
             if total is not None:
                 total.mul_(past)
         self.weight_counts *= past
 
+    @override
     def add_input_(self, use: Use) -> None:
-        """Add one call's input, of the head or of the table.
-
-        Args:
-            use: The call, with the tensor that entered it.
-        """
+        # add one call's input, of the head or of the table
         if not self._is_lookup(use):
             super().add_input_(use)
             return
@@ -88,13 +74,9 @@ class TiedHeadStatistics(LayerStatistics):
         if self.counts is not None:
             self.counts += torch.bincount(ids, minlength=self.counts.shape[0]).to(self.counts.dtype)
 
+    @override
     def add_gradient_(self, use: Use, gradient: Tensor) -> None:
-        """Add one call's gradient, of the head or of the table, which has no `reduce`.
-
-        Args:
-            use: The call.
-            gradient: Gradient of its output, of that output's shape, examples first.
-        """
+        # add one call's gradient, of the head or of the table, which has no `reduce`
         if not self._is_lookup(use):
             super().add_gradient_(use, gradient)
             return
@@ -108,14 +90,16 @@ class TiedHeadStatistics(LayerStatistics):
         layer = self.layer
         return isinstance(layer, TiedHeadLayer) and use.role is layer.table
 
+    @override
     @property
     def rank_bounds(self) -> tuple[int, int]:
-        """Zero twice: the rank of a sum is not bounded by the rows of one of its terms."""
+        # zero twice: the rank of a sum is not bounded by the rows of one of its terms
         return 0, 0
 
+    @override
     @property
     def explanation(self) -> str:
-        """The layer that holds the weight, and the residual of describing both uses by one product."""
+        # the layer that holds the weight, and the residual of describing both uses by one product
         if self.residual is None:
             return super().explanation
         found = (

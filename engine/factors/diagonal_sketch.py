@@ -23,6 +23,7 @@ from typing import Literal, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from engine.errors import BrokenFactors, NotConverged
 from engine.factors.diagonal_update import DiagonalUpdateSide
@@ -54,61 +55,57 @@ class DiagonalSketch(DiagonalUpdateSide):
     """δ: how far S̃ may be from S in the spectral norm."""
     computes_on: torch.device = field(default=_HOST)
 
+    @override
     @property
     def kind(self) -> Literal["diagonal_sketch"]:
-        """Which representation this is."""
         return "diagonal_sketch"
 
+    @override
     @property
     def size(self) -> int:
-        """Rows and columns of S."""
         return self.exact_diagonal.shape[0]
 
+    @override
     @property
     def size_bytes(self) -> int:
-        """Bytes of all that is kept."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
+    @override
     @property
     def storage_dtype(self) -> torch.dtype:
-        """Precision of the rows, or of the diagonal."""
         return self.exact_diagonal.dtype if self.rows is None else self.rows.dtype
 
+    @override
     @property
     def complete(self) -> bool:
-        """Whether there is a sketch."""
         return self.rows is not None
 
+    @override
     @property
     def approximate(self) -> bool:
-        """Whether there is anything beyond the diagonal: it is approximate unless the bound is zero."""
+        # whether there is anything beyond the diagonal: it is approximate unless the bound is zero
         return self.rows is not None and self.bound != 0
 
+    @override
     def to(self, device: torch.device) -> Self:
-        """Return the same side, its rows taken to another device a part at a time.
-
-        Args:
-            device: Where products and solves are computed.
-
-        Returns:
-            A side that shares its tensors with this one.
-        """
+        # return the same side, its rows taken to another device a part at a time
         return replace(self, computes_on=device)
 
+    @override
     def trace(self) -> float:
-        """Sum of the exact diagonal."""
         return float(self.exact_diagonal.sum())
 
+    @override
     def kept_trace(self) -> float:
-        """Sum of the eigenvalues of S̃, which is not that of S where a sketch is subtracted."""
+        # sum of the eigenvalues of S̃, which is not that of S where a sketch is subtracted
         return self._sketched_trace
 
+    @override
     def diagonal(self) -> Tensor:
-        """(n,) float64 on the host, exact."""
         return self.exact_diagonal.to("cpu")
 
+    @override
     def frobenius_norm(self) -> float:
-        """``√(Σ c² ± 2 Σ c ∘ diag(BᵀB) + ‖BBᵀ‖²)``."""
         return self._frobenius
 
     @cached_property
@@ -120,42 +117,32 @@ class DiagonalSketch(DiagonalUpdateSide):
         gram = self._gram(torch.ones_like(c))
         return math.sqrt(max(float(c.square().sum() + gram.square().sum()) + 2 * self._sign * float(c @ squares), 0.0))
 
+    @override
     def _start(self) -> Tensor:
-        """(n,) a vector that the largest eigenvalues' iteration begins with."""
+        # (n,) a vector that the largest eigenvalues' iteration begins with
         noise = torch.rand(self.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         return self._base * 0 + 1 + noise.to(self.computes_on)
 
+    @override
     def spectrum(self, layer: str, guard: object = None) -> None:
-        """Return None: there are bounds of the eigenvalues only, from ``counted``.
-
-        Args:
-            layer: Not used.
-            guard: Not used.
-        """
+        # return None: there are bounds of the eigenvalues only, from ``counted``
         del layer, guard
 
+    @override
     def counted(self, kappa_max: float | None) -> Counted | None:
-        """Return bounds of all n eigenvalues of S̃ that hold for those of S too.
-
-        Args:
-            kappa_max: Condition number for whose floor ``λ_max / kappa_max`` the eigenvalues below it are counted; None
-                counts none.
-
-        Returns:
-            Estimates of S̃'s eigenvalues between bounds; None without a sketch.
-        """
+        # return bounds of all n eigenvalues of S̃ that hold for those of S too
         found = None if self.rows is None else super().counted(kappa_max)
         bound = self.bound or 0.0
         # of probabilities S ≤ S̃: the sketch takes away too little
         return None if found is None else found.widened(bound, 0.0 if self.subtracts else bound)
 
+    @override
     @property
     def has_basis(self) -> bool:
-        """Never: see ``update``."""
         return False
 
+    @override
     def update(self) -> DiagonalUpdate:
-        """``diag c ± BᵀB``."""
         return DiagonalUpdate(
             base=self._base,
             rank=self._rows.shape[0],
@@ -165,29 +152,13 @@ class DiagonalSketch(DiagonalUpdateSide):
             parts=self._parts,
         )
 
+    @override
     def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:
-        """Raise: the eigenvectors of S̃ are never computed.
-
-        Args:
-            layer: The layer's name, for the message.
-
-        Returns:
-            Never; else values (r,) and vectors (n, r).
-
-        Raises:
-            NotConverged: Always.
-        """
+        # raise: the eigenvectors of S̃ are never computed
         raise NotConverged(f"layer `{layer}`: {_MISSING}", layer=layer)
 
+    @override
     def apply(self, right: Tensor) -> Tensor:  # (n, k) -> (n, k)
-        """Return ``S̃ right``.
-
-        Args:
-            right: Shape (n, k), any float dtype and device; the arithmetic is float64.
-
-        Returns:
-            Shape (n, k), its dtype and device those of ``right``.
-        """
         wide = right.to(self.computes_on, torch.float64)
         inner = self._inner(wide)
         result = self._base[:, None] * wide
@@ -195,16 +166,9 @@ class DiagonalSketch(DiagonalUpdateSide):
             result[columns] += self._sign * (part.T @ inner)
         return result.to(right.device, right.dtype)
 
+    @override
     def solve(self, right: Tensor, damping: float) -> Tensor:  # (n, k) -> (n, k)
-        """Return ``(S̃ + damping·I)⁻¹ right``, by Woodbury's identity in float64.
-
-        Args:
-            right: Shape (n, k), any float dtype and device.
-            damping: Positive, in the unit of the eigenvalues.
-
-        Returns:
-            Shape (n, k), its dtype and device those of ``right``.
-        """
+        # return ``(S̃ + damping·I)⁻¹ right``, by Woodbury's identity in float64
         wide = right.to(self.computes_on, torch.float64)
         inverse = 1 / (self._base + damping)
         solved = wide * inverse[:, None]
@@ -234,48 +198,32 @@ class DiagonalSketch(DiagonalUpdateSide):
             bound=None if self.bound is None else self.bound * factor,
         )
 
+    @override
     def to_dense(self, dtype: torch.dtype) -> Tensor:
-        """Return S̃ itself, for tests and for a small n.
-
-        Args:
-            dtype: Precision of the result; the arithmetic is float64.
-
-        Returns:
-            Shape (n, n).
-        """
         dense = torch.diag(self._base)
         for columns, part in self._parts():
             for others, across in self._parts():
                 dense[columns, others] += self._sign * (part.T @ across)
         return dense.to(dtype)
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
-        """Return the diagonals (n,) and, if there is one, the sketch (ℓ, n), on the host."""
+        # return the diagonals (n,) and, if there is one, the sketch (ℓ, n), on the host
         kept = {"exact_diagonal": self.exact_diagonal, "base_diagonal": self.base, "sketch": self.rows}
         return {name: tensor.to("cpu") for name, tensor in kept.items() if tensor is not None}
 
+    @override
     def metadata(self) -> dict[str, str]:
-        """The sketch's sign and bound."""
         return {
             "gradient_representation": self.kind,
             "sketch_is_subtracted": str(self.subtracts).lower(),
             "sketch_bound": repr(self.bound),
         }
 
+    @override
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Self:
-        """Restore a side from its stored tensors and strings.
-
-        Args:
-            tensors: As ``tensors`` returned them.
-            metadata: As ``metadata`` returned them.
-
-        Returns:
-            A side that computes on the host.
-
-        Raises:
-            BrokenFactors: If something is missing or of another shape.
-        """
+        # restore a side from its stored tensors and strings
         try:
             diagonal, stored = tensors["exact_diagonal"], metadata["sketch_bound"]
             subtracts, bound = metadata["sketch_is_subtracted"] == "true", None if stored == "None" else float(stored)
@@ -287,8 +235,9 @@ class DiagonalSketch(DiagonalUpdateSide):
             raise BrokenFactors("the stored sketch of G does not go with its diagonal", pointer="/factors")
         return cls(exact_diagonal=diagonal, base=base, rows=rows, subtracts=subtracts, bound=bound)
 
+    @override
     def digest(self) -> str:
-        """SHA-256 over the digests of all that is stored, and the bound."""
+        # sHA-256 over the digests of all that is stored, and the bound
         parts = [digest(tensor) for tensor in self.tensors().values()]
         return hashlib.sha256(" ".join([*parts, repr(self.bound)]).encode()).hexdigest()
 
@@ -307,15 +256,15 @@ class DiagonalSketch(DiagonalUpdateSide):
         """Of S̃, which is not that of S where a sketch is subtracted."""
         return float(self._base.sum()) + self._sign * sum(float(part.square().sum()) for _, part in self._parts())
 
+    @override
     def _factorised(self, shift: float) -> Tensor:
-        """Cholesky's factor of C (ℓ, ℓ) at ``shift``."""
         capacitance = self._gram(1 / (self._base + shift)).mul_(self._sign)
         capacitance.diagonal().add_(1)
         factor: Tensor = torch.linalg.cholesky(capacitance)
         return factor
 
+    @override
     def _gram(self, weights: Tensor) -> Tensor:
-        """``B diag(weights) Bᵀ``."""
         total = weights.new_zeros(self._rows.shape[0], self._rows.shape[0])
         roots = weights.sqrt()
         for columns, part in self._parts():

@@ -16,6 +16,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from engine.linalg.damping import clipping_floor
 from engine.linalg.lanczos import largest_eigenvalues
@@ -43,12 +44,14 @@ class DiagonalUpdateSide(Structured):
     def _factorised(self, shift: float) -> Tensor:
         """Return the Cholesky factor (r, r) of C at a shift."""
 
+    @override
     def spectral_norm(self) -> float:
-        """Return the largest eigenvalue, to a residual of 1e-10 of it."""
+        # return the largest eigenvalue, to a residual of 1e-10 of it
         return largest_eigenvalues(self.apply, self._start())[0][0]
 
+    @override
     def counted(self, kappa_max: float | None) -> Counted | None:
-        """Return bounds of all n eigenvalues: by Lanczos' iteration for the largest, by inertia counts for others."""
+        # return bounds of all n eigenvalues: by Lanczos' iteration for the largest, by inertia counts for others
         largest, residual = largest_eigenvalues(self.apply, self._start(), count=LARGEST_KNOWN, steps=LARGEST_STEPS)
         floor = None if kappa_max is None else clipping_floor(largest[0], kappa_max)
         return counted_spectrum(self.update(), largest, residual, floor=floor)
@@ -68,26 +71,12 @@ class DiagonalUpdateSide(Structured):
         negative = int((torch.linalg.eigvalsh(capacitance) < 0).sum())
         return int((update.base < value).sum()) - sign * negative
 
+    @override
     def logdets(self, shifts: Tensor) -> Tensor:
-        """Return ``log det(S + s·I)`` at each shift.
-
-        Args:
-            shifts: Positive s, shape (k,), in the unit of the eigenvalues.
-
-        Returns:
-            Natural logarithms, shape (k,), float64 on the host.
-        """
         return over_shifts(self._at, shifts)[:, 0]
 
+    @override
     def effective_dimensions(self, shifts: Tensor) -> Tensor:
-        """Return ``tr S(S + s·I)⁻¹`` at each shift.
-
-        Args:
-            shifts: Positive s, shape (k,), in the unit of the eigenvalues.
-
-        Returns:
-            Shape (k,), float64 on the host, each between 0 and n.
-        """
         return over_shifts(self._at, shifts)[:, 1]
 
     @cached_property

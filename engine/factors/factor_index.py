@@ -13,6 +13,8 @@ from dataclasses import dataclass, is_dataclass
 from types import NoneType
 from typing import Any, ClassVar, NoReturn, get_args, get_origin
 
+from typing_extensions import override
+
 from catalog.analyses.analysis import LookedAt
 from catalog.record import FieldError, canonical_json
 from catalog.record_reader import Reader, Scalars
@@ -222,34 +224,35 @@ class TableReader(Reader):
         Mapping: ("an object", lambda value: isinstance(value, Mapping)),
     }
 
+    @override
     def at(self, field: str, name: str) -> str:
-        """Return the place of a member."""
         return f"{field}/{name.strip('[]')}".removeprefix("/")
 
-    def described(self, annotation: Any) -> str:  # noqa: ANN401
-        """Return what a value must be."""
+    @override
+    def described(self, annotation: Any) -> str:
         if is_dataclass(annotation):
             return "an object"
         is_table = get_origin(annotation) is tuple and is_dataclass(get_args(annotation)[0])
         return "a list" if is_table else super().described(annotation)
 
-    def record(self, cls: type, value: Any, field: str) -> Any:  # noqa: ANN401
-        """Read a record; one of the catalog checks the meaning of its values itself."""
+    @override
+    def record(self, cls: type, value: Any, field: str) -> Any:
+        # read a record; one of the catalog checks the meaning of its values itself
         try:
             return super().record(cls, value, field)
         except FieldError as error:
             raise BrokenFactors(f"`{INDEX}`: `{error.field}` {error.message}", pointer="/factors") from error
 
-    def refuse(self, field: str, annotation: Any, value: Any) -> NoReturn:  # noqa: ANN401
-        """Refuse a value of another type."""
+    @override
+    def refuse(self, field: str, annotation: Any, value: Any) -> NoReturn:
         _refuse(field, self.described(annotation), value)
 
-    def absent(self, field: str, annotation: Any) -> NoReturn:  # noqa: ANN401, ARG002
-        """Refuse an entry without the field."""
+    @override
+    def absent(self, field: str, annotation: Any) -> NoReturn:
         raise BrokenFactors(f"`{INDEX}` holds no `{field}`", pointer="/factors")
 
-    def refuse_name(self, field: str, name: str, cls: type) -> NoReturn:  # noqa: ARG002
-        """Refuse an option of another version."""
+    @override
+    def refuse_name(self, field: str, name: str, cls: type) -> NoReturn:
         _refuse(self.at(field, name), "an option that this version knows", name)
 
 

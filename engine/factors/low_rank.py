@@ -28,6 +28,7 @@ from typing import Literal, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from engine.errors import BrokenFactors, NonFiniteFactor
 from engine.factors.capacitance import NOISE, Factorised, cancellation, independent_solve, robust_solve
@@ -57,33 +58,33 @@ class LowRank(RowSide):
     known_gram: Tensor | None = None
     """Upper triangle of K (T(T+1)/2,) float64 on the host, where several ranks have summed it already."""
 
+    @override
     @property
     def kind(self) -> Literal["woodbury"]:
-        """Which representation this is."""
         return "woodbury"
 
+    @override
     @property
     def size_bytes(self) -> int:
-        """Bytes of rows and scales."""
         return low_rank_bytes(self.count, self.size, self.rows.element_size())
 
+    @override
     def trace(self) -> float:
-        """Sum of the squares of all rows."""
         return float(sum(rows.square().sum() for _, rows in self._chunks(torch.float64)))
 
+    @override
     def diagonal(self) -> Tensor:
-        """(n,) float64 on the host."""
         total = torch.zeros(self.size, dtype=torch.float64, device=self.computes_on)
         for _, rows in self._chunks(torch.float64):
             total += rows.square_().sum(0)
         return total.to("cpu")
 
+    @override
     def frobenius_norm(self) -> float:
-        """That of the Gram matrix."""
         return float(self.gram().norm())
 
+    @override
     def spectral_norm(self) -> float:
-        """Largest eigenvalue."""
         return float(self._values[-1]) if self.count else 0.0
 
     def scaled(self, least: torch.dtype = torch.float32) -> Tensor:
@@ -115,19 +116,9 @@ class LowRank(RowSide):
                 total[top : top + _STRIP_ROWS, top:].addmm_(columns[top : top + _STRIP_ROWS], columns[top:].T)
         return mirrored_(total).mul_(scales[:, None]).mul_(scales)
 
+    @override
     def spectrum(self, layer: str, guard: Guard | None = None) -> tuple[Tensor, tuple[str, ...]]:
-        """Return all n eigenvalues from the Gram matrix: at most T are not zero.
-
-        Args:
-            layer: The layer's name, for messages.
-            guard: Knows what memory is free; None assumes that everything fits.
-
-        Returns:
-            Eigenvalues (n,), ascending, float64 on the host, and the names of the solvers tried.
-
-        Raises:
-            NonFiniteFactor: If the rows hold NaN or Inf.
-        """
+        # return all n eigenvalues from the Gram matrix: at most T are not zero
         if self.count > self.size:
             dense = decompose(self.to_dense(torch.float64), layer, guard=guard)
             return dense.values, dense.rungs
@@ -139,17 +130,9 @@ class LowRank(RowSide):
         values[self.size - self.count :] = found.values
         return values, ("gram", *found.rungs)
 
+    @override
     def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:
-        """Return the r nonzero eigenvalues and their eigenvectors.
-
-        These are the Gram matrix's times the rows, made orthonormal once more, from the largest down.
-
-        Returns:
-            Values (r,), ascending, and orthonormal vectors (n, r), one a column; float64.
-
-        Memory:
-            n·r numbers in float64, T² a few times, and 16 MiB.
-        """
+        # return the r nonzero eigenvalues and their eigenvectors
         del layer
         values, inner = self._decomposed()
         vectors = self.combine(inner)
@@ -161,15 +144,8 @@ class LowRank(RowSide):
             block.copy_(torch.linalg.solve_triangular(lower, block, upper=False, left=False))
         return values, vectors
 
+    @override
     def apply(self, right: Tensor) -> Tensor:
-        """Return ``G right``.
-
-        Args:
-            right: Shape (n, k), any float dtype and device.
-
-        Returns:
-            Shape (n, k), in the precision of ``right`` or float32 if that is wider, on its device.
-        """
         wide = self._arriving(right)
         total = torch.zeros_like(wide)
         scales = self._root_scales()[:, None]
@@ -184,19 +160,9 @@ class LowRank(RowSide):
             total.addmm_(rows.T, inner.to(wide.dtype))
         return total.to(right.device)
 
+    @override
     def solve(self, right: Tensor, damping: float) -> Tensor:
-        """Return ``(G + damping·I)⁻¹ right`` for any right-hand side, split along the eigenvectors and projected twice.
-
-        Args:
-            right: Shape (n, k), any float dtype and device.
-            damping: Positive, in the unit of the eigenvalues.
-
-        Returns:
-            Shape (n, k), its dtype and device those of ``right``.
-
-        Memory:
-            T² and 3 n·k numbers in float64.
-        """
+        # return ``(G + damping·I)⁻¹ right`` for any right-hand side, split along the eigenvectors and projected twice
         wide = self._arriving(right).to(torch.float64)
         values, inner = self._decomposed()
         along = inner.T @ self._rows_apply(wide)
@@ -233,67 +199,38 @@ class LowRank(RowSide):
         found = self.combine(independent_solve(gram, wide, damping))
         return found.to(inner.device, inner.dtype), Factorised(rung="independent", jitter=0.0)
 
+    @override
     def logdets(self, shifts: Tensor) -> Tensor:
-        """Return ``log det(G + s·I)``, from T eigenvalues and the shift itself n − T times.
-
-        Args:
-            shifts: Positive s, shape (k,), in the unit of the eigenvalues.
-
-        Returns:
-            Natural logarithms, shape (k,), float64 on the host.
-        """
+        # return ``log det(G + s·I)``, from T eigenvalues and the shift itself n − T times
         wide = shifts.to("cpu", torch.float64)
         values = self._values
         return torch.log(values + wide[:, None]).sum(1) + (self.size - values.numel()) * wide.log()
 
+    @override
     def effective_dimensions(self, shifts: Tensor) -> Tensor:
-        """Return ``Σ λ/(λ + s)`` at each shift.
-
-        Args:
-            shifts: Positive s, shape (k,), in the unit of the eigenvalues.
-
-        Returns:
-            Shape (k,), float64 on the host.
-        """
         values = self._values
         return (values / (values + shifts.to("cpu", torch.float64)[:, None])).sum(1)
 
+    @override
     def to_dense(self, dtype: torch.dtype) -> Tensor:
-        """Return G itself.
-
-        Args:
-            dtype: Precision of the sum.
-
-        Returns:
-            Shape (n, n), on the device of the arithmetic.
-        """
         total = torch.zeros(self.size, self.size, dtype=dtype, device=self.computes_on)
         for _, rows in self._chunks(dtype):
             total.addmm_(rows.T, rows)
         return total
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
-        """Return the rows (T, n) and their scales (T,), on the host."""
+        # return the rows (T, n) and their scales (T,), on the host
         return {"gradient_rows": self.rows.to("cpu"), "gradient_row_scales": self.scales.to("cpu")}
 
+    @override
     def metadata(self) -> dict[str, str]:
-        """What the rows' sum is divided by."""
         return {"gradient_representation": self.kind, "gradient_weight": repr(self.weight)}
 
+    @override
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Self:
-        """Restore a side from its stored tensors and strings.
-
-        Args:
-            tensors: As ``tensors`` returned them.
-            metadata: As ``metadata`` returned them.
-
-        Returns:
-            A side that computes on the host.
-
-        Raises:
-            BrokenFactors: If something is missing or of another shape.
-        """
+        # restore a side from its stored tensors and strings
         try:
             rows, scales, weight = tensors["gradient_rows"], tensors["gradient_row_scales"], metadata["gradient_weight"]
             found = cls(rows=rows, scales=scales, weight=float(weight))
@@ -307,8 +244,9 @@ class LowRank(RowSide):
             )
         return found
 
+    @override
     def digest(self) -> str:
-        """SHA-256 over the digests of rows and scales, and the weight."""
+        # sHA-256 over the digests of rows and scales, and the weight
         parts = (digest(self.rows), digest(self.scales), repr(self.weight))
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 

@@ -40,6 +40,7 @@ from typing import Literal, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from engine.errors import BrokenFactors, NonFiniteFactor, NotConverged
 from engine.factors.diagonal_update import DiagonalUpdateSide
@@ -72,26 +73,26 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
     excess: Tensor | None = None
     """e (V,) float64 ≥ 0; None is zero."""
 
+    @override
     @property
     def kind(self) -> Literal["softmax_head"]:
-        """Which representation this is."""
         return "softmax_head"
 
+    @override
     @property
     def size_bytes(self) -> int:
-        """Bytes of rows, weights and excess."""
         return softmax_head_bytes(self.count, self.size, self.rows.element_size(), tied=self.excess is not None)
 
+    @override
     def trace(self) -> float:
-        """Sum of the diagonal."""
         return float(self._diagonal.sum())
 
+    @override
     def diagonal(self) -> Tensor:
-        """(V,) float64 on the host."""
         return self._diagonal.to("cpu")
 
+    @override
     def frobenius_norm(self) -> float:
-        """Root of the sum of the squared eigenvalues."""
         return self._frobenius
 
     @cached_property
@@ -107,25 +108,15 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
         found = positive - 2 * float((self._d * squares).sum())
         return math.sqrt(found) if found * _LOST > positive else self._frobenius_entrywise()
 
+    @override
     def _start(self) -> Tensor:
-        """(V,) a vector that the largest eigenvalues' iteration begins with."""
+        # (V,) a vector that the largest eigenvalues' iteration begins with
         noise = torch.rand(self.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         return self._diagonal * (1 + noise.to(self.computes_on))
 
+    @override
     def spectrum(self, layer: str, guard: Guard | None = None) -> tuple[Tensor, tuple[str, ...]] | None:
-        """Return all V eigenvalues of the dense matrix, for a small V that fits.
-
-        Args:
-            layer: The layer's name, for messages.
-            guard: Knows what memory is free; None assumes that everything fits.
-
-        Returns:
-            Eigenvalues (V,), ascending, float64 on the host, and the names of the solvers tried; None for a V above
-            ``DENSE_ROWS`` or a matrix that does not fit.
-
-        Raises:
-            NonFiniteFactor: If the rows hold NaN or Inf.
-        """
+        # return all V eigenvalues of the dense matrix, for a small V that fits
         if not bool(torch.isfinite(self._diagonal).all()):
             raise NonFiniteFactor(f"layer `{layer}`: the probabilities hold NaN or Inf", layer=layer)
         host = self.computes_on.type == "cpu"
@@ -136,13 +127,14 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
         found = decompose(self.to_dense(torch.float64), layer, rank_bound=self._rank_bound, guard=guard)
         return found.values, ("dense", *found.rungs)
 
+    @override
     @property
     def has_basis(self) -> bool:
-        """Whether the dense matrix is small enough for its eigenvectors."""
+        # whether the dense matrix is small enough for its eigenvectors
         return self.size <= BASIS_ROWS
 
+    @override
     def update(self) -> DiagonalUpdate:
-        """``diag d − WᵀW``."""
         return DiagonalUpdate(
             base=self._d,
             rank=self.count,
@@ -153,18 +145,9 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
             zeros=self.size - self._rank_bound,
         )
 
+    @override
     def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:
-        """Return the r nonzero eigenvalues and their eigenvectors, for a small V.
-
-        Args:
-            layer: The layer's name, for messages.
-
-        Returns:
-            Values (r,), ascending, and orthonormal vectors (V, r), one a column; float64.
-
-        Raises:
-            NotConverged: For a V above ``BASIS_ROWS``.
-        """
+        # return the r nonzero eigenvalues and their eigenvectors, for a small V
         if self.size > BASIS_ROWS:
             raise NotConverged(
                 f"layer `{layer}`: a softmax head of {self.size} classes has {self.size - 1} eigenvectors, and they "
@@ -178,15 +161,9 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
             raise ValueError(f"layer `{layer}`: a dense matrix has vectors")
         return found.values[first:], found.vectors[:, first:]
 
+    @override
     def apply(self, right: Tensor) -> Tensor:  # (V, k) -> (V, k)
-        """Return ``S right``; the part along the vector 1, which only the excess sees, is taken out first.
-
-        Args:
-            right: Shape (V, k), any float dtype and device; the arithmetic is float64.
-
-        Returns:
-            Shape (V, k), its dtype and device those of ``right``.
-        """
+        # return ``S right``; the part along the vector 1, which only the excess sees, is taken out first
         wide = right.to(self.computes_on, torch.float64)
         centred = wide - wide.mean(0)
         inner = self._inner(centred)
@@ -198,19 +175,8 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
             result += self._excess[:, None] * wide
         return result.to(right.device, right.dtype)
 
+    @override
     def solve(self, right: Tensor, damping: float) -> Tensor:  # (V, k) -> (V, k)
-        """Return ``(S + damping·I)⁻¹ right``.
-
-        Args:
-            right: Shape (V, k), any float dtype and device; the arithmetic is float64.
-            damping: Positive, in the unit of the eigenvalues.
-
-        Returns:
-            Shape (V, k), its dtype and device those of ``right``.
-
-        Memory:
-            Two T×T float64 matrices, and two copies of ``right``.
-        """
         wide = right.to(self.computes_on, torch.float64)
         level = wide.mean(0) if self._excess is None else wide.new_zeros(wide.shape[1])
         inverse = 1 / (self._d + damping)
@@ -222,15 +188,8 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
             solved += level / damping - solved.mean(0)
         return solved.to(right.device, right.dtype)
 
+    @override
     def to_dense(self, dtype: torch.dtype) -> Tensor:
-        """Return S itself, for tests and for a small V.
-
-        Args:
-            dtype: Precision of the result; the arithmetic is float64.
-
-        Returns:
-            Shape (V, V).
-        """
         dense = torch.empty(self.size, self.size, dtype=torch.float64, device=self.computes_on)
         for columns, part in self._parts():
             for others, across in self._parts():
@@ -238,29 +197,19 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
         dense.diagonal().copy_(self._diagonal)
         return dense.to(dtype)
 
+    @override
     def tensors(self) -> dict[str, Tensor]:
-        """Return the rows (T, V), their weights (T,) and, if there is one, the excess (V,), on the host."""
+        # return the rows (T, V), their weights (T,) and, if there is one, the excess (V,), on the host
         kept = {"probabilities": self.rows.to("cpu"), "position_weights": self.weights.to("cpu")}
         return kept if self.excess is None else kept | {"excess_diagonal": self.excess.to("cpu")}
 
+    @override
     def metadata(self) -> dict[str, str]:
-        """Its kind."""
         return {"gradient_representation": self.kind}
 
+    @override
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Self:
-        """Restore a side from its stored tensors.
-
-        Args:
-            tensors: As ``tensors`` returned them.
-            metadata: Not used.
-
-        Returns:
-            A side that computes on the host.
-
-        Raises:
-            BrokenFactors: If something is missing or of another shape.
-        """
         del metadata
         try:
             rows, weights = tensors["probabilities"], tensors["position_weights"]
@@ -276,8 +225,9 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
             )
         return cls(rows=rows, weights=weights, excess=excess)
 
+    @override
     def digest(self) -> str:
-        """SHA-256 over the digests of all that is stored."""
+        # sHA-256 over the digests of all that is stored
         parts = [digest(tensor) for tensor in self.tensors().values()]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
@@ -330,8 +280,9 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
     def _d(self) -> Tensor:
         return self._class_weights if self._excess is None else self._class_weights + self._excess
 
+    @override
     def _factorised(self, shift: float) -> Tensor:
-        """Cholesky's factor of C (T, T) at ``shift``, its diagonal from ``C s`` and its other entries."""
+        # cholesky's factor of C (T, T) at ``shift``, its diagonal from ``C s`` and its other entries
         inverse = 1 / (self._d + shift)
         capacitance = self._gram(inverse)
         capacitance.diagonal().zero_()
@@ -355,8 +306,8 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
                 total += float(entries.square().sum()) * (1 if within else 2)
         return math.sqrt(total)
 
+    @override
     def _gram(self, weights: Tensor) -> Tensor:  # (V,) -> (T, T)
-        """``W diag(weights) Wᵀ``."""
         total = weights.new_zeros(self.count, self.count)
         if bool((weights < 0).any()):
             for columns, part in self._parts():

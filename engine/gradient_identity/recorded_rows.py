@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from typing_extensions import override
 
 from engine.accumulation.example_gradients import Met
 from engine.accumulation.hooks import Collector
@@ -126,26 +127,27 @@ def _cut(tensor: Tensor, use: Use, places: Sequence[int]) -> Tensor:
 class NoSums(LayerStatistics):
     """Stands for the sums of a layer where its rows are observed and enter none."""
 
+    @override
     @property
     def joint(self) -> bool:
-        """Whether inputs and gradients are wanted together: not even one by one."""
+        # whether inputs and gradients are wanted together: not even one by one
         return False
 
+    @override
     def add_input_(self, use: Use) -> None:
-        """Let no input enter."""
         del use
 
+    @override
     def add_gradient_(self, use: Use, gradient: Tensor) -> None:
-        """Count one gradient."""
         del use, gradient
         self.gradients += 1
 
+    @override
     def add_met_(self, met: Met) -> None:
-        """Let no calls enter."""
         del met
 
+    @override
     def add_example_gradients_(self, gradients: Tensor, start: int, examples: int) -> None:
-        """Count gradients of a bare parameter."""
         del gradients, start, examples
         self.gradients += 1
 

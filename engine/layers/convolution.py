@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
 
 from engine.layers.layer import TreatedLayer
 from engine.layers.patch_moments import Geometry, Patches
@@ -38,19 +39,20 @@ class ConvolutionLayer(TreatedLayer):
 
     module: nn.modules.conv._ConvNd
 
+    @override
     @property
     def groups(self) -> int:
-        """Groups of channels that never meet; a depthwise convolution has one a channel."""
+        # groups of channels that never meet; a depthwise convolution has one a channel
         return self.module.groups
 
+    @override
     @property
     def fan_in(self) -> int:
-        """The numbers in one group's patch."""
         return self.module.in_channels // self.groups * math.prod(self.module.kernel_size)
 
+    @override
     @property
     def fan_out(self) -> int:
-        """Output channels of one group."""
         return self.module.out_channels // self.groups
 
     def geometry(self, shape: Sequence[int]) -> Geometry:
@@ -132,18 +134,8 @@ class ConvolutionLayer(TreatedLayer):
             columns.copy_(columns[:, order])
         return total
 
+    @override
     def activation_rows(self, entered: Tensor) -> Tensor:
-        """Write out the patch of every output position.
-
-        Args:
-            entered: The module's input, shape (N, C, *sizes).
-
-        Returns:
-            Patches, shape (P, groups · d_in), P = N · output positions, channels before kernel axes.
-
-        Memory:
-            P · C·k numbers, k the kernel's volume.
-        """
         module = self.module
         padded = entered
         widths = module._reversed_padding_repeated_twice  # noqa: SLF001 - what the module's own forward pads with
@@ -154,34 +146,17 @@ class ConvolutionLayer(TreatedLayer):
             -1, self.groups * self.fan_in
         )
 
+    @override
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Read the gradient as rows of output channels.
-
-        Args:
-            gradient: Gradient of the module's output, shape (N, C_out, *sizes).
-
-        Returns:
-            One row per output position, shape (P, groups · d_out).
-
-        Memory:
-            A copy of the gradient, unless its channels lie last.
-        """
         last = gradient.movedim(1, -1)
         if last.is_contiguous():
             return last.view(-1, last.shape[-1])
         # whole images are copied in longer runs than single channels
         return gradient.transpose(0, 1).reshape(gradient.shape[1], -1).T
 
+    @override
     def batch_first(self, entered: Tensor, examples: int) -> bool:
-        """Tell whether an input has a dimension for the examples, and it comes first.
-
-        Args:
-            entered: The module's input.
-            examples: Examples N of the batch.
-
-        Returns:
-            True for the shape (N, C, *sizes).
-        """
+        # tell whether an input has a dimension for the examples, and it comes first
         return entered.ndim == len(self.module.kernel_size) + 2 and entered.shape[0] == examples
 
 
@@ -189,8 +164,9 @@ class ConvolutionLayer(TreatedLayer):
 class TransposedConvolutionLayer(ConvolutionLayer):
     """``nn.ConvTranspose1d``, ``nn.ConvTranspose2d``, ``nn.ConvTranspose3d``."""
 
+    @override
     def geometry(self, shape: Sequence[int]) -> Geometry:
-        """Return the windows over an input that is spread out."""
+        # return the windows over an input that is spread out
         module, axes = self.module, range(len(self.module.kernel_size))
         starts, ends = self._overhangs()
         return Geometry(
@@ -204,28 +180,15 @@ class TransposedConvolutionLayer(ConvolutionLayer):
             margins=tuple((max(starts[axis], 0), max(ends[axis], 0)) for axis in axes),
         )
 
+    @override
     def patches(self, entered: Tensor, dtype: torch.dtype) -> Patches:
-        """Return the windows of one call, held as the input spread out and padded.
-
-        Args:
-            entered: The module's input, shape (N, C, *sizes).
-            dtype: Precision that sums over the windows are taken in.
-
-        Returns:
-            The windows over an image of shape (N, *extents, C).
-        """
+        # return the windows of one call, held as the input spread out and padded
         shape = self.geometry(entered.shape)
         return Patches(image=_placed(entered, shape, self._overhangs()[0], dtype, self.module.stride), shape=shape)
 
+    @override
     def as_stored(self, weight: Tensor) -> Tensor:
-        """Exchange the channels, since the weight is stored (groups · d_in, d_out, kernel).
-
-        Args:
-            weight: In row-vector convention, shape (groups, d_out, d_in · kernel), each group's by itself.
-
-        Returns:
-            A view, shape (groups, d_in, d_out, kernel).
-        """
+        # exchange the channels, since the weight is stored (groups · d_in, d_out, kernel)
         groups, out, _ = weight.shape
         return weight.view(groups, out, -1, math.prod(self.module.kernel_size)).transpose(1, 2)
 
@@ -235,18 +198,9 @@ class TransposedConvolutionLayer(ConvolutionLayer):
         starts = [module.dilation[axis] * (module.kernel_size[axis] - 1) - int(module.padding[axis]) for axis in axes]
         return starts, [starts[axis] + module.output_padding[axis] for axis in axes]
 
+    @override
     def activation_rows(self, entered: Tensor) -> Tensor:
-        """Write out the patch of every output position, in the order of the stored kernel.
-
-        Args:
-            entered: The module's input, shape (N, C, *sizes).
-
-        Returns:
-            Patches, shape (P, groups · d_in), P = N · output positions.
-
-        Memory:
-            P · C·k numbers, and the spread-out input.
-        """
+        # write out the patch of every output position, in the order of the stored kernel
         module = self.module
         axes = range(len(module.kernel_size))
         starts, ends = self._overhangs()

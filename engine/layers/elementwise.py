@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from engine.layers.layer import Form, TreatedLayer
 
@@ -33,63 +34,49 @@ class BareLayer(TreatedLayer):
     held: int | None = None
     """Numbers of an example that wait for its gradient, where operations are run again for it; None where none are."""
 
+    @override
     @property
     def explanation(self) -> str:
-        """Why only its diagonal is kept."""
         return self.why if self.held is None else self._made
 
     _made: ClassVar[str] = (
         "no one product describes its uses: the exact diagonal of the block is kept, from each example's gradient"
     )
 
+    @override
     @property
     def roles(self) -> tuple[TreatedLayer, ...]:
-        """No module's call shows it."""
         return ()
 
+    @override
     @property
     def watched(self) -> Mapping[str, Tensor]:
-        """The one."""
         return self.tensors
 
+    @override
     @property
     def fan_in(self) -> int:
-        """A is the 1×1 matrix 1."""
         return 1
 
+    @override
     @property
     def fan_out(self) -> int:
-        """Numbers of the parameter."""
         return self.count
 
+    @override
     @property
     def in_dim(self) -> int:
-        """A is the 1×1 matrix 1."""
         return 1
 
+    @override
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The one."""
         return (self.parameter,)
 
+    @override
     def activation_rows(self, entered: Tensor) -> Tensor:
-        """Return a one for each example.
-
-        Args:
-            entered: A tensor with the examples first, shape (N, …).
-
-        Returns:
-            Ones, shape (N, 1).
-        """
         return entered.new_ones(entered.shape[0], 1)
 
+    @override
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Flatten the gradient of each example.
-
-        Args:
-            gradient: Gradients with respect to the parameter, shape (N, *parameter's shape).
-
-        Returns:
-            One row per example, shape (N, count).
-        """
         return gradient.reshape(gradient.shape[0], self.count)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from engine.layers.layer import Form, TreatedLayer
 from engine.layers.scaled_table import scale_of
@@ -24,14 +25,14 @@ class EmbeddingLayer(TreatedLayer):
     form: ClassVar[Form] = "diagonal"
     why: ClassVar[str] = "one-hot inputs make A diagonal: the relative counts of the ids"
 
+    @override
     @property
     def fan_in(self) -> int:
-        """Size of the vocabulary."""
         return self.module.num_embeddings
 
+    @override
     @property
     def fan_out(self) -> int:
-        """Width of a vector."""
         return self.module.embedding_dim
 
     @property
@@ -41,39 +42,19 @@ class EmbeddingLayer(TreatedLayer):
             return 1.0
         return scale_of(self.module) or 1.0
 
+    @override
     def activation_rows(self, entered: Tensor) -> Tensor:
-        """Return the ids of every position, which stand for one-hot rows.
-
-        Args:
-            entered: Ids, any shape, int64 or int32.
-
-        Returns:
-            Ids, shape (P,).
-        """
+        # return the ids of every position, which stand for one-hot rows
         return entered.reshape(-1)
 
+    @override
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of every position's stored vector.
-
-        Args:
-            gradient: Gradient of the module's output, shape (…, d).
-
-        Returns:
-            One row per position, shape (P, d), multiplied by the scale c.
-        """
+        # return the gradient of every position's stored vector
         rows, scale = gradient.reshape(-1, gradient.shape[-1]), self.scale
         return rows if scale == 1.0 else rows * scale
 
+    @override
     def batch_first(self, entered: Tensor, examples: int) -> bool:
-        """Tell whether ids can be told apart by example.
-
-        Args:
-            entered: Ids, any shape.
-            examples: Examples N of the batch.
-
-        Returns:
-            True for the shapes (N, …) and (N · l,).
-        """
         if entered.ndim == 1:
             return entered.shape[0] % examples == 0
         return entered.shape[0] == examples

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from engine.layers.layer import TreatedLayer
 from engine.layers.linear import LinearLayer
@@ -37,46 +38,42 @@ class FunctionalLinearLayer(LinearLayer):
     routed: bool = False
     """One of several alike in one parameter, of which the data choose."""
 
+    @override
     @property
     def roles(self) -> tuple[TreatedLayer, ...]:
-        """No module's call shows it."""
         return ()
 
+    @override
     @property
     def reason_uncalled(self) -> str:
-        """Experts are called by the tokens routed to them."""
+        # experts are called by the tokens routed to them
         return "never_routed" if self.routed else "no_gradient"
 
+    @override
     @property
     def watched(self) -> Mapping[str, Tensor]:
-        """The parameters, of any shape, that its weight and bias are places in, by name."""
+        # the parameters, of any shape, that its weight and bias are places in, by name
         return self.tensors
 
+    @override
     @property
     def fan_in(self) -> int:
-        """Columns of W."""
         return self.into
 
+    @override
     @property
     def fan_out(self) -> int:
-        """Rows of W."""
         return self.out
 
+    @override
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Qualified names of the parameters, or of the parts of them, that it covers, weight first."""
+        # qualified names of the parameters, or of the parts of them, that it covers, weight first
         places = (self.weight_place, self.bias_place)
         return tuple(label_of(place, self.tensors[place.parameter]) for place in places if place is not None)
 
+    @override
     def batch_first(self, entered: Tensor, examples: int) -> bool:
-        """Tell that rows can be told apart by example: the provenance of what enters shows it, not its shape.
-
-        Args:
-            entered: The input of a product, shape (P, d_in); not looked at.
-            examples: Examples N of the batch; not looked at.
-
-        Returns:
-            True.
-        """
+        # tell that rows can be told apart by example: the provenance of what enters shows it, not its shape
         del entered, examples
         return True

@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 Form = Literal["kronecker", "diagonal", "block", "diagonal_block"]
 
@@ -253,25 +254,18 @@ class BlockLayer(TreatedLayer):
     form: ClassVar[Form] = "block"
     why: ClassVar[str] = "an elementwise scale and shift has no matrix to factorise: its exact block is kept"
 
+    @override
     @property
     def in_dim(self) -> int:
-        """A is the 1×1 matrix 1."""
         return 1
 
+    @override
     @property
     def out_dim(self) -> int:
-        """Trainable numbers of the block."""
         return self.fan_out * (int(self.weight) + int(self.bias))
 
+    @override
     def activation_rows(self, entered: Tensor) -> Tensor:
-        """Return the normalised input x̂.
-
-        Args:
-            entered: The module's input, shape as the module takes it.
-
-        Returns:
-            x̂, shape (P, d).
-        """
         return self.normalised(entered)
 
     @abstractmethod

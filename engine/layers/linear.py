@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from engine.layers.layer import TreatedLayer
 
@@ -11,37 +12,23 @@ from engine.layers.layer import TreatedLayer
 class LinearLayer(TreatedLayer):
     """``y = W a + b`` on the last dimension; every leading dimension is a position."""
 
+    @override
     @property
     def fan_in(self) -> int:
-        """Input features."""
         return int(self.module.in_features)  # type: ignore[arg-type]
 
+    @override
     @property
     def fan_out(self) -> int:
-        """Output features."""
         return int(self.module.out_features)  # type: ignore[arg-type]
 
+    @override
     def activation_rows(self, entered: Tensor) -> Tensor:
-        """Read the features of every position.
-
-        Args:
-            entered: The module's input, shape (…, d_in).
-
-        Returns:
-            A view where the input is contiguous, shape (P, d_in).
-        """
         # a width of zero leaves -1 open
         return entered.reshape(entered.shape[:-1].numel(), entered.shape[-1])
 
+    @override
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Read the output gradient of every position.
-
-        Args:
-            gradient: Gradient of the module's output, shape (…, d_out).
-
-        Returns:
-            A view where the gradient is contiguous, shape (P, d_out).
-        """
         return gradient.reshape(-1, gradient.shape[-1])
 
 
@@ -49,25 +36,19 @@ class LinearLayer(TreatedLayer):
 class TransposedLinearLayer(LinearLayer):
     """``y = a W + b`` with W stored (d_in, d_out): the convention is met by its transpose."""
 
+    @override
     @property
     def fan_in(self) -> int:
-        """Rows of the stored weight."""
         return int(self.module.weight.shape[0])  # type: ignore[index]
 
+    @override
     @property
     def fan_out(self) -> int:
-        """Columns of the stored weight."""
         return int(self.module.weight.shape[1])  # type: ignore[index]
 
+    @override
     def as_stored(self, weight: Tensor) -> Tensor:
-        """Transpose, since the weight is stored (d_in, d_out).
-
-        Args:
-            weight: In row-vector convention, shape (1, d_out, d_in).
-
-        Returns:
-            A view, shape (d_in, d_out).
-        """
+        # transpose, since the weight is stored (d_in, d_out)
         return weight[0].T
 
 

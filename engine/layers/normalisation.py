@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
+from typing_extensions import override
 
 from engine.layers.layer import BlockLayer
 
@@ -21,49 +22,29 @@ class LayerNormLayer(BlockLayer):
 
     module: nn.LayerNorm
 
+    @override
     @property
     def fan_in(self) -> int:
-        """Numbers normalised together."""
         return math.prod(self.module.normalized_shape)
 
+    @override
     @property
     def fan_out(self) -> int:
-        """The width of ``x̂``: the map is elementwise."""
         return self.fan_in
 
+    @override
     def normalised(self, entered: Tensor) -> Tensor:
-        """Normalise over the last dimensions, without the affine part.
-
-        Args:
-            entered: The module's input, shape (…, *normalized_shape).
-
-        Returns:
-            x̂, shape (P, d), d the numbers normalised together.
-        """
+        # normalise over the last dimensions, without the affine part
         plain = functional.layer_norm(entered, self.module.normalized_shape, eps=self.module.eps)
         return plain.reshape(-1, self.fan_in)
 
+    @override
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Read the gradient of every position.
-
-        Args:
-            gradient: Gradient of the module's output, shape (…, *normalized_shape).
-
-        Returns:
-            One row per position, shape (P, d).
-        """
         return gradient.reshape(-1, self.fan_in)
 
+    @override
     def batch_first(self, entered: Tensor, examples: int) -> bool:
-        """Tell whether rows of an input can be told apart by example.
-
-        Args:
-            entered: The module's input, shape (…, *normalized_shape).
-            examples: Examples N of the batch.
-
-        Returns:
-            True for the leading shapes (N · l,) and (N, …).
-        """
+        # tell whether rows of an input can be told apart by example
         leading = entered.ndim - len(self.module.normalized_shape)
         if leading == 1:
             return entered.shape[0] % examples == 0
@@ -76,49 +57,29 @@ class RMSNormLayer(BlockLayer):
 
     module: nn.Module
 
+    @override
     @property
     def fan_in(self) -> int:
-        """Numbers normalised together."""
         weight = self.module.weight
         return weight.numel() if isinstance(weight, Tensor) else 0
 
+    @override
     @property
     def fan_out(self) -> int:
-        """The width of ``x̂``: the map is elementwise."""
         return self.fan_in
 
+    @override
     def normalised(self, entered: Tensor) -> Tensor:
-        """Divide by the root mean square, ``x̂ = x / √(mean x² + ε)``.
-
-        Args:
-            entered: The module's input, shape (…, *weight's shape).
-
-        Returns:
-            x̂, shape (P, d), d the numbers normalised together.
-        """
+        # divide by the root mean square, ``x̂ = x / √(mean x² + ε)``
         return _root_mean_square(entered.reshape(-1, self.fan_in), _epsilon(self.module, entered.dtype))
 
+    @override
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Read the gradient of every position.
-
-        Args:
-            gradient: Gradient of the module's output, shape (…, *weight's shape).
-
-        Returns:
-            One row per position, shape (P, d).
-        """
         return gradient.reshape(-1, self.fan_in)
 
+    @override
     def batch_first(self, entered: Tensor, examples: int) -> bool:
-        """Tell whether rows of an input can be told apart by example.
-
-        Args:
-            entered: The module's input, shape (…, *weight's shape).
-            examples: Examples N of the batch.
-
-        Returns:
-            True for the leading shapes (N · l,) and (N, …).
-        """
+        # tell whether rows of an input can be told apart by example
         leading = entered.ndim - (self.module.weight.ndim if isinstance(self.module.weight, Tensor) else 1)
         if leading == 1:
             return entered.shape[0] % examples == 0
@@ -131,49 +92,29 @@ class GroupNormLayer(BlockLayer):
 
     module: nn.GroupNorm | nn.InstanceNorm1d
 
+    @override
     @property
     def fan_in(self) -> int:
-        """Channels."""
         return self.module.num_channels if isinstance(self.module, nn.GroupNorm) else self.module.num_features
 
+    @override
     @property
     def fan_out(self) -> int:
-        """Channels."""
         return self.fan_in
 
+    @override
     def normalised(self, entered: Tensor) -> Tensor:
-        """Normalise each example's groups of channels, without the affine part.
-
-        Args:
-            entered: The module's input, shape (N, C, *sizes).
-
-        Returns:
-            x̂, shape (P, C), P = N · the product of the sizes.
-        """
+        # normalise each example's groups of channels, without the affine part
         groups = self.module.num_groups if isinstance(self.module, nn.GroupNorm) else self.fan_in
         return _channels_last(functional.group_norm(entered, groups, eps=self.module.eps))
 
+    @override
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Read the gradient of every position's channels.
-
-        Args:
-            gradient: Gradient of the module's output, shape (N, C, *sizes).
-
-        Returns:
-            One row per position, shape (P, C).
-        """
+        # read the gradient of every position's channels
         return _channels_last(gradient)
 
+    @override
     def batch_first(self, entered: Tensor, examples: int) -> bool:
-        """Tell whether the examples come first.
-
-        Args:
-            entered: The module's input.
-            examples: Examples N of the batch.
-
-        Returns:
-            True for the shape (N, …).
-        """
         return entered.shape[0] == examples
 
 
@@ -183,55 +124,32 @@ class BatchNormLayer(BlockLayer):
 
     module: nn.BatchNorm2d
 
+    @override
     @property
     def fan_in(self) -> int:
-        """Channels."""
         return self.module.num_features
 
+    @override
     @property
     def fan_out(self) -> int:
-        """Channels."""
         return self.module.num_features
 
+    @override
     def normalised(self, entered: Tensor) -> Tensor:
-        """Normalise by the running statistics, without the affine part.
-
-        Args:
-            entered: The module's input, shape (N, C, *sizes).
-
-        Returns:
-            x̂, shape (P, C), P = N · the product of the sizes.
-
-        Raises:
-            ValueError: If the module keeps no running statistics; ``treats_batch_norm`` refuses it before.
-        """
+        # normalise by the running statistics, without the affine part
         mean, variance = self.module.running_mean, self.module.running_var
         if mean is None or variance is None:  # treats_batch_norm has refused it
             raise ValueError(f"layer `{self.name}` keeps no running statistics")
         rows = _channels_last(entered)
         return (rows - mean) * torch.rsqrt(variance + self.module.eps)
 
+    @override
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Read the gradient of every position's channels.
-
-        Args:
-            gradient: Gradient of the module's output, shape (N, C, *sizes).
-
-        Returns:
-            One row per position, shape (P, C).
-        """
+        # read the gradient of every position's channels
         return _channels_last(gradient)
 
+    @override
     def batch_first(self, entered: Tensor, examples: int) -> bool:
-        """Tell whether the examples come first.
-
-        Args:
-            entered: The module's input.
-            examples: Examples N of the batch.
-
-        Returns:
-            True for the shape (N, …).
-        """
         return entered.shape[0] == examples
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
+from typing_extensions import override
 
 from engine.layers.embedding import EmbeddingLayer
 from engine.layers.layer import TreatedLayer, Use
@@ -34,66 +35,46 @@ class TiedHeadLayer(TreatedLayer):
     table: EmbeddingLayer
     head: LinearLayer
 
+    @override
     @property
     def fan_in(self) -> int:
-        """Width of a vector."""
         return self.head.fan_in
 
+    @override
     @property
     def fan_out(self) -> int:
-        """Size of the vocabulary."""
         return self.head.fan_out
 
+    @override
     @property
     def roles(self) -> tuple[TreatedLayer, ...]:
-        """Table and head are called apart."""
         return self.table, self.head
 
+    @override
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The shared weight, and the head's bias."""
         weight = self.table if self.table.prefix == self.name else self.head
         return (*weight.parameters[:1], *(self.head.parameters[1:] if self.bias else ()))
 
+    @override
     @property
     def explanation(self) -> str:
-        """The modules that hold the weight, and what its factors are."""
+        # the modules that hold the weight, and what its factors are
         return (
             f"{_listed((*self.table.holders, *self.head.holders))} hold one weight, as rows and as columns: {NEAREST}"
         )
 
+    @override
     def activation_rows(self, entered: Tensor) -> Tensor:
-        """Return ``a`` of the head.
-
-        Args:
-            entered: The head's input, shape (…, d).
-
-        Returns:
-            Rows, shape (P, d).
-        """
         return self.head.activation_rows(entered)
 
+    @override
     def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Return ``g`` of the head.
-
-        Args:
-            gradient: Gradient of the head's output, shape (…, V).
-
-        Returns:
-            Rows, shape (P, V).
-        """
         return self.head.gradient_rows(gradient)
 
+    @override
     def pair(self, use: Use, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both sides of one call of either, in that one's own orientation.
-
-        Args:
-            use: The call, its role the table or the head; None stands for the head.
-            gradient: Gradient of its output, shape (…, d) of the table, (…, V) of the head.
-
-        Returns:
-            ``a`` (P, d) and ``g`` (P, V) of the head; ids (P,) and gradients of their vectors (P, d) of the table.
-        """
+        # return both sides of one call of either, in that one's own orientation
         return (use.role or self.head).pair(replace(use, role=None), gradient)
 
 

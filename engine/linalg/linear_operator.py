@@ -11,6 +11,7 @@ from typing import Literal, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from engine.linalg.spectrum_counts import Counted, DiagonalUpdate
 from engine.memory.guard import Guard
@@ -228,9 +229,9 @@ class RowSide(Structured):
     """(T, n), in the storage dtype."""
     computes_on: torch.device = field(default=_HOST)
 
+    @override
     @property
     def size(self) -> int:
-        """Rows and columns of ``S``."""
         return self.rows.shape[1]
 
     @property
@@ -238,18 +239,12 @@ class RowSide(Structured):
         """T: rows that are kept."""
         return self.rows.shape[0]
 
+    @override
     @property
     def storage_dtype(self) -> torch.dtype:
-        """Precision of the rows."""
         return self.rows.dtype
 
+    @override
     def to(self, device: torch.device) -> Self:
-        """Return the same rows, taken to another device a part at a time.
-
-        Args:
-            device: Where products and solves are computed.
-
-        Returns:
-            A side that shares its rows with this one.
-        """
+        # return the same rows, taken to another device a part at a time
         return replace(self, computes_on=device)

@@ -7,6 +7,7 @@ from operator import is_
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 _REGISTRIES = tuple(name for name, own in vars(nn.Module()).items() if isinstance(own, dict))
 """Attributes of every module in which it has parameters, buffers, submodules and hooks."""
@@ -33,12 +34,12 @@ class DictPlace(Place):
     def __init__(self, held: dict[Any, Any], *, outer: bool) -> None:
         self.held, self.outer = held, outer
 
+    @override
     def take(self) -> Sequence[Any]:
-        """See ``Place``."""
         return *self.held, *self.held.values()
 
+    @override
     def put_back(self, before: Sequence[Any]) -> None:
-        """See ``Place``."""
         self.held.clear()
         for key, value in _paired(before).items():
             self.held[key] = value
@@ -50,12 +51,12 @@ class ListPlace(Place):
     def __init__(self, held: "list[Any] | deque[Any]", *, outer: bool) -> None:
         self.held, self.outer = held, outer
 
+    @override
     def take(self) -> Sequence[Any]:
-        """See ``Place``."""
         return tuple(self.held)
 
+    @override
     def put_back(self, before: Sequence[Any]) -> None:
-        """See ``Place``."""
         self.held.clear()
         self.held.extend(before)
 
@@ -66,12 +67,12 @@ class SetPlace(Place):
     def __init__(self, held: set[Any], *, outer: bool) -> None:
         self.held, self.outer = held, outer
 
+    @override
     def take(self) -> Sequence[Any]:
-        """See ``Place``."""
         return tuple(self.held)
 
+    @override
     def put_back(self, before: Sequence[Any]) -> None:
-        """See ``Place``."""
         self.held.clear()
         self.held.update(before)
 
@@ -82,14 +83,14 @@ class ArrayPlace(Place):
     def __init__(self, held: Any, *, outer: bool) -> None:  # noqa: ANN401 - the engine does without numpy
         self._held, self.outer, self._known = held, outer, b""
 
+    @override
     def take(self) -> Sequence[Any]:
-        """See ``Place``; the same object for the same bytes."""
         now = self._held.tobytes()
         self._known = self._known if now == self._known else now
         return (self._known,)
 
+    @override
     def put_back(self, before: Sequence[Any]) -> None:
-        """See ``Place``."""
         self._held.data.cast("B")[:] = before[0]
 
 
@@ -103,8 +104,8 @@ class ModulePlace(Place):
         self._own = vars(module)
         self._registries = [own for own in map(self._own.get, _REGISTRIES) if isinstance(own, dict)]
 
+    @override
     def take(self) -> Sequence[Any]:
-        """See ``Place``; a registry stands before what it holds, and one that holds nothing is left out."""
         own = self._own
         taken = [*own, *own.values(), ABSENT]
         for registry in self._registries:
@@ -112,8 +113,8 @@ class ModulePlace(Place):
                 taken += (registry, *registry, *registry.values(), ABSENT)
         return taken
 
+    @override
     def put_back(self, before: Sequence[Any]) -> None:
-        """See ``Place``."""
         attributes, registries = _sorted_out(before)
         for registry in self._registries:
             registry.clear()
@@ -172,12 +173,12 @@ class NamesPlace(Place):
         self._names, self.outer = names, outer
         self._read, self._write, self._delete = accesses
 
+    @override
     def take(self) -> Sequence[Any]:
-        """See ``Place``."""
         return tuple(self._read(name, ABSENT) for name in self._names)
 
+    @override
     def put_back(self, before: Sequence[Any]) -> None:
-        """See ``Place``."""
         for name, value in zip(self._names, before, strict=True):
             now = self._read(name, ABSENT)
             if now is not value:
@@ -195,13 +196,13 @@ class ClassPlace(Place):
     def __init__(self, kind: type) -> None:
         self._kind = kind
 
+    @override
     def take(self) -> Sequence[Any]:
-        """See ``Place``."""
         own = vars(self._kind)
         return *own, *own.values()
 
+    @override
     def put_back(self, before: Sequence[Any]) -> None:
-        """See ``Place``."""
         known = _paired(before)
         for name, value in list(vars(self._kind).items()):
             if name not in known:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from engine.linalg.student import student_quantile
 from engine.operators.krylov.vectors import gaussian, received
@@ -192,8 +193,9 @@ class HutchPlusPlus(_Estimator):
 
     _share = 3
 
+    @override
     def _prepare(self, block: Tensor) -> None:
-        """Take the range, and what random vectors have beside it."""
+        # take the range, and what random vectors have beside it
         basis = torch.linalg.qr(block).Q
         rest = self._random(self._columns, block.device)
         for _ in range(2):
@@ -231,8 +233,8 @@ class XTrace(_Estimator):
     _share = 2
     _correlation = 2.0
 
+    @override
     def _prepare(self, block: Tensor) -> None:
-        """Take the range, and keep the products."""
         self._kept = {"random": self.vectors, "first": block.to(self.options.dtype)}
         self.vectors = torch.linalg.qr(block).Q.to(self.options.dtype)
 

@@ -18,6 +18,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from catalog.record import plain
 from engine.memory.plan import readable_bytes
@@ -179,8 +180,8 @@ class StoredFactors(ArtifactFiles):
         self._folder = folder
         self._most_bytes = most_bytes
 
+    @override
     def remove(self, name: str) -> None:
-        """Refuse, since the factors are another job's."""
         _never(name)
 
     def _path(self, name: str) -> Path:

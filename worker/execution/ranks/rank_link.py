@@ -12,6 +12,8 @@ import signal
 import socket
 import sys
 
+from typing_extensions import override
+
 from catalog.frames import Failed, Finished, Frame, Stopped
 from worker.execution.frame_pipe import FramePipe
 from worker.execution.ranks.rank_hub import ADDRESS, HELLO
@@ -30,8 +32,9 @@ class RankPipe(FramePipe):
         self._link = link
         link.sendall(HELLO.pack(rank, os.getpid()))
 
+    @override
     def send(self, frame: Frame) -> None:
-        """Write one frame; of another rank than 0 only a last one."""
+        # write one frame; of another rank than 0 only a last one
         last = isinstance(frame, (Finished, Failed, Stopped))
         if self.rank == 0 or last:
             super().send(frame)
