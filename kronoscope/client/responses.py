@@ -7,8 +7,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 
-from typing_extensions import override
-
 from catalog import ANALYSES
 from catalog.record import record
 from catalog.record_reader import VersionReader, required_fields
@@ -86,17 +84,16 @@ def build_summary(kind: str, summary: Mapping[str, Any]) -> Any:  # noqa: ANN401
 class _Responses(VersionReader):
     """The reader of answers, of a service that may be another program altogether."""
 
-    @override
-    def record(self, cls: type, value: Any, field: str) -> Any:
-        # read a record, named by its class wherever it stands
+    def record(self, cls: type, value: Any, field: str) -> Any:  # noqa: ANN401, ARG002
+        """Read a record, named by its class wherever it stands."""
         # without these nothing else of an answer means anything
         for name in ("id", "state", "seq", "type", "kind", "job", "summary", "artifacts"):
             if name in required_fields(cls) and value.get(name) is None:
                 raise _malformed(f"{cls.__name__}.{name}", "a value", None)
         return super().record(cls, value, cls.__name__)
 
-    @override
-    def refuse(self, field: str, annotation: Any, value: Any) -> NoReturn:
+    def refuse(self, field: str, annotation: Any, value: Any) -> NoReturn:  # noqa: ANN401
+        """Refuse a value of another type."""
         raise _malformed(field, str(annotation), value)
 
 
