@@ -1,8 +1,8 @@
 """Parts of exhaustive grids, and what only nightly runs do: the tests of a landing, chosen by its commit.
 
 `@pytest.mark.part(of=4)` on a parametrised test leaves a quarter of its cases, another one for each commit, and always
-the first. The choice is printed, and repeated by `--part COMMIT`; `--part all` leaves every case, and every test marked
-`nightly`.
+the first; with `by="form"`, the first of each value of that parameter. The choice is printed, and repeated by
+`--part COMMIT`; `--part all` leaves every case, and every test marked `nightly`.
 """
 
 import hashlib
@@ -10,6 +10,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.machine.laws import find_gaps, is_whole, law_of, list_laws
 
 ALL = "all"
 
@@ -37,20 +39,35 @@ def is_chosen(part: str, nodeid: str, of: int) -> bool:
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take out the cases of other parts, and nightly tests, unless a test is asked for by its name."""
+    """Take out the cases of other parts, and nightly tests, unless a test is asked for by its name.
+
+    Raises:
+        pytest.UsageError: If that leaves nothing of a law, and a run of all tests would not notice.
+    """
     part = chosen_part(config)
     if part == ALL or any("::" in each for each in config.args):
         return
     kept, left, begun = [], [], set()
     for item in items:
-        marker, test = item.get_closest_marker("part"), item.nodeid.partition("[")[0]
-        is_first = test not in begun
-        begun.add(test)
-        stays = marker is None or is_first or is_chosen(part, item.nodeid, marker.kwargs["of"])
-        (kept if stays and item.get_closest_marker("nightly") is None else left).append(item)
+        if item.get_closest_marker("nightly") is not None:
+            left.append(item)
+            continue
+        marker = item.get_closest_marker("part")
+        branch = (law_of(item.nodeid), _branch(item, marker))
+        stays = marker is None or branch not in begun or is_chosen(part, item.nodeid, marker.kwargs["of"])
+        begun.add(branch)
+        (kept if stays else left).append(item)
+    if is_whole(config) and (gaps := find_gaps(list_laws(items, kept), {item.nodeid for item in kept})):
+        raise pytest.UsageError("\n".join(gaps))
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = kept
+
+
+def _branch(item: pytest.Item, marker: pytest.Mark | None) -> str:
+    """Return what distinguishes the branches of a test: the value of the parameter that its mark names."""
+    named = marker.kwargs.get("by") if marker is not None else None
+    return "" if named is None else repr(item.callspec.params[named])  # type: ignore[attr-defined]
 
 
 def report_header(config: pytest.Config) -> str:

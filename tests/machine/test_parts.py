@@ -27,6 +27,12 @@ import pytest
 def test_grid(number):
     pass
 
+@pytest.mark.part(of=1000, by="form")
+@pytest.mark.parametrize("form", ["square", "round"])
+@pytest.mark.parametrize("size", range(4))
+def test_forms(form, size):
+    pass
+
 @pytest.mark.nightly
 def test_long():
     pass
@@ -36,15 +42,16 @@ def test_short():
 """
 
 
-def collected(folder: Path, *options: str) -> tuple[set[str], str]:
-    (folder / "conftest.py").write_text(PLUGIN)
-    (folder / "test_it.py").write_text(TESTS)
+def collected(folder: Path, *options: str, within: str = ".") -> tuple[set[str], str]:
+    (folder / within).mkdir(exist_ok=True)
+    (folder / within / "conftest.py").write_text(PLUGIN)
+    (folder / within / "test_it.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--rootdir", str(folder), *options]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(Path.cwd())}
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=300, check=False, env=environment
     )
-    return set(re.findall(r"test_it.py::(\S+)", done.stdout)), done.stdout
+    return set(re.findall(r"test_it.py::(\S+)", done.stdout)), done.stdout + done.stderr
 
 
 def test_a_commit_has_its_part_and_all_of_them_are_everything(tmp_path: Path) -> None:
@@ -52,12 +59,13 @@ def test_a_commit_has_its_part_and_all_of_them_are_everything(tmp_path: Path) ->
     first, _ = collected(tmp_path, "--part", "a")
     assert {"test_short", "test_grid[0]"} <= first
     assert "test_long" not in first
-    assert 10 <= len(first) <= 45
+    assert {"test_forms[0-square]", "test_forms[0-round]"} <= first
+    assert 13 <= len(first) <= 48
     assert collected(tmp_path, "--part", "a")[0] == first
     second, _ = collected(tmp_path, "--part", "b")
     assert second != first
     everything, _ = collected(tmp_path, "--part", "all")
-    assert len(everything) == 102
+    assert len(everything) == 110
     assert "test_long" in everything
 
 
@@ -65,3 +73,11 @@ def test_a_commit_has_its_part_and_all_of_them_are_everything(tmp_path: Path) ->
 def test_whoever_names_a_test_gets_it(tmp_path: Path, test: str) -> None:
     found, _ = collected(tmp_path, f"test_it.py::{test}", "--part", "a")
     assert found == {test}
+
+
+def test_a_run_of_all_tests_fails_where_a_law_has_no_case(tmp_path: Path) -> None:
+    _, output = collected(tmp_path, "tests", "--part", "a", within="tests")
+    assert "ERROR: tests/test_it.py::test_long has no case in a landing" in output
+    everything, output = collected(tmp_path, "tests", "--part", "all", within="tests")
+    assert len(everything) == 110
+    assert "ERROR" not in output
