@@ -191,6 +191,10 @@ def databases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     made.drop_all()
 
 
+POSTGRESQL_FIRST = ("postgresql", pytest.param("sqlite", marks=pytest.mark.part(of=4, by=())))
+"""Databases for rooms above the ledger, whose every statement the tests of `jobs` run on both."""
+
+
 @pytest.fixture(params=["sqlite", "postgresql"])
 def dialect(request: pytest.FixtureRequest) -> Dialect:
     """Both databases: what asks for this runs twice."""

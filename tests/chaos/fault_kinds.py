@@ -39,7 +39,6 @@ BROUGHT_ABOUT_BY: Mapping[str, tuple[str, ...]] = {
     "double wake-ups": (f"{_WAKEUPS}::test_a_wakeup_delivered_many_times_is_one_job",),
     "lose replies": (
         "tests/api/background/test_database_loss.py::test_a_submission_whose_commit_nobody_confirmed_is_repeated_safely",
-        "tests/chaos/test_removals.py::test_the_slices_do_what_they_are_there_for",
     ),
     "silent database": (f"{_SILENCE}::test_the_child_ends_within_the_lease_while_the_heartbeat_waits_in_its_query",),
     "redis a replica": (f"{_BROKER}::test_a_replica_and_a_full_server_are_waited_for",),

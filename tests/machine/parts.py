@@ -1,8 +1,9 @@
 """Parts of exhaustive grids, and what only nightly runs do: the tests of a landing, chosen by its commit.
 
-`@pytest.mark.part(of=4)` on a parametrised test leaves a quarter of its cases, another one for each commit, and always
-the first; with `by="form"`, the first of each value of that parameter. The choice is printed, and repeated by
-`--part COMMIT`; `--part all` leaves every case, and every test marked `nightly`.
+`@pytest.mark.part(of=4)` leaves of a grid a quarter of its cases, others for each commit, and always one with each
+value of each parameter. `by=("form", "pair.kind")` keeps the values of these alone; `by=()` is for examples of one
+kind, of which only the first always runs. The choice is printed, and repeated by `--part COMMIT`; `--part all` leaves
+every case, and every test marked `nightly`.
 """
 
 import hashlib
@@ -47,15 +48,21 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
     part = chosen_part(config)
     if part == ALL or any("::" in each for each in config.args):
         return
-    kept, left, begun = [], [], set()
+    kept, left = [], []
+    seen: dict[str, set[tuple[str, str]]] = {}
     for item in items:
         if item.get_closest_marker("nightly") is not None:
             left.append(item)
             continue
-        marker = item.get_closest_marker("part")
-        branch = (law_of(item.nodeid), _branch(item, marker))
-        stays = marker is None or branch not in begun or is_chosen(part, item.nodeid, marker.kwargs["of"])
-        begun.add(branch)
+        markers = list(item.iter_markers("part"))
+        begun = law_of(item.nodeid) in seen
+        known = seen.setdefault(law_of(item.nodeid), set())
+        stays = not begun or all(
+            is_chosen(part, item.nodeid, marker.kwargs["of"]) or not _values(item, marker) <= known
+            for marker in markers
+        )
+        if stays:
+            known.update(*(_values(item, marker) for marker in markers))
         (kept if stays else left).append(item)
     if is_whole(config) and (gaps := find_gaps(list_laws(items, kept), {item.nodeid for item in kept})):
         raise pytest.UsageError("\n".join(gaps))
@@ -64,10 +71,17 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
         items[:] = kept
 
 
-def _branch(item: pytest.Item, marker: pytest.Mark | None) -> str:
-    """Return what distinguishes the branches of a test: the value of the parameter that its mark names."""
-    named = marker.kwargs.get("by") if marker is not None else None
-    return "" if named is None else repr(item.callspec.params[named])  # type: ignore[attr-defined]
+def _values(item: pytest.Item, marker: pytest.Mark) -> set[tuple[str, str]]:
+    """Return the values of a case for the parameters that a mark names, or for all; `pair.kind` names an attribute."""
+    callspec = getattr(item, "callspec", None)
+    parameters = {} if callspec is None else callspec.params
+    values = set()
+    for name in marker.kwargs.get("by", parameters):
+        value = parameters
+        for part in name.split("."):
+            value = value[part] if value is parameters else getattr(value, part)
+        values.add((name, repr(value)))
+    return values
 
 
 def report_header(config: pytest.Config) -> str:

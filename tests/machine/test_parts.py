@@ -22,15 +22,21 @@ def pytest_configure(config):
 TESTS = """
 import pytest
 
-@pytest.mark.part(of=4)
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("number", range(100))
 def test_grid(number):
     pass
 
-@pytest.mark.part(of=1000, by="form")
+@pytest.mark.part(of=10**9)
 @pytest.mark.parametrize("form", ["square", "round"])
 @pytest.mark.parametrize("size", range(4))
 def test_forms(form, size):
+    pass
+
+@pytest.mark.part(of=10**9, by=("form.real",))
+@pytest.mark.parametrize("size", [0, pytest.param(1, marks=pytest.mark.part(of=10**9, by=()))])
+@pytest.mark.parametrize("form", [1.0, 2.0, 1 + 1j])
+def test_marks_of_a_test_and_of_a_value(form, size):
     pass
 
 @pytest.mark.nightly
@@ -59,14 +65,21 @@ def test_a_commit_has_its_part_and_all_of_them_are_everything(tmp_path: Path) ->
     first, _ = collected(tmp_path, "--part", "a")
     assert {"test_short", "test_grid[0]"} <= first
     assert "test_long" not in first
-    assert {"test_forms[0-square]", "test_forms[0-round]"} <= first
-    assert 13 <= len(first) <= 48
+    assert 19 <= len(first) <= 55
     assert collected(tmp_path, "--part", "a")[0] == first
     second, _ = collected(tmp_path, "--part", "b")
     assert second != first
     everything, _ = collected(tmp_path, "--part", "all")
-    assert len(everything) == 110
+    assert len(everything) == 116
     assert "test_long" in everything
+
+
+def test_each_value_of_a_parameter_is_in_each_part(tmp_path: Path) -> None:
+    found, _ = collected(tmp_path, "--part", "a")
+    forms = {"test_forms[0-square]", "test_forms[0-round]", *(f"test_forms[{size}-square]" for size in (1, 2, 3))}
+    assert {each for each in found if "forms" in each} == forms
+    marked = {each for each in found if "marks" in each}
+    assert marked == {f"test_marks_of_a_test_and_of_a_value[{form}-0]" for form in (1.0, 2.0)}
 
 
 @pytest.mark.parametrize("test", ["test_long", "test_grid[57]"])
@@ -79,5 +92,5 @@ def test_a_run_of_all_tests_fails_where_a_law_has_no_case(tmp_path: Path) -> Non
     _, output = collected(tmp_path, "tests", "--part", "a", within="tests")
     assert "ERROR: tests/test_it.py::test_long has no case in a landing" in output
     everything, output = collected(tmp_path, "tests", "--part", "all", within="tests")
-    assert len(everything) == 110
+    assert len(everything) == 116
     assert "ERROR" not in output
