@@ -39,6 +39,11 @@ def is_chosen(part: str, nodeid: str, of: int) -> bool:
     return int.from_bytes(digest[:8], "big") % of == 0
 
 
+def first_of(part: str, of: int) -> int:
+    """Return where a test that does one of so many steps begins in a part; a nightly run begins with the first."""
+    return 0 if part == ALL else int.from_bytes(hashlib.sha256(part.encode()).digest()[:8], "big") % of
+
+
 def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Take out the cases of other parts, and nightly tests, unless a test is asked for by its name.
 

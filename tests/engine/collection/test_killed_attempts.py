@@ -71,7 +71,6 @@ def kills(moments: Moments) -> Iterator[Kill]:
         yield moment, pick.choice([each for each in harmed if each not in manifest])
 
 
-@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("setting", [*pair(SETTINGS), *pair(WRITES)], ids=str)
 def test_one_rank_is_killed_anywhere(setting: Setting, tmp_path: Path) -> None:
     truth = setting.undisturbed(folder=tmp_path / "undisturbed")
