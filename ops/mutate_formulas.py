@@ -144,13 +144,15 @@ class Verdict:
 
 
 def judge(mutation: Mutation, folder: Path, part: str) -> Verdict:
-    """Try a mutation in a copy of the project, and mend the copy."""
+    """Try a mutation in a copy of the project, and mend the copy; a file named after its module is tried first."""
     path = folder / mutation.module
     source = path.read_text()
     path.write_text(mutation.applied(source))
     began = time.monotonic()
     try:
-        landing = first_failure(folder, mutation.tests, part)
+        own = sorted((folder / mutation.tests).rglob(f"test_{path.stem}.py"))
+        places = [*(str(each.relative_to(folder)) for each in own), mutation.tests]
+        landing = next((failed for each in places if (failed := first_failure(folder, each, part))), "")
         failed = landing or first_failure(folder, mutation.tests, "all")
     finally:
         path.write_text(source)

@@ -31,6 +31,8 @@ from tests.machine.stopwatch import until
 __all__ = ["pytest_configure", "pytest_report_header", "pytest_runtest_logstart", "pytest_xdist_make_scheduler"]
 
 Dialect = Literal["sqlite", "postgresql"]
+POSTGRESQL_FIRST = ("postgresql", pytest.param("sqlite", marks=pytest.mark.part(of=4, by=(), per="file")))
+"""Databases of rooms above the ledger, whose every statement the tests of `jobs` run on both."""
 
 
 pytest_configure = suite_times.register
@@ -189,10 +191,6 @@ def databases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     made = Databases(request, tmp_path_factory.mktemp("databases"))
     yield made
     made.drop_all()
-
-
-POSTGRESQL_FIRST = ("postgresql", pytest.param("sqlite", marks=pytest.mark.part(of=4, by=())))
-"""Databases for rooms above the ledger, whose every statement the tests of `jobs` run on both."""
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -2,8 +2,8 @@
 
 `@pytest.mark.part(of=4)` leaves of a grid a quarter of its cases, others for each commit, and always one with each
 value of each parameter. `by=("form", "pair.kind")` keeps the values of these alone; `by=()` is for examples of one
-kind, of which only the first always runs. The choice is printed, and repeated by `--part COMMIT`; `--part all` leaves
-every case, and every test marked `nightly`.
+kind, of which only the first always runs; `per="file"` chooses whole files, whose cases share a server. The choice is
+printed, and repeated by `--part COMMIT`; `--part all` leaves every case, and every test marked `nightly`.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
         begun = law_of(item.nodeid) in seen
         known = seen.setdefault(law_of(item.nodeid), set())
         stays = not begun or all(
-            is_chosen(part, item.nodeid, marker.kwargs["of"]) or not _values(item, marker) <= known
+            is_chosen(part, _chosen_by(item, marker), marker.kwargs["of"]) or not _values(item, marker) <= known
             for marker in markers
         )
         if stays:
@@ -74,6 +74,11 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = kept
+
+
+def _chosen_by(item: pytest.Item, marker: pytest.Mark) -> str:
+    """Return the name that a case is chosen by: its own, or that of its file."""
+    return item.nodeid.partition("::")[0] if marker.kwargs.get("per") == "file" else item.nodeid
 
 
 def _values(item: pytest.Item, marker: pytest.Mark) -> set[tuple[str, str]]:

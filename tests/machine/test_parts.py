@@ -39,6 +39,11 @@ def test_forms(form, size):
 def test_marks_of_a_test_and_of_a_value(form, size):
     pass
 
+@pytest.mark.parametrize("dialect", ["first", pytest.param("second", marks=pytest.mark.part(of=2, by=(), per="file"))])
+@pytest.mark.parametrize("number", range(8))
+def test_files(number, dialect):
+    pass
+
 @pytest.mark.nightly
 def test_long():
     pass
@@ -65,12 +70,12 @@ def test_a_commit_has_its_part_and_all_of_them_are_everything(tmp_path: Path) ->
     first, _ = collected(tmp_path, "--part", "a")
     assert {"test_short", "test_grid[0]"} <= first
     assert "test_long" not in first
-    assert 19 <= len(first) <= 55
+    assert 27 <= len(first) <= 71
     assert collected(tmp_path, "--part", "a")[0] == first
     second, _ = collected(tmp_path, "--part", "b")
     assert second != first
     everything, _ = collected(tmp_path, "--part", "all")
-    assert len(everything) == 116
+    assert len(everything) == 132
     assert "test_long" in everything
 
 
@@ -80,6 +85,12 @@ def test_each_value_of_a_parameter_is_in_each_part(tmp_path: Path) -> None:
     assert {each for each in found if "forms" in each} == forms
     marked = {each for each in found if "marks" in each}
     assert marked == {f"test_marks_of_a_test_and_of_a_value[{form}-0]" for form in (1.0, 2.0)}
+
+
+def test_a_file_is_chosen_whole(tmp_path: Path) -> None:
+    parts = [collected(tmp_path, "--part", part)[0] for part in "abcde"]
+    seconds = [{each for each in found if each.endswith("-second]")} for found in parts]
+    assert {len(each) for each in seconds} == {0, 8}
 
 
 @pytest.mark.parametrize("test", ["test_long", "test_grid[57]"])
@@ -92,5 +103,5 @@ def test_a_run_of_all_tests_fails_where_a_law_has_no_case(tmp_path: Path) -> Non
     _, output = collected(tmp_path, "tests", "--part", "a", within="tests")
     assert "ERROR: tests/test_it.py::test_long has no case in a landing" in output
     everything, output = collected(tmp_path, "tests", "--part", "all", within="tests")
-    assert len(everything) == 116
+    assert len(everything) == 132
     assert "ERROR" not in output
