@@ -144,28 +144,37 @@ class Verdict:
 
 
 def judge(mutation: Mutation, folder: Path, part: str) -> Verdict:
-    """Try a mutation in a copy of the project, and mend the copy; a file named after its module is tried first."""
+    """Try a mutation in a copy of the project, and mend the copy; the files nearest to its module are tried first."""
     path = folder / mutation.module
     source = path.read_text()
     path.write_text(mutation.applied(source))
     began = time.monotonic()
     try:
-        own = sorted((folder / mutation.tests).rglob(f"test_{path.stem}.py"))
-        places = [*(str(each.relative_to(folder)) for each in own), mutation.tests]
-        landing = next((failed for each in places if (failed := first_failure(folder, each, part))), "")
-        failed = landing or first_failure(folder, mutation.tests, "all")
+        places = (nearest_tests(mutation, folder), [mutation.tests])
+        landing = next((failed for each in places if each and (failed := first_failure(folder, each, part))), "")
+        failed = landing or first_failure(folder, [mutation.tests], "all")
     finally:
         path.write_text(source)
     seconds = round(time.monotonic() - began, 1)
     return Verdict(mutation.name, mutation.tests, bool(landing), bool(failed), failed, seconds)
 
 
-def first_failure(folder: Path, tests: str, part: str) -> str:
-    """Return the first test of a room that fails, or nothing where all pass."""
+def nearest_tests(mutation: Mutation, folder: Path) -> list[str]:
+    """Return the test files of a module's room that are named after it or import it."""
+    stem, name = Path(mutation.module).stem, mutation.module.removesuffix(".py").replace("/", ".")
+    return [
+        path.relative_to(folder).as_posix()
+        for path in sorted((folder / mutation.tests).rglob("test_*.py"))
+        if path.stem == f"test_{stem}" or f"from {name} import" in path.read_text()
+    ]
+
+
+def first_failure(folder: Path, tests: Sequence[str], part: str) -> str:
+    """Return the first test that fails, or nothing where all pass."""
     options = ["-x", "-q", "-m", "not gpu and not docker and not slurm", "-p", "no:cacheprovider", f"--part={part}"]
     with tempfile.TemporaryDirectory() as place:
         done = subprocess.run(  # noqa: S603 - ours
-            [sys.executable, "-m", "pytest", *options, f"--basetemp={place}/tests", tests],
+            [sys.executable, "-m", "pytest", *options, f"--basetemp={place}/tests", *tests],
             cwd=folder,
             env=os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
             capture_output=True,
