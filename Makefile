@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { command -v $$p; break; }; done)
 
-.PHONY: help demo test check format bench site wheel soak architectures peers schemathesis test-nightly test-docker test-slurm lock audit sbom pin-images env clean
+.PHONY: help demo test laws mutants check format bench site wheel soak architectures peers schemathesis test-nightly test-docker test-slurm lock audit sbom pin-images env clean
 
 help: ## this list
 	@echo "Kronoscope measures the curvature of trained networks, layer by layer."
@@ -56,6 +56,12 @@ test: $(STAMP) ## every check and every test that needs neither a GPU, Docker no
 
 test-nightly: $(STAMP) ## the same with every test that a landing leaves out
 	@$(MAKE) test PART=all
+
+laws: $(STAMP) ## list what the tests hold: the cases of each law and fault kind in a landing, and in a nightly run
+	@$(PY) -m ops.list_laws $(if $(PART),--part=$(PART))
+
+mutants: $(STAMP) ## change ten formulas of the engine, drawn by a seed, and see a landing's tests of their rooms fail (15 minutes)
+	@$(PY) -m ops.mutate_formulas
 
 check: $(STAMP) ## formatting, lints, types, import contracts
 	@echo "==> ruff format";  $(BIN)/ruff format --check --quiet .

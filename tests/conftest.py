@@ -39,6 +39,8 @@ __all__ = [
 ]
 
 Dialect = Literal["sqlite", "postgresql"]
+POSTGRESQL_FIRST = ("postgresql", pytest.param("sqlite", marks=pytest.mark.part(of=4, by=(), per="file")))
+"""Databases of rooms above the ledger, whose every statement the tests of `jobs` run on both."""
 
 
 pytest_configure = suite_times.register

@@ -44,6 +44,10 @@ class MemoryArtifacts:
         self.tables.pop(name, None)
 
 
+COLLECTION: dict[str, Any] = {"fisher": "type2", "dtype": "float64", "batch_size": 4}
+"""Options that a test does not name."""
+
+
 def workspace(
     model: nn.Module, chunks: list[tuple[Any, ...]], task: str, loss: str | None = None, **options: Any
 ) -> Workspace:
@@ -54,7 +58,7 @@ def workspace(
 
     return Workspace(
         inputs=ModelInputs(model=model, batches=batches, task=Task(type=task, loss=loss)),
-        options=JobOptions(collection=Collection(**{"fisher": "type2", "dtype": "float64", "batch_size": 4} | options)),
+        options=JobOptions(collection=Collection(**COLLECTION | options)),
         ports=Ports(artifacts=MemoryArtifacts()),
     )
 

@@ -81,6 +81,12 @@ def test_holds_one_package_and_nothing_that_imports_the_folders_of_a_checkout(wh
                     assert not {each.name.partition(".")[0] for each in node.names} & set(MOVED), name
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/test_wheel.py::test_holds_one_package_and_nothing_that_imports_the_folders_of_a_checkout",
+        "tests/test_wheel.py::test_measures_in_a_program_without_taking_other_names",
+    )
+)
 def test_serves_and_measures_beside_modules_of_the_same_names(installed: Path, folder: Path, tmp_path: Path) -> None:
     """A service, a client and a job in the foreground from the wheel; their numbers are those of the checkout."""
     told(run(installed / "kronoscope", "run", "job.yaml", "-o", "local", cwd=folder))

@@ -97,6 +97,11 @@ class Nemesis:
             "malformed messages": self._malformed_messages,
         }
 
+    @property
+    def kinds(self) -> Sequence[str]:
+        """The names of the faults."""
+        return list(self._faults)
+
     def rage(self, seconds: float, lacking: Callable[[], Sequence[str]], limit: float) -> None:
         """Every fault once, in an order of the seed's; then more of them until the time is over and there was enough.
 
@@ -105,7 +110,7 @@ class Nemesis:
             lacking: Faults that would help where too little has happened for the campaign to count.
             limit: When it ends in any case; what is taken from this machine's processors makes both later.
         """
-        plan = list(self._faults)
+        plan = list(self.kinds)
         self._chance.shuffle(plan)
         watch = Stopwatch()
         while watch.seconds() < limit:

@@ -4,13 +4,17 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.campaign import run_campaign
+from tests.chaos.fault_kinds import BROUGHT_ABOUT_BY
 from tests.chaos.stack.evil_tenant import can_be_held
 
 SEED = "KRONOSCOPE_CHAOS_SEED"
 DEFAULT_SEED = 20_261
 
 
+@pytest.mark.nightly(covered_by=tuple(sorted({test for tests in BROUGHT_ABOUT_BY.values() for test in tests})))
 def test_a_campaign_breaks_no_promise(tmp_path: Path) -> None:
     seed = int(os.environ.get(SEED) or DEFAULT_SEED)
     sys.stdout.write(f"{SEED}={seed}; logs in {tmp_path}\n")

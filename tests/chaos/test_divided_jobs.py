@@ -132,6 +132,16 @@ def lose_the_merger(stack: Stack, job: GatedJob) -> None:
     (gates / f"settle-{job.id}.hold").unlink()
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/jobs/queue/test_division.py::test_a_cancelled_job_is_cancelled_once_its_last_piece_has_stopped",
+        "tests/jobs/queue/test_division.py::test_a_piece_is_retried_and_its_end_for_good_fails_the_job",
+        "tests/jobs/queue/test_division.py::test_a_deadline_that_passes_in_the_queue_ends_the_job_with_its_pieces",
+        "tests/jobs/queue/test_division.py::test_a_schedule_reaches_the_pieces_and_that_of_a_piece_its_job",
+        "tests/worker/supervision/test_stage_pieces.py::test_a_piece_that_cannot_be_computed_fails_its_job",
+        "tests/worker/supervision/test_supervisor.py::test_a_drain_hands_the_job_back_uncounted",
+    )
+)
 def test_cancels_failures_deadlines_priorities_and_drains_reach_every_piece(quick: Stack, tmp_path: Path) -> None:
     """Children that only do what they are told: four jobs one after another, three of which are ended early."""
     stack = quick

@@ -144,6 +144,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("kind", list(BAD))
 def test_targets_that_cannot_be_used_are_refused_with_what_to_do(kind: str) -> None:
     y, task, said = BAD[kind]
@@ -214,6 +215,7 @@ def test_what_is_no_axis_is_refused() -> None:
             run(net(5), SEQUENCE, LABELS, **task)
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("order", [(4, 5, 6), (6, 5, 4)])
 @pytest.mark.parametrize("kinds", [("factors",), ("factors", "spectrum", "natural_gradient")])
 def test_a_later_batch_is_read_as_the_first(order: tuple[int, ...], kinds: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -28,6 +29,12 @@ def trained(ranks: int, steps: int, *options: str) -> float:
     return float(loss)
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/engine/distributed/test_ranks.py::test_ranks_measure_what_one_rank_measures",
+        "tests/kronoscope/test_training_example.py::test_natural_gradients_get_further_than_plain_ones_in_as_many_steps",
+    )
+)
 def test_two_ranks_end_with_the_weights_of_one(tmp_path: Path) -> None:
     weights: list[Tensor] = []
     for ranks in (1, 2):

@@ -28,9 +28,11 @@ ATTEMPT = Attempt()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what may be tried again."""
+    """Mark what may be tried again, and what may not."""
     for item in items:
-        if not NEVER_TWICE & set(item.path.parts):
+        if NEVER_TWICE & set(item.path.parts):
+            item.add_marker(pytest.mark.flaky(reruns=0), append=False)  # before a mark of its own, and before --reruns
+        else:
             item.add_marker(pytest.mark.flaky(reruns=1, condition=ATTEMPT.robbed))
 
 

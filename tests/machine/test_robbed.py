@@ -31,9 +31,19 @@ def test_that_fails_always():
 """
 
 
+def attempt(place: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    options = ["-q", "--rerun-show-tracebacks", "-p", "pytest_rerunfailures", "--rootdir", str(place)]
+    command = [sys.executable, "-m", "pytest", *options, *more, str(place)]
+    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=alone)
+
+
 @pytest.mark.parametrize(
     ("room", "stolen", "passed", "failed", "told"),
-    [("api", 0.0, 0, 2, 0), ("api", 1e6, 1, 1, 2), ("chaos", 1e6, 0, 2, 0)],
+    [
+        *[("api", 0.0, 0, 2, 0), ("api", 1e6, 1, 1, 2)],
+        *[(room, 1e6, 0, 2, 0) for room in ("chaos", "engine", "catalog")],
+    ],
 )
 def test_it_is_told_and_given_once(
     tmp_path: Path, room: str, stolen: float, passed: int, failed: int, told: int
@@ -42,14 +52,23 @@ def test_it_is_told_and_given_once(
     place.mkdir(parents=True)
     (place / "conftest.py").write_text(PLUGIN.format(stolen=stolen))
     (place / "test_it.py").write_text(FAILS_ONCE)
-    options = ["-q", "--rerun-show-tracebacks", "-p", "pytest_rerunfailures", "--rootdir", str(tmp_path)]
-    command = [sys.executable, "-m", "pytest", *options, str(place)]
-    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=alone)
+    run = attempt(place)
     assert f"{failed} failed" in run.stdout, run.stdout
     assert (f"{passed} passed" in run.stdout) == (passed > 0)
     assert (f"{told} rerun" in run.stdout) == (told > 0)
     assert ("assert len(tried) == 2" in run.stdout) or not passed
+
+
+@pytest.mark.parametrize("room", ["engine", "catalog"])
+def test_neither_a_mark_nor_an_option_gives_numbers_a_second_attempt(tmp_path: Path, room: str) -> None:
+    place = tmp_path / "rooms" / room
+    place.mkdir(parents=True)
+    (place / "conftest.py").write_text(PLUGIN.format(stolen=1e6))
+    marked = "@pytest.mark.flaky(reruns=3)\ndef test_it"
+    (place / "test_it.py").write_text("import pytest\n" + FAILS_ONCE.replace("def test_it", marked, 1))
+    run = attempt(place, "--reruns=3")
+    assert "2 failed" in run.stdout, run.stdout
+    assert "rerun" not in run.stdout.splitlines()[-1]
 
 
 def test_this_one_may_be_tried_again(request: pytest.FixtureRequest) -> None:

@@ -47,6 +47,7 @@ def run(folder: Path, tests: str, *options: str) -> tuple[int, dict[str, Any], s
     return done.returncode, json.loads((folder / "times.json").read_text()), done.stdout
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("options", [(), ("--numprocesses=1",)])
 def test_each_file_and_long_test_has_its_seconds(tmp_path: Path, options: tuple[str, ...]) -> None:
     code, times, told = run(tmp_path, TESTS, "--bound-minutes=10", *options)

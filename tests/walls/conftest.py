@@ -11,10 +11,10 @@ from tests.api.conftest import keyed
 from tests.conftest import Databases
 from tests.walls.compose import Compose
 from tests.walls.interpreter import everybodys_python
-from tests.worker.conftest import job, scripted, settings, submitted
+from tests.worker.conftest import dialect, job, scripted, settings, submitted
 from tests.worker.execution.conftest import store
 
-__all__ = ["job", "keyed", "python", "reachable", "scripted", "settings", "store", "submitted"]
+__all__ = ["dialect", "job", "keyed", "python", "reachable", "scripted", "settings", "store", "submitted"]
 
 
 def open_to_all(folder: Path) -> None:

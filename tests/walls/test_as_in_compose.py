@@ -83,6 +83,9 @@ def test_the_job_beside_an_attacker_gets_the_numbers_of_an_undisturbed_run(compo
     assert compose.digests(later) == compose.digests(alone)
 
 
+@pytest.mark.nightly(
+    covered_by=("tests/walls/test_quota.py::test_a_job_with_too_much_on_the_disk_is_ended_with_the_figure",)
+)
 def test_the_job_beside_one_that_fills_the_disk_succeeds(compose: Compose) -> None:
     compose.factory("kronoscope_test_greedy", GREEDY)
     factory = {"source": "factory", "factory": "kronoscope_test_greedy:model"}

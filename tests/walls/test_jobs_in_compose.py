@@ -56,6 +56,12 @@ def checkpoints(compose: Compose, job_id: str) -> list[Path]:
     return list((compose.place / "artifacts" / job_id).rglob(MANIFEST))
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/chaos/test_kill_matrix.py::test_every_job_ends_as_if_nobody_had_killed_anything[worker-mid_layer]",
+        "tests/walls/test_users.py::test_attempts_in_two_slots_are_two_users_and_a_later_attempt_is_the_same",
+    )
+)
 def test_a_job_whose_worker_was_killed_goes_on_under_another(compose: Compose) -> None:
     compose.factory("kronoscope_test_gated", GATED)
     disturbed = compose.submit(gated(compose.place))
@@ -81,6 +87,12 @@ def test_a_job_whose_worker_was_killed_goes_on_under_another(compose: Compose) -
     assert not (compose.place / "artifacts" / disturbed / ".waiting").exists()
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/walls/test_namespaces.py::test_two_tenants_of_a_worker_get_the_numbers_of_one_without_walls",
+        "tests/walls/test_as_in_compose.py::test_the_job_beside_an_attacker_gets_the_numbers_of_an_undisturbed_run",
+    )
+)
 def test_jobs_of_every_shape_give_the_numbers_of_a_worker_without_walls(compose: Compose) -> None:
     compose.factory("kronoscope_test_gated", GATED)
     (compose.place / "open").touch()

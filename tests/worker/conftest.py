@@ -20,6 +20,7 @@ from jobs.repository.submission import submit
 from jobs.service_log import configure_logging
 from jobs.settings import LedgerSettings
 from tests.chaos.stack.processes import gone
+from tests.conftest import POSTGRESQL_FIRST, Dialect
 from tests.machine.stopwatch import until
 from worker.settings import WorkerSettings
 
@@ -27,6 +28,13 @@ PATIENCE_SECONDS = 240
 """For what comes about within seconds on a machine that is there; a busy one may take many times as long."""
 
 SCRIPTED_CHILD = Path(__file__).parent / "scripted_child.py"
+
+
+@pytest.fixture(params=POSTGRESQL_FIRST)
+def dialect(request: pytest.FixtureRequest) -> Dialect:
+    """PostgreSQL; SQLite as well, of which a landing has a part."""
+    chosen: Dialect = request.param
+    return chosen
 
 
 @pytest.fixture(scope="session")

@@ -151,6 +151,11 @@ def test_a_replica_and_a_full_server_are_waited_for(start: Any, wakes: Any, admi
     wakes(running)
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/chaos/test_kill_matrix.py::test_every_job_ends_as_if_nobody_had_killed_anything[redis-before_claim]",
+    )
+)
 def test_one_that_was_killed_is_waited_for(start: Any, wakes: Any, server: Any, eventually: Any) -> None:
     process = start()
     eventually(lambda: process.said("ready"))

@@ -113,6 +113,7 @@ def mapped_libraries(pid: int) -> str:
 
 
 @pytest.mark.real_programs
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("command", [celery_command(), EMBEDDED], ids=["celery", "embedded"])
 def test_it_does_a_job_to_the_end_without_torch(
     worker: Any, submitted: Any, job: Any, eventually: Any, command: list[str]
@@ -162,6 +163,7 @@ def test_without_redis_jobs_are_done_all_the_same(worker: Any, submitted: Any, j
     assert process.popen.poll() is None
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("command", [celery_command(), EMBEDDED], ids=["celery", "embedded"])
 def test_an_outdated_schema_is_refused_with_the_remedy(
     worker: Any, databases: Any, dialect: Any, command: list[str]
@@ -197,6 +199,11 @@ def children_of(pid: int) -> list[int]:
 
 
 @pytest.mark.real_programs
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/chaos/test_named_faults.py::test_a_busy_worker_hands_its_job_back_and_another_goes_on_from_the_checkpoint",
+    )
+)
 def test_sigterm_hands_the_job_back_and_another_worker_finishes_it(
     worker: Any, submitted: Any, job: Any, eventually: Any, ended: Any, gated: Any
 ) -> None:
@@ -252,6 +259,12 @@ def test_slurm_is_asked_for_more_time_than_a_drain_takes() -> None:
 
 
 @pytest.mark.real_programs
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/worker/process/test_guardian.py::test_a_parent_killed_with_minus_9_leaves_no_orphan",
+        "tests/chaos/test_kill_matrix.py::test_every_job_ends_as_if_nobody_had_killed_anything[worker-mid_layer]",
+    )
+)
 def test_a_worker_killed_with_minus_9_leaves_no_orphan_and_loses_no_job(
     ledger: Any, worker: Any, submitted: Any, job: Any, eventually: Any, ended: Any, gated: Any
 ) -> None:
@@ -272,6 +285,7 @@ def test_a_worker_killed_with_minus_9_leaves_no_orphan_and_loses_no_job(
     assert second.said("reaped")
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("command", [celery_command(), EMBEDDED], ids=["celery", "embedded"])
 def test_until_idle_it_does_what_is_queued_and_ends(worker: Any, submitted: Any, job: Any, command: list[str]) -> None:
     ids = [submitted(**USAGE) for _ in range(2)]
@@ -282,6 +296,7 @@ def test_until_idle_it_does_what_is_queued_and_ends(worker: Any, submitted: Any,
     assert "worker ends" in [line["event"] for line in process.lines()]
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize(
     ("command", "given"),
     [
@@ -299,6 +314,7 @@ def test_until_idle_with_nothing_queued_it_ends_at_once(worker: Any, command: li
     assert "worker ends" in [line["event"] for line in process.lines()]
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("command", [celery_command(), EMBEDDED], ids=["celery", "embedded"])
 def test_before_the_wall_time_it_hands_its_job_back_and_has_ended(
     worker: Any, submitted: Any, job: Any, gated: Any, command: list[str]

@@ -338,6 +338,7 @@ def test_a_batch_that_is_halved_for_want_of_memory_counts_once(monkeypatch: pyte
     assert [figures(layer) for layer in halved.layers] == [figures(layer) for layer in collect_or_read(sliced).layers]
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("options", [{}, {"ema_decay": 0.8, "fisher": "mc"}, {"nested": True, "update_freq": 2}])
 @pytest.mark.parametrize(
     ("parts", "stop_at"),

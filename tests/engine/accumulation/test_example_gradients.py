@@ -196,6 +196,7 @@ def test_each_group_of_a_convolution_has_its_own_trace(gram: bool, monkeypatch: 
     assert found == pytest.approx((totals / 5).tolist(), rel=EXACT)
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
 def test_neither_sharing_nor_batches_change_the_trace(sharing: str, batch_size: int) -> None:

@@ -105,6 +105,7 @@ def trace(whole: FactorSet, name: str = "head") -> tuple[float | None, float | N
     return facts.exact_trace, facts.trace_standard_error
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("fisher", ["type2", "mc"])
 @pytest.mark.parametrize(
     "options",
@@ -154,6 +155,7 @@ def test_class_weights_and_smoothing_weigh_the_terms(smoothing: float) -> None:
     assert trace(sides[1]) == pytest.approx(trace(sides[0]), rel=EXACT)
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_language_model(*, tied: bool) -> None:
     name = "transformer.wte" if tied else "lm_head"
@@ -288,6 +290,7 @@ def test_half_precision_of_the_model_keeps_the_sums_precision() -> None:
     assert side.trace() == pytest.approx(truth.trace(), rel=1e-2)
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("fisher", ["type2", "empirical"])
 def test_a_tied_head_that_does_not_fit_is_sketched_where_that_is_allowed(fisher: str) -> None:
     truth = collect_or_read(space(language_model(tied=True), texts(), "dense", fisher=fisher))

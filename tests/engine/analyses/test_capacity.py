@@ -234,6 +234,7 @@ def test_a_side_that_answers_for_itself_gives_what_its_matrix_would(scale: float
     assert over.effective_dimension == pytest.approx(truth.effective_dimension, rel=1e-10)
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("rows", [16, 60])
 def test_a_softmax_head_too_large_for_eigenvalues_keeps_its_sums(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(softmax_fisher, "DENSE_ROWS", 4)
@@ -294,6 +295,7 @@ def within(found: Any, truth: Any) -> None:
     assert found.decay.exponent == pytest.approx(truth.decay.exponent, rel=0.05)
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("damping_g", [1e-4, 1e-11, 1e-18, 1e-30])
 def test_damping_below_what_a_large_head_answers_takes_the_rest_from_its_counted_eigenvalues(
     damping_g: float, monkeypatch: pytest.MonkeyPatch
@@ -477,6 +479,7 @@ def all_metrics() -> dict[str, Any]:
     return measured(space())[0]
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("name", METRICS)
 def test_each_metric_can_be_asked_for_alone(name: str) -> None:
     whole = all_metrics()

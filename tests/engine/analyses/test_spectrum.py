@@ -288,6 +288,7 @@ def stopping_after(space: Workspace, batches: int) -> None:
     space.ports.report = report
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("batches", [4, 20, 61, 80])
 def test_a_search_goes_on_where_it_was_and_ends_with_the_same_bits(batches: int) -> None:
     params = SpectrumParams(of=("kfac", "ggn", "hessian"), **SMALL)
@@ -307,6 +308,7 @@ def test_a_search_goes_on_where_it_was_and_ends_with_the_same_bits(batches: int)
     assert not any("discarded" in line for line in lines)
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("changed", ["options", "model", "tensor", "manifest"])
 def test_a_checkpoint_that_does_not_belong_is_discarded(changed: str) -> None:
     params = SpectrumParams(of="ggn", **SMALL)

@@ -110,6 +110,7 @@ def stopped(scratch: MemoryArtifacts, stop_at: int, **more: Any) -> None:
         collect_or_read(made)
 
 
+@pytest.mark.part(of=5)
 @pytest.mark.parametrize("stop_at", range(2, BATCHES + 1))
 @pytest.mark.parametrize(
     "options",
@@ -148,6 +149,7 @@ def undisturbed_passes() -> tuple[list[dict[str, Any]], int]:
     return truth, next(undisturbed.inputs.model.forwards)  # type: ignore[union-attr, return-value]
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("stop_at", range(1, 3 * BATCHES + 2))
 def test_finished_passes_are_not_made_again(stop_at: int, undisturbed_passes: tuple[list[dict[str, Any]], int]) -> None:
     truth, forwards = undisturbed_passes

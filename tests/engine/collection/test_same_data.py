@@ -99,6 +99,7 @@ def run(data: Any, later: str, **options: Any) -> Measurement:
     return measure(net(), data, task="classification", collection=collection, **given)
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize(
     # smaller sizes are of one pass, whose examples are counted beforehand
     ("later", "change"),

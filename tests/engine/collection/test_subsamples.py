@@ -90,6 +90,7 @@ def same(left: FactorSet, size: int, right: FactorSet) -> None:
         assert nested.rank_bounds[ordinals[layer.name]] == (layer.rank_bound_A, layer.rank_bound_G)
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("scratch", [True, False])
 @pytest.mark.parametrize(
     "options",
@@ -129,6 +130,7 @@ def test_several_passes_keep_the_same_sizes(parts: tuple[tuple[str, ...], ...]) 
         same(cut, size, once(examples))
 
 
+@pytest.mark.part(of=4, by=("parts",))
 @pytest.mark.parametrize("parts", [None, (("table", "norm"), ("q", "k"), ("conv", "late", "head"))])
 @pytest.mark.parametrize("stop_at", [2, 4, 5, 9, 15, 22, 40])
 def test_sizes_outlive_a_kill(stop_at: int, parts: tuple[tuple[str, ...], ...] | None) -> None:

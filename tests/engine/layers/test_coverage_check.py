@@ -71,7 +71,7 @@ class Summing(nn.Module):
 )
 def test_what_only_running_shows_fails_as_soon_as_it_is_shown(wanted: float, planned: bool, reason: str) -> None:
     plans: list[object] = []
-    space = workspace(Summing().double(), [data()], "classification", min_coverage=wanted)
+    space = workspace(Summing().double(), [data()], "classification", min_coverage=wanted, self_check="growing")
     space.ports.announce_plan = plans.append
     with pytest.raises(CoverageTooLow, match=f"20 {reason}"):
         collect_or_read(space)

@@ -193,6 +193,7 @@ USES: list[tuple[Callable[[Used, Tensor], Tensor], tuple[int, ...], tuple[int, .
 ]
 
 
+@pytest.mark.part(of=4, by=("use", "batch_size"))
 @pytest.mark.parametrize(("use", "p", "q"), USES)
 @pytest.mark.parametrize("batch_size", [1, 4, 5])
 def test_the_diagonal_is_that_of_the_block(
@@ -226,7 +227,7 @@ def test_what_is_not_understood_is_declared_and_the_operation_named(
     use: Callable[[Used, Tensor], Tensor], p: tuple[int, ...], reason: str, why: str
 ) -> None:
     x, y = data()
-    whole = collect(Used(use, p, None), [(x, y)], "classification")
+    whole = collect(Used(use, p, None), [(x, y)], "classification", self_check="growing")
     (row,) = whole.declared
     assert (row.name, row.reason, row.parameters) == ("", reason, ("p",))
     assert why in row.why
@@ -236,7 +237,7 @@ def test_what_is_not_understood_is_declared_and_the_operation_named(
 def test_a_parameter_that_carries_examples_into_each_other_leaves_nothing_to_measure() -> None:
     x, y = data()
     with pytest.raises(NothingToAnalyse, match="examples_mix"):
-        collect(Used(across_examples, (1, 5, 4), None), [(x, y)], "classification")
+        collect(Used(across_examples, (1, 5, 4), None), [(x, y)], "classification", self_check="growing")
 
 
 def test_a_use_that_the_first_example_does_not_show_is_declared() -> None:
@@ -245,12 +246,12 @@ def test_a_use_that_the_first_example_does_not_show_is_declared() -> None:
 
     x, y = data()
     model = Used(fickle, (4, 4), None)
-    assert collect(model, [(x, y)], "classification", batch_size=3).declared == ()
+    assert collect(model, [(x, y)], "classification", batch_size=3, self_check="growing").declared == ()
     unchecked = collect(model, [(x, y)], "classification", self_check="off")
     assert [row.reason for row in unchecked.declared] == ["unforeseen_use"]
     # what it computes of an example depends on how many there are
     with pytest.raises(NothingToAnalyse, match="examples_mix"):
-        collect(model, [(x, y)], "classification")
+        collect(model, [(x, y)], "classification", self_check="growing")
 
 
 def test_the_batch_size_changes_nothing_and_the_model_stays_as_it_was() -> None:

@@ -60,7 +60,7 @@ def rows_of(model: Language, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def test_a_scaled_table_has_the_factors_of_its_vectors(padding: int | None) -> None:
     model = Language(tied=False, padding=padding)
     ids = torch.randint(0, 9, (6, 5), generator=torch.Generator().manual_seed(1))
-    whole = collect(model, [(ids, ids)], "causal_lm", fisher="empirical", min_coverage=1.0)
+    whole = collect(model, [(ids, ids)], "causal_lm", fisher="empirical", min_coverage=1.0, self_check="growing")
     table = whole.layers[0]
     _, _, vectors = rows_of(model, ids)
     real = ids.flatten() != (-1 if padding is None else padding)

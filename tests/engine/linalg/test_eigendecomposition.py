@@ -223,6 +223,7 @@ def test_beyond_lapack_is_refused_with_a_reason_and_large_vectors_go_another_way
     assert rungs(32_768, need="values", device=HOST)[0].name == "host_float64"
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("need", ["values", "vectors"])
 def test_each_rung_takes_the_bytes_it_says(need: Any, dtype: torch.dtype) -> None:

@@ -164,6 +164,7 @@ def exact_sums(a: Tensor, g: Tensor, damping: float) -> tuple[float, float]:
 SPIKE = (ascending([1e-12] * 2000 + [1.0]), ascending([3e-12] * 500 + [1.0]))
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("relative", [1e-16, 1e-9, 1e-3, 1.0, 1e4])
 @pytest.mark.parametrize("name", [*(name for name in CASES if name != "underflow"), "spike"])
 def test_sums_under_damping_equal_the_dense_ones(name: str, relative: float) -> None:
@@ -216,6 +217,7 @@ class Known:
         return (self.values / (self.values + shifts[:, None])).sum(1)
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("relative", [1e-10, 1e-4, 1.0])
 @pytest.mark.parametrize("name", ["decades", "zeros", "power law"])
 def test_a_side_without_eigenvalues_is_asked_at_shifts(name: str, relative: float) -> None:

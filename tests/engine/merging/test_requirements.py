@@ -125,7 +125,7 @@ class Drawing(nn.Module):
 
 def test_a_model_that_draws_numbers_is_refused() -> None:
     def make() -> Workspace:
-        made = job()
+        made = job(self_check="growing")
         torch.manual_seed(0)
         made.inputs.model = Drawing()
         return made

@@ -187,6 +187,7 @@ def test_a_weight_is_a_count(fisher: str, smoothing: float) -> None:
             assert relative_error(weighted.load(ordinal).G, repeated.load(ordinal).G) < EXACT
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize(
     "task",
     [

@@ -37,6 +37,7 @@ def assert_true(found: tuple[Eigenvalue, ...], truth: Tensor, *, rounding: float
         assert abs(entry.value - value) <= entry.bound + rounding * float(truth.abs().max())
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("end", ["largest", "smallest", "both"])
@@ -165,6 +166,7 @@ def test_two_searches_agree_bit_by_bit_and_seeds_differ() -> None:
     assert not torch.equal(first.vectors, other.vectors)
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("length", [None, 60])
 def test_the_memory_is_the_stated_one(length: int | None) -> None:
     size, options = 200_000, replace(OPTIONS, length=length, most_products=80, dtype=torch.float32)

@@ -242,6 +242,7 @@ def size_of(model: nn.Module) -> int:
     return sum(p.numel() for p in trainable(model).values())
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("of", ["ggn", "hessian", "fisher", "empirical"])
 @pytest.mark.parametrize("loss", ["cross_entropy", "mse", "bce"])
 @pytest.mark.parametrize("net", list(NETS))
@@ -414,6 +415,7 @@ def test_a_hessian_needs_targets_and_a_gauss_newton_none() -> None:
         product(space, "hessian", v)
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("of", ["ggn", "hessian", "fisher", "empirical"])
 def test_memory_that_runs_out_halves_the_micro_batches(of: Curvature, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = made("perceptron")
@@ -482,6 +484,7 @@ def texts(padded: bool) -> tuple[dict[str, Tensor], Tensor]:
 SWITCHES = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("of", ["ggn", "hessian", "fisher", "empirical"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("make", [gpt2, llama])

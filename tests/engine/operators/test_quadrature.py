@@ -33,6 +33,7 @@ def covered(truth: Tensor, low: Tensor, high: Tensor) -> float:
     return float(((low <= truth + 1e-12) & (truth <= high + 1e-12)).double().mean())
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("probes", "steps"), [(10, 40), (12, 60)])
 def test_bands_of_the_distribution_cover_and_are_narrow(name: str, probes: int, steps: int) -> None:
@@ -80,6 +81,7 @@ def test_a_logarithmic_axis_holds_what_is_below_its_threshold_at_it() -> None:
     assert estimate[1] < 1e-8
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_moments_are_those_of_the_probe(name: str, steps: int) -> None:

@@ -245,6 +245,7 @@ def test_padding_of_a_language_model_is_dropped(leading: bool) -> None:
     assert dropped == {f"{layer.name}:0" for layer in whole.layers}
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("batch_size", [1, 4, 6])
 @pytest.mark.parametrize("labelled", ["real", "some padding", "late", "all"])
 def test_labels_on_padding_count(labelled: str, batch_size: int) -> None:

@@ -136,6 +136,7 @@ class Bagged(nn.Module):
         return self.head(torch.tanh(self.use(self.bag, (x.abs() * 7).long() % 9, x)))
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("name", BAGS)
 @pytest.mark.parametrize("batch_size", [4, 1])
 def test_a_bag_of_embeddings_is_covered(name: str, batch_size: int) -> None:

@@ -238,6 +238,7 @@ def test_a_batch_of_matrices_is_several_layers(product: Callable[[Tensor, Tensor
         require_same(whole, whole, {f"experts[{place}]": f"lone.{place}" for place in range(EXPERTS)})
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("mixture", [looped, masked, grouped])
 def test_padding_is_routed_nowhere(mixture: Mixture, sharing: str) -> None:
@@ -278,6 +279,7 @@ def sentences() -> list[tuple[dict[str, Tensor], Tensor]]:
     return [({"input_ids": ids, "attention_mask": mask}, ids)]
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 def test_mixtral_is_covered_whatever_computes_its_experts(implementation: str) -> None:
     model = mixtral()

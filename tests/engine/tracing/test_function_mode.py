@@ -156,6 +156,7 @@ MULTIPLIED: list[Callable[[Ensemble, Tensor], Tensor]] = [
 ]
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("multiply", MULTIPLIED)
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7])
 def test_stacked_weights_are_layers_of_their_own_at_every_batch_size(

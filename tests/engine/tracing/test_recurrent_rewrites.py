@@ -176,6 +176,7 @@ LAYERS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.part(of=4, by=("kind", "options"))
 @pytest.mark.parametrize(("kind", "options"), LAYERS)
 @pytest.mark.parametrize("batch_size", [4, 1])
 def test_a_recurrent_layer_is_its_own_recurrence(kind: str, options: dict[str, Any], batch_size: int) -> None:
@@ -215,6 +216,7 @@ def test_steps_sum_to_the_gradient_of_the_fused_kernel(kind: str, options: dict[
             assert relative_error(g.sum(0), own[bias].grad) < EXACT
 
 
+@pytest.mark.part(of=4, by=("kind", "options"))
 @pytest.mark.parametrize(("kind", "options"), LAYERS)
 @pytest.mark.parametrize("batch_size", [4, 1])
 def test_packed_sequences_of_several_lengths(kind: str, options: dict[str, Any], batch_size: int) -> None:
@@ -232,6 +234,7 @@ def test_packed_sequences_of_several_lengths(kind: str, options: dict[str, Any],
     truth.compare(whole, "recurrent.")
 
 
+@pytest.mark.part(of=4, by=("kind", "options"))
 @pytest.mark.parametrize(("kind", "options"), LAYERS)
 @pytest.mark.parametrize("packed", [False, True])
 def test_what_stands_for_a_kernel_computes_what_it_computes(kind: str, options: dict[str, Any], packed: bool) -> None:

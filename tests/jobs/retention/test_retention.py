@@ -179,6 +179,7 @@ def compares_with(job_id: str) -> dict[str, Any]:
     return {"kind": "compare_curvature", "compare_curvature": {"against": {"job": job_id}}}
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("naming", [begins_from, compares_with])
 @pytest.mark.parametrize("state", ["queued", "running", "cancelling"])
 def test_files_that_a_later_job_begins_from_stay_until_it_has_ended(

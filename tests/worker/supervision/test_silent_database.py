@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from jobs.queue.claims import claim
-from jobs.schema.database import open_database, upgrade_schema
+from jobs.schema.database import open_database, upgrade_schema, writing
 from tests import servers
 from worker.supervision.supervisor import Supervisor
 
@@ -21,6 +22,10 @@ pytestmark = pytest.mark.real_programs
 
 LEASE_SECONDS = 300
 """Longer than any restart takes, however little of this machine there is."""
+_END_CONNECTIONS = text(
+    "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity "
+    "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+)
 
 
 @pytest.fixture
@@ -87,3 +92,19 @@ def test_a_restart_in_the_middle_costs_patience_only(
     assert len(events(job_id, "log")) == 1
     assert pauses() == [min(round(0.2 * 2**number, 1), 5.0) for number in range(len(pauses()))]
     assert not [line for line in log_lines() if line["event"] == "lease lost"]
+
+
+def test_connections_that_the_server_ends_cost_no_attempt(
+    ledger: Any, start: Any, job: Any, events: Any, eventually: Any, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    job_id, running = start(["started"], ["layer", 0], ["wait_for", str(gate)], ["layer", 1], ["finish"])
+    eventually(lambda: events(job_id, "layer"))
+    with writing(ledger) as connection:
+        ended = connection.execute(_END_CONNECTIONS).scalar_one()
+    assert ended >= 1
+    gate.touch()
+    running.join(240)
+    done = job(job_id)
+    assert (done.state, done.attempt, done.failures) == ("succeeded", 1, 0)
+    assert [event.data["ordinal"] for event in events(job_id, "layer")] == [0, 1]

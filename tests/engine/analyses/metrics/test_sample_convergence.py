@@ -61,6 +61,7 @@ def test_a_power_law_is_flagged_although_reruns_agree(exponent: float, examples:
     assert (summary.not_converged["effective_rank"], summary.not_converged["trace"]) == (1, 0)
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("exponent", [0.5, 1.0])
 def test_enough_examples_are_not_flagged(exponent: float) -> None:
     truth = effective_rank(law(40, exponent))

@@ -75,6 +75,7 @@ def require_tokens_of(minilm: Path, inputs: dict[str, torch.Tensor], **options: 
         assert torch.equal(inputs[name], expected[name])
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_both_halves_of_a_pair_are_read_as_transformers_joins_them(
     tmp_path: Path, minilm: Path, reading: Callable[..., Read], one: str, other: str
@@ -169,6 +170,7 @@ BAD = [
 ]
 
 
+@pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize(("rows", "said"), BAD, ids=[said[:30] for _, said in BAD])
 def test_what_cannot_be_read_as_it_stands_is_refused(
     tmp_path: Path, reading: Callable[..., Read], rows: Any, said: str

@@ -104,6 +104,7 @@ def compare(found: dict[str, Any], truth: dict[str, Any], tolerance: float) -> i
     return compared
 
 
+@pytest.mark.part(of=4, by=("document",))
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_any_number_of_pieces_gives_the_figures_of_the_whole(
     runner: Runner, document: dict[str, Any], dtype: str
