@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 import numbers
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,11 +23,35 @@ Scalars = Mapping[Any, tuple[str, Callable[[Any], bool]]]
 """The name of each type of scalar, and whether a value is one."""
 
 
+def _is_finite(value: object) -> bool:
+    try:
+        return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type] # a number by its type
+    except OverflowError:
+        return False
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and (value.isascii() or re.search("[\ud800-\udfff]", value) is None)
+
+
+JSON_SCALARS: Scalars = {
+    int: ("a whole number of 0 or more", lambda value: type(value) is int and 0 <= value < 2**63),
+    float: ("a finite number", _is_finite),
+    str: ("a text", _is_text),
+    bool: ("true or false", lambda value: type(value) is bool),
+    types.NoneType: ("null", lambda value: value is None),
+    Mapping: ("an object", lambda value: isinstance(value, Mapping)),
+}
+"""Those of JSON, by its own names for them."""
+
+
 class Reader:
     """A reader of the values that a caller gives: every fault is a ``FieldError`` with path, value and remedy."""
 
     exact: ClassVar[bool] = False
     """Whether values are JSON: a list is refused whole where an item does not fit, and numbers stay as they are."""
+    slashed: ClassVar[bool] = False
+    """Whether paths are written with slashes."""
     list_name: ClassVar[str] = "a list, each {}"
     union_name: ClassVar[str] = ", or "
     scalars: ClassVar[Scalars] = {
@@ -95,7 +120,11 @@ class Reader:
         try:
             return cls(**made)
         except FieldError as error:
-            raise type(error)(self.at(field, error.field), error.message) from error
+            self.refuse_meaning(self.at(field, error.field), error)
+
+    def refuse_meaning(self, field: str, error: FieldError) -> NoReturn:
+        """Refuse a value by the sentence of its record."""
+        raise type(error)(field, error.message) from error
 
     def fits(self, annotation: Any, value: Any) -> bool:  # noqa: ANN401
         """Return whether a value has the form that an annotation asks for, whatever stands in it."""
@@ -117,6 +146,8 @@ class Reader:
 
     def at(self, field: str, name: str) -> str:
         """Return the path of a member: a field's, or an item's in brackets."""
+        if self.slashed:
+            return f"{field}/{name.strip('[]')}".removeprefix("/")
         return f"{field}{name}" if name.startswith("[") or not field else f"{field}.{name}"
 
     def described(self, annotation: Any) -> str:  # noqa: ANN401

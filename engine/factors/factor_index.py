@@ -6,18 +6,16 @@ not whole numbers, so that no damaged value passes for another.
 """
 
 import hashlib
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from types import NoneType
-from typing import Any, ClassVar, NoReturn, get_args, get_origin
+from typing import Any, NoReturn, get_args, get_origin
 
 from typing_extensions import override
 
 from catalog.analyses.analysis import LookedAt
 from catalog.record import FieldError, canonical_json
-from catalog.record_reader import Reader, Scalars
+from catalog.record_reader import JSON_SCALARS, Reader
 from catalog.requests.collection import Collection
 from catalog.requests.woodbury import Woodbury
 from engine.errors import BrokenFactors
@@ -198,35 +196,13 @@ def _refuse(place: str, expected: str, value: object) -> NoReturn:
     )
 
 
-def _is_finite(value: object) -> bool:
-    try:
-        return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type] # a number by its type
-    except OverflowError:
-        return False
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
-
-
 class TableReader(Reader):
     """The reader of the index, and of tables that stand beside it."""
 
-    exact = True
+    exact = slashed = True
     list_name = "a list whose every item is {}"
     union_name = " or "
-    scalars: ClassVar[Scalars] = {
-        int: ("a whole number of 0 or more", lambda value: type(value) is int and 0 <= value < 2**63),
-        float: ("a finite number", _is_finite),
-        str: ("a text", _is_text),
-        bool: ("true or false", lambda value: type(value) is bool),
-        NoneType: ("null", lambda value: value is None),
-        Mapping: ("an object", lambda value: isinstance(value, Mapping)),
-    }
-
-    @override
-    def at(self, field: str, name: str) -> str:
-        return f"{field}/{name.strip('[]')}".removeprefix("/")
+    scalars = JSON_SCALARS
 
     @override
     def described(self, annotation: Any) -> str:
@@ -236,12 +212,8 @@ class TableReader(Reader):
         return "a list" if is_table else super().described(annotation)
 
     @override
-    def record(self, cls: type, value: Any, field: str) -> Any:
-        # read a record; one of the catalog checks the meaning of its values itself
-        try:
-            return super().record(cls, value, field)
-        except FieldError as error:
-            raise BrokenFactors(f"`{INDEX}`: `{error.field}` {error.message}", pointer="/factors") from error
+    def refuse_meaning(self, field: str, error: FieldError) -> NoReturn:
+        raise BrokenFactors(f"`{INDEX}`: `{field}` {error.message}", pointer="/factors") from error
 
     @override
     def refuse(self, field: str, annotation: Any, value: Any) -> NoReturn:

@@ -94,14 +94,8 @@ class _SharedSides(dict[int, Side]):
 def measure_layers(workspace: Workspace) -> Iterator[Measured]:
     """Measure every covered layer, the largest first; later analyses of the job get the same records.
 
-    Args:
-        workspace: The job: its model or stored factors, options, machine and ports.
-
     Returns:
         Every covered layer once; its factors are not held. After the last, the index of the kept factors is written.
-
-    Raises:
-        EngineError: As ``engine.errors`` lists.
     """
     known = workspace.results.of(_MeasuredLayers)
     factors = collect_or_read(workspace)

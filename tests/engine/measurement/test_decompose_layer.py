@@ -178,7 +178,7 @@ def test_three_analyses_of_one_job_decompose_each_factor_once(aside: bool, monke
     made.ports.scratch = MemoryArtifacts() if aside else None
     given = entering(monkeypatch)
     for kind, options in asked.items():
-        assert list(resolve(ANALYSES[kind].function)(options, made))
+        assert list(resolve(ANALYSES[kind].implementation)(options, made).rows())
     whole = collect_or_read(made)
     factors = {
         (facts.name, side): getattr(whole.load(facts.ordinal), side)

@@ -49,8 +49,8 @@ def rows(made: Workspace, kind: str) -> dict[str, Any]:
     params = None if record is None else record()
     made.options.params = {kind: params}
     made.options.decomposition = most_decomposed([params or ANALYSES[kind]])
-    function = pkgutil.resolve_name(ANALYSES[kind].function)
-    found: Generator[LayerResult, None, Any] = function(params, made)
+    analysis = pkgutil.resolve_name(ANALYSES[kind].implementation)
+    found: Generator[LayerResult, None, Any] = analysis(params, made).rows()
     return {row.layer: asdict(row.metrics) for row in found if row.metrics is not None}
 
 
