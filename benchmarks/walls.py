@@ -70,7 +70,7 @@ def seconds_to_first_batch(place: Path) -> list[float]:
         (place / name).mkdir(mode=0o777)
         (place / name).chmod(0o777)
     settings = WorkerSettings.from_environment(environment)
-    share = _found("worker.agent.shared_folders", "worker.agent.isolation")
+    share = _found("worker.service", "worker.agent.isolation")
     share(settings.ledger.artifact_root, settings.model_store)
     found = []
     for _ in range(JOBS_OF_A_PROCESS):

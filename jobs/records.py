@@ -160,7 +160,7 @@ class Claim:
     percent: float = 0.0
     """How far the job is: not 0 where the attempt goes on after its pieces."""
     user_number: int = 0
-    """The job's user, counted from the first user that the operator sets aside for jobs (`jobs.queue.job_users`)."""
+    """The job's user, counted from the first user that the operator sets aside for jobs (`jobs.queue.claims`)."""
 
 
 @record

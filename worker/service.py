@@ -1,25 +1,181 @@
-"""The service of a worker process from start to end, with a broker that sends wake-ups or without one."""
+"""The service of a worker process from start to end, with a broker that sends wake-ups or without one.
+
+Where jobs run as users of their own, shared folders have these rights::
+
+    artifacts                passed through and not listed; each job enters the folder that was given to it
+    all that lies in them    closed to jobs: objects, caches, locks, and what earlier versions have left of jobs
+    the model store          read; a builtin model is trained by the worker, and what a job has put there is removed
+"""
 
 import os
+import shutil
+import stat
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 
 import structlog
 
 from catalog.private_memory import hide_memory
+from jobs.objects.artifacts import OBJECTS, ArtifactFolder
+from jobs.objects.local_store import LOCKS
 from jobs.schema.database import open_database, require_current_schema
+from jobs.schema.identifiers import new_id
 from jobs.service_log import configure_logging, log_last_words
 from jobs.tenancy.shared_workers import require_walls
 from worker.agent.agent import Agent
 from worker.agent.isolation import measure_isolation
 from worker.agent.maintenance import WorkerMaintenance
 from worker.agent.pace_measurement import PaceMeasurement
-from worker.agent.shared_folders import share_folders
-from worker.agent.trial_job import trial_job, with_possible_namespaces
-from worker.devices.device_summary import describe_device
-from worker.devices.discover import process_space
+from worker.devices.discover import gpus_given, process_space
+from worker.disk.cache_folder import tenants_caches
 from worker.lifetime import Ending
+from worker.process.child_process import Child, child_environment
+from worker.process.confinement import Confinement
 from worker.settings import WorkerSettings
+from worker.supervision.job_namespaces import job_namespaces
+
+_UMASK = 0o022
+_MADE_BY_JOBS = ("builtin", "pace")
+"""Folders of the model store that jobs of earlier versions filled."""
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_OTHERS_READ = stat.S_IRUSR | stat.S_IXUSR
+
+
+def share_folders(artifacts: Path, models: Path) -> None:
+    """Give the folders of artifacts and of models the rights above; what an earlier version wrote gets them too.
+
+    Args:
+        artifacts: The root of the artifacts.
+        models: The model store.
+    """
+    os.umask(_UMASK)
+    caches = tenants_caches(artifacts)
+    if caches.exists() and caches.stat().st_uid != os.getuid():
+        _remove(caches)  # a job of an earlier version has made it, and could open it again
+    for folder in (artifacts / OBJECTS.rstrip("/"), artifacts / LOCKS, caches):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for each in artifacts.iterdir():
+        with suppress(OSError):  # another worker may have removed it
+            if each.lstat().st_gid == os.getgid():
+                _change(each, take=_OTHERS)
+    _change(artifacts, take=_OTHERS)
+    _change(artifacts, give=stat.S_IXUSR)
+    for name in _MADE_BY_JOBS:
+        folder = models / name
+        if folder.exists() and {each.lstat().st_uid for each in (folder, *folder.rglob("*"))} != {os.getuid()}:
+            _remove(folder)
+    models.mkdir(parents=True, exist_ok=True)
+    for place, _, files in os.walk(models):
+        for path in (Path(place), *(Path(place, name) for name in files)):
+            _change(path, give=_OTHERS_READ, take=_OTHERS_WRITE | stat.S_ISVTX)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder: out of the way at once, then file by file."""
+    trash = folder.with_name(f".trash-{uuid.uuid4().hex}")
+    with suppress(OSError):
+        folder.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def _change(path: Path, *, give: int = 0, take: int = 0) -> None:
+    """Give group and others those of an owner's rights that the owner has, and take rights; of this user's files."""
+    with suppress(OSError):
+        status = path.lstat()
+        mode = stat.S_IMODE(status.st_mode)
+        changed = (mode | (mode & give) >> 3 | (mode & give) >> 6) & ~take
+        if status.st_uid == os.getuid() and not stat.S_ISLNK(status.st_mode) and changed != mode:
+            path.chmod(changed)
+
+
+_LINE_BYTES = 10_000
+_SECONDS = 60.0
+_NOTHING = (sys.executable, "-P", "-S", "-c", "")
+_ROOT = "the worker is root, and so its jobs would be, whom no namespace holds; set KRONOSCOPE_CHILD_USER too"
+
+
+@contextmanager
+def trial_job(settings: WorkerSettings, number: int = 0) -> Iterator[Confinement]:
+    """Make a folder as a job has it, for a child that is to be held to what a job is.
+
+    Args:
+        settings: The worker's settings.
+        number: Which of the users for jobs it has.
+
+    Yields:
+        The limits.
+    """
+    held_to = settings.confinement(number)
+    folder, name = ArtifactFolder(settings.ledger.artifact_root), new_id()
+    place = folder.attempt_dir(name, 1, held_to.user)
+    try:
+        yield replace(held_to, namespaces=job_namespaces(settings, place, [place]))
+    finally:
+        folder.clear_attempt(name, 1)
+
+
+def with_possible_namespaces(settings: WorkerSettings) -> WorkerSettings:
+    """Return the settings without `KRONOSCOPE_CHILD_NAMESPACES` where no child can be started like that.
+
+    Args:
+        settings: The operator's choice.
+    """
+    why = _refused(settings) if settings.child_namespaces else ""
+    if not why:
+        return settings
+    structlog.get_logger("kronoscope.worker").warning("jobs run without namespaces of their own", why=why)
+    return settings.model_copy(update={"child_namespaces": False})
+
+
+def _refused(settings: WorkerSettings) -> str:
+    """Why the kernel refuses; empty where it does not."""
+    if os.getuid() == 0 and settings.child_user is None:
+        return _ROOT
+    with (
+        trial_job(settings) as held_to,
+        closing(Child.start({}, subprocess.PIPE, child_environment(os.environ), _NOTHING, held_to)) as child,
+    ):
+        said = [line.decode(errors="replace").strip() for line in child.output(_LINE_BYTES)]
+        code = child.wait(_SECONDS)
+    return "" if code == 0 else (said or [f"exit code {code}"])[0]
+
+
+_DEVICE_NODE = Path("/dev/nvidiactl")
+
+
+def describe_device(environ: Mapping[str, str] = os.environ) -> str:
+    """Describe the device that this worker computes on, for its first log line.
+
+    Args:
+        environ: The environment's variables; `CUDA_VISIBLE_DEVICES` and `PATH` are read.
+
+    Returns:
+        ``cpu (…)`` with the reason, or ``cuda (…)`` with the names of the GPUs.
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return "cpu (CUDA_VISIBLE_DEVICES hides every GPU)"
+    tool = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if tool is None:
+        return "cuda (names unknown)" if _DEVICE_NODE.exists() else "cpu (no NVIDIA driver)"
+    try:
+        listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=20, check=True)  # noqa: S603 - a fixed command
+    except (OSError, subprocess.SubprocessError):
+        return f"{_kind(visible)} (nvidia-smi does not answer)"
+    names = [line.split(" (UUID")[0].strip() for line in listing.stdout.splitlines() if line.startswith("GPU ")]
+    return f"cuda ({'; '.join(names)})" if names else f"{_kind(visible)} (nvidia-smi lists no GPU)"
+
+
+def _kind(visible: str | None) -> str:
+    """One whose GPUs do not answer takes no job until one does, instead of computing elsewhere."""
+    return "cuda" if gpus_given(visible) else "cpu"
 
 
 class Service:

@@ -11,20 +11,22 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from pydantic import TypeAdapter
 from starlette.concurrency import run_in_threadpool
 
+from api.problem_details import invalid_parameter
 from api.requests.admission import admit
 from api.requests.auth import Reader, Submitter
 from api.requests.body import read_document_body
-from api.requests.job_fields import JobFields
 from api.requests.job_filter import JobFilter
 from api.requests.long_poll import check_wait, wait_for_job
 from api.requests.openapi import document_body, error_responses, schedule_body
 from api.requests.response_bodies import job_view
 from api.service import Service, ServiceOf
+from catalog.record import record
 from catalog.requests.job import JobDocument
 from catalog.requests.memory_requirements import least_bytes
 from catalog.responses.views import JobListView, JobView, ValidationView
 from jobs.codec import document_json, parse_document, parse_schedule, sha256_of
 from jobs.records import Job
+from jobs.repository.job_list import FIELDS
 from jobs.repository.pieces import read_pieces
 from jobs.repository.store import delete_job, list_jobs, read_job, request_cancel, reschedule
 from jobs.repository.submission import submit, submitted_earlier
@@ -32,6 +34,31 @@ from jobs.retention.object_sweep import delete_unlisted
 from jobs.scheduling.placement import placement_before, placement_of
 from jobs.schema.database import for_tenant
 from jobs.tenancy.quotas import require_place, require_room
+
+
+@record
+class JobFields:
+    """The large fields that a list is to hold."""
+
+    fields: Annotated[
+        str | None,
+        Query(
+            description="Comma list of `document` and `plan`. Without them `document` holds the sources of model, data "
+            "and factors; `plan` is null. With them a page may be shorter than `limit`."
+        ),
+    ] = None
+
+    def names(self) -> tuple[str, ...]:
+        """Return the fields.
+
+        Raises:
+            Refusal: 422 if one of them is not known.
+        """
+        asked = () if self.fields is None else tuple(dict.fromkeys(self.fields.split(",")))
+        if not set(asked) <= set(FIELDS):
+            raise invalid_parameter("fields", f"must be a comma list of {', '.join(FIELDS)}")
+        return asked
+
 
 _RETRY_SECONDS = 2
 _PAGE_BYTES = 2**18

@@ -14,14 +14,55 @@ from api.problem_details import invalid_parameter, not_found
 from api.requests.auth import Reader
 from api.requests.openapi import error_responses
 from api.requests.response_bodies import artifact_view, job_view, layer_view
-from api.routes.archived_layers import layer_count, layer_page
 from api.service import Service, ServiceOf
 from catalog import ANALYSES
 from catalog.record import canonical_json, plain, record
 from catalog.responses.views import LayerListView, LayersLink, ResultsView
-from jobs.records import Job, LayerRow
-from jobs.repository.results import SORT_KEYS, LayerQuery, list_artifacts
+from jobs.records import Artifact, Job, LayerPage, LayerRow
+from jobs.repository.results import (
+    SORT_KEYS,
+    LayerQuery,
+    count_layers,
+    layer_rows,
+    list_artifacts,
+    page_of,
+    read_artifact,
+)
 from jobs.repository.store import check_limit, read_job
+from jobs.retention.archive import NAME, read_contents, read_layers
+
+
+def layer_page(service: Service, job: Job, asked: LayerQuery) -> LayerPage:
+    """Return a page of the job's layer rows, from the ledger or from its archive."""
+    if job.archived_at is None:
+        page = layer_rows(service.engine, job.tenant_id, job.id, asked)
+        # no rows: there are none, or they were archived since the job was read
+        if page.items or not _archived(service, job):
+            return page
+    return page_of(read_layers(service.artifacts, _archive(service, job)), asked)
+
+
+def layer_count(service: Service, job: Job) -> int:
+    """Count the job's layer rows so far."""
+    if job.archived_at is None:
+        count = count_layers(service.engine, job.tenant_id, job.id)
+        if count or not _archived(service, job):
+            return count
+    return read_contents(service.artifacts, _archive(service, job)).layers
+
+
+def _archived(service: Service, job: Job) -> bool:
+    """Return whether the job has been archived by now."""
+    current = read_job(service.engine, job.tenant_id, job.id)
+    return current is not None and current.archived_at is not None
+
+
+def _archive(service: Service, job: Job) -> Artifact:
+    archive = read_artifact(service.engine, job.tenant_id, job.id, NAME)
+    if archive is None:
+        raise not_found("there is no such job")  # deleted since it was read: an archived job lists its archive
+    return archive
+
 
 _PAGE = 100
 _ARCHIVED_PAGE = 1000

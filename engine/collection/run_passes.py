@@ -2,9 +2,13 @@
 
 One pass gathers every layer wherever memory allows; else each pass gathers the layers of one part
 of the plan and spills their factors before the next begins. The numbers are the same.
+
+The fallbacks of a plan are half as many examples at a time, down to one, and then two passes in place of the one
+that ran out, down to one layer (with those that share its A) in each. A pass begins anew with each of them, so its sums
+are those of a job that had chosen that fallback to begin with, and nothing is counted twice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -15,14 +19,15 @@ from engine.collection.checkpoints import CheckpointForeign, Checkpoints, Resume
 from engine.collection.collection_state import CollectionState, Cursor
 from engine.collection.data_pass import require_terms, run_pass
 from engine.collection.normalise import keep_factors
-from engine.collection.oom_fallback import describe, next_fallback
 from engine.collection.pass_job import PassJob, PlannedPass
 from engine.collection.pass_statistics import statistics_kind
 from engine.collection.probe import ProbedModel
-from engine.collection.ranks.agreement import Left, agree_on_checkpoint, end_together
-from engine.collection.ranks.completed_pass import complete_pass
+from engine.collection.ranks.agreement import Left, agree_on_checkpoint, end_together, join_cursors
+from engine.collection.ranks.owners import owners_of
+from engine.collection.ranks.reduce_statistics import reduce_statistics
+from engine.collection.ranks.turns import Turns
 from engine.collection.statistics_state import fields_of_state, set_counts
-from engine.distributed.group import RankLeft
+from engine.distributed.group import RankLeft, Ranks
 from engine.factors.representation import DENSE
 from engine.layers.coverage import Survey
 from engine.memory.guard import PlanningError
@@ -34,6 +39,62 @@ from engine.row_layout.attention_masks import MaskBroken
 from engine.row_layout.layer_calls import InputOverwritten
 from engine.row_layout.shared_inputs import SharingBroken
 from engine.workspace import Workspace
+
+
+def complete_pass(
+    ranks: Ranks,
+    job: PassJob,
+    state: CollectionState,
+    statistics: Sequence[LayerStatistics],
+    cursor: Cursor,
+    *,
+    alone: bool,
+) -> Cursor:
+    """Add what every rank has measured in one pass."""
+    collection = job.collection
+    whole, since = join_cursors(ranks, cursor, Turns.of(ranks, collection.update_freq), collection)
+    if collection.ema_decay is not None and since:
+        for found in statistics:
+            found.decay_(collection.ema_decay**since)
+    reduce_statistics(ranks, statistics, collection, owners_of(ranks, job.workspace, statistics, alone=alone))
+    if ranks.one_node and ranks.traffic.total("rows").received:
+        job.workspace.ports.log(
+            "warning",
+            "gradient rows stand once on each rank instead of once on the node, for lack of room in /dev/shm and in "
+            "the folder for temporary files",
+        )
+    states = ranks.gather(None if state.self_check is None else state.self_check.state(), "checks of the pass")
+    if state.self_check is not None and state.checked is not None:
+        state.self_check.join(state.checked.state(), states)
+    for heard in ranks.gather(sorted(state.nondeterministic), "operations without a deterministic form"):
+        state.nondeterministic.update(heard)
+    return whole
+
+
+def next_fallback(chosen: Chosen, number: int, whole: int, shared: Mapping[str, str], *, aside: bool) -> Chosen | None:
+    """Choose the next fallback."""
+    size = min(chosen.micro_batch or whole, whole)
+    if size > 1:
+        return replace(chosen, micro_batch=-(-size // 2))
+    groups = list(_groups(chosen.parts[number], shared))
+    if not aside or len(groups) < 2:
+        return None
+    half = len(groups) // 2
+    halves = tuple(tuple(name for group in part for name in group) for part in (groups[:half], groups[half:]))
+    return replace(chosen, parts=(*chosen.parts[:number], *halves, *chosen.parts[number + 1 :]))
+
+
+def describe(chosen: Chosen) -> str:
+    """Describe a choice by its slices and passes."""
+    slices = "whole batches" if chosen.micro_batch is None else f"slices of {chosen.micro_batch}"
+    return f"{slices}, {len(chosen.parts)} pass{'es' if len(chosen.parts) > 1 else ''}"
+
+
+def _groups(part: Sequence[str], shared: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    leaders = [name for name in part if shared.get(name) not in part]
+    for leader in leaders:
+        yield (leader, *(name for name in part if shared.get(name) == leader))
+
 
 _CALLED = {"version": "version of torch", "threads": "number of threads"}
 

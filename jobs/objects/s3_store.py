@@ -9,19 +9,32 @@ leaves a mark of its own first, looks at the object's age *then*, and takes the 
 whoever puts an object looks for marks *afterwards*, waits until those are gone, looks *last* whether
 the object is there, and puts it again where it is not. Whoever saw the old one either had its mark
 there when the marks were looked for, or was done by then: either way the last look comes after it.
+
+A presigned URL gives its holder read access to one object for a time, without credentials. The query carries the
+signature (AWS Signature Version 4): with the day's key
+``k = HMAC(HMAC(HMAC(HMAC("AWS4" + secret, date), region), "s3"), "aws4_request")`` it is
+``HMAC(k, "AWS4-HMAC-SHA256" ‖ time ‖ scope ‖ SHA-256(request))``, where the request is method,
+path, sorted query, host and ``UNSIGNED-PAYLOAD``. obstore signs too, but nothing beyond the key:
+under which name and type the store sends an object that several jobs list under different names
+has to be part of what is signed.
+
+References:
+    Amazon S3 API reference, Authenticating requests: using query parameters (AWS Signature Version 4)
 """
 
 import contextlib
 import hashlib
+import hmac
 import io
 import math
 import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+from urllib.parse import quote, urlsplit
 
 import obstore
 from obstore.exceptions import BaseError
@@ -30,8 +43,42 @@ from obstore.store import S3Store
 from jobs.errors import ArtifactDamaged, StoreUnavailable
 from jobs.objects.local_store import open_plain, require_digest
 from jobs.objects.object_store import MARKS, PART, Source, StoredObject
-from jobs.objects.presigned_urls import signed_url
 from jobs.s3_settings import S3Settings
+
+_ALGORITHM = "AWS4-HMAC-SHA256"
+
+
+def signed_url(
+    settings: S3Settings, key: str, seconds: int, *, answers: dict[str, str], at: datetime | None = None
+) -> str | None:
+    """Return an address that answers GET for one object without credentials."""
+    if settings.access_key_id is None or settings.secret_access_key is None:
+        return None
+    moment = (at or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
+    scope = f"{moment[:8]}/{settings.region}/s3/aws4_request"
+    place = urlsplit(settings.public_endpoint)
+    path = quote(f"{place.path}/{settings.bucket}/{settings.prefix}{key}", safe="/-_.~")
+    query = {
+        "X-Amz-Algorithm": _ALGORITHM,
+        "X-Amz-Credential": f"{settings.access_key_id}/{scope}",
+        "X-Amz-Date": moment,
+        "X-Amz-Expires": str(seconds),
+        "X-Amz-SignedHeaders": "host",
+    }
+    if settings.session_token is not None:
+        query["X-Amz-Security-Token"] = settings.session_token
+    query |= {f"response-{name}": value for name, value in answers.items()}
+    canonical = "&".join(
+        sorted(f"{quote(name, safe='-_.~')}={quote(value, safe='-_.~')}" for name, value in query.items())
+    )
+    request = "\n".join(["GET", path, canonical, f"host:{place.netloc}", "", "host", "UNSIGNED-PAYLOAD"])
+    to_sign = "\n".join([_ALGORITHM, moment, scope, hashlib.sha256(request.encode()).hexdigest()])
+    day = f"AWS4{settings.secret_access_key}".encode()
+    for part in (moment[:8], settings.region, "s3", "aws4_request"):
+        day = hmac.digest(day, part.encode(), "sha256")
+    signature = hmac.digest(day, to_sign.encode(), "sha256").hex()
+    return f"{place.scheme}://{place.netloc}{path}?{canonical}&X-Amz-Signature={signature}"
+
 
 _PART_BYTES = 8 * 2**20
 _MOST_PARTS = 10_000

@@ -293,7 +293,7 @@ worker_devices = Table(
 job_users = Table(
     "job_users",
     metadata,
-    # never given twice: which user of the machines its attempts run as (``jobs.queue.job_users``)
+    # never given twice: which user of the machines its attempts run as (``jobs.queue.claims``)
     Column("number", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
     _tenant(),
     Column("job_id", _Id, ForeignKey("jobs.id", ondelete="CASCADE"), nullable=False, unique=True),

@@ -2,27 +2,99 @@
 
 import hashlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from catalog import ANALYSES
 from catalog.record import plain
+from catalog.responses.coverage import percentage
 from catalog.responses.views import ArtifactView, JobView, ResultsView
-from kronoscope.cli.documents import read_document
+from kronoscope.cli.documents import DocumentUnreadable, read_document
 from kronoscope.cli.exit_codes import CATEGORIES, FATAL, INTERNAL, STOPPED, USAGE, fail, require_whole
 from kronoscope.cli.options import AsJson, Document, JobId, JobOrFolder, Settings, Url, complete
 from kronoscope.cli.output import message_console, print_json, result_console, write_error, write_line
 from kronoscope.cli.run_folder import read_run
-from kronoscope.cli.schedule_options import Deadline, Priority, Within, with_schedule
 from kronoscope.client.client import Client
 from kronoscope.client.responses import Layer
-from kronoscope.display.job_table import job_table
 from kronoscope.display.methods import methods_text
+from kronoscope.display.printable import printable
 from kronoscope.display.progress import display_for
 from kronoscope.display.results import placement_problem, read_memory_curve, show_progress, show_results
+
+Priority = Annotated[
+    int | None, typer.Option(metavar="-10..10", help="Which of your own waiting jobs goes first; default 0.")
+]
+Deadline = Annotated[str | None, typer.Option(metavar="MOMENT", help='End it as failed by then: "2026-12-01T12:00Z".')]
+Within = Annotated[str | None, typer.Option(metavar="TIME", help="The same from now on: 90m, 4h or 2d.")]
+
+
+def with_schedule(
+    document: dict[str, Any], *, priority: int | None, deadline: str | None, within: str | None
+) -> dict[str, Any]:
+    """Return a job document with the options in its block `schedule`."""
+    options = {"priority": priority, "deadline": deadline, "within": within}
+    options = {name: value for name, value in options.items() if value is not None}
+    if not options:
+        return document
+    block = document.get("schedule") or {}
+    if not isinstance(block, dict):
+        raise DocumentUnreadable("`schedule` is a value, not a block; write `schedule: {priority: 5}`")
+    if deadline is not None or within is not None:
+        block = {name: value for name, value in block.items() if name not in ("deadline", "within")}
+    return {**document, "schedule": {**block, **options}}
+
+
+_WHOLE_ID_WIDTH = 130
+_SHORT_ID = 12
+
+
+def job_table(jobs: Iterable[JobView], width: int = 100) -> Table:
+    """Tabulate jobs, one row each.
+
+    Args:
+        jobs: In the order in which they are shown.
+        width: Columns of the terminal; where it is narrow, ids are shown by their last part, which every command takes.
+
+    Returns:
+        Id, name, kinds, state, progress and time of submission.
+    """
+    listed = list(jobs)
+    named = any(job.name for job in listed)
+    short = named and width < _WHOLE_ID_WIDTH
+    table = Table(pad_edge=False, show_edge=False)
+    for heading in ("id", *(["name"] if named else []), "kind", "state", "progress", "created"):
+        # an id must not be cut, so names and kinds wrap
+        fixed_width = {"id": _SHORT_ID if short else 36, "state": 9, "progress": 8, "created": 16}.get(heading)
+        table.add_column(heading, no_wrap=fixed_width is not None, overflow="fold", min_width=fixed_width)
+    for job in listed:
+        percent = job.progress.percent if job.progress is not None else None
+        cells = [
+            job.id[-_SHORT_ID:] if short else job.id,
+            *([printable(job.name or "–", lines=False)] if named else []),
+            ", ".join(job.kinds),
+            _state(job),
+            "–" if percent is None else f"{percent:.0f} %",
+            (job.created_at or "")[:16].replace("T", " "),
+        ]
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _state(job: JobView) -> str:
+    """Return the state; of a job that measured a part of its model, or did a part of its analyses, also which."""
+    if job.state != "succeeded":
+        return job.state
+    share = job.coverage is not None and job.coverage.status == "partial"
+    said = [percentage(job.coverage.measured_share)] if job.coverage is not None and share else []
+    if job.refused:
+        said.append(f"{len(job.refused)}/{len(job.kinds)} refused")
+    return f"partial {', '.join(said)}" if said else job.state
+
 
 _STATES = ("queued", "running", "waiting", "cancelling", "succeeded", "failed", "cancelled")
 

@@ -21,9 +21,9 @@ from jobs.repository.submission import submit
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
 from jobs.schema.tables import cached_factors, tenants
-from worker.agent.trial_job import with_possible_namespaces
 from worker.disk.cache_folder import cache_of_tenant, tenants_caches
 from worker.process.child_process import EXECUTION
+from worker.service import with_possible_namespaces
 from worker.supervision import frame_writer
 from worker.supervision.supervisor import Supervisor
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.objects.scratch import Scratch
 from jobs.objects.scratch_store import _snapshot
-from worker.agent.shared_folders import share_folders
+from worker.service import share_folders
 from worker.process.child_process import Child, child_environment
 from worker.process.confinement import Confinement
 

@@ -57,7 +57,7 @@ from jobs.objects.artifacts import ArtifactFolder
 from jobs.settings import LedgerSettings
 from worker.process.child_process import Child, child_environment
 from worker.process.process_group import descendants
-from worker.agent.trial_job import trial_job, with_possible_namespaces
+from worker.service import trial_job, with_possible_namespaces
 from worker.settings import WorkerSettings
 from catalog.private_memory import hide_memory
 
@@ -225,7 +225,7 @@ import json, os, subprocess, sys
 from pathlib import Path
 from jobs.settings import LedgerSettings
 from worker.agent.isolation import measure_isolation
-from worker.agent.trial_job import trial_job, with_possible_namespaces
+from worker.service import trial_job, with_possible_namespaces
 from worker.settings import WorkerSettings
 
 ledger = LedgerSettings(database_url="sqlite://", artifact_root=Path(sys.argv[1], "artifacts"))

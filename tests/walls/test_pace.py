@@ -10,10 +10,10 @@ import torch
 
 from jobs.settings import LedgerSettings
 from worker.agent.pace_measurement import PaceMeasurement
-from worker.agent.shared_folders import share_folders
 from worker.execution.device_calibration import Calibration
 from worker.process.child_process import Child
 from worker.process.confinement import Confinement
+from worker.service import share_folders
 from worker.settings import WorkerSettings
 
 FIRST = 20_000

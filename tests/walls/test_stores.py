@@ -14,10 +14,10 @@ from jobs.objects.artifacts import ArtifactFolder
 from jobs.objects.local_store import LOCKS
 from jobs.records import LOCAL_TENANT, Artifact
 from jobs.schema.identifiers import new_id
-from worker.agent.shared_folders import share_folders
 from worker.execution.models import builtin
 from worker.process.child_process import Child
 from worker.process.confinement import Confinement
+from worker.service import share_folders
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root may start processes of other users")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine
 
-from jobs.queue import attempt_endings, job_users
+from jobs.queue import attempt_endings, claims
 from jobs.queue.claims import claim
 from jobs.records import LOCAL_TENANT, Claim
 from jobs.repository.results import events_after
@@ -102,7 +102,7 @@ def test_between_jobs_of_one_user_no_wall_is_said_to_hold(tmp_path: Path) -> Non
 def test_between_jobs_of_two_users_the_walls_are_tried_and_hold(python: str, reachable: Path) -> None:
     program = (
         "import os, sys; from pathlib import Path; from worker.agent.isolation import measure_isolation;"
-        "from worker.agent.shared_folders import share_folders; from worker.process.confinement import Confinement;"
+        "from worker.service import share_folders; from worker.process.confinement import Confinement;"
         "place = Path(sys.argv[1]); share_folders(place / 'artifacts', place / 'models');"
         "users = [Confinement(user=each) for each in (20000, 20001)];"
         "print(*measure_isolation(users[0], os.environ, place / 'artifacts', users[1]))"
@@ -139,13 +139,13 @@ def test_attempts_in_two_slots_are_two_users_and_a_later_attempt_is_the_same(
     assert [len(each) for each in users] == [2, 1]
     assert len({*users[0]}) == 1
     assert users[0][0] != users[1][0]
-    assert all(FIRST <= int(each) < FIRST + job_users.USERS for each in (users[0][0], users[1][0]))
+    assert all(FIRST <= int(each) < FIRST + claims.USERS for each in (users[0][0], users[1][0]))
 
 
 def test_a_number_comes_round_again_only_when_nobody_needs_it(
     ledger: Engine, submitted: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_users, "USERS", 4)
+    monkeypatch.setattr(claims, "USERS", 4)
     held = [claimed(ledger, submitted()) for _ in range(3)]
     numbers = [each.user_number for each in held]
     assert len(set(numbers)) == 3

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import structlog
 from sqlalchemy import Engine
@@ -15,14 +16,34 @@ from sqlalchemy import Engine
 from jobs.errors import LedgerUnavailable
 from jobs.metrics.counters import Reconciler, note_round
 from jobs.objects.artifacts import ArtifactFolder, open_artifacts
+from jobs.objects.cached_entries import CachedEntries, forget_unused, list_tenants, place_of
 from jobs.objects.scratch import open_scratch, sweep_scratch
 from jobs.queue.outbox import relay
 from jobs.queue.reaper import end_overdue, reap_ended_worker, reap_expired
 from jobs.retention.object_sweep import sweep_attempts, sweep_objects
 from jobs.retention.retention import archive_ended, forget_estimates
 from jobs.settings import LedgerSettings
-from worker.agent.cache_sweep import sweep_caches
 from worker.agent.worker_locks import EndedWorkers
+from worker.disk.cache_folder import CacheFolder, cache_of_tenant, tenants_caches
+
+
+def sweep_caches(engine: Engine, artifact_root: Path, limit_bytes: int) -> int:
+    """Sweep the cache of every tenant."""
+    root = tenants_caches(artifact_root)
+    if not root.is_dir():
+        return 0
+    place = place_of(root)
+    forget_unused(engine)
+    tenants = {cache_of_tenant(artifact_root, each): each for each in list_tenants(engine)}
+    # without entries in the ledger there may be folders, and the other way round
+    known = [each for each in tenants if each.is_dir()]
+    named = [cache_of_tenant(artifact_root, each) for each in list_tenants(engine, place)]
+    return sum(
+        CacheFolder(folder, CachedEntries(engine, tenants[folder], place), limit_bytes).sweep()
+        for folder in dict.fromkeys((*known, *named))
+        if folder in tenants
+    )
+
 
 _ENDED_SECONDS = 1.0
 """Between two looks for dead workers of this machine, which ask the database only where there is one."""

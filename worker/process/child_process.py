@@ -2,12 +2,16 @@
 
 Used by the supervisor (whose sink is the ledger) and by the foreground runner (whose sink is a
 folder). Knows neither torch nor the ledger.
+
+A pipe reads end-of-file only once nobody has it open for writing. What a child leaves behind in a
+session of its own may have it open for days, so its reader goes by the end of the group instead.
 """
 
 import contextlib
 import errno
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -24,8 +28,44 @@ from worker.process.confinement import Confinement
 from worker.process.disk_limit import Excess
 from worker.process.guardian import MOMENT
 from worker.process.leftovers import clear_leftovers
-from worker.process.pipe_reader import lines
 from worker.process.process_group import began, group_lives, kill_descendants, wait_until_gone
+
+_CHUNK_BYTES = 65_536
+_LEFT_OVER_BYTES = 2**20  # as much as a pipe holds
+
+
+def lines(descriptor: int, gone: int, limit: int) -> Iterator[bytes]:
+    """Yield each line with its end, or ``limit`` bytes of one that is longer; the last may have been cut short."""
+    pending = bytearray()
+    searched = 0
+    for chunk in _chunks(descriptor, gone):
+        pending += chunk
+        while pending:
+            end = pending.find(b"\n", searched, limit) + 1
+            if not end and len(pending) < limit:
+                searched = len(pending)
+                break
+            piece = bytes(pending[: end or limit])
+            del pending[: len(piece)]
+            searched = 0
+            yield piece
+    if pending:
+        yield bytes(pending)
+
+
+def _chunks(descriptor: int, gone: int) -> Iterator[bytes]:
+    while True:
+        readable, _, _ = select.select([descriptor, gone], [], [])
+        if gone in readable:
+            os.set_blocking(descriptor, False)
+            with contextlib.suppress(BlockingIOError):
+                yield os.read(descriptor, _LEFT_OVER_BYTES)
+            return
+        chunk = os.read(descriptor, _CHUNK_BYTES)
+        if not chunk:
+            return
+        yield chunk
+
 
 EXECUTION = (sys.executable, "-P", "-m", "worker.execution")
 RANKS = (sys.executable, "-P", "-m", "worker.execution.ranks")

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from catalog.requests.memory import Memory
 from engine.collect import collect_or_read
 from engine.collection import ekfac_passes, run_passes
-from engine.collection.oom_fallback import next_fallback
+from engine.collection.run_passes import next_fallback
 from engine.errors import OutOfMemory
 from engine.factors.factor_set import FactorSet
 from engine.factors.kronecker_factors import digest

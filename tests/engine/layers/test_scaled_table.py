@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.layers.scaled_table import scale_of
+from engine.layers.embedding import scale_of
 from tests.oracles import collect, relative_error, require_traces
 
 EXACT = 1e-12

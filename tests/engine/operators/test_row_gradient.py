@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.analyses.metrics.layer_direction import power_of_rows
 from engine.factors.low_rank import LowRank, scaled_rows
 from engine.linalg.damping import Damping
 from engine.operators.kronecker.eigenbasis import JointBasis, SideBasis
 from engine.operators.kronecker.factor_side import FactorSide
 from engine.operators.kronecker.layer_operator import LayerOperator
-from engine.operators.row_gradient import power_of_rows
 
 ROWS, OUT, INTO = 24, 300, 7
 WEIGHT = 24.0

@@ -17,7 +17,7 @@ from engine.memory.budget import MemoryBudget
 from engine.memory.device_speed import measure_speed, typical_speed
 from engine.memory.guard import Guard
 from engine.memory.plan import LIBRARY_BYTES, Plan, Term
-from engine.memory.smallest_budget import smallest_budget
+from engine.planning.job_plan import smallest_budget
 from engine.planning.plan_search import fastest, halved, total_seconds
 from engine.workspace import Workspace
 from tests.oracles import MemoryArtifacts, workspace

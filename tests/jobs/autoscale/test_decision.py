@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from jobs.autoscale.classes import MachineClass
+from jobs.autoscale.classes import MachineClass, Template
 from jobs.autoscale.decision import ClassState, Decision, Room, WaitingJobs, cooldown_left, decide, room_of
-from jobs.autoscale.templates import Template
 
 GB = 10**9
 

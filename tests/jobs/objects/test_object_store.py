@@ -19,8 +19,7 @@ from obstore.store import S3Store
 from jobs.errors import ArtifactDamaged, SettingsInvalid, StoreUnavailable
 from jobs.objects.local_store import LocalObjects, open_plain, require_digest
 from jobs.objects.object_store import MARKS, ObjectStore, StoredObject
-from jobs.objects.presigned_urls import signed_url
-from jobs.objects.s3_store import S3Objects
+from jobs.objects.s3_store import S3Objects, signed_url
 from jobs.s3_settings import S3Settings
 from jobs.settings import LedgerSettings
 from tests.machine.stopwatch import until

@@ -8,7 +8,7 @@ from rich.console import Console
 from catalog.analyses.spectrum_metrics import BoundedEigenvalue, CurvatureSpectrum
 from catalog.record import plain
 from kronoscope.client.responses import build_layer
-from kronoscope.display.spectrum_table import curvature_table, missing_lines
+from kronoscope.display.results import curvature_table, missing_lines
 from kronoscope.display.tables import layer_table
 
 

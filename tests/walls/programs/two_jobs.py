@@ -20,9 +20,9 @@ import worker
 from catalog.private_memory import hide_memory
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.records import Artifact
-from worker.agent.shared_folders import share_folders
 from worker.process.child_process import Child, child_environment
 from worker.process.confinement import Confinement
+from worker.service import share_folders
 
 root, first, attacks_as, secret = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 programs = Path(__file__).parent

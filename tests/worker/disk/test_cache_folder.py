@@ -22,7 +22,7 @@ from jobs.schema.clock import ledger_now
 from jobs.schema.database import open_database, reading, writing
 from jobs.schema.tables import cached_factors
 from tests.conftest import Databases
-from worker.agent.cache_sweep import sweep_caches
+from worker.agent.maintenance import sweep_caches
 from worker.disk.cache_folder import CacheFolder, EntryRows, Filling, cache_of_tenant, discard, tenants_caches
 from worker.foreground.cache_rows import CacheRows
 

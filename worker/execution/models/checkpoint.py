@@ -2,9 +2,16 @@
 
 Order: bounds of config.json, headers of the files, closed-form size against what the files hold,
 and only then is a module built and filled.
+
+``transformers`` makes a BERT tokenizer's normaliser of fields of ``tokenizer_config.json``, whatever
+``tokenizer.json`` says. So the two must agree, which the tokenizer's own process looks at.
 """
 
 import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import transformers
@@ -12,14 +19,55 @@ from torch import nn
 
 from catalog.requests.inputs import DirectoryModel, Task
 from engine.memory.plan import readable_bytes
-from worker.execution.files.open_files import OpenFolder
+from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.loaded_model import LoadedModel, Vocabulary
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models.checkpoint_weights import CheckpointFiles, fill, find_weights
 from worker.execution.models.config_json import Architecture, read_architecture
 from worker.execution.models.folder_files import list_unused_files, require_no_adapter
-from worker.execution.models.tokenizer_config import TokenizerConfig, read_tokenizer_config
 from worker.execution.refusal import Refusal, names
+
+_MOST_BYTES = 2**20
+_NORMALISER = ("do_lower_case", "strip_accents", "tokenize_chinese_chars")
+_READ = frozenset({"mask_token", "truncation_side", *_NORMALISER})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """What is read."""
+
+    mask_token: str | None = None
+    """The text of the mask token."""
+    truncation_side: str | None = None
+    """`left` or `right`."""
+    normaliser: Mapping[str, bool | None] = field(default_factory=dict)
+
+
+def read_tokenizer_config(file: OpenFile | None, context: LoaderContext) -> TokenizerConfig:
+    """Read the configuration of a tokenizer."""
+    if file is None or file.stat().st_size > _MOST_BYTES:
+        return TokenizerConfig()
+    try:
+        value: Any = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        return TokenizerConfig()
+    if not isinstance(value, dict):
+        return TokenizerConfig()
+    for name in value:
+        if name not in _READ:
+            context.unused(f"tokenizer_config.json: {names([name])}")
+    token = value.get("mask_token")
+    # a string there, or an object with its content
+    content = token.get("content") if isinstance(token, dict) else token
+    side = value.get("truncation_side")
+    return TokenizerConfig(
+        mask_token=content if isinstance(content, str) else None,
+        truncation_side=side if side in ("left", "right") else None,
+        normaliser={
+            name: value[name] for name in _NORMALISER if name in value and isinstance(value[name], (bool, type(None)))
+        },
+    )
+
 
 _MAX_TOKENIZER_BYTES = 64 * 2**20
 _AUTO = {

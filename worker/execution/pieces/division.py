@@ -6,17 +6,26 @@ as a piece          collect the sums of its examples, or correct their eigenvalu
 `collect` ended     merge; where it pays, end with ``Divided`` into pieces of layers
 `decompose` ended   with EK-FAC store the eigenbases, and end with ``Divided`` once more
 all rounds ended    analyse the merged factors, as a job over stored factors does
+
+`shards: auto` takes so many pieces::
+
+    N = min(2 · devices, ⌊seconds of the whole collection / 60⌋, places to cut), at least 1;  1 with one device
+
+Two pieces for each device let a fast one take more than a slow one, and halve what a killed worker loses. A piece loads
+the model, probes it and is merged, which takes seconds; below a minute of work that is no longer small beside it. One
+device gains nothing from pieces.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from catalog.frames import Divided, Finished
 from catalog.record import plain
 from catalog.requests.assignment import Assignment, FinishedPiece
 from catalog.requests.job import JobDocument
-from catalog.requests.pieces import ROUNDS, Piece
+from catalog.requests.pieces import PIECES_PER_DEVICE, ROUNDS, Piece, auto_pieces
 from engine.collect import collect_or_read, plan_collection
 from engine.measurement.piece_storage import store_bases, store_correction, store_layers, store_piece
 from engine.memory.plan import read_plan
@@ -26,8 +35,34 @@ from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.pieces.data_extent import cut_pieces, measure_extent, read_share
 from worker.execution.pieces.decompose_round import Circumstances, divide_decompositions
 from worker.execution.pieces.read_digests import ReadDigests, require_one_pass, require_same_pieces
-from worker.execution.pieces.shard_count import choose_count, most_pieces
 from worker.execution.refusal import Refusal
+
+LEAST_SECONDS = 60.0
+"""Collection that makes a piece worth while."""
+
+
+def most_pieces(devices: int, cuts: int) -> int:
+    """Return the number of pieces that `auto` takes where the collection is long."""
+    return max(1, min(auto_pieces(devices), cuts))
+
+
+def choose_count(plan: Mapping[str, Any], planned: int, devices: int, cuts: int) -> tuple[int, str]:
+    """Choose the number of pieces."""
+    most = most_pieces(devices, cuts)
+    if most == 1:
+        what = f"{devices} device is" if devices == 1 else f"{devices} devices are"
+        return 1, f"{what} at hand, and the data have {cuts} place{'s' if cuts > 1 else ''} to begin a piece"
+    foreseen = (plan.get("stages") or {}).get("collection", {}).get("seconds")
+    if foreseen is None:
+        return most, f"{devices} devices are at hand, and nobody foresees how long the collection takes"
+    seconds = foreseen * planned
+    count = max(1, min(most, int(seconds // LEAST_SECONDS)))
+    limit = (
+        f"a piece of less than {LEAST_SECONDS:.0f} s is not worth its start"
+        if count < most
+        else f"{PIECES_PER_DEVICE} pieces for each of {devices} devices"
+    )
+    return count, f"the collection takes about {seconds:.0f} s of one device; {limit}"
 
 
 def begins(document: JobDocument, assignment: Assignment) -> bool:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from catalog.analyses.capacity import CapacityParams
 from catalog.requests.woodbury import Woodbury
 from engine.analyses.capacity import Capacity
+from engine.analyses.metrics.sample_convergence import extrapolated, not_converged
 from engine.collect import collect_or_read
 from engine.factors import softmax_fisher
-from engine.linalg.extrapolation import extrapolated, not_converged
 from engine.workspace import Workspace
 from tests.oracles import workspace
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from worker.execution.files.gradient_file import load_gradient
+from worker.execution.job_inputs import load_gradient
 from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal
 

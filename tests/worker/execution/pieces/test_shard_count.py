@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from worker.execution.pieces.shard_count import choose_count, most_pieces
+from worker.execution.pieces.division import choose_count, most_pieces
 
 
 def plan(seconds: float | None) -> dict[str, Any]:
