@@ -256,9 +256,9 @@ def _tag(member: Any) -> str | None:  # noqa: ANN401
     return str(get_args(hint)[0]) if get_origin(hint) is Literal else None
 
 
-@functools.cache
 def _form(annotation: Any) -> tuple[Any, tuple[Any, ...]]:  # noqa: ANN401
-    """Return the origin of a form of typing and its arguments; looking them up takes longer than most checks."""
+    """Return the origin of a form of typing and its arguments."""
+    # not cached: words in another order are an equal key, and an error lists them in their own
     return get_origin(annotation), get_args(annotation)
 
 
