@@ -210,7 +210,7 @@ class CoverageBroken(EngineError):
 
 
 class NotConverged(EngineError):
-    """No rung of the eigendecomposition's ladder gave finite eigenvalues."""
+    """None of the eigendecomposition's fallbacks gave finite eigenvalues."""
 
     code = "not_converged"
 

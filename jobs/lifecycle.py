@@ -9,8 +9,8 @@
       │       └──────────> failed (with a piece) | cancelling | cancelled
       └──> failed (at its deadline) | cancelled
 
-A job that is being cancelled ends `cancelled` whatever its attempt reports meanwhile: who was
-told `cancelling` need not ask again.
+A job that is being cancelled ends `cancelled` whatever its attempt reports meanwhile: a caller
+who was answered `cancelling` need not ask again.
 """
 
 from catalog.responses.views import JobState

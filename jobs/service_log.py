@@ -1,7 +1,7 @@
 """The log format of the service's processes: one JSON object per line on standard error, whatever names contain.
 
 Lines of libraries (Celery, uvicorn, SQLAlchemy) take the same way, and so do a thread's last words, so that every
-line of a process parses. ``job``, ``attempt``, ``fence`` and ``layer`` are bound by whoever knows them, ``request``
+line of a process parses. ``job``, ``attempt``, ``fence`` and ``layer`` are bound by code that knows them, ``request``
 by the API.
 """
 

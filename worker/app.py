@@ -49,7 +49,7 @@ def create_app(broker: str) -> WorkerApp:
         worker_concurrency=2,  # wake-ups are handled in milliseconds; jobs run in threads of the Agent's
         worker_consumer="worker.broker_connection:SteadyConsumer",
         worker_disable_prefetch=True,
-        worker_enable_remote_control=False,  # whoever may write to Redis could end every worker by it
+        worker_enable_remote_control=False,  # any writer to Redis could end every worker by it
         worker_hijack_root_logger=False,
         worker_pool="threads",
         worker_prefetch_multiplier=1,

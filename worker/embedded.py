@@ -21,7 +21,7 @@ _PARENT_POLL_SECONDS = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the worker until it is told to stop."""
+    """Run the worker until it is asked to stop."""
     parser = argparse.ArgumentParser(prog="worker.embedded")
     parser.add_argument("--with-parent", action="store_true", help="end when the starting process ends")
     parser.add_argument("--until-idle", action="store_const", const="1", help="end when nothing is left to do")

@@ -93,7 +93,7 @@ async def _checks(service: Service) -> dict[str, str]:
 
 
 async def _isolation(service: Service) -> dict[str, str]:
-    """Told and not judged: an operator decides what is enough."""
+    """Report isolation without a verdict: an operator decides what is enough."""
     return {
         "jobs": await _within(_DATABASE_SECONDS, lambda: _of_jobs(service)),
         "tenants": await _within(_DATABASE_SECONDS, lambda: _of_tenants(service)),

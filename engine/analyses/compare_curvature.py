@@ -1,8 +1,8 @@
 """`compare_curvature`: each layer's factors beside those of a second, stored set; no model is needed.
 
 Layers are the same where they have one name and one size. An A that layers share in both sets is compared once.
-Spectra, eigenvectors and pencils are computed here, on the host in float64: what a job lays aside of its
-decompositions is float32, to which spans would be known to 1e-7 only.
+Spectra, eigenvectors and pencils are computed here, on the host in float64: the decompositions that a
+job spills are float32, to which spans would be known to 1e-7 only.
 """
 
 import math

@@ -344,7 +344,7 @@ def _write_given(run: _Run, layer: Measured, made: Made | None, name: str) -> No
 def _write_indices(run: _Run) -> None:
     """Indices last, so that their presence says that all is there.
 
-    Where every side is a matrix, they are factors as a collection leaves them, for whoever reads those.
+    Where every side is a matrix, they are factors as a collection leaves them, for their readers.
     """
     artifacts, layers = run.workspace.ports.artifacts, run.whole.layers
     if not run.params.keep_matrices or any(facts.ordinal not in run.kept | run.entries for facts in layers):

@@ -1,4 +1,4 @@
-"""Remembered rows: what a reconstruction has made of a layer, laid aside for an attempt that begins after it."""
+"""Remembered rows: what a reconstruction has made of a layer, stored for an attempt that begins after it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -24,7 +24,7 @@ class Outcome:
 
 
 def remember(workspace: Workspace, facts: LayerFacts, outcome: Outcome) -> None:
-    """Lay aside what the summary and the indices need of a row."""
+    """Store what the summary and the indices need of a row."""
     if workspace.ports.scratch is None or not workspace.saves_checkpoints:
         return
     save_sealed(

@@ -126,7 +126,7 @@ def run_pass(
                 checkpoints.save(cursor, all_statistics, state)
     _require_as_before(job, cursor)
     if (collection.ekfac or workspace.options.passes_again) and checkpoints.worth():
-        # whoever is killed in the passes that follow begins them anew, or where they were, and nothing before them
+        # an attempt killed in the passes that follow begins them anew, or where they were, and nothing before them
         checkpoints.save(cursor, all_statistics, state)
     return all_statistics, cursor
 

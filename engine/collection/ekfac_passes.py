@@ -203,7 +203,7 @@ def _leader(found: LayerStatistics) -> str:
 def _prepared(
     job: PassJob, found: LayerStatistics, state: CollectionState, bases: dict[str, Tensor]
 ) -> CorrectionStatistics:
-    """Zeroed eigenvalues of a layer, and its bases; ``bases`` holds each A's for whoever shares it."""
+    """Zeroed eigenvalues of a layer, and its bases; ``bases`` holds each A's for the layers that share it."""
     layer, leader = found.layer, _leader(found)
     factors = [state.factors[name]() for name in layer.parts]
     if layer.form == "kronecker" and leader not in bases:

@@ -178,7 +178,7 @@ class _Sign:
 
 
 def _first_sign(model: nn.Module, task: Task, current: CurrentBatch) -> NonFiniteLoss | None:
-    """The error that says where the outputs of the current batch go wrong; None where it cannot be told."""
+    """The error that says where the outputs of the current batch go wrong; None where it is not known."""
     batch = current.batch
     if batch is None:
         return None

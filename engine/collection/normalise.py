@@ -238,7 +238,7 @@ def _overflown(name: str, side: str, dtype: torch.dtype | None) -> NonFiniteFact
 
 
 def _is_finite(factor: Tensor) -> bool:
-    """Told by the diagonal, as no entry of a positive semidefinite matrix is larger than the largest there.
+    """Judge by the diagonal, as no entry of a positive semidefinite matrix is larger than the largest there.
 
     The whole would take another factor's worth of memory to look at.
     """

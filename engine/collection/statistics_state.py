@@ -65,7 +65,7 @@ def put(statistics: LayerStatistics, entry: str, tensor: Tensor, device: torch.d
     if isinstance(held, _PARTS):
         held.put(own, tensor)
     elif isinstance(held, Tensor) and held.shape == tensor.shape and held.dtype == tensor.dtype:
-        # in place, for whoever holds a view of it
+        # in place, for those who hold a view of it
         held.copy_(tensor)
     else:
         setattr(statistics, entry, tensor.to(device))

@@ -7,7 +7,7 @@ With W ranks, f = (W − 1)/W, T rows of all ranks of o numbers of b bytes, and 
     dense    f·e·o(o+1), and to the layer's owner alone half of it;  holds e·o(o+1)/2, the owner alone or all
 
 A Gram matrix is summed in float64 (e = 8), a dense G in the precision of the collection (e = 4 or 8). The
-transfers that bring row shards together for whoever needs whole rows are counted apart: f·o·T·b.
+transfers that bring row shards together for ranks that need whole rows are counted apart: f·o·T·b.
 """
 
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Longest first: a division of work over equal workers, the longest item to whoever has least so far.
+"""Longest first: a division of work over equal workers, the longest item to the one that has least so far.
 
 The last worker to end takes at most 4/3 − 1/(3m) times as long as in the best division over m workers. Equal inputs
 give equal divisions: among equal costs the first item comes first, and among workers with equal loads the first.

@@ -3,7 +3,7 @@
 FSDP gathers a unit by a collective that every rank enters at the same place of the same forward pass. Ranks that
 measure differ in their passes: one has more batches than another, or larger ones, checks a batch, looks for the module
 that makes a NaN, or begins anew with smaller slices. So each gathering is a round in which every rank says what it
-needs, a unit or nothing, and sends its parts to whoever needs them:
+needs, a unit or nothing, and sends its parts to the ranks that need them:
 
     a rank that needs a unit       enters one round, and has the unit afterwards
     a rank that waits for others   enters rounds, needing nothing, until one in which nobody needs anything
@@ -62,7 +62,7 @@ class ParameterRounds:
             self._round(self._ranks, unit, targets)
 
     def serve(self) -> None:
-        """Send parts to whoever needs them, until every rank waits.
+        """Send parts to the ranks that need them, until every rank waits.
 
         Raises:
             RankFailed: If a rank has failed.

@@ -176,7 +176,7 @@ def _digest(value: object, place: str) -> str:
 
 
 def _require_consistent(layers: list[LayerFacts]) -> None:
-    """Require that ordinals name one layer each, and that whoever shares an A shares one that is there."""
+    """Require that ordinals name one layer each, and that a shared A is one that is there."""
     seen: dict[int, LayerFacts] = {}
     for place, facts in enumerate(layers):
         if facts.ordinal in seen:

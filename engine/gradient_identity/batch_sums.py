@@ -205,7 +205,7 @@ class LayerMoments:
         """The same of the sums; None where there is none to be held."""
         found, side = self.statistics, self.sides[name]
         if name == "A":
-            # A is that of whoever shares it: each of them holds its own rows against it
+            # A belongs to all layers that share it: each of them holds its own rows against it
             holder = found.leader or found
             total = holder.A if holder.flaw is None else None
             return None if total is None else of_sum(total, in_order_of_sums(holder.layer, side.vector))

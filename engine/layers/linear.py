@@ -34,7 +34,7 @@ class LinearLayer(TreatedLayer):
 
 @dataclass(eq=False)
 class TransposedLinearLayer(LinearLayer):
-    """``y = a W + b`` with W stored (d_in, d_out): the convention is met by its transpose."""
+    """``y = a W + b`` with W stored (d_in, d_out): the convention holds for its transpose."""
 
     @override
     @property

@@ -34,7 +34,7 @@ _OF_VALUES = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class RungCost:
-    """One rung of the ladder, and what it takes beside the factor itself."""
+    """One rung of the list of fallbacks, and what it takes beside the factor itself."""
 
     name: str
     formula: str

@@ -34,7 +34,7 @@ from engine.planning.decomposition_memory import COUNTED, basis_dtype
 from engine.workspace import Workspace
 
 _WORTH_KEEPING = 512
-"""Rows from which values alone are laid aside: below, they are computed again as fast as they are read."""
+"""Rows from which values alone are stored: below, they are computed again as fast as they are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ def load_basis(workspace: Workspace, side: Side) -> Decomposition:
 
 
 def share_bases(division: DividedLayers, facts: LayerFacts, sides: Mapping[Literal["A", "G"], Side]) -> None:
-    """Lay aside the eigenvectors of a layer on every rank, as its owner has them.
+    """Store the eigenvectors of a layer on every rank, as its owner has them.
 
     Memory:
         One basis, and once more on its way.

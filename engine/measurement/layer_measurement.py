@@ -152,7 +152,7 @@ def _measure_divided(
     known, cache = workspace.results.of(_MeasuredLayers), _cache(workspace, whole)
     order, measure = work
     places = ([workspace.ports.artifacts] if keep_factors else []) + ([] if cache is None else [cache.shelf()])
-    # whoever keeps files writes what it has, and is sent what it has not
+    # a rank that keeps files writes what it has, and is sent what it has not
     files = SentFiles(division=division, places=places) if whole.owners is not None and places else None
 
     def write(facts: LayerFacts, places: Sequence[Artifacts]) -> None:

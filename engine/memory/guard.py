@@ -1,10 +1,10 @@
 """The guard: looks at what is free before a large allocation, and takes a lower rung where it is too little.
 
-A *rung* is one way to do a piece of work, with the bytes it takes; a *ladder* lists rungs from the fastest to
-the one that takes least. The guard begins where the plan says, passes over what does not fit into what is free
+A *rung* is one way to do a piece of work, with the bytes it takes; the *fallbacks* are rungs from the fastest
+to the one that takes least. The guard begins where the plan says, passes over what does not fit into what is free
 now, and, where memory runs out although it was foreseen to suffice, frees what can be freed, tries the
-rung once more and then goes one down. Every rung taken and refused is told, so that a record can name it. A ladder
-that ends without a result ends with a report of what was requested, held and free.
+rung once more and then goes one down. Every rung taken and refused is reported, so that a record can name it. Where
+no fallback gives a result, a report says what was requested, held and free.
 """
 
 from collections.abc import Callable, Sequence
@@ -108,7 +108,7 @@ class Guard:
 
     @classmethod
     def unlimited(cls) -> "Guard":
-        """Refuses nothing beforehand; what runs out of memory goes down the ladder all the same."""
+        """Refuses nothing beforehand; what runs out of memory goes down the fallbacks all the same."""
         return cls(budget=MemoryBudget.unlimited(), device=torch.device("cpu"), log=lambda _, __: None)
 
     def hold(self, plan: Plan | None = None) -> None:

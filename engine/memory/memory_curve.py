@@ -39,8 +39,8 @@ class StagePeaks:
     """All stages of a job, in the order in which it came to them."""
 
     apart: bool = False
-    """Let the peaks of the process begin anew with each stage: for whoever has the process to itself. Otherwise there
-    are seconds alone."""
+    """Let the peaks of the process begin anew with each stage: for a job with a process to itself. Otherwise there are
+    seconds alone."""
     clock: Callable[[], float] = time.monotonic
     plan: Plan | None = None
     """The first that the job had; what it was wrong about changes nothing of what it said."""

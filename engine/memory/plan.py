@@ -67,7 +67,7 @@ class Chosen:
     activation_checkpointing: bool = False
     """The inside of the model's repeated layers is computed again in the backward pass."""
     rungs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Of each layer, the rungs of the ladder that the decompositions of its A and its G begin with."""
+    """For each layer, the rungs among the fallbacks that the decompositions of its A and its G begin with."""
     placement: Mapping[str, str] = field(default_factory=dict)
     """Of each layer that is reconstructed, where: `panels`, `device` or `host`."""
     search: Mapping[str, int] = field(default_factory=dict)

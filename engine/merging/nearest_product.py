@@ -12,7 +12,7 @@ The product is then scaled to the trace of the sum. It would lose some otherwise
 what adds up over uses, and what is held against the exact trace of the block. What one example's
 table and head have in common (the cross terms of its two gradients) is in neither term.
 
-A product does not say what it was made of, and products do not add up: whoever merges two sets needs the four
+A product does not say what it was made of, and products do not add up: a merge of two sets needs the four
 matrices. ``A_h``, H, D and the diagonal of ``G_h`` are kept beside the product, and ``G_h`` is in G itself.
 
 References:

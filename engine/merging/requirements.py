@@ -2,7 +2,7 @@
 
 Sets carry the indices of the examples that they read, as runs, which must be disjoint. A part says besides where in the
 data it begins, and of how many examples: all parts together must be the whole, each beginning where the one before it
-ends. So nothing is counted twice and nothing is left out, whoever cut the data.
+ends. So nothing is counted twice and nothing is left out, however the data were cut.
 """
 
 from collections.abc import Sequence

@@ -208,7 +208,7 @@ def basis_dtype(workspace: Workspace, factor: torch.dtype) -> torch.dtype:
 def read_back_bytes(layer: TreatedLayer, probe: Probe, kept: torch.dtype) -> int:
     """Return the bytes of the factors of one part of a layer as they are read back."""
     size = 0 if probe.kept(layer).kind == "dense" else probe.kept(layer).held_bytes(layer) // layer.groups
-    # whoever follows has a copy of the A that it shares
+    # a layer that follows has a copy of the A that it shares
     for side in _sides(layer, probe, follows=False):
         size += kept.itemsize * {"dense": side.size**2, "diagonal": side.size, "rows": 0}[side.kind]
     return size

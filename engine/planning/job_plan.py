@@ -229,7 +229,7 @@ class _Ways:
                         yield from self.completed(replace(fixed, parts=parts))
 
     def _cuts(self, fixed: Chosen) -> Iterator[tuple[tuple[str, ...], ...]]:
-        """Layers of each pass: all of them; where factors can be laid aside, as many as fit."""
+        """Layers of each pass: all of them; where factors can be spilled, as many as fit."""
         yield (self.names,)
         if self.workspace.ports.scratch is None:
             return
@@ -241,7 +241,7 @@ class _Ways:
         if parts is not None and len(parts) > 1:
             yield parts
         elif parts is not None and len(self.groups) > 1:
-            # in memory they may be in the way of what comes after: laid aside, they are not
+            # in memory they may be in the way of what comes after: spilled, they are not
             yield halved(self.groups)
 
     def _plan(self, chosen: Chosen) -> Plan:
@@ -270,5 +270,5 @@ class _Ways:
         if parts is not None and len(parts) > 1:
             yield corrected_plan(plan, self.bases, self.probe.layers, place, parts)
         elif parts is not None and len(self.bases) > 1:
-            # laid aside, they leave room for faster decompositions
+            # spilled, they leave room for faster decompositions
             yield corrected_plan(plan, self.bases, self.probe.layers, place, halved(self.bases))

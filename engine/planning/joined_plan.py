@@ -111,7 +111,7 @@ def host_speed(machine: Machine) -> DeviceSpeed:
 
 
 def _sides(layer: TreatedLayer, probe: Probe) -> list[tuple[int, bool]]:
-    # whoever follows another's A adds it up again
+    # a layer that follows another's A adds it up again
     return probe.sides(layer, follows=False)
 
 

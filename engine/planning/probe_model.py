@@ -345,7 +345,7 @@ def _operations(job: PassJob, survey: Survey, batch: Batch, parameters: dict[str
 def _disturbed(job: PassJob, survey: Survey, batch: Batch, tables: frozenset[str], disturb: str | None) -> Tensor:
     """Outputs of ``batch`` with ``tables`` spread over it, the last copy of one of them disturbed."""
     seed_generators(job.collection.seed)
-    # without its labels: the outputs of one example must be told from another's
+    # without its labels: the outputs of one example must be told apart from another's
     unlabelled = dataclasses.replace(job.task, loss=None)
     with torch.no_grad(), record_calls(survey.treated, batch.size, tables, disturb):
         return predict(job.model, batch, unlabelled).outputs

@@ -179,7 +179,7 @@ def version(tensor: Tensor) -> int:
 
 
 class InputOverwritten(Unwinding):
-    """The model wrote to what had entered a layer, which its gradient was to be met with."""
+    """The model wrote to what had entered a layer, which its gradient was to be paired with."""
 
     def __init__(self, layers: tuple[str, ...]) -> None:
         super().__init__(", ".join(layers))

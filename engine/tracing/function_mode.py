@@ -56,7 +56,7 @@ class ParameterUseMode(Multiplying):
 
     Args:
         parameters: Those to watch, by qualified name.
-        sink: Who is told.
+        sink: Receiver of what is seen.
         proving: Run every operation without a rule for each example at once, to see whether that is possible;
             else this is seen on the way back.
     """

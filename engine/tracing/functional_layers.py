@@ -38,7 +38,7 @@ class Uses:
     multiplies: dict[str, int] = field(default_factory=dict)
     """Numbers that are held for products where the parameter is taken as a whole, by parameter."""
     leading: set[str] = field(default_factory=set)
-    """Parameters with a dimension for the examples before they met any data."""
+    """Parameters with a dimension for the examples before any data came."""
     unknown: dict[str, str] = field(default_factory=dict)
     """The first operation that each parameter entered and that is not understood, by parameter."""
 
@@ -81,7 +81,7 @@ class Uses:
             False: a dry run wants no gradients.
         """
         for name in names:
-            # held once, whoever of them is asked
+            # held once, whichever of them is asked
             self.held[name] = self.held.get(name, 0) + (numbers if name == min(names) else 0)
         return False
 

@@ -1,4 +1,4 @@
-"""Moved rows: the examples of what an operation has only put elsewhere, told by moving their numbers alike.
+"""Moved rows: the examples of what an operation has only put elsewhere, found by moving their numbers alike.
 
 A slice, a selection, a list that is stacked again, a reversal: there are many ways to put the numbers of a tensor
 elsewhere, and one rule for all. The same operation is run on a tensor that holds, in the place of each number, the

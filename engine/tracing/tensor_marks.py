@@ -354,7 +354,7 @@ def find_copies_dim(tensor: Tensor, examples: int) -> int | None:
     """Find the dimension along which a tensor holds a copy for each example.
 
     Args:
-        tensor: A tensor of any shape; copies are told by a stride of zero.
+        tensor: A tensor of any shape; copies are known by a stride of zero.
         examples: Examples N.
 
     Returns:

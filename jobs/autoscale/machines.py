@@ -5,7 +5,7 @@
     starting ──> pending ──> running ──> ending ──> ended
         └──────> failed
 
-A row is written, and committed, before its machine is started. So whoever decides next, here or in another process,
+A row is written, and committed, before its machine is started. So the next decision, here or in another process,
 counts it; and where this process dies in between, the machine is recognised by its id in the launcher's queue, or the
 row lapses. Within a transaction of `deciding` nobody else decides.
 """
@@ -94,7 +94,7 @@ def follow(connection: Connection, scope: str, lent: Mapping[str, Lent], seen_at
 
 
 def offer(connection: Connection, scope: str, classes: Sequence[MachineClass]) -> None:
-    """Write down the classes, so that whoever decides for another launcher knows what its machines bring."""
+    """Write down the classes, so that decisions for another launcher know what its machines bring."""
     connection.execute(
         delete(machine_classes).where(
             machine_classes.c.scope == scope, machine_classes.c.name.in_([each.name for each in classes])

@@ -3,8 +3,8 @@
 A job of several ranks leases that many GPUs of one node in one transaction, all or none; on a host its ranks share one
 lease. Who locks both a job and a device locks the job first, and who locks several devices takes them in the order of
 their UUIDs. A lease outlives the right to write: once its attempt has ended
-or was taken away it *drains*, and it is freed by whoever can see that no process of it lives; where that cannot be
-seen, from another machine or container, after the worker has been silent for so long that its guardian has killed them.
+or was taken away it *drains*, and it is freed by any process that can see that none of its own lives; where that cannot
+be seen, from another machine or container, after the worker has been silent so long that its guardian has killed them.
 """
 
 from collections import Counter
@@ -58,7 +58,7 @@ _THERE = select(
     .label("all_slots"),
 ).where(workers.c.id == bindparam("worker"))
 _LEASE = insert(device_leases).values(leased_at=ledger_now())
-# whoever changes the row of a device locks it: on both databases nobody else leases of it before the transaction ends
+# a change to the row of a device locks it: on both databases nobody else leases of it before the transaction ends
 _LOCK = (
     update(devices)
     .where(devices.c.uuid == bindparam("device"))
@@ -331,7 +331,7 @@ def _held_elsewhere(connection: Connection, drawn: Row[Any], needs: int, here: S
     So could those of a machine that an autoscaler would start for it.
 
     Of a host they never let go of all. A GPU may be all the job's some day: that is waited for where a device of this
-    lease is too small for it whoever leaves it, not where the two are equals. For several ranks enough such GPUs must
+    lease is too small for it even when empty, not where the two are equals. For several ranks enough such GPUs must
     be on offer by one worker.
     """
     capacity = devices.c.capacity_bytes

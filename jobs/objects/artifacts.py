@@ -65,7 +65,7 @@ class ArtifactFolder:
         """
         folder = self.root / self._job_part(job_id) / str(int(fence))
         while True:
-            # whoever clears the attempt before may remove the job's empty folder in between
+            # the process that clears the attempt before may remove the job's empty folder in between
             with contextlib.suppress(FileNotFoundError):
                 folder.mkdir(parents=True, exist_ok=True)
                 if group is not None:

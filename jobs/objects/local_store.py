@@ -2,7 +2,7 @@
 
 An object is a copy that nobody else has open, since the writer of the source may still write to it, or hold a second
 name of it. The file system makes the copy where it can share blocks between files. A lock on the folder, which the
-kernel takes back from a process that is gone, keeps whoever removes an old object from removing the new one that just
+kernel takes back from a process that is gone, keeps the removal of an old object from taking the new one that just
 replaced it.
 """
 
@@ -49,7 +49,7 @@ class LocalObjects:
                 _copy(file, part)
             with open_plain(part, size_bytes, called=called) as file:
                 require_digest(file, sha256, called=called)
-                # whoever gets a second name of it reads it, and nobody writes to it any more
+                # the holder of a second name of it reads it, and nobody writes to it any more
                 os.fchmod(file.fileno(), _MODE)
                 os.fsync(file.fileno())
             with self._locked(fcntl.LOCK_SH):

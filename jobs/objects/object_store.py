@@ -1,7 +1,7 @@
 """Objects: immutable bytes under a key, whether a folder or an S3 bucket keeps them.
 
 Keys are paths of plain segments. An object appears whole or not at all, and only after its bytes
-were found to be those declared. Ages are told by the store's clock: no process's own clock
+were found to be those declared. Ages are measured by the store's clock: no process's own clock
 decides what is old enough to be removed.
 """
 

@@ -4,10 +4,10 @@ An upload takes its digest while it is read, and its last part is sent only once
 declared: what has another never appears in the store. The store checks a SHA-256 of every part
 in turn.
 
-S3 has no way to remove an object only if nobody has put it anew. So whoever removes an old one
+S3 has no way to remove an object only if nobody has put it anew. So a process that removes an old one
 leaves a mark of its own first, looks at the object's age *then*, and takes the mark away last;
-whoever puts an object looks for marks *afterwards*, waits until those are gone, looks *last* whether
-the object is there, and puts it again where it is not. Whoever saw the old one either had its mark
+one that puts an object looks for marks *afterwards*, waits until those are gone, looks *last* whether
+the object is there, and puts it again where it is not. A process that saw the old one either had its mark
 there when the marks were looked for, or was done by then: either way the last look comes after it.
 
 A presigned URL gives its holder read access to one object for a time, without credentials. The query carries the
@@ -210,7 +210,7 @@ class S3Objects:
         began, called = time.monotonic(), Path(source.name).name
         with open_plain(source, size_bytes, called=called) as file, _translated(key):
             if size_bytes <= _PART_BYTES:
-                # what is sent is what was verified, whoever writes into the file meanwhile
+                # what is sent is what was verified, whatever is written into the file meanwhile
                 content = file.read(_PART_BYTES + 1)
                 require_digest(io.BytesIO(content), sha256, called=called)
                 obstore.put(self._store, key, content, use_multipart=False)
@@ -312,7 +312,7 @@ def _verified_parts(file: BinaryIO, part_bytes: int, sha256: str, *, called: str
 
 
 def _require_name(file: BinaryIO, called: str) -> None:
-    """Whoever asked for gigabytes, and is gone since, has cleared its folder: they need not all be sent."""
+    """An attempt that asked for gigabytes, and is gone since, has cleared its folder: not all need be sent."""
     if os.fstat(file.fileno()).st_nlink == 0:
         raise ArtifactDamaged(f"artifact {called} was removed on its way; the attempt that it is of has ended")
 

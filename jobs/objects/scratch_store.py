@@ -2,7 +2,7 @@
 
 ``scratch/<job>/<fence>/<sha256>`` are the files of the newest checkpoint that was copied whole, and
 ``index.json`` beside them says which name each has; it is put last and replaces the one before in
-one step. So whoever reads it finds a whole checkpoint, whatever happened to whoever wrote it.
+one step. So its reader finds a whole checkpoint, whatever happened to its writer.
 """
 
 import contextlib

@@ -9,7 +9,7 @@
 
 A piece is an ordinary job: claimed, leased, retried and reaped as any other. What ends it decides about its parent in
 the same transaction, under the lock on the parent's row, so that of two children that end at once exactly one sees that
-it is the last. Whoever locks a job and its parent locks the parent first, and siblings in the order of their ids.
+it is the last. To lock a job and its parent, lock the parent first, and siblings in the order of their ids.
 
 A waiting job holds no lease and no device, and is not counted among its tenant's running jobs; its pieces are. It
 counts as one of its tenant's queued jobs, and its pieces do not: so a cap on either never keeps pieces from running.
@@ -65,7 +65,7 @@ def divide(engine: Engine, claim: Claim, frame: Divided, devices: int = 1) -> St
         engine: The ledger's database.
         claim: The claim under which the caller writes.
         frame: The child's last frame.
-        devices: The number of devices that the child was told of.
+        devices: The number of devices that the child was given.
 
     Returns:
         The job's new state: `waiting`, `cancelled` if that was asked for, or `failed`.

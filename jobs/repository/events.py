@@ -1,7 +1,7 @@
 """Events, a job's history: in order, a page at a time, or the newest of many jobs in one query.
 
 Events of one job become visible in the order of their numbers, because each is numbered under the
-lock on its job's row. So whoever has read up to a number has missed nothing below it.
+lock on its job's row. So a reader that has read up to a number has missed nothing below it.
 """
 
 import json

@@ -7,7 +7,7 @@
     {"event": {"seq": …, "at": …, "type": …, "data": …}}
     {"artifact": {"name": …, "sha256": …, "size_bytes": …}}  also of files that were not kept
 
-The same job gives the same bytes whoever archives it, so two that do it at once keep one object.
+The same job gives the same bytes in every process, so two that do it at once keep one object.
 """
 
 import gzip

@@ -1,7 +1,7 @@
 """The object sweep removes what nothing names any more: objects without a row, and files of attempts that are over.
 
-An object is put first and listed afterwards, so one without a row may be about to get it. Whoever
-puts an object begins its age anew; only what is older than the grace *and* unlisted goes, and its
+An object is put first and listed afterwards, so one without a row may be about to get it. Another
+put begins its age anew; only what is older than the grace *and* unlisted goes, and its
 age is looked at again in the same step that removes it. A job whose row comes later than that has
 long lost its lease, and its row is refused.
 """

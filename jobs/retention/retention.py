@@ -1,7 +1,7 @@
 """Retention: what an ended job has left is archived after a time, and its metadata stays in the ledger.
 
 The archive is put and read back, and only then, in one transaction, listed and the rows removed, of
-which there must be as many as it holds. Whoever is killed in between leaves an object that nothing
+which there must be as many as it holds. A process killed in between leaves an object that nothing
 names. Several may archive one job at once: all but one find, in that transaction, that it is done.
 """
 

@@ -2,7 +2,7 @@
 
 A group of W has the free bytes of the W-th largest of its pool: a job of W ranks that needs no more on each finds W
 devices there, and takes the smallest that hold it. A device that is reserved for a job is in the pools of that job
-alone, and of whoever may go before it (`jobs.scheduling.candidate_slots`).
+alone, and of those that may go before it (`jobs.scheduling.candidate_slots`).
 """
 
 from collections.abc import Mapping, Sequence

@@ -344,7 +344,7 @@ def _reserver(
     whole = [each.capacity_bytes for each in fleet if each.kind != "host" and any(o.live for o in each.offers)]
     more_than = max(device.free_bytes, 0) if device.kind == "host" else min([*whole, device.most_bytes])
     if device.kind != "host" and device.free_bytes >= 0:
-        return None  # free for whoever comes next
+        return None  # free for the next job
     ranks = jobs.c.world_size if device.kind == "host" else 1
     rows = connection.execute(
         select(jobs)

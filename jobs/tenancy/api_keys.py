@@ -2,7 +2,7 @@
 
 ``kron_<prefix>_<secret><checksum>``: the prefix finds the row, 160 random bits are the secret, and
 the checksum (CRC-32 of what stands before it) lets a mistyped key, or a scanner of leaked ones,
-be told without the database.
+be detected without the database.
 
     python -P -m jobs.tenancy.api_keys create --tenant NAME [--scope SCOPE]... [--expires 2030-01-01T00:00:00Z]
     python -P -m jobs.tenancy.api_keys revoke PREFIX

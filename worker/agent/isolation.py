@@ -139,7 +139,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _reaches(process: int) -> bool:
-    """Whether a process of another job can be looked into, or be told to end."""
+    """Whether a process of another job can be looked into, or be signalled to end."""
     if _opens(f"/proc/{process}/environ") or _opens(f"/proc/{process}/mem"):
         return True
     try:

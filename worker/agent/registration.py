@@ -67,7 +67,7 @@ class Registration:
                 self._register(self._device_health.well(self._provider()), leased)
 
     def end(self) -> None:
-        """Take the entry off; whoever cannot is known to be silent soon enough."""
+        """Take the entry off; a worker that cannot is known to be silent soon enough."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(5)

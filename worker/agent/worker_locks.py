@@ -3,13 +3,13 @@
 Each worker holds a lock on a file of its own below the artifacts, and every guardian that it starts holds the same
 one. The kernel releases it when the last of them has ended, however they ended, in whichever container they ran. So a
 lock that can be had means: that worker is dead, and so is everything that its guardians guarded. Then nobody need wait
-for its leases to run out. What cannot be told so, from another machine or without a common folder, the leases tell.
+for its leases to run out. From another machine or without a common folder, the leases show it instead.
 
 A file's name holds the boot of the kernel, since over a network a lock may be lost while its holder lives.
 
     .lock of this boot        free: its worker is dead. Its jobs are taken back, and later the file away
     .new of this boot         free for some time: its worker was killed before it had the name of a lock. Taken away
-    either of another boot    free, and untouched for 30 days: taken away. Whoever holds one touches it every hour
+    either of another boot    free, and untouched for 30 days: taken away. Its holder touches it every hour
 """
 
 import contextlib
@@ -65,7 +65,7 @@ class WorkerLock:
                 os.utime(self.descriptor)
 
     def release(self) -> None:
-        """Take the file away, since nothing is left to be told; a second call changes nothing."""
+        """Take the file away, since nothing is left to show; a second call changes nothing."""
         if self.descriptor is not None:
             descriptor, self.descriptor = self.descriptor, None
             self._path.unlink(missing_ok=True)

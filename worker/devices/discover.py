@@ -88,7 +88,7 @@ def host(node: str) -> Device:
     shared_by = [boot_id() or node]
     capacity, left = memory.total, memory.available
     if group is not None and limit is not None and limit < memory.total:
-        # whoever is in the same group shares its memory, however their containers are called
+        # processes of one group share its memory, however their containers are called
         shared_by.append(str(group.folder.stat().st_ino))
         capacity, left = limit, limit if free is None else min(free, memory.available)
     digest = hashlib.sha256(" ".join(shared_by).encode()).hexdigest()
@@ -201,7 +201,7 @@ def _chosen(gpus: list[object | None], visible: str | None) -> Iterator[object]:
     for word in visible.split(","):
         name = word.strip()
         if name.isdecimal() and int(name) < len(gpus):
-            # CUDA would show nothing of what follows a GPU that failed; but a child is told one UUID, and may see it
+            # CUDA would show nothing of what follows a GPU that failed; but a child is given one UUID, and may see it
             yield from parts[int(name)][:1]
             continue
         found = [] if name.isdecimal() else [each for uuid, each in named.items() if name and uuid.startswith(name)]

@@ -6,7 +6,7 @@
 
 The rows hold the digests, and stand where no job can write: in the ledger (`jobs.objects.cached_entries`), or for runs
 in the foreground beside the folder (`worker.foreground.cache_rows`). A folder without a row is nothing, and neither is
-a row without its folder: both are removed. Whoever fills a folder holds a lock on it, which the kernel takes back from
+a row without its folder: both are removed. Filling a folder takes a lock on it, which the kernel takes back from
 a process that is gone.
 
 What a job is given are second names of the files, in a folder that it may enter and not write; what it leaves is
@@ -42,7 +42,7 @@ _TRASH = ".trash-"
 _CHUNK_BYTES = 2**20
 _MODE = 0o444
 _LEFT_SECONDS = 60.0
-"""After which a folder that nobody has locked is left of whoever was killed, and not just about to be locked."""
+"""After which a folder that nobody has locked is left of a killed process, and not just about to be locked."""
 _STALE_SECONDS = 86_400.0
 """Nobody fills an entry for so long: after it, one is removed on a file system without locks too."""
 _DAMAGE = (errno.EIO, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
@@ -166,7 +166,7 @@ class CacheFolder:
         """
         places = {each.name: each for each in _listing(self.folder) if _OURS.fullmatch(each.name)}
         left = {name for name, each in places.items() if _is_left(each)}
-        # after the folders: whoever fills one adds its row before it lets go of it
+        # after the folders: a process that fills one adds its row before it lets go of it
         entries = self._rows.all()
         named = {each.id for each in entries}
         removed, total = 0, 0

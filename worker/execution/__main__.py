@@ -156,7 +156,7 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> Fi
     finished = _compute(attempt)
     if isinstance(finished, Finished):
         finished = replace(finished, unused=tuple(notes.unused), notices=tuple(notes.notices))
-    # an attempt that ends otherwise leaves it to the next; whoever knows that there is none clears it
+    # an attempt that ends otherwise leaves it to the next; one that knows that there is none clears it
     shutil.rmtree(assignment.scratch, ignore_errors=True)
     group.stop()
     return finished
@@ -276,7 +276,7 @@ def _open_model(attempt: _Attempt) -> InputDigests | Finished | Divided:
 
 
 def _use_cache(attempt: _Attempt, digests: InputDigests) -> None:
-    """Give the workspace a cache, if there is one and the collection can be told from every other."""
+    """Give the workspace a cache, if there is one and the collection can be told apart from every other."""
     assignment, document, workspace = attempt.assignment, attempt.document, attempt.workspace
     if assignment.cache is None or workspace.inputs.model is None:
         return
@@ -352,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # nobody reads: the parent is gone, and the guardian is about to end this process
         return _EXIT_CODES["fatal"]
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, the parent is told
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, the parent gets it
         failed = failure_of(error)
         pipe.send(failed)
         return _EXIT_CODES[failed.category]

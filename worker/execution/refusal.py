@@ -6,7 +6,7 @@ Category = Literal["usage", "transient", "fatal"]
 
 
 class Refusal(Exception):
-    """A job that cannot be done as asked; the message is for whoever asked."""
+    """A job that cannot be done as asked; the message is for its sender."""
 
     category: Category = "usage"
 

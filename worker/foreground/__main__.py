@@ -3,7 +3,7 @@
     python -P -m worker.foreground --output DIR [--frames-to-stdout]
 
 Standard input carries one line, a JSON object ``{"document", "paths", "allowed", "threads", "store",
-"offline"}``, and is the *lifeline* from then on: whoever starts a run keeps it open, and its end (or
+"offline"}``, and is the *lifeline* from then on: the process that starts a run keeps it open, and its end (or
 SIGINT, SIGTERM, or the death of the parent) stops the job. A line without its newline at end-of-file
 is taken too; then only signals and the parent's death stop it.
 

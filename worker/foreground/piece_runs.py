@@ -57,7 +57,7 @@ class PieceRuns:
         return None
 
     def finished(self) -> dict[str, Any]:
-        """Return what the job's next attempt is told of its pieces; nothing before the first division."""
+        """Return what the job's next attempt is given of its pieces; nothing before the first division."""
         return self._known(self._folder.pieces)
 
     def _known(self, pieces: list[dict[str, Any]]) -> dict[str, Any]:

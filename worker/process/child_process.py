@@ -299,7 +299,7 @@ class Child:
                 os.kill(self.pid, signal.SIGTERM)  # not Popen's: it would reap the leader before its group
 
     def extend(self, until: float) -> None:
-        """Let it run longer; whoever calls this no more, for whatever reason, has it killed in time.
+        """Let it run longer; a caller that stops calling this, for whatever reason, has it killed in time.
 
         Args:
             until: When its guardian kills it, on the machine's clock (`node_seconds`).
@@ -357,7 +357,7 @@ class Child:
     def _reap(self) -> None:
         """Wait for the guardian, then take what it left behind; the pid stays ours until it is reaped."""
         try:
-            with contextlib.suppress(ChildProcessError):  # where this process was told to ignore that children end
+            with contextlib.suppress(ChildProcessError):  # where this process was set to ignore that children end
                 os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
             with self._lock:
                 self._kill_group()

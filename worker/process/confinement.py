@@ -86,7 +86,7 @@ class Confinement:
         """Return what `subprocess.Popen` needs to start a program that is held to these limits."""
         user: dict[str, Any] = {}
         if self.user is not None:
-            # no group of the worker's, but those that open a GPU to whoever is in them
+            # no group of the worker's, but those that open a GPU to their members
             user = {"user": self.user, "group": self.user, "extra_groups": _device_groups(), "umask": 0o007}
         return {"preexec_fn": self._prepare(), **user}
 

@@ -12,7 +12,7 @@ from catalog.frames import Failed, Frame, LayerDone, Progress
 from worker.process.guardian import NOT_STARTED
 
 DEVICE_LOST = "device_lost"
-"""The code of a failure of the device: the process that met it is done for, a new one may find the device well."""
+"""The code of a failure of the device: the process that had it is done for, a new one may find the device well."""
 
 RANK_LOST = "rank_lost"
 """The code of the end of one rank without a word: a crash of a job that several processes compute."""

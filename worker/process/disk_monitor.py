@@ -194,7 +194,7 @@ class DiskMonitor:
             if ended or time.monotonic() - looked >= pause:
                 excess = self._look(None if ended else guardian)
                 if excess is not None:
-                    with contextlib.suppress(OSError):  # whoever would read it may be gone
+                    with contextlib.suppress(OSError):  # its reader may be gone
                         os.write(self._report, excess.as_bytes())
                     self._exceeded()
                     return

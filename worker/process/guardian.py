@@ -7,7 +7,7 @@ kernel closes its end, the guardian reads end-of-file and kills the whole group.
 
 Where the parent holds a lease it also writes until when, at each renewal. The guardian kills the
 group at that moment of the machine's own clock, whether the parent is frozen, hangs in a query
-or is starved: whoever waits that long may use the device.
+or is starved: a process that waits that long may use the device.
 
 What the command starts in a session of its own is in no group of ours; the guardian is the
 *subreaper* of all of it, so that it can be found below the guardian and ends with the rest.
@@ -76,7 +76,7 @@ def guard(
 ) -> int:
     """Start a command, forward SIGTERM to it, and kill its group when the lifeline or the time ends."""
     if os.getpgrp() != os.getpid():
-        os.setpgrp()  # killing the group must never reach whoever started us
+        os.setpgrp()  # killing the group must never reach the process that started us
     _adopt_orphans()
     _hide_memory()
     asked, wakeup = os.pipe()

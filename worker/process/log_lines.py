@@ -207,7 +207,7 @@ def _by_branch(branches: Mapping[str, int]) -> str:
 def _condition(record: Mapping[str, Any], side: str) -> str:
     """The condition number of one side before and after clipping; `inf` where the side is singular."""
     before, after = record.get(f"kappa_{side}"), record.get(f"kappa_{side}_clipped")
-    # whoever counted what lies below the floor knows the spectrum
+    # a count of the values below the floor implies a known spectrum
     singular = before is None and record.get(f"clipped_{side}") is not None
     shown = "inf" if singular else _value(record, f"kappa_{side}")
     return shown if after is None or after == before else f"{shown}→{after:.6g}"

@@ -120,7 +120,7 @@ def assignment(
         factors_path=factors.factors,
         against_path=factors.against,
         extends=factors.extends,
-        # one that could have no key is not told of a cache
+        # one that could have no key is not given a cache
         cache=view_of(artifacts) if cache_bytes else None,
         cache_bytes=cache_bytes or 0,
         scratch=scratch.attempt_folder(claim.job_id, claim.fence),

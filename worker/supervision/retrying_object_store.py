@@ -1,7 +1,7 @@
 """The store of artifacts as one attempt sees it: calls wait for the store while the attempt goes on, and hardly longer.
 
-A store that is silent, or takes gigabytes, holds whoever asks it for minutes, and an attempt that is
-told to stop has seconds. So a thread of its own makes each call. One that outlasts the attempt is
+A store that is silent, or takes gigabytes, holds its caller for minutes, and an attempt that is asked
+to stop has seconds. So a thread of its own makes each call. One that outlasts the attempt is
 left alone, and nobody hears its answer: it writes nothing into the ledger, and what it puts after
 all is an object that no row names.
 """
@@ -31,7 +31,7 @@ class Interrupted(Exception):
 
 
 class RetryingObjectStore:
-    """A store with calls that raise `Interrupted` if the attempt was told to stop, and `LeaseLost` if it is over.
+    """A store with calls that raise `Interrupted` if the attempt was asked to stop, and `LeaseLost` if it is over.
 
     The files of a stopped attempt may be put for `UPLOAD_SECONDS`; reads end at once.
     """

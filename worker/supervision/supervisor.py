@@ -159,7 +159,7 @@ class Supervisor:
         self._release()
 
     def _release(self) -> None:
-        """Give the device back, now that nothing of the attempt runs; what cannot be told now the Agent frees later."""
+        """Give the device back, as nothing of the attempt runs; if that is unknown now, the Agent frees it later."""
         if self._claim.lease is None or (self._child is not None and self._child.left_something()):
             return
         try:
@@ -228,7 +228,7 @@ class Supervisor:
     def _lay_out(self) -> Assignment | Failed | None:
         """The child's assignment, and all that it names in its place; or why it cannot be.
 
-        None where the attempt was told to stop meanwhile.
+        None where the attempt was asked to stop meanwhile.
         """
         try:
             told = self._sink.write(self._assignment)
@@ -257,7 +257,7 @@ class Supervisor:
             return OSError(errno.EAGAIN, str(error))
 
     def _note(self, child: Child) -> None:
-        """Before anything is computed: whoever finds the device leased must be able to see who is on it."""
+        """Note the guardian before anything is computed: a leased device must show who is on it."""
         if self._claim.lease is not None:
             self._sink.write(lambda: note_guardian(self._engine, *self.held, child.pid, child.began))
 

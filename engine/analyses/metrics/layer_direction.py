@@ -1,4 +1,4 @@
-"""One layer's directions ``d = F^(−α) g``, by the route that keeps most digits, and what is told of them.
+"""One layer's directions ``d = F^(−α) g``, by the route that keeps most digits, and the metrics of them.
 
     rows            G is kept as gradient rows, and g lies in their span
     solves          factored damping and α = 1: (G + λ_G I)⁻¹ V (A + λ_A I)⁻¹, without any eigenvector
@@ -111,7 +111,7 @@ def layer_metrics(
         why_not_rows: Why there is no ``inner``, where G is kept as gradient rows.
 
     Returns:
-        What is told of them, and the directions themselves, shape (out_dim, k, in_dim), float64.
+        The metrics of them, and the directions themselves, shape (out_dim, k, in_dim), float64.
 
     Raises:
         UsageError: If the layer is singular, or has no curvature, and its gradient is not zero.

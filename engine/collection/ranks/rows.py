@@ -7,7 +7,7 @@ Rank r holds U_r (T_r, o); the G of all data is that of the rows U = [U_0; U_1; 
              shards of the transposed U: (T, o/W) on each; the Gram matrix is the sum over shards of their own,
              K = Σ_r S_r S_rᵀ, and one triangle of it is summed in float64
 
-Whoever solves with the rows, or stores them, needs whole ones. Ranks of one node write their shards to memory that all
+Solving with the rows, or storing them, needs whole ones. Ranks of one node write their shards to memory that all
 of them map, so the rows stand there once; ranks on several nodes bring them together, at f·o·T·b more each.
 
 The sum of the ranks' own Gram matrices ``Σ_r U_r U_rᵀ`` is another matrix: all products of a row of one rank with a row

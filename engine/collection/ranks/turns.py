@@ -3,7 +3,7 @@
 Ranks take turns: batch k of rank r is batch ``k·W + r`` of the whole, and without indices of their own examples are
 numbered ``(k·W + r)·B + j`` for batches of B. So W ranks that are given the batches r, r + W, r + 2W, … measure what
 one rank measures of all of them: labels, which are keyed by these numbers, every Nth update, and the moving average,
-whose weight of an update is ``β`` to the number of updates after it, whoever made those.
+whose weight of an update is ``β`` to the number of updates after it, whichever rank made those.
 """
 
 from collections.abc import Iterable, Iterator

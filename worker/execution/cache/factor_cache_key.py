@@ -29,7 +29,7 @@ from worker.execution.data.stream import Chunk
 from worker.execution.files.artifact_files import tensor_bytes
 
 _KNOWN_CODE = ("torch.", "transformers.", f"{worker.__name__}.")
-"""Packages whose modules are told by their version, or by the digest of their source."""
+"""Packages whose modules are identified by their version, or by the digest of their source."""
 _PLAIN = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -133,7 +133,7 @@ def source_digest() -> str:
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - whatever a module keeps
-    """What of an attribute can be told by its value; of the rest, its type."""
+    """Identify an attribute by its value where that is plain, else by its type."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, (tuple, list)):

@@ -155,7 +155,7 @@ class ArtifactFiles:
             with contextlib.suppress(FileNotFoundError):
                 Path(temporary).unlink()
             if isinstance(error, OSError) and error.filename is None:
-                # a write knows no name; whoever makes room needs to know where
+                # a write knows no name; an operator who makes room needs to know where
                 error.filename = str(path.parent)
             raise
         # the rename itself is on disk only when its folder is

@@ -7,7 +7,7 @@ child does: with one last frame and its exit code. It never starts a rank anew: 
 says, with another attempt.
 
 Ranks meet in a file that only their user can come to. torch's own launcher lets them meet at a port of the machine,
-where every other job could join them, and unpickles what it is told there.
+where every other job could join them, and unpickles what it receives there.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def launch(command: Sequence[str], ranks: int, place: Path, answers: int | None 
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ask those that run to end, and kill whoever has not after some seconds."""
+    """Ask those that run to end, and kill those that have not after some seconds."""
     for each in processes:
         each.terminate()
     until = time.monotonic() + _STOP_SECONDS

@@ -1,7 +1,7 @@
 """The verdict on a job of several ranks: one last frame, from each rank's own and from how it ended.
 
     all finished                        -> finished, as rank 0 said it
-    told to stop, and none failed first -> stopped
+    asked to stop, and none failed first -> stopped
     else the first that ended badly     -> failed: with its number, and its own message where it had one
 
 A rank that ended without a last frame (killed, or crashed in native code) counts from the moment it ended; the errors
@@ -42,7 +42,7 @@ def last_frame(ends: Sequence[RankEnd], *, stopped: bool, exhausted: bool = Fals
         return first
     failed = [each for each in ends if isinstance(each.last, Failed)]
     by_itself = [each for each in failed if isinstance(each.last, Failed) and each.last.code not in _OF_ANOTHER]
-    # one that was told to stop before it could listen has ended by the signal
+    # one that was asked to stop before it could listen has ended by the signal
     died = [] if stopped else [each for each in ends if each.last is None and not each.killed]
     own = sorted([*by_itself, *died], key=lambda each: each.at)
     if stopped and not own:
