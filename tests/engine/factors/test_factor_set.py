@@ -12,6 +12,7 @@ from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
 from engine.errors import NonFiniteFactor
 from engine.factors.factor_files import read_factors
+from engine.factors.factor_set import CountedExamples, Run
 from engine.factors.kronecker_factors import digest, to_storage
 from engine.memory.plan import Chosen
 from engine.workspace import Workspace
@@ -129,3 +130,17 @@ def test_laid_aside_factors_keep_their_scale() -> None:
         assert torch.equal(left.A, right.A)
         assert torch.equal(left.G, right.G)
     assert aside.load(0).scale_A < 1
+
+
+@pytest.mark.parametrize(("runs", "count"), [((), 0), (((0, 5),), 5), (((2, 4), (10, 17)), 9)])
+def test_examples_are_counted_run_by_run(runs: tuple[tuple[int, int], ...], count: int) -> None:
+    counted = CountedExamples(
+        runs=tuple(Run(begin=begin, end=end) for begin, end in runs),
+        terms_weight=float(count),
+        begin=0,
+        whole=None,
+        model="",
+        unmasked=(),
+        overwritten=(),
+    )
+    assert counted.count == count
