@@ -2,9 +2,9 @@
 
 A job of several ranks leases that many GPUs of one node in one transaction, all or none; on a host its ranks share one
 lease. Who locks both a job and a device locks the job first, and who locks several devices takes them in the order of
-their UUIDs. A lease outlives the right to write: once its attempt has ended
-or was taken away it *drains*, and it is freed by any process that can see that none of its own lives; where that cannot
-be seen, from another machine or container, after the worker has been silent so long that its guardian has killed them.
+their UUIDs. A lease outlives the right to write: once its attempt has ended or was taken away it *drains*. It is freed
+by any process that can see that the lease has no live process left; where that cannot be seen, from another machine or
+container, after the worker has been silent so long that its guardian has killed them.
 """
 
 from collections import Counter
