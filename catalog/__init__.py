@@ -43,7 +43,7 @@ PLANNED_STAGES: tuple[str, ...] = (
     "decomposition",
     *(str(stage.planned) for stage in _STAGES if not stage.before_decomposition),
 )
-"""Of a plan, in the order in which a job comes to them; the analyses in that of the menu."""
+"""The stages of a plan, in the order in which a job comes to them; those of the analyses in that of the menu."""
 
 _KIND: Any = Literal[tuple(ANALYSES)]
 

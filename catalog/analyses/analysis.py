@@ -8,7 +8,7 @@ from catalog.record import record
 from catalog.responses.layer_record import LayerRecord, Observed
 
 Decomposed = Literal["none", "values", "vectors"]
-"""What is asked of a factor's eigendecomposition: nothing, the eigenvalues alone, or the eigenvectors too."""
+"""The part of a factor's eigendecomposition that is asked for: nothing, the eigenvalues, or the eigenvectors too."""
 
 
 def most_decomposed(options: Iterable[Any]) -> Decomposed:
@@ -36,8 +36,8 @@ are known. A field is a path in the record, and may name its form: `{trace:4}` h
 percentage that is not 0), `cosine`, `bytes`, `count` (all digits), `given` (as asked for), `unquoted` (of a JSON text),
 `names` (of layers) and `some` (five of them)."""
 Heading = str | tuple[str, str | None] | None
-"""A heading, null where there is no column; or that of a list of one and that of a longer list. `{}` stands for the key
-of the list's element."""
+"""A heading, null without a column; or the heading for a list of one and the one for a longer list. `{}` is the key of
+the list's element."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,9 @@ class Analysis:
     params: type | None
     """Options, in a block named after the kind; none where the common blocks say it all."""
     metrics: type
-    """What one layer returns."""
+    """Results of one layer."""
     summary: type
-    """What the whole job returns."""
+    """Results of the whole job."""
     decomposition: Decomposed = "values"
     """What is asked of the factors where there are no options to say so."""
     stages: tuple[AnalysisStage, ...] = ()
