@@ -44,7 +44,7 @@ class Template:
     """The template of this process."""
 
     def __init__(self) -> None:
-        self._environment = (
+        self.environment = (
             os.environ | read_at_import(os.environ) | {"OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
         )
         self._asking: Asking | None = None
@@ -73,14 +73,14 @@ class Template:
             # streams ask once whether they are files
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=self._environment,
+            env=self.environment,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
         theirs.close()
         if self._link.recv(64) != b"ready":
             raise RuntimeError("the template of the tests did not start; the traceback stands above")
-        self._asking = Asking(self._link, read_at_import(self._environment))
+        self._asking = Asking(self._link, read_at_import(self.environment))
 
 
 TEMPLATE = Template()

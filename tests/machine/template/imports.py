@@ -47,14 +47,15 @@ _READ_AT_IMPORT = (
 )
 _FORKED_WELL = {"jemalloc_bg_thd"}
 """Names of threads that a fork ends and begins anew."""
-_APPLIED = {
+_NOT_READ = {
     "OPENBLAS_NUM_THREADS",
     "PYTHONDONTWRITEBYTECODE",
     "PYTHONPATH",
     "PYTHONUNBUFFERED",
     "PYTHONWARNINGS",
+    "TORCHINDUCTOR_CACHE_DIR",
 }
-"""Variables with such a name that a forked program reads itself."""
+"""Variables with such a name that a forked program reads itself, or, as the compiler's folder, that none needs."""
 
 
 def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
@@ -63,7 +64,7 @@ def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
     A template can run a program whose variables are its own. It asks no hub, as no test does but those that name one.
     """
     given = {
-        name: value for name, value in environment.items() if name.startswith(_READ_AT_IMPORT) and name not in _APPLIED
+        name: value for name, value in environment.items() if name.startswith(_READ_AT_IMPORT) and name not in _NOT_READ
     }
     return {"HF_HUB_OFFLINE": "1"} | given
 

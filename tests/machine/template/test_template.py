@@ -12,6 +12,7 @@ import pytest
 
 from catalog.frames import Finished, Frame, LayerDone, Started
 from tests.machine.template.client import TEMPLATE, is_usable
+from tests.machine.template.imports import read_at_import
 from tests.machine.template.spawning import install
 from worker.process.child_process import EXECUTION, RANKS, Child
 
@@ -135,3 +136,8 @@ def test_a_command_says_the_same(either_way: Any, tmp_path: Path) -> None:
     forked, started = either_way(say)
     assert forked == started
     assert forked[1][0] == 2
+
+
+def test_no_module_of_the_run_keeps_programs_from_being_forked() -> None:
+    """A variable that a test's import sets would: every program of the run would be started anew, and nobody told."""
+    assert read_at_import(os.environ) == read_at_import(TEMPLATE.environment)
