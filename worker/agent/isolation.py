@@ -9,18 +9,15 @@
     secret_files       the files that hold the service's secrets are closed to it
     no_new_privileges  no program that it starts has more rights than it
     system_calls       a filter denies it what no computation needs
-
-    python -P -m worker.agent.isolation PID UID OTHERS FILES FILE...     (the child: prints the list as JSON)
 """
 
-import errno
 import json
 import os
 import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -34,10 +31,9 @@ from worker.process.confinement import Confinement
 from worker.process.process_group import descendants
 from worker.supervision.job_namespaces import secret_files
 
-WALLS = ("own_user", "neighbours", "files", "memory", "secret_files", "no_new_privileges", "system_calls")
 _LINE_BYTES = 10_000
 _PROBE_SECONDS = 60.0
-_PROBE = (sys.executable, "-P", "-m", "worker.agent.isolation")
+_PROBE = (sys.executable, "-P", "-m", "worker.agent.isolation_probe")
 _NEIGHBOUR = (sys.executable, "-P", "-c", "import time; print('up', flush=True); time.sleep(120)")
 
 
@@ -53,7 +49,7 @@ def measure_isolation(
         neighbour: The limits of another job's child; None: the same.
 
     Returns:
-        The walls that hold, in the order of `WALLS`.
+        The walls that hold, in the order of `isolation_probe.WALLS`.
 
     Raises:
         SettingsInvalid: If children are to have a user of their own, and none can be started as that user.
@@ -118,70 +114,3 @@ def _has_ended(child: Child) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Try each wall from inside a child, and print those that hold."""
-    worker, user, others, count, *paths = arguments
-    foreign, files = paths[: int(count)], paths[int(count) :]
-    fields = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
-    walls = {
-        "own_user": os.getuid() != int(user),
-        "neighbours": others != "" and not any(map(_reaches, map(int, others.split(",")))),
-        "files": bool(foreign) and not any(map(_comes_to, map(Path, foreign))),
-        "memory": not _opens(f"/proc/{worker}/environ") and not _opens(f"/proc/{worker}/mem"),
-        "secret_files": not any(map(_reads, files)),
-        "no_new_privileges": fields.get("NoNewPrivs") == "1",
-        "system_calls": fields.get("Seccomp") == "2",
-    }
-    sys.stdout.write(json.dumps([name for name in WALLS if walls[name]]) + "\n")
-    return 0
-
-
-def _reaches(process: int) -> bool:
-    """Whether a process of another job can be looked into, or be signalled to end."""
-    if _opens(f"/proc/{process}/environ") or _opens(f"/proc/{process}/mem"):
-        return True
-    try:
-        os.kill(process, 0)
-    except OSError as error:
-        # where it has namespaces it sees no process of that number
-        return error.errno not in (errno.EPERM, errno.ESRCH)
-    return True
-
-
-def _comes_to(file: Path) -> bool:
-    """Whether a file of others can be read or written, or its folder be listed or filled."""
-    attempts: tuple[Callable[[], object], ...] = (
-        lambda: file.open("rb").close(),
-        lambda: file.open("r+b").close(),
-        lambda: next(file.parent.iterdir()),
-        lambda: file.with_name("planted").touch(),
-    )
-    for attempt in attempts:
-        with suppress(OSError):
-            attempt()
-            return True
-    return False
-
-
-def _reads(path: str) -> bool:
-    """Whether anything of a file can be read: in a job's namespaces a closed one is empty."""
-    try:
-        with Path(path).open("rb") as file:
-            return bool(file.read(1))
-    except OSError:
-        return False
-
-
-def _opens(path: str) -> bool:
-    try:
-        with Path(path).open("rb"):
-            return True
-    except OSError:
-        return False
-
-
-if __name__ == "__main__":
-    # the worker appends `--answers FD --frames FD`, which this child has no use for
-    sys.exit(main(sys.argv[1 : sys.argv.index("--answers")]))

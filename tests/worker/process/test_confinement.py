@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from catalog.frames import LogLine
-from worker.agent.isolation import WALLS, measure_isolation
+from worker.agent.isolation import measure_isolation
+from worker.agent.isolation_probe import WALLS
 from worker.process.child_process import Child, child_environment
 from worker.process.confinement import Confinement
 
