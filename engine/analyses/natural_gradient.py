@@ -19,7 +19,6 @@ from catalog.analyses.natural_gradient import (
 from engine.analyses.costs.natural_gradient import natural_gradient_cost
 from engine.analyses.layer_analysis import LayerAnalysis
 from engine.analyses.metrics.layer_direction import LayerGradient, layer_metrics, summed
-from engine.analyses.metrics.loss_gradient import data_gradient, given_gradient, require_gradient
 from engine.errors import UsageError
 from engine.factors.factor_set import GIVEN_MATRIX, FactorSet
 from engine.factors.kronecker_factors import Factors
@@ -28,6 +27,7 @@ from engine.measurement.layer_measurement import Measured
 from engine.operators.kronecker.eigenbasis import SideBasis
 from engine.operators.kronecker.layer_store import KnownLayer, OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
+from engine.operators.loss_gradient import data_gradient, given_gradient, require_gradient
 
 KIND = "natural_gradient"
 FOLDER = "directions"
@@ -52,7 +52,7 @@ class NaturalGradient(LayerAnalysis[NaturalGradientParams]):
 
     @override
     def require(self) -> None:
-        require_gradient(self.params, self.workspace)
+        require_gradient(self.workspace, named=self.params.gradient is not None)
 
     @override
     def prepare(self) -> None:

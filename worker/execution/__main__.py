@@ -31,13 +31,13 @@ from catalog.requests.assignment import Assignment
 from catalog.requests.cached_factors import FILLED
 from catalog.requests.estimate import unplannable
 from catalog.requests.job import JobDocument
-from engine.analyses.metrics.loss_gradient import require_fit
 from engine.analyses.run_analyses import run_analyses
 from engine.collection.parameter_windows import list_parameters
 from engine.distributed import group
 from engine.errors import StopRequested
 from engine.layers.coverage_check import survey_layers
 from engine.model.usable_model import require_usable
+from engine.operators.loss_gradient import require_fit
 from engine.workspace import Workspace
 from worker.execution.assignment import read_assignment
 from worker.execution.cache.factor_cache import CacheUse, FactorCache, ask_parent

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from catalog.analyses.natural_gradient import NaturalGradientParams
 from engine.collection.parameter_windows import list_parameters
 from engine.collection.pass_job import PassJob
 from engine.collection.ranks.joined_job import require_one_rank
@@ -62,10 +61,15 @@ class LossGradient:
         return found
 
 
-def require_gradient(params: NaturalGradientParams, workspace: Workspace) -> None:
-    """Refuse a gradient that does not fit the model, before anything is collected."""
+def require_gradient(workspace: Workspace, *, named: bool) -> None:
+    """Refuse a gradient that does not fit the model, before anything is collected.
+
+    Args:
+        workspace: The job.
+        named: Whether the options name a file.
+    """
     given = workspace.inputs.gradient
-    if given is None and params.gradient is not None:
+    if given is None and named:
         raise UsageError(
             "`natural_gradient.gradient` names a file, which is read by jobs alone; in a notebook give the gradient to "
             "`kronoscope.local.operator(…).power(-α)`",
