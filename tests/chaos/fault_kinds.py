@@ -29,7 +29,7 @@ BROUGHT_ABOUT_BY: Mapping[str, tuple[str, ...]] = {
         f"{_NAMED}::test_a_busy_worker_hands_its_job_back_and_another_goes_on_from_the_checkpoint",
     ),
     "sigterm": (f"{_NAMED}::test_a_busy_worker_hands_its_job_back_and_another_goes_on_from_the_checkpoint",),
-    "flushall": (f"{_WAKEUPS}::test_flushall_with_a_hundred_queued_loses_none",),
+    "flushall": (f"{_WAKEUPS}::test_flushall_with_many_queued_loses_none",),
     "kill redis": (f"{_MATRIX}[redis-before_claim]",),
     "restart postgres": (f"{_MATRIX}[postgres-write_to_settle]",),
     "terminate backends": (

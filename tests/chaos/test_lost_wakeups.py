@@ -9,8 +9,6 @@ from tests.chaos.stack.gated_jobs import quick_document
 from tests.chaos.stack.stack import Stack
 from tests.machine.stopwatch import until
 
-QUEUED = 100
-
 
 def each_was_done_once(stack: Stack, job_ids: list[str]) -> None:
     assert stack.await_end(*job_ids, seconds=600) == ["succeeded"] * len(job_ids)
@@ -28,9 +26,10 @@ def held_back(stack: Stack) -> Any:
     return gate
 
 
-def test_flushall_with_a_hundred_queued_loses_none(quick: Stack) -> None:
+@pytest.mark.parametrize("queued", [25, pytest.param(100, marks=pytest.mark.nightly)])
+def test_flushall_with_many_queued_loses_none(quick: Stack, queued: int) -> None:
     gate = held_back(quick)
-    job_ids = [quick.submit(quick_document()) for _ in range(QUEUED)]
+    job_ids = [quick.submit(quick_document()) for _ in range(queued)]
     for _ in range(3):  # between these, wake-ups are sent again
         quick.broker().flushall()
         time.sleep(0.7)

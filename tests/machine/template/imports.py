@@ -48,6 +48,8 @@ _READ_AT_IMPORT = (
 _FORKED_WELL = {"jemalloc_bg_thd"}
 """Names of threads that a fork ends and begins anew."""
 _NOT_READ = {
+    "HF_HUB_DISABLE_PROGRESS_BARS",
+    "HF_HUB_DISABLE_TELEMETRY",
     "OPENBLAS_NUM_THREADS",
     "PYTHONDONTWRITEBYTECODE",
     "PYTHONPATH",
@@ -55,7 +57,7 @@ _NOT_READ = {
     "PYTHONWARNINGS",
     "TORCHINDUCTOR_CACHE_DIR",
 }
-"""Variables with such a name that a forked program reads itself, or, as the compiler's folder, that none needs."""
+"""Variables with such a name that a forked program reads or sets itself, or that none needs."""
 
 
 def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
