@@ -1,6 +1,6 @@
 """Cache rows of runs in the foreground: a file of JSON for each entry, beside the entries' folders.
 
-There is no ledger, and nobody's job but the user's own: all who may write to the folder are believed.
+There is no ledger, and all jobs are the user's: all who may write to the folder are believed.
 """
 
 import contextlib
