@@ -21,7 +21,7 @@ from engine.measurement.layer_measurement import Measured
 @dataclass(frozen=True)
 class _LayerOutcome:
     of_model: ModelLayer
-    """What the model's metrics need of the layer."""
+    """Values of the layer that the model's metrics need."""
     metrics: CapacityMetrics
     over_sizes: Followed | None
     """Its metrics over growing numbers of examples, where these were asked for."""
@@ -29,7 +29,7 @@ class _LayerOutcome:
 
 @dataclass
 class _Layers:
-    """What the summary needs of the layers, by ordinal."""
+    """The layers' values that the summary needs, by ordinal."""
 
     of_model: dict[int, ModelLayer] = field(default_factory=dict)
     over_sizes: dict[int, Followed] = field(default_factory=dict)

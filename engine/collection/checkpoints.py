@@ -75,7 +75,7 @@ class Resumed:
 
     @property
     def common(self) -> tuple[Any, ...]:
-        """What every rank's checkpoint of the same moment agrees in."""
+        """The values in which every rank's checkpoint of the same moment agrees."""
         state = self.state
         return (self.cursor.number, state.shared, state.unmasked, state.deferred, state.overwritten,
                 self.stored["checked"])  # fmt: skip

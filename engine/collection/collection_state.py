@@ -39,7 +39,7 @@ class Snapshot:
     rows: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Rows that had entered its A and its G."""
     sums: dict[str, LayerSums | None] = field(default_factory=dict)
-    """What a merge takes of each layer."""
+    """Sums of each layer that a merge takes."""
 
 
 @dataclass(kw_only=True)

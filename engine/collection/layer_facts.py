@@ -19,15 +19,15 @@ from engine.layers.layer import TreatedLayer
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What the facts of every layer of one collection follow from, besides its own statistics."""
+    """The values that every layer's facts in one collection follow from, besides its own statistics."""
 
     collection: Collection
     ordinals: Mapping[str, int]
     """The places of all groups of all covered layers, by name."""
     checks: Mapping[str, LayerCheck]
-    """What each layer's self-check found, by name; empty where nothing was checked."""
+    """Findings of each layer's self-check, by name; empty where nothing was checked."""
     sums: torch.device
-    """Where the sums stand."""
+    """Device of the sums."""
 
 
 def layer_facts(found: LayerStatistics, group: int, around: Surroundings) -> LayerFacts:

@@ -293,7 +293,7 @@ class _Groups:
     joined: int = 0
     started: bool = False
     waits_seconds: float = TIMEOUT_SECONDS
-    """What ``start`` was asked for."""
+    """Timeout that ``start`` was given."""
 
 
 def _forget_groups() -> None:

@@ -47,7 +47,7 @@ class Transfer:
     label: Label
     work: Any
     pieces: list[Tensor]
-    """What each rank has sent to this one, in the order of the ranks, once ``wait`` has returned."""
+    """Tensors from each rank to this one, in the order of the ranks, once ``wait`` has returned."""
 
     def wait(self) -> list[Tensor]:
         """Wait until everything has arrived.

@@ -28,7 +28,7 @@ class Factorised:
 
     rung: Literal["cholesky", "cholesky_jittered", "pseudo_inverse", "independent"]
     jitter: float
-    """What was added to the diagonal besides the damping."""
+    """Number added to the diagonal besides the damping."""
 
 
 def robust_solve(gram: Tensor, right: Tensor, damping: float, eps: float) -> tuple[Tensor, Factorised]:

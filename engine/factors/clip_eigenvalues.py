@@ -35,7 +35,7 @@ PLACEMENTS: tuple[Placement, ...] = ("device", "panels", "host")
 Update = Literal["none", "clipped", "unclipped", "diagonal"]
 
 SCRATCH_BYTES = 48 * 2**20
-"""What the tiles of an update may take beside the factor and its basis."""
+"""Bytes that the tiles of an update may take beside the factor and its basis."""
 _FLOAT64_COST = 2
 """A float64 product takes about as long as so many in float32 on a CPU and on a data centre's GPU; on others more,
 but there the float64 eigendecomposition before it takes longer still."""
@@ -52,7 +52,7 @@ _DIAGONAL_ROWS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Clipped:
-    """What a stabilisation did."""
+    """The result of a stabilisation."""
 
     size: int
     clipped: int
@@ -65,7 +65,7 @@ class Clipped:
     mass: float
     """Trace added: Σ (f − λ) over what was clipped."""
     precision: str
-    """What the update was summed in."""
+    """Precision that the update was summed in."""
     placement: Placement
 
 
@@ -79,7 +79,7 @@ class _Plan:
     weights: Tensor
     """(r,) float64 on the host."""
     floor: float | None
-    """What the diagonal starts from; None adds to the factor as it is."""
+    """Value that the diagonal starts from; None adds to the factor as it is."""
     dtype: torch.dtype
 
 
@@ -303,7 +303,7 @@ def _in_tiles_(matrix: Tensor, columns: Tensor, plan: _Plan) -> None:
 
 
 def _upper(start: int, stop: int, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
-    """What of rows ``start … stop`` and columns ``first … last`` is above the diagonal: rows and columns of tiles."""
+    """Yield the tiles of rows ``start … stop`` and columns ``first … last`` above the diagonal, as rows and columns."""
     if first < stop:
         for row in range(start, stop, _DIAGONAL_ROWS):
             until, begin, end = min(row + _DIAGONAL_ROWS, stop), max(row, first), min(stop, last)

@@ -23,7 +23,7 @@ from engine.factors.kronecker_factors import unpacked
 from engine.linalg.damping import clipping_floor
 
 PREFIX = {"A": "activation", "G": "gradient"}
-"""Of the names that each side's tensors are stored by."""
+"""Prefixes of the names that each side's tensors are stored by."""
 _PANEL_BYTES = 16 * 2**20
 
 

@@ -40,11 +40,11 @@ from engine.linalg.linear_operator import Structured
 from engine.linalg.spectrum_counts import DiagonalUpdate
 
 _CORNER = 1e-9
-"""Of the floor: eigenvalues that are nearer to it are not told apart from it."""
+"""Share of the floor: eigenvalues that are nearer to it are not distinguished from it."""
 _ERROR = 1e-13
-"""Of the approximant of the sign."""
+"""Error of the approximant of the sign."""
 _KEPT_BYTES = 256 * 2**20
-"""Of the factorisations of all poles, which are kept for the next question where they take no more."""
+"""Most bytes of the factorisations of all poles that are kept for the next call."""
 _POLES_ABOUT = 120
 
 
@@ -157,11 +157,11 @@ class ClippedOperator:
         return ((wide / below + found) / 2).to(right.device, right.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is stored, by the names that it is stored by: the side as it is."""
+        """Return the tensors to store, by name: those of the side as it is."""
         return self.side.tensors()
 
     def entry(self) -> dict[str, Any]:
-        """What the index says of it, which ``read`` needs besides the tensors."""
+        """Return the index's entry for it, which ``read`` needs besides the tensors."""
         return {
             "kind": "operator",
             "representation": self.side.kind,

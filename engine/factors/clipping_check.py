@@ -21,7 +21,7 @@ EXACT_ROWS = 1024
 _STEPS = 32
 _PROBES = 8
 _LEAST_NORM = 1e-140
-"""Of a norm whose squares, and those of a difference of 1e-16 of it, are normal numbers."""
+"""A norm whose squares, and those of a difference of 1e-16 of it, are normal numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)

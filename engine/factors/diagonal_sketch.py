@@ -253,7 +253,7 @@ class DiagonalSketch(DiagonalUpdateSide):
 
     @cached_property
     def _sketched_trace(self) -> float:
-        """Of S̃, which is not that of S where a sketch is subtracted."""
+        """Trace of S̃, which is not that of S where a sketch is subtracted."""
         return float(self._base.sum()) + self._sign * sum(float(part.square().sum()) for _, part in self._parts())
 
     @override

@@ -98,14 +98,14 @@ def write_factors(
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What the index says of one layer's stored tensors."""
+    """The index's values for one layer's stored tensors."""
 
     digest_A: str
     digest_G: str
     scale_A: float
     scale_G: float
     metadata_G: Mapping[str, str]
-    """What reading a structured G needs besides its tensors; empty for a dense one."""
+    """Metadata that reading a structured G needs besides its tensors; empty for a dense one."""
     ekfac: Mapping[str, str]
     """Digests of EK-FAC's tensors, by the names that they are stored by."""
 
@@ -293,7 +293,7 @@ def _load(artifacts: Artifacts, entry: LayerEntry, held: "_Held") -> Factors:
 
 
 def _beside(artifacts: Artifacts, facts: LayerFacts, file: str) -> dict[str, Any]:
-    """What the product of a head and its table was made of; a set from before it was kept has none."""
+    """Return the parts of the product of a head and its table; a set from before they were kept has none."""
     if NEAREST not in facts.why:
         return {}
     stored = artifacts.load_tensors(file)

@@ -42,7 +42,7 @@ class LayerEntry:
     scale_A: float
     scale_G: float
     metadata_G: Mapping[str, str]
-    """What reading a structured G takes besides its tensors; empty for a dense one."""
+    """Metadata that reading a structured G needs besides its tensors; empty for a dense one."""
     digests: Mapping[str, str]
     """SHA-256 of the stored tensors by their names; an index from before there were any has none."""
 

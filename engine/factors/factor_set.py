@@ -117,7 +117,7 @@ class CountedExamples:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFacts:
-    """What is known of a covered layer besides its factors."""
+    """The facts of a covered layer besides its factors."""
 
     ordinal: int
     name: str
@@ -150,7 +150,7 @@ class LayerFacts:
     examples_checked: int | None = None
     """Examples that were held against themselves alone."""
     checked_against: str | None = None
-    """What the rows were held against: `alone`, `single`, `inputs` or `same_forward`."""
+    """Reference that the rows were compared with: `alone`, `single`, `inputs` or `same_forward`."""
     identity_tolerance: float | None = None
     """Tolerance of a deciding check that was not that of float64; None where there was none."""
     identity_tolerance_reason: str | None = None
@@ -166,7 +166,7 @@ class LayerFacts:
     no_batch_variance: str | None = None
     """Why one of them is None where it was asked for."""
     rows_place: str | None = None
-    """Where gradient rows stood while they were collected; None where none were kept."""
+    """Place of gradient rows while they were collected; None where none were kept."""
     world_size: int = 1
     """Ranks that collected together."""
     reduction: str = "none"
@@ -178,9 +178,9 @@ class LayerFacts:
     pieces: int = 1
     """Sets over disjoint examples that were added up; 1 where one collection read all of them."""
     windows: tuple[Window, ...] | None = None
-    """Where the numbers of the layer's matrix stand in the parameters; None where that is not known."""
+    """Positions of the layer's matrix entries in the parameters; None where they are not known."""
     sums: LayerSums | None = None
-    """What a merge with factors of other examples takes; None of a collection that did not keep it."""
+    """Sums that a merge with factors of other examples takes; None of a collection that did not keep them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,15 +197,15 @@ class NestedSize:
     """The same layers after the first examples alone."""
 
     eighths: int
-    """Of the data: 1, 2 or 4."""
+    """Eighths of the data: 1, 2 or 4."""
     examples: int
     """Examples that entered."""
     rank_bounds: tuple[tuple[int | None, int | None], ...]
-    """Of A and of G, by ordinal."""
+    """Rank bounds of A and of G, by ordinal."""
     load: Callable[[int], Factors]
     """Factors of one ordinal."""
     sums: tuple[LayerSums | None, ...] = ()
-    """What a merge takes, by ordinal; empty where it was not kept."""
+    """Sums that a merge takes, by ordinal; empty where they were not kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,18 +226,18 @@ class FactorSet:
     micro_batch: int | None
     """Examples that went through the model at once; None where an earlier job did not say."""
     amp: str
-    """What the model computed in."""
+    """Mixed-precision mode that the model computed in."""
     amp_fallback: str | None
     """Why that is not what was asked for."""
     loss_scale: float | None
-    """What `fp16` came to multiply directions by."""
+    """Factor that `fp16` came to multiply directions by."""
     planned_peak_bytes: int | None
     nondeterministic: tuple[str, ...] | None
     """Operations of the model without a deterministic form; None where nobody listened."""
     looked_at: LookedAt | None = None
     """Batches that the self-check looked at; None where nothing was checked, or an earlier job did not say."""
     not_replayed: tuple[str, ...]
-    """What the job's first attempt computed with and this one could not."""
+    """Numerics of the job's first attempt that this one could not repeat."""
     load: Callable[[int], Factors]
     """Factors of one ordinal."""
     nested: tuple[NestedSize, ...]

@@ -25,7 +25,7 @@ _MIRRORED_ROWS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class TiedParts:
-    """What the product of a head and its table was made of, besides the head's own G."""
+    """The parts of the product of a head and its table, besides the head's own G."""
 
     A: Tensor
     """(in_dim, in_dim) the head's own A, on the host."""

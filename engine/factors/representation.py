@@ -49,19 +49,19 @@ class Representation:
     rows: int = 0
     """Rows of gradients, or of probabilities, that are foreseen of each group, at most."""
     dtype: torch.dtype = torch.float32
-    """Of the rows."""
+    """Dtype of the rows."""
     sums: torch.dtype = torch.float32
-    """Of what rows are made one in."""
+    """Dtype of the QR that reduces more rows than G has."""
     on_host: bool = False
     """The rows stand on the host."""
     basis: bool = False
     """An analysis asks for its eigenvectors."""
     rank: int = 0
-    """Of a sketch; 0 keeps the diagonal alone."""
+    """Rank of a sketch; 0 keeps the diagonal alone."""
     shards: int = 1
     """Ranks of one node that hold the rows together, each a part of the columns."""
     of_terms: bool = False
-    """What is kept comes from the probabilities of the loss's terms, not from gradients."""
+    """The representation comes from the probabilities of the loss's terms, not from gradients."""
 
     def place(self, sums: torch.device) -> str | None:
         """Return where rows are kept.
@@ -133,10 +133,10 @@ DENSE = Representation(kind="dense", why="")
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadEstimate:
-    """What is known of the data before the pass."""
+    """An estimate of the data before the pass."""
 
     calls: Sequence[Call]
-    """Of a dry run."""
+    """Calls of a dry run."""
     seen: int
     """Its examples."""
     outputs: int

@@ -32,16 +32,16 @@ class SpilledFactors:
     out_dim: int
     diagonal: bool
     digest_A: str
-    """Of A as it is stored."""
+    """Digest of A as it is stored."""
     digest_G: str
     scale_A: float
     scale_G: float
     kind: str = "dense"
     """How G is kept."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """What reading a structured G needs besides its tensors."""
+    """Metadata that reading a structured G needs besides its tensors."""
     digests_head: Mapping[str, str] = field(default_factory=dict)
-    """Of the diagonal of the head's own G and the parts of its product, by name; none where there is no such file."""
+    """Digests of the diagonal of the head's own G and the parts of its product, by name; none without such a file."""
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -91,7 +91,7 @@ def _cross_check(params: CapacityParams, job: PlannedJob) -> list[Term]:
 
 
 def _without_spectrum(layer: TreatedLayer, probe: Probe, work: Work) -> float:
-    """Of a G that answers shift by shift: two Gram matrices of its rows, and a factorisation, at each of them."""
+    """Return the seconds of a G that answers shift by shift: two Gram matrices and a factorisation at each."""
     each, size = probe.kept(layer), layer.out_dim
     if each.kind == "diagonal_sketch":
         rows = each.gram_rows(size)

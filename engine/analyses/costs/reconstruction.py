@@ -38,7 +38,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Phase:
-    """What is held at once: (what, formula, bytes) on the host, and the same on the device."""
+    """The memory held at once: (name, formula, bytes) on the host, and the same on the device."""
 
     host: tuple[tuple[str, str, int], ...]
     device: tuple[tuple[str, str, int], ...] = ()

@@ -55,7 +55,7 @@ class Decay:
 
     exponent: float
     first_rank: int
-    """Of the range that the fit is over, from 1 for the largest eigenvalue."""
+    """First rank of the fitted range, from 1 for the largest eigenvalue."""
     last_rank: int
     r_squared: float | None
     """Share of the variance of log λ that the line explains; None where all are equal."""

@@ -40,7 +40,7 @@ class SavedSearch:
     counts: Mapping[str, int]
     """Products and passes of the curvature under way."""
     learnt: Mapping[str, Any] | None = None
-    """What its products have learnt, as plain values; None between two."""
+    """Facts that its products have learnt, as plain values; None between two."""
 
 
 @dataclass(kw_only=True)

@@ -38,7 +38,7 @@ class Left:
     overwritten: frozenset[str] = frozenset()
     """Layers whose input the model writes to afterwards."""
     out_of_memory: frozenset[str] = frozenset()
-    """What allocators said."""
+    """Messages of allocators."""
     interrupted: frozenset[int] = frozenset()
     """Ranks that left since another one did."""
 
