@@ -217,7 +217,7 @@ class LayerMoments:
         return None if total is None else of_sum(total, side.vector)
 
     def _weight(self, name: str) -> float | None:
-        """What a sum is divided by, where that is a count of its rows."""
+        """Return the divisor of a sum, where it is a count of its rows."""
         found = self.statistics
         if name == "A":
             holder = found.leader or found

@@ -353,7 +353,7 @@ class BatchCheck:
                 compare_rows(findings.errors[layer.name], here, there, floor=floor)
 
     def _whole_cotangent(self, subject: Subject, layers: Sequence[TreatedLayer], together: Recording) -> Tensor | None:
-        """What the collection pulls back of all of these examples; a pass has kept that of the checked ones alone."""
+        """Return the collection's cotangent of all these examples; a pass has kept that of the checked ones alone."""
         if together.places is not None or together.cotangent is None:
             return together.cotangent
         return record(subject, layers, self.forward, places=self.examples).cotangent

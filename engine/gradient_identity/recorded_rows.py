@@ -194,7 +194,7 @@ class Recording:
     examples: int
     """N of the outputs."""
     direction: Tensor | None = None
-    """What the loss itself asks to be pulled back of these outputs, where another vector was; None for `type2`."""
+    """Vector that the loss itself would pull back of these outputs, where another was; None for `type2`."""
     places: tuple[int, ...] | None = None
     """Places in the outputs of the examples whose rows are kept, in order; None where those of all are."""
 

@@ -63,7 +63,7 @@ class SelfCheck:
     shapes: set[str] = field(default_factory=set)
     """Shapes in which batches have called the layers, as ``Collector.shapes`` writes them."""
     structures: set[str] = field(default_factory=set)
-    """What ran in the batches: graphs, and the calls of layers without their sizes."""
+    """Structures that ran in the batches: graphs, and the calls of layers without their sizes."""
     new_sizes: int = 0
     """Batches that differed from those before in sizes alone."""
     looked_at: LookedAt = field(default_factory=LookedAt)

@@ -73,7 +73,7 @@ class Group:
     index: tuple[int, ...]
     """Their numbers in the data."""
     start: Generators
-    """Where torch's generators stood when its forward pass began."""
+    """States of torch's generators when its forward pass began."""
     recorders: dict[str, RowRecorder]
     size: int
     """Examples of the group."""
@@ -128,7 +128,7 @@ class SummedRows:
     buffers: Sequence[Tensor] = ()
     """The model's buffers, which a forward pass may write to."""
     signatures: set[str] = field(default_factory=set)
-    """What ran in the forward passes of all groups."""
+    """Signatures of the forward passes of all groups."""
     is_new: bool = False
     """Something ran that ran in no batch before."""
     nodes: int = 0

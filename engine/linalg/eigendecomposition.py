@@ -66,7 +66,7 @@ class Decomposition:
     residual: float | None
     """‖A − QΛQᵀ‖_F / ‖A‖_F, from probes above 128 rows; None without vectors."""
     precision: str
-    """Of the arithmetic: `float64` or `float32`."""
+    """Precision of the arithmetic: `float64` or `float32`."""
 
 
 @cache
@@ -255,7 +255,7 @@ def _residual_of(factor: Structured, values: Tensor, vectors: Tensor) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class _Expected:
-    """What a factor's decomposition must agree with, in units of its largest diagonal entry."""
+    """The values that a factor's decomposition must agree with, in units of its largest diagonal entry."""
 
     unit: float
     trace: float
@@ -305,7 +305,7 @@ class _Expected:
 
     @property
     def _count(self) -> int:
-        """What the squared norm of a product with the probes is to be divided by."""
+        """Divisor of the squared norm of a product with the probes."""
         return 1 if self.probes is None or self.probes.shape[0] <= _FULL_PROBES else self.probes.shape[1]
 
 
@@ -321,10 +321,10 @@ def _signs(size: int) -> Tensor:
 
 
 def _attempt(solver: Solver, factor: Tensor, expected: _Expected, rank_bound: int | None) -> Decomposition:
-    """What the solver gives.
+    """Return the solver's decomposition.
 
     Raises:
-        FallbackFailed: If it fails, or what it gives is not the factor's: some library versions err without an error.
+        FallbackFailed: If it fails, or its result is not the factor's: some library versions err without an error.
     """
     size = factor.shape[0]
     # values of a matrix of denormal numbers are themselves rounded to multiples of the least of them

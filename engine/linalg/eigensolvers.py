@@ -38,7 +38,7 @@ class RungCost:
 
     name: str
     formula: str
-    """Of its bytes."""
+    """Formula of its bytes."""
     device_bytes: int
     host_bytes: int
     seconds_flops: float
@@ -143,7 +143,7 @@ def _torch_values(matrix: Tensor) -> Tensor:
 
 
 def _torch_vectors(matrix: Tensor) -> Solved:
-    """Of a C-contiguous symmetric matrix, which is overwritten: its transpose is what LAPACK reads and writes."""
+    """Decompose a C-contiguous symmetric matrix, which is overwritten: LAPACK reads and writes its transpose."""
     values = torch.empty(matrix.shape[0], dtype=matrix.dtype, device=matrix.device)
     try:
         torch.linalg.eigh(matrix.mT, out=(values, matrix.mT))

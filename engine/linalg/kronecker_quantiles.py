@@ -184,7 +184,7 @@ class Products:
         return ordered.values, torch.cat(weights)[ordered.indices].cumsum(0)
 
     def _positions_at(self, bits: int) -> list[Tensor]:
-        """Where the products up to a threshold end in each pair's rows."""
+        """Return the ends of the products up to a threshold in each pair's rows."""
         if bits not in self._recent:
             if len(self._recent) == _REMEMBERED:
                 del self._recent[next(iter(self._recent))]

@@ -84,7 +84,7 @@ class Answering:
 
     side: Structured
     lowest: float
-    """What ``side`` is not asked below: there its answers are of its rounding."""
+    """Least shift at which ``side`` is evaluated: below, its answers are rounding."""
     counted: SpectrumQuadrature | None
     """Its eigenvalues, as they were counted; None where nothing is known below ``lowest``."""
 

@@ -20,7 +20,7 @@ _OCTAVES = 8
 NODES = math.ceil(30 / math.asinh(math.pi / (_OCTAVES / 2 * math.log(2))))
 """Evaluations for each panel of eight octaves, where more shifts than these lie in it."""
 PANELS = 12
-"""Of eight octaves each: about as many as shifts spread over between rounding of a spectrum and far above it."""
+"""Panels of eight octaves: about as many as shifts spread over between rounding of a spectrum and far above it."""
 _FAR = 1e6
 """Times the trace: beyond it the third term of a series in λ/s is below 1e-12 of the first."""
 

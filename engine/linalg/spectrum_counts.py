@@ -37,7 +37,7 @@ LARGEST_KNOWN = 16
 LARGEST_STEPS = 160
 """Products that are made for them at most."""
 _RESOLVED = 1e-14
-"""Of the largest eigenvalue: below, counts are of rounding."""
+"""Share of the largest eigenvalue below which counts are of rounding."""
 _ENOUGH = 1e-9
 """Mean of log(upper/lower) at which no more counts are made."""
 _SMALLEST_HALVINGS = 24

@@ -31,7 +31,7 @@ class HasFacts(Protocol):
 
     @property
     def facts(self) -> LayerFacts:
-        """What is known of it besides its factors."""
+        """The layer's facts besides its factors."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class SentFiles:
 
     division: DividedLayers
     places: Sequence[Artifacts]
-    """Where this rank writes them, if it keeps files; as many places on every rank."""
+    """Places where this rank writes them, if it keeps files; as many on every rank."""
     _layer: int = -1
     _written: dict[int, list[tuple[str, Mapping[str, str] | None, object]]] = field(default_factory=dict)
     """By layer: name, metadata, and the tensors or the table; of tensors in the scratch place nothing."""

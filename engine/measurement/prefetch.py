@@ -34,7 +34,7 @@ _WORTH_A_THREAD = 2**18
 Side = Literal["A", "G"]
 
 Source = Literal["resident", "stored", "merged"]
-"""Where the factors of a job are: in memory together, in files, or in the files of several sets."""
+"""Source of a job's factors: in memory together, in files, or in the files of several sets."""
 
 
 @dataclass(frozen=True, kw_only=True)

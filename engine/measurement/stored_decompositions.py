@@ -16,11 +16,11 @@ from engine.linalg.eigendecomposition import Decomposition
 from engine.workspace import Artifacts, load_sealed, save_sealed
 
 OF_PIECES = "factors/decompositions"
-"""Where a piece of a divided job stores them."""
+"""Folder in which a piece of a divided job stores them."""
 
 
 class DamagedDecomposition(ValueError):
-    """What is stored is not what was written."""
+    """A stored decomposition differs from the one that was written."""
 
 
 def write_decomposition(artifacts: Artifacts, name: str, found: Decomposition, conditions: Mapping[str, Any]) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 MEASURING_BYTES = 192 * 2**20
-"""What measuring holds at most, on the host and on the device."""
+"""Most bytes that measuring holds, on the host and on the device."""
 MEASURING_SECONDS = 4.0
-"""What it may take; a slow machine is measured at smaller sizes."""
+"""Time that measuring may take; a slow machine is measured at smaller sizes."""
 
 _SIDES = (512, 1024, 2048)
 _EIGEN_SIDES = (256, 512, 1024)
@@ -28,18 +28,18 @@ _DISK_BYTES = 2**25
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpeed:
-    """What one device does in a second."""
+    """The work that one device does in a second."""
 
     operations_per_second: float
     """Floating-point operations of a large float32 product."""
     bytes_per_second: float
-    """Between the device and pinned memory, and added there: the slower way."""
+    """Bytes between the device and pinned memory, and added there: the slower way."""
     held_bytes_per_second: float
-    """Read or written where the sums stand."""
+    """Bytes read or written where the sums are."""
     eigen_operations_per_second: float
-    """Of a float64 eigendecomposition, 9 n³ of them."""
+    """Operations of a float64 eigendecomposition, 9 n³ of them."""
     disk_bytes_per_second: float
-    """Written to the scratch place so that it stays, and read back."""
+    """Bytes written to the scratch place so that they stay, and read back."""
     seconds_an_operation: float
     """To begin one, however small."""
 

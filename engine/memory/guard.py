@@ -68,7 +68,7 @@ class PlanningError:
     """Before the attempt."""
     free_host_bytes: int
     said: str
-    """What the allocator said."""
+    """The allocator's message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +100,9 @@ class Guard:
     by_kernel: bool = False
     """Let the kernel refuse what would exceed the host's budget."""
     plan: Plan | None = None
-    """Whose terms a report quotes, once there is one."""
+    """Plan whose terms a report quotes, once there is one."""
     planning_errors: list[PlanningError] = field(default_factory=list)
-    """Of the whole job."""
+    """Planning errors of the whole job."""
     announce: Callable[[Plan | None, Sequence[PlanningError]], None] = lambda _, __: None
     """Receives the plan with each planning error, as it stands from then on."""
 

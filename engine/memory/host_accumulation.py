@@ -43,7 +43,7 @@ class _Slot:
     target: Tensor | None = None
     """The part of a sum that what is on its way belongs to."""
     adds: bool = True
-    """What is on its way is added to the target, instead of taking its place byte for byte."""
+    """Add the part on its way to the target, instead of replacing that byte for byte."""
 
 
 class Staging:

@@ -88,7 +88,7 @@ class StagePeaks:
         return [self._compared(found) for found in self.taken.values()]
 
     def plan_error(self) -> float | None:
-        """Of the job's peak where it computes: on the device, or on the host of a CPU. None without a plan."""
+        """Return the error of the job's planned peak: on the device, or on the host of a CPU. None without a plan."""
         if self.plan is None:
             return None
         foreseen = [each for each in self.taken.values() if each.stage in self.plan.stages]
@@ -99,7 +99,7 @@ class StagePeaks:
         return _error(self.plan.peak_bytes("host"), on_host or None)
 
     def exceeded(self) -> Iterator[str]:
-        """What to warn of: a stage that held more than was planned for it, by more than runs differ."""
+        """Yield a warning for each stage that held more than was planned for it, by more than runs differ."""
         for row in self.as_json():
             for place in ("device", "host"):
                 planned, measured = row[f"planned_{place}_bytes"], row[f"measured_{place}_bytes"]
@@ -146,18 +146,18 @@ def _most(one: int | None, other: int | None) -> int | None:
 FORMAT = "kronoscope-memory-curve/1"
 MOST_POINTS = 2_000
 _BLOCK = 12
-"""Of so many neighbours the extremes of each series stay: at most half of them."""
+"""Neighbours of which the extremes of each series stay: at most half of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What is held at one moment."""
+    """The memory held at one moment."""
 
     seconds: float
     """Since the curve began."""
     operation: str
     moment: Literal["before", "within", "after"]
-    """Of the operation."""
+    """Moment relative to the operation."""
     device_allocated_bytes: int | None
     """Held by tensors on the device; null on a CPU."""
     device_reserved_bytes: int | None
@@ -173,7 +173,7 @@ class MemoryCurve:
     clock: Callable[[], float] = time.monotonic
     samples: list[Sample] = field(default_factory=list)
     stages: StagePeaks = field(default_factory=StagePeaks)
-    """What each stage took, and was planned to take."""
+    """Peaks of each stage, measured and planned."""
     _begun: float | None = None
 
     def sample(self, operation: str, moment: Literal["before", "within", "after"], device: torch.device) -> None:

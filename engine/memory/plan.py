@@ -19,7 +19,7 @@ from engine.errors import BudgetExceeded
 from engine.memory.budget import MemoryBudget
 
 LIBRARY_BYTES = 96 * 2**20
-"""What libraries take for themselves once work begins (BLAS, autograd's threads, files on their way
+"""Bytes that libraries take for themselves once work begins (BLAS, autograd's threads, files on their way
 to disk): 50 to 90 MB measured on a CPU build."""
 
 Budgeted = Literal["device", "host"]
@@ -49,7 +49,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """What a plan decides and numbers depend on, by rounding at least; stored with the job.
+    """The choices of a plan that numbers depend on, by rounding at least; stored with the job.
 
     A job's first attempt decides, and every later one replays it, whatever is free by then.
     """
@@ -69,7 +69,7 @@ class Chosen:
     rungs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """For each layer, the rungs among the fallbacks that the decompositions of its A and its G begin with."""
     placement: Mapping[str, str] = field(default_factory=dict)
-    """Of each layer that is reconstructed, where: `panels`, `device` or `host`."""
+    """Placement of each layer that is reconstructed: `panels`, `device` or `host`."""
     search: Mapping[str, int] = field(default_factory=dict)
     """Choice for the search of a spectrum: ``length`` of its basis, and ``columns`` of a pass; empty without one."""
 
@@ -122,7 +122,7 @@ class Plan:
     terms: tuple[Term, ...]
     chosen: Chosen = field(default_factory=Chosen)
     why: str = ""
-    """What was weighed, in words."""
+    """Considerations that were weighed, in words."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Foreseen for each stage."""
     self_check_seconds: float = 0.0

@@ -40,7 +40,7 @@ class _Basis:
     holder: int
     """Ordinal of the layer whose A, and so whose Q_A, this is."""
     digests: tuple[str, ...]
-    """Of Q_G, and of Q_A where the layer holds one."""
+    """Digests of Q_G, and of Q_A where the layer holds one."""
 
 
 @dataclass(frozen=True, kw_only=True)

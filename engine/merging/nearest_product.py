@@ -38,7 +38,7 @@ _NUMBERS_AT_ONCE = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What head and table contribute."""
+    """The contributions of head and table."""
 
     A: Tensor
     """(d, d), or (d + 1, d + 1) with a bias: the head's normalised A."""

@@ -49,9 +49,9 @@ class Precision:
     """The precisions of a merge."""
 
     sums: torch.dtype
-    """What the sets were collected in, and the diagonal of a head is kept in."""
+    """Dtype that the sets were collected in, and the diagonal of a head is kept in."""
     storage: torch.dtype
-    """What factors are kept in."""
+    """Dtype that factors are kept in."""
     identity: bool = False
     """G is the identity, which the loss has no part in."""
 
@@ -64,7 +64,7 @@ class MergedLayer:
     tied: TiedSums | None = None
     """Coefficients of the nearest product of head and table; None of any other layer."""
     residual: float = 0.0
-    """What that product misses, relative to the sum."""
+    """Residual of that product, relative to the sum."""
 
 
 def merge_layer(addends: Sequence[Addend], idle: float, precision: Precision) -> MergedLayer:

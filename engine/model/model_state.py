@@ -26,9 +26,9 @@ from engine.model.written_tensors import Contents, Watched
 _COPIED_BYTES = 2**24
 """Parameters that together have at most these are copied, so that they can be put back too."""
 _LARGEST_BYTES = 2**26
-"""Of a tensor that is neither parameter nor buffer no copy is made beyond this,"""
+"""Most bytes of a copied tensor that is neither parameter nor buffer."""
 _LARGEST_OUTER_BYTES = 2**14
-"""nor beyond this where the code of the model's classes names it."""
+"""The same of one that the code of the model's classes names."""
 
 
 @dataclass(frozen=True)

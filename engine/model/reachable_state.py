@@ -44,7 +44,7 @@ _OWN = frozenset({*sys.stdlib_module_names, "torch", "numpy", __name__.partition
 _PLAIN = (types.SimpleNamespace, local, UserDict, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 """Classes of the standard library whose instances hold what a caller puts there."""
 _MOVING = (Dataset, DataLoader, Sampler, torch.optim.Optimizer)
-"""What moves on by itself while data are read."""
+"""Classes whose objects move on by themselves while data are read."""
 _GLOBAL = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"})
 _Memoised = type(functools.cache(lambda: None))
 _FUNCTIONS = (

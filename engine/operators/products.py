@@ -95,7 +95,7 @@ class ExactCurvature:
 
     @property
     def learnt(self) -> Learnt:
-        """What products have learnt so far, for a later attempt."""
+        """Facts that products have learnt so far, for a later attempt."""
         return self.passes.learnt(self._routes.reason)
 
     @learnt.setter

@@ -91,7 +91,7 @@ def packed_bytes(probe: Probe, kept: torch.dtype) -> int:
 
 
 def _packed_bytes(layer: TreatedLayer, probe: Probe, item: int, *, follows: bool) -> int:
-    """Of the triangles of one layer's own factors, diagonals as they are, and gradient rows."""
+    """Return the bytes of the triangles of one layer's own factors, diagonals as they are, and gradient rows."""
     sides = probe.sides(layer, follows=follows)
     rows = 0 if probe.kept(layer).kind == "dense" else probe.kept(layer).held_bytes(layer)
     return rows + layer.groups * item * sum(side * (side + 1) // 2 if dense else side for side, dense in sides)
@@ -126,7 +126,7 @@ class Cost:
     terms: tuple[Term, ...] = ()
     """Bytes on the device, the host and the disk, each in a stage of the analysis."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Of each of its stages."""
+    """Seconds of each of its stages."""
     kept: tuple[KeptFiles, ...] = ()
     """Files that stay until the job ends."""
     chosen: Mapping[str, Any] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class PlannedJob:
     probe: Probe
     budget: MemoryBudget
     work: Work
-    """What the data costs, and the speed of the device."""
+    """Cost of the data, and the speed of the device."""
     plan: Plan
     """Collection and decompositions, and the analyses before this one."""
 

@@ -25,7 +25,7 @@ from engine.workspace import Workspace
 
 @dataclass(frozen=True, kw_only=True)
 class EigendecompositionBytes:
-    """What the eigendecomposition of one matrix holds at its peak, beside the matrix itself."""
+    """The bytes that the eigendecomposition of one matrix holds at its peak, beside the matrix itself."""
 
     device_bytes: int
     """On the device; 0 on a CPU."""
@@ -33,7 +33,7 @@ class EigendecompositionBytes:
     rung: str
     """The way that is taken first."""
     formula: str
-    """Of its bytes."""
+    """Formula of its bytes."""
     ladder: tuple[RungCost, ...]
     """Every way, the preferred first: what is taken where less memory is free."""
 
@@ -234,7 +234,7 @@ def _of_rows(
 
 
 def _rows_cost(kept: Representation, size: int, *, cuda: bool) -> RungCost | None:
-    """What the dense matrix of a small softmax head takes; None where it is never made."""
+    """Return the cost of the dense matrix of a small softmax head; None where it is never made."""
     if kept.kind != "softmax_head" or size > DENSE_ROWS:
         return None
     needed = dense_head_bytes(size)
@@ -248,7 +248,7 @@ def _rows_cost(kept: Representation, size: int, *, cuda: bool) -> RungCost | Non
 
 
 def _counting_cost(kept: Representation, size: int, *, cuda: bool) -> RungCost:
-    """What bounding the eigenvalues by inertia counts takes, besides the Gram matrices that every such side makes."""
+    """Return the cost of bounding the eigenvalues by inertia counts, besides the Gram matrices of every such side."""
     needed = iteration_bytes(size, LARGEST_STEPS) if kept.gram_rows(size) else 0
     return RungCost(
         name=COUNTED,
@@ -260,7 +260,7 @@ def _counting_cost(kept: Representation, size: int, *, cuda: bool) -> RungCost:
 
 
 def _counting_seconds(kept: Representation, size: int, pace: DeviceSpeed) -> float:
-    """Of a Gram matrix and its eigenvalues for each count, and of products for the largest eigenvalues."""
+    """Return the seconds of a Gram matrix and its eigenvalues for each count, and of products for the largest."""
     rows = kept.gram_rows(size)
     # in float64 a product takes twice as long; signs differ, so that both triangles are made
     operations = COUNTS * 4 * size * rows**2 + LARGEST_STEPS * 8 * size * rows
@@ -268,7 +268,7 @@ def _counting_seconds(kept: Representation, size: int, pace: DeviceSpeed) -> flo
 
 
 def _gram_seconds(rows: int, size: int, pace: DeviceSpeed) -> float:
-    """Of the eigenvalues of ``rows`` gradient rows, by their Gram matrix."""
+    """Return the seconds of the eigenvalues of ``rows`` gradient rows, by their Gram matrix."""
     # in float64 a product takes twice as long
     return 4 * size * rows**2 / pace.operations_per_second + 5 * rows**3 / pace.eigen_operations_per_second
 

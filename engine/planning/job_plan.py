@@ -28,7 +28,7 @@ from engine.workspace import Workspace
 
 _STEP = 2**20
 _SPREAD = 0.04
-"""Of what a process holds before its job: two runs of one job, or a run and a plan from shapes, differ by up to 2 %."""
+"""Share of a process's bytes before its job: two runs, or a run and a plan from shapes, differ by up to 2 %."""
 
 
 def smallest_budget(
@@ -110,7 +110,7 @@ class Narrower:
     probe: Probe
     """The probe with the head kept so."""
     kept: str
-    """What is kept of its G, in words."""
+    """Part of its G that is kept, in words."""
 
     @property
     def why(self) -> str:

@@ -24,7 +24,7 @@ _FLOAT64 = 8
 _PASSES = 20
 """Times that a number of a piece, in float64, is read or written until it is in the sum, as measured."""
 _WIDENED_BYTES = 2**21
-"""What is widened to float64 at once."""
+"""Bytes that are widened to float64 at once."""
 
 
 def with_join(plan: Plan, workspace: Workspace, probe: Probe, pieces: int, options: JobOptions) -> Plan:

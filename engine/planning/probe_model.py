@@ -326,7 +326,7 @@ def _represented(job: PassJob, survey: Survey, seen: Probe) -> Probe:
 
 
 def _operations(job: PassJob, survey: Survey, batch: Batch, parameters: dict[str, Tensor]) -> tuple[Uses, list[Call]]:
-    """What ``parameters`` do with ``batch``, and the calls of the modules."""
+    """Return the uses of ``parameters`` with ``batch``, and the calls of the modules."""
     uses = Uses(examples=batch.size)
     interception = ParameterUseMode(parameters, uses, proving=True)
     interception.begin(tensors(batch.inputs), batch.size)

@@ -23,7 +23,7 @@ class Unit:
     name: str
     module: nn.Module
     names: list[str] = field(default_factory=list)
-    """Of each parameter, the first name that it has in the model."""
+    """First name of each parameter in the model."""
     tensors: list[Tensor] = field(default_factory=list)
     """The parameters as the caller has them."""
 

@@ -27,7 +27,7 @@ _SUM = 1e-2
 
 @dataclass(frozen=True, kw_only=True)
 class ClassTargets:
-    """What the targets say of each loss term."""
+    """The targets of each loss term, with their validity and weights."""
 
     targets: Tensor
     """(N, R) int64 classes, or (N, R, C) probabilities in the outputs' dtype."""
@@ -173,7 +173,7 @@ def _unusable(targets: Tensor, shape: torch.Size) -> WrongShape:
 
 
 def _of_numbers(targets: Tensor) -> str:
-    """What to do with one number for each term that is no integer."""
+    """Return the remedy for targets with one number for each term that are not integers."""
     if targets.is_complex():
         return "give integers"
     if not bool(targets.isfinite().all()):

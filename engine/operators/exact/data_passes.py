@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Learnt:
-    """What passes have learnt of memory, data and model: with it a later attempt makes the same products."""
+    """Facts that passes have learnt of memory, data and model: with them a later attempt makes the same products."""
 
     micro_batch: int | None
     """Examples that go through the model at once, where memory sufficed."""

@@ -19,7 +19,7 @@ from engine.operators.kronecker.eigenbasis import SideBasis
 from engine.operators.kronecker.layer_matrices import aligned, as_columns, left_product, right_product
 
 _STEPS = 20
-"""Of a power iteration, which then knows the largest eigenvalue to a few parts in a hundred."""
+"""Steps of a power iteration, which then knows the largest eigenvalue to a few parts in a hundred."""
 
 
 @dataclass(eq=False)

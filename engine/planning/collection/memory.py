@@ -251,7 +251,7 @@ def _joined(probe: Probe, examples: int) -> int:
 
 
 def _saved(probe: Probe, chosen: Chosen, modules: frozenset[nn.Module] | None) -> Saved | None:
-    """What autograd saves of a pass, of the inputs those of ``modules``; None where nothing is pulled back."""
+    """Return what autograd saves of a pass, of the inputs those of ``modules``; None where nothing is pulled back."""
     return _within(probe.recomputed if chosen.activation_checkpointing else probe.saved, modules)
 
 

@@ -31,13 +31,13 @@ _USUAL_BATCHES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the data costs, as a dry run has shown."""
+    """The cost of the data, as a dry run has shown."""
 
     pace: DeviceSpeed
     measured: bool
     """Whether the pace was measured."""
     examples: int
-    """Of the data."""
+    """Examples of the data."""
     batch: int
     passing: float
     """Floating-point operations of one example there and back, without weight gradients."""
@@ -46,15 +46,15 @@ class Work:
     sides: tuple[int, ...]
     """Rows of each dense factor."""
     sums_bytes: int
-    """Of all layers."""
+    """Bytes of the sums of all layers."""
     varied_bytes: int
-    """Of the sums that are set aside in each batch for their variance."""
+    """Bytes of the sums that are set aside in each batch for their variance."""
     calls: int
-    """Of treated layers in one pass."""
+    """Calls of treated layers in one pass."""
     directions: int
     """Gradients that are pulled back for each example."""
     checks: CheckWork
-    """What the layers compute to prove themselves."""
+    """Work of the layers' self-checks."""
 
 
 def work_of(
