@@ -1,4 +1,4 @@
-"""What stored JSON holds, for the OpenAPI document: metrics, records, summaries, manifests, plans and events.
+"""Stored records, for the OpenAPI document: metrics, records, summaries, manifests, plans and events.
 
 A response passes such values on as they were stored: they are neither validated nor completed, since rows of an older
 version hold fewer fields, and those of a newer one more. So their schemas require nothing and allow further properties.

@@ -1,4 +1,4 @@
-"""What may be asked and what comes back: the ground floor, standard library only.
+"""Requests and their results: the ground floor, standard library only.
 
 ``ANALYSES`` is the one list. The document, the menu, the codec, dispatch and the contract tests
 are derived from it: a new analysis is a file in ``catalog/analyses``, a file in ``engine/analyses``, and

@@ -90,7 +90,7 @@ class JobStillActive(UsageError):
 
 
 class PieceRefused(UsageError):
-    """What was asked for is not done to one piece of a divided job, but to the job."""
+    """The request is not done to one piece of a divided job, but to the job."""
 
     def __init__(self, job_id: str, parent_id: str) -> None:
         super().__init__(f"job {job_id} is a piece of job {parent_id}, and goes with it; delete that one")

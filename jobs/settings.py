@@ -132,7 +132,7 @@ def _require_callables(entries: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class ServiceSettings(EnvironmentSettings):
-    """What the API and the workers of one service both read."""
+    """The settings that the API and the workers of one service both read."""
 
     ledger: Annotated[LedgerSettings, Variables()]
     redis_url: Annotated[str | None, Variables(("KRONOSCOPE_REDIS_URL", "REDIS_URL"))] = Field(None, repr=False)

@@ -74,7 +74,7 @@ class LayerFactors:
 
     @property
     def structured_G(self) -> Structured | None:  # noqa: N802 - the field's own symbol
-        """What stands for G where it is not dense: products, solves, spectrum; None where G is dense."""
+        """The representation of G where it is not dense: products, solves, spectrum; None where G is dense."""
         side = self._factors.G
         return side if isinstance(side, Structured) else None
 

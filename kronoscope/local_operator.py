@@ -64,20 +64,20 @@ class Operator(KroneckerOperator):
 
 
 class OperatorChoices(TypedDict, total=False):
-    """What may be chosen of an operator; each has a default."""
+    """The choices for an operator; each has a default."""
 
     of: Literal["kfac", "ekfac"]
     """`kfac` (the default), or `ekfac`: its eigenvectors with EK-FAC's eigenvalues."""
     damping: Literal["none", "exact", "factored"]
     """`none` (the default), `exact` (F + λ I) or `factored` ((G + λ_G I) ⊗ (A + λ_A I))."""
     stabilisation: Stabilisation | Mapping[str, Any] | None
-    """Where λ, λ_A and λ_G come from; the defaults of a job where it is left out."""
+    """Source of λ, λ_A and λ_G; the defaults of a job where it is left out."""
     layers: Sequence[str] | None
     """Names of the layers that take part; all of them where it is left out."""
     uncovered: Literal["zero", "refuse"]
     """Whether numbers in uncovered parameters are passed over (the default) or refused."""
     device: str | torch.device
-    """Where products are computed; the CPU where it is left out."""
+    """Device that computes the products; the CPU where it is left out."""
     resident_bytes: int | None
     """Bytes of factors and eigenvectors that stay between products; all of them where it is left out."""
 

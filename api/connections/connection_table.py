@@ -21,7 +21,7 @@ from api.settings import Settings
 Reason = Literal["headers", "body", "reader", "room", "refused"]
 REASONS: tuple[Reason, ...] = ("headers", "body", "reader", "room", "refused")
 _ROUTE_SECONDS = 1.0
-"""What a route has to answer 408 by itself."""
+"""Time that a route has to answer 408 by itself."""
 
 
 class Connection(Protocol):

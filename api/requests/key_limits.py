@@ -1,4 +1,4 @@
-"""What one key may ask for: so many requests a second, and so many that are worked on at a time.
+"""Limits of one key: so many requests a second, and so many that are worked on at a time.
 
 The limits hold for the header `Authorization` as it was sent, before the key is looked up: a request beyond them takes
 neither a thread nor a connection to the database, and nobody can use up the limits of a key without having it.

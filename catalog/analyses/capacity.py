@@ -95,7 +95,7 @@ class CapacityParams:
 
     @property
     def decomposition(self) -> Literal["none", "values"]:
-        """What must be known of the factors' eigenvalues."""
+        """Decomposition of the factors that the selected metrics need."""
         bare = self.selected <= set(WITHOUT_DECOMPOSITION) and not (self.cross_check and self.cross_check_iterations)
         return "none" if bare else "values"
 

@@ -1,4 +1,4 @@
-"""What `capacity` says of one layer, and of the whole model as one block-diagonal matrix."""
+"""Capacity metrics of one layer, and of the whole model as one block-diagonal matrix."""
 
 from collections.abc import Mapping
 
@@ -152,7 +152,7 @@ METRICS = tuple(
         "convergence", "cross_check",
     )
 )  # fmt: skip
-"""What can be selected by name."""
+"""Metrics that can be selected by name."""
 
 
 @record

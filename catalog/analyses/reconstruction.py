@@ -26,7 +26,7 @@ class ReconstructionParams:
 
     @property
     def decomposition(self) -> Literal["none", "values", "vectors"]:
-        """What is asked of the eigendecompositions."""
+        """Decomposition that a reconstruction needs."""
         return "vectors"
 
     def require_options(self, document: JobDocument) -> None:

@@ -101,5 +101,5 @@ class Assignment:
 
     @property
     def numerics(self) -> dict[str, Any] | None:
-        """What the first attempt computed with."""
+        """Numerics that the first attempt computed with."""
         return (self.plan or {}).get("numerics")

@@ -4,7 +4,7 @@ from catalog.field_errors import Complaint
 from catalog.requests.job import JobDocument
 
 ESTIMATE = "plan"
-"""What the ledger calls the kind; nothing that a document can name."""
+"""The kind's name in the ledger, which a document cannot use."""
 
 
 def unplannable(document: JobDocument) -> Complaint | None:

@@ -32,7 +32,7 @@ from jobs.schema.identifiers import new_id
 
 @record
 class Round:
-    """What one round has seen and done."""
+    """The observations and actions of one round."""
 
     decision: Decision | None
     """None where the launcher did not answer: nothing is started then, as it may have machines already."""

@@ -106,7 +106,7 @@ class MachineClass:
     name: str
     kind: DeviceKind
     device_bytes: int
-    """What one job may have of a device."""
+    """Bytes that one job may have of a device."""
     devices: int
     jobs_per_device: int
     """Waiting jobs that a device is worth: with more, fewer machines are started, and each works longer."""

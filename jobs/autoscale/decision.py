@@ -46,7 +46,7 @@ class Room:
     kind: str
     """`cuda`, `fake` or `host`."""
     device_bytes: int
-    """What one job may have of a device; where `shared`, what all of them may have together."""
+    """Bytes that one job may have of a device; where `shared`, those that all of them may have together."""
     devices: int
     """Devices of the machine: as many as one job can have. On a host its ranks share the one device."""
     slots: int
@@ -85,7 +85,7 @@ class ClassState:
     outstanding: int
     """Machines that were asked for, wait in the launcher's queue, or are there."""
     wait_seconds: float
-    """What is left of its cool-down."""
+    """Seconds left of its cool-down."""
 
 
 @record
@@ -112,7 +112,7 @@ class Refusal:
 
 @record
 class Decision:
-    """What to start, and why no more."""
+    """The machines to start, and why no more."""
 
     waiting: int
     covered: int

@@ -48,7 +48,7 @@ _INHERITED = (
 _AT_ONCE = 500
 _BAD = "broken_child"
 _BASES = "factors/bases/"
-"""Where a job stores the eigenbases of its merged factors, for the round in which pieces correct eigenvalues."""
+"""Folder of the eigenbases that a job stores of its merged factors, for pieces that correct eigenvalues."""
 
 
 class ParentBusy(Exception):

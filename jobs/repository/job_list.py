@@ -15,10 +15,10 @@ from jobs.repository.row_records import job_record
 from jobs.schema.tables import jobs
 
 FIELDS = ("document", "plan")
-"""What a list holds only where it is asked for it."""
+"""Fields that a list holds only on request."""
 _LARGE = (*FIELDS, "manifest")
 _LISTED = ("refused", "notices")
-"""What a list holds of a manifest."""
+"""Fields of a manifest that a list holds."""
 _SOURCES = ("model", "data", "factors")
 _PAGE_BYTES = 2**20
 _LONGEST_VALUE = 300

@@ -92,7 +92,7 @@ class JobQuery:
     """The cursor of the page before."""
     limit: int = 20
     fields: tuple[str, ...] = ()
-    """What the jobs hold of `job_list.FIELDS`."""
+    """Fields of `job_list.FIELDS` that the jobs hold."""
     parent: str | None = None
     """Only pieces of this job; without it jobs that were submitted, unless `id_end` asks for some id."""
 

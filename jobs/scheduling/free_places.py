@@ -32,7 +32,7 @@ class FreePlace:
 
     @property
     def free_bytes(self) -> int:
-        """What every rank finds free: on the host, what all of them share."""
+        """Bytes that every rank finds free: on the host, those that all of them share."""
         return sorted((each.free_bytes for each in self.pool), reverse=True)[(self.ranks or 1) - 1]
 
     def uuids_for(self, job: Any) -> tuple[str, ...] | None:  # noqa: ANN401 - a row of `jobs`

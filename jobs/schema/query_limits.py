@@ -25,7 +25,7 @@ RV = TypeVar("RV")
 
 
 class _Budget:
-    """What is left for the queries of one block together."""
+    """The time left for the queries of one block together."""
 
     def __init__(self, seconds: float) -> None:
         self.left = seconds

@@ -27,7 +27,7 @@ _WAIT_SECONDS = 20.0
 _ASK_EVERY_SECONDS = 1.0
 _CONNECT_SECONDS = 5.0
 _MOST_BYTES = 512 * 2**20
-"""Of an answer that is not a file, a stream of events among them."""
+"""Most bytes of an answer that is not a file, a stream of events among them."""
 _LIMIT = "kronoscope_most_bytes"
 """The extension of a request whose answer has another limit: a file is cut where it is read."""
 
