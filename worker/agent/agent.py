@@ -35,7 +35,7 @@ from worker.supervision.supervisor import Supervisor
 
 _CLAIM_TRIES = 3
 _READ_BEATS = 2
-"""What others hold of a device where no job is was read within as many beats."""
+"""Heartbeats within which others' memory on a device without a job was read."""
 _GRACE_POLLS = 2
 """A job is left so long to a smaller device: its worker has looked into the queue by then."""
 _RETRY_SECONDS = 3.0

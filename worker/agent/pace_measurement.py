@@ -74,7 +74,7 @@ class PaceMeasurement:
             self._log.warning("the machine's pace is not measured; jobs plan with what is usual", why=str(error))
 
     def _kinds(self) -> list[str]:
-        """What CUDA_VISIBLE_DEVICES is to be, for each kind of device that jobs compute on."""
+        """Return the CUDA_VISIBLE_DEVICES for each kind of device that jobs compute on."""
         found = devices_of(self._settings.node, self._settings.fake_gpus)()
         by_name = {each.name: each.uuid for each in found if each.kind == "cuda"}
         return list(by_name.values()) or [""]

@@ -41,7 +41,7 @@ class DeviceHealth:
         return WITHHELD_SECONDS
 
     def withheld(self) -> set[str]:
-        """What is not offered at the moment."""
+        """Return the devices that are not offered at the moment."""
         now = self._clock()
         with self._lock:
             self._withheld = {uuid: until for uuid, until in self._withheld.items() if until > now}

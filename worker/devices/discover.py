@@ -22,7 +22,7 @@ from jobs.devices.registry import Device
 Provider = Callable[[], tuple[Device, ...]]
 
 _UUIDS = ("GPU-", "MIG-")
-"""What theirs begin with: `-1` is not the name of a GPU that has failed."""
+"""Prefixes of GPUs' UUIDs: `-1` is not the name of a GPU that has failed."""
 _SLOT_BYTES = 4 * 2**30
 """Host memory of a job on a GPU: with less there is hardly room beside CUDA's libraries."""
 _NODES = Path("/dev")
@@ -212,7 +212,7 @@ def _chosen(gpus: list[object | None], visible: str | None) -> Iterator[object]:
 
 
 def _parts(gpu: object) -> list[object]:
-    """What CUDA computes on: the GPU, or where it is to be cut its slices, of which there may be none yet."""
+    """Return the devices that CUDA computes on: the GPU, or its slices (perhaps none yet) where it is to be cut."""
     try:
         if pynvml.nvmlDeviceGetMigMode(gpu)[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
             return [gpu]

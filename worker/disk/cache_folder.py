@@ -34,7 +34,7 @@ from catalog.requests.cached_factors import CachedEntry, CachedFile
 from worker.disk.free_space import free_share
 
 LEAST_FREE_SHARE = 0.05
-"""Of a disk, below which nothing is cached."""
+"""Free share of a disk below which nothing is cached."""
 _NAME = re.compile(r"[0-9a-f]{32}")
 _OURS = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}|\.(part|trash)-.*")
 """Names of entries, of those of earlier versions, and of what is being filled or removed."""
@@ -46,7 +46,7 @@ _LEFT_SECONDS = 60.0
 _STALE_SECONDS = 86_400.0
 """Nobody fills an entry for so long: after it, one is removed on a file system without locks too."""
 _DAMAGE = (errno.EIO, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-"""What reading says where a disk has lost bytes, or something stands where a file of an entry was."""
+"""Errors of reading where a disk has lost bytes, or something else stands in a file's place."""
 
 
 class EntryRows(Protocol):

@@ -175,7 +175,7 @@ class _Attempt:
     pipe: FramePipe
     place: ComputingPlace
     read: ReadDigests = field(default_factory=ReadDigests)
-    """What a piece has read of the data."""
+    """Digests of the data that a piece has read."""
 
 
 def _compute(attempt: _Attempt) -> Finished | Divided:
@@ -306,7 +306,7 @@ def _use_cache(attempt: _Attempt, digests: InputDigests) -> None:
 
 
 def _settle(threads: int | None, device: torch.device) -> None:
-    """What must stand before the first tensor: the same numbers on the same machine."""
+    """Set torch up for the same numbers on the same machine, before the first tensor."""
     if threads is not None:
         torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("highest")

@@ -1,4 +1,4 @@
-"""What a job computes with: versions, device, threads, platform. The manifest's part that the child knows."""
+"""Environment of a job: versions, device, threads, platform. The manifest's part that the child knows."""
 
 import importlib.metadata
 import os

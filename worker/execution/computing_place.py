@@ -1,4 +1,4 @@
-"""Where a job computes, or is planned to: the device with the bytes that the job may hold there and on the host.
+"""Computing place of a job or a plan: the device with the bytes that the job may hold there and on the host.
 
 A plan may be asked for a device of another machine (`kronoscope plan --device cuda`). Nothing can be measured
 then: the document names the device's bytes, and the plan says what was taken for granted.
@@ -32,7 +32,7 @@ class ComputingPlace:
     device: torch.device
     memory: MemoryBudget
     unmeasured: tuple[str, ...] = ()
-    """What a plan for a device that is not here takes for granted; empty where the device is here."""
+    """Assumptions of a plan for a device that is not here; empty where the device is here."""
 
     ranks: Ranks | None = None
     """The ranks of the job, seen from this process; None where it is alone."""

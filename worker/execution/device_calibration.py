@@ -29,7 +29,7 @@ _FOLDER = "pace"
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Where one machine's pace is kept."""
+    """The stored pace of one machine."""
 
     store: Path
     """The model store."""
@@ -40,7 +40,7 @@ class Calibration:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """What a pace is of: measured of anything else it would be foreign."""
+        """Identity of the machine that a pace belongs to: measured on any other it would be foreign."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else processor()
         return {"device": name, "torch": torch.__version__, "threads": torch.get_num_threads()}
 
@@ -51,7 +51,7 @@ class Calibration:
         return self.store / _FOLDER / f"{key}.json"
 
     def read(self) -> DeviceSpeed | None:
-        """What was measured earlier; None where nothing was, or what stands there is not this machine's."""
+        """Return the pace measured earlier; None where there is none, or the file is not this machine's."""
         try:
             found = json.loads(self.path.read_bytes())
             figures = {field.name: found["pace"][field.name] for field in fields(DeviceSpeed)}

@@ -56,7 +56,7 @@ def failure_of(error: BaseException) -> Failed:
 
 
 def _machine_failure(error: BaseException) -> Failed:
-    """What nobody foresaw in a sentence of their own."""
+    """Return the frame for an exception without a sentence of its own."""
     if ran_out_of_memory(error):
         message = (
             f"the job ran out of memory ({first_line(error)}); {readable_bytes(resident_bytes())} were resident and "

@@ -23,7 +23,7 @@ class Vocabulary:
     truncation_side: str | None = None
     """The end at which `tokenizer_config.json` has texts cut; null leaves it to `tokenizer.json`."""
     normaliser: Mapping[str, bool | None] = field(default_factory=dict)
-    """What `tokenizer_config.json` says of a BERT normaliser, which `tokenizer.json` must say, too."""
+    """Settings of a BERT normaliser in `tokenizer_config.json`, which `tokenizer.json` must repeat."""
     arguments: frozenset[str] = frozenset()
     """Names that ``forward`` takes besides `input_ids`; empty: it takes one tensor of ids."""
     token_types: int = 0
@@ -43,4 +43,4 @@ class LoadedModel:
     input_name: str | None = None
     """The one input's name where ``forward`` is to be called by name (`pixel_values`)."""
     provenance: str = ""
-    """Where the weights come from, pinned: for the manifest."""
+    """Source of the weights, pinned: for the manifest."""

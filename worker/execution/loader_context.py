@@ -19,10 +19,10 @@ class LoaderContext:
     """The parts of this machine that one job's loaders may use."""
 
     store: Path
-    """Where models fetched or trained once are kept."""
+    """Folder of the models that were fetched or trained once."""
     offline: bool = True
     paths: tuple[Path, ...] = ()
-    """Where factories are looked for, after everything installed."""
+    """Folders in which factories are looked for, after everything installed."""
     factories: tuple[str, ...] = ("*",)
     directories: tuple[str, ...] = ("*",)
     most_bytes: int = 2**62

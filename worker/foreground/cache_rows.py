@@ -88,7 +88,7 @@ class RunCache:
     def __init__(self, request: Mapping[str, Any], artifacts: Path) -> None:
         """Set up the cache that a run's request names, if it names one."""
         self.view = artifacts.with_name(".cached")
-        """Where the child finds what it asks for."""
+        """Folder in which the child finds the entries that it asks for."""
         self._artifacts = artifacts
         self._run = str(request.get("job") or "(without an id)")
         document = request.get("document")

@@ -22,7 +22,7 @@ from worker.process.crash import BROKEN_CHILD, LastPosition, Signature, crash_fa
 _PARENT_POLL_SECONDS = 0.5
 
 Last = Finished | Failed | Stopped
-"""What a job ends with."""
+"""Frames that a job ends with."""
 
 
 class Stopper:

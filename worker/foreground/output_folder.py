@@ -38,9 +38,9 @@ class OutputFolder:
         self.path = path.absolute()
         self.artifacts = self.path / "artifacts"
         self.scratch = self.path / _SCRATCH
-        """What a killed run of the same document left is gone on with, by its plan."""
+        """Scratch folder; a killed run of the same document is continued from its files, by its plan."""
         self.piece_folders = self.path / _PIECES
-        """Where the pieces of a divided job are computed."""
+        """Folder in which the pieces of a divided job are computed."""
         killed = self._killed_run(document)
         self.plan: dict[str, Any] | None = None if killed is None else killed["plan"]
         divided = {} if killed is None else {name: killed.get(name) or [] for name in ("pieces", "artifacts")}
@@ -141,7 +141,7 @@ class OutputFolder:
             self._job["artifacts"] = others
 
     def _killed_run(self, document: object) -> dict[str, Any] | None:
-        """What a run of the same document said of itself that was planned and never came to its end."""
+        """Return the record of a run of the same document that was planned and never came to its end."""
         found = self._earlier_run()
         if found is None or found.get("state") != "running" or found.get("document") != document:
             return None

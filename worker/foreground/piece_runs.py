@@ -108,7 +108,7 @@ class PieceRuns:
         return self._folder.piece_folders / f"{piece.round}-{piece.index}"
 
     def _record(self, piece: Piece) -> FinishedPiece | None:
-        """What the piece left when it ended; None where it has not, or another piece stands in its place."""
+        """Return the record of the piece's end; None where it has not ended, or another piece stands in its place."""
         try:
             record: FinishedPiece = read(FinishedPiece, json.loads((self._place(piece) / _RECORD).read_bytes()), "")
         except (OSError, ValueError):

@@ -125,7 +125,7 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 @record
 class Hold:
-    """What allows a child to run."""
+    """The permission of a child to run."""
 
     until: float
     """When its guardian kills it, on the machine's clock (`node_seconds`), unless `Child.extend` comes before."""
@@ -234,7 +234,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the guardian, which is also the group's id."""
+        """Process id of the guardian, which is also the group's id."""
         return self._process.pid
 
     def left_something(self) -> bool:

@@ -52,9 +52,9 @@ class Confinement:
     processes: int = 4096
     """Processes and threads of its user, where that is its own."""
     disk: DiskLimit | None = None
-    """What it may have on the disk; None sets no limit."""
+    """Limit of its use of the disk; None sets no limit."""
     namespaces: Namespaces | None = None
-    """What it sees of the machine; None: all that its user may."""
+    """The part of the machine that it sees; None: all that its user may."""
 
     @property
     def apart(self) -> bool:

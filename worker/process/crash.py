@@ -34,7 +34,7 @@ MEMORY_REMEDY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """What two crashes must share to be the same crash."""
+    """The facts that two crashes must share to be the same crash."""
 
     signal: str
     """`SIGKILL`, or `exit 1`, or `malformed frame`, `no progress`, `device_lost`, or `rank 1 of 2 (SIGKILL)`."""

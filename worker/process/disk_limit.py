@@ -23,7 +23,7 @@ ExcessKind = Literal["bytes", "room", "files", "hidden"]
 
 @dataclass(frozen=True, kw_only=True)
 class DiskLimit:
-    """What one attempt may have."""
+    """The disk limit of one attempt."""
 
     folder: str
     """The job's folder: whatever its attempts write is below it."""
@@ -34,12 +34,12 @@ class DiskLimit:
     parts: int = 1
     """Attempts that may write to the volume at a time."""
     floor_bytes: int = 0
-    """Of the folder's volume, what is nobody's part."""
+    """Bytes of the folder's volume that belong to no attempt's part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Excess:
-    """What an attempt had when it was found beyond its limit."""
+    """The use of an attempt when it was found beyond its limit."""
 
     kind: ExcessKind
     found: int

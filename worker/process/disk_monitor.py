@@ -47,7 +47,7 @@ _KEPT_TENTHS = 0.1
 
 
 class _Beyond(Exception):
-    """What was found is too much already, so the look ends."""
+    """The look ends, as it has found too much already."""
 
     def __init__(self, excess: Excess) -> None:
         super().__init__(excess.kind)
@@ -63,7 +63,7 @@ class Volume:
         room = max(0, status.f_bavail * status.f_frsize - floor_bytes)
         self._short_bytes = floor_bytes + int(room * _KEPT_TENTHS)
         self.part_bytes = int(room * (1 - _KEPT_TENTHS)) // parts
-        """What each of the attempts may have of it while it is short of room."""
+        """Bytes of it that each of the attempts may have while it is short of room."""
         self._seen = status
 
     def lost(self) -> tuple[int, int, bool]:
@@ -80,7 +80,7 @@ class Volume:
 
 @dataclass(kw_only=True)
 class _Count:
-    """What one look has found so far."""
+    """The counts of one look so far."""
 
     limit: DiskLimit
     user: int | None

@@ -23,7 +23,7 @@ _COUNTED = {
     "diagonal": "diagonal",
     "diagonal_block": "diagonal",
 }
-"""What the closing line calls each branch of a layer; one that is new keeps its name."""
+"""Names of a layer's branches in the closing line; one that is new keeps its name."""
 
 
 class LogFormatter:
@@ -236,7 +236,7 @@ def _stored(record: Mapping[str, Any]) -> str:
 
 
 def _clipped(summary: Mapping[str, Any]) -> str:
-    """What was clipped, where the summary says it."""
+    """Return the clipping part of the line; empty where the summary has none."""
     if "clipped" not in summary:
         return ""
     return (

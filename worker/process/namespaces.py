@@ -47,7 +47,7 @@ _HANDED_ON = {signal.SIGTERM, signal.SIGCHLD}
 
 @dataclass(frozen=True, kw_only=True)
 class Namespaces:
-    """What one job's processes see. Paths lead through no links."""
+    """The part of the machine that one job's processes see. Paths lead through no links."""
 
     temporary: str
     """The folder that it finds at `/tmp` and `/var/tmp`, where these are closed."""

@@ -66,7 +66,7 @@ def _inputs(told: Assignment) -> list[str]:
 
 
 def _disk_limit(settings: WorkerSettings, folder: Path, slots: int) -> DiskLimit:
-    """What the attempts of a job may have on the disk; below the floor the volume is closed to jobs."""
+    """Return the disk limit of a job's attempts; below the floor the volume is closed to jobs."""
     return DiskLimit(
         folder=str(folder),
         total_bytes=settings.child_disk_bytes,
@@ -133,7 +133,7 @@ def assignment(
 
 
 def _bounds(claim: Claim, settings: WorkerSettings) -> dict[str, int]:
-    """What it must plan within: what was leased, and beside a GPU its part of the host's memory."""
+    """Return the bounds of its plan: the leased bytes, and beside a GPU its part of the host's memory."""
     leased = claim.lease
     if leased is None or leased.bound_bytes is None:
         return {}

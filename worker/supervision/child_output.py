@@ -1,4 +1,4 @@
-"""What a child says outside its frames: read to the end, logged, the last lines kept for the operator."""
+"""Output of a child outside its frames: read to the end, logged, the last lines kept for the operator."""
 
 import threading
 from collections import deque

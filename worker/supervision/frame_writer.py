@@ -69,17 +69,17 @@ class Misplaced(Exception):
 
 @record
 class AttemptTerms:
-    """What the operator's settings say of one attempt."""
+    """The operator's settings for one attempt."""
 
     threads: int
     stored_bytes: int | None
     """The quota of tenants without one of their own; None for no limit."""
     cache_bytes: int
-    """What its tenant's cached factors may take; 0 where the job can have none."""
+    """Bytes that its tenant's cached factors may take; 0 where the job can have none."""
     group: int | None
     """The group of a job with a user of its own."""
     disk_bytes: int | None
-    """What it may have on the disk at a time; None: its part of what is free."""
+    """Bytes that it may have on the disk at a time; None: its part of what is free."""
 
     @classmethod
     def of(cls, claim: Claim, settings: WorkerSettings) -> Self:
@@ -129,7 +129,7 @@ class LedgerSink:
         )
         self._progress.take_plan(claim.plan or {})
         self.planned_disk_bytes = _disk_bytes(claim.plan or {})
-        """What the job's plan says that it has on the disk at a time; None as long as there is no plan."""
+        """Bytes on the disk at a time, by the job's plan; None as long as there is no plan."""
         self._formatter = LogFormatter(claim.document)
         self._log_lines = 0
         self._taken: Counter[type[Frame]] = Counter()

@@ -51,7 +51,7 @@ def secret_files(environ: Mapping[str, str]) -> list[str]:
 
 
 def _of_user() -> list[Path]:
-    """Where keys and sockets of the worker's user lie."""
+    """Return the folders of keys and sockets of the worker's user."""
     places = [Path("/run/user", str(os.getuid()))]
     with contextlib.suppress(RuntimeError):  # a user without a home
         places += [Path.home() / name for name in _KEPT_BY_USERS]

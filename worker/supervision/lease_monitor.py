@@ -35,7 +35,7 @@ StopReason = Literal["cancel", "misplaced", "deadline", "drain", "no_progress", 
 
 _LONGEST_WAIT_SECONDS = 3600.0
 _FAILED_BEAT = 0.2
-"""Of the time between two heartbeats: how soon one that the database did not answer is tried again."""
+"""Share of the time between heartbeats after which one that the database did not answer is tried again."""
 
 _MOST_MARGIN_SECONDS = 1.0
 """The lease ends for this process so much before the guardian kills, so that both call it a lost lease."""
@@ -96,7 +96,7 @@ class LeaseWatch:
 
     @property
     def hold(self) -> Hold:
-        """What allows the child to run."""
+        """The child's permission to run."""
         return Hold(until=self.held_until, lock=self._lock_file)
 
     @property

@@ -8,7 +8,7 @@ from worker.execution.refusal import Refusal
 
 _VALUES_BETWEEN = 1_000
 _OBJECT_BYTES = 56
-"""What Python takes for a text or a number beside its content."""
+"""Bytes that Python takes for a text or a number beside its content."""
 
 
 @dataclass(kw_only=True)

@@ -25,12 +25,12 @@ _ROWS_AT_ONCE = 16
 _CSV_BLOCK_BYTES = 4 * 2**20
 _MOST_LINE_BYTES = 16 * 2**20
 _MOST_DOCUMENT_BYTES = 256 * 2**20
-"""Of a JSON file that is one list, which is read at once."""
+"""Most bytes of a JSON file that is one list, which is read at once."""
 _DECODED_PER_BYTE = 24
 """`[],` has three bytes, and takes 64 once it is a list in a list."""
 _POINTER = "/data/id"
 _MOST_COLUMNS = 1_000
-"""Of which names are listed."""
+"""Most columns that are listed by name."""
 
 
 @dataclass(frozen=True, kw_only=True)

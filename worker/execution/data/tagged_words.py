@@ -28,7 +28,7 @@ WORDS, TAGS = "words", "tags"
 """Fields of a line."""
 _AT_ONCE = 128
 _MOST_WORDS = 2**16
-"""Of one text."""
+"""Most words of one text."""
 _TEXT_BYTES = 500
 """Two tensors of one text beside their numbers."""
 

@@ -70,7 +70,7 @@ class _Tokenizer:
         return {"mask": next((token for token in known if token is not None), None)}
 
     def _contradiction(self, said: dict[str, bool | None]) -> str | None:
-        """What tokenizer_config.json says of the normaliser, and the file does not; None where they agree."""
+        """Return the disagreement of tokenizer_config.json and the file's normaliser; None where they agree."""
         for name, value in said.items():
             own = getattr(self._tokenizer.normalizer, _NORMALISER[name], value)
             if own != value:

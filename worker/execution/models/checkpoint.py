@@ -34,7 +34,7 @@ _READ = frozenset({"mask_token", "truncation_side", *_NORMALISER})
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """What is read."""
+    """The fields that are read."""
 
     mask_token: str | None = None
     """The text of the mask token."""

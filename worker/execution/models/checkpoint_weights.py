@@ -23,7 +23,7 @@ _MAX_INDEX_BYTES = 8 * 2**20
 _MAX_SHARDS = 512
 """All are open at once."""
 _MAX_TENSORS = 100_000
-"""Of all files."""
+"""Most tensors of all files."""
 _SHARD = re.compile(r"[\w.\-]{1,200}\.safetensors", re.ASCII)
 _FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
 _HEADS = ("cls.", "lm_head.", "classifier.", "score.", "qa_outputs.", "pre_classifier.", "vocab_transform.",
@@ -207,7 +207,7 @@ def _places(
     prefix: str,
     pointer: str,
 ) -> tuple[dict[str, str], list[str]]:
-    """Where each tensor goes, and what goes nowhere."""
+    """Return the file's name for each tensor of the state, and the names that are not used."""
     places: dict[str, str] = {}
     unused, unexpected = [], []
     for name in entries:

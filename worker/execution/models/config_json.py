@@ -94,7 +94,7 @@ _ROPE_FIELDS = (*_ROPE_NUMBERS, "rope_type", "type", "rope_theta", "finetuned", 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What a config says, as far as we believe it."""
+    """The architecture that a config describes, as far as it is trusted."""
 
     model_type: str
     family: Family

@@ -50,7 +50,7 @@ class Family:
     length: str | None = None
     """The field that says how many positions there are."""
     reserved_positions: int = 0
-    """Of these, positions that no token can take."""
+    """Positions among these that no token can take."""
     explicit_positions: bool = False
     rotary: bool = False
     fixed: tuple[tuple[str, Any], ...] = ()

@@ -76,7 +76,7 @@ def _list_subfolder(name: str, folder: OpenFolder, task: Task, context: LoaderCo
 
 
 def _other_pooling(file: OpenFile | None) -> str | None:
-    """What a sentence encoder's pooling is, where it is another than the mean; None where it is the mean."""
+    """Return a sentence encoder's pooling where it is another than the mean; None where it is the mean."""
     value = _read(file)
     chosen = [key for key, on in value.items() if on is True and key.startswith(_POOLING)]
     if value.get("pooling_mode") not in (None, "mean"):

@@ -23,7 +23,7 @@ _CONNECT_SECONDS = 10.0
 _SILENT_SECONDS = 30.0
 _MOST_REDIRECTS = 10
 _MOST_ASIDE_BYTES = 2**18
-"""Of an answer that is a redirect or an error."""
+"""Most bytes of an answer that is a redirect or an error."""
 _DELIVERS = (200, 206)
 _EXTENSION = "kronoscope"
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")

@@ -20,13 +20,13 @@ from engine.measurement.divided_layers import layer_units
 START_SECONDS = 20.0
 """Claim, process, imports and opening of the factors."""
 BYTES_PER_SECOND = 100e6
-"""Of a store of artifacts."""
+"""Rate of a store of artifacts."""
 _BYTES_OF_A_VALUE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Circumstances:
-    """What the choice depends on besides the layers."""
+    """The circumstances that the choice depends on besides the layers."""
 
     wanted: DecomposeRound
     collected: int

@@ -19,7 +19,7 @@ from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.refusal import Refusal
 
 FILE = "factors/read.json"
-"""Where a piece leaves its digests."""
+"""File in which a piece leaves its digests."""
 
 
 class ReadDigests:
@@ -27,9 +27,9 @@ class ReadDigests:
 
     def __init__(self) -> None:
         self.before: str | None = None
-        """Of the batches before the piece."""
+        """Digest of the batches before the piece."""
         self.after: str | None = None
-        """Of those and the piece's own."""
+        """Digest of those and the piece's own."""
 
     def watch(self, batches: Iterator[Batch], begin: int, end: int) -> Iterator[Batch]:
         """Pass on the batches of a pass, and take their digests until a pass has come to the end of the piece."""

@@ -96,12 +96,12 @@ def make_workspace(
 
 @dataclass(frozen=True)
 class InputNotes:
-    """What the loaders have noted of a model's folder and data, each line once and in order."""
+    """Notes of the loaders on a model's folder and data, each line once and in order."""
 
     unused: dict[str, None] = field(default_factory=dict)
-    """What was not used."""
+    """Names that were not used."""
     notices: dict[str, None] = field(default_factory=dict)
-    """What was read otherwise than it stands there."""
+    """Notes of values that were not read as they are written."""
 
     def list_unused(self, name: str) -> None:
         """Note one thing that was not used; beyond some, only that there are more."""
