@@ -169,7 +169,7 @@ def prepare_collection(workspace: Workspace) -> Iterator[tuple[PlannedJob, tuple
 
 
 def _cached(workspace: Workspace) -> FactorSet | None:
-    """The same collection, if it was made before; of a part, which nobody else asks for, none is kept."""
+    """Return the same collection, if it was made before; of a part, which no other job asks for, none is kept."""
     unshared = workspace.ports.cache is None or workspace.inputs.part is not None
     found = None if unshared or workspace.ports.cache is None else workspace.ports.cache.find()
     if found is None:

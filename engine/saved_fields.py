@@ -34,7 +34,7 @@ def saved_names(kind: type) -> tuple[str, ...]:
         Names of the fields, in order.
 
     Raises:
-        TypeError: If ``NOT_SAVED`` names what is no field.
+        TypeError: If ``NOT_SAVED`` names something that is not a field.
     """
     reasons: Mapping[str, str] = getattr(kind, "NOT_SAVED", {})
     names = [entry.name for entry in fields(kind)]

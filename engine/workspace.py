@@ -151,7 +151,7 @@ class FactorCache(Protocol):
 
 
 def _ignore(*_: object) -> None:
-    """Report to nobody."""
+    """Discard the report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +206,7 @@ class ModelInputs:
 
     @property
     def whole_examples(self) -> int | None:
-        """Examples in the whole data, of which this may be a part; None where nobody says."""
+        """Examples in the whole data, of which this may be a part; None where they are not known."""
         return self.examples if self.part is None else self.part.examples
 
     @property

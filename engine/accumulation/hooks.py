@@ -348,7 +348,7 @@ class Collector:
         return head is not None and use.role is head.role is statistics.layer and not self._calls.returning
 
     def _has_examples(self, role: TreatedLayer, entered: Tensor) -> bool:
-        """Whether the rows of a call are told apart by example, or need not be."""
+        """Whether the rows of a call are separable by example, or need not be."""
         return role.name in self.orders.unordered or role.batch_first(entered, self.examples)
 
     def _dropped(self, key: Key, layer: TreatedLayer, entered: Tensor) -> Tensor | None:
@@ -390,7 +390,7 @@ class Collector:
         enter = arrival(statistics, use, meeting, arrange, calls=lambda: self._calls.of(name), looks=(look, *observed))
 
         def arrived(gradient: Tensor) -> None:
-            # what the forward pass takes itself is no gradient of the loss
+            # what the forward pass takes itself is not a gradient of the loss
             if self._calls.returning:
                 if entry is not None:
                     entry()

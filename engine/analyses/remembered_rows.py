@@ -18,7 +18,7 @@ class Outcome:
 
     metrics: ReconstructionMetrics
     kept: Kept | None
-    """The layer's entry in the index of factors; None where the result is no set of factors, or nothing is kept."""
+    """The layer's entry in the index of factors; None where the result is not a set of factors, or nothing is kept."""
     entry: dict[str, Any] | None
     """Its entry in the index of sides that are no matrices."""
 

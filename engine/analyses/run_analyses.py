@@ -3,7 +3,7 @@
 ::
 
     an error of the collection, which all share        ends the job
-    other data than the collection saw                 ends the job: nobody knows which of them its factors are of
+    other data than the collection saw                 ends the job: which of them its factors are of is unknown
     a usage error of one analysis                      its refusal; the next analysis begins
     a usage error of the only one, or of every one     ends the job, with the first
     any other error                                    ends the job

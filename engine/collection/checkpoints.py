@@ -5,7 +5,7 @@ written into the job's scratch place: every layer's running sums and counts, how
 the generators' state, buffers the model wrote to, and the state of the collection with the places
 of finished factors. The tensors come first, under new names, and the manifest last: it replaces the
 one before in one step and names each tensor's digest, so there is always one whole checkpoint, and a
-torn one is no checkpoint. A later attempt passes over the batches that are in it, without the model,
+torn one is not a checkpoint. A later attempt passes over the batches that are in it, without the model,
 and ends with the same bits.
 
     find        reads and verifies all of it, and changes nothing
@@ -261,7 +261,7 @@ class Checkpoints:
         self.workspace.ports.log("warning", f"the checkpoint of an earlier attempt is discarded: {why}")
         kept = set() if keep is None else {name for _, each in _spilled(keep) for name in each.files}
         names = [name for name in self._discarded() if name not in kept]
-        # without its manifest the rest is no checkpoint, should this be the last that the attempt does
+        # without its manifest the rest is not a checkpoint, should this be the last that the attempt does
         for name in (MANIFEST, *names):
             self._scratch.remove(name)
         self._serial, self._files = 0, ()

@@ -1,6 +1,6 @@
 """The first check of a collection, and the treatment of layers that fail it.
 
-A layer whose rows are not the gradient of each example alone, or not told apart by example, is treated by the
+A layer whose rows are not the gradient of each example alone, or not separable by example, is treated by the
 operations that its parameters enter, in place of its module's calls, and checked again. A layer that still fails is
 not covered, with the identity that failed and its number as the reason.
 """
@@ -54,7 +54,7 @@ class Verification:
     refused: dict[tuple[str, ...], LayerCheck] = field(default_factory=dict)
     """Checks that failed for good, by the parameters of their layers."""
     _lost: frozenset[str] = frozenset()
-    """Layers of which no row was looked at in the last check, as they are not told apart by example."""
+    """Layers of which no row was looked at in the last check, as they are not separable by example."""
     _passed: set[tuple[str, ...]] = field(default_factory=set)
     """Parameters of layers that need no further check."""
 

@@ -187,7 +187,7 @@ def _first_sign(model: nn.Module, task: Task, current: CurrentBatch) -> NonFinit
         start, stop = stop, stop + part.size
         place = current.place(start, stop)
         given = _bad(part.inputs)
-        # a mask of nothing but minus infinities is no fault
+        # a mask of nothing but minus infinities is not a fault
         if given > sum(int((tensor == -torch.inf).sum()) for tensor in tensors(part.inputs)):
             return NonFiniteLoss(
                 f"the data's inputs hold {given} NaN or infinite number{'s' * (given > 1)} in {place}; mend the data",

@@ -25,7 +25,7 @@ from engine.distributed.traffic import Traffic
 from engine.errors import EngineError, RankFailed, RankTimedOut, StopRequested, Unwinding
 
 TIMEOUT_SECONDS = 1800.0
-"""How long a rank waits without a sign of life, where nobody says otherwise."""
+"""How long a rank waits without a sign of life, unless another time is given."""
 _LOOK_SECONDS = 0.5
 """How often a rank that waits looks for notes."""
 _VARIABLES = ("RANK", "WORLD_SIZE")

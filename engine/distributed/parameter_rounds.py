@@ -6,7 +6,7 @@ that makes a NaN, or begins anew with smaller slices. So each gathering is a rou
 needs, a unit or nothing, and sends its parts to the ranks that need them:
 
     a rank that needs a unit       enters one round, and has the unit afterwards
-    a rank that waits for others   enters rounds, needing nothing, until one in which nobody needs anything
+    a rank that waits for others   enters rounds, needing nothing, until one in which no rank needs anything
 
 Ranks wait for each other at meetings alone (``Ranks.meet``), which all of them come to in the same order. So a rank
 enters a round at every moment at which another may need one, no pass has to be made for company, and a rank without

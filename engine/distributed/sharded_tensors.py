@@ -62,7 +62,7 @@ def is_sharded(tensor: Tensor) -> bool:
     """Tell whether a tensor is a ``DTensor``.
 
     Args:
-        tensor: Any tensor. Where nobody has imported ``torch.distributed.tensor``, which takes long, none is.
+        tensor: Any tensor. Where ``torch.distributed.tensor``, which takes long, is not imported, none is.
 
     Returns:
         True for a ``DTensor``.

@@ -302,7 +302,7 @@ def _beside(artifacts: Artifacts, facts: LayerFacts, file: str) -> dict[str, Any
 
 
 _Held = WeakValueDictionary[int, Tensor]
-"""A by the ordinal of the layer that holds it, for as long as somebody uses it."""
+"""A by the ordinal of the layer that holds it, for as long as it is in use."""
 
 
 def _activation(artifacts: Artifacts, facts: LayerFacts, file: str) -> Tensor:

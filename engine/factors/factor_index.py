@@ -1,4 +1,4 @@
-"""The index of stored factors, read value by value: it may be damaged, or written by somebody else.
+"""The index of stored factors, read value by value: it may be damaged, or of foreign origin.
 
 What does not fit the type of its field raises ``BrokenFactors`` with the entry's place, such as `layers/3/in_dim`: an
 ``int`` is 0 or more, a ``float`` finite, a ``str`` text that UTF-8 can hold. Nothing is converted: `"3"` and `3.0` are

@@ -13,7 +13,7 @@ from engine.layers.parameter_slice import Window
 from engine.model.example_digests import EnteredExamples
 
 GIVEN_MATRIX = "Matrix"
-"""Module of a layer that nobody collected: a matrix of the caller's own, as a block."""
+"""Module of a layer that was not collected: a matrix of the caller's own, as a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +233,7 @@ class FactorSet:
     """Factor that `fp16` came to multiply directions by."""
     planned_peak_bytes: int | None
     nondeterministic: tuple[str, ...] | None
-    """Operations of the model without a deterministic form; None where nobody listened."""
+    """Operations of the model without a deterministic form; None where they were not recorded."""
     looked_at: LookedAt | None = None
     """Batches that the self-check looked at; None where nothing was checked, or an earlier job did not say."""
     not_replayed: tuple[str, ...]

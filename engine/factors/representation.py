@@ -142,7 +142,7 @@ class WorkloadEstimate:
     outputs: int
     """Numbers in the model's outputs for all of them."""
     examples: int | None
-    """Examples of the data; None where nobody says."""
+    """Examples of the data; None where they are not known."""
 
     def rank_bound(self, layer: TreatedLayer, collection: Collection, side: Literal["A", "G"]) -> int | None:
         """Return the most nonzero eigenvalues that A or G of each group can have.

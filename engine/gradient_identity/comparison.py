@@ -99,7 +99,7 @@ def compare_rows(errors: Errors, together: ExampleRows, alone: ExampleRows, *, f
     """Note how far one example's rows in a batch are from those in another recording."""
     picks = together.recorder.picks
     for own, theirs in ((ExampleRows.inputs, 0.0), (ExampleRows.gradients, floor)):
-        # a call that none of an example's rows enter is no call of the example alone
+        # a call that none of an example's rows enter is not a call of the example alone
         mine, plain = ([rows.reshape(-1) for rows in own(side) if rows.numel()] for side in (together, alone))
         if own is ExampleRows.gradients and not (mine and plain):
             # no gradient at all is one of zeros

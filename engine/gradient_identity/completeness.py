@@ -167,7 +167,7 @@ def completeness(
             raise
         found = None
     if found is None:
-        # the model writes over what a weight's gradient would need: nobody trains it so, but it can be measured
+        # the model writes over what a weight's gradient would need: no training does so, but it can be measured
         with torch.autograd.graph.allow_mutation_on_saved_tensors():
             found = compared()
     distances = found.distances

@@ -63,7 +63,7 @@ class RowRecorder:
             A function of the gradient, which adds that of one direction.
 
         Raises:
-            InputOverwritten: When the gradient arrives, if the model has written to an input that is no copy.
+            InputOverwritten: When the gradient arrives, if the model has written to an input that is not a copy.
         """
         kept, read = self._kept(use), version(use.input)
         number: int | None = None

@@ -12,7 +12,7 @@ A parameter is counted once, by identity. Reasons:
 - ``no_gradient``: the layer never ran, or its outputs never reached the loss (plain autograd
   finds none either);
 - ``several_inputs``: it was called with more than one input, which changes what it computes;
-- ``batch_not_first``: its positions cannot be told apart by example;
+- ``batch_not_first``: its positions cannot be separated by example;
 - ``transformed``: the layer is called inside ``torch.func.vmap``, ``grad``, ``jvp`` or their like;
 - ``nested_tensor``: the layer is called with a nested tensor;
 - ``needs_gradients``: `forward_only` has no gradient to build an exact block from;

@@ -74,6 +74,6 @@ class FunctionalLinearLayer(LinearLayer):
 
     @override
     def batch_first(self, entered: Tensor, examples: int) -> bool:
-        # tell that rows can be told apart by example: the provenance of what enters shows it, not its shape
+        # rows are separable by example: the provenance of what enters shows it, not its shape
         del entered, examples
         return True

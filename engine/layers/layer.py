@@ -230,7 +230,7 @@ class TreatedLayer(ABC):
         return weight.reshape(-1)
 
     def batch_first(self, entered: Tensor, examples: int) -> bool:
-        """Tell whether rows of an input can be told apart by example.
+        """Return whether rows of an input are separable by example.
 
         Args:
             entered: The module's input.

@@ -44,7 +44,7 @@ class LayerNormLayer(BlockLayer):
 
     @override
     def batch_first(self, entered: Tensor, examples: int) -> bool:
-        # tell whether rows of an input can be told apart by example
+        # whether rows of an input are separable by example
         leading = entered.ndim - len(self.module.normalized_shape)
         if leading == 1:
             return entered.shape[0] % examples == 0
@@ -79,7 +79,7 @@ class RMSNormLayer(BlockLayer):
 
     @override
     def batch_first(self, entered: Tensor, examples: int) -> bool:
-        # tell whether rows of an input can be told apart by example
+        # whether rows of an input are separable by example
         leading = entered.ndim - (self.module.weight.ndim if isinstance(self.module.weight, Tensor) else 1)
         if leading == 1:
             return entered.shape[0] % examples == 0

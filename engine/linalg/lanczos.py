@@ -184,7 +184,7 @@ class Lanczos:
         left = float(product.norm())
         self.value = float(values[-1])
         self.residual = left * abs(float(vectors[-1, -1]))
-        # what rounding leaves of a vector that lies in the basis is no direction
+        # what rounding leaves of a vector that lies in the basis is not a direction
         eps = torch.finfo(product.dtype).eps
         if left <= 8 * eps * max(abs(self.value), abs(float(values[0]))) or self._held == self.start.numel():
             self.done = True

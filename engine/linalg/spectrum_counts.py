@@ -1,6 +1,6 @@
 """A counted spectrum: the eigenvalues of a diagonal plus or minus a matrix of low rank, between proven bounds.
 
-For ``S = diag c + σ BᵀB``, B (r, n) and σ = ±1, and any x that is no entry of c, the inertia of the bordered matrix
+For ``S = diag c + σ BᵀB``, B (r, n) and σ = ±1, and any x that is not an entry of c, the inertia of the bordered matrix
 ``[[diag c − x, Bᵀ], [B, −σI]]`` by either Schur complement says how many eigenvalues lie below x (Sylvester's law):
 
     σ = −1    N(x) = #{c_i < x} + #{negative eigenvalues of I − B (diag c − x)⁻¹ Bᵀ}

@@ -107,7 +107,7 @@ def measure_layers(workspace: Workspace) -> Iterator[Measured]:
     arriving = stream_factors(
         [facts for facts in order if facts.ordinal not in known and (division is None or division.is_own(facts))],
         factors.load,
-        # what nobody decomposes stays where it is kept
+        # a factor that is not decomposed stays where it is kept
         device=torch.device("cpu") if workspace.options.decomposition == "none" else workspace.machine.device,
         guard=workspace.machine.guard,
         need="vectors" if workspace.options.decomposition == "vectors" else "values",

@@ -73,7 +73,7 @@ def smaller_sizes(
 def _spectrum(
     workspace: Workspace, factor: Tensor | Structured, layer: str, rank_bound: int | None, scale: float
 ) -> Tensor | None:
-    """Values alone: of smaller sizes nobody asks for a basis."""
+    """Return the eigenvalues alone: a basis of smaller sizes is not needed."""
     if workspace.options.decomposition == "none":
         return None
     if isinstance(factor, Structured):

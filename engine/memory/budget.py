@@ -52,7 +52,7 @@ class MemoryBudget:
         bounds = bounds or cls.unlimited()
         free_host = free_host_bytes() + resident_bytes()
         host = min(amount_bytes("host", memory.host, min(free_host, bounds.host_bytes)), bounds.host_bytes)
-        # what is less for another reason is no part of anything
+        # a budget that is less for another reason is not a share
         shared_by = bounds.host_shared_by if host < amount_bytes("host", memory.host, free_host) else 1
         if device.type != "cuda":
             return cls(device_bytes=_UNLIMITED, host_bytes=host, host_shared_by=shared_by)

@@ -19,7 +19,7 @@ from engine.memory.budget import begin_peak, device_bytes, highest_bytes, reside
 from engine.memory.plan import Plan, Stage, readable_bytes
 
 _ALIKE = 1.02
-"""The resident sets of two runs of one job differ by as much: that is no error of a plan."""
+"""The resident sets of two runs of one job differ by as much: that is not an error of a plan."""
 
 
 @dataclass(kw_only=True)

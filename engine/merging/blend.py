@@ -38,8 +38,8 @@ def blend_factor_sets(before: FactorSet, now: FactorSet, decay: float, layers: S
         layers: Names of the layers to blend, which both sets have.
 
     Returns:
-        A set of those layers, in memory, in the precision that ``before`` is kept in. It is no sum over examples any
-        more, and has no exact traces, variances or corrections.
+        A set of those layers, in memory, in the precision that ``before`` is kept in. It is not a sum over
+        examples any more, and has no exact traces, variances or corrections.
 
     Raises:
         UsageError: If a layer is another one in the two sets.

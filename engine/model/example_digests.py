@@ -133,7 +133,7 @@ def digest_examples(batch: Batch, task: Task) -> Tensor:
 
 
 def _leaves(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield whatever a tree holds with its place; the order of a mapping's keys is no part of it."""
+    """Yield whatever a tree holds with its place; the order of a mapping's keys is not part of it."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from _leaves(value, f"{name}/{key}")

@@ -89,7 +89,7 @@ def peak_lines(sizes: Sequence[int], held: Sequence[Sequence[int]]) -> tuple[Lin
     if len(sizes) > 1 and len(held[0]) == len(held[-1]):
         lines = {_through(sizes, fewer, more) for fewer, more in zip(held[0], held[-1], strict=True)}
     else:
-        # events that come and go with the examples cannot be told apart: their maxima can
+        # events that come and go with the examples cannot be matched: their maxima can
         lines = {_through(sizes, max(held[0], default=0), max(held[-1], default=0))}
     return _highest(lines)
 

@@ -17,7 +17,7 @@ def bit_sum(tensor: Tensor) -> int:
     """Compute an exact checksum of a tensor's bytes, read as rows of 64-bit integers.
 
     Sums of rows and of columns are mixed with their places and summed. One number that changes changes one sum of each
-    kind; a pattern of changes that leaves all of them as they were is not told apart.
+    kind; a pattern of changes that leaves all of them as they were is not detected.
 
     Args:
         tensor: A tensor of any shape, dtype and device.

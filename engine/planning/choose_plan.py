@@ -58,7 +58,7 @@ def _most_terms(job: PassJob, layer: TreatedLayer) -> int:
         return 0
     ranks = job.workspace.machine.ranks
     if options.policy == "auto" and job.workspace.inputs.foreseen_examples(ranks) is None:
-        # as for gradient rows: where nobody says how many examples there are, nothing is foreseen
+        # as for gradient rows: where the number of examples is not known, nothing is foreseen
         return 0
     if collection.ekfac or (options.policy == "hybrid" and size < options.hybrid_from):
         return 0

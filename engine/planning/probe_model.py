@@ -234,7 +234,7 @@ def probe_functional_layers(
     else:
         mixed = find_unattributed(calls[0], calls[1], DRY_EXAMPLES)
     seen = dataclasses.replace(seen, layers=survey.treated, calls=calls[0], examples=samples[0].size, mixed=mixed)
-    # a part of a parameter that is not covered is no unforeseen use of its other parts
+    # a part of a parameter that is not covered is not an unforeseen use of its other parts
     return ProbedModel(job=dataclasses.replace(job, places=places_of(survey)), survey=survey, probe=seen)
 
 
@@ -345,7 +345,7 @@ def _operations(job: PassJob, survey: Survey, batch: Batch, parameters: dict[str
 def _disturbed(job: PassJob, survey: Survey, batch: Batch, tables: frozenset[str], disturb: str | None) -> Tensor:
     """Outputs of ``batch`` with ``tables`` spread over it, the last copy of one of them disturbed."""
     seed_generators(job.collection.seed)
-    # without its labels: the outputs of one example must be told apart from another's
+    # without its labels: the outputs of one example must be distinct from another's
     unlabelled = dataclasses.replace(job.task, loss=None)
     with torch.no_grad(), record_calls(survey.treated, batch.size, tables, disturb):
         return predict(job.model, batch, unlabelled).outputs
@@ -360,7 +360,7 @@ def _masking(job: PassJob, survey: Survey, batch: Batch) -> Masking:
 
 
 def _run(job: PassJob, survey: Survey) -> Run:
-    """A run of the model on a few examples, whose outputs nobody arranges."""
+    """Return a run of the model on a few examples, whose outputs are not arranged."""
 
     def run(trial: Batch) -> tuple[list[Call], list[Tensor]]:
         # a model that draws numbers draws the same ones

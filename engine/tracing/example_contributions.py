@@ -168,7 +168,7 @@ def find_contribution(
         examples: N.
 
     Returns:
-        The contribution; None where the examples cannot be told apart in the result.
+        The contribution; None where the result is not separable by example.
     """
     if not isinstance(left, Tensor) or not left.is_floating_point():
         return None

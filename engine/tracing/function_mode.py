@@ -76,7 +76,7 @@ class ParameterUseMode(Multiplying):
         """
         self._marks.begin(examples)
         self._graphed = graphed
-        with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are not the model's
             self._pullback.begin()
         for name, leaf in self._pullback.leaves.items():
             self._marks.put(leaf, frozenset({name}))
@@ -111,7 +111,7 @@ class ParameterUseMode(Multiplying):
         Yields:
             Name of a parameter, first example, and gradients of the examples from there on, shape (n, numbers).
         """
-        with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are not the model's
             if self._pullback.escaped:
                 self._sink.strange(frozenset(self._pullback.escaped), "")
             for each in self._pullback.close(self._marks.examples):
@@ -265,7 +265,7 @@ class ParameterUseMode(Multiplying):
         stands = detach_view(left) if isinstance(left, Tensor) else left
         placed = {key: each for key, each in rows.items() if each is not None}
         use = None
-        with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are not the model's
             again, derived = detach_data(operation, self._marks, self._leaf)
             if len(placed) == len(rows):
                 pairs = zip(operation.tensors, again.tensors, strict=True)

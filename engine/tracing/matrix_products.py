@@ -97,7 +97,7 @@ class Multiplying(Marking):
                 return None if made is None else derivation_of_view(made, view, self._transposed, left)
             if place:
                 return None
-            with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's
+            with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are not the model's
                 return derivation_of(operation, left, leaf, self.is_derived)
         except Exception as error:
             if not is_unexplained(error):

@@ -1,4 +1,4 @@
-"""Rewrites: operations on a watched parameter, put into products and broadcasts that can be told apart.
+"""Rewrites: operations on a watched parameter, put into products and broadcasts that are separable by example.
 
 A product of several matrices becomes products of one each, a normalisation becomes a plain one with
 a scale and a shift after it. Each rewrite computes what the operation computes, up to rounding, or

@@ -84,7 +84,7 @@ def install_stand_ins(layers: Sequence[TreatedLayer], aliases: Sequence[Alias] =
             stand_in = StandIn(layer, module, key)
             stand_ins.append(stand_in)
             stack.callback(stand_in.lift)
-            # what hooks of the caller's do is no part of what the module computes
+            # what hooks of the caller's do is not part of what the module computes
             for handle in (
                 module.register_forward_pre_hook(stand_in.lift),
                 module.register_forward_hook(stand_in.lay, prepend=True, always_call=True),

@@ -68,9 +68,9 @@ class Sides:
     in_dim: int
     out_dim: int
     spectrum_A: Tensor | None
-    """(in_dim,) float64, ascending; None where nobody asked for it."""
+    """(in_dim,) float64, ascending; None where it was not asked for."""
     spectrum_G: Tensor | None
-    """(out_dim,) float64, ascending; None where nobody asked for it, or G has none without n×n."""
+    """(out_dim,) float64, ascending; None where it was not asked for, or G has none without n×n."""
     trace_A: float
     trace_G: float
     frobenius_A: float | None

@@ -181,7 +181,7 @@ class _Searches:
         return SavedSearch(finished=self._finished, of=matrix.of, chosen=chosen, counts=counts, learnt=learnt)
 
     def _report(self) -> None:
-        """Called after every batch; nobody knows beforehand how many passes a search takes, so the total grows."""
+        """Called after every batch; how many passes a search takes is unknown beforehand, so the total grows."""
         self._batches += 1
         examples, total = self.job.workspace.inputs.examples, None
         if examples is not None:

@@ -26,7 +26,7 @@ from engine.operators.extreme_eigenvalues import Eigenvalue
 from engine.operators.quadrature import Quadrature
 
 _ROUNDING = 16
-"""Units of the last place of the largest magnitude below which an eigenvalue is not told apart from zero."""
+"""Units of the last place of the largest magnitude below which an eigenvalue is not distinguished from zero."""
 _APART = 2.0
 """Widths between two nodes beyond which a smooth density is not resolved."""
 

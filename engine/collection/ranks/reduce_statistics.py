@@ -38,7 +38,7 @@ _SUMMED = ("weight_A", "weight_G", "rows_A", "rows_G", "positions", "terms", "gr
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """Everything of a layer's sums on one rank that is no large tensor."""
+    """A layer's sums on one rank without their large tensors."""
 
     name: str
     numbers: Mapping[str, Any]

@@ -51,7 +51,7 @@ class AbsentReads(TorchFunctionMode):
         del types
         name = getattr(func, "__name__", "")
         if name not in _SHAPES_ALONE:
-            with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are nobody's
+            with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are not the model's
                 for tensor in tensors((tuple(args), dict(kwargs or {}))):
                     _require_present(tensor, name)
         return func(*args, **(kwargs or {}))

@@ -91,7 +91,7 @@ def sum_to_one(targets: Tensor, axis: int) -> bool:
     """Return whether targets are probabilities along an axis: none below zero, and one together.
 
     Args:
-        targets: Any numbers; NaN is no probability.
+        targets: Any numbers; NaN is not a probability.
         axis: A dimension of them.
     """
     wide = targets.to(torch.float64)

@@ -141,7 +141,7 @@ class LayerStore:
         own = partial(self._basis, content, facts.name, facts.rank_bound_A)
         found = self._side(content, factors.A.dtype, self._known_basis(facts, "A", content) or own)
         if content is not factors.A and any(each.shared_A_with == self._holder(facts) for each in self._factors.layers):
-            # a factor set reads an A once for as long as somebody holds it
+            # a factor set reads an A once for as long as it is held
             found.stored = factors.A
         return found
 

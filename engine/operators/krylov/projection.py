@@ -81,7 +81,7 @@ class Projection:
         self.dropped[held:total] = 0
         self.leaving.zero_()
         self.scale = max(self.scale, float(corner.diagonal().abs().max()))
-        # rounding leaves something of a vector that lies in the basis; it is no direction
+        # rounding leaves something of a vector that lies in the basis; it is not a direction
         least = 8 * torch.finfo(self.rows.dtype).eps * max(self.scale, *norms)
         self.held, self.pending = total, 0
         fresh: list[Tensor] = []

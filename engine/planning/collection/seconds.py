@@ -26,7 +26,7 @@ _TOUCHED_FOR_VARIANCE = 8
 _ROOM = 4
 """Times what measuring holds: with less left of the budget it is not done."""
 _USUAL_BATCHES = 16
-"""Taken where nobody knows how many examples there are: the stages' proportions need a number."""
+"""Batches assumed where the number of examples is not known: the stages' proportions need one."""
 
 
 @dataclass(frozen=True, kw_only=True)
