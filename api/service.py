@@ -86,7 +86,7 @@ class Service:
     engine: Engine
     """The ledger's database; each transaction declares its tenant, and sees no other's rows."""
     keys: Engine
-    """The same for keys, of which nobody knows the tenant before they are found; reads them alone."""
+    """The same for keys, whose tenant is unknown before they are found; reads them alone."""
     fleet: Engine
     """The same for devices and the jobs that are before another on them; reads these alone."""
     artifacts: ArtifactFolder

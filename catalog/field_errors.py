@@ -72,8 +72,8 @@ def _with_number(complaint: Complaint, said: list[Complaint]) -> Complaint:
 def _is_other_branch(complaint: Complaint, said: list[Complaint]) -> bool:
     """Whether the fault is of a union's member that the writer did not mean.
 
-    `kind: [x]` is no choice itself besides holding a wrong one; `kind: x` is no list besides being
-    a wrong choice. The nearer fault is the one to mend.
+    `kind: [x]` is not a choice itself besides holding a wrong one; `kind: x` is not a list besides
+    being a wrong choice. The nearer fault is the one to mend.
     """
     for other in said:
         if complaint.code == "invalid_choice" and other.pointer.startswith(f"{complaint.pointer}/"):

@@ -1,4 +1,4 @@
-"""File rights of a thread: as which user and group it comes to files, whoever its process is.
+"""File rights of a thread: the user and group by which it comes to files, whatever its process's are.
 
 The kernel keeps both for each thread (setfsuid(2), setfsgid(2)). A worker that may become the users of its jobs
 reads and removes what a job has written as that job, so no job has to share a group with it.
@@ -51,7 +51,7 @@ def remove_as_owner(folder: Path) -> None:
     emptied, so that a few are open at a time.
 
     Args:
-        folder: The folder; a missing one is no error.
+        folder: The folder; a missing one is not an error.
     """
     with contextlib.suppress(OSError):
         top = _open_as_owner(str(folder), None)

@@ -1,7 +1,7 @@
 """Frame bounds: the longest texts, the largest numbers and the listed words of each type of frame.
 
 The honest process cuts its texts and lists to them before it sends a frame (`cut`). Code that is not ours may hold the
-same pipe, so whoever reads a frame refuses what is beyond (`require_within`), and the job ends.
+same pipe, so each reader of a frame refuses what is beyond (`require_within`), and the job ends.
 """
 
 import json

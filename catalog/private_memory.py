@@ -1,8 +1,8 @@
 """The memory and the environment of a service's process, closed to other processes of the same user.
 
 ``/proc/PID/environ`` of a worker holds its passwords, and code that a job brings may run as the worker's user. A
-process that is not *dumpable* (prctl(2), PR_SET_DUMPABLE) has such files owned by root, can be traced by nobody
-without CAP_SYS_PTRACE, and leaves no core file. What it executes is dumpable again: each program hides itself.
+process that is not *dumpable* (prctl(2), PR_SET_DUMPABLE) has such files owned by root, can be traced only
+with CAP_SYS_PTRACE, and leaves no core file. What it executes is dumpable again: each program hides itself.
 """
 
 import ctypes

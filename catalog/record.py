@@ -2,11 +2,11 @@
 
 The same class is request body, engine argument, database payload and OpenAPI schema. The
 ground floor imports the standard library alone, so pydantic is addressed through a plain
-attribute that it looks for; whoever validates (the API, the worker's child) brings pydantic.
+attribute that it looks for; those that validate (the API, the worker's child) bring pydantic.
 
 The string under a field describes it. Pydantic can read these itself (``use_attribute_docstrings``), but parses a
 class's whole file for each class: a tenth of a second for a job's document and a third for the API, in every process
-that validates. Here a file is parsed once, and only where somebody asks for all that a field says of itself.
+that validates. Here a file is parsed once, and only where a field's whole metadata is asked for.
 """
 
 import ast
@@ -131,7 +131,7 @@ def option(default: Any, *, known_as: str | Mapping[str, str] = "") -> Any:  # n
 
 
 class Tagged:
-    """Annotation of a union whose members are told apart by one literal field.
+    """Annotation of a union whose members are distinguished by one literal field.
 
     Pydantic calls ``__get_pydantic_core_schema__`` and takes a plain dict, which keeps this
     floor free of it; the error then names the unknown tag instead of every member's failure.

@@ -1,7 +1,7 @@
 """The reader of plain values into what an annotation declares: records, words, numbers, lists of them.
 
 The words and types are those of the declarations themselves (``Literal``, ``int``, ``tuple[…]``, records), so no list
-of choices is written twice. Who reads what somebody else has written derives a reader with rules and words of its own.
+of choices is written twice. A program that reads foreign files derives a reader with rules and words of its own.
 """
 
 import dataclasses
@@ -251,7 +251,7 @@ def _is_record(annotation: Any) -> bool:  # noqa: ANN401
 
 
 def _tag(member: Any) -> str | None:  # noqa: ANN401
-    """Return the word by which a record is told from others of a union; None where it has none."""
+    """Return the word that distinguishes a record from others of a union; None where it has none."""
     hint = _hints(member).get("source") if _is_record(member) else None
     return str(get_args(hint)[0]) if get_origin(hint) is Literal else None
 

@@ -33,7 +33,7 @@ class _Lines(logging.StreamHandler[TextIO]):
         """Log the record's origin, without its arguments."""
         error = type(sys.exc_info()[1]).__name__
         told = {"event": "a line could not be logged", "level": "error", "logger": record.name, "error": error}
-        with contextlib.suppress(OSError, ValueError):  # nobody listens any more
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone
             self.stream.write(one_line(told) + "\n")
 
 
@@ -115,5 +115,5 @@ def _writable(value: object, depth: int) -> Any:  # noqa: ANN401 - what JSON tak
 def _said(value: object) -> str:
     try:
         return str(value)
-    except Exception as error:  # noqa: BLE001 - a value that cannot be shown is no reason to lose the line
+    except Exception as error:  # noqa: BLE001 - a value that cannot be shown is not a reason to lose the line
         return f"<a {type(value).__name__} that raised {type(error).__name__}>"

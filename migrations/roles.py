@@ -2,7 +2,7 @@
 
 ::
 
-    kronoscope_owner     owns the tables; nobody logs in as it
+    kronoscope_owner     owns the tables; cannot log in
     kronoscope_migrate   may become the owner, and does so to migrate
     kronoscope_api       reads and writes the rows of the tenant that a transaction declares, with its proof
     kronoscope_worker    reads and writes the rows of all tenants, but no API keys
@@ -61,7 +61,7 @@ def prepare_roles(connection: Connection, passwords: Mapping[str, str]) -> None:
 
 
 def _close_storage(connection: Connection, database: str) -> None:
-    """Let nobody keep bytes of their own in the database: neither temporary tables nor large objects are needed."""
+    """Revoke the rights to keep other bytes: neither temporary tables nor large objects are needed."""
     _run(connection, "REVOKE TEMPORARY ON DATABASE {} FROM PUBLIC", database)
     if not connection.execute(text("SELECT rolsuper FROM pg_roles WHERE rolname = current_user")).scalar_one():
         return  # whose functions these are

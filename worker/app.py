@@ -70,7 +70,7 @@ def send_wakeup(job_id: str) -> None:
 @signals.celeryd_init.connect(weak=False)  # type: ignore[untyped-decorator]
 def _open(instance: Any, **_: object) -> None:  # noqa: ANN401 - Celery publishes no types
     """Take up the ledger before the broker, so that the first line logged is ours."""
-    instance.quiet = True  # Celery's banner is no JSON, and it shows the broker's address
+    instance.quiet = True  # Celery's banner is not JSON, and it shows the broker's address
     try:
         app.service = Service(WorkerSettings.from_environment(os.environ), send_wakeup, BrokerBacklog(_broker))
     except LedgerError as error:

@@ -2,7 +2,7 @@
 
 The database is the queue, so a broker's fault costs wake-ups, and the poll finds the jobs meanwhile. Celery's own
 consumer ends the process on an error answer (READONLY after a failover, OOM when Redis is full) and on a list item that
-is no message. And Celery's redelivery of unacknowledged messages is left out, with the scripts that it runs in Redis:
+is not a message. Celery's redelivery of unacknowledged messages is left out, with the scripts that it runs in Redis:
 wake-ups are acknowledged as they come, and a user of Redis who may run scripts may do almost everything.
 
 Celery never sees a message of the queue: it logs names and ids in full, holds what is dated ahead in memory, and sends
@@ -73,7 +73,7 @@ class Transport(redis.Transport):  # type: ignore[misc]
 
 
 def _wakeup_for(message: object) -> dict[str, Any] | None:
-    """Return a message of our own with the id of one that came; None where that is no wake-up."""
+    """Return a message of our own with the id of one that came; None where that is not a wake-up."""
     headers = message.get("headers") if isinstance(message, dict) else None
     identity = headers.get("id") if isinstance(headers, dict) and headers.get("task") == _TASK else None
     if not (isinstance(identity, str) and _MESSAGE_ID.fullmatch(identity)):

@@ -190,7 +190,7 @@ class HttpProtocol(H11Protocol):
 
 
 async def _drain(cycle: RequestResponseCycle, receive: Receive, most_bytes: int) -> None:
-    """Read the rest of a body that nobody wants, but neither much of it nor for long."""
+    """Read the rest of an unused body, but neither much of it nor for long."""
     left = most_bytes
     try:
         async with asyncio.timeout(_DRAIN_SECONDS):

@@ -1,7 +1,7 @@
 """Limits of one key: so many requests a second, and so many that are worked on at a time.
 
 The limits hold for the header `Authorization` as it was sent, before the key is looked up: a request beyond them takes
-neither a thread nor a connection to the database, and nobody can use up the limits of a key without having it.
+neither a thread nor a connection to the database, and a client without the key cannot use up its limits.
 Requests without the header have no limit here; they are answered without the database. Probes have none with it either.
 """
 

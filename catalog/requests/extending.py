@@ -4,7 +4,7 @@
     data: {…}               the examples to add
 
 The factors are those of one job over the earlier job's data followed by these: an example of the new data has its index
-after all of theirs. What is no sum over examples cannot be extended, and is refused.
+after all of theirs. Results other than sums over examples cannot be extended, and are refused.
 """
 
 from typing import Any

@@ -64,7 +64,7 @@ class Schedule:
         """The seconds that `within` names.
 
         Raises:
-            FieldError: If it is no duration, or one that cannot be meant.
+            FieldError: If it is not a duration, or one that cannot be meant.
         """
         if self.within is None:
             return None

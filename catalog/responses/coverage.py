@@ -1,7 +1,7 @@
 """Coverage: the share of a model that a job measured, and the options that would cover the rest.
 
 A figure of the whole model (an effective dimension, a trace) counts covered layers only. Where the loss depends on
-parameters that no layer covers, the figure is one of a part, and whoever reads it must be told so.
+parameters that no layer covers, the figure is one of a part, and must be shown as such.
 
 Parameters that the loss does not depend on are not covered either, and nothing is missing for that: their curvature
 is zero on these data (`no_gradient`, `never_routed`), or they hold no number (`no_numbers`).

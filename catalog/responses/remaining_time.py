@@ -75,7 +75,7 @@ class RemainingTime:
         Args:
             stage: The stage: `model`, `data`, `collection`, or one that an analysis reports.
             done: Its units that are done.
-            total: Its units in all; None where nobody knows.
+            total: Its units in all; None where unknown.
             now: The time in seconds, by a clock that never goes back.
 
         Returns:

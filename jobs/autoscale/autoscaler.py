@@ -56,7 +56,7 @@ class Autoscaler:
         """Look, decide, and start machines."""
         scope = self._launcher.scope
         if not dry:
-            reap_expired(self._engine)  # where all workers are gone, a job of a killed one waits for somebody to see it
+            reap_expired(self._engine)  # where all workers are gone, a job of a killed one waits to be seen
         seen_at, known = outstanding(self._engine, scope)
         try:
             lent = self._launcher.lent(known)

@@ -17,7 +17,7 @@
 
 A job goes to the first class of the file that can take it.
 
-A template is the text for a launcher to start one machine. Its double braces are told apart from all that shells,
+A template is the text for a launcher to start one machine. Its double braces are distinct from all that shells,
 Slurm and YAML write by themselves. The placeholders are
 
 ::

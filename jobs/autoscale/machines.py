@@ -7,7 +7,7 @@
 
 A row is written, and committed, before its machine is started. So the next decision, here or in another process,
 counts it; and where this process dies in between, the machine is recognised by its id in the launcher's queue, or the
-row lapses. Within a transaction of `deciding` nobody else decides.
+row lapses. Within a transaction of `deciding` no other process decides.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ class Change:
 
 @contextmanager
 def deciding(engine: Engine, *, keep: bool = True) -> Iterator[Connection]:
-    """Open the transaction of a decision: nobody else decides before it ends."""
+    """Open the transaction of a decision: no other process decides before it ends."""
     with writing(engine) as connection:
         if connection.dialect.name == "postgresql":
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})

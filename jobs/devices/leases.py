@@ -58,7 +58,7 @@ _THERE = select(
     .label("all_slots"),
 ).where(workers.c.id == bindparam("worker"))
 _LEASE = insert(device_leases).values(leased_at=ledger_now())
-# a change to the row of a device locks it: on both databases nobody else leases of it before the transaction ends
+# a change to the row of a device locks it: on both databases none other leases of it before the transaction ends
 _LOCK = (
     update(devices)
     .where(devices.c.uuid == bindparam("device"))
@@ -205,7 +205,7 @@ def correct(connection: Connection, drawn: Row[Any], needs: int) -> bool:
         # once alone it would find what others than jobs leave of the host, and for more it would wait for ever
         if elsewhere or (not alone and needs <= device.capacity_bytes - device.foreign_bytes):
             return False
-    # where it goes on although it is more than there is, nobody is let in beside it
+    # where it goes on although it is more than there is, no job is let in beside it
     connection.execute(update(device_leases).where(mine).values(bytes=min(needs, max(room, 0))))
     return True
 

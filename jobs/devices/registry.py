@@ -70,7 +70,7 @@ class Worker:
     isolation: tuple[str, ...] = ()
     """The walls between it and its jobs, as it measured them."""
     machine_id: str | None = None
-    """The machine of `jobs.autoscale` that it runs on; None of a worker that somebody else started."""
+    """The machine of `jobs.autoscale` that it runs on; None of a worker that was started otherwise."""
 
 
 @record

@@ -23,7 +23,7 @@ from jobs.schema.tables import cached_factors, tenants
 _PLACE = ".place"
 _ID = re.compile(r"[0-9a-f-]{36}")
 _UNUSED_SECONDS = 30 * 86_400.0
-"""After which the rows of a place that nobody sweeps any more are removed: its machine is gone."""
+"""Age at which the rows of a place that is no longer swept are removed: its machine is gone."""
 
 
 def place_of(folder: Path) -> str:
@@ -149,7 +149,7 @@ def list_tenants(engine: Engine, place: str | None = None) -> list[str]:
 
 
 def forget_unused(engine: Engine) -> int:
-    """Remove the rows that nobody has used for a month: where their place is still swept, the files follow.
+    """Remove the rows that were not used for a month: where their place is still swept, the files follow.
 
     Args:
         engine: The ledger's database.

@@ -6,7 +6,7 @@
     root/<job>/<fence>            the service's; written by the job's group
     root/<job>/.waiting/<fence>   likewise
 
-A job's group has the number of its user, and nobody else is in it. The service comes to what a job has written with
+A job's group has the number of its user, and no other user is in it. The service comes to what a job has written with
 that group's rights, which it borrows for the moment. Where jobs run as the service's user none of this is needed.
 """
 
@@ -87,7 +87,7 @@ def clear(folder: Path) -> None:
     """Remove a folder of a job, with folders that the job has closed; what cannot be removed stays.
 
     Args:
-        folder: The folder; a missing one is no error.
+        folder: The folder; a missing one is not an error.
     """
     group = _group(folder)
     if group is not None:

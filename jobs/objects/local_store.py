@@ -1,6 +1,6 @@
 """The local object store, a folder: files are copied under a temporary name, verified, synced, renamed.
 
-An object is a copy that nobody else has open, since the writer of the source may still write to it, or hold a second
+An object is a copy that no other has open, since the writer of the source may still write to it, or hold a second
 name of it. The file system makes the copy where it can share blocks between files. A lock on the folder, which the
 kernel takes back from a process that is gone, keeps the removal of an old object from taking the new one that just
 replaced it.
@@ -49,11 +49,11 @@ class LocalObjects:
                 _copy(file, part)
             with open_plain(part, size_bytes, called=called) as file:
                 require_digest(file, sha256, called=called)
-                # the holder of a second name of it reads it, and nobody writes to it any more
+                # the holder of a second name of it reads it, and it is no longer written to
                 os.fchmod(file.fileno(), _MODE)
                 os.fsync(file.fileno())
             with self._locked(fcntl.LOCK_SH):
-                # its age begins now: nobody removes it before a row names it
+                # its age begins now: it is not removed before a row names it
                 os.utime(part)
                 part.replace(target)
         finally:
@@ -181,7 +181,7 @@ def require_digest(file: BinaryIO, sha256: str, *, called: str) -> None:
 
 
 def _take(source: Path, part: Path, *, linked: bool) -> None:
-    """Link an object, or copy it where another file system asks for that, or somebody could change it by the link."""
+    """Link an object, or copy it where another file system asks for that, or it could be changed by the link."""
     if not linked:
         shutil.copyfile(source, part, follow_symlinks=False)
         return

@@ -4,7 +4,7 @@ An upload takes its digest while it is read, and its last part is sent only once
 declared: what has another never appears in the store. The store checks a SHA-256 of every part
 in turn.
 
-S3 has no way to remove an object only if nobody has put it anew. So a process that removes an old one
+S3 has no way to remove an object only if it was not put anew. So a process that removes an old one
 leaves a mark of its own first, looks at the object's age *then*, and takes the mark away last;
 one that puts an object looks for marks *afterwards*, waits until those are gone, looks *last* whether
 the object is there, and puts it again where it is not. A process that saw the old one either had its mark

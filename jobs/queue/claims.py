@@ -149,7 +149,7 @@ def last_heartbeat(engine: Engine, claim: Claim, lease_seconds: float) -> dateti
 
 def _claim(connection: Connection, row: Row[Any], leased: DeviceLease | None) -> Claim:
     done: list[tuple[str, int]] = []
-    if row.fence > 1:  # nobody has written before the first holder
+    if row.fence > 1:  # nothing is written before the first holder
         query = (
             select(layer_results.c.kind, layer_results.c.ordinal)
             .where(layer_results.c.job_id == row.id)

@@ -208,7 +208,7 @@ def _settle(connection: Connection, parent: Row[Any]) -> None:
 
 
 def piece_event(drawn: Row[Any], state: State) -> dict[str, Any]:
-    """Return the content of an event by which a parent's history tells of a piece."""
+    """Return the content of an event by which a parent's history describes a piece."""
     piece = drawn.piece or {}
     return {**{name: piece.get(name) for name in ("round", "index", "count")}, "job": drawn.id, "state": state}
 

@@ -190,7 +190,7 @@ def change_all(
     """Set columns of all jobs that fit a condition, each with an event, in a few statements.
 
     Args:
-        connection: A connection with an open transaction, in which nobody else can lock several of these jobs.
+        connection: A connection with an open transaction, in which no other can lock several of these jobs.
         which: A condition on `jobs`.
         values: New values by column.
         event: The event's type, and its content from a row with the job's `id`, `state` and `attempt`.

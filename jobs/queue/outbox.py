@@ -1,4 +1,4 @@
-"""The outbox of wake-ups: a relay sends them, and again those of jobs that nobody has claimed.
+"""The outbox of wake-ups: a relay sends them, and again those of jobs that are not claimed.
 
 A queued job has exactly one outbox row, written with the move that queued it and deleted with
 the claim. So a wake-up that a broker loses is sent again, and one too many is harmless: the
@@ -34,7 +34,7 @@ def relay(
     Args:
         engine: The ledger.
         send_wakeup: Sends one wake-up, for the job of that id.
-        unclaimed_seconds: A wake-up is sent again if nobody has claimed its job for so long.
+        unclaimed_seconds: A wake-up is sent again if its job is not claimed for so long.
         broker_backlog: Returns how many wake-ups are at the broker, not yet received; together with those there are
             never more than `MAX_OUTSTANDING` (times the processes that relay in the same moment).
 

@@ -23,7 +23,7 @@ from jobs.schema.tables import jobs
 
 _EVERY_SECONDS = 1.0
 _SUCCEEDED = "succeeded"
-"""The field in which a parent's progress notes the units of pieces that have succeeded; nobody is shown it."""
+"""The field in which a parent's progress notes the units of pieces that have succeeded; it is never shown."""
 _SPANS = {"collect": (0.0, 60.0), "decompose": (60.0, 70.0)}
 _SPANS_OF_EKFAC = {"collect": (0.0, 30.0), "decompose": (30.0, 40.0), "correct": (40.0, 70.0)}
 """Per cent of the job's bar at which a round begins and ends; the analyses have the rest."""

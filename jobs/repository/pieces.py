@@ -32,7 +32,7 @@ class PieceJob:
     """The part that it computes."""
     state: State
     worker: str | None
-    """The process that holds it; None while nobody does."""
+    """The process that holds it; None while none does."""
     attempt: int
     failures: int
     progress: Mapping[str, Any] | None

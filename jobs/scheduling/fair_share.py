@@ -42,8 +42,7 @@ def fair_order(dialect: str, limit: int, claimable: ColumnElement[bool], device:
     highest would hold up all the others.
 
     An estimate precedes all jobs once, and then takes part in that order: a tenant that asks for estimates without end
-    holds
-    up nobody.
+    holds up no other.
 
     No more than `limit` jobs of each tenant are read, by the index that holds queued jobs alone, so its cost does not
     grow with a backlog. Numbering the whole queue instead takes 25 ms and more for ten thousand jobs.

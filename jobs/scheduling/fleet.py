@@ -163,7 +163,7 @@ class FleetDevice:
     def could_lease(self, job: Row[Any]) -> bool:
         """Return whether a job could run here once no other does.
 
-        Reserving the device for a job that cannot helps nobody.
+        Reserving the device for a job that cannot is of no use.
 
         Args:
             job: The job's row.
@@ -209,7 +209,7 @@ def read_fleet(connection: Connection) -> list[FleetDevice]:
                 read_at=row.foreign_at or _NEVER,
                 now=row.now,
                 offers=offers.get(row.uuid, []),
-                # a device whose workers are gone keeps room for nobody: the job may reserve another
+                # a device whose workers are gone keeps no room: the job may reserve another
                 reserver=waiting.get(row.reserved_job_id) if any(o.live for o in offers.get(row.uuid, [])) else None,
             )
         )

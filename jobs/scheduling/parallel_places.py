@@ -1,6 +1,6 @@
 """Parallel places: how many pieces of one job could compute at once on the devices of the workers that run.
 
-A GPU holds one attempt, and so does each slot of a worker that computes in its host's memory; nobody runs more than it
+A GPU holds one attempt, and so does each slot of a worker that computes in its host's memory; none runs more than it
 has slots. What others hold now counts too: it is free when they have ended, and a division is made for longer.
 """
 
@@ -20,7 +20,7 @@ def count_places(engine: Engine, job_id: str) -> int:
         job_id: The job; its pieces compute on its class of device, where a plan has tied it to one.
 
     Returns:
-        The number; at least 1, as somebody has claimed the job.
+        The number; at least 1, as the job is claimed.
     """
     offered = (
         select(workers.c.id, workers.c.slots, workers.c.factories, devices.c.uuid, devices.c.kind)

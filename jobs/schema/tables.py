@@ -322,13 +322,13 @@ device_leases = Table(
     # one row for each device of the attempt
     Column("device_uuid", String(100), ForeignKey("devices.uuid"), primary_key=True),
     Column("bytes", BigInteger, nullable=False),
-    Column("whole", Boolean, nullable=False),  # nobody else is let onto the device
+    Column("whole", Boolean, nullable=False),  # no other is let onto the device
     Column("worker_id", _Id, nullable=False),
     Column("process_space", String(300), nullable=False),
     Column("guardian_pid", Integer),
     Column("guardian_started", BigInteger),
     Column("leased_at", Moment(), nullable=False),
-    Column("draining_at", Moment()),  # since when nobody may write for the job, though its processes may live
+    Column("draining_at", Moment()),  # since when no process may write for the job, though its processes may live
     Index(None, "device_uuid"),
 )
 

@@ -8,7 +8,7 @@
 Whatever a statement contains can call ``set_config``, so a declaration alone would keep no injected SQL from another
 tenant. The proof of another tenant cannot be made within the database: policies take what `declared_tenant` returns,
 which holds the proof against the secret, and the API's role may not read that. Without a secret in `proof_keys`, where
-nobody has made the roles, a declaration is believed as it is.
+the roles were not made, a declaration is believed as it is.
 
 What serves all tenants declares a purpose in a tenant's place. Requests have three, each of which reads two or three
 tables and writes none; `*` is for the work between requests, and for operators.

@@ -1,7 +1,7 @@
 """Byte quotas: what the files of one tenant take, and how much they may.
 
 Equal files are kept once and counted once. The checkpoint of a job that waits for its next attempt
-counts too, within a minute of the last one: it is no file of the tenant's, but fills the same disks.
+counts too, within a minute of the last one: it is not a file of the tenant's, but fills the same disks.
 Every file is counted in before it is kept, so that a tenant is over its quota by one file of each job
 running at once at the most.
 """

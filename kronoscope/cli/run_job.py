@@ -101,7 +101,7 @@ def run_job(request: Mapping[str, Any], output: Path, display: Display, *, verbo
 
 
 def _kinds(document: Mapping[str, Any]) -> list[str]:
-    """The analyses of a document that nobody has checked yet."""
+    """Return the analyses of a document that is not checked yet."""
     kinds = document.get("kind")
     return [each for each in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(each, str)]
 

@@ -1,4 +1,4 @@
-"""The schedule that a submission asked for, so that a repeated one is told from another."""
+"""The schedule that a submission asked for, so that a repeated one is distinguished from another."""
 
 import sqlalchemy as sa
 from alembic import op

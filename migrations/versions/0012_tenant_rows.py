@@ -1,6 +1,6 @@
 """Row-level security on PostgreSQL: a transaction sees the rows of the tenant that it declares.
 
-Who owns the tables passes, so that whoever has one role for everything works as before; the roles that
+Who owns the tables passes, so that one role for everything works as before; the roles that
 `migrations.roles` makes own none.
 """
 

@@ -155,7 +155,7 @@ class Agent:
         free = [self._slots.acquire(timeout=max(0.0, deadline - time.monotonic())) for _ in range(self._settings.slots)]
         for taken in free:
             if taken:
-                self._slots.release()  # nobody takes it any more, and draining twice finds the same
+                self._slots.release()  # it is no longer taken, and draining twice finds the same
         if self._poller.is_alive():  # its last look may be under way, and the caller is about to close the database
             self._poller.join(max(0.0, deadline - time.monotonic()))
         self._registration.end()
@@ -251,7 +251,7 @@ class Agent:
             supervisor.stop("drain")
 
     def _beat(self) -> None:
-        """Show that jobs are being looked for; a broker that is gone, or a silent database, is no fault of this one."""
+        """Show that jobs are being looked for; a broker that is gone, or a silent database, is not its fault."""
         self._lock_file.touch()
         if self._settings.pulse_file is not None:
             try:

@@ -1,6 +1,6 @@
 """The pace of this machine's devices, measured for jobs that run as users of their own: they only read the model store.
 
-Such a job's measurement would be its own word, which every later job's plan is made by. So a process that runs nobody's
+Such a job's measurement would be its own word, which every later job's plan is made by. So a process that runs no job's
 code measures each kind of device once, beside the first jobs, with the threads that a job has. Of several workers that
 start on one machine one measures after the other, and finds what is there already.
 """

@@ -2,8 +2,8 @@
 
 Each worker holds a lock on a file of its own below the artifacts, and every guardian that it starts holds the same
 one. The kernel releases it when the last of them has ended, however they ended, in whichever container they ran. So a
-lock that can be had means: that worker is dead, and so is everything that its guardians guarded. Then nobody need wait
-for its leases to run out. From another machine or without a common folder, the leases show it instead.
+lock that can be had means: that worker is dead, and so is everything that its guardians guarded. Then its leases
+need not run out first. From another machine or without a common folder, the leases show it instead.
 
 A file's name holds the boot of the kernel, since over a network a lock may be lost while its holder lives.
 
@@ -122,7 +122,7 @@ class EndedWorkers:
 
 @contextlib.contextmanager
 def _taken(path: Path) -> Iterator[bool]:
-    """Hold the lock of a file meanwhile; False where somebody else does, or the file is gone."""
+    """Hold the lock of a file meanwhile; False where another does, or the file is gone."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:  # it was taken away meanwhile

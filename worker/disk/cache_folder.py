@@ -42,9 +42,9 @@ _TRASH = ".trash-"
 _CHUNK_BYTES = 2**20
 _MODE = 0o444
 _LEFT_SECONDS = 60.0
-"""After which a folder that nobody has locked is left of a killed process, and not just about to be locked."""
+"""Age at which an unlocked folder is left of a killed process, and not just about to be locked."""
 _STALE_SECONDS = 86_400.0
-"""Nobody fills an entry for so long: after it, one is removed on a file system without locks too."""
+"""No entry is being filled for so long: after it, one is removed on a file system without locks too."""
 _DAMAGE = (errno.EIO, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """Errors of reading where a disk has lost bytes, or something else stands in a file's place."""
 
@@ -310,7 +310,7 @@ def _clear(place: Path) -> None:
 
 
 def _is_left(place: Path) -> bool:
-    """Whether nobody fills, or clears, a folder any more."""
+    """Whether a folder is no longer being filled or cleared."""
     try:
         idle = time.time() - max(each.lstat().st_mtime for each in (place, *place.rglob("*")))
         if idle <= _LEFT_SECONDS or idle > _STALE_SECONDS:
@@ -321,7 +321,7 @@ def _is_left(place: Path) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        # somebody's, or a file system without locks
+        # in use, or a file system without locks
         return False
     else:
         return True

@@ -276,7 +276,7 @@ def _open_model(attempt: _Attempt) -> InputDigests | Finished | Divided:
 
 
 def _use_cache(attempt: _Attempt, digests: InputDigests) -> None:
-    """Give the workspace a cache, if there is one and the collection can be told apart from every other."""
+    """Give the workspace a cache, if there is one and the collection can be identified."""
     assignment, document, workspace = attempt.assignment, attempt.document, attempt.workspace
     if assignment.cache is None or workspace.inputs.model is None:
         return
@@ -350,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pipe.send(Stopped())
         return EXIT_STOPPED
     except BrokenPipeError:
-        # nobody reads: the parent is gone, and the guardian is about to end this process
+        # the reader is gone: the parent has ended, and the guardian is about to end this process
         return _EXIT_CODES["fatal"]
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, the parent gets it
         failed = failure_of(error)

@@ -1,7 +1,7 @@
 """Device calibration: the machine's speed, measured once and kept in the model store, a file for each device.
 
 A file that cannot be read, or that another machine wrote, is measured again. Jobs with users of their own only read the
-store; for them a worker measures ahead of time, by a process that runs nobody's code:
+store; for them a worker measures ahead of time, by a process that runs no job's code:
 
     python -P -m worker.execution.device_calibration --store DIR --scratch DIR --threads N
 """

@@ -45,8 +45,8 @@ def load_gradient(path: str, context: LoaderContext) -> dict[str, Tensor]:
         Host tensors by parameter, of the shapes and dtypes that the file has.
 
     Raises:
-        Refusal: If the file lies outside what the operator lists, is no safetensors file, holds a tensor that is not of
-            floating-point numbers, or has more bytes than are left to the job.
+        Refusal: If the file lies outside what the operator lists, is not a safetensors file, holds a tensor that is not
+            of floating-point numbers, or has more bytes than are left to the job.
     """
     found = context.open_path(path, POINTER)
     if isinstance(found, OpenFolder):
@@ -130,7 +130,7 @@ def load_data(document: JobDocument, loaded: LoadedModel, context: LoaderContext
 
 
 def _ignore(*_: object) -> None:
-    """Report to nobody."""
+    """Discard the report."""
 
 
 def try_before_training(document: JobDocument, context: LoaderContext) -> None:

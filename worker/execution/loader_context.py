@@ -11,7 +11,7 @@ from worker.execution.refusal import Refusal, storable_text
 
 
 def _ignore(*_: object) -> None:
-    """Report to nobody."""
+    """Discard the report."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,7 @@ _PASSED_ON = (
 
 
 class Echo:
-    """Frames as lines on standard output, until nobody reads them any more."""
+    """Frames as lines on standard output, until they are no longer read."""
 
     def __init__(self, stopper: Stopper, *, wanted: bool) -> None:
         self._stopper = stopper

@@ -3,7 +3,7 @@
 Used by the supervisor (whose sink is the ledger) and by the foreground runner (whose sink is a
 folder). Knows neither torch nor the ledger.
 
-A pipe reads end-of-file only once nobody has it open for writing. What a child leaves behind in a
+A pipe reads end-of-file only once no process has it open for writing. What a child leaves behind in a
 session of its own may have it open for days, so its reader goes by the end of the group instead.
 """
 
@@ -262,7 +262,7 @@ class Child:
 
         Raises:
             MalformedFrame: If a line is too long or no frame. A line cut short by the child's
-                death is no frame and no fault: the death itself is what counts.
+                death is neither a frame nor a fault: the death itself is what counts.
             FrameBeyond: If a frame says what no process of ours would, or all of them are too much together.
         """
         size = 0
@@ -287,7 +287,7 @@ class Child:
         """Answer a question of the child's.
 
         Args:
-            answer: The answer; it is dropped where nobody reads it, since who does not read waits for none.
+            answer: The answer; it is dropped where it is not read, since a child that does not read waits for none.
         """
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._answers, encode_answer(answer))

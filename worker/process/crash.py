@@ -24,7 +24,7 @@ BROKEN_CHILD = "broken_child"
 """The code of a failure of a process that said what none of ours would."""
 
 LOST_PARTS = (DEVICE_LOST, RANK_LOST, OOM)
-"""Codes of last frames that tell of a crash: of a device, or of one rank of several."""
+"""Codes of last frames that report a crash: of a device, or of one rank of several."""
 
 MEMORY_REMEDY = (
     'give `memory.host` a size below what the machine has (such as "4GiB"), so that the job is planned to fit, or '

@@ -9,7 +9,7 @@
     hidden  a folder or process of it that cannot be looked into
 
 Without a figure of the operator's an attempt is held to its part only when room is short: as long as all keep to their
-parts it never is, and a job that needs more while nobody misses it is left alone.
+parts it never is, and a job that needs more while no other misses it is left alone.
 
 Standard library only: the guardian imports it.
 """

@@ -3,7 +3,7 @@
 It leads its own session; the command and everything the command starts are in its process
 group. The parent holds the other end of the *lifeline*, a pipe: however the parent dies, the
 kernel closes its end, the guardian reads end-of-file and kills the whole group.
-(PR_SET_PDEATHSIG is no answer: it fires when the starting *thread* ends.)
+(PR_SET_PDEATHSIG is not an answer: it fires when the starting *thread* ends.)
 
 Where the parent holds a lease it also writes until when, at each renewal. The guardian kills the
 group at that moment of the machine's own clock, whether the parent is frozen, hangs in a query
@@ -145,7 +145,7 @@ def _end_group() -> None:
 
 
 def _read_moment(lifeline: int) -> float:
-    """The last moment that was written; the past, where nobody is left who could write."""
+    """Return the last moment that was written; the past, where no writer is left."""
     messages = os.read(lifeline, _MESSAGES_BYTES)  # each was written at once, so none comes in pieces
     if not messages:
         return -math.inf

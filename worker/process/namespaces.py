@@ -12,7 +12,7 @@
 
     guardian ─ a process that waits outside ─ process 1 ─ the command
 
-They belong to a user namespace that knows the job's user and nobody else, so no right is needed to make them, and a
+They belong to a user namespace that knows the job's user and no other, so no right is needed to make them, and a
 process in it has none over processes outside, not of the same user either.
 
 Standard library only: the guardian imports it.
@@ -77,7 +77,7 @@ class Namespaces:
         system = _System()
         user, group = os.geteuid(), os.getegid()
         system.call("a new user's namespace", system.libc.unshare, _NEW_SPACES)
-        # a process whose memory is closed does not own its files below /proc, and nobody counts what it holds open;
+        # a process whose memory is closed does not own its files below /proc, and what it holds open is not counted;
         # the job comes to neither of ours, which keep rights that it loses
         system.libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):

@@ -1,6 +1,6 @@
 """A process group, and all processes below one: which of them still run, and their end.
 
-The kernel keeps a dead process as a zombie until somebody reaps it, and orphans are reaped by
+The kernel keeps a dead process as a zombie until it is reaped, and orphans are reaped by
 whatever is process 1, at its leisure; a zombie whose threads are gone holds no file, no memory and
 no device, so it does not count.
 """
@@ -23,7 +23,7 @@ def wait_until_gone(group: int, seconds: float) -> bool:
         if left <= 0:
             return False
         before = time.monotonic()
-        time.sleep(_POLL_SECONDS)  # there is no event to wait for: its members are nobody's children here
+        time.sleep(_POLL_SECONDS)  # there is no event to wait for: its members are not children of this process
         left -= min(time.monotonic() - before, _LONGEST_STEP_SECONDS)
     return True
 

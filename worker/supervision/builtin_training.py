@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.05
 
 
 def train_builtin(engine: Engine, claim: Claim, settings: WorkerSettings, watch: LeaseWatch) -> None:
-    """Train the builtin model of a job that cannot write to the store, by a process that runs nobody's code but ours.
+    """Train the builtin model of a job that cannot write to the store, by a process that runs our code alone.
 
     Where that does not succeed, the job trains the model for itself.
     """

@@ -35,7 +35,7 @@ def start(
     confinement = _confinement(told, claim, settings, slots)
     variables = environment(claim, told.threads or 1)
     if confinement.apart:
-        # libraries keep locks, caches and what they unpack where nobody else's job can come to
+        # libraries keep locks, caches and what they unpack where no other job can come to
         home = str(told.artifacts / _HOME)
         variables |= {"HOME": home, "TMPDIR": home, "HF_HOME": home}
         variables.pop("HF_DATASETS_CACHE", None)

@@ -60,7 +60,7 @@ _MOST = {
 }
 """Frames of one type in an attempt: each becomes a row, or a write of the job's."""
 _MOST_STAGES = 10_000
-"""Changes of the stage that progress tells of, each of which is written at once."""
+"""Changes of the stage in progress frames, each of which is written at once."""
 
 
 class Misplaced(Exception):

@@ -4,7 +4,7 @@ Two threads, so that neither a long write nor a child that hangs can starve a he
 the one that kills never waits for the network::
 
     lease   asks the database: renews the lease, looks for cancellation and another deadline
-    clock   asks nobody: stops at a limit, kills after the grace, and once the lease was not renewed in time
+    clock   asks nothing: stops at a limit, kills after the grace, and once the lease was not renewed in time
 
 The lease ends here by this machine's own clock, counted from before the question that renewed it, so
 never later than in the database; the guardian has the same moment, for where this process stands still.
@@ -147,7 +147,7 @@ class LeaseWatch:
         self._stopped_at = min(self._stopped_at, time.monotonic())
 
     def settle(self) -> None:
-        """Nothing is left to kill, and the job is about to leave this attempt: that it is gone then is no loss."""
+        """Nothing is left to kill, and the job is about to leave this attempt: that it is gone then is not a loss."""
         with self._beating, self._lock:  # a heartbeat under way is still one of the holder's
             self._settling = True
 
@@ -258,7 +258,7 @@ class LeaseWatch:
         try:
             with limit_queries(self._settings.ledger.heartbeat_seconds):
                 job = read_claimed(self._engine, self._claim)
-        except Exception:  # noqa: BLE001 - the heartbeat is what judges silence, and tells of a fault
+        except Exception:  # noqa: BLE001 - the heartbeat judges silence, and logs a fault
             return
         if job is None or job.fence != self._claim.fence or job.ended:
             self._lose_unless_settling("the job is gone, or another attempt's")

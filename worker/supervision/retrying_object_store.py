@@ -2,7 +2,7 @@
 
 A store that is silent, or takes gigabytes, holds its caller for minutes, and an attempt that is asked
 to stop has seconds. So a thread of its own makes each call. One that outlasts the attempt is
-left alone, and nobody hears its answer: it writes nothing into the ledger, and what it puts after
+left alone, and its answer is dropped: it writes nothing into the ledger, and what it puts after
 all is an object that no row names.
 """
 

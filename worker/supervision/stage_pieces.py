@@ -48,7 +48,7 @@ def lay_out_pieces(engine: Engine, folder: ArtifactFolder, claim: Claim) -> dict
 def _earlier(engine: Engine, claim: Claim) -> tuple[PieceJob, ...]:
     """The finished pieces of the rounds before this attempt."""
     if claim.parent_id is None and claim.fence == 1:
-        return ()  # its first attempt: nobody has divided it
+        return ()  # its first attempt: it is not divided yet
     pieces = read_pieces(engine, claim.tenant_id, claim.parent_id or claim.job_id)
     if claim.piece is None:
         return pieces

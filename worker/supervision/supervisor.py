@@ -149,7 +149,7 @@ class Supervisor:
     def give_up(self, why: str) -> None:
         """Hand the job back before anything was begun, since no thread can be started to look after it.
 
-        Nobody renews the lease meanwhile, so it is tried once: if the database does not answer, the lease runs out.
+        The lease is not renewed meanwhile, so it is tried once: if the database does not answer, the lease runs out.
         """
         self._rest(why)
         try:

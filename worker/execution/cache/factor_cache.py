@@ -102,7 +102,7 @@ class FactorCache:
         self._use.tell(CacheFilled(key=self._use.key, files=tuple(shelf.files.values())))
 
     def close(self) -> None:
-        """Remove what was written and is left to nobody: of a job that stops or fails, nothing stays."""
+        """Remove what was written and is not in use: of a job that stops or fails, nothing stays."""
         shelf, self._shelf = self._shelf, None
         if shelf is not None:
             shelf.close()

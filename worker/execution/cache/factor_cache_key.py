@@ -1,8 +1,8 @@
 """The key of a collection: a digest of everything that its factors' bits depend on.
 
-A wrong hit would be a wrong result without a word, so whatever cannot be told apart has no key, and is collected:
+A wrong hit would be a wrong result without a word, so whatever cannot be identified has no key, and is collected:
 models from a factory or with hooks (any code may be behind them), and nested sizes. Factors of a head that was sketched
-for want of memory are found by nobody either: they are never kept. Weights, buffers and data enter by their bytes, the
+for want of memory are not found either: they are never kept. Weights, buffers and data enter by their bytes, the
 data as they come.
 """
 

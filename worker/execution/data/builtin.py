@@ -19,7 +19,7 @@ _TOKENS = 128
 
 
 def _ignore(*_: object) -> None:
-    """Report to nobody."""
+    """Discard the report."""
 
 
 def load(source: BuiltinData, request: DataRequest) -> DataStream:

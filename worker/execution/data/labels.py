@@ -1,4 +1,4 @@
-"""Labels as somebody's file gives them: class indices or numbers, of which none is rounded, cut or wrapped."""
+"""Labels as a data file gives them: class indices or numbers, of which none is rounded, cut or wrapped."""
 
 import math
 

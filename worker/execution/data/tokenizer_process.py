@@ -1,4 +1,4 @@
-"""A process of its own for a tokenizer.json, which somebody else wrote: it may take any memory and time, or crash.
+"""A process of its own for a tokenizer.json, which is foreign: it may take any memory and time, or crash.
 
 Rust's panics are no ``Exception``, some abort the process, and a normaliser can turn a page into gigabytes. So the
 library runs apart, bounded by the kernel and by a clock, and whatever ends it is the fault of the file::

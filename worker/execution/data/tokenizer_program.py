@@ -40,7 +40,7 @@ def main() -> int:
         most = arguments.bytes if hard == resource.RLIM_INFINITY else min(hard, arguments.bytes)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    # what the library prints is no message
+    # what the library prints is not a message
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     tokenizer = _Tokenizer(arguments.file)
     answer = tokenizer.open
@@ -103,7 +103,7 @@ def _answered(answer: Callable[[Any], Any], message: Any) -> Any:  # noqa: ANN40
         return answer(message)
     except MemoryError:
         return {"error": "it needs more memory than such a file should"}
-    except BaseException as error:  # noqa: BLE001 - a panic of Rust is no Exception
+    except BaseException as error:  # noqa: BLE001 - a panic of Rust is not an Exception
         return {"error": str(error)[:_MOST_MESSAGE_CHARACTERS] or type(error).__name__}
 
 

@@ -26,7 +26,7 @@ _MOST_LISTED = 100_000
 
 
 class OpenFile(os.PathLike[str]):
-    """A regular file that is open for reading; closed when nobody holds this object any more."""
+    """A regular file that is open for reading; closed when this object is no longer held."""
 
     def __init__(self, name: str, descriptor: int) -> None:
         """Take over a descriptor."""
@@ -138,7 +138,7 @@ def real_path(path: Path) -> Path | None:
     try:
         return Path(os.path.realpath(path.expanduser()))
     except (OSError, ValueError, RuntimeError):
-        # half of a surrogate pair, a NUL, a name of 5,000 letters, a home that nobody has
+        # half of a surrogate pair, a NUL, a name of 5,000 letters, a home that no user has
         return None
 
 

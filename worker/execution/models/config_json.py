@@ -1,4 +1,4 @@
-"""Read a ``config.json`` that somebody else wrote: bounded, strictly typed, known fields only.
+"""Read a foreign ``config.json``: bounded, strictly typed, known fields only.
 
 transformers would follow ``auto_map``, fetch an attention kernel and open a name or path; here
 nothing but the fields of ``families`` goes on, each with its type and its bound.

@@ -1,4 +1,4 @@
-"""Read digests: what each piece has read of the data, so that pieces that were given other data are told apart.
+"""Read digests: what each piece has read of the data, so that pieces that were given other data are recognised.
 
 A piece reads the data from the beginning, and drops what comes before its own examples. SHA-256 over all batches up to
 where it begins must be that of the piece before it up to where that one ended::

@@ -1,7 +1,7 @@
 """The rank hub, the launcher's end of the links: it passes the frames of rank 0 on, and keeps the last one of each.
 
 It also bounds the time that a failure takes. torch's launcher asks the other ranks to end and waits for them, and a
-rank that waits on the device for one that is gone listens to nobody. So some seconds after the first rank has ended
+rank that waits on the device for one that is gone hears nothing. So some seconds after the first rank has ended
 badly the hub kills what is left.
 """
 
@@ -185,7 +185,7 @@ class RankHub:
 
     def _pass_on(self, line: bytes) -> None:
         left = memoryview(line)
-        with contextlib.suppress(BrokenPipeError):  # nobody reads: the guardian is about to end this process
+        with contextlib.suppress(BrokenPipeError):  # the reader is gone: the guardian is about to end this process
             while left:
                 left = left[os.write(self._frames, left) :]
 

@@ -28,7 +28,7 @@ class RankEnd:
     last: Frame | None
     """Its last frame; None where it sent none."""
     code: int | None
-    """Its exit code, 128 + n for signal n; None where nobody took it."""
+    """Its exit code, 128 + n for signal n; None where it was not taken."""
     at: float
     """The moment of its last frame, or of its end without one; in seconds of one clock."""
     killed: bool = False

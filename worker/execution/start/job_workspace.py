@@ -57,7 +57,7 @@ def make_workspace(
         machine=Machine(
             budget=memory,
             curve=MemoryCurve(stages=StagePeaks(apart=True)),
-            # a budget that somebody names is held by the kernel; CUDA maps what no such limit is meant for
+            # a budget that is named is held by the kernel; CUDA maps what no such limit is meant for
             guard=Guard(
                 budget=memory,
                 device=place.guarded,
