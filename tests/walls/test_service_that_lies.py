@@ -38,6 +38,10 @@ class Liar(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def end_headers(self) -> None:
+        self.send_header("Connection", "close")  # or a client that asks again may do so as it closes
+        super().end_headers()
+
     def log_message(self, *_: object) -> None:
         """Say nothing."""
 
