@@ -19,7 +19,7 @@ from tests.chaos.stack.processes import Part, gone
 from tests.chaos.stack.stack import LONG_LEASES, Stack, running_stack
 from tests.machine.stopwatch import until
 
-PIECES, WORKERS = 6, 3
+PIECES, WORKERS = 4, 3
 EXAMPLES = 4 * BATCHES
 SHARDED = {"shards": PIECES, "keep": ["factors"]}
 IN_PIECE = "batch10"
@@ -38,7 +38,7 @@ def three_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 def test_whoever_is_killed_or_frozen_the_job_gives_the_undisturbed_result_once(
     three_workers: Stack, tmp_path: Path
 ) -> None:
-    """One job of six pieces and all faults: its own worker is killed as it divides and as it merges, that of a piece,
+    """One job of four pieces and all faults: its own worker is killed as it divides and as it merges, that of a piece,
     those of two at once; and one sleeps beyond its lease and wakes beside its successor."""
     stack = three_workers
     job = GatedJob(stack, "divided", **SHARDED)

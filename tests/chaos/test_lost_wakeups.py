@@ -57,7 +57,7 @@ def test_without_redis_from_start_to_end_every_job_ends_once(quick: Stack) -> No
     for part in quick.parts:
         part.start()
     quick.await_ready(*quick.parts)
-    each_was_done_once(quick, [quick.submit(quick_document()) for _ in range(10)])
+    each_was_done_once(quick, [quick.submit(quick_document()) for _ in range(4)])
     assert all(part.alive for part in quick.parts)
     quick.redis.restart()  # and workers that never saw it receive the wake-up now
     job_id = quick.submit(quick_document())

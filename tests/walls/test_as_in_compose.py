@@ -12,7 +12,7 @@ from tests.walls.programs.kronoscope_test_evil import told
 
 HONEST = {
     "kind": ["factors", "capacity"],
-    "model": {"source": "builtin", "name": "digits_cnn"},
+    "model": {"source": "builtin", "name": "digits_mlp"},
     "data": {"source": "builtin", "name": "digits"},
     "task": {"type": "classification"},
     "keep": ["factors"],
