@@ -20,7 +20,7 @@ from engine.linalg.panels import PANEL_NUMBERS, wide_product, wide_transposed_pr
 EXACT_ROWS = 1024
 _STEPS = 32
 _PROBES = 8
-_LEAST_NORM = 1e-140
+_LEAST_NORM = 1e-137
 """A norm whose squares, and those of a difference of 1e-16 of it, are normal numbers."""
 
 
