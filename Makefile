@@ -12,7 +12,8 @@ STAMP := $(VENV)/.installed
 ARCHITECTURES := .architectures
 TOOLS := .supply-tools
 LOCKS := ops/locks
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+# compiled modules are kept, whatever the environment says: a run starts hundreds of processes
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest
 # the first interpreter that is new enough; `make demo PYTHON=/path/to/python3.12` overrides
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { command -v $$p; break; }; done)

@@ -7,6 +7,10 @@ The last frame is ``finished`` (exit code 0), ``failed`` (2 usage, 3 transient, 
 checkpoint: a batch, a layer, a training step.
 """
 
+import gc
+
+gc.disable()  # modules that are loaded are no garbage: to look for some costs a fifth of the start
+
 import argparse
 import contextlib
 import json
@@ -91,6 +95,9 @@ from worker.execution.resume_scratch import adopt_checkpoint
 from worker.execution.start.job_workspace import InputNotes, make_context, make_workspace
 from worker.execution.start.planned_part import bounds_of_plan, plan_part
 from worker.execution.stop_flag import StopFlag
+
+gc.freeze()
+gc.enable()
 
 EXIT_STOPPED = 5
 EXIT_DIVIDED = 6
