@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 Dialect = Literal["sqlite", "postgresql"]
-POSTGRESQL_FIRST = ("postgresql", pytest.param("sqlite", marks=pytest.mark.part(of=4, by=(), per="file")))
+POSTGRESQL_FIRST = ("postgresql", pytest.param("sqlite", marks=pytest.mark.part(of=8, by=(), per="file")))
 """Databases of rooms above the ledger, whose every statement the tests of `jobs` run on both."""
 
 

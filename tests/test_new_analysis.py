@@ -38,7 +38,7 @@ JOB = {
     "task": {"type": "classification"},
     "sharpness": {"iterations": 400},
 }
-SLOW = {**JOB, "sharpness": {"iterations": 100_000}}
+SLOW = {**JOB, "sharpness": {"iterations": 30_000}}
 
 
 @dataclass(frozen=True)

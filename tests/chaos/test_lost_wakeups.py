@@ -26,7 +26,7 @@ def held_back(stack: Stack) -> Any:
     return gate
 
 
-@pytest.mark.parametrize("queued", [25, pytest.param(100, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("queued", [10, pytest.param(100, marks=pytest.mark.nightly)])
 def test_flushall_with_many_queued_loses_none(quick: Stack, queued: int) -> None:
     gate = held_back(quick)
     job_ids = [quick.submit(quick_document()) for _ in range(queued)]

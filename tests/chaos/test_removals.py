@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -20,10 +21,15 @@ BROKEN = {
 }
 """The promise that each protection keeps."""
 ENDS = {"rename": {"succeeded", "cancelled"}}
-OF = 5
-"""A landing judges the fence, and one in so many of the others."""
+FENCE = "fence"
+"""The slice of a landing."""
 
 Verdicts = Callable[[str, bool], Verdict]
+
+
+def at_night(name: str, *promise: str) -> Any:
+    """A slice; but for the fence, they are judged at night."""
+    return pytest.param(name, *promise, marks=() if name == FENCE else pytest.mark.nightly)
 
 
 @pytest.fixture(scope="module")
@@ -42,23 +48,20 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verdicts]:
         yield judged
 
 
-@pytest.mark.part(of=OF, by=())
-@pytest.mark.parametrize("name", SLICES)
+@pytest.mark.parametrize("name", [at_night(name) for name in SLICES])
 def test_with_every_protection_in_place_no_promise_is_broken(verdicts: Verdicts, name: str) -> None:
     verdict = verdicts(name, False)
     assert not verdict.violations, verdict
     assert {job["state"] for job in verdict.evidence.jobs.values()} == ENDS.get(name, {"succeeded"}), verdict
 
 
-@pytest.mark.part(of=OF, by=())
-@pytest.mark.parametrize(("name", "promise"), BROKEN.items())
+@pytest.mark.parametrize(("name", "promise"), [at_night(*pair) for pair in BROKEN.items()])
 def test_a_protection_that_is_missing_is_missed(verdicts: Verdicts, name: str, promise: str) -> None:
     verdict = verdicts(name, True)
     assert promise in verdict.promises, verdict
 
 
-@pytest.mark.part(of=OF, by=())
-@pytest.mark.parametrize("name", ["fence", "reaper", "idempotency"])
+@pytest.mark.parametrize("name", [at_night(name) for name in ("fence", "reaper", "idempotency")])
 def test_the_slices_do_what_they_are_there_for(verdicts: Verdicts, name: str) -> None:
     verdict = verdicts(name, False)
     if name == "fence":

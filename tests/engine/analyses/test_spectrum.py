@@ -142,6 +142,7 @@ def test_of_a_sampled_fisher_the_collections_labels_are_taken() -> None:
     assert [each.value for each in fisher.largest[1:]] == pytest.approx([0.0, 0.0], abs=1e-12)
 
 
+@pytest.mark.part(of=2, by=())
 @pytest.mark.parametrize("of", ["ggn", "hessian"])
 def test_the_bands_hold_the_dense_matrix(of: Any) -> None:
     params = SpectrumParams(of=of, **SMALL | {"probes": 24, "steps": 30, "decades": 6})

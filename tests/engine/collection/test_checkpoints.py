@@ -110,7 +110,7 @@ def stopped(scratch: MemoryArtifacts, stop_at: int, **more: Any) -> None:
         collect_or_read(made)
 
 
-@pytest.mark.part(of=5)
+@pytest.mark.part(of=8)
 @pytest.mark.parametrize("stop_at", range(2, BATCHES + 1))
 @pytest.mark.parametrize(
     "options",

@@ -90,7 +90,7 @@ def same(left: FactorSet, size: int, right: FactorSet) -> None:
         assert nested.rank_bounds[ordinals[layer.name]] == (layer.rank_bound_A, layer.rank_bound_G)
 
 
-@pytest.mark.part(of=4)
+@pytest.mark.part(of=5, by=("scratch",))
 @pytest.mark.parametrize("scratch", [True, False])
 @pytest.mark.parametrize(
     "options",

@@ -29,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.part(of=5)
+@pytest.mark.part(of=8)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_right_sums_are_held_and_stay_as_they_are(kind: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:

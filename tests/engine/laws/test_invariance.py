@@ -130,7 +130,7 @@ def test_change_leaves(change: str, made: Callable[[], Workspace], kept: str) ->
         assert error <= 1e-6
 
 
-@pytest.mark.part(of=4)
+@pytest.mark.part(of=8, by=("fisher",))
 @pytest.mark.parametrize("fisher", ["mc", "empirical", "type2", "forward_only"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("options", [{}, {"update_freq": 2, "ema_decay": 0.7}], ids=["average", "ema"])

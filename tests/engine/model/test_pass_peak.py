@@ -67,6 +67,7 @@ def require_foreseen(make: Callable[[], Workspace], least: float = LEAST, most: 
     assert least <= foreseen(made.results.plan) / peak <= most
 
 
+@pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize("name", RECURRENT)
 def test_what_the_steps_of_recurrent_layers_hold_is_planned(name: str) -> None:
     require_foreseen(lambda: sequences(RECURRENT[name]()))

@@ -242,7 +242,7 @@ def size_of(model: nn.Module) -> int:
     return sum(p.numel() for p in trainable(model).values())
 
 
-@pytest.mark.part(of=4)
+@pytest.mark.part(of=6)
 @pytest.mark.parametrize("of", ["ggn", "hessian", "fisher", "empirical"])
 @pytest.mark.parametrize("loss", ["cross_entropy", "mse", "bce"])
 @pytest.mark.parametrize("net", list(NETS))

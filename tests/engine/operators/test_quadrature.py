@@ -33,7 +33,7 @@ def covered(truth: Tensor, low: Tensor, high: Tensor) -> float:
     return float(((low <= truth + 1e-12) & (truth <= high + 1e-12)).double().mean())
 
 
-@pytest.mark.part(of=4)
+@pytest.mark.part(of=5, by=("name",))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("probes", "steps"), [(10, 40), (12, 60)])
 def test_bands_of_the_distribution_cover_and_are_narrow(name: str, probes: int, steps: int) -> None:

@@ -4,11 +4,12 @@ Tests marked `real_programs` start every program as it is started in service.
 """
 
 import atexit
+import contextlib
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ class Template:
         self.environment = (
             os.environ | read_at_import(os.environ) | {"OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
         )
+        self.allowed = is_usable()
         self._asking: Asking | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._link: socket.socket | None = None
@@ -90,8 +92,19 @@ atexit.register(TEMPLATE.close)
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Fork the programs that a test and its fixtures start, but where it is marked otherwise."""
-    install(TEMPLATE if is_usable() and not wants_real(item) else None)
+    TEMPLATE.allowed = is_usable() and not item.config.getoption("--real-programs")
+    install(TEMPLATE if TEMPLATE.allowed and not wants_real(item) else None)
     try:
         return (yield)
+    finally:
+        install(None)
+
+
+@contextlib.contextmanager
+def forked() -> Iterator[None]:
+    """Fork, in a test of real programs, those that are not its subject: the run that nothing disturbs."""
+    install(TEMPLATE if TEMPLATE.allowed else None)
+    try:
+        yield
     finally:
         install(None)

@@ -1,4 +1,7 @@
-"""Killed for real in the middle, and gone on with: the digests are those of a job that nobody disturbed."""
+"""Killed for real in the middle, and gone on with: the digests are those of a job that nobody disturbed.
+
+What is killed is a real program, and what goes on with it in the first test; elsewhere that one is forked.
+"""
 
 import os
 import re
@@ -14,6 +17,7 @@ import pytest
 from catalog.frames import Failed, Finished, Frame, LayerDone, LogLine, Progress, Summarised
 from engine.collection.checkpoints import MANIFEST
 from tests.machine.stopwatch import Stopwatch
+from tests.machine.template.client import forked
 from worker.process.child_process import EXECUTION, Child
 
 pytestmark = pytest.mark.real_programs
@@ -145,6 +149,11 @@ class Place:
         finally:
             child.close()
 
+    def run_forked(self) -> list[Frame]:
+        """Run in a process that need not be started for it, since nothing is done to it."""
+        with forked():
+            return self.run()
+
     def killed_at_the_gate(self, *command: str) -> list[Frame]:
         """Run until the model waits and a checkpoint stands, and kill the whole group."""
         self.gate.touch()
@@ -192,7 +201,7 @@ def resumed_at(frames: list[Frame]) -> tuple[int, int]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     place = Place(tmp_path_factory.mktemp("undisturbed"))
-    found = outcomes(place.run())
+    found = outcomes(place.run_forked())
     assert len(found) == 3
     assert not place.scratch(1).exists()
     return found
@@ -221,9 +230,9 @@ def test_gradient_rows_survive_a_kill(tmp_path: Path) -> None:
     plain, place = Place(tmp_path / "plain"), Place(tmp_path / "killed")
     for each in (plain, place):
         each.document |= {"woodbury": {"policy": "all", "dtype": "fp16"}}
-    truth = plain.run()
+    truth = plain.run_forked()
     place.killed_at_the_gate()
-    frames = place.run()
+    frames = place.run_forked()
     assert outcomes(frames) == outcomes(truth)
     assert resumed_at(frames)[0] > 0
     records = [frame.outcome["record"] for frame in frames if isinstance(frame, LayerDone)]
@@ -234,23 +243,23 @@ def test_killed_with_the_checks_of_every_job(tmp_path: Path) -> None:
     plain, place = Place(tmp_path / "plain"), Place(tmp_path / "killed")
     for each in (plain, place):
         del each.document["collection"]["self_check"]
-    truth = outcomes(plain.run())
+    truth = outcomes(plain.run_forked())
     # some of the forward passes are those of checks
     assert all(row["record"]["examples_checked"] > 4 for row in truth)
     place.killed_at_the_gate()
-    frames = place.run()
+    frames = place.run_forked()
     assert outcomes(frames) == truth
     assert resumed_at(frames)[0] > 0
 
 
 def test_killed_in_the_second_pass(tmp_path: Path) -> None:
-    undisturbed = outcomes(Place(tmp_path / "plain", PARTS).run())
+    undisturbed = outcomes(Place(tmp_path / "plain", PARTS).run_forked())
     place = Place(tmp_path / "killed", PARTS, at=2 + BATCHES + 20)
     # else a disk that takes its time for one of the first pass leaves none for the second
     program = tmp_path / "saves.py"
     program.write_text(AT_EVERY_BATCH)
     place.killed_at_the_gate(sys.executable, "-P", str(program))
-    frames = place.run()
+    frames = place.run_forked()
     assert outcomes(frames) == undisturbed
     batch, batches = resumed_at(frames)
     assert batches == 3 * BATCHES
@@ -264,7 +273,7 @@ def test_killed_while_a_checkpoint_is_written(undisturbed: list[Any], tmp_path: 
     frames = place.run(*dying(tmp_path, sync))
     assert not isinstance(frames[-1], Finished)
     assert list(place.scratch(1).rglob(".part-*"))
-    again = place.run()
+    again = place.run_forked()
     assert outcomes(again) == undisturbed
     assert resumed_at(again)[0] > 0
 
@@ -274,7 +283,7 @@ def test_a_torn_checkpoint_is_said_to_be(undisturbed: list[Any], tmp_path: Path)
     place.killed_at_the_gate()
     (sums,) = place.scratch(1).rglob("*.safetensors")
     os.truncate(sums, sums.stat().st_size // 2)
-    frames = place.run()
+    frames = place.run_forked()
     assert outcomes(frames) == undisturbed
     lines = [frame.message for frame in frames if isinstance(frame, LogLine) and frame.level == "warning"]
     assert any("discarded" in line and "safetensors" in line for line in lines)
@@ -290,7 +299,7 @@ def test_a_zombie_reaches_nothing_of_a_later_attempt(undisturbed: list[Any], tmp
     shutil.copytree(kept, place.scratch(1))
     for file in place.scratch(1).rglob("*.safetensors"):
         file.write_bytes(b"\0" * file.stat().st_size)
-    frames = place.run()
+    frames = place.run_forked()
     assert outcomes(frames) == undisturbed
     assert resumed_at(frames)[0] > 0
 
@@ -301,14 +310,14 @@ def test_killed_between_two_analyses(tmp_path: Path) -> None:
     plain, place = Place(tmp_path / "plain"), Place(tmp_path / "killed")
     for each in (plain, place):
         each.document |= document
-    undisturbed = rows_of(plain.run())
+    undisturbed = rows_of(plain.run_forked())
     program = tmp_path / "dies.py"
     program.write_text(DIE_BETWEEN)
     before = place.run(sys.executable, "-P", str(program))
     done = rows_of(before)
     assert [kind for kind, _ in done] == ["factors", "factors", "factors", "capacity"]
     place.completed = sorted(done)
-    after = place.run()
+    after = place.run_forked()
     assert isinstance(after[-1], Finished)
     assert not done.keys() & rows_of(after).keys()
     assert {**done, **rows_of(after)} == undisturbed
@@ -320,7 +329,7 @@ def test_an_analysis_that_is_refused_is_refused_again_by_a_resumed_job(tmp_path:
     for each in (plain, place):
         each.document |= {"kind": ["factors", "natural_gradient", "capacity"], "keep": []}
         each.document["model"]["kwargs"]["saturated"] = True  # type: ignore[index] # a mapping
-    frames = plain.run()
+    frames = plain.run_forked()
     undisturbed, last = rows_of(frames), frames[-1]
     assert isinstance(last, Finished)
     [refused] = last.refused
@@ -331,7 +340,7 @@ def test_an_analysis_that_is_refused_is_refused_again_by_a_resumed_job(tmp_path:
     program.write_text(DIE_BETWEEN)
     done = rows_of(place.run(sys.executable, "-P", str(program)))
     place.completed = sorted(done)
-    after = place.run()
+    after = place.run_forked()
     assert isinstance(after[-1], Finished)
     assert after[-1].refused == last.refused
     assert {**done, **rows_of(after)} == undisturbed
@@ -350,9 +359,9 @@ def inputs_of(frames: list[Frame]) -> tuple[str | None, str | None]:
 
 def test_a_resumed_job_ends_with_the_digests_of_model_and_data(tmp_path: Path) -> None:
     plain, place = Place(tmp_path / "plain"), Place(tmp_path / "killed")
-    undisturbed = inputs_of(plain.run())
+    undisturbed = inputs_of(plain.run_forked())
     assert all(undisturbed)
     place.killed_at_the_gate()
-    frames = place.run()
+    frames = place.run_forked()
     assert resumed_at(frames)[0] > 0
     assert inputs_of(frames) == undisturbed

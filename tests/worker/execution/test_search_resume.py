@@ -15,6 +15,7 @@ import pytest
 from catalog.frames import Failed, Finished, Frame, LayerDone, LogLine, Summarised
 from engine.analyses.spectra.search_checkpoints import MANIFEST
 from tests.machine.stopwatch import Stopwatch
+from tests.machine.template.client import forked
 from worker.process.child_process import EXECUTION, Child
 
 pytestmark = pytest.mark.real_programs
@@ -107,7 +108,8 @@ class Foreground:
 
 def test_a_foreground_run_that_was_killed_goes_on_in_its_folder(modules: Path, tmp_path: Path) -> None:
     undisturbed, killed = Foreground(modules, tmp_path / "undisturbed"), Foreground(modules, tmp_path / "killed")
-    undisturbed.done()
+    with forked():
+        undisturbed.done()
     process = killed.start()
     under_way(killed.output / ".waiting", process.poll)
     os.killpg(process.pid, signal.SIGKILL)
@@ -131,6 +133,16 @@ def attempt(modules: Path, root: Path, number: int) -> Child:
     return Child.start(given, subprocess.DEVNULL, {**os.environ, **ENVIRONMENT}, EXECUTION)
 
 
+def to_its_end(modules: Path, root: Path, number: int) -> list[Frame]:
+    """Run an attempt that nothing is done to."""
+    with forked():
+        child = attempt(modules, root, number)
+        try:
+            return list(child.frames())
+        finally:
+            child.close()
+
+
 def outcomes(frames: list[Frame]) -> dict[str, Any]:
     assert isinstance(frames[-1], Finished), [each for each in frames if isinstance(each, Failed)]
     rows = {each.layer: each.outcome for each in frames if isinstance(each, LayerDone)}
@@ -139,11 +151,7 @@ def outcomes(frames: list[Frame]) -> dict[str, Any]:
 
 
 def test_another_attempt_takes_over_what_a_killed_one_has_searched(modules: Path, tmp_path: Path) -> None:
-    child = attempt(modules, tmp_path / "undisturbed", 1)
-    try:
-        expected = outcomes(list(child.frames()))
-    finally:
-        child.close()
+    expected = outcomes(to_its_end(modules, tmp_path / "undisturbed", 1))
     first = attempt(modules, tmp_path / "killed", 1)
     try:
         under_way(tmp_path / "killed" / "waiting" / "1", lambda: None)
@@ -153,11 +161,7 @@ def test_another_attempt_takes_over_what_a_killed_one_has_searched(modules: Path
         first.close()
     # of the collection, which is short, nothing may be left: the search alone is worth going on with
     (tmp_path / "killed" / "waiting" / "1" / "checkpoint" / "checkpoint.json").unlink(missing_ok=True)
-    second = attempt(modules, tmp_path / "killed", 2)
-    try:
-        frames = list(second.frames())
-    finally:
-        second.close()
+    frames = to_its_end(modules, tmp_path / "killed", 2)
     assert outcomes(frames) == expected
     said = [each.message for each in frames if isinstance(each, LogLine)]
     assert any("the search of hessian resumed after" in line for line in said)

@@ -22,6 +22,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.machine.parts import ALL, chosen_part, first_of
 from tests.worker.execution.pieces.conftest import Runner
 from tests.worker.execution.pieces.test_division import (
     DIGITS,
@@ -104,14 +105,16 @@ def compare(found: dict[str, Any], truth: dict[str, Any], tolerance: float) -> i
     return compared
 
 
-@pytest.mark.part(of=4, by=("document",))
+@pytest.mark.part(of=6, by=())
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_any_number_of_pieces_gives_the_figures_of_the_whole(
-    runner: Runner, document: dict[str, Any], dtype: str
+    runner: Runner, document: dict[str, Any], dtype: str, pytestconfig: pytest.Config
 ) -> None:
+    part = chosen_part(pytestconfig)
     asked, tolerance = with_dtype(document, dtype), TOLERANCE[dtype]
     whole = runner.job("whole", asked)
-    plans = {shards: runner.job(f"shards{shards}", {**asked, "shards": shards}) for shards in (1, 2, 3, 7)}
+    several = (1, 2, 7) if part == ALL else ((1, 2, 7)[first_of(part, 3)],)
+    plans = {shards: runner.job(f"shards{shards}", {**asked, "shards": shards}) for shards in (*several, 3)}
     for shards, run in plans.items():
         # 45 examples in batches of 4, every second of which enters: six places to cut
         assert len(run.pieces) == min(shards, 6 if "update_freq" in asked["collection"] else 8)
