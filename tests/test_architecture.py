@@ -95,6 +95,7 @@ def test_catalog_needs_no_installed_package() -> None:
     assert done.stdout == "imported\n", done.stderr
 
 
+@pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize(
     "module",
     [

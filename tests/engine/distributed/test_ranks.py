@@ -23,7 +23,7 @@ def measured(rank: int, size: int) -> dict[str, Any]:
     return results
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.nightly)])
 def together(request: pytest.FixtureRequest) -> list[Any]:
     found = run_ranks(request.param, measured, request.param)
     for each in found:

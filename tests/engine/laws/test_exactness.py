@@ -217,9 +217,9 @@ def test_sampled_fisher_converges_to_the_exact_one() -> None:
     ]:
         exact = collect(model, [(x, y)], task, loss).load(0).G
         few = collect(model, [(x, y)], task, loss, fisher="mc", samples=16, batch_size=64).load(0).G
-        many = collect(model, [(x, y)], task, loss, fisher="mc", samples=1024, batch_size=64).load(0).G
-        assert relative_error(many, exact) < 0.03
-        # eight times less noise is expected; a biased sampler would level off
+        many = collect(model, [(x, y)], task, loss, fisher="mc", samples=256, batch_size=64).load(0).G
+        assert relative_error(many, exact) < 0.06
+        # four times less noise is expected; a biased sampler would level off
         assert relative_error(many, exact) < relative_error(few, exact)
 
 

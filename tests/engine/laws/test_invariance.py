@@ -56,7 +56,7 @@ def space(chunks: int = 1, order: Tensor | None = None, **options: Any) -> Works
     targets[:, 2] = -100
     parts = [
         ({"input_ids": ids[part], "attention_mask": mask[part]}, targets[part], index[part])
-        for part in torch.arange(20).chunk(chunks)
+        for part in torch.arange(len(index)).chunk(chunks)
     ]
     fisher = options.pop("fisher", "mc")
     return workspace(
@@ -135,7 +135,8 @@ def test_change_leaves(change: str, made: Callable[[], Workspace], kept: str) ->
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("options", [{}, {"update_freq": 2, "ema_decay": 0.7}], ids=["average", "ema"])
 def test_slices_of_a_batch_are_one_update(fisher: str, sharing: str, options: dict[str, Any]) -> None:
-    made = [space(fisher=fisher, sharing=sharing, dtype="float64", **options) for _ in range(2)]
+    first = torch.arange(12)
+    made = [space(order=first, fisher=fisher, sharing=sharing, dtype="float64", **options) for _ in range(2)]
     made[1].options.memory = Memory(micro_batch=3)
     whole, cut = (collect_or_read(one) for one in made)
     assert (whole.micro_batch, cut.micro_batch) == (8, 3)
