@@ -18,7 +18,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { command -v $$p; break; }; done)
 
-.PHONY: help demo test laws mutants check format bench site wheel soak architectures peers schemathesis test-nightly test-docker test-slurm lock audit sbom pin-images env clean
+.PHONY: help demo test test-gpu bench-gpu laws mutants check format bench site wheel soak architectures peers schemathesis test-nightly test-docker test-slurm lock audit sbom pin-images env clean
 
 help: ## this list
 	@echo "Kronoscope measures the curvature of trained networks, layer by layer."
@@ -57,6 +57,12 @@ test: $(STAMP) ## every check and every test that needs neither a GPU, Docker no
 
 test-nightly: $(STAMP) ## the same with every test that a landing leaves out
 	@$(MAKE) test PART=all
+
+test-gpu: $(STAMP) ## the tests marked gpu (4 minutes; ops/gpu.py runs them on a machine that has no environment)
+	@$(PY) ops/gpu.py test
+
+bench-gpu: $(STAMP) ## benchmarks/device.py, section by section (6 minutes)
+	@$(PY) ops/gpu.py bench
 
 laws: $(STAMP) ## list what the tests hold: the cases of each law and fault kind in a landing, and in a nightly run
 	@$(PY) -m ops.list_laws $(if $(PART),--part=$(PART))

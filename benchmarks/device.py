@@ -11,7 +11,7 @@ cut short leaves what it has measured:
 It needs torch, numpy, scipy and transformers alone, and curvlinops for its comparison. Without a GPU it runs at sizes
 that show that it works.
 
-    python -m benchmarks.device [--sections gpt2_without_head eigh] [--output NAME]
+    python -m benchmarks.device [--sections gpt2_without_head eigh] [--output NAME] [--add]
 """
 
 import argparse
@@ -281,9 +281,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--output", default="device")
+    parser.add_argument("--add", action="store_true", help="add to what other sections of this commit have stored")
     options = parser.parse_args()
-    claims: list[dict[str, Any]] = []
-    figures: dict[str, Any] = {"machine": _machine()}
+    claims, figures = results_file.read(options.output) if options.add else ([], {})
+    figures["machine"] = _machine()
     for name in options.sections:
         torch.manual_seed(0)
         more, figures[name] = SECTIONS[name]()

@@ -56,6 +56,18 @@ def write(name: str, claims: list[dict[str, Any]], figures: dict[str, Any]) -> N
         print(f"{word}: {found['claim']}: {found['value']:.3g} (target {found['target']:.3g})")
 
 
+def read(name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return claims and figures of a stored result; nothing where it is of another commit or another machine."""
+    try:
+        stored = json.loads((RESULTS / f"{name}.json").read_text())
+    except FileNotFoundError:
+        return [], {}
+    now = header(name)
+    if any(stored[fact] != now[fact] for fact in ("commit", "device", "versions")):
+        return [], {}
+    return stored["claims"], stored["figures"]
+
+
 def _version(package: str) -> str:
     """Return a package's version; a tree that runs where it stands is not installed."""
     try:
