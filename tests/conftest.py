@@ -25,7 +25,7 @@ from tests import servers
 from tests.machine import parts, suite_times
 from tests.machine.file_order import pytest_xdist_make_scheduler, sort_by_seconds
 from tests.machine.robbed import pytest_collection_modifyitems as mark_second_attempts
-from tests.machine.robbed import pytest_runtest_logstart
+from tests.machine.robbed import pytest_runtest_logstart, pytest_sessionstart
 from tests.machine.stopwatch import until
 from tests.machine.template import client
 from tests.machine.template.client import pytest_runtest_protocol
@@ -35,6 +35,7 @@ __all__ = [
     "pytest_report_header",
     "pytest_runtest_logstart",
     "pytest_runtest_protocol",
+    "pytest_sessionstart",
     "pytest_xdist_make_scheduler",
 ]
 
