@@ -21,10 +21,19 @@ from worker.process.child_process import EXECUTION, Child
 pytestmark = pytest.mark.real_programs
 
 MODEL = """
+import time
+from pathlib import Path
 from torch import nn
 
+class Slow(nn.Tanh):
+    # while the file stands, a search takes long enough to be killed in
+    def forward(self, x):
+        if Path(__file__).with_name("slow").exists():
+            time.sleep(0.004)
+        return super().forward(x)
+
 def make():
-    return nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 3))
+    return nn.Sequential(nn.Linear(12, 20), Slow(), nn.Linear(20, 3))
 """
 DOCUMENT: dict[str, Any] = {
     "kind": "spectrum",
@@ -110,11 +119,13 @@ def test_a_foreground_run_that_was_killed_goes_on_in_its_folder(modules: Path, t
     undisturbed, killed = Foreground(modules, tmp_path / "undisturbed"), Foreground(modules, tmp_path / "killed")
     with forked():
         undisturbed.done()
+    (modules / "slow").touch()
     process = killed.start()
     under_way(killed.output / ".waiting", process.poll)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait(60)
     _close(process)
+    (modules / "slow").unlink()
     # the guardian ends what the run has left; until then its child may write another checkpoint, whole as each is
     said = killed.done()
     assert "the search of hessian resumed after" in said
@@ -152,6 +163,7 @@ def outcomes(frames: list[Frame]) -> dict[str, Any]:
 
 def test_another_attempt_takes_over_what_a_killed_one_has_searched(modules: Path, tmp_path: Path) -> None:
     expected = outcomes(to_its_end(modules, tmp_path / "undisturbed", 1))
+    (modules / "slow").touch()
     first = attempt(modules, tmp_path / "killed", 1)
     try:
         under_way(tmp_path / "killed" / "waiting" / "1", lambda: None)
@@ -159,6 +171,7 @@ def test_another_attempt_takes_over_what_a_killed_one_has_searched(modules: Path
         list(first.frames())
     finally:
         first.close()
+        (modules / "slow").unlink()
     # of the collection, which is short, nothing may be left: the search alone is worth going on with
     (tmp_path / "killed" / "waiting" / "1" / "checkpoint" / "checkpoint.json").unlink(missing_ok=True)
     frames = to_its_end(modules, tmp_path / "killed", 2)
