@@ -95,13 +95,15 @@ def test_a_restart_in_the_middle_costs_patience_only(
 
 
 def test_connections_that_the_server_ends_cost_no_attempt(
-    ledger: Any, start: Any, job: Any, events: Any, eventually: Any, tmp_path: Path
+    ledger_url: str, start: Any, job: Any, events: Any, eventually: Any, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
     job_id, running = start(["started"], ["layer", 0], ["wait_for", str(gate)], ["layer", 1], ["finish"])
     eventually(lambda: events(job_id, "layer"))
-    with writing(ledger) as connection:
+    other = open_database(ledger_url)  # a connection of the job's own pool would spare itself
+    with writing(other) as connection:
         ended = connection.execute(_END_CONNECTIONS).scalar_one()
+    other.dispose()
     assert ended >= 1
     gate.touch()
     running.join(240)
