@@ -8,7 +8,7 @@ that started it is gone. The others are what `worker.lifetime` says.
 
 import gc
 
-gc.disable()  # modules that are loaded are no garbage: to look for some costs a fifth of the start
+gc.disable()  # modules that are loaded are no garbage: to look for some takes a seventh of the start
 
 import argparse
 import os

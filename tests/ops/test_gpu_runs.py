@@ -35,7 +35,7 @@ FILES = ("pyproject.toml", "constraints.txt", "tests/__init__.py", "tests/oracle
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is lacking, packed again from where it is installed."""
+    """Wheels of the distributions that such a machine lacks, packed again from their installation."""
     folder = tmp_path_factory.mktemp("wheels")
     for name in LACKING:
         found = importlib.metadata.distribution(name)

@@ -331,9 +331,16 @@ def digests(ledger: Engine, tenant: str, job_id: str) -> list[Any]:
     return [(row.kind, row.ordinal, row.sha256) for row in layer_rows(ledger, tenant, job_id).items]
 
 
-@pytest.mark.parametrize("division", ["shards", pytest.param("world_size", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("division", "kind"),
+    [
+        ("shards", ["factors"]),
+        pytest.param("shards", HONEST["kind"], marks=pytest.mark.nightly),
+        pytest.param("world_size", HONEST["kind"], marks=pytest.mark.nightly),
+    ],
+)
 def test_two_tenants_of_a_worker_get_the_numbers_of_one_without_walls(
-    ledger: Engine, url: str, place: Path, python: str, division: str
+    ledger: Engine, url: str, place: Path, python: str, division: str, kind: list[str]
 ) -> None:
     plain = submitted(ledger, LOCAL_TENANT, HONEST)
     log = done_by_a_worker(place, url, python, KRONOSCOPE_SHARED_WITHOUT_WALLS="1")
@@ -341,7 +348,7 @@ def test_two_tenants_of_a_worker_get_the_numbers_of_one_without_walls(
     jobs = [
         (LOCAL_TENANT, submitted(ledger, LOCAL_TENANT, HONEST)),
         (LOCAL_TENANT, submitted(ledger, LOCAL_TENANT, {"kind": "capacity", "factors": {"job": plain}})),
-        ("other", submitted(ledger, "other", HONEST | {"kind": "factors", division: 2})),
+        ("other", submitted(ledger, "other", HONEST | {"kind": kind, division: 2})),
     ]
     while not all(state(ledger, *each).ended for each in jobs):
         # a worker that ends when nothing is queued does not wait for the last piece of a divided job
@@ -350,4 +357,4 @@ def test_two_tenants_of_a_worker_get_the_numbers_of_one_without_walls(
     first, of_kept, other = (digests(ledger, *each) for each in jobs)
     assert first == digests(ledger, LOCAL_TENANT, plain)
     assert [row[:2] for row in of_kept] == [row[:2] for row in first if row[0] == "capacity"]
-    assert [row[:2] for row in other] == [row[:2] for row in first if row[0] == "factors"]
+    assert [row[:2] for row in other] == [row[:2] for row in first if row[0] in kind]

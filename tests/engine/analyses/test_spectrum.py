@@ -271,7 +271,7 @@ def undisturbed(params: SpectrumParams) -> str:
 
 
 def test_two_runs_are_equal_to_the_bit() -> None:
-    params = SpectrumParams(of=("kfac", "hessian"), **SMALL)
+    params = SpectrumParams(of=("kfac", "ggn", "hessian"), **SMALL)
     assert outcome(*run(params, job(params))) == undisturbed(params)
 
 
@@ -292,7 +292,7 @@ def stopping_after(space: Workspace, batches: int) -> None:
 @pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("batches", [4, 20, 61, 80])
 def test_a_search_goes_on_where_it_was_and_ends_with_the_same_bits(batches: int) -> None:
-    params = SpectrumParams(of=("kfac", "hessian"), **SMALL)
+    params = SpectrumParams(of=("kfac", "ggn", "hessian"), **SMALL)
     expected = undisturbed(params)
     scratch, lines = MemoryArtifacts(), []
     for attempt in range(2):

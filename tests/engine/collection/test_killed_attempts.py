@@ -161,7 +161,7 @@ def rank_kills(rank: int, moments: Moments, of_first: Path) -> Iterator[Kill]:
 
 
 # several passes with a decay are where ranks once went on with other numbers
-FEW = sorted({pair(SETTINGS)[0], Setting("plain", "ekfac", 3)}, key=str)
+FEW = sorted({*pair(SETTINGS), Setting("plain", "ekfac", 3)}, key=str)
 
 
 @pytest.mark.parametrize("settings", [[each] for each in SETTINGS] if ALL else [FEW], ids=lambda some: str(some[0]))

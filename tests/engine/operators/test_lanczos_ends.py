@@ -169,7 +169,7 @@ def test_two_searches_agree_bit_by_bit_and_seeds_differ() -> None:
 @pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("length", [None, 60])
 def test_the_memory_is_the_stated_one(length: int | None) -> None:
-    size, options = 100_000, replace(OPTIONS, length=length, most_products=80, dtype=torch.float32)
+    size, options = 200_000, replace(OPTIONS, length=length, most_products=80, dtype=torch.float32)
     scales = torch.linspace(-1, 1, size)[:, None]
 
     def search() -> None:
