@@ -42,7 +42,8 @@ class _Task(Task):
 def collect(problem: Problem, stream: Stream) -> Factors:
     """A and G of the wanted layers, each divided by what kronfluence has counted."""
     task = _Task(problem)
-    dtype = next(problem.model.parameters()).dtype
+    parameter = next(problem.model.parameters())
+    dtype = parameter.dtype
     model = prepare_model(problem.model, task)
     arguments = FactorArguments(
         use_empirical_fisher=problem.fisher == "empirical",
@@ -51,7 +52,8 @@ def collect(problem: Problem, stream: Stream) -> Factors:
     )
     _, found = fit_covariance_matrices_with_loader(
         model=model,
-        state=State(cpu=True),
+        # it moves batches to its state's device, and leaves the model where it is
+        state=State(cpu=parameter.device.type == "cpu"),
         task=task,
         loader=stream,
         factor_args=arguments,
