@@ -1,301 +1,316 @@
 """Device jobs: whole collections on a GPU, their seconds before, in and after the batches, and what was planned.
 
-Each section stores ``results/device.json`` before the next begins, the most valuable first, so that a run that is
-cut short leaves what it has measured:
+Each row stores ``results/device.json`` before the next begins, the most valuable section first, so that a run that is
+cut short leaves what it has measured; a row that fails is a sentence there.
 
-    gpt2 …     GPT-2 small, 8 batches of 8 × 512 tokens, float32, without and with its head, beside one gradient
-               of the loss and curvlinops' whole collection
-    mlp …      784-1024-1024-10, 8 batches of 256
-    eigh       seconds, and bytes at the peak over n², of decompositions with and without vectors
+    gpt2 …     GPT-2 small, 8 batches of 8 × 512 tokens, float32, without and with its head, beside one gradient of the
+               layers measured and of all parameters, curvlinops' whole collection with and without the copy of its
+               factors to the host, and (without head) dattri-llm's covariance callback
+    plans      plan against measured, bytes and seconds: ResNet-50, Llama shapes in bf16, a mixture of experts and an
+               LSTM; those of GPT-2 stand in its own sections
+    peers      MiniLM's and ResNet-50's shapes beside kronfluence's covariance fit, as found
+    llama_1b   Llama-1B's shapes in bf16, 4 batches of 4 × 1024 tokens: tokens a second of the whole job
+    eigh       seconds, and bytes at the peak over n², of decompositions with and without vectors, and of the product
+               V · diag · Vᵀ that rebuilds the matrix
+    mlp        784-1024-1024-10, 8 batches of 256
 
-It needs torch, numpy, scipy and transformers alone, and curvlinops for its comparison. Without a GPU it runs at sizes
-that show that it works.
+The Fisher is the empirical one everywhere, ours and theirs, and float32 products are exact (no TF32) for all. It needs
+torch, numpy, scipy and transformers alone, and the peers for their comparisons. Without a GPU it runs at sizes that
+show that it works.
 
     python -m benchmarks.device [--sections gpt2_without_head eigh] [--output NAME] [--add]
 """
 
 import argparse
 import gc
-import statistics
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from transformers import GPT2Config, GPT2LMHeadModel
-from transformers.pytorch_utils import Conv1D
+from torch import nn
 
 from benchmarks import results_file
+from benchmarks.cases import device_models
+from benchmarks.cases.device_jobs import (
+    FAILED,
+    Figures,
+    Row,
+    agreement,
+    allocated,
+    attempt,
+    begin_peak,
+    collected,
+    copies,
+    gradient,
+    now,
+    peak,
+    peer,
+    plan_claims,
+    ratio_claim,
+    timed,
+)
+from benchmarks.cases.device_models import BATCHES, DEVICE, SMALL, Case
 from engine.linalg.eigensolvers import solvers
-from kronoscope.local import measure
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-BATCHES = 8
-OVER_GRADIENT, OVER_PEER, OVER_BATCHES, OFF_PLAN = 0.75, 1.65, 1.3, 0.1
-"""Most of: a batch over one gradient of the same layers, a whole job over curvlinops', whose factors stay on the
-device, a whole job over its batches, and the peak's relative difference from the plan."""
-HEAD_OVER_GRADIENT = 1.15
-"""The same of a batch with a language model's head."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A model on the device, and the batches that are collected."""
-
-    model: nn.Module
-    task: str
-    data: list[tuple[Any, Tensor]]
-
-    def loss(self, batch: tuple[Any, Tensor]) -> Tensor:
-        """The mean loss of one batch by plain PyTorch."""
-        inputs, targets = batch
-        if self.task == "causal_lm":
-            logits = self.model(**inputs).logits
-            return functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
-        return functional.cross_entropy(self.model(inputs), targets)
+OVER_GRADIENT, OVER_BATCHES = 0.75, 1.3
+"""Most of: a batch over one gradient of the layers measured, and a whole job over its batches."""
+OVER_PEER, UNCHECKED_OVER_PEER = 1.65, 1.3
+"""Most of a whole job over curvlinops', whose factors stay on the device: with the self-check, and without it."""
+HEAD_OVER_GRADIENT, HEAD_AFTER_SECONDS, HEAD_OVER_PEAK = 1.15, 2.0, 1.3
+"""Of a language model with its head: a batch over a gradient of all parameters, the seconds after the last batch, and
+the peak beside the rows that the plan keeps on the device, over that gradient's peak."""
+BEFORE, UNCHECKED_BEFORE, AFTER = 3.5, 2.0, 1.0
+"""Gradients' time before the first batch, with the self-check and without it, and after the last."""
+EIGEN_SIZES = (64,) if SMALL else (768, 1024, 2048, 3072, 4096, 8192)
+MOST_FACTOR_BYTES = 45 * 2**30
+"""Of what a device of 80 GB holds beside a model and its activations."""
+PEERS = ("curvlinops-for-pytorch", "kronfluence", "dattri-llm")
 
 
-@dataclass
-class Clock:
-    """Seconds of one collection: before its first batch, of each batch, and after the last."""
-
-    moments: list[float] = field(default_factory=list)
-
-    def batches(self, data: list[tuple[Any, Tensor]]) -> Iterator[tuple[Any, Tensor]]:
-        """Hand out the batches, noting when each is asked for; the last entry is when no more is."""
-        self.moments.clear()
-        for batch in data:
-            self.moments.append(now())
-            yield batch
-        self.moments.append(now())
+def language_model(*, head: bool) -> Iterator[Row]:
+    """Yield the rows of GPT-2."""
+    case = device_models.gpt2(head=head)
+    runs: Figures = {}
+    yield from whole_jobs(case, runs)
+    yield Row({"gradient_of_all": attempt(lambda: gradient(case, every=True))})
+    yield from beside_curvlinops(case, runs)
+    if not head:
+        runs["dattri_llm"] = attempt(lambda: peer("dattri_llm", case)[0])
+        text = f"{case.name}: a whole job over dattri-llm's callback, as found"
+        yield Row({"dattri_llm": runs["dattri_llm"], **ratio(text, runs["checked"], runs["dattri_llm"])})
 
 
-def now() -> float:
-    """Seconds, once the device is done with what it was given."""
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def multilayer_perceptron() -> Iterator[Row]:
+    """Yield the rows of an MLP."""
+    case = device_models.perceptron()
+    runs: Figures = {}
+    yield from whole_jobs(case, runs)
+    yield from beside_curvlinops(case, runs)
 
 
-def decoder(*, head: bool) -> Case:
-    """GPT-2 small with ``nn.Linear`` in place of ``Conv1D``, which the peer does not know."""
-    small = DEVICE.type == "cpu"
-    config = GPT2Config(
-        n_layer=2 if small else 12,
-        n_embd=64 if small else 768,
-        n_head=4 if small else 12,
-        n_positions=512,
-        vocab_size=512 if small else 50257,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-    model = GPT2LMHeadModel(config)
-    for module in list(model.modules()):
-        for place, child in list(module.named_children()):
-            if isinstance(child, Conv1D):
-                linear = nn.Linear(*child.weight.shape)
-                linear.weight.data.copy_(child.weight.detach().T)
-                linear.bias.data.copy_(child.bias.detach())
-                setattr(module, place, linear)
-    _train_linear(model, () if head else ("lm_head",))
-    ids = torch.randint(0, config.vocab_size, (BATCHES, 2 if small else 8, 32 if small else 512)).to(DEVICE)
-    data = [({"input_ids": each, "attention_mask": torch.ones_like(each)}, each) for each in ids]
-    return Case(model=model.to(DEVICE).eval(), task="causal_lm", data=data)
+def whole_jobs(case: Case, runs: Figures) -> Iterator[Row]:
+    """Yield the rows of a case's whole jobs and of its gradient, and keep them in ``runs``."""
+    for name, check in (("cold", "growing"), ("checked", "growing"), ("unchecked", "off")):
+        runs[name] = attempt(lambda check=check: collected(case, check))  # type: ignore[misc]
+        yield Row({name: runs[name]}, plan_claims(case.name, runs[name]) if name == "checked" else [])
+    runs["gradient"] = attempt(lambda: gradient(case))
+    yield Row({"gradient": runs["gradient"]}, list(job_claims(case.name, runs)))
 
 
-def perceptron() -> Case:
-    """Three layers, 784-1024-1024-10, batches of 256."""
-    model = nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
-    images = torch.randn(BATCHES, 256, 784).to(DEVICE)
-    labels = torch.randint(10, (BATCHES, 256)).to(DEVICE)
-    return Case(model=model.to(DEVICE).eval(), task="classification", data=list(zip(images, labels, strict=True)))
+def job_claims(name: str, runs: Figures) -> Iterator[dict[str, Any]]:
+    """Yield the claims on a warm job beside one gradient."""
+    checked, unchecked, one = runs["checked"], runs["unchecked"], (runs["gradient"], "seconds")
+    if name.endswith("with head"):
+        yield ratio_claim(f"{name}: a batch over one gradient", HEAD_OVER_GRADIENT, (unchecked, "batch_seconds"), one)
+        text = f"{name}: seconds after the last batch"
+        yield ratio_claim(text, HEAD_AFTER_SECONDS, (checked, "after_seconds"), ({"one": 1.0}, "one"))
+        rows = sum(size for term, size in checked.get("planned_terms", {}).items() if "gradient rows" in term)
+        beside = checked if FAILED in checked else {"bytes": checked["peak_bytes"] - rows}
+        text = f"{name}: peak beside the rows that the plan keeps on the device over a gradient's"
+        if DEVICE.type == "cuda":
+            yield ratio_claim(text, HEAD_OVER_PEAK, (beside, "bytes"), (runs["gradient"], "peak_bytes"))
+    else:
+        yield ratio_claim(f"{name}: a batch over one gradient", OVER_GRADIENT, (unchecked, "batch_seconds"), one)
+    text = f"{name}: before the first batch over one gradient"
+    yield ratio_claim(text, BEFORE, (checked, "before_seconds"), one)
+    yield ratio_claim(f"{text}, self-check off", UNCHECKED_BEFORE, (unchecked, "before_seconds"), one)
+    yield ratio_claim(f"{name}: after the last batch over one gradient", AFTER, (checked, "after_seconds"), one)
+    together = checked if FAILED in checked else {"seconds": BATCHES * checked["batch_seconds"]}
+    text = f"{name}: a whole job over its batches"
+    yield ratio_claim(text, OVER_BATCHES, (checked, "whole_seconds"), (together, "seconds"))
 
 
-def _train_linear(model: nn.Module, besides: tuple[str, ...]) -> None:
-    model.requires_grad_(requires_grad=False)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name not in besides:
-            module.requires_grad_(requires_grad=True)
+def beside_curvlinops(case: Case, runs: Figures) -> Iterator[Row]:
+    """Yield the rows of curvlinops' whole collection, and of its factors' way to the host."""
+    held: Figures = {}
+
+    def collect() -> Figures:
+        figures, held["factors"] = peer("curvlinops", case)
+        return figures
+
+    theirs = attempt(collect)
+    text, whole = f"{case.name}: a whole job over curvlinops'", (theirs, "whole_seconds")
+    claims = [
+        ratio_claim(text, OVER_PEER, (runs["checked"], "whole_seconds"), whole),
+        ratio_claim(f"{text}, self-check off", UNCHECKED_OVER_PEER, (runs["unchecked"], "whole_seconds"), whole),
+    ]
+    yield Row({"curvlinops": theirs}, claims)
+    if "factors" not in held:
+        return
+    moved = attempt(lambda: copies(held.pop("factors")))
+    if FAILED not in moved:
+        moved["whole_and_pageable_seconds"] = theirs["whole_seconds"] + moved["pageable_seconds"]
+        if "pinned_seconds" in moved:
+            moved["whole_and_pinned_seconds"] = theirs["whole_seconds"] + moved["pinned_seconds"]
+    yield Row({"curvlinops_to_host": moved})
 
 
-def collected(case: Case, self_check: str) -> dict[str, float]:
-    """One whole job: seconds from call to returned factors, its parts, and its peak beside the plan's."""
-    clock = Clock()
-    gc.collect()
-    held = _begin_peak()
+def ratio(text: str, ours: Figures, theirs: Figures) -> Figures:
+    """Return the ratio of two whole jobs as a figure without a target; nothing where one was not measured."""
+    if FAILED in ours or FAILED in theirs:
+        return {}
+    return {text: ours["whole_seconds"] / theirs["whole_seconds"]}
+
+
+def plans() -> Iterator[Row]:
+    """Yield a row of each model: its plan beside a whole job, after a job of one batch that warms the process."""
+    for build in device_models.PLANNED:
+        torch.manual_seed(0)
+
+        def row(build: Callable[[], Case] = build) -> Figures:
+            case = build()
+            timed(case, batches=1)
+            return collected(case) | {"model": case.name, "data_bytes_apart": True}
+
+        figures = attempt(row)
+        name = figures.get("model", build.__name__)
+        yield Row({name: figures}, plan_claims(name, figures))
+
+
+def beside_kronfluence() -> Iterator[Row]:
+    """Yield the rows of two models, ours and kronfluence's, both warm and with factors on the host."""
+    for build in (device_models.minilm, device_models.resnet):
+        torch.manual_seed(0)
+        held: Figures = {}
+
+        def ours(build: Callable[[], Case] = build, held: Figures = held) -> Figures:
+            case = held["case"] = build()
+            timed(case, batches=1)
+            figures, held["outcome"] = timed(case)
+            return figures
+
+        def theirs(held: Figures = held) -> Figures:
+            if "case" not in held:
+                return {FAILED: "the case could not be built"}
+            figures, factors = peer("kronfluence", held["case"])
+            if "outcome" in held:
+                figures["traces_over_ours"] = agreement(factors, held["outcome"])
+            return figures
+
+        own = attempt(ours)
+        yield Row({f"{build.__name__}: kronoscope": own})
+        fit = attempt(theirs)
+        text = f"{build.__name__}: a whole job over kronfluence's covariance fit, as found"
+        yield Row({f"{build.__name__}: kronfluence": fit, **ratio(text, own, fit)})
+
+
+def largest_llama() -> Iterator[Row]:
+    """Yield the row of Llama-1B's shapes, cut to the layers whose factors the device holds."""
+    warming = attempt(lambda: timed(device_models.llama_1b(1), batches=1)[0])
+    yield Row({"warming, one layer": warming})
+    layers = 16
+    while layers:
+        figures = attempt(lambda layers=layers: llama_row(layers))  # type: ignore[misc]
+        yield Row({f"{layers} layers": figures}, plan_claims(f"Llama-1B, {layers} layers", figures))
+        if "OutOfMemory" not in figures.get(FAILED, "") and "BudgetExceeded" not in figures.get(FAILED, ""):
+            return
+        layers //= 2
+
+
+def llama_row(layers: int) -> Figures:
+    """Return the figures of so many layers, with tokens a second of the whole job."""
     begun = now()
-    found = measure(
-        case.model,
-        lambda: clock.batches(case.data),
-        task=case.task,
-        kinds=("factors",),
-        collection={
-            "fisher": "empirical",
-            "batch_size": len(case.data[0][1]),
-            "self_check": self_check,
-            "exact_trace": False,
-            "dtype": "float32",
-        },
-        memory={},
-    )
-    ended = now()
-    spans = [later - earlier for earlier, later in zip(clock.moments, clock.moments[1:], strict=False)]
-    return {
-        "whole_seconds": ended - begun,
-        "before_seconds": clock.moments[0] - begun,
-        "batch_seconds": statistics.median(spans[1:]),
-        "after_seconds": ended - clock.moments[-1],
-        "peak_bytes": _peak() - held,
-        "planned_bytes": found.plan["device_peak_bytes"] if found.plan else 0,
-        "layers": len(found.layers),
+    case = device_models.llama_1b(layers)
+    built = now() - begun
+    of_factors = sum(factor_bytes(case.model.get_submodule(name)) for name in case.layers)
+    if of_factors > MOST_FACTOR_BYTES:
+        return {FAILED: f"OutOfMemory foreseen: the factors of {layers} layers are {of_factors:,} bytes"}
+    figures = collected(case)
+    tokens = sum(targets.numel() for _, targets in case.data)
+    return figures | {
+        "build_seconds": built,
+        "factor_bytes": of_factors,
+        "tokens": tokens,
+        "tokens_a_second": tokens / figures["whole_seconds"],
+        "tokens_a_second_of_batches": tokens / len(case.data) / figures["batch_seconds"],
     }
 
 
-def _begin_peak() -> int:
-    if DEVICE.type == "cpu":
-        return 0
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    # a plan counts the model as well
-    return 0
+def factor_bytes(module: nn.Module) -> int:
+    """Return the bytes of a linear layer's A and G in float32."""
+    entering, leaving = int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
+    return 4 * (entering**2 + leaving**2)
 
 
-def _peak() -> int:
-    return torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0
+def decompositions() -> Iterator[Row]:
+    """Yield seconds and bytes of the first solver of each size, and seconds of the rebuild."""
+    for size in EIGEN_SIZES:
+        for single in (False, True):
+            for need in ("values", "vectors"):
+                figures = attempt(lambda need=need, single=single, size=size: solved(size, need, single=single))  # type: ignore[misc]
+                name = f"{figures.pop('solver', 'float32' if single else 'float64')} {need} {size}"
+                claims = []
+                if figures.get("planned_bytes"):
+                    one = (figures, "held_bytes"), (figures, "planned_bytes")
+                    claims.append(ratio_claim(f"{name}: held over planned bytes", 1.0, *one))
+                yield Row({name: figures}, claims)
 
 
-def gradient_seconds(case: Case) -> float:
-    """Seconds of the loss's gradient of one batch, by plain PyTorch."""
-    spans = []
-    for batch in case.data[:5]:
+def solved(size: int, need: str, *, single: bool) -> Figures:
+    """Return the figures of one decomposition, run once before; with vectors, of the rebuild too."""
+    matrix = torch.randn(size, size, device=DEVICE)
+    matrix = matrix @ matrix.T
+    solver = solvers(size, need, DEVICE, torch.float32, single=single)[0]  # type: ignore[arg-type]
+    solver.solve(matrix)
+    begin_peak()
+    before, begun = allocated(), now()
+    values, vectors = solver.solve(matrix)
+    figures = {
+        "solver": solver.cost.name,
+        "seconds": now() - begun,
+        "held_bytes": peak() - before,
+        "planned_bytes": solver.cost.device_bytes,
+    }
+    if vectors is not None:
+        (vectors * values) @ vectors.mT
         begun = now()
-        case.loss(batch).backward()  # type: ignore[no-untyped-call]
-        spans.append(now() - begun)
-        case.model.zero_grad()
-    return statistics.median(spans[1:])
+        again = (vectors * values) @ vectors.mT
+        figures["rebuild_seconds"] = now() - begun
+        figures["rebuild_error"] = float((again - matrix.to(again)).norm() / matrix.norm())
+    return figures
 
 
-def peer_seconds(case: Case) -> float | str:
-    """Seconds of curvlinops' whole collection of the same layers; a sentence where it could not be run."""
-    try:
-        from curvlinops import KFACLinearOperator  # noqa: PLC0415 - it may be absent
-    except ImportError as error:
-        return f"curvlinops could not be imported: {error}"
-    terms = case.data[0][1].shape[-1] - 1 if case.task == "causal_lm" else 1
-    model = _Outputs(case.model)
-    labelled = [
-        (inputs, targets[:, 1:].flatten() if case.task == "causal_lm" else targets) for inputs, targets in case.data
-    ]
-    spans = []
-    for _ in range(2):
-        begun = now()
-        operator = KFACLinearOperator(
-            model,
-            nn.CrossEntropyLoss(reduction="sum"),
-            [parameter for parameter in case.model.parameters() if parameter.requires_grad],
-            labelled,
-            check_deterministic=False,
-            fisher_type="empirical",
-            kfac_approx="expand",
-            num_per_example_loss_terms=terms,
-            num_data=sum(len(targets) for _, targets in case.data),
-            separate_weight_and_bias=False,
-            batch_size_fn=lambda inputs: len(inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))),
-        )
-        operator.compute_kronecker_factors()
-        spans.append(now() - begun)
-        del operator
-    return spans[-1]
-
-
-class _Outputs(nn.Module):
-    """The model with its outputs arranged as (terms, numbers)."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs: Any) -> Tensor:  # noqa: ANN401 - a tensor, or a mapping of them
-        """Logits, one row a loss term."""
-        if isinstance(inputs, Tensor):
-            return self.model(inputs)  # type: ignore[no-any-return]
-        return self.model(**inputs).logits[:, :-1].flatten(0, 1)  # type: ignore[no-any-return]
-
-
-def whole_job(case: Case, name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The claims and figures of one case: warm, the check on and off, beside a gradient and the peer."""
-    collected(case, "growing")
-    checked, unchecked = collected(case, "growing"), collected(case, "off")
-    gradient, peer = gradient_seconds(case), peer_seconds(case)
-    figures = {"checked": checked, "unchecked": unchecked, "gradient_seconds": gradient, "curvlinops_seconds": peer}
-    together = BATCHES * checked["batch_seconds"]
-    over_gradient = HEAD_OVER_GRADIENT if name.endswith("with head") else OVER_GRADIENT
-    claims = [
-        results_file.claim(f"{name}: a batch over one gradient", unchecked["batch_seconds"] / gradient, over_gradient),
-        results_file.claim(f"{name}: a whole job over its batches", checked["whole_seconds"] / together, OVER_BATCHES),
-        results_file.not_measured(f"{name}: a whole job over curvlinops'", OVER_PEER, peer)
-        if isinstance(peer, str)
-        else results_file.claim(f"{name}: a whole job over curvlinops'", checked["whole_seconds"] / peer, OVER_PEER),
-    ]
-    if DEVICE.type == "cuda":
-        off = abs(checked["peak_bytes"] / checked["planned_bytes"] - 1)
-        claims.append(results_file.claim(f"{name}: peak beside the plan, relative difference", off, OFF_PLAN))
-    return claims, figures
-
-
-def decompositions() -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Seconds and bytes of the first solver of each size."""
-    claims, figures = [], {}
-    for size in (1024, 3000, 8192) if DEVICE.type == "cuda" else (128,):
-        matrix = torch.randn(size, size, device=DEVICE)
-        matrix = matrix @ matrix.T
-        for need in ("values", "vectors"):
-            for single in (False, True):
-                solver = solvers(size, need, DEVICE, torch.float32, single=single)[0]  # type: ignore[arg-type]
-                solver.solve(matrix)
-                _begin_peak()
-                before, begun = (torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0), now()
-                solver.solve(matrix)
-                seconds, held = now() - begun, _peak() - before
-                name = f"{solver.cost.name} {need} {size}"
-                planned = solver.cost.device_bytes
-                figures[name] = {"seconds": seconds, "held_bytes": held, "planned_bytes": planned}
-                if planned:
-                    claims.append(results_file.claim(f"{name}: held over planned bytes", held / planned, 1.0))
-    return claims, figures
-
-
-SECTIONS: dict[str, Callable[[], tuple[list[dict[str, Any]], dict[str, Any]]]] = {
-    "gpt2_without_head": lambda: whole_job(decoder(head=False), "GPT-2 without head"),
-    "mlp": lambda: whole_job(perceptron(), "MLP"),
+SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {
+    "gpt2_without_head": lambda: language_model(head=False),
+    "plans": plans,
+    "gpt2_with_head": lambda: language_model(head=True),
+    "peers": beside_kronfluence,
+    "llama_1b": largest_llama,
     "eigh": decompositions,
-    "gpt2_with_head": lambda: whole_job(decoder(head=True), "GPT-2 with head"),
+    "mlp": multilayer_perceptron,
 }
 
 
 def main() -> None:
-    """Measure section by section, and store the result after each."""
+    """Measure section by section, and store the result after each row."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--output", default="device")
     parser.add_argument("--add", action="store_true", help="add to what other sections of this commit have stored")
     options = parser.parse_args()
+    # ours multiplies at full width whatever stands here; the peers take what they find
+    torch.backends.cudnn.allow_tf32 = False
+    # what stands here for good is not looked through again by each collection of garbage
+    gc.freeze()
     claims, figures = results_file.read(options.output) if options.add else ([], {})
     figures["machine"] = _machine()
     for name in options.sections:
         torch.manual_seed(0)
-        more, figures[name] = SECTIONS[name]()
-        claims += more
-        results_file.write(options.output, claims, figures)
-        gc.collect()
+        begun, figures[name] = now(), {}
+        for row in SECTIONS[name]():
+            claims += row.claims
+            figures[name] |= row.figures | {"section_seconds": now() - begun}
+            results_file.store(options.output, claims, figures)
+            results_file.show(row.claims)
+            for key, value in row.figures.items():
+                if isinstance(value, dict) and FAILED in value:
+                    print(f"NOT MEASURED: {name}, {key}: {value[FAILED]}", flush=True)
 
 
 def _machine() -> dict[str, Any]:
     if DEVICE.type == "cpu":
-        return {"device": "cpu"}
+        return {"device": "cpu", "peers": _versions()}
     properties = torch.cuda.get_device_properties(DEVICE)
     return {
         "device": properties.name,
@@ -303,7 +318,32 @@ def _machine() -> dict[str, Any]:
         "memory_bytes": properties.total_memory,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
+        "driver": _driver(),
+        "matrix_products_in_tf32": torch.backends.cuda.matmul.allow_tf32,
+        "peers": _versions(),
     }
+
+
+def _versions() -> dict[str, str]:
+    """Version of each peer that is there."""
+    versions = {}
+    for name in PEERS:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def _driver() -> str:
+    """Version of the driver; a sentence where it cannot be asked."""
+    try:
+        import pynvml  # noqa: PLC0415 - it may be absent
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception as error:  # noqa: BLE001 - a fact that is nice to have
+        return f"unknown: {error}"
 
 
 if __name__ == "__main__":

@@ -45,15 +45,27 @@ def header(name: str) -> dict[str, Any]:
 
 def write(name: str, claims: list[dict[str, Any]], figures: dict[str, Any]) -> None:
     """Store the result and print its claims."""
+    store(name, claims, figures)
+    show(claims)
+
+
+def store(name: str, claims: list[dict[str, Any]], figures: dict[str, Any]) -> None:
+    """Store the result; a run that is stopped meanwhile leaves the one before."""
     RESULTS.mkdir(exist_ok=True)
     content = header(name) | {"claims": claims, "figures": figures}
-    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    beside = RESULTS / f".{name}.json.part"
+    beside.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    beside.replace(RESULTS / f"{name}.json")
+
+
+def show(claims: list[dict[str, Any]]) -> None:
+    """Print claims."""
     for found in claims:
         if found["holds"] is None:
-            print(f"NOT MEASURED: {found['claim']}: {found['reason']}")
+            print(f"NOT MEASURED: {found['claim']}: {found['reason']}", flush=True)
             continue
         word = "holds" if found["holds"] else "DOES NOT HOLD"
-        print(f"{word}: {found['claim']}: {found['value']:.3g} (target {found['target']:.3g})")
+        print(f"{word}: {found['claim']}: {found['value']:.3g} (target {found['target']:.3g})", flush=True)
 
 
 def read(name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -2,12 +2,12 @@
 
     python3 ops/gpu.py wheels DIR                            what such a machine lacks, as a folder of wheels
     python3 ops/gpu.py test  [--wheels DIR] [pytest's words]  the tests, in one process, the most valuable first
-    python3 ops/gpu.py bench [--wheels DIR] [--sections …]    the benchmark, a process for each of its sections
+    python3 ops/gpu.py bench [--wheels DIR] [--sections …] [--add]  the benchmark, a process for each of its sections
 
 A run needs Python with torch, numpy, scipy and transformers, a copy of the working tree and the folder of wheels (below
 60 MiB together), but no network, `make` or virtual environment; only `wheels` needs pip and a network. What has been
-measured is on the disk before the next begins: of each test a line of `.gpu-tests.jsonl`, of each section its part of
-`benchmarks/results/device.json`. A copy without its history says in KRONOSCOPE_COMMIT which commit it is.
+measured is on the disk before the next begins: of each test a line of `.gpu-tests.jsonl`, of each row of a section its
+part of `benchmarks/results/device.json`. A copy without its history says in KRONOSCOPE_COMMIT which commit it is.
 """
 
 import argparse
@@ -36,9 +36,13 @@ LACKING = (
 PEERS = {
     "backpack-for-pytorch": "1.7.1",
     "curvlinops-for-pytorch": "3.0.1",
+    "dattri-llm": "0.1.0",
     "einconv": "0.1.0",
+    "kronfluence": "1.0.1",
     "unfoldNd": "0.2.3",
 }
+"""Peers of the benchmark, as in benchmarks/conformance/peers.txt, and what they import beside accelerate, einops,
+linear-operator, opt-einsum, safetensors and tqdm. Where one of these is absent, the peer's rows say so."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 MOST_BYTES = 60 * 2**20
 TESTS = (
@@ -53,8 +57,16 @@ TESTS = (
     "devices",
 )
 """Files of tests/gpu, `test_…_on_cuda.py`, in their order; `test_confined_child.py` comes last."""
-SECTIONS = {"gpt2_without_head": 100, "mlp": 30, "eigh": 60, "gpt2_with_head": 150}
-"""Sections of the benchmark in their order, and the seconds that each may take."""
+SECTIONS = {
+    "gpt2_without_head": 55,
+    "plans": 70,
+    "gpt2_with_head": 65,
+    "peers": 50,
+    "llama_1b": 75,
+    "eigh": 30,
+    "mlp": 15,
+}
+"""Sections of the benchmark in their order, and the seconds that each may take, 6 minutes together."""
 TEST_SECONDS = 240
 RESULTS = ROOT / ".gpu-tests.jsonl"
 
@@ -103,11 +115,21 @@ def run_tests(variables: Mapping[str, str], words: Sequence[str], seconds: float
     return done.returncode
 
 
-def run_benchmark(variables: Mapping[str, str], names: Sequence[str]) -> int:
-    """Run sections of the benchmark, each within its seconds; return how many did not end well."""
+def run_benchmark(variables: Mapping[str, str], names: Sequence[str], *, add: bool = False) -> int:
+    """Run sections of the benchmark, each within its seconds; return how many did not end well.
+
+    Args:
+        variables: Of the environment.
+        names: The sections.
+        add: Whether the first adds to what is stored of this commit and machine, as the others do.
+
+    Returns:
+        Sections that failed or were stopped.
+    """
     failed = 0
     for number, name in enumerate(names):
-        command = [sys.executable, "-P", "-m", "benchmarks.device", "--sections", name, *(["--add"] if number else [])]
+        more = ["--add"] if add or number else []
+        command = [sys.executable, "-P", "-m", "benchmarks.device", "--sections", name, *more]
         begun = time.monotonic()
         try:
             code = subprocess.run(  # noqa: S603 - fixed words
@@ -134,6 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     test.add_argument("words", nargs="*", help="files and tests in place of all")
     bench = commands.add_parser("bench", help="run benchmarks/device.py")
     bench.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    bench.add_argument("--add", action="store_true", help="add to what is stored of this commit and machine")
     for each in (test, bench):
         each.add_argument("--wheels", type=Path, help="a folder of wheels that this machine lacks")
     options = parser.parse_args(arguments)
@@ -143,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with environment(options.wheels) as variables:
         if options.command == "test":
             return run_tests(variables, options.words, options.seconds)
-        return run_benchmark(variables, options.sections)
+        return run_benchmark(variables, options.sections, add=options.add)
 
 
 # --- the plugin of a run of tests: a line on the disk for each test that has ended, and an end in time
