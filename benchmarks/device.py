@@ -5,7 +5,7 @@ cut short leaves what it has measured; a row that fails is a sentence there.
 
     gpt2 …     GPT-2 small, 8 batches of 8 × 512 tokens, float32, without and with its head, beside one gradient of the
                layers measured and of all parameters, curvlinops' whole collection with and without the copy of its
-               factors to the host, and (without head) dattri-llm's covariance callback
+               factors to the host, and (without head) dattri-llm's covariance callback and profiles of a warm job
     plans      plan against measured, bytes and seconds: ResNet-50, Llama shapes in bf16, a mixture of experts and an
                LSTM; those of GPT-2 stand in its own sections
     peers      MiniLM's and ResNet-50's shapes beside kronfluence's covariance fit, as found
@@ -23,6 +23,7 @@ show that it works.
 
 import argparse
 import gc
+import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -42,8 +43,10 @@ from benchmarks.cases.device_jobs import (
     begin_peak,
     collected,
     copies,
+    functions,
     gradient,
     now,
+    operations,
     peak,
     peer,
     plan_claims,
@@ -79,6 +82,8 @@ def language_model(*, head: bool) -> Iterator[Row]:
         runs["dattri_llm"] = attempt(lambda: peer("dattri_llm", case)[0])
         text = f"{case.name}: a whole job over dattri-llm's callback, as found"
         yield Row({"dattri_llm": runs["dattri_llm"], **ratio(text, runs["checked"], runs["dattri_llm"])})
+        yield Row({"profile_of_functions": attempt(lambda: functions(case))})
+        yield Row({"profile_of_operations": attempt(lambda: operations(case))})
 
 
 def multilayer_perceptron() -> Iterator[Row]:
@@ -155,16 +160,15 @@ def ratio(text: str, ours: Figures, theirs: Figures) -> Figures:
 
 def plans() -> Iterator[Row]:
     """Yield a row of each model: its plan beside a whole job, after a job of one batch that warms the process."""
-    for build in device_models.PLANNED:
+    for name, build in device_models.PLANNED.items():
         torch.manual_seed(0)
 
         def row(build: Callable[[], Case] = build) -> Figures:
             case = build()
             timed(case, batches=1)
-            return collected(case) | {"model": case.name, "data_bytes_apart": True}
+            return collected(case)
 
         figures = attempt(row)
-        name = figures.get("model", build.__name__)
         yield Row({name: figures}, plan_claims(name, figures))
 
 
@@ -196,16 +200,14 @@ def beside_kronfluence() -> Iterator[Row]:
 
 
 def largest_llama() -> Iterator[Row]:
-    """Yield the row of Llama-1B's shapes, cut to the layers whose factors the device holds."""
+    """Yield the row of Llama-1B's shapes, cut to fewer layers where the whole could not be measured."""
     warming = attempt(lambda: timed(device_models.llama_1b(1), batches=1)[0])
     yield Row({"warming, one layer": warming})
-    layers = 16
-    while layers:
+    for layers in (16, 4, 1):
         figures = attempt(lambda layers=layers: llama_row(layers))  # type: ignore[misc]
         yield Row({f"{layers} layers": figures}, plan_claims(f"Llama-1B, {layers} layers", figures))
-        if "OutOfMemory" not in figures.get(FAILED, "") and "BudgetExceeded" not in figures.get(FAILED, ""):
+        if FAILED not in figures:
             return
-        layers //= 2
 
 
 def llama_row(layers: int) -> Figures:
@@ -215,7 +217,7 @@ def llama_row(layers: int) -> Figures:
     built = now() - begun
     of_factors = sum(factor_bytes(case.model.get_submodule(name)) for name in case.layers)
     if of_factors > MOST_FACTOR_BYTES:
-        return {FAILED: f"OutOfMemory foreseen: the factors of {layers} layers are {of_factors:,} bytes"}
+        return {FAILED: f"the factors of {layers} layers are {of_factors:,} bytes, more than {MOST_FACTOR_BYTES:,}"}
     figures = collected(case)
     tokens = sum(targets.numel() for _, targets in case.data)
     return figures | {
@@ -297,10 +299,10 @@ def main() -> None:
     figures["machine"] = _machine()
     for name in options.sections:
         torch.manual_seed(0)
-        begun, figures[name] = now(), {}
+        begun, figures[name] = time.perf_counter(), {}
         for row in SECTIONS[name]():
             claims += row.claims
-            figures[name] |= row.figures | {"section_seconds": now() - begun}
+            figures[name] |= row.figures | {"section_seconds": time.perf_counter() - begun}
             results_file.store(options.output, claims, figures)
             results_file.show(row.claims)
             for key, value in row.figures.items():

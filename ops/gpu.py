@@ -58,12 +58,12 @@ TESTS = (
 )
 """Files of tests/gpu, `test_…_on_cuda.py`, in their order; `test_confined_child.py` comes last."""
 SECTIONS = {
-    "gpt2_without_head": 55,
-    "plans": 70,
+    "gpt2_without_head": 75,
+    "plans": 65,
     "gpt2_with_head": 65,
-    "peers": 50,
-    "llama_1b": 75,
-    "eigh": 30,
+    "peers": 45,
+    "llama_1b": 70,
+    "eigh": 25,
     "mlp": 15,
 }
 """Sections of the benchmark in their order, and the seconds that each may take, 6 minutes together."""

@@ -3,9 +3,12 @@
 A row that fails is a sentence in the result, and the rows after it are measured all the same.
 """
 
+import contextlib
 import copy
+import cProfile
 import gc
 import importlib
+import pstats
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import results_file
 from benchmarks.cases.device_models import DEVICE, Case
@@ -24,6 +28,8 @@ OFF_PLAN, OFF_SECONDS = 0.1, 2.0
 """Most of: the relative difference of the peak from the plan, and the factor between planned and measured seconds."""
 FAILED = "not_measured"
 """Key of the sentence in place of figures."""
+PROFILED = 30
+"""Lines of a profile."""
 
 Figures = dict[str, Any]
 
@@ -86,7 +92,9 @@ def attempt(row: Callable[[], Figures]) -> Figures:
         first = str(error).strip().partition("\n")[0]
         return {FAILED: f"ended with {type(error).__name__}: {first[:300]}"}
     finally:
-        begin_peak()
+        # a device that has failed for good refuses this too, which must not hide the row's own sentence
+        with contextlib.suppress(RuntimeError):
+            begin_peak()
 
 
 def ratio_claim(text: str, target: float, above: tuple[Figures, str], below: tuple[Figures, str]) -> dict[str, Any]:
@@ -279,3 +287,37 @@ def agreement(factors: Factors, outcome: Measurement) -> Figures:
             trace = theirs.diagonal().double().sum() if theirs.ndim == 2 else theirs.double().sum()
             ratios[side].append(float(trace) / float(getattr(ours[name], f"diagonal_{side}").double().sum()))
     return {side: {"least": min(each), "most": max(each), "layers": len(each)} for side, each in ratios.items() if each}
+
+
+def operations(case: Case) -> Figures:
+    """Return the operations of a whole job that take most of the device's seconds, and most of the host's."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if DEVICE.type == "cuda" else [])]
+    with profile(activities=activities) as recorded:
+        figures = collected(case)
+    averages = recorded.key_averages()
+    tables = {}
+    for place, seconds in (("device", "self_device_time_total"), ("host", "self_cpu_time_total")):
+        longest = sorted(averages, key=lambda event: getattr(event, seconds), reverse=True)[:PROFILED]
+        tables[place] = {event.key[:120]: [getattr(event, seconds) / 1e6, event.count] for event in longest}
+    return {"whole_seconds": figures["whole_seconds"], "seconds_and_calls": tables}
+
+
+def functions(case: Case) -> Figures:
+    """Return the functions of Python in which a whole job spends most seconds of their own, and most with their calls.
+
+    A function that waits for the device spends what it waits for.
+    """
+    recorder = cProfile.Profile()
+    recorder.enable()
+    try:
+        figures = collected(case)
+    finally:
+        recorder.disable()
+    rows = {}
+    for (file, line, name), (_, calls, own, together, _) in pstats.Stats(recorder).stats.items():  # type: ignore[attr-defined]
+        rows["/".join(file.split("/")[-3:]) + f":{line} {name}"] = [own, together, calls]
+    longest = {
+        word: dict(sorted(rows.items(), key=lambda row: row[1][place], reverse=True)[:PROFILED])
+        for place, word in enumerate(("own", "with_calls"))
+    }
+    return {"whole_seconds": figures["whole_seconds"], "own_and_all_seconds_and_calls": longest}

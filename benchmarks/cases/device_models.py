@@ -4,7 +4,7 @@ Each is made from its shape with random weights, so that nothing is downloaded. 
 norms) are frozen, and so is a language model's head where a case leaves it out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,7 +193,12 @@ def minilm() -> Case:
     return _case("MiniLM", BertForSequenceClassification(config), "sequence_classification", data)
 
 
-PLANNED: tuple[Callable[[], Case], ...] = (resnet, llama, mixture, recurrent)
+PLANNED: Mapping[str, Callable[[], Case]] = {
+    "ResNet-50": resnet,
+    "Llama shapes, bf16": llama,
+    "mixture of experts": mixture,
+    "LSTM": recurrent,
+}
 """Models whose plan is held against what was measured, beside GPT-2 without and with its head."""
 
 
