@@ -37,7 +37,7 @@ from engine.factors.kronecker_factors import digest
 from engine.factors.spilled_factors import SpilledFactors
 from engine.model.batches import Batch
 from engine.model.sharding.gathered_parameters import present
-from engine.model.written_tensors import bit_sum
+from engine.model.written_tensors import bit_sum, bit_sums
 from engine.saved_fields import load_fields, save_fields
 from engine.workspace import Artifacts, Workspace, load_sealed, save_sealed
 
@@ -379,9 +379,11 @@ def fingerprint(model: nn.Module) -> str:
     Returns:
         SHA-256, in hexadecimal, over name, type, shape and checksum of every parameter and buffer.
     """
+    named = (*model.named_parameters(), *model.named_buffers())
+    sums = bit_sums(present(tensor) for _, tensor in named)
     entries = [
-        [name, str(tensor.dtype), list(tensor.shape), bit_sum(present(tensor))]
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        [name, str(tensor.dtype), list(tensor.shape), checksum]
+        for (name, tensor), checksum in zip(named, sums, strict=True)
     ]
     return hashlib.sha256(_canonical(entries).encode()).hexdigest()
 

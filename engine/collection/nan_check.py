@@ -63,13 +63,17 @@ def require_finite_model(model: nn.Module) -> None:
     Raises:
         NonFiniteModel: If one holds NaN or Inf.
     """
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        # torch cannot ask a sparse tensor; what it brings into the outputs is seen there
-        if (
-            tensor.layout == torch.strided
-            and tensor.is_floating_point()
-            and not bool(torch.isfinite(_comparable(present(tensor))).all())
-        ):
+    # torch cannot ask a sparse tensor; what it brings into the outputs is seen there
+    asked = {
+        name: tensor
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.layout == torch.strided and tensor.is_floating_point()
+    }
+    finite = [torch.isfinite(_comparable(present(tensor))).all() for tensor in asked.values()]
+    if all(bool(torch.stack(group).all()) for group in _by_device(finite)):
+        return
+    for (name, tensor), whole in zip(asked.items(), finite, strict=True):
+        if not bool(whole):
             bad = int((~torch.isfinite(_comparable(tensor))).sum())
             raise NonFiniteModel(
                 f"the model's tensor `{name}` holds {bad} NaN or infinite number{'s' if bad > 1 else ''} of "

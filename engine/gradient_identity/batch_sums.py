@@ -156,7 +156,7 @@ class LayerMoments:
             sketched = isinstance(self.statistics.gradient_rows, SketchRows)
             side.add_probabilities_(logits[counted], weights[counted], diagonal=sketched)
 
-    def differences(self) -> Iterator[tuple[float, float, str]]:
+    def differences(self) -> Iterator[tuple[Tensor | float, float, str]]:
         """Yield the relative difference between each sum and the rows, what its precision may explain, and its name."""
         for name, side in self.sides.items():
             found = self._summed(name)
@@ -229,21 +229,37 @@ def _narrower(one: torch.dtype, other: torch.dtype) -> torch.dtype:
     return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _difference(side: RowMoments, found: SumMoments) -> float:
-    squares, forms = side.squares.cpu(), side.forms.cpu()
-    four = torch.stack([squares, forms, found.squares.cpu(), found.forms.cpu()])
-    if not squares.numel() or not bool(four.isfinite().all()):
-        # beyond the range of a precision: of sums and of rows that are kept this ends the job, with its remedy
-        return 0.0
+def _difference(side: RowMoments, found: SumMoments) -> Tensor:
+    """The relative difference (), where the rows are; 0 where a number is beyond the range of its precision."""
+    if not side.squares.numel():
+        return side.squares.new_zeros(())
+    squares, forms = side.squares, side.forms
+    summed = found.squares.to(squares.device), found.forms.to(squares.device)
     # products below the smallest normal number are lost on either side
     underflow = torch.finfo(side.dtype).tiny * (side.rows + 1) * side.vector.shape[1]
     # and what rounding e leaves of rows that cancel: 2 e s is at most a tolerance of s² and e² over it
     precision = _narrower(found.dtype, side.dtype)
-    rounding = torch.as_tensor(side.pooled, dtype=torch.float64).cpu() * (_ROUNDINGS * torch.finfo(precision).eps) ** 2
+    rounding = torch.as_tensor(side.pooled, dtype=torch.float64) * (_ROUNDINGS * torch.finfo(precision).eps) ** 2
     lost = underflow + rounding / TOLERANCES[precision]
-    off = [((found.squares.cpu() - squares).abs() - lost) / (squares + lost)]
-    off.append(((found.forms.cpu() - forms).abs() - 100 * lost) / (squares + forms + lost))
-    return float(torch.stack(off).clamp_min(0).max())
+    off = [((summed[0] - squares).abs() - lost) / (squares + lost)]
+    off.append(((summed[1] - forms).abs() - 100 * lost) / (squares + forms + lost))
+    # beyond the range: of sums and of rows that are kept this ends the job, with its remedy
+    finite = torch.stack([squares, forms, *summed]).isfinite().all()
+    return torch.where(finite, torch.stack(off).clamp_min(0).max(), 0.0)
+
+
+def _known(differences: Sequence[Tensor | float]) -> list[float]:
+    """Read numbers of which some are on a device, with one wait for each."""
+    known = [each if isinstance(each, float) else 0.0 for each in differences]
+    waiting: dict[torch.device, list[int]] = {}
+    for place, each in enumerate(differences):
+        if isinstance(each, Tensor):
+            waiting.setdefault(each.device, []).append(place)
+    for places in waiting.values():
+        read = torch.stack([torch.as_tensor(differences[place]) for place in places]).tolist()
+        for place, number in zip(places, read, strict=True):
+            known[place] = number
+    return known
 
 
 @dataclass(kw_only=True)
@@ -321,14 +337,16 @@ class BatchSums:
             The relative difference, and the sum that it is of, by layer.
         """
         self.close()
+        held = [
+            (name, *each)
+            for name, layer in self.layers.items()
+            if layer.statistics.flaw is None
+            for each in (*layer.differences(), self._terms(layer.statistics), self._missing(examples))
+        ]
         found: dict[str, tuple[float, str]] = {}
-        for name, each in self.layers.items():
-            if each.statistics.flaw is not None:
-                continue
-            known = [*each.differences(), self._terms(each.statistics), self._missing(examples)]
-            failed = [(error, side) for error, tolerance, side in known if not error <= tolerance]
-            if failed:
-                found[name] = max(failed)
+        for (name, _, tolerance, side), error in zip(held, _known([each[1] for each in held]), strict=True):
+            if not error <= tolerance:
+                found[name] = max(found.get(name, (-1.0, "")), (error, side))
         return found
 
     def _terms(self, statistics: LayerStatistics) -> tuple[float, float, str]:

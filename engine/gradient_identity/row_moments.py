@@ -98,7 +98,9 @@ class RowMoments:
             return
         wide = torch.promote_types(rows.dtype, self.dtype)
         vector, last = self.vector[:, :width].to(wide), self.vector[:, -1] if ones else 0.0
-        height = max(1, NUMBERS_AT_ONCE // (groups * width))
+        # on a device each piece is some launches, and no copy is made of rows that are wide already
+        whole = rows.device.type != "cpu" and rows.dtype == wide
+        height = max(1, rows.shape[0] if whole else NUMBERS_AT_ONCE // (groups * width))
         for start in range(0, rows.shape[0], height):
             piece = rows[start : start + height].to(wide).view(-1, groups, width)
             self.squares += torch.linalg.vector_norm(piece, dim=2).to(torch.float64).square().sum(0)

@@ -14,7 +14,8 @@ from engine.layers.layer import TreatedLayer
 
 _MIRRORED = 64
 """Rows of a matrix that is mirrored as the factor will be; of a larger one as many, evenly spaced."""
-_STRIP = 128
+_STRIP, _STRIP_ON_DEVICE = 128, 1024
+"""Rows that are read at once; on a device each strip is some launches."""
 _NUMBERS_AT_ONCE = 2**17
 
 
@@ -41,7 +42,7 @@ def of_sum(total: Tensor, vector: Tensor) -> SumMoments:
         Its trace and form.
 
     Memory:
-        256 Ki numbers.
+        256 Ki numbers; on a device 2 Mi.
     """
     own = vector.to(total.device)
     if total.ndim == 1:
@@ -68,15 +69,16 @@ def _whole(total: Tensor, own: Tensor) -> Tensor:
 def _form(matrix: Tensor, own: Tensor) -> Tensor:
     """The form of a large matrix by its upper triangle; and of some rows and columns as they are mirrored."""
     last = matrix.shape[0] - 1
-    places = torch.tensor([last * each // (_MIRRORED - 1) for each in range(_MIRRORED)], device=matrix.device)
+    places = torch.arange(_MIRRORED, device=matrix.device).mul_(last).div_(_MIRRORED - 1, rounding_mode="floor")
     some, mine = matrix[places[:, None], places], own[places]
     return _upper(matrix, own) - _upper(some, mine) + _whole(some[None], mine[None])[0]
 
 
 def _upper(matrix: Tensor, own: Tensor) -> Tensor:
     narrow, form = own.to(matrix.dtype), -(matrix.diagonal().to(torch.float64) @ own.square())
-    for start in range(0, matrix.shape[0], _STRIP):
-        stop = start + _STRIP
+    strip = _STRIP if matrix.device.type == "cpu" else _STRIP_ON_DEVICE
+    for start in range(0, matrix.shape[0], strip):
+        stop = start + strip
         products = matrix[start:stop, start:stop].triu() @ narrow[start:stop]
         if stop < matrix.shape[0]:
             products += matrix[start:stop, stop:] @ narrow[stop:]

@@ -102,7 +102,8 @@ class MemoryBudget:
 def free_device_bytes(device: torch.device) -> int:
     """Return the bytes that this process could still take on a CUDA device."""
     free, _ = torch.cuda.mem_get_info(device)
-    return int(free) + int(torch.cuda.memory_reserved(device)) - int(torch.cuda.memory_allocated(device))
+    allocated, reserved = device_bytes(device)
+    return int(free) + (reserved or 0) - (allocated or 0)
 
 
 def free_host_bytes() -> int:
@@ -139,7 +140,7 @@ def resident_bytes() -> int:
 def peak_bytes(device: torch.device) -> int:
     """Return the highest memory use so far."""
     if device.type == "cuda":
-        return int(torch.cuda.max_memory_reserved(device))
+        return _counted("reserved_bytes", "peak", device)
     # not ru_maxrss first: that one remembers the parent's peak from before this program was loaded
     return status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -157,7 +158,7 @@ def begin_peak(device: torch.device) -> bool:
 
 def highest_bytes(device: torch.device) -> tuple[int | None, int]:
     """Return the highest memory use since ``begin_peak``."""
-    reserved = int(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else None
+    reserved = _counted("reserved_bytes", "peak", device) if device.type == "cuda" else None
     return reserved, peak_bytes(torch.device("cpu"))
 
 
@@ -182,4 +183,13 @@ def device_bytes(device: torch.device) -> tuple[int | None, int | None]:
     """
     if device.type != "cuda":
         return None, None
-    return int(torch.cuda.memory_allocated(device)), int(torch.cuda.memory_reserved(device))
+    return _counted("allocated_bytes", "current", device), _counted("reserved_bytes", "current", device)
+
+
+def _counted(series: str, when: str, device: torch.device) -> int:
+    """Read a counter of the device's allocator; 0 before anything was allocated.
+
+    ``torch.cuda.memory_allocated`` flattens and sorts all counters for the sake of one.
+    """
+    counters = torch.cuda.memory_stats_as_nested_dict(device)
+    return int(counters[series]["all"][when]) if counters else 0

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from engine.errors import EngineError, ModelChanged
 from engine.model.reachable_state import Places
 from engine.model.state_places import ModulePlace, differs, holds_tensor
-from engine.model.written_tensors import Contents, Watched
+from engine.model.written_tensors import Contents, Watched, bit_sums
 
 _COPIED_BYTES = 2**24
 """Parameters that together have at most these are copied, so that they can be put back too."""
@@ -64,9 +64,7 @@ class ModelState:
         watched = {name: each for name, each in named.items() if _is_watched(each)}
         own = renormed.union(map(id, copied))
         self._few = sum(each.nbytes for each in watched.values()) <= _COPIED_BYTES
-        self._kept = [
-            Watched(name, each, copied=True) for name, each in watched.items() if self._few or id(each) in own
-        ]
+        self._kept = [Watched(name, each) for name, each in watched.items() if self._few or id(each) in own]
         self._unmoved = {name: each for name, each in watched.items() if id(each) not in renormed}
         self._watched: Sequence[Watched] = ()
         self._before, self._drawn = self._taken(), [each.get_state() for each in self._generators]
@@ -76,7 +74,7 @@ class ModelState:
         """Hold the state: every forward pass of the model inside leaves it as it was."""
         if not self._contents.are_there():
             self._working = Contents(self._written)
-        self._watched = [Watched(name, each, copied=False) for name, each in self._unmoved.items()]
+        self._watched = Watched.by_checksum(self._unmoved)
         outer = _HELD.get(model)
         _HELD[model] = self
         try:
@@ -119,7 +117,12 @@ class ModelState:
 
     def _require_unmoved(self, before: EngineError | None = None) -> None:
         """Require that every parameter has the bits that it had; what was raised before is the cause."""
-        moved = [each.name for each in self._watched if each.has_moved(whatever=True)]
+        sums = bit_sums(each.parameter for each in self._watched)
+        moved = [
+            each.name
+            for each, found in zip(self._watched, sums, strict=True)
+            if each.has_moved(whatever=True, checksum=found)
+        ]
         if moved:
             raise self._changed(moved, "writes to") from before
 

@@ -1,7 +1,7 @@
 """Written tensors: the numbers of buffers and parameters, how a write to them is noticed, and how it is undone."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,8 +25,22 @@ def bit_sum(tensor: Tensor) -> int:
     Returns:
         64 bits with their sign; 0 for an empty tensor, and for what is not stored densely.
     """
+    return bit_sums([tensor])[0]
+
+
+def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
+    """Compute the ``bit_sum`` of each tensor, with one wait for each device that they stand on."""
+    sums = [_bit_sum(each) for each in tensors]
+    whole: dict[int, int] = {}
+    for device in {each.device for each in sums}:
+        places = [place for place, each in enumerate(sums) if each.device == device]
+        whole |= zip(places, torch.stack([sums[place] for place in places]).tolist(), strict=True)
+    return [whole[place] for place in range(len(sums))]
+
+
+def _bit_sum(tensor: Tensor) -> Tensor:
     if tensor.layout != torch.strided or not tensor.numel():
-        return 0
+        return torch.zeros((), dtype=torch.int64)
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8
     # torch reads only what lies on a multiple of its size as a wider type
@@ -36,7 +50,7 @@ def bit_sum(tensor: Tensor) -> int:
     sums = torch.cat([square.sum(0), square.sum(1), words[square.numel() :], flat[whole:].to(torch.int64)])
     placed = sums + torch.arange(1, 1 + len(sums), device=sums.device) * _SPREAD
     # not linear, so that changes of two sums do not cancel
-    return int((placed >> 29).bitwise_xor_(placed).mul_(placed).sum())
+    return (placed >> 29).bitwise_xor_(placed).mul_(placed).sum()
 
 
 _LOOKED_AT = 2**12
@@ -102,21 +116,32 @@ def _detach_again(tensor: Tensor, *, leaf: bool) -> None:
 
 
 class Watched:
-    """A parameter, whose numbers must stay as they are."""
+    """A parameter, whose numbers must stay as they are: held against a copy, or against its checksum."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, *, copied: bool) -> None:
+    def __init__(self, name: str, parameter: nn.Parameter, checksum: int | None = None) -> None:
         self.name, self.parameter = name, parameter
-        self._copy = parameter.detach().clone() if copied else None
-        self._sum = 0 if copied else bit_sum(parameter)
+        self._copy = parameter.detach().clone() if checksum is None else None
+        self._sum = checksum
         self._version, self._dtype = version_of(parameter), parameter.dtype
 
-    def has_moved(self, *, whatever: bool) -> bool:
-        """Tell whether the numbers differ, and put them back where there is a copy."""
+    @classmethod
+    def by_checksum(cls, parameters: Mapping[str, nn.Parameter]) -> "list[Watched]":
+        """Watch some parameters, by name, without copies of them."""
+        sums = bit_sums(parameters.values())
+        return [cls(name, each, checksum) for (name, each), checksum in zip(parameters.items(), sums, strict=True)]
+
+    def has_moved(self, *, whatever: bool, checksum: int | None = None) -> bool:
+        """Tell whether the numbers differ, and put them back where there is a copy.
+
+        Args:
+            whatever: Look at the numbers even where nothing was written to the parameter.
+            checksum: Its present ``bit_sum``, where that is known.
+        """
         version = version_of(self.parameter)
         if (version == self._version and not whatever) or self.parameter.dtype != self._dtype:
             return False
         if self._copy is None:
-            moved = bit_sum(self.parameter) != self._sum
+            moved = (bit_sum(self.parameter) if checksum is None else checksum) != self._sum
         else:
             moved = not same_numbers(self.parameter.detach(), self._copy)
             if moved and self.parameter.shape == self._copy.shape:
