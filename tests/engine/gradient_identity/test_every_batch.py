@@ -174,7 +174,8 @@ def test_rows_are_known_again_by_their_numbers_and_places() -> None:
     known = sketch(rows(entered, arrived))
     assert is_known(sketch(rows(entered.clone(), arrived.clone())), known, 0.0)
     nudged = arrived.clone()
-    nudged[0, 4, 2] *= 1 + 1e-4
+    # a small number's difference would be lost by rounding, on some processors
+    nudged.view(-1)[nudged.abs().argmax()] *= 1 + 1e-4
     for a, g in (
         (entered.flip(1), arrived),
         (entered, arrived.flip(2)),
