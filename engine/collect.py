@@ -21,7 +21,7 @@ from engine.collection.ekfac_passes import correct_block, correct_eigenvalues
 from engine.collection.first_check import Verification, explain
 from engine.collection.layer_facts import Surroundings, layer_facts
 from engine.collection.nan_check import require_finite_model, require_known_labels
-from engine.collection.normalise import flaw, foreseen_flaw
+from engine.collection.normalise import flaw, foreseen_flaw, leaves_once
 from engine.collection.parameter_windows import find_windows, list_parameters
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import ProbedModel
@@ -312,7 +312,11 @@ def _finished(
         own = layer_facts(found, group, around)
         windows = find_windows(found.layer, group, tensors)
         facts.append(dataclasses.replace(own, windows=windows, **_reduced(job, found)))
-    factors = [state.factors[name] for name in names]
+    factors = {ordinal: state.factors[name] for name, ordinal in ordinals.items()}
+    once = leaves_once(job.workspace)
+    if once:
+        # the only references to what stands on the device
+        state.factors.clear()
     order = {name: place for place, (name, _) in enumerate(job.model.named_modules())}
     return FactorSet(
         layers=tuple(facts),
@@ -340,6 +344,7 @@ def _finished(
         nondeterministic=tuple(sorted(state.nondeterministic)),
         not_replayed=job.numerics.not_replayed(job.workspace.resume.numerics),
         load=lambda ordinal: factors[ordinal](),
+        let_go=factors.pop if once else lambda _: None,
         load_corrected=(lambda ordinal: corrections[names[ordinal]]()) if corrections else None,
         nested=by_ordinal(job.sizes, state, tuple(facts)),
         owners=owners_by_ordinal(job.workspace, [found.layer.name for found, _ in parts]),

@@ -87,15 +87,15 @@ class Held:
         self._kept: dict[str, Any] = {}
 
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Keep copies of tensors on the host.
+        """Keep tensors on the host, as they are where they stand there and are no part of larger ones.
 
         Args:
             name: The file's name, as in a job's `artifacts`.
-            tensors: Tensors by name, of any shape, dtype and device.
+            tensors: Tensors by name, of any shape, dtype and device; nothing writes to them afterwards.
             metadata: Text for the header; not kept.
         """
         del metadata
-        self._kept[name] = {key: tensor.detach().to("cpu").clone() for key, tensor in tensors.items()}
+        self._kept[name] = {key: _alone(tensor.detach().to("cpu")) for key, tensor in tensors.items()}
 
     def load_tensors(self, name: str) -> dict[str, Tensor]:
         """Return the tensors under a name.
@@ -104,7 +104,7 @@ class Held:
             name: The file's name, as in a job's `artifacts`.
 
         Returns:
-            The copies on the host by name, with the shapes and dtypes of the originals.
+            Those on the host by name, with the shapes and dtypes of the originals.
 
         Raises:
             FileNotFoundError: If nothing was kept under the name.
@@ -146,6 +146,11 @@ class Held:
         if name not in self._kept:
             raise FileNotFoundError(name)
         return self._kept[name]
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Return a tensor that keeps no other numbers in memory than its own."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _copied(value: Any) -> Any:  # noqa: ANN401 - whatever JSON holds

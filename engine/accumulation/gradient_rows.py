@@ -18,6 +18,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from engine.factors.kronecker_factors import HOST
 from engine.factors.low_rank import LowRank, scaled_rows
 from engine.linalg.gram import require_real
 from engine.linalg.linear_operator import Structured
@@ -127,29 +128,32 @@ class GradientRows:
         if self.triangle is not None:
             self.triangle *= math.sqrt(past)
 
-    def finished(self, weight: float, wide: torch.dtype | None = None) -> Sequence[Structured]:
+    def finished(
+        self, weight: float, wide: torch.dtype | None = None, place: torch.device = HOST
+    ) -> Sequence[Structured]:
         """Make each group's G; the rows are of no further use here.
 
         Args:
             weight: Loss terms that G is divided by.
             wide: Precision of rows that were made one; None is that of all rows.
+            place: Where the rows are to stand, of a kind that can stand elsewhere than on the host.
 
         Returns:
-            One structured side per group, its rows on the host.
+            One structured side per group.
         """
         if self.triangle is not None:
             self.merge_()
             found = []
             for triangle in self.triangle:
                 rows, scales = scaled_rows(triangle, wide or self.rows.dtype)
-                found.append(LowRank(rows=rows.to("cpu"), scales=scales.to("cpu"), weight=weight))
+                found.append(LowRank(rows=rows.to(place), scales=scales.to(place), weight=weight))
             return found
-        host = self.rows[:, : self.count].to("cpu")
-        scales = self.scales[:, : self.count].to("cpu")
-        grams = [None] * len(host) if self.grams is None else list(self.grams.div_(weight))
+        rows = self.rows[:, : self.count].to(place)
+        scales = self.scales[:, : self.count].to(place)
+        grams = [None] * len(rows) if self.grams is None else list(self.grams.div_(weight))
         return [
             LowRank(rows=own, scales=beside, weight=weight, known_gram=gram)
-            for own, beside, gram in zip(host, scales, grams, strict=True)
+            for own, beside, gram in zip(rows, scales, grams, strict=True)
         ]
 
     def copied(self) -> Self:

@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.accumulation.gradient_rows import GradientRows
+from engine.factors.kronecker_factors import HOST
 from engine.factors.softmax_fisher import SoftmaxFisher
 
 _NUMBERS_AT_ONCE = 2**21
@@ -74,8 +75,10 @@ class ProbabilityRows(GradientRows):
         self.scales[:, : self.count] *= past
 
     @override
-    def finished(self, weight: float, wide: torch.dtype | None = None) -> Sequence[SoftmaxFisher]:
-        del wide
+    def finished(
+        self, weight: float, wide: torch.dtype | None = None, place: torch.device = HOST
+    ) -> Sequence[SoftmaxFisher]:
+        del wide, place
         rows, weights = self.rows[0, : self.count].to("cpu"), self.scales[0, : self.count].to("cpu")
         return [SoftmaxFisher(rows=rows, weights=weights / weight)]
 

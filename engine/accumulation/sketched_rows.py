@@ -21,6 +21,7 @@ from typing_extensions import override
 from engine.accumulation.gradient_rows import GradientRows
 from engine.accumulation.probability_rows import Terms, chunks
 from engine.factors.diagonal_sketch import DiagonalSketch
+from engine.factors.kronecker_factors import HOST
 from engine.linalg.gram import require_real
 
 _NUMBERS_AT_ONCE = 2**21
@@ -122,8 +123,10 @@ class SketchRows(GradientRows):
             self._sums(sums).mul_(past)
 
     @override
-    def finished(self, weight: float, wide: torch.dtype | None = None) -> Sequence[DiagonalSketch]:
-        del wide
+    def finished(
+        self, weight: float, wide: torch.dtype | None = None, place: torch.device = HOST
+    ) -> Sequence[DiagonalSketch]:
+        del wide, place
         if self.count > self.rank:
             self.merge_()
         sides = []

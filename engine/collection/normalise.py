@@ -19,7 +19,7 @@ from engine.collection.collection_state import CollectionState
 from engine.collection.ranks.owners import is_elsewhere, refuse_elsewhere
 from engine.errors import NonFiniteFactor
 from engine.factors.diagonal_sketch import DiagonalSketch
-from engine.factors.kronecker_factors import Factors, mirrored_, to_storage
+from engine.factors.kronecker_factors import HOST, Factors, mirrored_, to_storage
 from engine.factors.softmax_fisher import SoftmaxFisher
 from engine.factors.spilled_factors import spill
 from engine.layers.convolution import ConvolutionLayer
@@ -42,10 +42,12 @@ def keep_factors(
     *,
     aside: bool,
 ) -> None:
-    """Turn one pass's sums into factors on the host, in memory or spilled: one layer at a time, its sums freed.
+    """Turn one pass's sums into factors, in memory or spilled: one layer at a time, its sums freed.
+
+    They stand on the host, or stay where their sums stood until they are written (``leaves_once``).
 
     Memory:
-        One factor beyond what is kept, where the sums are on the host and kept in another precision.
+        One factor beyond what is kept, where it is kept in another precision than its sums where they stand.
 
     Of several ranks, one that does not own a layer has no factors of it, where sums went to owners.
     """
@@ -53,6 +55,7 @@ def keep_factors(
     shared: dict[str, list[Stored]] = {}
     parts = (part for known in state.statistics.values() for part in known.layer.parts)
     places = {part: place for place, part in enumerate(parts)}
+    stays = leaves_once(workspace) and not aside
     for found in statistics:
         if flaw(found, workspace.options.collection) is not None:
             continue
@@ -60,7 +63,7 @@ def keep_factors(
         if is_elsewhere(workspace, found.layer.name):
             state.factors |= {part: partial(refuse_elsewhere, part) for part in found.layer.parts}
             continue
-        for factors in finish_layer(found, workspace.options.collection, dtype, shared):
+        for factors in finish_layer(found, workspace.options.collection, dtype, shared, stays=stays):
             part = factors.layer
             if aside and workspace.ports.scratch is not None:
                 spilled = spill(workspace.ports.scratch, factors, str(places[part]), state.spilled.get(leader))
@@ -76,10 +79,32 @@ def keep_factors(
         give_back_host_memory()
 
 
+def leaves_once(workspace: Workspace) -> bool:
+    """Return whether factors stay on the device until they are written, since nothing but that is done with them."""
+    options, inputs = workspace.options, workspace.inputs
+    return (
+        workspace.machine.device.type != "cpu"
+        and options.decomposition == "none"
+        and not options.collection.ekfac
+        and inputs.part is None
+        and workspace.machine.ranks is None
+    )
+
+
 def finish_layer(
-    found: LayerStatistics, collection: Collection, dtype: torch.dtype, shared: dict[str, list[Stored]]
+    found: LayerStatistics,
+    collection: Collection,
+    dtype: torch.dtype,
+    shared: dict[str, list[Stored]],
+    *,
+    stays: bool = False,
 ) -> Iterator[Factors]:
-    """Yield the factors of one layer, or of each of its groups; its sums are normalised in place and freed."""
+    """Yield the factors of one layer, or of each of its groups; its sums are normalised in place and freed.
+
+    Args:
+        shared: The A of layers that others share, by layer; this one's are added.
+        stays: Whether factors stay where their sums stand; a tied head's are always made on the host.
+    """
     wanted = collection.storage_dtype
     # a part is rounded once, after the merge
     storage = dtype if wanted is None or found.partial else getattr(torch, wanted)
@@ -98,9 +123,9 @@ def finish_layer(
         found.A = None
     else:
         if holder.layer.name not in shared:
-            shared[holder.layer.name] = _stored(found, "A", _activation(found), storage)
+            shared[holder.layer.name] = _stored(found, "A", _activation(found), storage, stays=stays)
             holder.A = None
-        gradient = _gradient_side(found, collection, storage)
+        gradient = _gradient_side(found, collection, storage, stays=stays)
     found.G = found.gradient_rows = None
     for part, (A, scale_A), (G, scale_G) in zip(found.layer.parts, shared[holder.layer.name], gradient, strict=True):
         yield Factors(
@@ -172,10 +197,12 @@ def _activation(found: LayerStatistics) -> Tensor:
     return layer.in_parameter_order_(symmetric) if isinstance(layer, ConvolutionLayer) else symmetric
 
 
-def _gradient_side(found: LayerStatistics, collection: Collection, storage: torch.dtype) -> Sequence[StoredSide]:
+def _gradient_side(
+    found: LayerStatistics, collection: Collection, storage: torch.dtype, *, stays: bool
+) -> Sequence[StoredSide]:
     """G of each group as it is kept."""
     if found.gradient_rows is None:
-        return _stored(found, "G", _gradient(found, collection), storage)
+        return _stored(found, "G", _gradient(found, collection), storage, stays=stays)
     rows, name = found.gradient_rows, found.layer.name
     if not bool(torch.isfinite(rows.largest).all()):
         raise _overflown(name, "G", found.sums_dtype)
@@ -188,7 +215,8 @@ def _gradient_side(found: LayerStatistics, collection: Collection, storage: torc
             layer=name,
         )
     wide = found.sums_dtype if found.partial else None
-    return [(side, 1.0) for side in found.gradient_rows.finished(found.weight_G or 1.0, wide)]
+    place = rows.rows.device if stays else HOST
+    return [(side, 1.0) for side in rows.finished(found.weight_G or 1.0, wide, place)]
 
 
 def _head_gradient(found: LayerStatistics, collection: Collection) -> Tensor | SoftmaxFisher | DiagonalSketch:
@@ -209,8 +237,10 @@ def _gradient(found: LayerStatistics, collection: Collection) -> Tensor:
     return normalised if normalised.ndim == 1 else mirrored_(normalised)
 
 
-def _stored(found: LayerStatistics, side: str, factor: Tensor, dtype: torch.dtype) -> list[Stored]:
-    """``factor`` on the host as it is kept, with its scale; each group's by itself.
+def _stored(
+    found: LayerStatistics, side: str, factor: Tensor, dtype: torch.dtype, *, stays: bool = False
+) -> list[Stored]:
+    """``factor`` as it is kept, with its scale; each group's by itself.
 
     Raises:
         NonFiniteFactor: If it holds NaN or Inf, or does so at ``dtype``.
@@ -219,7 +249,7 @@ def _stored(found: LayerStatistics, side: str, factor: Tensor, dtype: torch.dtyp
     if not _is_finite(factor):
         raise _overflown(name, side, factor.dtype)
     groups = [factor] if found.layer.groups == 1 else list(factor)
-    kept = [to_storage(group, dtype) for group in groups]
+    kept = [to_storage(group, dtype, group.device if stays else HOST) for group in groups]
     if dtype != factor.dtype and not all(_is_finite(stored) for stored, _ in kept):
         kind = str(dtype).removeprefix("torch.")
         raise NonFiniteFactor(

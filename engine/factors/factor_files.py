@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from torch import Tensor
@@ -59,6 +60,7 @@ def write_factors(
     factors: Factors,
     name: str | None = None,
     corrected: Corrected | None = None,
+    stored: Mapping[Literal["A", "G"], Tensor | Structured] = MappingProxyType({}),
 ) -> None:
     """Write one layer's packed triangles and its correction; tensors of a shared A are written once, with its leader.
 
@@ -67,15 +69,18 @@ def write_factors(
         factors: Its A and G.
         name: Name of the artifact; None is ``factor_file``'s.
         corrected: EK-FAC's correction; None without one.
+        stored: Those of A and G that are on the host as they are stored already (``Departed.stored``).
     """
-    side = factors.G
+    side = stored.get("G")
     tensors: dict[str, Tensor]
-    if isinstance(side, Structured):
-        tensors, own = side.tensors(), side.metadata()
+    if isinstance(factors.G, Structured):
+        kept = side if isinstance(side, Structured) else factors.G
+        tensors, own = kept.tensors(), kept.metadata()
     else:
-        tensors, own = {"gradient_covariance": packed(side)}, {}
+        tensors, own = {"gradient_covariance": side if isinstance(side, Tensor) else packed(factors.G)}, {}
     if facts.shared_A_with is None:
-        tensors["activation_covariance"] = packed(factors.A)
+        known = stored.get("A")
+        tensors["activation_covariance"] = known if isinstance(known, Tensor) else packed(factors.A)
     if factors.head_diagonal is not None:
         tensors["head_diagonal"] = factors.head_diagonal
         tensors |= {} if factors.tied is None else factors.tied.stored()

@@ -19,6 +19,7 @@ from engine.errors import BiasColumnMismatch, BrokenFactors
 from engine.layers.layer import Form
 from engine.linalg.linear_operator import Structured
 
+HOST = torch.device("cpu")
 _HASHED_AT_ONCE = 2**26
 _MIRRORED_ROWS = 64
 
@@ -166,8 +167,8 @@ def _widened(stored: Tensor, scale: float) -> Tensor:
     return stored.to(torch.float32 if 2.0**-100 <= scale <= 2.0**100 else torch.float64) * scale
 
 
-def to_storage(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """Convert a matrix to its storage precision on the host.
+def to_storage(matrix: Tensor, dtype: torch.dtype, place: torch.device = HOST) -> tuple[Tensor, float]:
+    """Convert a matrix to its storage precision, on the host as a rule.
 
     Only float16 needs a scale: it ends at 65504, where bfloat16 has the exponents of float32. The
     largest entry of a positive semidefinite matrix stands on its diagonal, and comes to lie
@@ -176,25 +177,26 @@ def to_storage(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
     Args:
         matrix: Shape (n, n), or the diagonal (n,); any float dtype and device.
         dtype: Storage precision.
+        place: Where it is to stand.
 
     Returns:
         The stored matrix, and the power of two that it must be multiplied by.
 
     Memory:
-        On the matrix's device 1024 rows in float64; on the host one copy, unless it is there already.
+        On the matrix's device 1024 rows in float64; at its place one copy, unless it is there already.
     """
     if matrix.dtype == dtype:
-        return matrix.to("cpu"), 1.0
+        return matrix.to(place), 1.0
     scale = 1.0
     if dtype == torch.float16:
         largest = float((matrix if matrix.ndim == 1 else matrix.diagonal()).max())
         scale = 2.0 ** (math.frexp(largest)[1] - 15) if largest > 0 else 1.0
-    host = torch.empty(matrix.shape, dtype=dtype)
+    stored = torch.empty(matrix.shape, dtype=dtype, device=place)
     for start in range(0, matrix.shape[0], 1024):
         # through float64, which holds both the scale and what it is divided out of
         rows = matrix[start : start + 1024].to(torch.float64)
-        host[start : start + 1024] = (rows if scale == 1 else rows.div_(scale)).to(dtype)
-    return host, scale
+        stored[start : start + 1024] = (rows if scale == 1 else rows.div_(scale)).to(dtype)
+    return stored, scale
 
 
 def require_bias_column(
@@ -311,10 +313,30 @@ def digest(tensor: Tensor | Structured) -> str:
     if isinstance(tensor, Structured):
         return tensor.digest()
     host = tensor.detach().to("cpu").contiguous()
-    hashed = hashlib.sha256(f"{str(host.dtype).removeprefix('torch.')}{tuple(host.shape)}".encode())
-    size = host.numel() * host.element_size()
-    # torch gives no buffer without numpy, which this floor does without
-    content = memoryview((ctypes.c_char * size).from_address(host.data_ptr())) if size else memoryview(b"")
-    for start in range(0, size, _HASHED_AT_ONCE):
-        hashed.update(content[start : start + _HASHED_AT_ONCE])
+    hashed = Hashed(host)
+    hashed.add(host.data_ptr(), host.nbytes)
     return hashed.hexdigest()
+
+
+class Hashed:
+    """The digest of a tensor whose bytes come one after another."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Begin with dtype and shape of ``tensor``."""
+        self._sha = hashlib.sha256(f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}".encode())
+
+    def add(self, address: int, size: int) -> None:
+        """Take in bytes on the host.
+
+        Args:
+            address: Where they begin.
+            size: How many they are.
+        """
+        # torch gives no buffer without numpy, which this floor does without
+        content = memoryview((ctypes.c_char * size).from_address(address)) if size else memoryview(b"")
+        for start in range(0, size, _HASHED_AT_ONCE):
+            self._sha.update(content[start : start + _HASHED_AT_ONCE])
+
+    def hexdigest(self) -> str:
+        """Return 64 hexadecimal digits."""
+        return self._sha.hexdigest()

@@ -22,7 +22,7 @@ References:
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, Self
 
@@ -57,6 +57,8 @@ class LowRank(RowSide):
     """w: loss terms."""
     known_gram: Tensor | None = None
     """Upper triangle of K (T(T+1)/2,) float64 on the host, where several ranks have summed it already."""
+    rows_digest: str | None = None
+    """SHA-256 of the rows, where it is known."""
 
     @override
     @property
@@ -247,8 +249,17 @@ class LowRank(RowSide):
     @override
     def digest(self) -> str:
         # sHA-256 over the digests of rows and scales, and the weight
-        parts = (digest(self.rows), digest(self.scales), repr(self.weight))
+        parts = (self.rows_digest or digest(self.rows), digest(self.scales), repr(self.weight))
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+    def departed(self, rows: Tensor, rows_digest: str) -> Self:
+        """Return the same side with its rows on the host, as they have come there.
+
+        Args:
+            rows: The rows (T, n) on the host.
+            rows_digest: Their SHA-256.
+        """
+        return replace(self, rows=rows, rows_digest=rows_digest, scales=self.scales.to("cpu"))
 
     def factorised(self, damping: float, eps: float) -> Factorised:
         """Return how ``damping·I + K`` is inverted: by Cholesky, nearly always without any jitter.

@@ -71,8 +71,10 @@ class Side:
 
 def measure_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, side: Literal["A", "G"]) -> Side:
     """Compute digest, norms and spectrum of one factor."""
-    factor, there = arrived.side(side)
+    there = arrived.side(side)[1]
     scale = arrived.factors.scale_A if side == "A" else arrived.factors.scale_G
+    # those of the device first: what leaves it is hashed meanwhile
+    norms = trace(there, scale), frobenius(there, scale)
     own = arrived.digest(side)
     found = read_or_decompose(workspace, facts, arrived, side, own)
     counted = None
@@ -80,8 +82,8 @@ def measure_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, side
         counted = there.counted(workspace.options.stabilisation.kappa_max)
     return Side(
         digest=own,
-        trace=trace(factor, scale),
-        frobenius=frobenius(factor, scale),
+        trace=norms[0],
+        frobenius=norms[1],
         scale=scale,
         rank_bound=_rank_bound(facts, side),
         found=found,

@@ -107,11 +107,11 @@ def measure_layers(workspace: Workspace) -> Iterator[Measured]:
     arriving = stream_factors(
         [facts for facts in order if facts.ordinal not in known and (division is None or division.is_own(facts))],
         factors.load,
-        # a factor that is not decomposed stays where it is kept
-        device=torch.device("cpu") if workspace.options.decomposition == "none" else workspace.machine.device,
+        device=workspace.machine.device,
         guard=workspace.machine.guard,
-        need="vectors" if workspace.options.decomposition == "vectors" else "values",
+        need=None if workspace.options.decomposition == "none" else workspace.options.decomposition,
         source=_source(workspace, factors),
+        packs=keep_factors or cache is not None,
     )
 
     def measure(facts: LayerFacts) -> Measured:
@@ -151,7 +151,7 @@ def _measure_divided(
     """Measure this rank's layers, and take those of the others from them; write what this rank keeps of all."""
     known, cache = workspace.results.of(_MeasuredLayers), _cache(workspace, whole)
     order, measure = work
-    places = ([workspace.ports.artifacts] if keep_factors else []) + ([] if cache is None else [cache.shelf()])
+    places = _places(workspace, cache, keep_factors=keep_factors)
     # a rank that keeps files writes what it has, and is sent what it has not
     files = SentFiles(division=division, places=places) if whole.owners is not None and places else None
 
@@ -179,6 +179,11 @@ def _measure_divided(
         if "spectra" in workspace.options.keep and not division.is_own(facts):
             keep_spectra(workspace, facts, found.sides["A"], found.sides["G"])
     _complete(workspace, whole, cache, keep_factors=keep_factors)
+
+
+def _places(workspace: Workspace, cache: FactorCache | None, *, keep_factors: bool) -> list[Artifacts]:
+    """Return where factors are written."""
+    return ([workspace.ports.artifacts] if keep_factors else []) + ([] if cache is None else [cache.shelf()])
 
 
 def _load_basis(
@@ -229,12 +234,6 @@ def _measure(
     arrived = next(each for each in arriving if each.factors.layer == facts.name)
     factors = arrived.factors
     corrected = None if whole.load_corrected is None else whole.load_corrected(facts.ordinal)
-    if keep_factors:
-        write_factors(workspace.ports.artifacts, facts, factors, corrected=corrected)
-    # several ranks write theirs together
-    cache = _cache(workspace, whole) if workspace.machine.ranks is None else None
-    if cache is not None:
-        write_factors(cache.shelf(), facts, factors, corrected=corrected)
     ekfac = {} if corrected is None else _digests(corrected)
     side_g = measure_side(workspace, facts, arrived, "G")
     shared_a = workspace.results.of(_SharedSides)
@@ -242,6 +241,11 @@ def _measure(
     if leader not in shared_a:
         shared_a[leader] = measure_side(workspace, facts, arrived, "A")
     side_a = shared_a[leader]
+    # several ranks write theirs together
+    cache = _cache(workspace, whole) if workspace.machine.ranks is None else None
+    for place in _places(workspace, cache, keep_factors=keep_factors):
+        write_factors(place, facts, factors, corrected=corrected, stored=arrived.stored)
+    whole.let_go(facts.ordinal)
     spectrum_a, spectrum_g = side_a.spectrum, side_g.spectrum
     if "spectra" in workspace.options.keep:
         keep_spectra(workspace, facts, side_a, side_g)

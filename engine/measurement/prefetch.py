@@ -5,19 +5,19 @@ there on a stream of its own. It begins only where the next layer fits beside al
 one takes, so that no layer goes down a rung for another's sake.
 
 Factors that are in memory together are hashed ahead by a few threads: SHA-256 of a few layers at once
-takes as long as of one.
+takes as long as of one. Those that stand on the device leave it by these threads (``departure``).
 """
 
 import contextlib
-import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import torch
 from torch import Tensor
 
+from engine.factors.departure import Departed, Departures, leaves, threads
 from engine.factors.factor_set import LayerFacts
 from engine.factors.kronecker_factors import Factors, digest
 from engine.linalg.eigendecomposition import rungs
@@ -26,8 +26,6 @@ from engine.linalg.linear_operator import Structured
 from engine.memory.guard import Guard
 
 Factor = Tensor | Structured
-_HASHING = 4
-"""Threads that hash."""
 _WORTH_A_THREAD = 2**18
 """Bytes that take some 0.2 ms to hash."""
 
@@ -39,21 +37,28 @@ Source = Literal["resident", "stored", "merged"]
 
 @dataclass(frozen=True, kw_only=True)
 class Arrived:
-    """One layer's factors, on the host and where they are decomposed."""
+    """One layer's factors, as they are kept and where they are computed with."""
 
     factors: Factors
-    there_A: Factor
+    """On the host, or where their sums stood if they leave the device only once."""
+    there_A: Tensor
     """A on the device; on a CPU the same tensor."""
     there_G: Factor
     sent: torch.cuda.Event | None = None
     """When both have arrived; None where nothing was sent."""
-    hashed: Mapping[Side, Future[str]] = field(default_factory=dict)
-    """Digests that are being computed already."""
+    leaving: Mapping[Side, Future[Departed]] = field(default_factory=dict)
+    """Digests that are being computed already, and what leaves the device with them."""
 
     def digest(self, side: Side) -> str:
         """Return the SHA-256 of one factor as it is kept."""
-        known = self.hashed.get(side)
-        return digest(self.side(side)[0]) if known is None else known.result()
+        leaving = self.leaving.get(side)
+        return digest(self.side(side)[0]) if leaving is None else leaving.result().digest
+
+    @property
+    def stored(self) -> Mapping[Side, Factor]:
+        """Those that have left the device, as they are stored."""
+        found = {side: leaving.result().stored for side, leaving in self.leaving.items()}
+        return {side: stored for side, stored in found.items() if stored is not None}
 
     def side(self, name: Side) -> tuple[Factor, Factor]:
         """Return one factor as it is kept on the host, and as it stands where it is decomposed."""
@@ -63,7 +68,7 @@ class Arrived:
         """Let the device's present work follow their arrival."""
         if self.sent is None:
             return
-        present = torch.cuda.current_stream()
+        present = torch.cuda.current_stream(self.there_A.device)
         present.wait_event(self.sent)
         for factor in (self.there_A, self.there_G):
             if isinstance(factor, Tensor):
@@ -97,23 +102,34 @@ def stream_factors(
     *,
     device: torch.device,
     guard: Guard,
-    need: Need,
+    need: Need | None,
     source: Source,
+    packs: bool = False,
 ) -> Generator[Arrived, None, None]:
     """Yield the factors of some layers; the next ones are read while the caller works on the present ones.
 
+    Args:
+        layers: The layers, in order.
+        load: Returns the factors of an ordinal.
+        device: Where the caller computes.
+        guard: Tells what else fits.
+        need: What is computed of a decomposition; None where nothing is decomposed, and each factor stays where it is.
+        source: Where the factors are.
+        packs: Whether factors that leave the device are stored.
+
     Memory:
         One layer's factors and the next one's, on the host and on the device; what is resident
-        takes no more on the host.
+        takes no more on the host but what leaves the device ahead: of a few layers, what is stored of them.
     """
-    if source == "resident" and device.type == "cpu":
-        yield from _hashed_ahead(layers, load)
+    if source == "resident" and (device.type == "cpu" or need is None):
+        yield from _hashed_ahead(layers, load, device, packs=packs)
         return
-    side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    sends = need is not None and device.type == "cuda"
+    side = torch.cuda.Stream(device) if sends else None  # type: ignore[no-untyped-call]
     with ThreadPoolExecutor(1, thread_name_prefix="next-layer") as pool:
         coming: Future[Arrived] | None = None
         for place, facts in enumerate(layers):
-            here = _arrived(load(facts.ordinal), device) if coming is None else coming.result()
+            here = _send(load, facts.ordinal, device, side) if coming is None else coming.result()
             coming = None
             following = layers[place + 1] if place + 1 < len(layers) else None
             if following is not None:
@@ -127,41 +143,58 @@ def stream_factors(
             del here
 
 
-def _hashed_ahead(layers: Sequence[LayerFacts], load: Callable[[int], Factors]) -> Iterator[Arrived]:
-    """Yield resident layers, the digests of the next ones on their way."""
-    host, hashed = torch.device("cpu"), dict[int, dict[Side, Future[str]]]()
-    workers = min(_HASHING, os.cpu_count() or 1)
+def _hashed_ahead(
+    layers: Sequence[LayerFacts], load: Callable[[int], Factors], device: torch.device, *, packs: bool
+) -> Iterator[Arrived]:
+    """Yield resident layers, the digests of the next ones on their way, and what of them leaves the device."""
+    leaving = dict[int, dict[Side, Future[Departed]]]()
+    ahead = threads()
     with contextlib.ExitStack() as closing:
-        pool: ThreadPoolExecutor | None = None
+        pool: Departures | None = None
         for place, facts in enumerate(layers):
-            for following in layers[place : place + workers + 1]:
-                if following.ordinal in hashed:
+            for following in layers[place : place + ahead + 1]:
+                if following.ordinal in leaving:
                     continue
-                hashed[following.ordinal] = {}
-                for side, factor in _worth_hashing(following, load(following.ordinal)):
-                    if pool is None:
-                        pool = ThreadPoolExecutor(workers, thread_name_prefix="digest")
-                        closing.callback(pool.shutdown, cancel_futures=True)
-                    hashed[following.ordinal][side] = pool.submit(digest, factor)
-            yield replace(_arrived(load(facts.ordinal), host), hashed=hashed[facts.ordinal])
+                leaving[following.ordinal] = {}
+                for side, factor in _own(following, load(following.ordinal)):
+                    if pool is None and (leaves(factor, device) or _is_worth_a_thread(factor)):
+                        pool = closing.enter_context(Departures())
+                    if pool is not None and leaves(factor, device):
+                        leaving[following.ordinal][side] = pool.send(factor, packs=packs)
+                    elif pool is not None and _is_worth_a_thread(factor):
+                        leaving[following.ordinal][side] = pool.hash(factor)
+            yield replace(_as_kept(load(facts.ordinal), device), leaving=leaving.pop(facts.ordinal))
 
 
-def _worth_hashing(facts: LayerFacts, factors: Factors) -> Iterator[tuple[Side, Tensor]]:
-    """Yield dense factors that take longer to hash than a thread to begin; a shared A is its leader's."""
-    sides: tuple[tuple[Side, Factor], ...] = (("G", factors.G), ("A", factors.A))
-    for side, factor in sides:
-        own = side == "G" or facts.shared_A_with is None
-        if own and isinstance(factor, Tensor) and factor.nbytes >= _WORTH_A_THREAD:
-            yield side, factor
+def _own(facts: LayerFacts, factors: Factors) -> Iterator[tuple[Side, Factor]]:
+    """Yield a layer's factors; a shared A is its leader's."""
+    yield "G", factors.G
+    if facts.shared_A_with is None:
+        yield "A", factors.A
 
 
-def _fits(present: LayerFacts, factors: Factors, ahead: int, device: torch.device, guard: Guard, need: Need) -> bool:
+def _is_worth_a_thread(factor: Factor) -> TypeGuard[Tensor]:
+    """Return whether a dense factor takes longer to hash than a thread to begin."""
+    return isinstance(factor, Tensor) and factor.nbytes >= _WORTH_A_THREAD
+
+
+def _as_kept(factors: Factors, device: torch.device) -> Arrived:
+    """Factors where they are; what stands for a G computes on the device."""
+    there = factors.G if isinstance(factors.G, Tensor) else factors.G.to(device)
+    return Arrived(factors=factors, there_A=factors.A, there_G=there)
+
+
+def _fits(
+    present: LayerFacts, factors: Factors, ahead: int, device: torch.device, guard: Guard, need: Need | None
+) -> bool:
     """Whether the next layer's factors, of ``ahead`` bytes, fit beside the first rung of either of the present one."""
     ladders = [
-        rungs(rows, need=need, device=device, dtype=dtype) for rows, dtype in _decomposed_rows(present, factors) if rows
+        rungs(rows, need=need, device=device, dtype=dtype)
+        for rows, dtype in _decomposed_rows(present, factors)
+        if rows and need is not None
     ]
     first = [ladder[0] for ladder in ladders if ladder]
-    on_device = ahead if device.type != "cpu" else 0
+    on_device = ahead if need is not None and device.type != "cpu" else 0
     return guard.fits(
         device_bytes=on_device + max((cost.device_bytes for cost in first), default=0),
         # pinned besides
@@ -178,25 +211,20 @@ def _decomposed_rows(facts: LayerFacts, factors: Factors) -> Iterator[tuple[int,
             yield side.shape[0] if side.ndim == 2 else 0, side.dtype
 
 
-def _arrived(factors: Factors, device: torch.device) -> Arrived:
-    return Arrived(factors=factors, there_A=factors.A.to(device), there_G=factors.G.to(device))
-
-
 def _send(
     load: Callable[[int], Factors], ordinal: int, device: torch.device, side: torch.cuda.Stream | None
 ) -> Arrived:
     factors = load(ordinal)
     if side is None:
-        return _arrived(factors, device)
+        return _as_kept(factors, device)
     with torch.cuda.stream(side):
-        there_a, there_g = _sent(factors.A, device), _sent(factors.G, device)
+        there_a = _sent(factors.A, device)
+        there_g = _sent(factors.G, device) if isinstance(factors.G, Tensor) else factors.G.to(device)
         sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
         sent.record(side)
     return Arrived(factors=factors, there_A=there_a, there_G=there_g, sent=sent)
 
 
-def _sent(factor: Factor, device: torch.device) -> Factor:
-    if isinstance(factor, Structured):
-        return factor.to(device)
+def _sent(factor: Tensor, device: torch.device) -> Tensor:
     # the pinned copy goes back to torch's host allocator, which keeps it until the stream has read it
     return factor.pin_memory().to(device, non_blocking=True)

@@ -13,8 +13,10 @@ from torch import nn
 
 from engine.accumulation.batch_variance import NUMBERS_AT_ONCE
 from engine.accumulation.example_gradients import squared_norms_numbers
+from engine.collection.normalise import leaves_once
 from engine.collection.probe import Probe, sides_of
 from engine.collection.subsamples import EIGHTHS
+from engine.factors.departure import departing_bytes
 from engine.layers.convolution import ConvolutionLayer
 from engine.layers.layer import BlockLayer, TreatedLayer, factor_sides
 from engine.memory.host_accumulation import staging_numbers
@@ -139,7 +141,10 @@ def plan_of(
         )
     # when ranks add up, the pass is over, and with it all of a slice
     terms += reduction_terms(workspace, probe, sums, slice_bytes)
-    terms += kept_terms(workspace, probe, offload=chosen.offload, several=several)
+    terms += [
+        *kept_terms(workspace, probe, offload=chosen.offload, several=several),
+        *_leaving_terms(workspace, place, largest, probe, 0 if chosen.offload or several else most),
+    ]
     if chosen.offload:
         numbers = staging_numbers(
             side for layer in probe.layers for side in factor_sides(layer, follows=layer.name in probe.shared)
@@ -157,12 +162,12 @@ def plan_of(
             for end in ends
         ]
     if probe.repeated:
-        waiting = sum(_arriving(call) for call in probe.calls) * examples // probe.examples
+        held_back = sum(_arriving(call) for call in probe.calls) * examples // probe.examples
         terms.append(
             Term(
                 name="gradients that wait",
                 formula="slice · Σ outputs, until all of a direction are finite",
-                size_bytes=waiting,
+                size_bytes=held_back,
                 place=place,
                 source="estimated",
                 stage="collection",
@@ -176,6 +181,24 @@ def plan_of(
     ]
     terms += weight_terms(workspace, place)
     return Plan(terms=tuple(terms), chosen=chosen)
+
+
+def _leaving_terms(
+    workspace: Workspace, place: Literal["device", "host"], largest: int, probe: Probe, waiting: int
+) -> list[Term]:
+    """What factors hold that stay on the device until they are written, ``waiting`` of them."""
+    if not leaves_once(workspace) or not waiting:
+        return []
+    gathered, pinned = departing_bytes(largest * largest, probe.dtype.itemsize)
+    sizes: list[tuple[str, str, int, Literal["device", "host"]]] = [
+        ("factors that wait", "accumulators, until they are written", waiting, place),
+        ("panels", "of each thread what it gathers", gathered, place),
+        ("panels", "4 of each thread, pinned", pinned, "host"),
+    ]
+    return [
+        Term(name=name, formula=formula, size_bytes=size, place=where, source="exact", stage="decomposition")
+        for name, formula, size, where in sizes
+    ]
 
 
 def _heaviest(

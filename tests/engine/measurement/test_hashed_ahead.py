@@ -34,7 +34,7 @@ def test_digests_are_those_of_each_layer() -> None:
         factors = whole.load(facts.ordinal)
         assert isinstance(factors.G, torch.Tensor)
         # what is large by a thread, the rest at once
-        assert set(arrived.hashed) == ({"A"} if facts.in_dim > 256 else set())
+        assert set(arrived.leaving) == ({"A"} if facts.in_dim > 256 else set())
         assert arrived.digest("A") == sha(factors.A) == digest(factors.A)
         assert arrived.digest("G") == sha(factors.G)
 

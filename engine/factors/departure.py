@@ -1,0 +1,224 @@
+"""Departure: factors leave the device as they are stored, hashed on their way.
+
+A factor goes by panels of whole rows. Each of a few threads has a stream and pinned buffers of its own: the device
+gathers the upper triangle of a panel, panel and triangle are copied, and while the next panel is on its way the thread
+hashes the last one and puts its triangle where it is kept. Nothing is computed on the host but the digest.
+"""
+
+import ctypes
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Self, TypeGuard
+
+import torch
+from torch import Tensor
+
+from engine.factors.kronecker_factors import Hashed, digest
+from engine.factors.low_rank import LowRank
+from engine.linalg.linear_operator import Structured
+
+PANEL_NUMBERS = 2**19
+"""Numbers of a panel, where a single row is not longer: 2 MiB in float32."""
+MOST_THREADS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Departed:
+    """A factor that has left the device, or never stood there."""
+
+    digest: str
+    """SHA-256, as ``digest`` computes it."""
+    stored: Tensor | Structured | None = None
+    """As it is stored, on the host: (n(n+1)/2,) of a dense one, a diagonal (n,), or its rows; None where only the
+    digest was asked for."""
+
+
+def leaves(factor: Tensor | Structured, device: torch.device) -> TypeGuard[Tensor | LowRank]:
+    """Return whether a factor stands on the ``device`` and is one that ``Departures`` can take off it."""
+    held = factor.rows if isinstance(factor, LowRank) else factor
+    return device.type != "cpu" and isinstance(held, Tensor) and held.device.type == device.type
+
+
+def departing_bytes(numbers: int, itemsize: int) -> tuple[int, int]:
+    """Compute what the departure of factors holds besides what is kept.
+
+    Args:
+        numbers: Numbers of the largest factor.
+        itemsize: Bytes of one number.
+
+    Returns:
+        Bytes on the device (of each thread a gathered panel and where its numbers stand), and of pinned memory (of each
+        thread two panels and their triangles).
+    """
+    panel = min(numbers, PANEL_NUMBERS)
+    return threads() * panel * (itemsize + 16), threads() * 4 * panel * itemsize
+
+
+def threads() -> int:
+    """Return how many threads take factors off a device."""
+    return min(MOST_THREADS, os.cpu_count() or 1)
+
+
+class Departures:
+    """Threads that take factors off the device."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(threads(), thread_name_prefix="departure")
+        self._own = threading.local()
+
+    def __enter__(self) -> Self:
+        """Return this."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait for what is under way; what has not begun is given up."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def send(self, factor: Tensor | LowRank, *, packs: bool) -> Future[Departed]:
+        """Let a factor leave once the device's present work is done.
+
+        Args:
+            factor: Symmetric, shape (n, n), a diagonal (n,), or rows that stand for G; nothing may write to it before
+                it has left.
+            packs: Whether it is stored, besides its digest.
+
+        Returns:
+            Its digest, and what is stored of it, when they are there.
+        """
+        ready, held = None, factor.rows if isinstance(factor, LowRank) else factor
+        if held.is_cuda:
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record(torch.cuda.current_stream(held.device))
+        return self._pool.submit(self._leave, factor, ready, packs)
+
+    def hash(self, factor: Tensor) -> Future[Departed]:
+        """Let the digest of a factor on the host be made."""
+        return self._pool.submit(lambda: Departed(digest=digest(factor)))
+
+    def _leave(self, factor: Tensor | LowRank, ready: torch.cuda.Event | None, packs: bool) -> Departed:
+        if isinstance(factor, LowRank):
+            rows = self._buffers(factor.rows.device).take(factor.rows.contiguous(), ready, packs=True, whole=True)
+            if not isinstance(rows.stored, Tensor):
+                raise TypeError
+            side = factor.departed(rows.stored, rows.digest)
+            return Departed(digest=side.digest(), stored=side if packs else None)
+        if factor.ndim == 1:
+            if ready is not None:
+                ready.synchronize()
+            host = factor.detach().to("cpu")
+            return Departed(digest=digest(host), stored=host if packs else None)
+        return self._buffers(factor.device).take(factor.detach().contiguous(), ready, packs=packs)
+
+    def _buffers(self, device: torch.device) -> "_Buffers":
+        if not hasattr(self._own, "buffers"):
+            self._own.buffers = _Buffers(device)
+        return self._own.buffers  # type: ignore[no-any-return]
+
+
+@dataclass(eq=False)
+class _Panel:
+    """Two buffers on the host, and what is on its way into them."""
+
+    rows: Tensor
+    triangle: Tensor
+    arrived: torch.cuda.Event | None
+
+
+class _Buffers:
+    """What one thread takes factors off the device with."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._panels: list[_Panel] = []
+
+    def take(self, factor: Tensor, ready: torch.cuda.Event | None, *, packs: bool, whole: bool = False) -> Departed:
+        """Copy one factor panel by panel; hash each while the next is on its way."""
+        rows, size = factor.shape
+        height = max(1, min(rows, PANEL_NUMBERS // max(size, 1)))
+        slots = self._slots(height * size * factor.element_size())
+        shape = (rows, size) if whole else (size * (size + 1) // 2 if packs else 0,)
+        arrival = _Arrival(hashed=Hashed(factor), stored=torch.empty(shape, dtype=factor.dtype))
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if self._stream is not None and ready is not None:
+                self._stream.wait_event(ready)
+            triangle = _Triangle(size, factor.device) if packs and not whole else None
+            under_way: tuple[_Panel, Tensor, Tensor | None] | None = None
+            for number, start in enumerate(range(0, rows, height)):
+                panel, own = slots[number % 2], factor[start : start + height]
+                arriving = _copy(panel.rows, own)
+                packed = arriving if whole else None
+                if triangle is not None:
+                    packed = _copy(panel.triangle, triangle.of_rows(own, start))
+                if panel.arrived is not None:
+                    panel.arrived.record(self._stream)
+                if under_way is not None:
+                    arrival.take_in(*under_way)
+                under_way = panel, arriving, packed
+            if under_way is not None:
+                arrival.take_in(*under_way)
+        return Departed(digest=arrival.hashed.hexdigest(), stored=arrival.stored if packs else None)
+
+    def _slots(self, size_bytes: int) -> list[_Panel]:
+        if not self._panels or self._panels[0].rows.nbytes < size_bytes:
+            cuda = self._stream is not None
+            self._panels = [
+                _Panel(
+                    rows=torch.empty(size_bytes, dtype=torch.uint8, pin_memory=cuda),
+                    triangle=torch.empty(size_bytes, dtype=torch.uint8, pin_memory=cuda),
+                    arrived=torch.cuda.Event() if cuda else None,  # type: ignore[no-untyped-call]
+                )
+                for _ in range(2)
+            ]
+        return self._panels
+
+
+class _Triangle:
+    """The places of the upper triangle (size, size), on the device."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._size = size
+        self._lengths = torch.arange(size, 0, -1, device=device)
+        # the numbers of the matrix before those of a row in the triangle, less those of the triangle
+        self._shifts = (
+            torch.arange(size, device=device).mul_(size + 1).sub_(self._lengths.cumsum(0)).add_(self._lengths)
+        )
+
+    def of_rows(self, rows: Tensor, start: int) -> Tensor:
+        """Return the numbers of the triangle in some ``rows`` (P, size), the first of which is the row ``start``."""
+        stop = start + rows.shape[0]
+        before, count = self._numbers(0, start), self._numbers(start, stop)
+        shifts = self._shifts[start:stop] + (before - start * self._size)
+        places = shifts.repeat_interleave(self._lengths[start:stop], output_size=count)
+        places += torch.arange(count, device=rows.device)
+        return rows.view(-1).index_select(0, places)
+
+    def _numbers(self, start: int, stop: int) -> int:
+        return (stop - start) * (2 * self._size - start - stop + 1) // 2
+
+
+@dataclass(eq=False)
+class _Arrival:
+    """A factor as far as it has arrived."""
+
+    hashed: Hashed
+    stored: Tensor
+    kept_bytes: int = 0
+
+    def take_in(self, panel: _Panel, rows: Tensor, kept: Tensor | None) -> None:
+        """Take in a panel once it is there: hash its rows, and keep what is kept of them."""
+        if panel.arrived is not None:
+            panel.arrived.synchronize()
+        self.hashed.add(rows.data_ptr(), rows.nbytes)
+        if kept is not None:
+            ctypes.memmove(self.stored.data_ptr() + self.kept_bytes, kept.data_ptr(), kept.nbytes)
+            self.kept_bytes += kept.nbytes
+
+
+def _copy(buffer: Tensor, numbers: Tensor) -> Tensor:
+    """Begin to copy contiguous ``numbers`` into a buffer of bytes; return the part of it that they come to lie in."""
+    own = buffer[: numbers.nbytes].view(numbers.dtype)
+    return own.copy_(numbers.reshape(-1), non_blocking=True)
