@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import Dataset
 
 from benchmarks import results_file
 from benchmarks.cases.device_models import DEVICE, Case
@@ -55,6 +56,28 @@ class Clock:
             self.moments.append(now())
             yield batch
         self.moments.append(now())
+
+
+class Sequences(Dataset[Any]):
+    """The batches of a language model as a dataset of their sequences, whose number a plan knows beforehand."""
+
+    def __init__(self, clock: Clock, data: list[tuple[Any, Tensor]]) -> None:
+        """Read what ``clock`` hands out of ``data``."""
+        self._clock, self._data = clock, data
+
+    def __len__(self) -> int:
+        """Return how many sequences there are."""
+        return sum(len(targets) for _, targets in self._data)
+
+    def __getitem__(self, place: int) -> tuple[Any, Tensor]:
+        """Return one sequence and its targets."""
+        return next(each for number, each in enumerate(self) if number == place)
+
+    def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
+        """Hand them out, a batch noted with its first one."""
+        for inputs, targets in self._clock.batches(self._data):
+            for place, target in enumerate(targets):
+                yield {name: each[place] for name, each in inputs.items()}, target
 
 
 def now() -> float:
@@ -126,11 +149,12 @@ def timed(case: Case, self_check: str = "growing", batches: int | None = None) -
     The peak is without the caller's batches, which no plan counts.
     """
     clock, data = Clock(), case.data[:batches]
+    known = Sequences(clock, data) if case.task == "causal_lm" else None
     begin_peak()
     begun = now()
     outcome = measure(
         case.model,
-        lambda: clock.batches(data),
+        known or (lambda: clock.batches(data)),
         task=case.task,
         kinds=("factors",),
         collection={
