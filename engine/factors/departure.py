@@ -16,9 +16,10 @@ from typing import Self, TypeGuard
 import torch
 from torch import Tensor
 
-from engine.factors.kronecker_factors import Hashed, digest
+from engine.factors.kronecker_factors import Hashed, digest, packed
 from engine.factors.low_rank import LowRank
 from engine.linalg.linear_operator import Structured
+from engine.memory.out_of_memory import free_memory, ran_out_of_memory
 
 PANEL_NUMBERS = 2**19
 """Numbers of a panel, where a single row is not longer: 2 MiB in float32."""
@@ -99,18 +100,26 @@ class Departures:
         return self._pool.submit(lambda: Departed(digest=digest(factor)))
 
     def _leave(self, factor: Tensor | LowRank, ready: torch.cuda.Event | None, packs: bool) -> Departed:
+        try:
+            return self._by_panels(factor, ready, packs=packs)
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+        # outside of the except block, whose traceback holds what was allocated
+        free_memory(factor.rows.device if isinstance(factor, LowRank) else factor.device)
+        return _at_once(factor, packs=packs)
+
+    def _by_panels(self, factor: Tensor | LowRank, ready: torch.cuda.Event | None, *, packs: bool) -> Departed:
         if isinstance(factor, LowRank):
-            rows = self._buffers(factor.rows.device).take(factor.rows.contiguous(), ready, packs=True, whole=True)
-            if not isinstance(rows.stored, Tensor):
-                raise TypeError
+            rows = self._buffers(factor.rows.device).take(factor.rows, ready, whole=True)
             side = factor.departed(rows.stored, rows.digest)
             return Departed(digest=side.digest(), stored=side if packs else None)
         if factor.ndim == 1:
             if ready is not None:
                 ready.synchronize()
-            host = factor.detach().to("cpu")
-            return Departed(digest=digest(host), stored=host if packs else None)
-        return self._buffers(factor.device).take(factor.detach().contiguous(), ready, packs=packs)
+            return _at_once(factor, packs=packs)
+        found = self._buffers(factor.device).take(factor.detach(), ready, packs=packs)
+        return Departed(digest=found.digest, stored=found.stored if packs else None)
 
     def _buffers(self, device: torch.device) -> "_Buffers":
         if not hasattr(self._own, "buffers"):
@@ -135,8 +144,17 @@ class _Buffers:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._panels: list[_Panel] = []
 
-    def take(self, factor: Tensor, ready: torch.cuda.Event | None, *, packs: bool, whole: bool = False) -> Departed:
-        """Copy one factor panel by panel; hash each while the next is on its way."""
+    def take(
+        self, factor: Tensor, ready: torch.cuda.Event | None, *, packs: bool = False, whole: bool = False
+    ) -> "_Arrival":
+        """Copy one factor panel by panel; hash each while the next is on its way.
+
+        Args:
+            factor: Shape (n, n), or rows (T, n).
+            ready: When the device has made it.
+            packs: Whether its triangle is kept.
+            whole: Whether all of it is kept.
+        """
         rows, size = factor.shape
         height = max(1, min(rows, PANEL_NUMBERS // max(size, 1)))
         slots = self._slots(height * size * factor.element_size())
@@ -145,7 +163,8 @@ class _Buffers:
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if self._stream is not None and ready is not None:
                 self._stream.wait_event(ready)
-            triangle = _Triangle(size, factor.device) if packs and not whole else None
+            factor = factor.contiguous()
+            triangle = _Triangle(size, factor.device) if packs else None
             under_way: tuple[_Panel, Tensor, Tensor | None] | None = None
             for number, start in enumerate(range(0, rows, height)):
                 panel, own = slots[number % 2], factor[start : start + height]
@@ -160,7 +179,7 @@ class _Buffers:
                 under_way = panel, arriving, packed
             if under_way is not None:
                 arrival.take_in(*under_way)
-        return Departed(digest=arrival.hashed.hexdigest(), stored=arrival.stored if packs else None)
+        return arrival
 
     def _slots(self, size_bytes: int) -> list[_Panel]:
         if not self._panels or self._panels[0].rows.nbytes < size_bytes:
@@ -206,7 +225,13 @@ class _Arrival:
 
     hashed: Hashed
     stored: Tensor
+    """What is kept of it; without any number where nothing is."""
     kept_bytes: int = 0
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that has arrived."""
+        return self.hashed.hexdigest()
 
     def take_in(self, panel: _Panel, rows: Tensor, kept: Tensor | None) -> None:
         """Take in a panel once it is there: hash its rows, and keep what is kept of them."""
@@ -216,6 +241,16 @@ class _Arrival:
         if kept is not None:
             ctypes.memmove(self.stored.data_ptr() + self.kept_bytes, kept.data_ptr(), kept.nbytes)
             self.kept_bytes += kept.nbytes
+
+
+def _at_once(factor: Tensor | LowRank, *, packs: bool) -> Departed:
+    """Take a factor to the host whole, and make there what is stored of it."""
+    if isinstance(factor, LowRank):
+        rows = factor.rows.to("cpu")
+        side = factor.departed(rows, digest(rows))
+        return Departed(digest=side.digest(), stored=side if packs else None)
+    host = factor.detach().to("cpu")
+    return Departed(digest=digest(host), stored=packed(host) if packs else None)
 
 
 def _copy(buffer: Tensor, numbers: Tensor) -> Tensor:

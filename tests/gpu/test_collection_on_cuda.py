@@ -7,13 +7,16 @@ from torch import nn
 from catalog.analyses.capacity import CapacityParams
 from catalog.requests.inputs import Task
 from catalog.requests.memory import Memory
+from engine import collect
 from engine.analyses.capacity import Capacity
 from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
+from engine.collection import normalise
 from engine.errors import NonFiniteFactor
 from engine.factors.kronecker_factors import digest
 from engine.memory.budget import MemoryBudget
 from engine.workspace import Workspace
+from kronoscope.local import measure
 from tests.oracles import relative_error, workspace
 
 pytestmark = [
@@ -220,3 +223,20 @@ def test_sums_leave_a_device_that_is_too_small_for_them() -> None:
     assert whole.passes == 1
     assert torch.cuda.max_memory_allocated() - before < 100 * 2**20
     assert torch.cuda.memory_allocated() - before < 2**20
+
+
+@pytest.mark.parametrize("storage", [None, "float16"])
+def test_factors_that_leave_once_are_those_that_leave_at_once(
+    monkeypatch: pytest.MonkeyPatch, storage: str | None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(32, 300, generator=generator).cuda(), torch.arange(32).cuda() % 700)]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 20), nn.Tanh(), nn.Linear(20, 700), nn.LayerNorm(700)).cuda()
+    options = {"fisher": "empirical", "dtype": "float32", "storage_dtype": storage}
+    once = measure(model, data, task="classification", kinds=("factors",), collection=options)
+    # rows in place of a G of 700 by 700, and dense ones
+    assert {layer.representation_G for layer in once.factors.collected.layers} == {"dense", "woodbury"}
+    monkeypatch.setattr(normalise, "leaves_once", lambda _: False)
+    monkeypatch.setattr(collect, "leaves_once", lambda _: False)
+    assert measure(model, data, task="classification", kinds=("factors",), collection=options).index == once.index

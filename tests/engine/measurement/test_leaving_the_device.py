@@ -214,3 +214,17 @@ def test_triangles_and_digests_are_those_of_the_whole(size: int, dtype: torch.dt
 def test_what_threads_hold_is_bounded() -> None:
     assert departing_bytes(10**9, 4) == departing_bytes(departure.PANEL_NUMBERS, 4)
     assert departing_bytes(100, 4)[1] == departure.threads() * 1600
+
+
+def test_a_factor_leaves_whole_where_its_panels_find_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(departure._Triangle, "of_rows", refuse)
+    made = torch.randn(40, 40)
+    symmetric = made + made.T
+    with Departures() as leaving:
+        found = leaving.send(symmetric, packs=True).result()
+    assert isinstance(found.stored, Tensor)
+    assert torch.equal(found.stored, packed(symmetric))
+    assert found.digest == digest(symmetric)
