@@ -4,6 +4,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -62,17 +63,23 @@ class Measurement:
     """All rows of all analyses, as a job would store them."""
     summary: Mapping[str, Any]
     """Each analysis's summary record, by kind."""
-    factors: LayersFactors
     index: Mapping[str, Any]
     """`factors.index.json` as a job would write it: facts and digests of every layer."""
     plan: Mapping[str, Any] = field(default_factory=dict)
     refused: Mapping[str, RefusedAnalysis] = field(default_factory=dict)
     """Analyses that were refused while others were done, by kind: each with its sentence."""
+    artifacts: Artifacts = field(default_factory=Held, repr=False)
+    """The files of the measurement, in memory."""
+
+    @cached_property
+    def factors(self) -> LayersFactors:
+        """The factors of every covered layer, read when they are first asked for."""
+        return LayersFactors(read_factors(self.artifacts))
 
     def __repr__(self) -> str:
         """Return one line: which analyses, of how many layers, and what was refused."""
         refused = f"; {', '.join(self.refused)} refused" if self.refused else ""
-        return f"<Measurement: {', '.join(self.summary)} of {len(self.factors)} layers{refused}>"
+        return f"<Measurement: {', '.join(self.summary)} of {len(self.index['layers'])} layers{refused}>"
 
     def of(self, kind: str) -> dict[str, LayerResult]:
         """Return the rows of one analysis.
@@ -175,7 +182,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
             device=device,
             ranks=join(device),
         ),
-        ports=Ports(artifacts=_artifacts(), announce_plan=plan.update, notice=noticed.append),
+        ports=Ports(artifacts=Held(), announce_plan=plan.update, notice=noticed.append),
     )
     if report is not None:
         workspace.ports.report = report
@@ -191,10 +198,10 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     return Measurement(
         layers=tuple(sorted(rows, key=lambda row: (asked.index(row.kind), row.ordinal))),
         summary=summary,
-        factors=LayersFactors(read_factors(workspace.ports.artifacts)),
         index=workspace.ports.artifacts.load_json(INDEX),
         plan=plan,
         refused={each.kind: each for each in refused},
+        artifacts=workspace.ports.artifacts,
     )
 
 
@@ -206,10 +213,6 @@ def _require_objects(model: object, report: object) -> None:
         of_export = ", the one that was exported" if isinstance(model, torch.export.ExportedProgram) else ""
         message = f"`model` is {given}; give a torch.nn.Module{of_export}"
         raise TypeError(message)
-
-
-def _artifacts() -> Artifacts:
-    return Held()
 
 
 def operator(source: str | Path | Measurement | LayersFactors, **choices: Unpack[OperatorChoices]) -> Operator:
