@@ -20,7 +20,7 @@ from engine.memory.plan import Plan
 from engine.model.batches import map_tensors
 from engine.model.determinism import set_numerics
 from engine.model.meta_device import simulate_device
-from engine.model.preserve_state import preserve_state
+from engine.model.state.preserve_state import preserve_state
 from engine.planning.choose_plan import PlannedJob, choose_plan
 from engine.planning.job_plan import smallest_budgets
 from engine.planning.joined_plan import host_speed, with_merge

@@ -24,7 +24,7 @@ from engine.factors.factor_files import read_factors
 from engine.factors.factor_index import INDEX
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
-from engine.model.usable_model import require_usable
+from engine.model.state.usable_model import require_usable
 from engine.planning.decomposition_memory import (
     eigendecomposition_bytes as eigendecomposition_bytes,  # noqa: PLC0414 - offered here
 )

@@ -21,7 +21,7 @@ from engine.model.example_digests import EnteredExamples
 from engine.model.mixed_precision import Precision, choose_precision
 from engine.model.output_selection import output_of
 from engine.model.outputs import call_model
-from engine.model.preserve_state import preserve_state
+from engine.model.state.preserve_state import preserve_state
 from engine.model.targets.class_axis import find_class_axis
 from engine.row_layout.attention_masks import Key, Masking
 from engine.row_layout.row_order import RowOrders

@@ -16,7 +16,7 @@ from catalog.responses.coverage import remedy_of
 from engine.errors import CoverageBroken, CoverageTooLow, NothingToAnalyse
 from engine.layers.coverage import DeclaredLayer, Survey, survey
 from engine.layers.layer import TreatedLayer
-from engine.model.preserve_state import in_evaluation
+from engine.model.state.preserve_state import in_evaluation
 
 
 def survey_layers(model: nn.Module, collection: Collection) -> Survey:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.model.batches import tensors
-from engine.model.tensor_storage import storage_identity, storage_of
+from engine.model.state.tensor_storage import storage_identity, storage_of
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 """Arguments by which a layer hands keys and values on; running it twice would hand them on twice."""

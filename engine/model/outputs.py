@@ -21,9 +21,9 @@ from engine.errors import EngineError, ModelRefused, NonFiniteLoss, Unwinding, W
 from engine.memory.out_of_memory import lost_device, ran_out_of_memory
 from engine.model.batches import Batch, tensors
 from engine.model.dtype_casts import casts_of, conversion_of, is_mismatch
-from engine.model.model_state import forward_of
 from engine.model.output_selection import loss_of, output_of
 from engine.model.sharding.gathering import refusing_absent_reads
+from engine.model.state.model_state import forward_of
 from engine.model.targets.class_axis import find_class_axis
 from engine.model.targets.class_targets import label_weights, read_class_targets, require_labels
 from engine.model.virtual_tokens import with_virtual_tokens

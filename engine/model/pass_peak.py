@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.model.tensor_storage import storage_identity
+from engine.model.state.tensor_storage import storage_identity
 
 Line = tuple[int, int]
 """Bytes at any number of examples, and bytes that each adds."""

@@ -26,7 +26,7 @@ from engine.model.dtype_casts import casts_of
 from engine.model.example_digests import EnteredExamples
 from engine.model.loss_directions import loss_gradient
 from engine.model.outputs import predict
-from engine.model.preserve_state import preserve_state
+from engine.model.state.preserve_state import preserve_state
 
 
 class Watcher(Protocol):

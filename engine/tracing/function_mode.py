@@ -27,15 +27,15 @@ import torch
 from torch import Tensor
 
 from engine.memory.out_of_memory import is_unexplained
-from engine.model.tensor_storage import detach_view, storage_of
+from engine.model.state.tensor_storage import detach_view, storage_of
 from engine.tracing.batch_provenance import Rows, batch_first, rows_of_one
-from engine.tracing.custom_functions import show_custom_functions
 from engine.tracing.example_contributions import find_contribution, takes_shapes_alone
 from engine.tracing.matrix_products import Multiplying
-from engine.tracing.operator_rewrites import REWRITES, expansion_of
 from engine.tracing.parameter_uses import Sink
 from engine.tracing.pullback import Arrived, Derived, Pullback, detach_data
-from engine.tracing.recurrent_rewrites import RECURRENT
+from engine.tracing.rewrites.custom_functions import show_custom_functions
+from engine.tracing.rewrites.operator_rewrites import REWRITES, expansion_of
+from engine.tracing.rewrites.recurrent_rewrites import RECURRENT
 from engine.tracing.tensor_layouts import REARRANGED, arrange_like, layout_of
 from engine.tracing.tensor_marks import find_copies_dim
 from engine.tracing.torch_functions import (

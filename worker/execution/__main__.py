@@ -40,7 +40,7 @@ from engine.collection.parameter_windows import list_parameters
 from engine.distributed import group
 from engine.errors import StopRequested
 from engine.layers.coverage_check import survey_layers
-from engine.model.usable_model import require_usable
+from engine.model.state.usable_model import require_usable
 from engine.operators.loss_gradient import require_fit
 from engine.workspace import Workspace
 from worker.execution.assignment import read_assignment

@@ -18,7 +18,7 @@ from engine.memory.out_of_memory import free_memory, ran_out_of_memory
 from engine.model.batches import Batch
 from engine.model.determinism import seed_generators, set_numerics
 from engine.model.example_digests import EnteredExamples
-from engine.model.preserve_state import preserve_state
+from engine.model.state.preserve_state import preserve_state
 from engine.operators.exact.columns import trained
 
 Result = TypeVar("Result")

@@ -18,7 +18,7 @@ from engine.collection.checkpoints import MANIFEST
 from engine.collection.statistics_state import counts
 from engine.errors import NonFiniteLoss, StopRequested
 from engine.memory.plan import Chosen
-from engine.model.written_tensors import bit_sum
+from engine.model.state.written_tensors import bit_sum
 from engine.workspace import Workspace, save_sealed
 from tests.oracles import MemoryArtifacts, workspace
 

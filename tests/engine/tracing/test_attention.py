@@ -7,7 +7,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from engine.factors.factor_set import FactorSet
-from engine.model.preserve_state import preserve_state
+from engine.model.state.preserve_state import preserve_state
 from tests.oracles import collect, ggn_block, kronecker, relative_error, row_vector, stacked
 
 EXACT = 1e-10

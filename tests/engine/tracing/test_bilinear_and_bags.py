@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.factors.factor_set import FactorSet
-from engine.tracing import operator_rewrites
+from engine.tracing.rewrites import operator_rewrites
 from tests.oracles import collect, relative_error, summed_loss
 
 EXACT = 1e-10

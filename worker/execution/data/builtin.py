@@ -10,7 +10,7 @@ from worker.execution.data.bundled import digits, english_bytes, english_paragra
 from worker.execution.data.forward_inputs import model_inputs
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream
-from worker.execution.data.text import text_stream
+from worker.execution.data.texts.text import text_stream
 from worker.execution.refusal import Refusal
 
 _CHUNK = 1024

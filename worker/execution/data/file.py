@@ -16,9 +16,9 @@ from worker.execution.data.forward_inputs import model_inputs, require_arguments
 from worker.execution.data.labels import label_fault, read_label
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream
-from worker.execution.data.tagged_words import TAGS, WORDS, TaggedWords, read_tagged_words, tagged_stream
-from worker.execution.data.text import Text, text_stream
-from worker.execution.data.text_rows import LABELLED, TextFields, choose_fields, list_unused
+from worker.execution.data.texts.tagged_words import TAGS, WORDS, TaggedWords, read_tagged_words, tagged_stream
+from worker.execution.data.texts.text import Text, text_stream
+from worker.execution.data.texts.text_rows import LABELLED, TextFields, choose_fields, list_unused
 from worker.execution.files.open_files import OpenFile
 from worker.execution.files.safetensors_header import TensorEntry, read_header
 from worker.execution.refusal import Refusal, is_storable, names, unique_keys

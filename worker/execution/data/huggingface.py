@@ -20,9 +20,9 @@ from worker.execution.data.labels import label_fault, read_label
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import DataStream
 from worker.execution.data.table_files import Table, read_columns
-from worker.execution.data.tagged_words import read_tagged_words, tagged_stream
-from worker.execution.data.text import Text, text_stream
-from worker.execution.data.text_rows import (
+from worker.execution.data.texts.tagged_words import read_tagged_words, tagged_stream
+from worker.execution.data.texts.text import Text, text_stream
+from worker.execution.data.texts.text_rows import (
     LABELLED,
     list_unused,
     require_no_tensors,

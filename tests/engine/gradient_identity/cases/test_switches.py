@@ -10,7 +10,7 @@ from engine.gradient_identity.check import BatchCheck
 from engine.gradient_identity.comparison import Checked
 from engine.gradient_identity.schedule import pick_examples
 from engine.gradient_identity.self_check import SelfCheck
-from engine.model.model_state import ModelState
+from engine.model.state.model_state import ModelState
 from tests.engine.gradient_identity.cases.judge import judge
 from tests.engine.gradient_identity.cases.table import MODELS
 

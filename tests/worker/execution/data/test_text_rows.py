@@ -17,7 +17,7 @@ from catalog.record import FieldError
 from catalog.requests.inputs import DataFile, DirectoryModel, HuggingFaceData, Task
 from worker.execution.data import builtin, file, huggingface
 from worker.execution.data.request import DataRequest
-from worker.execution.data.text_rows import PAIRS
+from worker.execution.data.texts.text_rows import PAIRS
 from worker.execution.loaded_model import LoadedModel, Vocabulary
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models.checkpoint import load

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from engine.errors import StopRequested
-from worker.execution.data import tokenizer_process
-from worker.execution.data.tokenizer_process import TokenizerProcess
+from worker.execution.data.texts import tokenizer_process
+from worker.execution.data.texts.tokenizer_process import TokenizerProcess
 from worker.execution.failures import failure_of
 from worker.execution.refusal import Refusal
 

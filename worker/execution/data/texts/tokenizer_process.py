@@ -29,7 +29,7 @@ from worker.execution.files.open_files import ReadableFile
 from worker.execution.loaded_model import Vocabulary
 from worker.execution.refusal import Refusal
 
-_PROGRAM = (sys.executable, "-P", "-m", "worker.execution.data.tokenizer_program")
+_PROGRAM = (sys.executable, "-P", "-m", "worker.execution.data.texts.tokenizer_program")
 _SECONDS = 120.0
 """For one message of at most 1 MiB of text, on a machine that is busy with other things."""
 _OWN_BYTES = 512 * 2**20

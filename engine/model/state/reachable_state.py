@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from engine.model.state_places import (
+from engine.model.state.state_places import (
     CONTAINERS,
     ArrayPlace,
     ClassPlace,

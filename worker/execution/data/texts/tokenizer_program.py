@@ -1,6 +1,6 @@
 """The tokenizer process: reads a tokenizer.json within limits of the kernel, and tokenises what it is sent.
 
-python -P -m worker.execution.data.tokenizer_program --file FD --bytes LIMIT --parent PID
+python -P -m worker.execution.data.texts.tokenizer_program --file FD --bytes LIMIT --parent PID
 """
 
 import argparse

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.tracing.batch_provenance import Rows
-from engine.tracing.operator_rewrites import Watch
+from engine.tracing.rewrites.operator_rewrites import Watch
 
 State = tuple[Tensor, ...]
 """(h,), or (h, c) of an LSTM; each (B, width)."""

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError, ModelChanged
-from engine.model.reachable_state import Places
-from engine.model.state_places import ModulePlace, differs, holds_tensor
-from engine.model.written_tensors import Contents, Watched, bit_sums
+from engine.model.state.reachable_state import Places
+from engine.model.state.state_places import ModulePlace, differs, holds_tensor
+from engine.model.state.written_tensors import Contents, Watched, bit_sums
 
 _COPIED_BYTES = 2**24
 """Parameters that together have at most these are copied, so that they can be put back too."""

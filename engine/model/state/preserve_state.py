@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.model.dtype_casts import note_conversion
-from engine.model.model_state import ModelState
 from engine.model.sharding.gathered_parameters import converted, put_back
+from engine.model.state.model_state import ModelState
 
 
 @contextlib.contextmanager
