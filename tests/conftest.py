@@ -22,7 +22,7 @@ from jobs.schema.clock import ledger_now
 from jobs.schema.database import open_database, require_current_schema, upgrade_schema, writing
 from jobs.schema.tables import metadata, tenants
 from tests import servers
-from tests.machine import parts, suite_times
+from tests.machine import garbage, parts, suite_times
 from tests.machine.file_order import pytest_xdist_make_scheduler, sort_by_seconds
 from tests.machine.robbed import pytest_collection_modifyitems as mark_second_attempts
 from tests.machine.robbed import pytest_runtest_logstart, pytest_sessionstart
@@ -31,7 +31,6 @@ from tests.machine.template import client
 from tests.machine.template.client import pytest_runtest_protocol
 
 __all__ = [
-    "pytest_configure",
     "pytest_report_header",
     "pytest_runtest_logstart",
     "pytest_runtest_protocol",
@@ -44,8 +43,13 @@ POSTGRESQL_FIRST = ("postgresql", pytest.param("sqlite", marks=pytest.mark.part(
 """Databases of rooms above the ledger, whose every statement the tests of `jobs` run on both."""
 
 
-pytest_configure = suite_times.register
 pytest_report_header = parts.report_header
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Count the seconds of a run, and collect no garbage of imports."""
+    suite_times.register(config)
+    garbage.register(config)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

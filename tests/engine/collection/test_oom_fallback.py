@@ -3,7 +3,7 @@
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,12 +35,10 @@ LANDING = 8
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_objects() -> Iterator[None]:
-    """Collecting garbage looks at what these tests make, and not at every library's objects."""
+def few_objects() -> None:
+    """Collecting garbage looks at what these tests make, and not at what others before them have left."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Injector(TorchDispatchMode):

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,12 +56,10 @@ def found() -> Any:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_objects() -> Iterator[None]:
-    """Collecting garbage looks at what these tests make, and not at every library's objects."""
+def few_objects() -> None:
+    """Collecting garbage looks at what these tests make, and not at what others before them have left."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def test_a_budget_that_the_kernel_holds_ends_a_job_only_without_the_guard(found: Any) -> None:
