@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 import torch
@@ -64,14 +65,19 @@ def case(name: str) -> tuple[Tensor, Tensor]:
 
 def check(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """What sorting says, of products that are sorted at the beginning, and of those that are not, or only some."""
+    dense = torch.cat([torch.outer(a, g).flatten() for a, g in pairs]).sort().values
     for together in (order._SORTED, 0, 3 * min(a.numel() * g.numel() for a, g in pairs)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(order, "_SORTED", together)
-            check_as_set(pairs)
+            check_as_set(pairs, dense)
 
 
-def check_as_set(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    dense = torch.cat([torch.outer(a, g).flatten() for a, g in pairs]).sort().values
+def check_as_set(pairs: list[tuple[Tensor, Tensor]], dense: Tensor) -> None:
+    """What all products in their order say."""
+
+    def at_most(threshold: float) -> int:
+        return int(torch.searchsorted(dense, threshold, right=True))
+
     products = Products(pairs)
     assert (products.size, products.largest) == (dense.numel(), float(dense[-1]))
     for level in LEVELS:
@@ -79,13 +85,13 @@ def check_as_set(pairs: list[tuple[Tensor, Tensor]]) -> None:
         assert quantile(products, level) == float(expected), level
     some = torch.cat([dense[:: max(1, dense.numel() // 9)], dense[-1:], torch.tensor([0.0, 1e-3]).double()])
     for threshold in some.tolist():
-        assert products.at_most(threshold) == int((dense <= threshold).sum())
+        assert products.at_most(threshold) == at_most(threshold)
     assert torch.equal(products.top(25), dense.flip(0)[:25])
     edges, counts, below = histogram(products, 16, 12)
     if float(dense[-1]) > 0:
         assert edges[-1] == float(dense[-1])
-        assert counts == [int(((dense > left) & (dense <= right)).sum()) for left, right in zip(edges, edges[1:])]  # noqa: B905, RUF007
-        assert below == int((dense <= edges[0]).sum())
+        assert counts == [at_most(right) - at_most(left) for left, right in pairwise(edges)]
+        assert below == at_most(edges[0])
     assert below + sum(counts) == dense.numel()
 
 
@@ -154,11 +160,16 @@ def test_few_counts_find_a_quantile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def exact_sums(a: Tensor, g: Tensor, damping: float) -> tuple[float, float]:
+    """The log-determinant and the effective dimension, each product's term added without rounding."""
     products = torch.outer(a, g).flatten()
     large = torch.maximum(products, torch.tensor(damping, dtype=torch.float64))
     small = torch.minimum(products, torch.tensor(damping, dtype=torch.float64))
     logarithms = large.log() + torch.log1p(small / large)
-    return math.fsum(logarithms.tolist()), math.fsum((products / (products + damping)).tolist())
+    return math.fsum(logarithms.tolist()), exact_dimension(products, damping)
+
+
+def exact_dimension(products: Tensor, damping: float) -> float:
+    return math.fsum((products / (products + damping)).tolist())
 
 
 SPIKE = (ascending([1e-12] * 2000 + [1.0]), ascending([3e-12] * 500 + [1.0]))
@@ -241,8 +252,9 @@ def test_a_side_without_eigenvalues_is_asked_at_shifts(name: str, relative: floa
     # rounding beside the side's largest eigenvalue is not asked for
     reached = [value / float(condense_spectrum(a).values.max()) >= lowest for value in grid]
     assert [each is not None for each in found] == reached
+    products = torch.outer(a, g).flatten()
     for each, value in zip(found, grid, strict=True):
-        assert each is None or each == pytest.approx(exact_sums(a, g, value)[1], rel=1e-10)
+        assert each is None or each == pytest.approx(exact_dimension(products, value), rel=1e-10)
     assert found[12] == pytest.approx(effective, rel=1e-10)
 
 
