@@ -6,6 +6,8 @@ python -m tests.servers run -- CMD…    # run CMD with DATABASE_URL and REDIS_U
 
 import argparse
 import contextlib
+import hashlib
+import hmac
 import importlib.util
 import os
 import pwd
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -180,7 +183,7 @@ def private_postgres(**settings: str) -> Iterator[PrivateServer]:
         raise ServerMissing("no PostgreSQL here: run `python -m tests.servers install`, or set DATABASE_URL")
     with _folder("postgres") as folder:
         password = secrets.token_urlsafe(16)
-        (folder / "password").write_text(password)
+        (folder / "password").write_text(_scram_verifier(password))
         data = folder / "data"
         initialise = [
             str(binary.with_name("initdb")),
@@ -221,6 +224,18 @@ def private_postgres(**settings: str) -> Iterator[PrivateServer]:
         )
         with _running(server):
             yield server
+
+
+def _scram_verifier(password: str) -> str:
+    """A password as PostgreSQL stores it, with one round of hashing for the usual 4,096.
+
+    Rounds slow the search for a weak password. This one is drawn, and the tests connect thousands of times.
+    """
+    salt = secrets.token_bytes(16)
+    salted = hashlib.pbkdf2_hmac("sha256", password.encode(), salt, 1)
+    stored = hashlib.sha256(hmac.digest(salted, b"Client Key", "sha256")).digest()
+    parts = (salt, stored, hmac.digest(salted, b"Server Key", "sha256"))
+    return "SCRAM-SHA-256$1:{}${}:{}".format(*(b64encode(each).decode() for each in parts))
 
 
 @contextlib.contextmanager
