@@ -49,7 +49,8 @@ def everybodys_python(folder: Path) -> str:
     if not (copy / "bin" / name).exists():
         (copy / "bin").mkdir(parents=True)
         shutil.copy(own, copy / "bin" / name)
-        unneeded = shutil.ignore_patterns("test", "tests", "site-packages", "__pycache__", "idlelib", "tkinter")
+        # compiled modules are copied with their times: a user who cannot write any would compile them in each process
+        unneeded = shutil.ignore_patterns("test", "tests", "site-packages", "idlelib", "tkinter")
         shutil.copytree(base / "lib" / name, copy / "lib" / name, ignore=unneeded)
         for library in (base / "lib").glob("libpython*.so*"):
             shutil.copy(library, copy / "lib" / library.name)
