@@ -169,14 +169,14 @@ class _Buffers:
             for number, start in enumerate(range(0, rows, height)):
                 panel, own = slots[number % 2], factor[start : start + height]
                 arriving = _copy(panel.rows, own)
-                packed = arriving if whole else None
+                kept = arriving if whole else None
                 if triangle is not None:
-                    packed = _copy(panel.triangle, triangle.of_rows(own, start))
+                    kept = _copy(panel.triangle, triangle.of_rows(own, start))
                 if panel.arrived is not None:
                     panel.arrived.record(self._stream)
                 if under_way is not None:
                     arrival.take_in(*under_way)
-                under_way = panel, arriving, packed
+                under_way = panel, arriving, kept
             if under_way is not None:
                 arrival.take_in(*under_way)
         return arrival

@@ -143,7 +143,7 @@ def plan_of(
     terms += reduction_terms(workspace, probe, sums, slice_bytes)
     terms += [
         *kept_terms(workspace, probe, offload=chosen.offload, several=several),
-        *_leaving_terms(workspace, place, largest, probe, 0 if chosen.offload or several else most),
+        *leaving_terms(workspace, place, largest, probe, 0 if chosen.offload or several else most),
     ]
     if chosen.offload:
         numbers = staging_numbers(
@@ -183,10 +183,16 @@ def plan_of(
     return Plan(terms=tuple(terms), chosen=chosen)
 
 
-def _leaving_terms(
+def leaving_terms(
     workspace: Workspace, place: Literal["device", "host"], largest: int, probe: Probe, waiting: int
 ) -> list[Term]:
-    """What factors hold that stay on the device until they are written, ``waiting`` of them."""
+    """Return the terms of factors that stay on the device until they are written.
+
+    Args:
+        place: Where the job computes.
+        largest: Rows of the largest dense factor.
+        waiting: Bytes of all factors; 0 where they do not wait.
+    """
     if not leaves_once(workspace) or not waiting:
         return []
     gathered, pinned = departing_bytes(largest * largest, probe.dtype.itemsize)
