@@ -5,6 +5,7 @@ makes of them stands there too, and a copy to the host is a plain tensor, which 
 tensor that is neither a copy nor a view is arithmetic on the host.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -122,34 +123,6 @@ class Inline:
         pass
 
 
-@pytest.fixture
-def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watching]:
-    """From the end of the passes on, sums stand on the device."""
-    mode, keep = Watching(), run_passes.keep_factors
-    ARRIVED.clear()
-
-    def moved(
-        workspace: Workspace, dtype: torch.dtype, state: Any, statistics: tuple[LayerStatistics, ...], *, aside: bool
-    ) -> None:
-        workspace.machine.device = DEVICE
-        mode.__enter__()
-        for found in statistics:
-            found.A = None if found.A is None else OnDevice(found.A)
-            found.G = None if found.G is None else OnDevice(found.G)
-            if found.gradient_rows is not None:
-                rows = found.gradient_rows
-                rows.rows, rows.scales, rows.largest = map(OnDevice, (rows.rows, rows.scales, rows.largest))
-        keep(workspace, dtype, state, statistics, aside=aside)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(run_passes, "keep_factors", moved)
-        patched.setattr(departure, "ThreadPoolExecutor", Inline)
-        # several panels of each factor
-        patched.setattr(departure, "PANEL_NUMBERS", 300)
-        yield mode
-    ARRIVED.clear()
-
-
 def job() -> Measurement:
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -161,31 +134,57 @@ def job() -> Measurement:
     )
 
 
-def test_nothing_is_computed_on_the_host_after_the_last_batch(watching: Watching) -> None:
-    try:
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Measurement, list[str]]]:
+    """A job whose sums stand on the device from the end of the passes on, and what was computed on the host."""
+    mode, keep = Watching(), run_passes.keep_factors
+    ARRIVED.clear()
+    with contextlib.ExitStack() as watched, monkeypatch.context() as patched:
+
+        def moved(
+            workspace: Workspace,
+            dtype: torch.dtype,
+            state: Any,
+            statistics: tuple[LayerStatistics, ...],
+            *,
+            aside: bool,
+        ) -> None:
+            workspace.machine.device = DEVICE
+            watched.enter_context(mode)
+            for found in statistics:
+                found.A = None if found.A is None else OnDevice(found.A)
+                found.G = None if found.G is None else OnDevice(found.G)
+                if found.gradient_rows is not None:
+                    rows = found.gradient_rows
+                    rows.rows, rows.scales, rows.largest = map(OnDevice, (rows.rows, rows.scales, rows.largest))
+            keep(workspace, dtype, state, statistics, aside=aside)
+
+        patched.setattr(run_passes, "keep_factors", moved)
+        patched.setattr(departure, "ThreadPoolExecutor", Inline)
+        # several panels of each factor
+        patched.setattr(departure, "PANEL_NUMBERS", 300)
         found = job()
-    finally:
-        watching.__exit__(None, None, None)
     assert ARRIVED
+    yield found, mode.computed
+    ARRIVED.clear()
+
+
+def test_nothing_is_computed_on_the_host_after_the_last_batch(left: tuple[Measurement, list[str]]) -> None:
+    found, computed = left
     # the last linear layer keeps its 12 rows in place of a G of 300
     assert {facts.representation_G for facts in found.factors.collected.layers} == {"dense", "woodbury"}
-    assert watching.computed == []
+    assert computed == []
 
 
-def test_what_left_the_device_is_what_never_was_there(watching: Watching, monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        left = job()
-    finally:
-        watching.__exit__(None, None, None)
-    monkeypatch.undo()
-    stayed = job()
-    assert left.index == stayed.index
-    for one, other in zip(left.layers, stayed.layers, strict=True):
+def test_what_left_the_device_is_what_never_was_there(left: tuple[Measurement, list[str]]) -> None:
+    found, stayed = left[0], job()
+    assert found.index == stayed.index
+    for one, other in zip(found.layers, stayed.layers, strict=True):
         assert one.record is not None
         assert other.record is not None
         assert dataclasses.replace(one.record, storage_device="cpu") == other.record
     for name, factors in stayed.factors.items():
-        assert torch.equal(left.factors[name].A, factors.A)
+        assert torch.equal(found.factors[name].A, factors.A)
 
 
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 300, 769])
