@@ -23,7 +23,7 @@ from engine.linalg.linear_operator import Structured
 from engine.memory.plan import readable_bytes
 from engine.operators.preconditioning import precondition
 from kronoscope.local_artifacts import Folder
-from kronoscope.local_inputs import OptionRefused, WrongOptionType, refusing
+from kronoscope.local_inputs import OptionRefused, WrongOptionType, refusing, usable_device
 
 _LARGEST_DENSE_BYTES = 2**31
 _MOST_NAMES = 10
@@ -256,7 +256,7 @@ def _folder_of(folder: Path) -> Folder:
     )
 
 
-def load_stabilised(path: str | Path) -> StabilisedLayers:
+def load_stabilised(path: str | Path, device: str | torch.device = "cpu") -> StabilisedLayers:
     """Open the eigenbases that a reconstruction with `sides: both` wrote, by that route or of gradients kept as rows.
 
     Matrices, of `route: rebuild`, are read by ``load_factors``. A single matrix of the caller's is read here for either
@@ -264,27 +264,31 @@ def load_stabilised(path: str | Path) -> StabilisedLayers:
 
     Args:
         path: The folder `stabilised`, a run's output, or its `artifacts`.
+        device: Where the bases are read to, and products are computed.
 
     Returns:
         The layers by name, each with products and solves of its stabilised curvature.
 
     Raises:
         BrokenFactors: If there are none.
+        OptionRefused: If this machine has no such device.
     """
-    folder = _path(path)
+    folder, place = _path(path), usable_device(device)
     for candidate in (folder, folder / "stabilised", folder / "artifacts" / "stabilised"):
         if (candidate / "stabilised.index.json").is_file():
             index = json.loads((candidate / "stabilised.index.json").read_bytes())
             files = {int(entry["ordinal"]): entry.get("file") for entry in index["layers"]}
-            return StabilisedLayers(index["layers"], partial(_load_ordinal, candidate, files))
+            return StabilisedLayers(index["layers"], partial(_load_ordinal, candidate, files, place))
     raise BrokenFactors(
         f"{folder} holds no stabilised.index.json; give the folder that `reconstruction` wrote with `route: eigenbasis`"
         "; matrices alone are read by `load_factors`"
     )
 
 
-def _load_ordinal(folder: Path, files: Mapping[int, str | None], ordinal: int) -> dict[str, Tensor]:
-    return safetensors.torch.load_file(folder / (files[ordinal] or f"{ordinal}.safetensors"))
+def _load_ordinal(
+    folder: Path, files: Mapping[int, str | None], place: torch.device, ordinal: int
+) -> dict[str, Tensor]:
+    return safetensors.torch.load_file(folder / (files[ordinal] or f"{ordinal}.safetensors"), device=str(place))
 
 
 def _read_all(factors: FactorSet) -> None:

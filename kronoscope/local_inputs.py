@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_type_hints
 
+import torch
 from torch.utils.data import Dataset
 
 from catalog import ANALYSES, DOCUMENT
@@ -229,3 +230,18 @@ def require_document(task: Task, options: JobOptions) -> None:
         block, dot, rest = error.field.partition(".")
         place = f"params['{block}']{dot}{rest}" if block in params else error.field
         raise OptionRefused(f"`{place}` {error.message}") from error
+
+
+def usable_device(given: str | torch.device) -> torch.device:
+    """Return the device that a caller names.
+
+    Raises:
+        OptionRefused: If this machine's PyTorch has no such device.
+    """
+    try:
+        found = torch.device(given)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).partition("\n")[0]
+        raise OptionRefused(f"`device` must be one that this machine's PyTorch has (got {given!r}: {first})") from error
+    return found

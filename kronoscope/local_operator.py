@@ -12,7 +12,7 @@ from engine.factors.factor_set import FactorSet
 from engine.operators.kronecker.ill_conditioned import IllConditioned
 from engine.operators.kronecker.layer_store import OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
-from kronoscope.local_inputs import OptionRefused, options_record
+from kronoscope.local_inputs import OptionRefused, options_record, usable_device
 from kronoscope.local_inputs import choices as read_choices
 
 if TYPE_CHECKING:
@@ -111,22 +111,12 @@ def open_operator(factors: FactorSet, **choices: Unpack[OperatorChoices]) -> Ope
             kind=given.get("damping", "none"),
             stabilisation=options_record(Stabilisation, given.get("stabilisation"), "stabilisation"),
             uncovered=given.get("uncovered", "zero"),
-            device=_device(given.get("device", "cpu")),
+            device=usable_device(given.get("device", "cpu")),
             resident_bytes=resident,
             report=_warn,
         ),
         layers=given.get("layers"),
     )
-
-
-def _device(given: str | torch.device) -> torch.device:
-    try:
-        found = torch.device(given)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:
-        first = str(error).partition("\n")[0]
-        raise OptionRefused(f"`device` must be one that this machine's PyTorch has (got {given!r}: {first})") from error
-    return found
 
 
 def _warn(found: IllConditioned) -> None:

@@ -137,7 +137,11 @@ class SketchRows(GradientRows):
             rows = self._wide(group, slice(None)) / weight**0.5
             bound = float(self._sums(self.lowered)[group]) / weight
             if self.of_terms:
-                bound += (1 - _SHORTENED**2) * float(torch.linalg.matrix_norm(rows @ rows.T, 2)) if self.count else 0.0
+                bound += (
+                    (1 - _SHORTENED**2) * float(torch.linalg.matrix_norm((rows @ rows.T).cpu(), 2))
+                    if self.count
+                    else 0.0
+                )
                 rows *= _SHORTENED
                 base = (self._sums(self.means)[group] / weight).cpu()
             else:
@@ -196,7 +200,8 @@ class SketchRows(GradientRows):
             for start in range(0, self.size, width):
                 part = self._wide(group, slice(start, start + width), held)
                 gram.addmm_(part, part.T)
-            values, vectors = torch.linalg.eigh(gram)
+            # small ones are slow on a device, which would be waited for besides
+            values, vectors = (found.to(gram.device) for found in torch.linalg.eigh(gram.cpu()))
             values, vectors = values.clamp_min(0).flip(0), vectors.flip(1)
             lowest = values[self.rank]
             # rounded once as they entered and once as they are left, a row moves by 2u of its length each time

@@ -74,7 +74,7 @@ def require_finite_model(model: nn.Module) -> None:
         return
     for (name, tensor), whole in zip(asked.items(), finite, strict=True):
         if not bool(whole):
-            bad = int((~torch.isfinite(_comparable(tensor))).sum())
+            bad = int((~torch.isfinite(_comparable(present(tensor)))).sum())
             raise NonFiniteModel(
                 f"the model's tensor `{name}` holds {bad} NaN or infinite number{'s' if bad > 1 else ''} of "
                 f"{tensor.numel()}; mend the checkpoint",

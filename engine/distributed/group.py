@@ -28,6 +28,7 @@ TIMEOUT_SECONDS = 1800.0
 """How long a rank waits without a sign of life, unless another time is given."""
 _LOOK_SECONDS = 0.5
 """How often a rank that waits looks for notes."""
+_WATCHDOG_LATER = dt.timedelta(minutes=1)
 _VARIABLES = ("RANK", "WORLD_SIZE")
 _MEETING_PLACES = (("MASTER_ADDR", "MASTER_PORT"), ("KRONOSCOPE_RANK_STORE",))
 """Variables that tell ranks where they meet: at a port, as torch's launcher says, or in a file, which no other user of
@@ -324,13 +325,14 @@ def start(device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Ran
         rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
         place, limit = os.environ.get("KRONOSCOPE_RANK_STORE"), dt.timedelta(seconds=timeout_seconds)
         earlier = own_sockets()
+        # the communicator is made for this device at once, and no call has to guess it
+        own: dict[str, Any] = {"timeout": limit, "device_id": device if device.type == "cuda" else None}
         try:
-            if place is None:
-                dist.init_process_group(backend, timeout=limit)
-            else:
+            if place is not None:
                 # not by `file://`, which reads no escapes: ranks would wait in a file of another name
                 store = dist.FileStore(place, int(size))  # type: ignore[attr-defined]
-                dist.init_process_group(backend, store=store, rank=int(rank), world_size=int(size), timeout=limit)
+                own |= {"store": store, "rank": int(rank), "world_size": int(size)}
+            dist.init_process_group(backend, **own)
         except (RuntimeError, ValueError) as error:
             raise RankFailed(f"rank {rank} of {size} could not meet the others: {error}") from error
         _require_own_peers(f"rank {rank} of {size}", earlier)
@@ -383,7 +385,9 @@ def _make_groups(ranks: Ranks) -> None:
         limit, earlier = dt.timedelta(seconds=ranks.timeout_seconds), own_sockets()
         known.host = dist.new_group(backend="gloo", timeout=limit)
         on_device = ranks.device.type == "cuda"
-        known.accelerated = dist.new_group(backend="nccl", timeout=limit) if on_device else known.host
+        # its own watchdog ends the process without a sentence: a silent rank is to be told by us before
+        beyond = 2 * limit + _WATCHDOG_LATER
+        known.accelerated = dist.new_group(backend="nccl", timeout=beyond) if on_device else known.host
         _require_own_peers(f"rank {ranks.rank} of {ranks.size}", earlier)
         known.world, known.timeout_seconds = dist.group.WORLD, ranks.timeout_seconds
     ranks.host, ranks.accelerated = known.host, known.accelerated

@@ -17,7 +17,7 @@ from scipy.linalg import lapack
 from torch import Tensor
 
 from engine.memory.guard import FallbackFailed
-from engine.memory.out_of_memory import ran_out_of_memory
+from engine.memory.out_of_memory import lost_device, ran_out_of_memory
 
 Need = Literal["values", "vectors"]
 Solved = tuple[Tensor, Tensor | None]
@@ -26,7 +26,8 @@ Solved = tuple[Tensor, Tensor | None]
 LARGEST = 46_340
 """LAPACK counts in 32 bits: a matrix of more than 2³¹ numbers is beyond it."""
 LARGEST_WORKSPACE = 32_766
-"""Divide and conquer takes 1 + 6n + 2n² numbers besides, of which there may be 2³¹ too."""
+"""Divide and conquer takes 1 + 6n + 2n² numbers besides, of which there may be 2³¹ too; a device's library counts
+further."""
 _JITTER = 1e-10
 _OF_VALUES = 5.0
 """Times n³, of values alone: half of their 4 n³ / 3 operations are products with vectors, at a fraction of the pace."""
@@ -69,12 +70,12 @@ def solvers(
         return ()
     cuda = device.type != "cpu"
     found = []
+    if cuda and single:
+        found.append(_torch_rung("device_float32", size, need, torch.float32, dtype, on_device=True))
+    if cuda:
+        found.append(_torch_rung("device_float64", size, need, torch.float64, dtype, on_device=True))
     if size <= LARGEST_WORKSPACE or need == "values":
-        if cuda and single:
-            found.append(_torch_rung("device_float32", size, need, torch.float32, dtype, on_device=True))
-        if cuda:
-            found.append(_torch_rung("device_float64", size, need, torch.float64, dtype, on_device=True))
-        elif gram_route(size, rank_bound, need, dtype):
+        if not cuda and gram_route(size, rank_bound, need, dtype):
             found.append(_pivoted(size, min(rank_bound or 0, size)))
         found.append(_torch_rung("host_float64", size, need, torch.float64, dtype, on_device=False))
     found.append(_lapack_rung("host_syevr", size, need))
@@ -152,8 +153,26 @@ def _torch_vectors(matrix: Tensor) -> Solved:
     return values, matrix.mT
 
 
+def exact_svd(matrix: Tensor, *, full_matrices: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """Decompose a matrix into singular values and vectors, of which small ones are wanted as well as large ones.
+
+    The solver that torch takes first on a device is one of eigenvalues of squares, which lose the small ones.
+
+    Args:
+        matrix: Shape (m, n).
+        full_matrices: As ``torch.linalg.svd`` takes it.
+
+    Returns:
+        ``U``, the singular values, descending, and ``Vᴴ``.
+    """
+    driver = "gesvd" if matrix.is_cuda else None
+    left, values, right = torch.linalg.svd(matrix, full_matrices=full_matrices, driver=driver)
+    return left, values, right
+
+
 def _told(error: RuntimeError) -> Exception:
-    return error if ran_out_of_memory(error) else FallbackFailed(str(error).splitlines()[0])
+    """The error itself where another solver cannot help: without memory, or on a device whose context is broken."""
+    return error if ran_out_of_memory(error) or lost_device(error) else FallbackFailed(str(error).splitlines()[0])
 
 
 _ROUTINES = {

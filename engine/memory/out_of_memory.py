@@ -18,10 +18,34 @@ _SAID = (
     "Cannot allocate memory",  # the C library's ENOMEM
     "out of memory",  # CUDA runtime, cuDNN
     "ALLOC_FAILED",  # cuBLAS, cuSOLVER, cuDNN
+    "cublasCreate",  # a handle takes memory of its own, and its libraries say no more than that it was not made
+    "cublasLtCreate",
+    "cusolverDnCreate",
+    "cusparseCreate",
+    "cudnnCreate",
+    "STATUS_NOT_INITIALIZED",  # what they say of a handle that was not made
     "could not create a memory",  # oneDNN
 )
 _RECOMPUTED: type[Exception] = getattr(checkpoint, "_StopRecomputationError", Unwinding)
-_DEVICE_FAULT = ("CUDA error", "device-side assert", "CUDA driver error")
+_DEVICE_FAULT = (
+    "illegal memory access",
+    "illegal instruction",
+    "invalid program counter",
+    "device-side assert",
+    "launch failure",
+    "launch timed out",
+    "misaligned address",
+    "hardware stack error",
+    "ECC error",
+    "NVLink error",
+    "device not ready",
+    "devices are busy or unavailable",
+    "CUDA driver error",
+    "EXECUTION_FAILED",  # cuBLAS, cuSOLVER, cuDNN: a kernel of theirs
+)
+"""Words of faults that a context does not outlive."""
+_OF_A_CALL = ("invalid argument", "invalid configuration argument", "no kernel image", "not supported", "_STATUS_")
+"""Words of the device about a call that it has refused: the context is as it was."""
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
@@ -39,18 +63,23 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 def lost_device(error: BaseException) -> bool:
-    """Return whether the device failed asynchronously: its context is broken, and only another process gets a new one.
+    """Return whether the device's context is broken, so that only another process gets a new one.
 
     Args:
         error: What was raised.
 
     Returns:
-        True for the accelerator's errors that are not failed allocations.
+        True for the accelerator's errors but failed allocations and calls that it refused.
     """
+    if not isinstance(error, RuntimeError) or ran_out_of_memory(error):
+        return False
+    said = str(error)
+    if any(text in said for text in _DEVICE_FAULT):
+        return True
+    # of an error that is not known the worst is thought
     kind = getattr(torch, "AcceleratorError", None)
-    told = kind is not None and isinstance(error, kind)
-    told = told or (isinstance(error, RuntimeError) and any(text in str(error) for text in _DEVICE_FAULT))
-    return told and not ran_out_of_memory(error)
+    told = (kind is not None and isinstance(error, kind)) or "CUDA error" in said
+    return told and not any(text in said for text in _OF_A_CALL)
 
 
 def is_unexplained(error: BaseException) -> bool:

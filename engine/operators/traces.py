@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from engine.linalg.eigensolvers import exact_svd
 from engine.linalg.student import student_quantile
 from engine.operators.krylov.vectors import gaussian, received
 
@@ -242,7 +243,7 @@ class XTrace(_Estimator):
         basis, random = self.vectors.to(torch.float64), self._kept["random"].to(torch.float64)
         first = self._kept["first"].to(torch.float64)
         # s_i is the direction of the range that the other columns do not reach: R⁻ᵀ e_i, normalised
-        left, values, right = torch.linalg.svd(basis.mT @ first)
+        left, values, right = exact_svd(basis.mT @ first)
         least = torch.finfo(self.options.dtype).eps * len(values) * values[0] + torch.finfo(torch.float64).tiny
         alone = left @ (right / values.clamp_min(float(least))[:, None])
         alone = alone / alone.norm(dim=0)

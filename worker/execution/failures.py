@@ -28,7 +28,7 @@ from worker.execution.refusal import Refusal, storable_text
 from worker.process.crash import DEVICE_LOST
 
 _TRANSIENT_ERRNOS = frozenset({errno.EIO, errno.EMFILE, errno.ENFILE, errno.ESTALE})
-_DEVICE_LIBRARIES = ("cuDNN error", "cusolver error", "cuFFT error", "cuBLAS error", "CUBLAS_STATUS_", "NCCL error")
+_LIBRARY_FAULTS = ("INTERNAL_ERROR", "MAPPING_ERROR", "cuFFT error", "NCCL error")
 _MAX_MESSAGE = 4_000
 
 
@@ -83,8 +83,11 @@ def _machine_failure(error: BaseException) -> Failed:
 
 
 def _library_failed(error: BaseException) -> bool:
-    """Whether one of the device's libraries gave up: after that nothing of this process's context is to be trusted."""
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _DEVICE_LIBRARIES)
+    """Whether one of the device's libraries gave up without a reason, and no fallback was there: it may be the device.
+
+    A call that it refused would be refused in any process.
+    """
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LIBRARY_FAULTS)
 
 
 def _refused(error: DocumentRefused) -> Failed:

@@ -38,6 +38,7 @@ from engine.factors.capacitance import NOISE
 from engine.factors.factor_set import LayerFacts
 from engine.factors.kronecker_factors import Factors
 from engine.factors.low_rank import LowRank
+from engine.linalg.eigensolvers import exact_svd
 from engine.linalg.linear_operator import Structured
 from engine.linalg.panels import wide_product
 from engine.operators.kronecker.eigenbasis import JointBasis, SideBasis
@@ -71,7 +72,7 @@ def power_of_rows(rows: LowRank, inner: Tensor, damped: JointBasis, exponent: fl
     largest = values[-1].clamp_min(0) if values.numel() else values.new_zeros(())
     kept = values > NOISE * max(values.numel(), 1) * largest
     roots, vectors = values[kept].sqrt(), vectors[:, kept]
-    left, singular, right = torch.linalg.svd(lengths[:, None] * vectors * roots, full_matrices=False)
+    left, singular, right = exact_svd(lengths[:, None] * vectors * roots, full_matrices=False)
     across = SideBasis(singular.square().to("cpu"), None, singular.numel())
     joint = JointBasis(G=across, A=damped.A, shift=damped.shift, shift_A=damped.shift_A, shift_G=damped.shift_G)
     coefficients = (left.mT @ turned).mul_(singular[:, None])

@@ -1,10 +1,15 @@
 """One rank, two and four: the same factors, whatever the form of the statistics and the mode of the reduction."""
 
+import datetime as dt
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+from engine.distributed import group
+from engine.errors import RankFailed
 from tests.engine.distributed.rank_processes import run_ranks
 from tests.engine.distributed.rank_scenarios import SCENARIOS, outcome
 
@@ -54,3 +59,32 @@ def test_ranks_measure_what_one_rank_measures(name: str, together: list[Any], al
                     own = found["records"][layer][fact]
                     assert (own is None) == (value is None), (mode, layer, fact)
                     assert value is None or own == pytest.approx(value, rel=max(100 * tolerance, 1e-9)), (layer, fact)
+
+
+def test_nccl_waits_longer_than_we_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, dt.timedelta] = {}
+    told: dict[str, Any] = {}
+
+    def refuse(*_: object, **options: object) -> None:
+        told.update(options)
+        raise RuntimeError("no other came")
+
+    monkeypatch.setattr(group, "own_sockets", frozenset)
+    monkeypatch.setattr(group, "foreign_peers", lambda _: [])
+    monkeypatch.setattr(group, "_Groups", type("Groups", (group._Groups,), {}))
+    monkeypatch.setattr(group.dist, "new_group", lambda *, backend, timeout: made.setdefault(backend, timeout))
+    device = torch.device("cuda", 0)
+    ranks: Any = SimpleNamespace(
+        rank=0, size=2, device=device, timeout_seconds=30.0, note=lambda *_: 1, meet=lambda _: None
+    )
+    group._make_groups(ranks)
+    # a rank that is silent for 30 s is told by us; NCCL's watchdog would end the process
+    assert made["gloo"] == dt.timedelta(seconds=30)
+    assert made["nccl"] > 2 * made["gloo"]
+    monkeypatch.setattr(group.dist, "init_process_group", refuse)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RankFailed, match="no other came"):
+        group.start(device)
+    assert told["device_id"] == device

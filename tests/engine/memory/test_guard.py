@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import BudgetExceeded, OutOfMemory
+from engine.linalg.eigendecomposition import decompose
 from engine.memory import guard as guard_module
 from engine.memory.budget import MemoryBudget, give_back_host_memory, resident_bytes
 from engine.memory.guard import Fallback, FallbackFailed, Guard
@@ -80,10 +81,13 @@ def test_the_plans_rung_is_where_the_ladder_begins() -> None:
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         host_failure(),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
         RuntimeError("could not create a memory object"),
         OSError(12, "Cannot allocate memory"),
     ],
-    ids=["python", "cuda", "torch", "cublas", "onednn", "mmap"],
+    ids=["python", "cuda", "torch", "cublas", "cusolver-handle", "cublas-handle", "cudnn-handle", "onednn", "mmap"],
 )
 def test_what_runs_out_is_tried_once_more_then_a_rung_lower(error: BaseException) -> None:
     assert ran_out_of_memory(error)
@@ -117,6 +121,46 @@ def test_other_failures_pass_through_and_a_failed_rung_goes_on() -> None:
     ladder = [rung(name, 0, Failing(name, FallbackFailed("did not converge"))) for name in "ab"]
     with pytest.raises(FallbackFailed, match="a: did not converge; b: did not converge"):
         keeper.run_with_fallbacks(ladder, what="w", layer=None, stage="s")
+
+
+@pytest.mark.parametrize(
+    ("said", "lost"),
+    [
+        ("CUDA error: an illegal memory access was encountered", True),
+        ("CUDA error: unspecified launch failure", True),
+        ("CUDA error: device-side assert triggered", True),
+        ("CUDA error: uncorrectable ECC error encountered", True),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(…)`", True),
+        ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", True),
+        ("CUDA error: an error that has no name yet", True),
+        ("CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasSgemm(…)`", False),
+        ("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx(…)`", False),
+        ("CUDA error: invalid configuration argument", False),
+        ("CUDA error: no kernel image is available for execution on the device", False),
+        ("cusolver error: CUSOLVER_STATUS_INVALID_VALUE, when calling `cusolverDnXsyevd(…)`", False),
+        ("linalg.eigh: The algorithm failed to converge", False),
+    ],
+)
+def test_only_a_broken_context_is_a_lost_device(said: str, lost: bool) -> None:
+    error = RuntimeError(said)
+    assert lost_device(error) == lost
+    assert not ran_out_of_memory(error)
+
+
+def test_a_solver_does_not_go_on_with_a_broken_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(said: str) -> Callable[..., Tensor]:
+        def failing(*_: object, **__: object) -> Tensor:
+            raise RuntimeError(said)
+
+        return failing
+
+    matrix = torch.eye(3, dtype=torch.float64)
+    monkeypatch.setattr(torch.linalg, "eigh", fail("CUDA error: an illegal memory access was encountered"))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        decompose(matrix, "fc", need="vectors", guard=Guard.unlimited())
+    monkeypatch.setattr(torch.linalg, "eigh", fail("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling"))
+    found = decompose(matrix, "fc", need="vectors", guard=Guard.unlimited())
+    assert found.rungs[:2] == ("host_float64", "host_syevr")
 
 
 def test_a_ladder_that_does_not_fit_says_what_would() -> None:

@@ -19,6 +19,7 @@ from engine.analyses.reconstruction import Reconstruction
 from engine.errors import BrokenFactors, NonFiniteFactor
 from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 from kronoscope.local import load_stabilised
+from kronoscope.local_inputs import OptionRefused
 from tests.oracles import MemoryArtifacts
 from worker.execution.__main__ import parse_document
 from worker.execution.files.matrix_file import MatrixFile
@@ -131,7 +132,9 @@ def test_what_it_left_is_read_back_and_inverted_through(tmp_path: Path, route: s
         safetensors.torch.save_file(tensors, tmp_path / name)
     for name, table in left.tables.items():
         (tmp_path / name).write_text(json.dumps(table, allow_nan=False))
-    inverses = load_stabilised(tmp_path)
+    with pytest.raises(OptionRefused, match=r"`device` must be one that this machine's PyTorch has \(got 'nowhere'"):
+        load_stabilised(tmp_path, device="nowhere")
+    inverses = load_stabilised(tmp_path, device="cpu")
     assert list(inverses) == [named]
     right = torch.randn(90, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     values, basis = torch.linalg.eigh(given)
