@@ -122,12 +122,13 @@ def _inverted(probability: Tensor, chance: Tensor) -> Tensor:  # (P, C), (P, 1) 
 
 
 def _running_sums(values: Tensor) -> Tensor:
-    """Return sums from the first number on; on a device by doubled steps, whose order of additions is fixed.
+    """Return sums from the first number on, in an order of additions that is fixed."""
+    # torch calls its own cumulative sum on a device not deterministic, and so would each job be that draws labels
+    return values.cumsum(-1) if values.device.type == "cpu" else _doubled_sums(values)
 
-    torch calls its own cumulative sum there not deterministic, and so would each job be that draws labels.
-    """
-    if values.device.type == "cpu":
-        return values.cumsum(-1)
+
+def _doubled_sums(values: Tensor) -> Tensor:
+    """Return sums from the first number on, each of twice as many numbers at every step."""
     step = 1
     while step < values.shape[-1]:
         values = torch.cat([values[..., :step], values[..., step:] + values[..., :-step]], -1)

@@ -203,8 +203,11 @@ def _attention(numerics: Numerics) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alerts(heard: set[str]) -> Iterator[None]:
-    with warnings.catch_warnings():
-        # in every batch, whatever the caller's filters do with warnings
+    always = torch.is_warn_always_enabled()
+    with warnings.catch_warnings(), contextlib.ExitStack() as after:
+        # in every batch, whatever the caller's filters do with warnings; attention's kernels else warn once a process
+        torch.set_warn_always(True)
+        after.callback(torch.set_warn_always, always)
         warnings.filterwarnings("always", message=r"[^\n]*does not have a deterministic implementation")
         for beginning in _OTHER_ALERTS:
             warnings.filterwarnings("always", message=beginning)

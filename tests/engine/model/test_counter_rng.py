@@ -72,3 +72,26 @@ def test_categories_of_no_chance_are_never_drawn() -> None:
     drawn = categories(chances.expand(uniform.numel(), 200), uniform)
     assert set(drawn.tolist()) == {3, 70, 191}
     assert drawn[-4:].tolist() == [3, 70, 191, 191]
+
+
+@pytest.mark.parametrize("count", [100_000, pytest.param(1_000_000, marks=pytest.mark.nightly)])
+def test_labels_of_a_device_are_those_of_float64_sums(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """A device sums by doubled steps; a label differs only where its draw lies within rounding of a boundary."""
+    monkeypatch.setattr(counter_rng, "_running_sums", counter_rng._doubled_sums)
+    torch.manual_seed(0)
+    differing = 0
+    for start in range(0, count, 50_000):
+        chances = torch.softmax(3 * torch.randn(50_000, 200), -1)
+        # one in a thousand lies on a boundary
+        uniform = uniforms(7, torch.arange(start, start + 50_000))
+        cumulative = chances.to(torch.float64).cumsum(-1)
+        uniform[::1000] = (cumulative[:, 99] / cumulative[:, -1])[::1000]
+        threshold = uniform[:, None] * cumulative[:, -1:]
+        plain = torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=199)
+        drawn = categories(chances, uniform)
+        apart = (drawn != plain).nonzero()[:, 0]
+        differing += len(apart)
+        nearest = (cumulative[apart] - threshold[apart]).abs().min(-1).values
+        # blocks of 64 are summed in float32, as the chances come
+        assert bool((nearest <= 64 * torch.finfo(torch.float32).eps * cumulative[apart, -1]).all())
+    assert 0 < differing < count / 500

@@ -22,6 +22,7 @@ CUBLAS = (
     "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or "
     "`at::Context::setDeterministicAlgorithms(true)`, but this operation is not deterministic because it uses CuBLAS"
 )
+FLASH = "Flash Attention defaults to a non-deterministic algorithm. To explicitly enable determinism call"
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Numerics.here(torch.device("cpu"))
 
@@ -129,6 +130,7 @@ def test_alerts_before_a_checkpoint_are_not_forgotten(monkeypatch: pytest.Monkey
     [
         ("scatter_add_cuda_kernel does not have a deterministic implementation, but you", "scatter_add_cuda_kernel"),
         ("Memory Efficient attention defaults to a non-deterministic algorithm.", "memory-efficient attention"),
+        (FLASH, "flash attention"),
         (CUBLAS, "cuBLAS without CUBLAS_WORKSPACE_CONFIG"),
         ("an unrelated warning", None),
     ],
@@ -141,6 +143,16 @@ def test_the_words_of_other_machines_are_understood(message: str, named: str | N
             warnings.warn(message, UserWarning, stacklevel=1)
     assert heard == ({named} if named else set())
     assert len(others) == (named is None)
+
+
+def test_what_is_told_once_a_process_is_told_every_time() -> None:
+    before = torch.is_warn_always_enabled()
+    for always in (False, True):
+        torch.set_warn_always(always)
+        with set_numerics(HERE, set()):
+            assert torch.is_warn_always_enabled()
+        assert torch.is_warn_always_enabled() == always
+    torch.set_warn_always(before)
 
 
 def test_what_cannot_be_repeated_is_said() -> None:
