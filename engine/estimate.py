@@ -88,11 +88,11 @@ def _planned(workspace: Workspace) -> PlannedJob:
     )
     machine = dataclasses.replace(workspace.machine, device=META)
     job = PassJob.of(dataclasses.replace(workspace, inputs=inputs, machine=machine), workspace.machine.device)
-    with simulate_device(workspace.machine.device):
+    with simulate_device(workspace.machine.device, job.numerics):
         # the caller's flags say what is trainable; inside what follows, nothing is
         survey = survey_layers(job.model, job.collection)
     with (
-        simulate_device(workspace.machine.device),
+        simulate_device(workspace.machine.device, job.numerics),
         preserve_state(job.model, job.dtype),
         set_numerics(job.numerics, job.heard),
     ):

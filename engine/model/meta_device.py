@@ -6,6 +6,7 @@ text is padded and nothing is NaN. Attention saves what the kernel of the machin
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ import torch.fx.experimental._config as tracer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.model.determinism import Numerics
 
 
 class _Assumed(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -56,62 +59,173 @@ class _AttentionCall:
     enable_gqa: bool = False
 
 
-_WIDEST_HEAD = 256
+_FLASH_HEAD = 256
 """Numbers of a head that flash attention takes on a GPU."""
+_HEAD_ALIGNED = 8
+"""Flash attention pads heads to a multiple of as many numbers; so is a mask's row for the memory-efficient kernel."""
+_ALIGNED_BYTES = 16
+"""Bytes of which a head's are a multiple where the memory-efficient kernel is taken."""
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+_OLDEST_FLASH = 8
+"""Compute capability from which a GPU has flash attention, and bfloat16 in the memory-efficient kernel."""
 
 
 class _Attention(TorchFunctionMode):
-    """Takes the fused kernel that ``device`` would take; on the meta device torch writes all scores out."""
+    """Takes the kernel that ``device`` takes with ``numerics``; on the meta device torch writes all scores out."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, numerics: Numerics) -> None:
         super().__init__()
         self._device = device
+        self._allowed = numerics.attention
+        found = re.match(r"sm_(\d+)\d$", numerics.instructions)
+        # a device that is not here is taken for one of today's
+        self._is_old = found is not None and int(found[1]) < _OLDEST_FLASH
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:  # noqa: ANN401 - as torch returns
         named = dict(kwargs or {})
-        if func is torch.nn.functional.scaled_dot_product_attention and args and args[0].is_meta:
-            return self._fused(_AttentionCall(*args, **named))
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            call = _AttentionCall(*args, **named)
+            if call.query.is_meta:
+                return self._attend(call)
         return func(*args, **named)
 
-    def _takes_flash(self, query: Tensor, mask: Tensor | None) -> bool:
-        """Tell whether the kernel without scores is taken: on a GPU in 16 bits alone, where no mask is given."""
-        if self._device.type != "cuda":
-            return True
-        return query.dtype in (torch.float16, torch.bfloat16) and mask is None and query.shape[-1] <= _WIDEST_HEAD
+    def _attend(self, call: _AttentionCall) -> Tensor:
+        """Run the first kernel that takes the call, in torch's order: flash, memory-efficient, math.
 
-    def _fused(self, call: _AttentionCall) -> Tensor:
-        query, key, value, mask = call.query, call.key, call.value, call.attn_mask
-        if call.enable_gqa and self._device.type == "cuda":
-            key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
-        if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape, dtype=query.dtype, device="meta")
-        if query.ndim != 4 or (mask is not None and mask.requires_grad) or not self._takes_flash(query, mask):
-            return torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, mask, call.dropout_p, is_causal=call.is_causal, scale=call.scale
-            )
-        aten: Any = torch.ops.aten
-        if self._device.type == "cuda":
-            outputs = aten._scaled_dot_product_flash_attention(  # noqa: SLF001
-                query, key, value, call.dropout_p, call.is_causal, False, scale=call.scale
-            )
-        else:
-            outputs = aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
-                query, key, value, call.dropout_p, call.is_causal, attn_mask=mask, scale=call.scale
-            )
-        attended: Tensor = outputs[0]
-        return attended
+        cuDNN's is taken for none, as no job allows it.
+        """
+        if _is_fusible(call):
+            if self._device.type != "cuda":
+                if _flash_takes_on_cpu(call):
+                    return _flash_on_cpu(call)
+            elif "flash" in self._allowed and self._flash_takes(call):
+                return _flash(call)
+            elif "memory-efficient" in self._allowed and self._memory_efficient_takes(call):
+                return _memory_efficient(call)
+        # grouped heads are written out there, as torch does on any device
+        return torch.nn.functional.scaled_dot_product_attention(
+            call.query,
+            call.key,
+            call.value,
+            call.attn_mask,
+            call.dropout_p,
+            is_causal=call.is_causal,
+            scale=call.scale,
+            enable_gqa=call.enable_gqa,
+        )
+
+    def _flash_takes(self, call: _AttentionCall) -> bool:
+        """Tell whether flash attention takes a call: in 16 bits alone, without a mask; grouped heads as they are."""
+        query, key, value = call.query, call.key, call.value
+        sizes = {each.shape[-1] for each in (query, key, value)}
+        return (
+            not self._is_old
+            and query.dtype in _SIXTEEN_BITS
+            and call.attn_mask is None
+            and len(sizes) == 1
+            and max(sizes) <= _FLASH_HEAD
+            and not (call.is_causal and query.shape[-2] != key.shape[-2])
+            and (call.enable_gqa or query.shape[-3] == key.shape[-3])
+        )
+
+    def _memory_efficient_takes(self, call: _AttentionCall) -> bool:
+        """Tell whether the memory-efficient kernel takes a call: in up to 32 bits, without grouped heads."""
+        query, key, value = call.query, call.key, call.value
+        aligned = _ALIGNED_BYTES // query.dtype.itemsize
+        return (
+            query.dtype in (torch.float32, torch.float16, *(() if self._is_old else (torch.bfloat16,)))
+            and query.shape[-3] == key.shape[-3] == value.shape[-3]
+            and query.shape[-1] == key.shape[-1]
+            and query.shape[-1] % aligned == value.shape[-1] % aligned == 0
+        )
+
+
+def _is_fusible(call: _AttentionCall) -> bool:
+    """Tell whether any kernel but math takes a call's shapes."""
+    mask = call.attn_mask
+    every = call.query, call.key, call.value
+    return all(each.ndim == 4 and each.numel() and each.stride(-1) == 1 for each in every) and not (
+        mask is not None and mask.requires_grad
+    )
+
+
+def _flash_takes_on_cpu(call: _AttentionCall) -> bool:
+    """Tell whether a CPU's flash kernel takes a call: where the caller allows it and nothing is dropped."""
+    backends: Any = torch.backends.cuda
+    query, key, value = call.query, call.key, call.value
+    return (
+        backends.flash_sdp_enabled()
+        and not call.dropout_p
+        and (call.enable_gqa or query.shape[-3] == key.shape[-3])
+        and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    )
+
+
+def _added(call: _AttentionCall) -> Tensor | None:
+    """Return a call's mask as it is added to the scores."""
+    mask = call.attn_mask
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=call.query.dtype, device="meta")
+
+
+def _flash_on_cpu(call: _AttentionCall) -> Tensor:
+    aten: Any = torch.ops.aten
+    outputs = aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001 - its only name
+        call.query, call.key, call.value, call.dropout_p, call.is_causal, attn_mask=_added(call), scale=call.scale
+    )
+    attended: Tensor = outputs[0]
+    return attended
+
+
+def _flash(call: _AttentionCall) -> Tensor:
+    """Attend as flash attention does on a GPU: heads are padded, and the padded ones saved."""
+    aten: Any = torch.ops.aten
+    size = call.query.shape[-1]
+    scale = size**-0.5 if call.scale is None else call.scale
+    query, key, value = (
+        torch.nn.functional.pad(each, (0, -size % _HEAD_ALIGNED)) if size % _HEAD_ALIGNED else each
+        for each in (call.query, call.key, call.value)
+    )
+    outputs = aten._scaled_dot_product_flash_attention(  # noqa: SLF001 - its only name
+        query, key, value, call.dropout_p, call.is_causal, False, scale=scale
+    )
+    attended: Tensor = outputs[0]
+    return attended[..., :size]
+
+
+def _memory_efficient(call: _AttentionCall) -> Tensor:
+    """Attend as the memory-efficient kernel does: a mask's rows are padded, and it is spread over heads unwritten."""
+    aten: Any = torch.ops.aten
+    mask, query, columns = _added(call), call.query, call.key.shape[-2]
+    if mask is not None:
+        if columns % _HEAD_ALIGNED:
+            mask = torch.nn.functional.pad(mask, (0, -columns % _HEAD_ALIGNED))[..., :columns]
+        mask = mask.expand(*query.shape[:3], columns)
+    every = query, call.key, call.value
+    outputs = aten._scaled_dot_product_efficient_attention(  # noqa: SLF001 - its only name
+        *every,
+        mask,
+        torch.is_grad_enabled() and any(each.requires_grad for each in every),
+        call.dropout_p,
+        call.is_causal,
+        scale=call.scale,
+    )
+    attended: Tensor = outputs[0]
+    return attended
 
 
 @contextlib.contextmanager
-def simulate_device(device: torch.device) -> Iterator[None]:
+def simulate_device(device: torch.device, numerics: Numerics) -> Iterator[None]:
     """Run models on the meta device as they would run on another one.
 
     Entering loads torch's tracer, some 100 MB.
 
     Args:
-        device: The device whose fused attention kernel is taken; it need not exist on this machine.
+        device: The device that is simulated; it need not exist on this machine.
+        numerics: The job's on that device: the attention kernels that it allows. Of a CPU, torch's switches decide.
 
     Returns:
         A context manager, in which a flag on the meta device is true and a number one.
@@ -119,7 +233,7 @@ def simulate_device(device: torch.device) -> Iterator[None]:
     before = tracer.meta_nonzero_assume_all_nonzero
     tracer.meta_nonzero_assume_all_nonzero = True
     try:
-        with _Assumed(), _Attention(device):  # type: ignore[no-untyped-call]
+        with _Assumed(), _Attention(device, numerics):  # type: ignore[no-untyped-call]
             yield
     finally:
         tracer.meta_nonzero_assume_all_nonzero = before
