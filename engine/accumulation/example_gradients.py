@@ -320,8 +320,7 @@ def _flat(layer: TreatedLayer, met: Met, dtype: torch.dtype) -> tuple[Tensor, Te
         if owners is None:
             owners = torch.arange(use.examples, device=g.device).repeat_interleave(g.shape[0] // use.examples)
         which = torch.arange(g.shape[0], device=g.device)
-        if use.kept is not None:
-            which, owners = which[use.kept], owners[use.kept]
+        which, owners = use.picked(which), use.picked(owners)
         parts.append((a, g, which + before, owners))
         before += g.shape[0]
     if len(parts) == 1:

@@ -35,7 +35,7 @@ from engine.layers.layer import TreatedLayer, Use
 from engine.layers.parameter_slice import Place, Places
 from engine.model.mixed_precision import LossScale
 from engine.model.outputs import Prediction
-from engine.row_layout.attention_masks import Key, MaskBroken, Masking, counted, position_count
+from engine.row_layout.attention_masks import KeptPositions, Key, MaskBroken, Masking, counted, position_count
 from engine.row_layout.call_shapes import CallShapes
 from engine.row_layout.layer_calls import entered_by, hidden_by
 from engine.row_layout.row_order import RowOrders, example_first
@@ -58,6 +58,7 @@ class Collector:
     """(N, T) booleans of the current batch; None where all positions count."""
     masking: Masking = field(default_factory=Masking)
     """The calls that the mask is laid on."""
+    _kept: KeptPositions | None = None
     orders: RowOrders = field(default_factory=RowOrders)
     """The calls whose rows do not stand example by example."""
     tables: frozenset[str] = frozenset()
@@ -124,6 +125,7 @@ class Collector:
         self.examples = examples
         self.shapes.begin(examples, inputs)
         self.mask = None if mask is None or bool(mask.all()) else mask
+        self._kept = None if self.mask is None else KeptPositions.of(self.mask)
         self._sharing.begin()
         self._calls.begin()
         self.inputs.begin()
@@ -224,10 +226,10 @@ class Collector:
             arrange = example_first if self.orders.by_positions(key) else None
             plain = entered.detach() if arrange is None else arrange(entered.detach(), self.examples)
             plain = plain.clone() if name in self.overwritten else plain
-            dropped = self._dropped(key, role, plain)
-            use = Use(entered=plain, examples=self.examples, kept=counted(role, plain, dropped), role=role)
+            known = self._known(key, role, plain)
+            use = counted(role, Use(entered=plain, examples=self.examples, role=role), known)
             entry = self._enter(statistics, use) if counts else None
-            lost = None if dropped is None else (key, dropped)
+            lost = None if known is None else (key, known.dropped)
             followed = self._follow(statistics, use, output, arrange, dropped=lost, entry=entry)
             return instead if followed is None else followed
 
@@ -351,12 +353,11 @@ class Collector:
         """Whether the rows of a call are separable by example, or need not be."""
         return role.name in self.orders.unordered or role.batch_first(entered, self.examples)
 
-    def _dropped(self, key: Key, layer: TreatedLayer, entered: Tensor) -> Tensor | None:
-        """(P,) booleans of the positions of this call that the mask drops; None where it is not laid on it."""
-        mask = self.mask
-        if mask is None or not self.masking.covers(key) or position_count(layer, entered) != mask.numel():
-            return None
-        return ~mask.reshape(-1)
+    def _known(self, key: Key, layer: TreatedLayer, entered: Tensor) -> KeptPositions | None:
+        """The positions that the mask keeps; None where it is not laid on this call."""
+        known = self._kept
+        laid = known is not None and self.masking.covers(key) and position_count(layer, entered) == known.kept.numel()
+        return known if laid else None
 
     def _follow(
         self,

@@ -207,16 +207,16 @@ class LayerStatistics:
 
     def add_input_(self, use: Use) -> None:
         """Add ``Σ a aᵀ`` of one call, by the tensor that entered it."""
-        layer, entered, kept = self.layer, require_real(use.input), use.kept
+        layer, entered = self.layer, require_real(use.input)
         if isinstance(layer, BlockLayer):
-            self.positions += entered.numel() // layer.fan_in if kept is None else int(kept.sum())
+            self.positions += use.count if use.count is not None else entered.numel() // layer.fan_in
             return
         if isinstance(layer, ConvolutionLayer):
             self._add_patches_(layer, entered)
             return
         rows = layer.activation_rows(entered)
         if layer.form == "diagonal":
-            ids = rows if kept is None else rows[kept]
+            ids = use.picked(rows)
             self.positions += ids.numel()
             self.weight_A += ids.numel()
             if self.A is not None:
@@ -229,7 +229,7 @@ class LayerStatistics:
             rows, positions = pooled_rows(rows, use)
             self.positions += positions
         else:
-            rows = rows if kept is None else rows[kept]
+            rows = use.picked(rows)
             self.positions += rows.shape[0]
         self.weight_A += rows.shape[0]
         self.rows_A += rows.shape[0]
@@ -281,16 +281,16 @@ class LayerStatistics:
             use: The call.
             gradient: Gradient of its output, of that output's shape, examples first.
         """
-        layer, kept = self.layer, use.kept
+        layer = self.layer
         self.gradients += 1
         if self.sums_dtype is None or isinstance(layer, BlockLayer):
             return
         rows = layer.gradient_rows(require_real(gradient))
         if self.sharing == "reduce" and layer.form == "kronecker":
             rows = summed_rows(rows.to(self.sums_dtype), use)
-        elif kept is not None:
+        else:
             # dropped before the product: half of a padded batch is often padding
-            rows = rows[kept]
+            rows = use.picked(rows)
         self._add_rows_(rows)
 
     def add_example_gradients_(self, gradients: Tensor, start: int, examples: int) -> None:

@@ -110,7 +110,7 @@ def note_reached(
         return
     key, dropped = call
     largest = torch.linalg.vector_norm(layer.gradient_rows(gradient), ord=torch.inf, dim=1)
-    reached.append((key, (largest[dropped] != 0).any()))
+    reached.append((key, ((largest != 0) & dropped).any()))
 
 
 def unscaled(gradient: Tensor, scale: LossScale | None) -> Tensor:

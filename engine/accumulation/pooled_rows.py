@@ -22,7 +22,7 @@ def pooled_rows(rows: Tensor, use: Use) -> tuple[Tensor, int]:
     """
     examples, kept = use.examples, use.kept
     if use.owners is not None:
-        owners = use.owners if kept is None else use.owners[kept]
+        owners = use.picked(use.owners)
         numbers = torch.bincount(owners, minlength=examples)
         means = summed_rows(rows, use) / numbers.clamp_min(1)[:, None].to(rows.dtype)
         return means[numbers > 0], owners.shape[0]
@@ -35,7 +35,8 @@ def pooled_rows(rows: Tensor, use: Use) -> tuple[Tensor, int]:
     weights = kept.view(examples, -1, 1).to(rows.dtype)
     counts = weights.sum(1)
     means = (grouped * weights).sum(1) / counts.clamp_min(1)
-    return means[counts[:, 0] > 0], int(kept.sum())
+    # an example without any would be a row of zeros
+    return means if use.reaches_all else means[counts[:, 0] > 0], use.count or 0
 
 
 def summed_rows(rows: Tensor, use: Use) -> Tensor:

@@ -67,8 +67,7 @@ class TiedHeadStatistics(LayerStatistics):
         if not self._is_lookup(use):
             super().add_input_(use)
             return
-        ids = use.input.reshape(-1)
-        ids = ids if use.kept is None else ids[use.kept]
+        ids = use.picked(use.input.reshape(-1))
         self.positions += ids.numel()
         self.weight_counts += ids.numel()
         if self.counts is not None:
@@ -83,8 +82,7 @@ class TiedHeadStatistics(LayerStatistics):
         self.gradients += 1
         if self.vectors is not None:
             rows = self.layer.table.gradient_rows(gradient) if isinstance(self.layer, TiedHeadLayer) else gradient
-            rows = rows if use.kept is None else rows[use.kept]
-            add_gram_(self.vectors, require_real(rows).to(self.vectors.dtype))
+            add_gram_(self.vectors, require_real(use.picked(rows)).to(self.vectors.dtype))
 
     def _is_lookup(self, use: Use) -> bool:
         layer = self.layer

@@ -87,9 +87,7 @@ class LayerMoments:
         layer = self.statistics.layer
         with _apart(use.input):
             if self._is_lookup(use):
-                self.sides["counts"].add_ids_(
-                    use.input.reshape(-1) if use.kept is None else use.input.reshape(-1)[use.kept]
-                )
+                self.sides["counts"].add_ids_(use.picked(use.input.reshape(-1)))
                 return
             self.kept = use.kept
             if "A" not in self.sides:
@@ -190,7 +188,7 @@ class LayerMoments:
         if self.statistics.sharing == "reduce" and layer.form == "kronecker" and not self._is_lookup(use):
             self._take_in_(side, rows, use)
             return
-        self._take_in_(side, rows if use.kept is None else rows[use.kept])
+        self._take_in_(side, use.picked(rows))
 
     def _take_in_(self, side: RowMoments, rows: Tensor, together: Use | None = None) -> None:
         """Take in rows as they are, or added up to one for each example of a call."""

@@ -223,8 +223,7 @@ def pooled(rows: Tensor, use: Use, dtype: torch.dtype, *, mean: bool) -> Tensor:
     owners = use.owners
     if owners is None:
         owners = torch.arange(use.examples, device=rows.device).repeat_interleave(rows.shape[0] // use.examples)
-    if use.kept is not None:
-        wide, owners = wide[use.kept], owners[use.kept]
+    wide, owners = use.picked(wide), use.picked(owners)
     sums = wide.new_zeros(use.examples, rows.shape[1]).index_add_(0, owners, wide)
     if not mean:
         return sums
@@ -241,5 +240,4 @@ def counted_rows(layer: TreatedLayer, use: Use) -> Tensor:
     Returns:
         Shape (P, groups · d_in), or ids (P,).
     """
-    rows = layer.activation_rows(use.input)
-    return rows if use.kept is None else rows[use.kept]
+    return use.picked(layer.activation_rows(use.input))

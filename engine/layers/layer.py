@@ -38,6 +38,27 @@ class Use:
     """(P,) the example each position belongs to, where they do not lie example by example; else None."""
     role: "TreatedLayer | None" = None
     """Which part of the layer was called, where it has several (``TreatedLayer.roles``)."""
+    places: Tensor | None = None
+    """Places of the positions that count, where they are known: to find them again waits for the device."""
+    reaches_all: bool = False
+    """Whether every example is known to have a position that counts."""
+
+    def picked(self, rows: Tensor) -> Tensor:
+        """Return the rows of the positions that count.
+
+        Args:
+            rows: One a position, shape (P, …).
+        """
+        if self.kept is None:
+            return rows
+        return rows[self.kept] if self.places is None else rows.index_select(0, self.places)
+
+    @property
+    def count(self) -> int | None:
+        """How many positions count; None where all do."""
+        if self.kept is None:
+            return None
+        return int(self.kept.sum()) if self.places is None else self.places.numel()
 
     def without_input(self) -> "Use":
         """Return the same call without its input."""
@@ -63,6 +84,8 @@ class Use:
             entered=None if self.entered is None else of_examples(self.entered, self.examples, start, stop),
             examples=stop - start,
             kept=None if self.kept is None else of_examples(self.kept, self.examples, start, stop),
+            places=None,
+            reaches_all=False,
         )
 
     @property

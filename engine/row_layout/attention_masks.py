@@ -22,7 +22,7 @@ from torch import Tensor
 from engine.errors import EngineError, Unwinding
 from engine.layers.convolution import ConvolutionLayer
 from engine.layers.embedding import EmbeddingLayer
-from engine.layers.layer import TreatedLayer
+from engine.layers.layer import TreatedLayer, Use
 from engine.model.batches import Batch, map_tensors
 from engine.row_layout.layer_calls import Call
 
@@ -114,23 +114,45 @@ def position_count(layer: TreatedLayer, entered: Tensor) -> int:
     return entered.numel() if isinstance(layer, EmbeddingLayer) else entered.numel() // max(layer.fan_in, 1)
 
 
-def counted(layer: TreatedLayer, entered: Tensor, dropped: Tensor | None) -> Tensor | None:
+@dataclass(frozen=True)
+class KeptPositions:
+    """The positions of a batch that its mask keeps, found once for all calls."""
+
+    kept: Tensor
+    """(P,) booleans."""
+    dropped: Tensor
+    """(P,) the others."""
+    places: Tensor
+    """(n,) where those that are kept stand."""
+    reaches_all: bool
+    """Whether every example has one."""
+
+    @classmethod
+    def of(cls, mask: Tensor) -> "KeptPositions":
+        """Find the positions of a mask (N, T), boolean; this waits for the device."""
+        kept = mask.reshape(-1)
+        places, reaches_all = kept.nonzero()[:, 0], bool(mask.reshape(mask.shape[0], -1).any(1).all())
+        return cls(kept=kept, dropped=~kept, places=places, reaches_all=reaches_all)
+
+
+def counted(layer: TreatedLayer, use: Use, known: KeptPositions | None) -> Use:
     """Mark the positions that count for a call.
 
     Args:
         layer: The called layer; an embedding's padding id does not count, since its row gets no gradient.
-        entered: Its input, P positions of any shape.
-        dropped: Positions that the mask drops, shape (P,), bool; None where no mask is laid on the call.
+        use: The call with its input, P positions of any shape.
+        known: The positions of the mask; None where no mask is laid on the call.
 
     Returns:
-        Positions that count, shape (P,), bool; None where all do.
+        The call with its positions that count.
     """
-    kept = None if dropped is None else ~dropped
     if isinstance(layer, EmbeddingLayer) and layer.module.padding_idx is not None:
         # the padding row gets no gradient, whatever arrives at it
-        real = entered.reshape(-1) != layer.module.padding_idx
-        kept = real if kept is None else kept & real
-    return kept
+        real = use.input.reshape(-1) != layer.module.padding_idx
+        return replace(use, kept=real if known is None else known.kept & real)
+    if known is None:
+        return use
+    return replace(use, kept=known.kept, places=known.places, reaches_all=known.reaches_all)
 
 
 def try_masks(batch: Batch, run: Run, *, gradients: bool) -> Masking:
