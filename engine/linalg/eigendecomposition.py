@@ -79,7 +79,7 @@ def rungs(
     smallest_ratio: float = 0.0,
     rank_bound: int | None = None,
 ) -> tuple[RungCost, ...]:
-    """Return the cost of each solver beside the factor itself, the preferred first; none where n is beyond LAPACK.
+    """Return the cost of each solver beside the factor itself, the preferred first; the device's alone beyond LAPACK.
 
     Args:
         n: Rows.
@@ -140,7 +140,7 @@ def decompose(
 
     Raises:
         NonFiniteFactor: If the factor holds NaN or Inf.
-        NotConverged: If every solver failed, or the factor is beyond LAPACK.
+        NotConverged: If every solver failed, or a factor on the host is beyond LAPACK.
         BudgetExceeded: If none fits into what is free.
     """
     if isinstance(factor, Structured):
@@ -165,8 +165,9 @@ def decompose(
         begin = None
     if not ladder:
         raise NotConverged(
-            f"layer `{layer}`: a {size}×{size} factor is beyond LAPACK's 32-bit indices, which reach {LARGEST} rows; "
-            "take `woodbury.approximate: true`, by which a head's G of that size is sketched and never made",
+            f"layer `{layer}`: a {size}×{size} factor on the host is beyond LAPACK's 32-bit indices, which reach "
+            f"{LARGEST} rows; take `woodbury.approximate: true`, by which a head's G of that size is sketched and "
+            "never made, or a GPU with memory for it",
             layer=layer,
         )
     expected = _Expected.of(factor, need)

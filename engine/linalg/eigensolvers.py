@@ -24,10 +24,9 @@ Solved = tuple[Tensor, Tensor | None]
 """Ascending values (n,), and vectors (n, n), one a column, where they were asked for."""
 
 LARGEST = 46_340
-"""LAPACK counts in 32 bits: a matrix of more than 2³¹ numbers is beyond it."""
+"""LAPACK counts in 32 bits: a matrix of more than 2³¹ numbers is beyond it. cuSOLVER counts in 64."""
 LARGEST_WORKSPACE = 32_766
-"""Divide and conquer takes 1 + 6n + 2n² numbers besides, of which there may be 2³¹ too; a device's library counts
-further."""
+"""Divide and conquer takes 1 + 6n + 2n² numbers besides, of which there may be 2³¹ too."""
 _JITTER = 1e-10
 _OF_VALUES = 5.0
 """Times n³, of values alone: half of their 4 n³ / 3 operations are products with vectors, at a fraction of the pace."""
@@ -65,15 +64,18 @@ def solvers(
     single: bool,
     rank_bound: int | None = None,
 ) -> tuple[Solver, ...]:
-    """Return the solvers for one symmetric matrix, the preferred first; none where LAPACK cannot count that far."""
-    if size > LARGEST:
-        return ()
+    """Return the solvers for one symmetric matrix, the preferred first.
+
+    Where LAPACK cannot count that far they are the device's alone, and none on a CPU.
+    """
     cuda = device.type != "cpu"
     found = []
     if cuda and single:
         found.append(_torch_rung("device_float32", size, need, torch.float32, dtype, on_device=True))
     if cuda:
         found.append(_torch_rung("device_float64", size, need, torch.float64, dtype, on_device=True))
+    if size > LARGEST:
+        return tuple(found)
     if size <= LARGEST_WORKSPACE or need == "values":
         if not cuda and gram_route(size, rank_bound, need, dtype):
             found.append(_pivoted(size, min(rank_bound or 0, size)))
@@ -85,6 +87,11 @@ def solvers(
         found.append(_lapack_rung("host_float32_in_place", size, need))
     found.append(_jittered_rung(size, need))
     return tuple(found)
+
+
+def is_on_device(rung: str | None) -> bool:
+    """Tell whether a rung of this name decomposes on the device; False of none."""
+    return rung is not None and rung.startswith("device_")
 
 
 def gram_route(size: int, rank_bound: int | None, need: Need, dtype: torch.dtype) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.linalg.eigendecomposition import Decomposition, decompose, decompose_structured
-from engine.linalg.eigensolvers import LARGEST
+from engine.linalg.eigensolvers import LARGEST, is_on_device
 from engine.linalg.linear_operator import Structured
 from engine.linalg.spectrum_counts import Counted
 from engine.measurement.divided_layers import DividedLayers
@@ -135,7 +135,7 @@ def read_or_decompose(
     if need == "none":
         return None
     planned = _planned_rung(workspace, layer, side)
-    if planned == COUNTED or beyond_solvers(factor):
+    if planned == COUNTED or beyond_solvers(factor, planned):
         return None
     name = _name(digest, rank_bound)
     known = _read(workspace, name, vectors=False) or _of_piece(workspace, facts, name)
@@ -159,16 +159,19 @@ def read_or_decompose(
     return replace(found, vectors=None)
 
 
-def beyond_solvers(factor: Tensor | Structured) -> bool:
+def beyond_solvers(factor: Tensor | Structured, planned: str | None) -> bool:
     """Tell whether no eigensolver takes a factor.
 
     Args:
         factor: A factor, dense with shape (n, n), diagonal with shape (n,), or structured.
+        planned: The solver that the plan begins with; None where it names none.
 
     Returns:
-        True for a dense factor of more rows than LAPACK's integers count.
+        True for a dense factor of more rows than LAPACK's integers count, unless a device was found to have the memory.
     """
-    return not isinstance(factor, Structured) and factor.ndim == 2 and factor.shape[0] > LARGEST
+    if isinstance(factor, Structured) or factor.ndim != 2:
+        return False
+    return factor.shape[0] > LARGEST and not is_on_device(planned)
 
 
 def load_basis(workspace: Workspace, side: Side) -> Decomposition:

@@ -4,8 +4,8 @@ It does where they take less than G by the same count as gradient rows: up to ``
 classes, or V where every layer is to keep rows. Terms are counted before the pass, without the model,
 until there are too many: a classifier of few classes is known by its first batch.
 
-Above 46,340 classes no solver takes a dense G, whatever the memory, so there it is never the choice of a
-head that has another one, in this order:
+Above 46,340 classes no solver of a host takes a dense G, whatever the memory, so unless a device has the memory to
+decompose it, it is never the choice of a head that has another one, in this order:
 
     terms ≤ (√2 − 1) V                the probabilities, exact
     `woodbury.approximate` (default)  a sketch of them, or of the gradients, with its bound
@@ -29,6 +29,7 @@ from engine.linalg.eigensolvers import LARGEST
 from engine.memory.plan import Plan, readable_bytes
 from engine.model.outputs import class_terms
 from engine.planning.collection.seconds import calibrated
+from engine.planning.decomposition_memory import is_beyond_solvers
 from engine.planning.job_plan import Narrower, forecast
 from engine.workspace import Workspace
 
@@ -220,7 +221,7 @@ def _beyond_solvers(job: PassJob, probe: Probe, head: str) -> bool:
     if probe.head is None or probe.head.out_dim <= LARGEST or not options.woodbury.approximate:
         return False
     if kept is None or kept.kind == "dense":
-        return True
+        return is_beyond_solvers(probe.head.out_dim, job.workspace, probe.dtype)
     return options.decomposition != "none" and _rows_beyond_solvers(kept, probe.head)
 
 

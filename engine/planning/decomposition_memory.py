@@ -15,7 +15,7 @@ from engine.factors.representation_bytes import dense_head_bytes, iteration_byte
 from engine.factors.softmax_fisher import DENSE_ROWS
 from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import kept_dtype, rungs
-from engine.linalg.eigensolvers import LARGEST, RungCost
+from engine.linalg.eigensolvers import LARGEST, RungCost, is_on_device
 from engine.linalg.spectrum_counts import COUNTS, LARGEST_STEPS
 from engine.memory.budget import MemoryBudget
 from engine.memory.device_speed import DeviceSpeed, typical_speed
@@ -57,13 +57,13 @@ def eigendecomposition_bytes(
         Bytes of the solver that is tried first, and every solver with its cost.
 
     Raises:
-        ValueError: If n is not positive, or beyond what LAPACK counts.
+        ValueError: If n is not positive, or on a CPU beyond what LAPACK counts.
     """
     if n < 1:
         raise ValueError(f"n must be at least 1 (got {n})")
     ladder = rungs(n, need="vectors" if vectors else "values", device=torch.device(device), dtype=dtype)
     if not ladder:
-        raise ValueError(f"n must be at most {LARGEST:,}, beyond which LAPACK does not count (got {n:,})")
+        raise ValueError(f"n must be at most {LARGEST:,} on a CPU, beyond which LAPACK does not count (got {n:,})")
     first = ladder[0]
     return EigendecompositionBytes(
         device_bytes=first.device_bytes,
@@ -152,9 +152,10 @@ def with_decompositions(
             ]
             named = plan.chosen.rung(layer.parts[0], side.name)
             replayed = [rung for rung in ladder if rung.name == named]
-            if ladder:
-                cheapest = min(ladder, key=lambda rung: rung.device_bytes + rung.host_bytes)
-                cost = taken[side] = (replayed or fitting or [cheapest])[0]
+            cheapest = sorted(ladder, key=lambda rung: rung.device_bytes + rung.host_bytes)
+            # what is beyond the host is collected all the same where it does not fit on the device
+            if usable := replayed or fitting or (cheapest if side.size <= LARGEST else []):
+                cost = taken[side] = usable[0]
                 where = pace if cost.device_bytes else on_host
                 each += cost.seconds_flops / where.eigen_operations_per_second
         seconds += layer.groups * each
@@ -169,17 +170,44 @@ def with_decompositions(
     )
 
 
-def beyond_solvers(probe: Probe) -> str:
-    """Name the factors that no eigensolver takes."""
+def beyond_solvers(probe: Probe, plan: Plan) -> str:
+    """Name the factors that no eigensolver takes: larger than LAPACK counts, and with no rung of the device planned."""
+    first = {layer.name: layer.parts[0] for layer in probe.layers}
     found = [
         f"{side.name} of `{layer.name}` ({side.size} rows)"
         for layer in probe.layers
         for side in _sides(layer, probe, follows=False)
-        if side.kind == "dense" and side.size > LARGEST
+        if side.kind == "dense"
+        and side.size > LARGEST
+        and not is_on_device(
+            plan.chosen.rung(
+                first[probe.shared.get(layer.name, layer.name) if side.name == "A" else layer.name], side.name
+            )
+        )
     ]
     if not found:
         return ""
     return f"no eigensolver takes more than {LARGEST} rows, so the eigenvalues of {', '.join(found)} stay unknown"
+
+
+def is_beyond_solvers(size: int, workspace: Workspace, dtype: torch.dtype) -> bool:
+    """Tell whether no eigensolver takes a dense factor: LAPACK does not count so far, nor has the device the memory.
+
+    Args:
+        size: Rows.
+        workspace: The job, with the device and the budget that are planned for.
+        dtype: Precision that the sums are made in.
+
+    Returns:
+        False up to LAPACK's limit, and beyond it where a rung of the device fits into the budget by itself.
+    """
+    machine, need = workspace.machine, workspace.options.decomposition
+    if size <= LARGEST:
+        return False
+    ladder = rungs(
+        size, need="values" if need == "none" else need, device=machine.device, dtype=kept_as(workspace, dtype)
+    )
+    return not any(0 < rung.device_bytes <= machine.budget.device_bytes for rung in ladder)
 
 
 def kept_as(workspace: Workspace, dtype: torch.dtype) -> torch.dtype:

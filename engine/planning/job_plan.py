@@ -209,7 +209,7 @@ class _Ways:
         if replayed is not None and {name for part in replayed.parts for name in part} == set(self.names):
             return replace(next(self.completed(replayed)), why="an earlier attempt of this job chose so")
         plan = fastest(list(self._candidates()), self.budget)
-        beyond = beyond_solvers(self.probe) if self.workspace.options.decomposition != "none" else ""
+        beyond = beyond_solvers(self.probe, plan) if self.workspace.options.decomposition != "none" else ""
         return replace(plan, why=f"{plan.why}; {beyond}") if beyond else plan
 
     def _candidates(self) -> Iterator[Plan]:

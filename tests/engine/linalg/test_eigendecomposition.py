@@ -223,6 +223,18 @@ def test_beyond_lapack_is_refused_with_a_reason_and_large_vectors_go_another_way
     assert rungs(32_768, need="values", device=HOST)[0].name == "host_float64"
 
 
+def test_lapacks_limits_bar_the_host_alone() -> None:
+    cuda = torch.device("cuda")
+    names = [rung.name for rung in rungs(50_000, need="values", device=cuda)]
+    assert names == ["device_float64"]
+    assert rungs(50_000, need="values", device=HOST) == ()
+    single = [rung.name for rung in rungs(50_000, need="vectors", device=cuda, smallest_ratio=1e-3)]
+    assert single == ["device_float32", "device_float64"]
+    # too many for the workspace of divide and conquer on the host
+    large = [rung.name for rung in rungs(32_768, need="vectors", device=cuda)]
+    assert large == ["device_float64", "host_syevr", "host_in_place", "jittered"]
+
+
 @pytest.mark.part(of=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("need", ["values", "vectors"])

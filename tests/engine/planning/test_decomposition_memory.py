@@ -102,3 +102,17 @@ def test_bases_that_stay_in_memory_leave_less_to_the_decompositions(monkeypatch:
     assert whole.chosen.rung("0", "A") == "host_float64"
     assert plan.chosen.rung("0", "A") == "host_syevr"
     assert plan.fits(made.machine.budget)
+
+
+@pytest.mark.parametrize(("device_bytes", "rung"), [(2**38, "device_float64"), (2**35, None)])
+def test_a_factor_beyond_lapack_is_decomposed_where_the_device_has_the_memory(
+    device_bytes: int, rung: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "resident_bytes", lambda: 0)
+    made = job("meta", widths=(50_000, 8, 4), dtype="float32")
+    made.machine.device = torch.device("cuda")
+    made.machine.budget = MemoryBudget(device_bytes=device_bytes, host_bytes=2**40)
+    plan = estimate.plan_job(made)
+    assert plan.fits(made.machine.budget)
+    assert plan.chosen.rung("0", "A") == rung
+    assert ("so the eigenvalues of A of `0` (50000 rows) stay unknown" in plan.why) == (rung is None)
