@@ -22,6 +22,12 @@ LIBRARY_BYTES = 96 * 2**20
 """Bytes that libraries take for themselves once work begins (BLAS, autograd's threads, files on their way
 to disk): 50 to 90 MB measured on a CPU build."""
 
+DEVICE_LIBRARY_BYTES = (2 * 32 + 17) * 2**20
+"""Bytes that cuBLAS takes on a device once work begins: a workspace of 32 MiB for each of two threads, the caller's and
+autograd's (CUBLAS_WORKSPACE_CONFIG=:4096:8, and torch's default on Hopper), and 17 MiB that are measured beside them.
+Two jobs of a small network held 84.4 and 85.4 MB beyond their other terms on an H100 (`benchmarks/results/device.json`,
+row `mlp`). What NCCL takes is not torch's, and not measured."""
+
 Budgeted = Literal["device", "host"]
 BUDGETED: tuple[Budgeted, ...] = ("device", "host")
 """The places that a budget counts."""

@@ -20,7 +20,7 @@ from engine.factors.departure import departing_bytes
 from engine.layers.convolution import ConvolutionLayer
 from engine.layers.layer import BlockLayer, TreatedLayer, factor_sides
 from engine.memory.host_accumulation import staging_numbers
-from engine.memory.plan import LIBRARY_BYTES, Chosen, Plan, Source, Stage, Term
+from engine.memory.plan import DEVICE_LIBRARY_BYTES, LIBRARY_BYTES, Chosen, Plan, Source, Stage, Term
 from engine.model.activation_memory import Saved
 from engine.planning.collection.reductions import reduction_terms
 from engine.planning.layer_memory import AT_A_NORMALISATION, check_bytes, example_gradients, kept_terms, row_sizes
@@ -174,13 +174,22 @@ def plan_of(
             )
         )
     terms += [
-        Term(
-            name="libraries", formula="a constant, measured", size_bytes=LIBRARY_BYTES, place="host", source="estimated"
-        ),
+        *_library_terms(place),
         Term(name="process", formula="resident now", size_bytes=held_bytes, place="host", source="measured"),
+        *weight_terms(workspace, place),
     ]
-    terms += weight_terms(workspace, place)
     return Plan(terms=tuple(terms), chosen=chosen)
+
+
+def _library_terms(place: Literal["device", "host"]) -> list[Term]:
+    """What libraries take for themselves, on the host and where the job computes."""
+    sizes: list[tuple[str, int, Literal["device", "host"]]] = [("a constant, measured", LIBRARY_BYTES, "host")]
+    if place == "device":
+        sizes.append(("2 workspaces of cuBLAS · 32 MiB, and 17 MiB, measured", DEVICE_LIBRARY_BYTES, place))
+    return [
+        Term(name="libraries", formula=formula, size_bytes=size, place=where, source="estimated")
+        for formula, size, where in sizes
+    ]
 
 
 def leaving_terms(

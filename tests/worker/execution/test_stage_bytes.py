@@ -19,7 +19,7 @@ from engine.factors.clip_eigenvalues import Placement
 from engine.linalg.eigendecomposition import decompose, rungs
 from engine.measurement.clip_factor import DecomposedFactor, rebuild
 from engine.memory.budget import MemoryBudget
-from engine.memory.plan import Chosen, Plan
+from engine.memory.plan import DEVICE_LIBRARY_BYTES, Chosen, Plan
 from engine.planning import choose_plan
 from engine.planning.job_plan import forecast
 from engine.workspace import Machine
@@ -142,7 +142,7 @@ def _planned(device_bytes: int, chosen: Chosen | None = None, **params: Any) -> 
 def test_each_layer_is_rebuilt_where_it_is_fastest_of_what_fits() -> None:
     order = {"device": 0, "panels": 1, "host": 2}
     found = []
-    for budget in (2**26 + step * 2**23 for step in range(12)):
+    for budget in (DEVICE_LIBRARY_BYTES + 2**26 + step * 2**23 for step in range(12)):
         plan = _planned(budget)
         seconds = plan.seconds["reconstruction"]
         fits = plan.fits(MemoryBudget(device_bytes=budget, host_bytes=2**40))
