@@ -162,6 +162,14 @@ def highest_bytes(device: torch.device) -> tuple[int | None, int]:
     return reserved, peak_bytes(torch.device("cpu"))
 
 
+def highest_allocated_bytes(device: torch.device) -> int | None:
+    """Return the most bytes that tensors held on the device since ``begin_peak``; None on a CPU.
+
+    Unlike what is reserved, it holds nothing of an earlier peak that the allocator has kept.
+    """
+    return _counted("allocated_bytes", "peak", device) if device.type == "cuda" else None
+
+
 def give_back_host_memory() -> None:
     """Return what was freed to the system; glibc keeps it otherwise, and a later peak adds to it.
 

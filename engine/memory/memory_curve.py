@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from engine.memory.budget import begin_peak, device_bytes, highest_bytes, resident_bytes
+from engine.memory.budget import begin_peak, device_bytes, highest_allocated_bytes, highest_bytes, resident_bytes
 from engine.memory.plan import Plan, Stage, readable_bytes
 
 _ALIKE = 1.02
@@ -29,7 +29,9 @@ class StageTaken:
     stage: Stage
     seconds: float = 0.0
     device_bytes: int | None = None
-    """Most held by the device's allocator; None on a CPU."""
+    """Most held by the device's allocator, what it has kept of earlier stages included; None on a CPU."""
+    device_allocated_bytes: int | None = None
+    """Most held by tensors on the device; None on a CPU."""
     host_bytes: int | None = None
     """Largest resident set; None where the kernel does not let its peak begin anew."""
 
@@ -67,6 +69,8 @@ class StagePeaks:
             found.seconds += self.clock() - begun
             on_device, on_host = highest_bytes(device)
             found.device_bytes = _most(found.device_bytes, on_device if self.apart else None)
+            allocated = highest_allocated_bytes(device) if self.apart else None
+            found.device_allocated_bytes = _most(found.device_allocated_bytes, allocated)
             found.host_bytes = _most(found.host_bytes, on_host if apart else None)
 
     def peak_bytes(self, device: torch.device) -> int:
@@ -122,6 +126,7 @@ class StagePeaks:
             planned = {
                 "seconds": self.plan.seconds.get(found.stage),
                 "device_bytes": self.plan.stage_bytes("device", found.stage),
+                "device_allocated_bytes": self.plan.stage_bytes("device", found.stage),
                 "host_bytes": self.plan.stage_bytes("host", found.stage),
             }
         row: dict[str, Any] = {"stage": found.stage}

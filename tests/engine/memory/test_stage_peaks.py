@@ -69,6 +69,40 @@ def test_what_was_planned_stands_beside_what_was_measured(taken: StagePeaks) -> 
     assert "`decomposition`" in warned
 
 
+class Counters:
+    """Torch's counters of a device whose allocator keeps what tensors let go of."""
+
+    def __init__(self) -> None:
+        self.held = {"allocated_bytes": 0, "reserved_bytes": 0}
+        self.peaks = dict(self.held)
+
+    def hold(self, size_bytes: int) -> None:
+        self.held = {"allocated_bytes": 0, "reserved_bytes": max(self.held["reserved_bytes"], size_bytes)}
+        self.peaks = {"allocated_bytes": size_bytes, "reserved_bytes": self.held["reserved_bytes"]}
+
+    def begin(self, _: torch.device) -> None:
+        self.peaks = dict(self.held)
+
+    def nested(self, _: torch.device) -> Any:
+        return {name: {"all": {"peak": self.peaks[name], "current": self.held[name]}} for name in self.held}
+
+
+def test_of_a_device_what_tensors_hold_stands_beside_what_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters, gpu = Counters(), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", counters.nested)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", counters.begin)
+    terms = (Term(name="t", formula="f", size_bytes=8 * MIB, place="device", source="exact", stage="decomposition"),)
+    peaks = StagePeaks(apart=True, plan=Plan(terms=terms, seconds={"decomposition": 1.0}))
+    for stage, size in (("collection", 40 * MIB), ("decomposition", 10 * MIB)):
+        with peaks.within(stage, gpu):
+            counters.hold(size)
+    assert [each.device_allocated_bytes for each in peaks.taken.values()] == [40 * MIB, 10 * MIB]
+    # what the first stage has taken is kept for the second
+    assert [each.device_bytes for each in peaks.taken.values()] == [40 * MIB, 40 * MIB]
+    assert peaks.as_json()[-1]["error_device_allocated_bytes"] == 0.25
+    assert peaks.as_json()[-1]["error_device_bytes"] == 4
+
+
 def test_without_a_plan_nothing_is_compared(taken: StagePeaks) -> None:
     assert all(row["error_host_bytes"] is None for row in taken.as_json())
     assert taken.plan_error() is None
