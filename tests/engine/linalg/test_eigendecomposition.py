@@ -341,14 +341,3 @@ def test_under_the_kernels_limit_each_rung_fits_into_what_it_says_and_not_into_l
     lines = done.stdout.splitlines()
     assert len(lines) == 4 + 5 + 5 + 5
     assert [line for line in lines if not line.endswith("True False")] == []
-
-
-def test_limits_of_lapack_bar_the_host_alone() -> None:
-    names = [
-        each.cost.name
-        for each in eigensolvers.solvers(40_000, "vectors", torch.device("cuda"), torch.float64, single=True)
-    ]
-    assert names[:2] == ["device_float32", "device_float64"]
-    assert "host_float64" not in names
-    host = eigensolvers.solvers(40_000, "vectors", torch.device("cpu"), torch.float64, single=True)
-    assert [each.cost.name for each in host] == names[2:]
