@@ -26,9 +26,9 @@ from engine.errors import EngineError, RankFailed, RankTimedOut, StopRequested, 
 
 TIMEOUT_SECONDS = 1800.0
 """How long a rank waits without a sign of life, unless another time is given."""
+_WATCHDOG = 3  # times that, after which NCCL's ends the process: of a silent rank we are to tell before
 _LOOK_SECONDS = 0.5
 """How often a rank that waits looks for notes."""
-_WATCHDOG_LATER = dt.timedelta(minutes=1)
 _VARIABLES = ("RANK", "WORLD_SIZE")
 _MEETING_PLACES = (("MASTER_ADDR", "MASTER_PORT"), ("KRONOSCOPE_RANK_STORE",))
 """Variables that tell ranks where they meet: at a port, as torch's launcher says, or in a file, which no other user of
@@ -319,14 +319,14 @@ def start(device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Ran
     if not described or int(os.environ["WORLD_SIZE"]) < 2:
         return None
     if not dist.is_initialized():
-        if device.type == "cuda":
+        cuda = device.type == "cuda"
+        if cuda:
             torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
         place, limit = os.environ.get("KRONOSCOPE_RANK_STORE"), dt.timedelta(seconds=timeout_seconds)
         earlier = own_sockets()
-        # the communicator is made for this device at once, and no call has to guess it
-        own: dict[str, Any] = {"timeout": limit, "device_id": device if device.type == "cuda" else None}
+        own: dict[str, Any] = {"timeout": limit * _WATCHDOG, "device_id": device} if cuda else {"timeout": limit}
         try:
             if place is not None:
                 # not by `file://`, which reads no escapes: ranks would wait in a file of another name
@@ -384,10 +384,8 @@ def _make_groups(ranks: Ranks) -> None:
     if ranks.note("fresh", 0):
         limit, earlier = dt.timedelta(seconds=ranks.timeout_seconds), own_sockets()
         known.host = dist.new_group(backend="gloo", timeout=limit)
-        on_device = ranks.device.type == "cuda"
-        # its own watchdog ends the process without a sentence: a silent rank is to be told by us before
-        beyond = 2 * limit + _WATCHDOG_LATER
-        known.accelerated = dist.new_group(backend="nccl", timeout=beyond) if on_device else known.host
+        cuda = ranks.device.type == "cuda"
+        known.accelerated = dist.new_group(backend="nccl", timeout=limit * _WATCHDOG) if cuda else known.host
         _require_own_peers(f"rank {ranks.rank} of {ranks.size}", earlier)
         known.world, known.timeout_seconds = dist.group.WORLD, ranks.timeout_seconds
     ranks.host, ranks.accelerated = known.host, known.accelerated

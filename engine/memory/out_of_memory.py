@@ -5,6 +5,7 @@ words. After an asynchronous fault of the device nothing more can be computed in
 """
 
 import gc
+import re
 
 import torch
 from torch.utils import checkpoint
@@ -18,33 +19,40 @@ _SAID = (
     "Cannot allocate memory",  # the C library's ENOMEM
     "out of memory",  # CUDA runtime, cuDNN
     "ALLOC_FAILED",  # cuBLAS, cuSOLVER, cuDNN
-    "cublasCreate",  # a handle takes memory of its own, and its libraries say no more than that it was not made
-    "cublasLtCreate",
-    "cusolverDnCreate",
-    "cusparseCreate",
-    "cudnnCreate",
-    "STATUS_NOT_INITIALIZED",  # what they say of a handle that was not made
     "could not create a memory",  # oneDNN
+    "STATUS_NOT_INITIALIZED",  # what they say of a handle that was not made, for lack of memory as a rule
 )
+_HANDLE = re.compile(
+    r"_(?:NOT_INITIALIZED|INTERNAL_ERROR|ALLOC_FAILED)\b.*`(?:cublas(?:Lt)?|cusolver(?:Dn|Sp)|cusparse|cudnn)Create\("
+)
+"""A handle of a device's library that was not made: it takes memory of its own, and no more is said than that."""
 _RECOMPUTED: type[Exception] = getattr(checkpoint, "_StopRecomputationError", Unwinding)
 _DEVICE_FAULT = (
     "illegal memory access",
     "illegal instruction",
     "invalid program counter",
-    "device-side assert",
+    "device-side assert triggered",
     "launch failure",
     "launch timed out",
     "misaligned address",
     "hardware stack error",
+    "global/shared address space",
     "ECC error",
     "NVLink error",
-    "device not ready",
-    "devices are busy or unavailable",
-    "CUDA driver error",
     "EXECUTION_FAILED",  # cuBLAS, cuSOLVER, cuDNN: a kernel of theirs
 )
 """Words of faults that a context does not outlive."""
-_OF_A_CALL = ("invalid argument", "invalid configuration argument", "no kernel image", "not supported", "_STATUS_")
+_OF_A_CALL = (
+    "invalid argument",
+    "invalid configuration argument",
+    "invalid device function",
+    "no kernel image",
+    "not supported",
+    "too many resources",
+    "PTX",
+    "device not ready",
+    "_STATUS_",
+)
 """Words of the device about a call that it has refused: the context is as it was."""
 
 
@@ -59,7 +67,10 @@ def ran_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _SAID)
+    if not isinstance(error, (RuntimeError, OSError)):
+        return False
+    said = str(error)
+    return any(text in said for text in _SAID) or _HANDLE.search(said) is not None
 
 
 def lost_device(error: BaseException) -> bool:
@@ -78,7 +89,7 @@ def lost_device(error: BaseException) -> bool:
         return True
     # of an error that is not known the worst is thought
     kind = getattr(torch, "AcceleratorError", None)
-    told = (kind is not None and isinstance(error, kind)) or "CUDA error" in said
+    told = (kind is not None and isinstance(error, kind)) or "CUDA error" in said or "CUDA driver error" in said
     return told and not any(text in said for text in _OF_A_CALL)
 
 

@@ -88,3 +88,5 @@ def test_nccl_waits_longer_than_we_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RankFailed, match="no other came"):
         group.start(device)
     assert told["device_id"] == device
+    # a sharded model's parts are gathered by the group of all ranks
+    assert told["timeout"] > 2 * dt.timedelta(seconds=group.TIMEOUT_SECONDS)

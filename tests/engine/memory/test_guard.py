@@ -123,6 +123,14 @@ def test_other_failures_pass_through_and_a_failed_rung_goes_on() -> None:
         keeper.run_with_fallbacks(ladder, what="w", layer=None, stage="s")
 
 
+HINT = (
+    "\nSearch for `cudaErrorX' in https://docs.nvidia.com/cuda/cuda-runtime-api for more information."
+    "\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+)
+"""The last lines of torch's errors of the CUDA runtime, whichever they are."""
+
+
+@pytest.mark.parametrize("hint", ["", HINT], ids=["plain", "hint"])
 @pytest.mark.parametrize(
     ("said", "lost"),
     [
@@ -130,19 +138,28 @@ def test_other_failures_pass_through_and_a_failed_rung_goes_on() -> None:
         ("CUDA error: unspecified launch failure", True),
         ("CUDA error: device-side assert triggered", True),
         ("CUDA error: uncorrectable ECC error encountered", True),
+        ("CUDA error: operation not supported on global/shared address space", True),
+        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", True),
         ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(…)`", True),
         ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", True),
         ("CUDA error: an error that has no name yet", True),
+        ("CUDA driver error: unknown error", True),
         ("CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasSgemm(…)`", False),
         ("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx(…)`", False),
+        ("CUDA error: CUBLAS_STATUS_ARCH_MISMATCH when calling `cublasCreate(handle)`", False),
         ("CUDA error: invalid configuration argument", False),
+        ("CUDA error: invalid device function", False),
+        ("CUDA error: too many resources requested for launch", False),
+        ("CUDA error: the provided PTX was compiled with an unsupported toolchain.", False),
         ("CUDA error: no kernel image is available for execution on the device", False),
-        ("cusolver error: CUSOLVER_STATUS_INVALID_VALUE, when calling `cusolverDnXsyevd(…)`", False),
+        ("CUDA error: operation not supported", False),
+        ("cusolver error: CUSOLVER_STATUS_INVALID_VALUE, when calling `cusolverDnCreateParams(…)`", False),
+        ("cusparse error: CUSPARSE_STATUS_INVALID_VALUE, when calling `cusparseCreateCsr(…)`", False),
         ("linalg.eigh: The algorithm failed to converge", False),
     ],
 )
-def test_only_a_broken_context_is_a_lost_device(said: str, lost: bool) -> None:
-    error = RuntimeError(said)
+def test_only_a_broken_context_is_a_lost_device(said: str, lost: bool, hint: str) -> None:
+    error = RuntimeError(said + hint)
     assert lost_device(error) == lost
     assert not ran_out_of_memory(error)
 
