@@ -182,7 +182,6 @@ def _measure_divided(
 
 
 def _places(workspace: Workspace, cache: FactorCache | None, *, keep_factors: bool) -> list[Artifacts]:
-    """Return where factors are written."""
     return ([workspace.ports.artifacts] if keep_factors else []) + ([] if cache is None else [cache.shelf()])
 
 
@@ -241,8 +240,7 @@ def _measure(
     if leader not in shared_a:
         shared_a[leader] = measure_side(workspace, facts, arrived, "A")
     side_a = shared_a[leader]
-    # several ranks write theirs together
-    cache = _cache(workspace, whole) if workspace.machine.ranks is None else None
+    cache = _cache(workspace, whole) if workspace.machine.ranks is None else None  # several write theirs together
     for place in _places(workspace, cache, keep_factors=keep_factors):
         write_factors(place, facts, factors, corrected=corrected, stored=arrived.stored)
     whole.let_go(facts.ordinal)
