@@ -109,10 +109,11 @@ def kept_dtype(factor: torch.dtype) -> torch.dtype:
     return torch.float64 if factor == torch.float64 else torch.float32
 
 
-def decompose(
+def decompose(  # noqa: PLR0913 - each is a fact of its own
     factor: Tensor | Structured,
     layer: str,
     *,
+    host: Tensor | None = None,
     need: Need = "values",
     rank_bound: int | None = None,
     smallest_ratio: float = 0.0,
@@ -125,6 +126,7 @@ def decompose(
     Args:
         factor: (n, n) symmetric, (n,) the diagonal of a diagonal matrix, or a side that is never made dense.
         layer: Name for the messages.
+        host: The same factor on the host, where there is one: solvers there read no device that may have failed.
         need: Values alone take a workspace of O(n); vectors 2 n² more.
         rank_bound: Most nonzero eigenvalues there can be; None if that is not known.
         smallest_ratio: Smallest eigenvalue that the caller looks at, over the largest; 0 looks at all.
@@ -179,13 +181,14 @@ def decompose(
             f"(got a matrix with {expected.unit:.3g} on its diagonal); divide it by a power of two",
             layer=layer,
         )
+    own = factor if host is None else host
     steps = [
         Fallback(
             name=solver.cost.name,
             formula=solver.cost.formula,
             device_bytes=solver.cost.device_bytes,
             host_bytes=solver.cost.host_bytes,
-            run=partial(_attempt, solver, factor, expected, rank_bound),
+            run=partial(_attempt, solver, factor if solver.cost.device_bytes else own, expected, rank_bound),
         )
         for solver in ladder
     ]
@@ -254,7 +257,7 @@ def _residual_of(factor: Structured, values: Tensor, vectors: Tensor) -> float:
     return missed / norm if norm > 0 else missed
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Expected:
     """The values that a factor's decomposition must agree with, in units of its largest diagonal entry."""
 
@@ -262,7 +265,7 @@ class _Expected:
     trace: float
     norm: float
     probes: Tensor | None
-    """(n, k) float64 on the factor's device."""
+    """(n, k) float64 on the host."""
     images: Tensor | None
     """The factor times them."""
 
@@ -282,7 +285,8 @@ class _Expected:
             if images is not None and probes is not None:
                 images[start : start + _ROWS_AT_ONCE] = rows @ probes
         trace = float((diagonal / unit).sum())
-        return cls(unit=unit, trace=trace, norm=math.sqrt(float(squares)), probes=probes, images=images)
+        on_host = (None if each is None else each.to("cpu") for each in (probes, images))
+        return cls(unit, trace, math.sqrt(float(squares)), *on_host)
 
     def values_agree(self, values: Tensor, tolerance: float) -> bool:
         """Whether ``values`` add up to the trace, and their squares to the squared Frobenius norm."""

@@ -147,6 +147,7 @@ def read_or_decompose(
         found = decompose(
             there,
             layer,
+            host=factor if isinstance(factor, Tensor) and factor.device.type == "cpu" else None,
             need=need,
             rank_bound=rank_bound,
             guard=workspace.machine.guard,

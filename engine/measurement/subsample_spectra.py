@@ -81,7 +81,8 @@ def _spectrum(
         return None if known is None else known[0] * scale
     if factor.ndim == 2 and factor.shape[0] > LARGEST:
         return None
-    found = decompose(factor.to(workspace.machine.device), layer, rank_bound=rank_bound, guard=workspace.machine.guard)
+    there = factor.to(workspace.machine.device)
+    found = decompose(there, layer, host=factor, rank_bound=rank_bound, guard=workspace.machine.guard)
     return found.values.mul_(scale)
 
 

@@ -4,7 +4,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.errors import NonFiniteFactor, NotConverged
 from engine.factors.low_rank import LowRank
-from engine.linalg import eigensolvers
+from engine.linalg import eigendecomposition, eigensolvers
 from engine.linalg.eigendecomposition import decompose, rungs
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
@@ -341,3 +341,38 @@ def test_under_the_kernels_limit_each_rung_fits_into_what_it_says_and_not_into_l
     lines = done.stdout.splitlines()
     assert len(lines) == 4 + 5 + 5 + 5
     assert [line for line in lines if not line.endswith("True False")] == []
+
+
+class Poisoned(torch.Tensor):
+    """A matrix on a device that fails with its first solver: from then on nothing of it can be read."""
+
+    failed = False
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if cls.failed:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_solvers_of_the_host_read_the_hosts_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = torch.randn(160, 160, dtype=torch.float64)
+    matrix = made @ made.T
+
+    def fail(*_: object, **__: object) -> None:
+        monkeypatch.setattr(Poisoned, "failed", True)
+        raise eigensolvers.FallbackFailed("it did not converge")
+
+    given = matrix.clone().as_subclass(Poisoned)
+    on_device = eigensolvers.Solver(
+        cost=eigensolvers.RungCost(name="device_float64", formula="", device_bytes=1, host_bytes=0, seconds_flops=1.0),
+        precision=torch.float64,
+        solve=fail,
+    )
+    known = eigensolvers.solvers
+    monkeypatch.setattr(eigendecomposition, "solvers", lambda *words, **options: (on_device, *known(*words, **options)))
+    found = decompose(given, "fc", host=matrix, need="vectors")
+    assert found.rungs == ("device_float64", "host_float64")
+    assert torch.allclose(found.values, torch.linalg.eigvalsh(matrix))
