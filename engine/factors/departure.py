@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.factors.kronecker_factors import Hashed, digest, packed
 from engine.factors.low_rank import LowRank
 from engine.linalg.linear_operator import Structured
+from engine.memory.host_accumulation import pinned_bytes
 from engine.memory.out_of_memory import free_memory, ran_out_of_memory
 
 PANEL_NUMBERS = 2**19
@@ -52,10 +53,10 @@ def departing_bytes(numbers: int, itemsize: int) -> tuple[int, int]:
 
     Returns:
         Bytes on the device (of each thread a gathered panel and where its numbers stand), and of pinned memory (of each
-        thread two panels and their triangles).
+        thread two panels and their triangles, each as torch rounds it).
     """
     panel = min(numbers, PANEL_NUMBERS)
-    return threads() * panel * (itemsize + 16), threads() * 4 * panel * itemsize
+    return threads() * panel * (itemsize + 16), threads() * 4 * pinned_bytes(panel * itemsize)
 
 
 def threads() -> int:

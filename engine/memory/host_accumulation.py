@@ -33,6 +33,18 @@ def staging_numbers(sides: Iterable[tuple[int, int]]) -> int:
     return max(min(largest, _PANEL), longest)
 
 
+def pinned_bytes(size_bytes: int) -> int:
+    """Return what torch takes of pinned host memory for one buffer: it rounds up to a power of two.
+
+    Args:
+        size_bytes: Bytes of the buffer.
+
+    Returns:
+        The smallest power of two that is not less; 0 of an empty buffer.
+    """
+    return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
+
+
 @dataclass(eq=False)
 class _Slot:
     """One staging buffer, and its twin on the host."""

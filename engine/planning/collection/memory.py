@@ -19,7 +19,7 @@ from engine.collection.subsamples import EIGHTHS
 from engine.factors.departure import departing_bytes
 from engine.layers.convolution import ConvolutionLayer
 from engine.layers.layer import BlockLayer, TreatedLayer, factor_sides
-from engine.memory.host_accumulation import staging_numbers
+from engine.memory.host_accumulation import pinned_bytes, staging_numbers
 from engine.memory.plan import DEVICE_LIBRARY_BYTES, LIBRARY_BYTES, Chosen, Plan, Source, Stage, Term
 from engine.model.activation_memory import Saved
 from engine.planning.collection.reductions import reduction_terms
@@ -149,18 +149,7 @@ def plan_of(
         numbers = staging_numbers(
             side for layer in probe.layers for side in factor_sides(layer, follows=layer.name in probe.shared)
         )
-        ends: tuple[Literal["device", "host"], ...] = (place, "host")
-        terms += [
-            Term(
-                name="staging",
-                formula="2 panels",
-                size_bytes=2 * numbers * probe.dtype.itemsize,
-                place=end,
-                source="exact",
-                stage="collection",
-            )
-            for end in ends
-        ]
+        terms += _staging_terms(place, numbers * probe.dtype.itemsize)
     if probe.repeated:
         held_back = sum(_arriving(call) for call in probe.calls) * examples // probe.examples
         terms.append(
@@ -179,6 +168,20 @@ def plan_of(
         *weight_terms(workspace, place),
     ]
     return Plan(terms=tuple(terms), chosen=chosen)
+
+
+def _staging_terms(place: Literal["device", "host"], panel_bytes: int) -> list[Term]:
+    """Two panels where the job computes, and two on the host, which are pinned for a GPU."""
+    sizes: list[tuple[str, int, Literal["device", "host"]]] = [
+        ("2 panels", panel_bytes, place),
+        ("2 panels", panel_bytes, "host")
+        if place == "host"
+        else ("2 panels, each to a power of two, pinned", pinned_bytes(panel_bytes), "host"),
+    ]
+    return [
+        Term(name="staging", formula=formula, size_bytes=2 * size, place=end, source="exact", stage="collection")
+        for formula, size, end in sizes
+    ]
 
 
 def _library_terms(place: Literal["device", "host"]) -> list[Term]:

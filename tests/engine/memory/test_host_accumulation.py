@@ -8,10 +8,12 @@ from torch import Tensor, nn
 
 from catalog.requests.memory import Memory
 from engine.collect import collect_or_read
+from engine.estimate import plan_job
 from engine.linalg.gram import add_gram_, add_grams_
 from engine.memory import host_accumulation
+from engine.memory.budget import MemoryBudget
 from engine.memory.device_speed import measure_speed
-from engine.memory.host_accumulation import Staging, staging_numbers
+from engine.memory.host_accumulation import Staging, pinned_bytes, staging_numbers
 from engine.memory.plan import Chosen
 from engine.workspace import Workspace
 from tests.oracles import MemoryArtifacts, relative_error, workspace
@@ -50,6 +52,22 @@ def test_additions_arrive_in_order_and_only_once() -> None:
     for _ in range(2):
         staging.settle()
         assert total.tolist() == [11111, 11111]
+
+
+def test_staging_on_a_gpu_is_planned_as_it_is_pinned() -> None:
+    assert [pinned_bytes(size) for size in (0, 1, 3, 4, 5, 2**20 + 1)] == [0, 1, 4, 4, 8, 2**21]
+    staged = {}
+    for device in ("cpu", "cuda"):
+        model = nn.Sequential(nn.Linear(1000, 4))
+        made = workspace(model, [(torch.zeros(4, 1000), torch.zeros(4, 4))], "regression", batch_size=4)
+        made.machine.device, made.options.memory = torch.device(device), Memory(offload="on")
+        made.machine.budget = MemoryBudget(device_bytes=2**36, host_bytes=2**40)
+        terms = [term for term in plan_job(made).terms if term.name == "staging"]
+        staged[device] = [(term.place, term.size_bytes) for term in terms]
+    # two panels of 1001² numbers in float64, for which 8 MiB are pinned each
+    held = 2 * 8 * 1001**2
+    assert staged["cpu"] == [("host", held)] * 2
+    assert staged["cuda"] == [("device", held), ("host", 2 * 2**23)]
 
 
 def test_a_buffer_is_no_larger_than_the_largest_factor_or_a_panel() -> None:
