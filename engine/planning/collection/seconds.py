@@ -14,7 +14,7 @@ from engine.factors.representation import DENSE, Representation
 from engine.gradient_identity.schedule import CheckWork, check_work
 from engine.layers.layer import factor_sides
 from engine.memory.budget import give_back_host_memory
-from engine.memory.device_speed import MEASURING_BYTES, DeviceSpeed, typical_speed
+from engine.memory.device_speed import MEASURING_BYTES, MEASURING_DEVICE_BYTES, DeviceSpeed, typical_speed
 from engine.memory.plan import Plan
 from engine.planning.plan_search import batch_size, total_seconds
 from engine.workspace import Workspace
@@ -152,8 +152,9 @@ def calibrated(workspace: Workspace, plan: Plan) -> bool:
     ):
         return False
     room = _ROOM * MEASURING_BYTES
+    on_device = max(room, MEASURING_DEVICE_BYTES) if workspace.machine.device.type == "cuda" else room
     # a shorter job does not wait for the machine to be measured
-    if total_seconds(plan) < WORTH_SECONDS or not workspace.machine.guard.fits(device_bytes=room, host_bytes=room):
+    if total_seconds(plan) < WORTH_SECONDS or not workspace.machine.guard.fits(device_bytes=on_device, host_bytes=room):
         return False
     workspace.machine.speed = workspace.machine.measure_speed()
     give_back_host_memory()

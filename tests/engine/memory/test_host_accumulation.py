@@ -10,9 +10,9 @@ from catalog.requests.memory import Memory
 from engine.collect import collect_or_read
 from engine.estimate import plan_job
 from engine.linalg.gram import add_gram_, add_grams_
-from engine.memory import host_accumulation
+from engine.memory import device_speed, host_accumulation
 from engine.memory.budget import MemoryBudget
-from engine.memory.device_speed import measure_speed
+from engine.memory.device_speed import MEASURING_DEVICE_BYTES, measure_speed
 from engine.memory.host_accumulation import Staging, pinned_bytes, staging_numbers
 from engine.memory.plan import Chosen
 from engine.workspace import Workspace
@@ -150,3 +150,25 @@ def test_pace_is_measured() -> None:
     pace = measure_speed(CPU)
     assert 1e8 < pace.operations_per_second < 1e15
     assert 1e6 < pace.bytes_per_second < 1e13
+
+
+def test_the_pace_is_that_of_random_numbers_and_of_large_sides_on_a_gpu_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decomposed: list[int] = []
+    multiplied: list[float] = []
+    matmul = torch.matmul
+
+    def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+        multiplied.append(float(left.std()))
+        return matmul(left, right, out=out)
+
+    monkeypatch.setattr(torch, "matmul", multiply)
+    monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: decomposed.append(matrix.shape[0]))
+    state = torch.get_rng_state()
+    measure_speed(CPU)
+    assert all(spread == pytest.approx(1, abs=0.01) for spread in multiplied)
+    assert sorted(set(decomposed)) == [256, 512, 1024]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert max(device_speed._EIGEN_SIDES["cuda"]) == 4096
+    assert MEASURING_DEVICE_BYTES > 6 * 8 * 4096**2
