@@ -18,17 +18,18 @@ def low_rank_bytes(rows: int, size: int, item: int) -> int:
     return rows * (size * item + 8)
 
 
-def gram_bytes(rows: int, size: int) -> int:
+def gram_bytes(rows: int, size: int, *, on_device: bool = False) -> int:
     """Return the bytes of the Gram matrix (T, T), of its decomposition, and of a few widened chunks.
 
     Args:
         rows: T.
         size: n, numbers of a row.
+        on_device: cuSOLVER decomposes it, which takes five matrices beside it; LAPACK takes three.
 
     Returns:
         Bytes in float64.
     """
-    return 4 * rows * rows * 8 + 3 * 8 * min(NUMBERS_AT_ONCE, rows * size)
+    return (6 if on_device else 4) * rows * rows * 8 + 3 * 8 * min(NUMBERS_AT_ONCE, rows * size)
 
 
 def basis_bytes(rows: int, size: int) -> int:

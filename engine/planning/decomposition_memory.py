@@ -136,7 +136,7 @@ def with_decompositions(
             if side.kind == "rows" and need != "none":
                 room = budget.device_bytes - held["device"] - sent if cuda else budget.host_bytes - held["host"] - read
                 planned = plan.chosen.rung(layer.parts[0], side.name)
-                rows, took = _of_rows(probe.kept(layer), side.size, planned, room, (pace, on_host), cuda=cuda)
+                rows, took = _of_rows(probe.kept(layer), side.size, planned, room, pace, cuda=cuda)
                 each += took
                 if rows is not None:
                     taken[side] = rows
@@ -247,18 +247,17 @@ def _of_rows(
     size: int,
     planned: str | None,
     room: int,
-    paces: tuple[DeviceSpeed, DeviceSpeed],
+    pace: DeviceSpeed,
     *,
     cuda: bool,
 ) -> tuple[RungCost | None, float]:
-    """The rung by which the eigenvalues of a side of rows are had, and its seconds."""
-    there, on_host = paces
+    """The rung by which the eigenvalues of a side of rows are had, and its seconds where the job computes."""
     if kept.kind == "woodbury":
-        return None, _gram_seconds(kept.gram_rows(size), size, on_host)
+        return None, _gram_seconds(kept.gram_rows(size), size, pace)
     dense = _rows_cost(kept, size, cuda=cuda)
     if dense is not None and (planned == dense.name or (not planned and dense.device_bytes + dense.host_bytes <= room)):
-        return dense, dense.seconds_flops / there.eigen_operations_per_second
-    return _counting_cost(kept, size, cuda=cuda), _counting_seconds(kept, size, there)
+        return dense, dense.seconds_flops / pace.eigen_operations_per_second
+    return _counting_cost(kept, size, cuda=cuda), _counting_seconds(kept, size, pace)
 
 
 def _rows_cost(kept: Representation, size: int, *, cuda: bool) -> RungCost | None:

@@ -153,19 +153,39 @@ def kept_terms(
     return terms
 
 
-def row_sizes(probe: Probe) -> list[tuple[str, str, int, Source, Stage]]:
-    """Return the further bytes of gradient rows: Gram matrices, bases and merged rows."""
+def row_sizes(probe: Probe, *, on_device: bool) -> list[tuple[str, str, int, Source, Stage]]:
+    """Return the further bytes of gradient rows: Gram matrices, bases and merged rows.
+
+    Args:
+        probe: The layers and how each keeps its G.
+        on_device: Gram matrices of gradient rows are decomposed on a device.
+
+    Returns:
+        Name, formula, bytes, source and stage of each; nothing where every G is dense.
+    """
     kept = [(layer, probe.kept(layer)) for layer in probe.layers if probe.kept(layer).kind != "dense"]
     if not kept:
         return []
     gram = max(
-        (gram_bytes(rows, layer.out_dim) for layer, each in kept if (rows := each.gram_rows(layer.out_dim))), default=0
+        (
+            gram_bytes(rows, layer.out_dim, on_device=on_device and each.kind == "woodbury")
+            for layer, each in kept
+            if (rows := each.gram_rows(layer.out_dim))
+        ),
+        default=0,
     )
+    matrices = 6 if on_device else 4
     basis = max(basis_bytes(each.rows, layer.out_dim) if each.basis else 0 for layer, each in kept)
     # a triangle and as many rows again are made one: they, and the factorisation's copy
     merged = max((4 * layer.out_dim**2 for layer, each in kept if each.rows > layer.out_dim), default=0)
     return [
-        ("Gram matrix", "4 · T² · 8, and chunks of 2²¹ numbers, most gradient rows", gram, "exact", "decomposition"),
+        (
+            "Gram matrix",
+            f"{matrices} · T² · 8, and chunks of 2²¹ numbers, most gradient rows",
+            gram,
+            "exact",
+            "decomposition",
+        ),
         ("basis of gradient rows", "T · n · 8, widest layer", basis, "exact", "decomposition"),
         ("merged gradient rows", "2 · 2n · n, widest layer", merged * probe.dtype.itemsize, "exact", "collection"),
     ]

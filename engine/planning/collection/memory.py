@@ -68,7 +68,7 @@ def plan_of(
             "collection",
         ),
     ]
-    sizes += row_sizes(probe)
+    sizes += row_sizes(probe, on_device=place == "device")
     if several:
         # when it is made, the pass is over, and with it the activations
         packed = max(0, largest * largest * probe.dtype.itemsize // 2 - (0 if saved is None else saved.of(examples)))

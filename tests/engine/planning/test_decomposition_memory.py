@@ -11,6 +11,7 @@ from engine import estimate
 from engine.collect import collect_or_read
 from engine.measurement.layer_measurement import Measured, measure_layers
 from engine.memory.budget import MemoryBudget
+from engine.memory.device_speed import typical_speed
 from engine.memory.guard import Guard
 from engine.memory.plan import LIBRARY_BYTES, Chosen, Plan
 from engine.workspace import Workspace
@@ -116,3 +117,34 @@ def test_a_factor_beyond_lapack_is_decomposed_where_the_device_has_the_memory(
     assert plan.fits(made.machine.budget)
     assert plan.chosen.rung("0", "A") == rung
     assert ("so the eigenvalues of A of `0` (50000 rows) stay unknown" in plan.why) == (rung is None)
+
+
+def test_gradient_rows_are_decomposed_where_the_job_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "resident_bytes", lambda: 0)
+    rows, classes = 400, 2000
+    plans = {}
+    for device in ("cpu", "cuda"):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(8, classes, bias=False))
+        made = workspace(
+            model, [(torch.zeros(rows, 8), torch.zeros(rows, dtype=torch.int64))], "classification",
+            fisher="empirical", dtype="float32", batch_size=rows,
+        )  # fmt: skip
+        made.inputs.examples, made.options.decomposition, made.ports.scratch = rows, "values", MemoryArtifacts()
+        made.options.woodbury = Woodbury(policy="all")
+        made.machine.device = torch.device(device)
+        made.machine.budget = MemoryBudget(device_bytes=2**36, host_bytes=2**40)
+        plans[device] = estimate.plan_job(made)
+    gram = {name: next(term for term in plan.terms if term.name == "Gram matrix") for name, plan in plans.items()}
+    assert (gram["cpu"].place, gram["cuda"].place) == ("host", "device")
+    # cuSOLVER takes five matrices beside the one that it decomposes, LAPACK with a copy three
+    assert gram["cuda"].size_bytes - gram["cpu"].size_bytes == 2 * 8 * rows**2
+    usual = {device: typical_speed(torch.device(device)) for device in plans}
+    taken = [
+        4 * classes * rows**2 / usual[device].operations_per_second
+        + 5 * rows**3 / usual[device].eigen_operations_per_second
+        for device in plans
+    ]
+    # A of 8 rows takes nothing, and on a GPU is decomposed on it or the host
+    apart = plans["cpu"].seconds["decomposition"] - plans["cuda"].seconds["decomposition"]
+    assert apart == pytest.approx(taken[0] - taken[1], rel=0.02)
