@@ -88,11 +88,12 @@ def _planned(workspace: Workspace) -> PlannedJob:
     )
     machine = dataclasses.replace(workspace.machine, device=META)
     job = PassJob.of(dataclasses.replace(workspace, inputs=inputs, machine=machine), workspace.machine.device)
-    with simulate_device(workspace.machine.device, job.numerics):
+    narrow = job.precision.amp != "off"
+    with simulate_device(workspace.machine.device, job.numerics, narrow=narrow):
         # the caller's flags say what is trainable; inside what follows, nothing is
         survey = survey_layers(job.model, job.collection)
     with (
-        simulate_device(workspace.machine.device, job.numerics),
+        simulate_device(workspace.machine.device, job.numerics, narrow=narrow),
         preserve_state(job.model, job.dtype),
         set_numerics(job.numerics, job.heard),
     ):

@@ -73,8 +73,9 @@ _OLDEST_FLASH = 8
 class _Attention(TorchFunctionMode):
     """Takes the kernel that ``device`` takes with ``numerics``; on the meta device torch writes all scores out."""
 
-    def __init__(self, device: torch.device, numerics: Numerics) -> None:
+    def __init__(self, device: torch.device, numerics: Numerics, *, narrow: bool) -> None:
         super().__init__()
+        self._narrow = narrow
         self._device = device
         self._allowed = numerics.attention
         found = re.match(r"sm_(\d+)\d$", numerics.instructions)
@@ -122,7 +123,7 @@ class _Attention(TorchFunctionMode):
         sizes = {each.shape[-1] for each in (query, key, value)}
         return (
             not self._is_old
-            and query.dtype in _SIXTEEN_BITS
+            and (query.dtype in _SIXTEEN_BITS or (self._narrow and query.dtype == torch.float32))
             and call.attn_mask is None
             and len(sizes) == 1
             and max(sizes) <= _FLASH_HEAD
@@ -218,7 +219,7 @@ def _memory_efficient(call: _AttentionCall) -> Tensor:
 
 
 @contextlib.contextmanager
-def simulate_device(device: torch.device, numerics: Numerics) -> Iterator[None]:
+def simulate_device(device: torch.device, numerics: Numerics, *, narrow: bool = False) -> Iterator[None]:
     """Run models on the meta device as they would run on another one.
 
     Entering loads torch's tracer, some 100 MB.
@@ -226,6 +227,8 @@ def simulate_device(device: torch.device, numerics: Numerics) -> Iterator[None]:
     Args:
         device: The device that is simulated; it need not exist on this machine.
         numerics: The job's on that device: the attention kernels that it allows. Of a CPU, torch's switches decide.
+        narrow: The job computes under autocast, which hands attention 16 bits in place of 32. On the meta device
+            nothing is cast, so the kernel is that of 16 bits, and what it saves is counted in 32.
 
     Returns:
         A context manager, in which a flag on the meta device is true and a number one.
@@ -233,7 +236,7 @@ def simulate_device(device: torch.device, numerics: Numerics) -> Iterator[None]:
     before = tracer.meta_nonzero_assume_all_nonzero
     tracer.meta_nonzero_assume_all_nonzero = True
     try:
-        with _Assumed(), _Attention(device, numerics):  # type: ignore[no-untyped-call]
+        with _Assumed(), _Attention(device, numerics, narrow=narrow):  # type: ignore[no-untyped-call]
             yield
     finally:
         tracer.meta_nonzero_assume_all_nonzero = before

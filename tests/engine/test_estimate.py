@@ -105,6 +105,28 @@ def test_a_model_is_planned_where_it_stands_with_what_is_tied_in_it() -> None:
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
+def test_the_kernels_of_the_planned_device_and_of_an_earlier_attempt_decide() -> None:
+    make, _, _, task, _ = MODELS["gpt2"]
+    ids = torch.zeros(4, 256, dtype=torch.int64)
+
+    def activations(amp: str, *earlier: str) -> int:
+        with torch.device("meta"):
+            model = make()
+        made = workspace(model, [({"input_ids": ids}, ids)], task, dtype="float32", amp=amp, batch_size=4)
+        made.machine.device = torch.device("cuda")
+        made.machine.budget = MemoryBudget(device_bytes=2**36, host_bytes=2**40)
+        made.resume.numerics = {"attention": list(earlier)} if earlier else None
+        return next(term.size_bytes for term in plan_job(made).terms if term.name == "activations")
+
+    written_out = activations("off", "math")
+    assert activations("off") == written_out
+    assert activations("bf16", "math") == written_out
+    # scores of four heads in each of two layers, and their softmax is another copy
+    scores = 2 * 4 * 4 * 256**2 * 4
+    assert written_out - activations("bf16") > 0.8 * scores
+    assert written_out - activations("off", "math", "memory-efficient") > 0.8 * scores
+
+
 def test_seven_billion_weights_are_planned_in_seconds() -> None:
     with torch.device("meta"):
         model = llama(
