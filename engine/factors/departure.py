@@ -24,7 +24,8 @@ from engine.memory.out_of_memory import free_memory, ran_out_of_memory
 
 PANEL_NUMBERS = 2**19
 """Numbers of a panel, where a single row is not longer: 2 MiB in float32."""
-MOST_THREADS = 8
+THREADS = min(8, os.cpu_count() or 1)
+"""Threads that take factors off a device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,19 +57,14 @@ def departing_bytes(numbers: int, itemsize: int) -> tuple[int, int]:
         thread two panels and their triangles, each as torch rounds it).
     """
     panel = min(numbers, PANEL_NUMBERS)
-    return threads() * panel * (itemsize + 16), threads() * 4 * pinned_bytes(panel * itemsize)
-
-
-def threads() -> int:
-    """Return how many threads take factors off a device."""
-    return min(MOST_THREADS, os.cpu_count() or 1)
+    return THREADS * panel * (itemsize + 16), THREADS * 4 * pinned_bytes(panel * itemsize)
 
 
 class Departures:
     """Threads that take factors off the device."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(threads(), thread_name_prefix="departure")
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="departure")
         self._own = threading.local()
 
     def __enter__(self) -> Self:

@@ -17,7 +17,7 @@ from typing import Literal, TypeGuard
 import torch
 from torch import Tensor
 
-from engine.factors.departure import Departed, Departures, leaves, threads
+from engine.factors.departure import THREADS, Departed, Departures, leaves
 from engine.factors.factor_set import LayerFacts
 from engine.factors.kronecker_factors import Factors, digest
 from engine.linalg.eigendecomposition import rungs
@@ -148,20 +148,20 @@ def _hashed_ahead(
 ) -> Iterator[Arrived]:
     """Yield resident layers, the digests of the next ones on their way, and what of them leaves the device."""
     leaving = dict[int, dict[Side, Future[Departed]]]()
-    ahead = threads()
+    on_device = device.type != "cpu"
     with contextlib.ExitStack() as closing:
         pool: Departures | None = None
         for place, facts in enumerate(layers):
-            for following in layers[place : place + ahead + 1]:
+            for following in layers[place : place + THREADS + 1]:
                 if following.ordinal in leaving:
                     continue
                 leaving[following.ordinal] = {}
                 for side, factor in _own(following, load(following.ordinal)):
-                    if pool is None and (leaves(factor, device) or _is_worth_a_thread(factor)):
-                        pool = closing.enter_context(Departures())
-                    if pool is not None and leaves(factor, device):
+                    if on_device and leaves(factor, device):
+                        pool = pool or closing.enter_context(Departures())
                         leaving[following.ordinal][side] = pool.send(factor, packs=packs)
-                    elif pool is not None and _is_worth_a_thread(factor):
+                    elif _is_worth_a_thread(factor):
+                        pool = pool or closing.enter_context(Departures())
                         leaving[following.ordinal][side] = pool.hash(factor)
             yield replace(_as_kept(load(facts.ordinal), device), leaving=leaving.pop(facts.ordinal))
 

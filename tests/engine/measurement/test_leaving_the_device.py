@@ -215,7 +215,7 @@ def test_triangles_and_digests_are_those_of_the_whole(size: int, dtype: torch.dt
 def test_what_threads_hold_is_bounded() -> None:
     assert departing_bytes(10**9, 4) == departing_bytes(departure.PANEL_NUMBERS, 4)
     # four buffers of 400 bytes, each of which is pinned as 512
-    assert departing_bytes(100, 4)[1] == departure.threads() * 2048
+    assert departing_bytes(100, 4)[1] == departure.THREADS * 2048
 
 
 def test_a_factor_leaves_whole_where_its_panels_find_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
