@@ -283,18 +283,34 @@ def _by_group(rows: Tensor, groups: int) -> Tensor:
 def _uneven_rows(layer: TreatedLayer, met: Met, dtype: torch.dtype, numbers: Callable[[int], int]) -> Iterator[Rows]:
     """Rows of examples with unequal numbers of positions: those of about one length together, filled up with zeros."""
     a, g, which, owners = _flat(layer, met, dtype)
-    counts = torch.bincount(owners, minlength=met[0][0].examples)
+    counts = _positions_of_examples(met, owners)
     firsts = counts.cumsum(0) - counts
     # one gathering of the rows themselves, whatever was dropped or mixed
     order = which[torch.argsort(owners, stable=True)]
     lengths, longest_first = torch.sort(counts, descending=True, stable=True)
-    for start, stop, most in _runs(lengths.tolist(), layer, numbers):
+    for start, stop, most in _runs(_known_lengths(met) or lengths.tolist(), layer, numbers):
         examples = longest_first[start:stop]
         place = torch.arange(most, device=g.device)[None, :]
         real = place < counts[examples, None]
         chosen = order[torch.where(real, firsts[examples, None] + place, 0)]
         sides = (a[chosen], g[chosen].mul_(real.unsqueeze(-1)))
         yield Rows(examples, *(_by_group(side, layer.groups) for side in sides))
+
+
+def _positions_of_examples(met: Met, owners: Tensor) -> Tensor:
+    """(N,) positions of each example that count, over all calls."""
+    masks = [use.kept for use, _ in met if use.kept is not None and use.lengths is not None]
+    if len(masks) < len(met):
+        return torch.bincount(owners, minlength=met[0][0].examples)
+    # a device would wait for the largest number, to know how many to count
+    counts = [mask.view(met[0][0].examples, -1).sum(1) for mask in masks]
+    return counts[0] if len(counts) == 1 else torch.stack(counts).sum(0)
+
+
+def _known_lengths(met: Met) -> list[int]:
+    """The same numbers, descending, without asking the device; empty where they are not known."""
+    lengths = [use.lengths for use, _ in met if use.lengths is not None]
+    return sorted(map(sum, zip(*lengths, strict=True)), reverse=True) if len(lengths) == len(met) else []
 
 
 def _runs(lengths: list[int], layer: TreatedLayer, numbers: Callable[[int], int]) -> Iterator[tuple[int, int, int]]:

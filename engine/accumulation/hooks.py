@@ -27,7 +27,7 @@ from engine.accumulation.output_gradients import (
     unscaled,
     watch_gradient,
 )
-from engine.accumulation.picked_rows import routing
+from engine.accumulation.picked_rows import routed
 from engine.accumulation.row_observer import RowObserver
 from engine.layers.elementwise import BareLayer
 from engine.layers.functional_linear import FunctionalLinearLayer
@@ -260,11 +260,10 @@ class Collector:
             return product.left
         rows, plain = product.rows, product.entered.detach()
         arranged = rows.example_first(plain.clone() if name in self.overwritten else plain, self.examples)
-        owners, kept = routing(rows, arranged, self.examples, self.mask)
-        kept = kept if self.masking.permits(key) else None
-        use = Use(entered=arranged, examples=self.examples, kept=kept, owners=owners)
+        known = self._kept if self.masking.permits(key) else None
+        use = routed(rows, Use(entered=arranged, examples=self.examples), known)
         entry = self._enter(statistics, use) if counts else None
-        dropped = None if kept is None else (key, ~kept)
+        dropped = None if use.kept is None else (key, ~use.kept)
         followed = self._follow(statistics, use, product.left, rows.example_first, dropped=dropped, entry=entry)
         return product.left if followed is None else followed
 

@@ -1,39 +1,42 @@
 """Picked rows: whose rows a product holds that an index has picked, as routers of experts do."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from engine.layers.layer import Use
+from engine.row_layout.attention_masks import KeptPositions
 from engine.tracing.batch_provenance import Rows
 
 
-def routing(rows: Rows, entered: Tensor, examples: int, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the owners of the positions of one product, and which of them count.
+def routed(rows: Rows, use: Use, known: KeptPositions | None) -> Use:
+    """Mark the owners of the positions of one product, and which of them count.
 
     Args:
         rows: Where the examples of the product's input are.
-        entered: What entered the product, shape (…, in), its examples in front where no rows were picked.
-        examples: Examples of the batch.
-        mask: (N, T) booleans of the batch; None where all positions count.
+        use: The product with its input, shape (…, in), its examples in front where no rows were picked.
+        known: The positions of the batch's mask; None where all positions count.
 
     Returns:
-        (P,) the example of each position, None where they lie example by example; and (P,) booleans of the positions
-        that count, None where all do.
+        The product with the example of each position, where they do not lie example by example, and its positions that
+        count.
     """
-    owners, leading = rows.owners(examples), entered.shape[:-1]
+    owners, leading = rows.owners(use.examples), use.input.shape[:-1]
     if rows.labels is None or owners is None:
-        whole = mask is not None and mask.numel() == leading.numel()
-        return None, mask.reshape(-1) if mask is not None and whole else None
+        whole = known is not None and known.kept.numel() == leading.numel()
+        return known.laid_on(use) if known is not None and whole else use
     along = [-1 if dim == rows.dim else 1 for dim in range(len(leading))]
 
     def spread(each: Tensor) -> Tensor:
         return each.reshape(along).expand(leading).reshape(-1)
 
     kept = None
-    if mask is not None and rows.size == mask.numel() == rows.minor * examples:
-        kept = spread(mask.reshape(-1)[rows.labels])
-    elif mask is not None and mask.ndim == 2:
-        kept = _of_whole_texts(owners, leading, rows.dim, mask)
-    return spread(owners), kept
+    if known is not None and rows.size == known.kept.numel() == rows.minor * use.examples:
+        kept = spread(known.kept[rows.labels])
+    elif known is not None and known.mask.ndim == 2:
+        kept = _of_whole_texts(owners, leading, rows.dim, known.mask)
+    return replace(use, owners=spread(owners), kept=kept)
 
 
 def _of_whole_texts(owners: Tensor, leading: torch.Size, dim: int, mask: Tensor) -> Tensor | None:

@@ -36,7 +36,8 @@ def pooled_rows(rows: Tensor, use: Use) -> tuple[Tensor, int]:
     counts = weights.sum(1)
     means = (grouped * weights).sum(1) / counts.clamp_min(1)
     # an example without any would be a row of zeros
-    return means if use.reaches_all else means[counts[:, 0] > 0], use.count or 0
+    reaches_all = use.lengths is not None and 0 not in use.lengths
+    return means if reaches_all else means[counts[:, 0] > 0], use.count or 0
 
 
 def summed_rows(rows: Tensor, use: Use) -> Tensor:

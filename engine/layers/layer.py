@@ -40,8 +40,8 @@ class Use:
     """Which part of the layer was called, where it has several (``TreatedLayer.roles``)."""
     places: Tensor | None = None
     """Places of the positions that count, where they are known: to find them again waits for the device."""
-    reaches_all: bool = False
-    """Whether every example is known to have a position that counts."""
+    lengths: tuple[int, ...] | None = None
+    """Positions of each example that count, where they are known to the host."""
 
     def picked(self, rows: Tensor) -> Tensor:
         """Return the rows of the positions that count.
@@ -85,7 +85,7 @@ class Use:
             examples=stop - start,
             kept=None if self.kept is None else of_examples(self.kept, self.examples, start, stop),
             places=None,
-            reaches_all=False,
+            lengths=None,
         )
 
     @property

@@ -118,21 +118,27 @@ def position_count(layer: TreatedLayer, entered: Tensor) -> int:
 class KeptPositions:
     """The positions of a batch that its mask keeps, found once for all calls."""
 
+    mask: Tensor
+    """(N, T) booleans."""
     kept: Tensor
-    """(P,) booleans."""
+    """(P,) the same in one row."""
     dropped: Tensor
     """(P,) the others."""
     places: Tensor
     """(n,) where those that are kept stand."""
-    reaches_all: bool
-    """Whether every example has one."""
+    lengths: tuple[int, ...]
+    """Positions of each example."""
 
     @classmethod
     def of(cls, mask: Tensor) -> "KeptPositions":
         """Find the positions of a mask (N, T), boolean; this waits for the device."""
         kept = mask.reshape(-1)
-        places, reaches_all = kept.nonzero()[:, 0], bool(mask.reshape(mask.shape[0], -1).any(1).all())
-        return cls(kept=kept, dropped=~kept, places=places, reaches_all=reaches_all)
+        lengths = tuple(int(length) for length in mask.reshape(mask.shape[0], -1).sum(1).tolist())
+        return cls(mask=mask, kept=kept, dropped=~kept, places=kept.nonzero()[:, 0], lengths=lengths)
+
+    def laid_on(self, use: Use) -> Use:
+        """Mark the positions that count for a call whose positions are those of the mask, in the same order."""
+        return replace(use, kept=self.kept, places=self.places, lengths=self.lengths)
 
 
 def counted(layer: TreatedLayer, use: Use, known: KeptPositions | None) -> Use:
@@ -150,9 +156,7 @@ def counted(layer: TreatedLayer, use: Use, known: KeptPositions | None) -> Use:
         # the padding row gets no gradient, whatever arrives at it
         real = use.input.reshape(-1) != layer.module.padding_idx
         return replace(use, kept=real if known is None else known.kept & real)
-    if known is None:
-        return use
-    return replace(use, kept=known.kept, places=known.places, reaches_all=known.reaches_all)
+    return use if known is None else known.laid_on(use)
 
 
 def try_masks(batch: Batch, run: Run, *, gradients: bool) -> Masking:
