@@ -96,7 +96,13 @@ def _groups(part: Sequence[str], shared: Mapping[str, str]) -> Iterator[tuple[st
         yield (leader, *(name for name in part if shared.get(name) == leader))
 
 
-_CALLED = {"version": "version of torch", "threads": "number of threads"}
+_CALLED = {
+    "version": "version of torch",
+    "threads": "number of threads",
+    "device_name": "name of the device",
+    "multiprocessors": "number of multiprocessors",
+    **{name.lower(): f"version of {name}" for name in ("CUDA", "cuBLAS", "cuDNN", "cuSOLVER")},
+}
 
 
 def announce(workspace: Workspace, numerics: Numerics, plan: Plan | None, errors: Sequence[PlanningError]) -> None:
@@ -110,7 +116,7 @@ def announce(workspace: Workspace, numerics: Numerics, plan: Plan | None, errors
     """
     if plan is not None:
         missed = {"planning_errors": [asdict(error) for error in errors]} if errors else {}
-        workspace.ports.announce_plan(plan.as_json() | {"numerics": asdict(numerics)} | missed)
+        workspace.ports.announce_plan(plan.as_json() | {"numerics": numerics.recorded()} | missed)
 
 
 def run_passes(probed: ProbedModel, plan: Plan) -> CollectionState:
@@ -312,7 +318,7 @@ def _conditions(job: PassJob, surveyed: Survey, plan: Plan) -> dict[str, Any]:
     ranks = job.workspace.machine.ranks
     return {
         **job.workspace.resume.conditions,
-        **{_CALLED.get(name, name): value for name, value in asdict(job.numerics).items()},
+        **{_CALLED.get(name, name): value for name, value in job.numerics.recorded().items()},
         "collection": asdict(job.collection),
         "woodbury": asdict(job.workspace.options.woodbury),
         "task": asdict(job.task),

@@ -15,6 +15,8 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
+from engine.model.device_versions import device_versions
+
 DRAWN = "random numbers drawn in evaluation mode"
 """How a model that draws stands among the operations that another run may do otherwise."""
 _ATTENTION = ("math", "flash")
@@ -26,6 +28,9 @@ _OTHER_ALERTS = {
     "Flash Attention defaults to": "flash attention",
 }
 """The beginnings of three other messages of torch, and the operations that they are about."""
+
+_OF_DEVICE = ("device_name", "multiprocessors", "driver", "cuda", "cublas", "cudnn", "cusolver")
+"""Fields that a CPU does not have, and plans of older versions neither."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +49,15 @@ class Numerics:
     precision: str = "ieee"
     """Products at the width of their numbers: no TF32, no bfloat16."""
     deterministic: bool = True
+    device_name: str | None = None
+    """Name of the card; this and what follows are None on a CPU, and `unknown` where they cannot be asked."""
+    multiprocessors: int | str | None = None
+    driver: str | None = None
+    cuda: str | None = None
+    """Version of CUDA that torch is built for."""
+    cublas: str | None = None
+    cudnn: str | None = None
+    cusolver: str | None = None
 
     @classmethod
     def here(cls, device: torch.device, earlier: Mapping[str, Any] | None = None) -> "Numerics":
@@ -66,7 +80,12 @@ class Numerics:
             threads=torch.get_num_threads(),
             version=str(torch.__version__),
             attention=tuple(str(name) for name in chosen) if chosen and on_device else default,
+            **(device_versions(device) if on_device else {}),
         )
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the fields as plans, checkpoints and keys hold them: those of a device only where one computes."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     def not_replayed(self, earlier: Mapping[str, Any] | None) -> tuple[str, ...]:
         """Describe what differs from the numerics of an earlier attempt.
@@ -75,14 +94,21 @@ class Numerics:
             earlier: Numerics as the earlier plan recorded them; None where there was none.
 
         Returns:
-            One phrase per field that differs, with both values; empty where nothing does.
+            One phrase per field that differs, with both values, and one that names the fields that an older plan does
+            not have; empty where nothing differs.
         """
-        own = {**asdict(self), "attention": list(self.attention)}
-        return tuple(
+        if earlier is None:
+            return ()
+        own = self.recorded()
+        differing = tuple(
             f"{name}: {_said(earlier[name])} then, {_said(value)} now"
             for name, value in own.items()
-            if earlier is not None and name in earlier and _said(earlier[name]) != _said(value)
+            if name in earlier and _said(earlier[name]) != _said(value)
         )
+        # of another class of device there is nothing to compare
+        absent = [name for name in _OF_DEVICE if name in own and name not in earlier]
+        unknown = absent if earlier.get("device") == self.device else []
+        return (*differing, f"{', '.join(unknown)}: unknown then") if unknown else differing
 
 
 def _instructions(device: torch.device) -> str:

@@ -104,7 +104,7 @@ class _Searches:
             return {}
         return {
             **self.job.workspace.resume.conditions,
-            **asdict(self.job.numerics),
+            **self.job.numerics.recorded(),
             "options of the spectrum": plain(self.params),
             "collection": asdict(self.job.collection),
             "task": asdict(self.job.task),

@@ -1,5 +1,6 @@
 """What decides bits is held while measuring, restored afterwards, and said where it cannot be repeated."""
 
+import json
 import subprocess
 import sys
 import warnings
@@ -15,6 +16,7 @@ from engine.collect import collect_or_read
 from engine.collection import checkpoints
 from engine.errors import StopRequested
 from engine.model.determinism import Numerics, set_numerics
+from engine.model.device_versions import UNKNOWN
 from engine.workspace import Workspace
 from tests.oracles import MemoryArtifacts, workspace
 
@@ -175,12 +177,44 @@ def test_what_cannot_be_repeated_is_said() -> None:
     assert (row.observed.not_replayed, lines) == ((), [])
 
 
+def card(**options: Any) -> Numerics:
+    """Numerics of a GPU, with what is asked of it where ``options`` say it."""
+    fixed = {"device": "cuda", "instructions": "sm_90", "threads": 1, "version": "2", "attention": ("math", "flash")}
+    return Numerics(**{**fixed, **options})
+
+
+VERSIONS = {
+    "device_name": "NVIDIA H100", "multiprocessors": 132, "driver": "580.1", "cuda": "13.0", "cublas": "13.1.0",
+    "cudnn": "91300", "cusolver": "12.0.4",
+}  # fmt: skip
+
+
+def test_another_card_driver_or_library_is_said() -> None:
+    now = card(**VERSIONS)
+    assert now.not_replayed(json.loads(json.dumps(now.recorded()))) == ()
+    assert now.not_replayed(card(**VERSIONS | {"device_name": "NVIDIA A100", "cublas": "12.4.5"}).recorded()) == (
+        "device_name: NVIDIA A100 then, NVIDIA H100 now",
+        "cublas: 12.4.5 then, 13.1.0 now",
+    )
+    assert now.not_replayed(card(**VERSIONS | {"multiprocessors": 114, "driver": UNKNOWN}).recorded()) == (
+        "multiprocessors: 114 then, 132 now",
+        "driver: unknown then, 580.1 now",
+    )
+
+
+def test_an_older_plan_does_not_know_them() -> None:
+    older = json.loads(json.dumps(card().recorded()))
+    assert card(**VERSIONS).not_replayed(older) == (
+        "device_name, multiprocessors, driver, cuda, cublas, cudnn, cusolver: unknown then",
+    )
+    assert card(**VERSIONS).not_replayed({**older, "device": "cpu"}) == ("device: cpu then, cuda now",)
+    assert HERE.not_replayed({**HERE.recorded(), **VERSIONS}) == ()
+    assert card(**VERSIONS).not_replayed(None) == ()
+
+
 def test_kernels_of_attention_are_chosen_on_a_device_alone() -> None:
     before = settings()
-    on_device = Numerics(
-        device="cuda", instructions="sm_90", threads=1, version="2", attention=("math", "flash"),
-    )  # fmt: skip
-    with set_numerics(on_device, set()):
+    with set_numerics(card(), set()):
         assert settings()[4] == [True, True, False, False]
     with set_numerics(HERE, set()):
         assert settings()[4] == before[4]

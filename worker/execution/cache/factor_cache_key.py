@@ -92,7 +92,7 @@ def factor_key(document: JobDocument, model: nn.Module, data: str, device: torch
         "code": source_digest(),
         "environment": computing_environment(device),
         "build": torch.__config__.show(),
-        "numerics": asdict(Numerics.here(device)),
+        "numerics": Numerics.here(device).recorded(),
         "ranks": ranks,
     }
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
