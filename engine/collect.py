@@ -306,6 +306,7 @@ def _finished(
         collection=job.collection,
         ordinals=ordinals,
         checks={} if state.self_check is None else state.self_check.layers,
+        device=job.workspace.machine.device,
         sums=torch.device("cpu") if job.offload else job.workspace.machine.device,
     )
     for found, group in parts:

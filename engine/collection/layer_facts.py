@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from catalog.requests.collection import Collection
 from engine.accumulation.batch_variance import activation_refusal, gradient_refusal
@@ -15,6 +16,9 @@ from engine.accumulation.tied_statistics import TiedHeadStatistics
 from engine.factors.factor_set import LayerFacts, LayerSums
 from engine.gradient_identity.comparison import LayerCheck
 from engine.layers.layer import TreatedLayer
+
+WITHOUT_CUDNN = "it runs without cuDNN, which has no backward pass of recurrent layers in evaluation mode"
+"""How the record of a recurrent layer on a GPU says that its numbers are not those of cuDNN's kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,8 @@ class Surroundings:
     """The places of all groups of all covered layers, by name."""
     checks: Mapping[str, LayerCheck]
     """Findings of each layer's self-check, by name; empty where nothing was checked."""
+    device: torch.device
+    """Device that the model computes on."""
     sums: torch.device
     """Device of the sums."""
 
@@ -51,7 +57,7 @@ def layer_facts(found: LayerStatistics, group: int, around: Surroundings) -> Lay
         name=layer.parts[group],
         module=type(layer.module).__name__,
         form=layer.form,
-        why=found.explanation,
+        why="; ".join([found.explanation, *_instead_of_cudnn(layer, around.device)]),
         parameters=layer.part_parameters[group],
         parameter_count=layer.parameter_count // layer.groups,
         in_dim=layer.in_dim,
@@ -109,6 +115,11 @@ def _traces(found: LayerStatistics, group: int) -> tuple[float, ...] | None:
     own = found.trace_sums[3 * group : 3 * group + 3]
     numbers = tuple(each for each in (*own, found.weights_squared) if each is not None and math.isfinite(each))
     return numbers if len(numbers) == 4 else None
+
+
+def _instead_of_cudnn(layer: TreatedLayer, device: torch.device) -> tuple[str, ...]:
+    """Say that a recurrent layer runs without cuDNN, where it would have run with it."""
+    return (WITHOUT_CUDNN,) if device.type == "cuda" and isinstance(layer.module, nn.RNNBase) else ()
 
 
 def _proved(around: Surroundings, layer: TreatedLayer) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from engine.analyses.capacity import Capacity
 from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
 from engine.collection import normalise
+from engine.collection.layer_facts import WITHOUT_CUDNN
 from engine.errors import NonFiniteFactor
 from engine.factors.kronecker_factors import digest
 from engine.memory.budget import MemoryBudget
@@ -54,6 +55,34 @@ def test_factors_equal_those_of_the_cpu(fisher: str, sharing: str) -> None:
         left, right = here.load(layer.ordinal), there.load(layer.ordinal)
         assert relative_error(right.A.cpu(), left.A) < 1e-11
         assert relative_error(right.G.cpu(), left.G) < 1e-11
+
+
+@pytest.mark.parametrize("kind", ["GRU", "LSTM", "RNN"])
+def test_recurrent_layers_equal_those_of_the_cpu(kind: str) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.recurrent, self.head = getattr(nn, kind)(5, 8, num_layers=2, batch_first=True), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.recurrent(x)[0])
+
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(12, 6, 5, generator=generator), torch.randint(0, 3, (12, 6), generator=generator)
+    runs = []
+    for device in ("cpu", "cuda"):
+        space = workspace(Recurrent().to(device), [(x, y)], "classification", fisher="empirical", batch_size=4)
+        space.machine.device = torch.device(device)
+        runs.append(collect_or_read(space))
+    here, there = runs
+    assert [layer.name for layer in there.layers] == [layer.name for layer in here.layers]
+    for left, right in zip(here.layers, there.layers, strict=True):
+        assert relative_error(there.load(right.ordinal).A.cpu(), here.load(left.ordinal).A) < 1e-10
+        assert relative_error(there.load(right.ordinal).G.cpu(), here.load(left.ordinal).G) < 1e-10
+        assert right.exact_trace == pytest.approx(left.exact_trace, rel=1e-10)
+        assert right.why.endswith(WITHOUT_CUDNN) == left.name.startswith("recurrent.")
+        assert "cuDNN" not in left.why
 
 
 def test_traces_and_corrections_equal_those_of_the_cpu() -> None:

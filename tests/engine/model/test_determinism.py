@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
 from engine.collection import checkpoints
+from engine.collection.layer_facts import WITHOUT_CUDNN, Surroundings
 from engine.errors import StopRequested
 from engine.model.determinism import Numerics, set_numerics
 from engine.model.device_versions import UNKNOWN
@@ -219,6 +220,32 @@ def test_kernels_of_attention_are_chosen_on_a_device_alone() -> None:
     with set_numerics(HERE, set()):
         assert settings()[4] == before[4]
     assert settings()[:5] == before[:5]
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer and another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.head = nn.GRU(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.recurrent(x[:, None])[0][:, 0])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_recurrent_layer_on_a_gpu_says_that_it_runs_without_cudnn(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    def surroundings(**options: Any) -> Surroundings:
+        return Surroundings(**{**options, "device": torch.device(device)})
+
+    monkeypatch.setattr("engine.collect.Surroundings", surroundings)
+    whys = {layer.name: layer.why for layer in collect_or_read(space(Recurrent())[0]).layers}
+    assert {"head", "recurrent.weight_ih_l0", "recurrent.weight_hh_l0"} <= whys.keys()
+    says = {name for name, why in whys.items() if why.endswith(f"; {WITHOUT_CUDNN}")}
+    assert says == ({name for name in whys if name.startswith("recurrent.")} if device == "cuda" else set())
+    assert all("cuDNN" not in why for name, why in whys.items() if name not in says)
 
 
 def test_holding_them_loads_no_compiler() -> None:
