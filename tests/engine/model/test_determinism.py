@@ -4,8 +4,9 @@ import json
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -246,6 +247,40 @@ def test_a_recurrent_layer_on_a_gpu_says_that_it_runs_without_cudnn(
     says = {name for name, why in whys.items() if why.endswith(f"; {WITHOUT_CUDNN}")}
     assert says == ({name for name in whys if name.startswith("recurrent.")} if device == "cuda" else set())
     assert all("cuDNN" not in why for name, why in whys.items() if name not in says)
+
+
+class Attending(nn.Module):
+    """Attention over four positions, by the kernel that torch takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.entry, self.exit, self.head = nn.Linear(4, 24), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.stack([x.roll(shift, -1) for shift in range(4)], 1)
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.entry(x).chunk(3, -1))
+        met = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(self.exit(met.transpose(1, 2).flatten(2)).mean(1))
+
+
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+def test_attention_twice_gives_equal_digests(amp: Literal["off", "bf16"]) -> None:
+    """Or its record has the reason why it need not; of a CPU none is known."""
+    runs = []
+    plans: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        made, _lines = space(Attending())
+        made.options.collection = replace(made.options.collection, dtype="float32", amp=amp)
+        made.ports.announce_plan = plans.append
+        made.resume.numerics = plans[0]["numerics"] if plans else None
+        runs.append(list(KeptFactors(None, made).rows()))
+    digests = [[(row.layer, row.record.digest_A, row.record.digest_G) for row in run] for run in runs]
+    reasons = [(row.record.nondeterministic, row.observed.not_replayed) for run in runs for row in run]
+    assert len(digests[0]) == 3
+    assert digests[0] == digests[1]
+    assert set(reasons) == {((), ())}
 
 
 def test_holding_them_loads_no_compiler() -> None:
