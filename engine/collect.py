@@ -345,7 +345,7 @@ def _finished(
         nondeterministic=tuple(sorted(state.nondeterministic)),
         not_replayed=job.numerics.not_replayed(job.workspace.resume.numerics),
         load=lambda ordinal: factors[ordinal](),
-        let_go=factors.pop if once else lambda _: None,
+        let_go=factors.pop if once else None,
         load_corrected=(lambda ordinal: corrections[names[ordinal]]()) if corrections else None,
         nested=by_ordinal(job.sizes, state, tuple(facts)),
         owners=owners_by_ordinal(job.workspace, [found.layer.name for found, _ in parts]),

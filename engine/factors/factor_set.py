@@ -240,8 +240,8 @@ class FactorSet:
     """Numerics of the job's first attempt that this one could not repeat."""
     load: Callable[[int], Factors]
     """Factors of one ordinal."""
-    let_go: Callable[[int], object] = lambda _: None
-    """Called once a layer's factors are written: those that wait on the device for that are freed."""
+    let_go: Callable[[int], object] | None = None
+    """Frees the factors of one ordinal, once they are written; None where they do not wait on the device for that."""
     nested: tuple[NestedSize, ...]
     """Smaller sample sizes, ascending; none of stored factors."""
     reused_from: str | None = None

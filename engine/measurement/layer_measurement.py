@@ -151,7 +151,7 @@ def _measure_divided(
     """Measure this rank's layers, and take those of the others from them; write what this rank keeps of all."""
     known, cache = workspace.results.of(_MeasuredLayers), _cache(workspace, whole)
     order, measure = work
-    places = _places(workspace, cache, keep_factors=keep_factors)
+    places = ([workspace.ports.artifacts] if keep_factors else []) + ([] if cache is None else [cache.shelf()])
     # a rank that keeps files writes what it has, and is sent what it has not
     files = SentFiles(division=division, places=places) if whole.owners is not None and places else None
 
@@ -179,10 +179,6 @@ def _measure_divided(
         if "spectra" in workspace.options.keep and not division.is_own(facts):
             keep_spectra(workspace, facts, found.sides["A"], found.sides["G"])
     _complete(workspace, whole, cache, keep_factors=keep_factors)
-
-
-def _places(workspace: Workspace, cache: FactorCache | None, *, keep_factors: bool) -> list[Artifacts]:
-    return ([workspace.ports.artifacts] if keep_factors else []) + ([] if cache is None else [cache.shelf()])
 
 
 def _load_basis(
@@ -241,9 +237,10 @@ def _measure(
         shared_a[leader] = measure_side(workspace, facts, arrived, "A")
     side_a = shared_a[leader]
     cache = _cache(workspace, whole) if workspace.machine.ranks is None else None  # several write theirs together
-    for place in _places(workspace, cache, keep_factors=keep_factors):
+    for place in ([workspace.ports.artifacts] if keep_factors else []) + ([] if cache is None else [cache.shelf()]):
         write_factors(place, facts, factors, corrected=corrected, stored=arrived.stored)
-    whole.let_go(facts.ordinal)
+    if whole.let_go is not None:
+        whole.let_go(facts.ordinal)
     spectrum_a, spectrum_g = side_a.spectrum, side_g.spectrum
     if "spectra" in workspace.options.keep:
         keep_spectra(workspace, facts, side_a, side_g)
@@ -257,13 +254,13 @@ def _measure(
         facts.name, damped, workspace.options.stabilisation, side_a.largest, side_g.largest
     ):
         workspace.ports.log("warning", warning)
-    kappa_max = workspace.options.stabilisation.kappa_max
-    counted = side_g.counted
+    kappa_max, counted = workspace.options.stabilisation.kappa_max, side_g.counted
     clipped_a = Clipping.at(spectrum_a, kappa_max)
     clipped_g = Clipping.at(spectrum_g if counted is None else counted, kappa_max)
     taken = factorise_rows(workspace, factors, damped.G)
     smaller = smaller_sizes(workspace, whole, facts, keep_factors=keep_factors)
-    after = held_bytes(workspace.machine.device)
+    after, refused = held_bytes(workspace.machine.device), refused_rungs({"A": side_a, "G": side_g})
+    observed = observe(begun, before, after, workspace, whole, refused)
     complete = MeasuredSize(
         examples=whole.examples,
         spectrum_A=spectrum_a,
@@ -363,7 +360,7 @@ def _measure(
             nondeterministic=whole.nondeterministic,
             planned_peak_bytes=whole.planned_peak_bytes,
         ),
-        observed=observe(begun, before, after, workspace, whole, refused_rungs({"A": side_a, "G": side_g})),
+        observed=observed,
         metadata_G=factors.G.metadata() if isinstance(factors.G, Structured) else {},
     )
 

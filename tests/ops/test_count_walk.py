@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ops.count_walk import count_walk
 
-MOST = {"engine_files": 131, "files": 152, "calls": 15_530, "changes": 5_230}
+MOST = {"engine_files": 131, "files": 152, "calls": 15_520, "changes": 5_220}
 """The last counts: lowered with each simplification; a raise needs its reason beside it."""
 
 

@@ -205,7 +205,7 @@ def leaving_terms(
         largest: Rows of the largest dense factor.
         waiting: Bytes of all factors; 0 where they do not wait.
     """
-    if not leaves_once(workspace) or not waiting:
+    if place == "host" or not waiting or not leaves_once(workspace):
         return []
     gathered, pinned = departing_bytes(largest * largest, probe.dtype.itemsize)
     sizes: list[tuple[str, str, int, Literal["device", "host"]]] = [
