@@ -1,5 +1,6 @@
 """Device versions are asked of the libraries that are loaded, and unknown where they cannot be asked."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -22,13 +23,27 @@ ASK = (
 )
 
 
+NVML = (
+    "int nvmlInit_v2(void) {{ return {status}; }}\n"
+    "int nvmlShutdown(void) {{ return 0; }}\n"
+    "int nvmlSystemGetDriverVersion(char *into, unsigned size) {{\n"
+    '    const char *says = "580.159.04";\n'
+    "    for (unsigned i = 0; i < size && i < 11; i++) into[i] = says[i];\n"
+    "    return size < 11;\n"
+    "}}\n"
+)
+
+
 def library(path: Path, name: str, version: str, status: int = 0) -> Path:
     """Compile a library that says its version as CUDA's do."""
+    return compiled(path, SAYS.format(name=name, version=f"((int[]){{{version}}})", status=status))
+
+
+def compiled(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("there is no C compiler")
-    text = SAYS.format(name=name, version=f"((int[]){{{version}}})", status=status)
     command = [compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
     subprocess.run(command, input=text, text=True, check=True)
     return path
@@ -54,6 +69,18 @@ def test_nothing_fails_where_a_library_does_not_say_it(tmp_path: Path) -> None:
     (tmp_path / "libcusolver.so.12").write_bytes(b"no library")
     assert asked(loaded) == [UNKNOWN, UNKNOWN]
     assert asked(library(tmp_path / "libcublas.so.14", "other", "1, 0, 0")) == [UNKNOWN, UNKNOWN]
+
+
+@pytest.mark.parametrize(("status", "version"), [(0, "580.159.04"), (9, UNKNOWN), (None, UNKNOWN)])
+def test_the_driver_says_its_version(tmp_path: Path, status: int | None, version: str) -> None:
+    """Where NVML does not begin, or is not there, it is unknown."""
+    text = "int none;" if status is None else NVML.format(status=status)
+    compiled(tmp_path / "libnvidia-ml.so.1", text)
+    ran = subprocess.run(
+        [sys.executable, "-c", "from engine.model import device_versions; print(device_versions._driver())"],
+        capture_output=True, text=True, check=True, cwd=ROOT, env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+    )  # fmt: skip
+    assert ran.stdout.strip() == version
 
 
 def test_maps_that_cannot_be_read_leave_versions_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
