@@ -1,10 +1,10 @@
 """Device versions are asked of the libraries that are loaded, and unknown where they cannot be asked."""
 
-import os
-import shutil
-import subprocess
-import sys
+import ctypes
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,74 +13,86 @@ from engine.model import device_versions
 from engine.model.determinism import Numerics
 from engine.model.device_versions import UNKNOWN
 
-ROOT = Path(__file__).resolve().parents[3]
-SAYS = "int {name}GetProperty(int which, int *value) {{ *value = {version}[which]; return {status}; }}"
-ASK = (
-    "import ctypes, sys\n"
-    "from engine.model import device_versions\n"
-    "ctypes.CDLL(sys.argv[1])\n"
-    "print(device_versions._library_version('cublas'), device_versions._library_version('cusolver'))\n"
-)
+VERSION, DRIVER = (13, 1, 2), b"580.159.04"
 
 
-NVML = (
-    "int nvmlInit_v2(void) {{ return {status}; }}\n"
-    "int nvmlShutdown(void) {{ return 0; }}\n"
-    "int nvmlSystemGetDriverVersion(char *into, unsigned size) {{\n"
-    '    const char *says = "580.159.04";\n'
-    "    for (unsigned i = 0; i < size && i < 11; i++) into[i] = says[i];\n"
-    "    return size < 11;\n"
-    "}}\n"
-)
+def library(name: str, version: tuple[int, ...] = VERSION, status: int = 0) -> Any:
+    """A library whose functions are called as C's are, by pointers to them."""
+
+    def told(which: int, into: Any) -> int:
+        into[0] = version[which]
+        return status
+
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int))
+    return SimpleNamespace(**{f"{name}GetProperty": kind(told)})
 
 
-def library(path: Path, name: str, version: str, status: int = 0) -> Path:
-    """Compile a library that says its version as CUDA's do."""
-    return compiled(path, SAYS.format(name=name, version=f"((int[]){{{version}}})", status=status))
+def nvml(status: int) -> Any:
+    def told(into: Any, size: int) -> int:
+        for place, each in enumerate(DRIVER + b"\0"):
+            into[place] = each
+        return int(size <= len(DRIVER))
+
+    nothing = ctypes.CFUNCTYPE(ctypes.c_int)
+    return SimpleNamespace(
+        nvmlInit_v2=nothing(lambda: status),
+        nvmlShutdown=nothing(lambda: 0),
+        nvmlSystemGetDriverVersion=ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_char), ctypes.c_uint)(told),
+    )
 
 
-def compiled(path: Path, text: str) -> Path:
+def opening(known: dict[str, Any]) -> Callable[[str], Any]:
+    """What ``ctypes.CDLL`` is to be: libraries by the names of their files."""
+
+    def opened(path: str) -> Any:
+        if Path(path).name not in known:
+            raise OSError(f"{path}: cannot open shared object file")
+        return known[Path(path).name]
+
+    return opened
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, folder: Path, loaded: Path, known: dict[str, Any]) -> list[str]:
+    """The versions of cuBLAS and cuSOLVER, where one library is loaded and others lie beside it."""
+    (folder / "maps").write_text(f"7f00-7f01 r-xp 00000000 08:01 42 {loaded}\n")
+    monkeypatch.setattr(device_versions, "_MAPPED", folder / "maps")
+    monkeypatch.setattr(device_versions.ctypes, "CDLL", opening(known))
+    return [device_versions._library_version.__wrapped__(name) for name in ("cublas", "cusolver")]
+
+
+def placed(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("there is no C compiler")
-    command = [compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
-    subprocess.run(command, input=text, text=True, check=True)
+    path.touch()
     return path
 
 
-def asked(loaded: Path) -> list[str]:
-    ran = subprocess.run(
-        [sys.executable, "-c", ASK, str(loaded)], capture_output=True, text=True, check=True, cwd=ROOT
-    )  # fmt: skip
-    return ran.stdout.split()
-
-
 @pytest.mark.parametrize("folders", [("lib", "lib"), ("cublas/lib", "cusolver/lib")])
-def test_libraries_say_their_versions(tmp_path: Path, folders: tuple[str, str]) -> None:
+def test_libraries_say_their_versions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folders: tuple[str, str]
+) -> None:
     """CuSOLVER's too before it is loaded, as its wheels put it beside cuBLAS."""
-    loaded = library(tmp_path / folders[0] / "libcublas.so.13", "cublas", "13, 1, 2")
-    library(tmp_path / folders[1] / "libcusolver.so.12", "cusolver", "12, 0, 4")
-    assert asked(loaded) == ["13.1.2", "12.0.4"]
+    loaded = placed(tmp_path / folders[0] / "libcublas.so.13")
+    placed(tmp_path / folders[1] / "libcusolver.so.12")
+    known = {"libcublas.so.13": library("cublas"), "libcusolver.so.12": library("cusolver", (12, 0, 4))}
+    assert asked(monkeypatch, tmp_path, loaded, known) == ["13.1.2", "12.0.4"]
 
 
-def test_nothing_fails_where_a_library_does_not_say_it(tmp_path: Path) -> None:
-    loaded = library(tmp_path / "libcublas.so.13", "cublas", "13, 1, 2", status=1)
-    (tmp_path / "libcusolver.so.12").write_bytes(b"no library")
-    assert asked(loaded) == [UNKNOWN, UNKNOWN]
-    assert asked(library(tmp_path / "libcublas.so.14", "other", "1, 0, 0")) == [UNKNOWN, UNKNOWN]
+def test_nothing_fails_where_a_library_does_not_say_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    loaded = placed(tmp_path / "libcublas.so.13")
+    placed(tmp_path / "libcusolver.so.12")
+    refusing = {"libcublas.so.13": library("cublas", status=1)}
+    assert asked(monkeypatch, tmp_path, loaded, refusing) == [UNKNOWN, UNKNOWN]
+    assert asked(monkeypatch, tmp_path, loaded, {"libcublas.so.13": library("other")}) == [UNKNOWN, UNKNOWN]
 
 
-@pytest.mark.parametrize(("status", "version"), [(0, "580.159.04"), (9, UNKNOWN), (None, UNKNOWN)])
-def test_the_driver_says_its_version(tmp_path: Path, status: int | None, version: str) -> None:
-    """Where NVML does not begin, or is not there, it is unknown."""
-    text = "int none;" if status is None else NVML.format(status=status)
-    compiled(tmp_path / "libnvidia-ml.so.1", text)
-    ran = subprocess.run(
-        [sys.executable, "-c", "from engine.model import device_versions; print(device_versions._driver())"],
-        capture_output=True, text=True, check=True, cwd=ROOT, env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
-    )  # fmt: skip
-    assert ran.stdout.strip() == version
+@pytest.mark.parametrize(
+    ("known", "version"),
+    [({"libnvidia-ml.so.1": nvml(0)}, "580.159.04"), ({"libnvidia-ml.so.1": nvml(9)}, UNKNOWN), ({}, UNKNOWN)],
+    ids=["there", "does-not-begin", "absent"],
+)
+def test_the_driver_says_its_version(monkeypatch: pytest.MonkeyPatch, known: dict[str, Any], version: str) -> None:
+    monkeypatch.setattr(device_versions.ctypes, "CDLL", opening(known))
+    assert device_versions._driver.__wrapped__() == version
 
 
 def test_maps_that_cannot_be_read_leave_versions_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
