@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks import results_file
 from benchmarks.reconstruction import basis, factor, spectrum
-from engine.factors.clip_eigenvalues import PLACEMENTS, placement_bytes, stabilise_
+from engine.factors.clipping.clip_eigenvalues import PLACEMENTS, placement_bytes, stabilise_
 from engine.planning.decomposition_memory import eigendecomposition_bytes
 from kronoscope.local import measure
 

@@ -61,13 +61,13 @@ OVER_GRADIENT, OVER_BATCHES = 0.75, 1.3
 OVER_PEER, UNCHECKED_OVER_PEER = 1.65, 1.3
 """Most of a whole job over curvlinops', whose factors stay on the device: with the self-check, and without it."""
 HEAD_OVER_GRADIENT, HEAD_AFTER_SECONDS, HEAD_OVER_PEAK = 1.15, 2.0, 1.3
-"""Of a language model with its head: a batch over a gradient of all parameters, the seconds after the last batch, and
-the peak beside the rows that the plan keeps on the device, over that gradient's peak."""
+"""Limits of a language model with its head: a batch over a gradient of all parameters, seconds after the last batch,
+and the peak beside the rows that the plan keeps on the device, over that gradient's peak."""
 BEFORE, UNCHECKED_BEFORE, AFTER = 3.5, 2.0, 1.0
 """Gradients' time before the first batch, with the self-check and without it, and after the last."""
 EIGEN_SIZES = (64,) if SMALL else (768, 1024, 2048, 3072, 4096, 8192)
 MOST_FACTOR_BYTES = 45 * 2**30
-"""Of what a device of 80 GB holds beside a model and its activations."""
+"""Bytes that a device of 80 GB holds beside a model and its activations."""
 PEERS = ("curvlinops-for-pytorch", "kronfluence", "dattri-llm")
 
 

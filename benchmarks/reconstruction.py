@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import results_file
-from engine.factors.clip_eigenvalues import Placement, stabilise_
-from engine.factors.clipped_inverse import StabilisedSide
-from engine.factors.clipping_check import check_clipping
+from engine.factors.clipping.clip_eigenvalues import Placement, stabilise_
+from engine.factors.clipping.clipped_inverse import StabilisedSide
+from engine.factors.clipping.clipping_check import check_clipping
 
 KAPPA_MAX = 1e6
 SIZES = (1024, 2048, 4096, 8192)

@@ -17,7 +17,7 @@ from benchmarks import results_file
 from catalog.analyses.capacity import CapacityParams
 from engine.analyses.metrics.kronecker_metrics import Sides
 from engine.analyses.metrics.layer_metrics import ordered, scalar_metrics
-from engine.factors.clipped_operator import ClippedOperator
+from engine.factors.clipping.clipped_operator import ClippedOperator
 from engine.factors.softmax_fisher import SoftmaxFisher
 from engine.linalg.damping import Clipping, Damping
 

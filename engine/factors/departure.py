@@ -134,7 +134,7 @@ class _Panel:
 
 
 class _Buffers:
-    """What one thread takes factors off the device with."""
+    """Stream and buffers by which one thread takes factors off the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -222,7 +222,7 @@ class _Arrival:
 
     hashed: Hashed
     stored: Tensor
-    """What is kept of it; without any number where nothing is."""
+    """The part that is kept; without any number where none is."""
     kept_bytes: int = 0
 
     @property
