@@ -14,7 +14,7 @@ from torch import Tensor
 from catalog.field_errors import suggestion
 from catalog.record_reader import read
 from engine.errors import BrokenFactors
-from engine.factors.clipped_inverse import StabilisedLayers
+from engine.factors.clipping.clipped_inverse import StabilisedLayers
 from engine.factors.factor_files import read_factors
 from engine.factors.factor_set import FactorSet
 from engine.factors.kronecker_factors import Corrected, Factors

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from catalog.responses.layer_record import LayerRecord
-from engine.factors.clipped_inverse import StabilisedSide
+from engine.factors.clipping.clipped_inverse import StabilisedSide
 from engine.factors.factor_set import LayerFacts
 from engine.measurement.clip_factor import Made
 

@@ -22,8 +22,8 @@ from engine.analyses.given_matrix import index_entry
 from engine.analyses.layer_analysis import LayerAnalysis
 from engine.analyses.remembered_rows import Outcome, recall, remember
 from engine.errors import BrokenFactors, NoConditionNumber
-from engine.factors.clipped_inverse import PREFIX, StabilisedSide
-from engine.factors.clipped_operator import ClippedOperator
+from engine.factors.clipping.clipped_inverse import PREFIX, StabilisedSide
+from engine.factors.clipping.clipped_operator import ClippedOperator
 from engine.factors.factor_files import Kept, write_factors, write_index
 from engine.factors.factor_set import GIVEN_MATRIX, FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Factors, packed

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from catalog.analyses.reconstruction import ReconstructedSide
-from engine.factors.clip_eigenvalues import PLACEMENTS, Clipped, Placement, placement_bytes, stabilise_
-from engine.factors.clipped_inverse import StabilisedSide
-from engine.factors.clipped_operator import ClippedOperator
-from engine.factors.clipping_check import ClippingCheck, check_clipping, checking_bytes, relative_difference
+from engine.factors.clipping.clip_eigenvalues import PLACEMENTS, Clipped, Placement, placement_bytes, stabilise_
+from engine.factors.clipping.clipped_inverse import StabilisedSide
+from engine.factors.clipping.clipped_operator import ClippedOperator
+from engine.factors.clipping.clipping_check import ClippingCheck, check_clipping, checking_bytes, relative_difference
 from engine.factors.kronecker_factors import digest
 from engine.linalg.damping import clipping_floor
 from engine.memory.guard import Fallback

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from catalog.analyses.reconstruction import ReconstructedSide
-from engine.factors.clipped_operator import ClippedOperator
+from engine.factors.clipping.clipped_operator import ClippedOperator
 from engine.linalg.damping import clipping_floor
 from engine.linalg.linear_operator import Structured
 from engine.measurement.clip_factor import Made, in_eigenbasis, not_stabilised

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.factors import clip_eigenvalues
-from engine.factors.clip_eigenvalues import Placement, stabilise_
-from engine.factors.clipped_inverse import StabilisedSide
+from engine.factors.clipping import clip_eigenvalues
+from engine.factors.clipping.clip_eigenvalues import Placement, stabilise_
+from engine.factors.clipping.clipped_inverse import StabilisedSide
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,8 +12,8 @@ import torch
 
 from catalog.analyses.reconstruction import ReconstructionParams
 from engine.collection.probe import Probe
-from engine.factors.clip_eigenvalues import PLACEMENTS, Placement, placement_bytes
-from engine.factors.clipping_check import EXACT_ROWS, checking_bytes
+from engine.factors.clipping.clip_eigenvalues import PLACEMENTS, Placement, placement_bytes
+from engine.factors.clipping.clipping_check import EXACT_ROWS, checking_bytes
 from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import kept_dtype
 from engine.memory.device_speed import typical_speed

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import BrokenFactors, NonFiniteFactor
-from engine.factors.clipped_operator import ClippedOperator
+from engine.factors.clipping.clipped_operator import ClippedOperator
 from engine.factors.kronecker_factors import unpacked
 from engine.linalg.damping import clipping_floor
 

@@ -18,7 +18,7 @@ from engine.analyses.capacity import Capacity
 from engine.analyses.reconstruction import FOLDER, INDEX, Reconstruction
 from engine.collect import collect_or_read
 from engine.errors import NoConditionNumber
-from engine.factors.clipped_inverse import StabilisedInverse, StabilisedSide
+from engine.factors.clipping.clipped_inverse import StabilisedInverse, StabilisedSide
 from engine.factors.factor_files import read_factors
 from engine.factors.kronecker_factors import digest
 from engine.linalg.linear_operator import Structured

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import NonFiniteFactor
-from engine.factors import clip_eigenvalues
-from engine.factors.clip_eigenvalues import Placement, stabilise_, tile_extent, update_rank
+from engine.factors.clipping import clip_eigenvalues
+from engine.factors.clipping.clip_eigenvalues import Placement, stabilise_, tile_extent, update_rank
 
 PLACEMENTS: tuple[Placement, ...] = ("device", "panels", "host")
 

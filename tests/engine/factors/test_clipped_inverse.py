@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from engine.errors import BrokenFactors, NonFiniteFactor
-from engine.factors import clipping_check
-from engine.factors.clip_eigenvalues import stabilise_
-from engine.factors.clipped_inverse import StabilisedInverse, StabilisedSide
-from engine.factors.clipping_check import check_clipping
+from engine.factors.clipping import clipping_check
+from engine.factors.clipping.clip_eigenvalues import stabilise_
+from engine.factors.clipping.clipped_inverse import StabilisedInverse, StabilisedSide
+from engine.factors.clipping.clipping_check import check_clipping
 
 
 def psd(size: int, decades: float, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,7 +50,7 @@ def test_panels_of_any_width_give_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     side = StabilisedSide.of(values, basis, 1e6, torch.float64)
     right = torch.ones(60, 2, dtype=torch.float64)
     whole = side.solve(right)
-    monkeypatch.setattr("engine.factors.clipped_inverse._PANEL_BYTES", 60 * 8 * 7)
+    monkeypatch.setattr("engine.factors.clipping.clipped_inverse._PANEL_BYTES", 60 * 8 * 7)
     torch.testing.assert_close(side.solve(right), whole, rtol=1e-12, atol=0)
 
 

@@ -10,8 +10,8 @@ from catalog.analyses.reconstruction import ReconstructionParams
 from engine.analyses.reconstruction import Reconstruction
 from engine.collect import collect_or_read
 from engine.factors import softmax_fisher
-from engine.factors.clipped_inverse import StabilisedLayers
-from engine.factors.clipped_operator import ClippedOperator, SignPoles
+from engine.factors.clipping.clipped_inverse import StabilisedLayers
+from engine.factors.clipping.clipped_operator import ClippedOperator, SignPoles
 from engine.factors.softmax_fisher import SoftmaxFisher
 from tests.engine.factors.test_diagonal_sketch import sketched
 from tests.oracles import MemoryArtifacts, workspace

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.factors.capacitance import robust_solve
-from engine.factors.clipped_inverse import StabilisedSide
+from engine.factors.clipping.clipped_inverse import StabilisedSide
 from engine.factors.low_rank import LowRank, scaled_rows
 from engine.factors.representation_bytes import basis_bytes, gram_bytes
 from engine.linalg.eigendecomposition import decompose_structured

@@ -11,7 +11,7 @@ from catalog.analyses.capacity import CapacityParams
 from catalog.requests.collection import Stabilisation
 from engine.analyses.capacity import Capacity
 from engine.analyses.factors import KeptFactors
-from engine.factors.clip_eigenvalues import stabilise_
+from engine.factors.clipping.clip_eigenvalues import stabilise_
 from engine.linalg import kronecker_spectrum as spectrum
 from engine.linalg import kronecker_sums
 from engine.linalg.damping import Clipping, clipping_floor, damping, identity_warnings

@@ -15,7 +15,7 @@ from catalog.analyses.reconstruction import ReconstructionParams
 from engine import estimate
 from engine.analyses.capacity import Capacity
 from engine.analyses.costs.reconstruction import Side, layer_phase
-from engine.factors.clip_eigenvalues import Placement
+from engine.factors.clipping.clip_eigenvalues import Placement
 from engine.linalg.eigendecomposition import decompose, rungs
 from engine.measurement.clip_factor import DecomposedFactor, rebuild
 from engine.memory.budget import MemoryBudget
