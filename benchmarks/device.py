@@ -5,7 +5,8 @@ cut short leaves what it has measured; a row that fails is a sentence there.
 
     gpt2 …     GPT-2 small, 8 batches of 8 × 512 tokens, float32, without and with its head, beside one gradient of the
                layers measured and of all parameters, curvlinops' whole collection with and without the copy of its
-               factors to the host, and (without head) dattri-llm's covariance callback and profiles of a warm job
+               factors to the host, and (without head) the same job by `precision: tf32`, the errors of both against
+               float64, dattri-llm's covariance callback and profiles of a warm job
     plans      plan against measured, bytes and seconds: ResNet-50, Llama shapes in bf16, a mixture of experts and an
                LSTM; those of GPT-2 stand in its own sections
     peers      MiniLM's and ResNet-50's shapes beside kronfluence's covariance fit, as found
@@ -14,9 +15,9 @@ cut short leaves what it has measured; a row that fails is a sentence there.
                V · diag · Vᵀ that rebuilds the matrix
     mlp        784-1024-1024-10, 8 batches of 256
 
-The Fisher is the empirical one everywhere, ours and theirs, and float32 products are exact (no TF32) for all. It needs
-torch, numpy, scipy and transformers alone, and the peers for their comparisons. Without a GPU it runs at sizes that
-show that it works.
+The Fisher is the empirical one everywhere, ours and theirs, and float32 products are exact (no TF32) for all, but for
+the products behind A and G in the rows named tf32. It needs torch, numpy, scipy and transformers alone, and the peers
+for their comparisons. Without a GPU it runs at sizes that show that it works.
 
     python -m benchmarks.device [--sections gpt2_without_head eigh] [--output NAME] [--add]
 """
@@ -54,6 +55,7 @@ from benchmarks.cases.device_jobs import (
     timed,
 )
 from benchmarks.cases.device_models import BATCHES, DEVICE, SMALL, Case
+from benchmarks.cases.precision_errors import precision_errors
 from engine.linalg.eigensolvers import solvers
 
 OVER_GRADIENT, OVER_BATCHES = 0.75, 1.3
@@ -79,6 +81,10 @@ def language_model(*, head: bool) -> Iterator[Row]:
     yield Row({"gradient_of_all": attempt(lambda: gradient(case, every=True))})
     yield from beside_curvlinops(case, runs)
     if not head:
+        runs["tf32"] = attempt(lambda: collected(case, precision="tf32"))
+        text = f"{case.name}: a whole job by tf32 over one by ieee"
+        yield Row({"tf32": runs["tf32"], **ratio(text, runs["tf32"], runs["checked"])})
+        yield Row({"errors_against_float64": attempt(lambda: precision_errors(case))})
         runs["dattri_llm"] = attempt(lambda: peer("dattri_llm", case)[0])
         text = f"{case.name}: a whole job over dattri-llm's callback, as found"
         yield Row({"dattri_llm": runs["dattri_llm"], **ratio(text, runs["checked"], runs["dattri_llm"])})

@@ -209,8 +209,9 @@ def _warn_of_other_numerics(job: PassJob) -> None:
             "warning",
             f"computed with other numerics than the first attempt, so bits may differ: {'; '.join(not_replayed)}",
         )
-    if job.precision.fallback is not None:
-        log("warning", f"`collection.amp: {job.collection.amp}` is not used: {job.precision.fallback}")
+    for option, why in (("amp", job.precision.fallback), ("precision", job.precision.sums_fallback)):
+        if why is not None:
+            log("warning", f"`collection.{option}: {getattr(job.collection, option)}` is not used: {why}")
 
 
 def _corrections(job: PassJob, sums: CollectionState, plan: Plan) -> Mapping[str, Callable[[], Corrected]]:
@@ -339,6 +340,8 @@ def _finished(
         micro_batch=plan.chosen.micro_batch,
         amp=job.precision.amp,
         amp_fallback=job.precision.fallback,
+        accumulation_precision=job.precision.sums,
+        accumulation_fallback=job.precision.sums_fallback,
         loss_scale=state.loss_scale if job.precision.amp == "fp16" else None,
         planned_peak_bytes=plan.largest_peak_bytes,
         looked_at=None if state.self_check is None or not state.self_check.layers else state.self_check.looked_at,

@@ -58,11 +58,11 @@ TESTS = (
 )
 """Files of tests/gpu, `test_…_on_cuda.py`, in their order; `test_confined_child.py` comes last."""
 SECTIONS = {
-    "gpt2_without_head": 75,
-    "plans": 65,
+    "gpt2_without_head": 95,
+    "plans": 55,
     "gpt2_with_head": 65,
     "peers": 45,
-    "llama_1b": 70,
+    "llama_1b": 60,
     "eigh": 25,
     "mlp": 15,
 }

@@ -138,13 +138,18 @@ def ratio_claim(text: str, target: float, above: tuple[Figures, str], below: tup
     return results_file.claim(text, above[0][above[1]] / below[0][below[1]], target)
 
 
-def collected(case: Case, self_check: str = "growing") -> Figures:
+def collected(case: Case, self_check: str = "growing", **options: Any) -> Figures:  # noqa: ANN401 - of a document
     """Return the seconds of one whole job from call to returned factors, its parts, and its peak beside the plan's."""
-    return timed(case, self_check)[0]
+    return timed(case, self_check, **options)[0]
 
 
-def timed(case: Case, self_check: str = "growing", batches: int | None = None) -> tuple[Figures, Measurement]:
-    """Return the figures of one whole job, and what it returned.
+def timed(
+    case: Case,
+    self_check: str = "growing",
+    batches: int | None = None,
+    **options: Any,  # noqa: ANN401 - of a document
+) -> tuple[Figures, Measurement]:
+    """Return the figures of one whole job, and what it returned; ``options`` are further ones of its collection.
 
     The peak is without the caller's batches, which no plan counts.
     """
@@ -163,6 +168,7 @@ def timed(case: Case, self_check: str = "growing", batches: int | None = None) -
             "self_check": self_check,
             "exact_trace": False,
             "dtype": "float32",
+            **options,
         },
         memory={},
     )
@@ -184,6 +190,7 @@ def timed(case: Case, self_check: str = "growing", batches: int | None = None) -
         "planned_stage_bytes": {name: stage["device_bytes"] for name, stage in stages.items()},
         "planned_terms": _device_terms(outcome.plan),
         "layers": len(outcome.layers),
+        "accumulation_precision": outcome.index["accumulation_precision"],
     }
     return figures, outcome
 

@@ -29,6 +29,10 @@ class Collection:
     amp: Literal["off", "bf16", "fp16"] = option("off", known_as="use_amp")
     """Whether the model computes in 16 bits where torch deems that safe; the sums stay in float32. `fp16` is for
     CUDA. A device that can not falls back to float32, and each layer's record says so."""
+    precision: Literal["ieee", "tf32"] = "ieee"
+    """How float32 rows are multiplied that add up A and G. `tf32` lets a CUDA device of compute capability 8.0 or above
+    round them to 11 bits, and adds in float32; the model, checks and decompositions stay at full width. A device that
+    can not falls back to `ieee`, and each layer's record says so."""
     storage_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None
     """Precision the factors are kept, digested and decomposed in; null is that of the sums. A wider one holds the
     same numbers. `bfloat16` rounds to 8 bits; `float16` to 11, times one power of two per factor, below which
@@ -74,8 +78,8 @@ class Collection:
             raise FieldError("samples", f"is {self.samples}, but only `mc` samples labels; take 1 or `fisher: mc`")
         if not 0 <= self.seed <= MAX_SEED:
             raise FieldError("seed", f"is {self.seed}; take 0 to 2^63-1")
-        if self.amp != "off" and self.dtype == "float64":
-            raise FieldError("amp", f"is {self.amp}, which narrows float32; take `dtype: float32`, or `amp: off`")
+        if self.dtype == "float64":
+            self._require_full_width()
         if self.update_freq < 1:
             raise FieldError("update_freq", f"is {self.update_freq}; take 1 (every batch) or more")
         if self.ekfac and self.fisher == "forward_only":
@@ -84,6 +88,12 @@ class Collection:
             raise FieldError("ema_decay", f"is {self.ema_decay}; take a number between 0 and 1, or null")
         if self.min_coverage is not None and not 0 <= self.min_coverage <= 1:
             raise FieldError("min_coverage", f"is {self.min_coverage}; take a share from 0 to 1, or null")
+
+    def _require_full_width(self) -> None:
+        for name, full in (("amp", "off"), ("precision", "ieee")):
+            value = getattr(self, name)
+            if value != full:
+                raise FieldError(name, f"is {value}, which narrows float32; take `dtype: float32`, or `{name}: {full}`")
 
 
 @record

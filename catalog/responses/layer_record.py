@@ -119,6 +119,10 @@ class LayerRecord:
     """Precision the factors are kept in, gradient rows apart; digests and eigenvalues are of these numbers."""
     accumulation_dtype: str | None
     """Precision of the sums behind them."""
+    accumulation_precision: str | None
+    """What rows were multiplied in that add up A and G: `ieee` (the width of the sums) or `tf32`."""
+    accumulation_fallback: str | None
+    """Why that is not what was asked for."""
     amp: str | None
     """What the model computed in: `off` (float32 or float64 throughout), `bf16` or `fp16`."""
     amp_fallback: str | None

@@ -32,6 +32,7 @@ from engine.layers.layer import BlockLayer, TreatedLayer, Use
 from engine.linalg.gram import add_gram_, add_grams_, require_real
 from engine.memory.host_accumulation import Staging
 from engine.merging.estimates import exact_trace
+from engine.model.mixed_precision import Precision
 
 UNORDERED = "its rows do not stand example by example, so there is no exact trace"
 
@@ -44,7 +45,7 @@ class LayerStatistics:
         "layer": "every attempt finds it; the set of layers is among a checkpoint's conditions",
         "leader": "it follows from what the state of the collection says of sharing",
         "representation": "it follows from the plan",
-        "sums_dtype": "an option of the collection",
+        **dict.fromkeys(("sums_dtype", "precision"), "an option of the collection"),
         **dict.fromkeys(("staging", "row_staging"), "a way to the host, empty between two batches"),
     }
 
@@ -55,6 +56,8 @@ class LayerStatistics:
     """How G is kept."""
     sums_dtype: torch.dtype | None = None
     """Precision of the sums, once they are allocated."""
+    precision: Precision = field(default_factory=Precision)
+    """Precision of the products that are added to them."""
     A: Tensor | None = None
     G: Tensor | None = None
     """None where its rows are kept instead."""
@@ -251,7 +254,8 @@ class LayerStatistics:
             return
         width = layer.fan_in if layer.weight else 0
         if layer.weight:
-            patches.add_gram_(self.A[..., :width, :width], self.staging)
+            with self.precision.adding():
+                patches.add_gram_(self.A[..., :width, :width], self.staging)
         if layer.bias:
             if layer.weight:
                 self._add_small_(self.A[..., :width, width], patches.sums().view(*self.A.shape[:-2], width))
@@ -352,10 +356,9 @@ class LayerStatistics:
             self._add_gram_(self.G, rows)
 
     def _add_gram_(self, total: Tensor, rows: Tensor) -> None:
-        if total.ndim == 2:
-            add_gram_(total, rows, self.staging)
-        else:
-            add_grams_(total, rows, self.staging)
+        add = add_gram_ if total.ndim == 2 else add_grams_
+        with self.precision.adding():
+            add(total, rows, self.staging)
 
     def _add_small_(self, total: Tensor, numbers: Tensor) -> None:
         """Add a vector's worth of numbers."""

@@ -82,7 +82,8 @@ class TiedHeadStatistics(LayerStatistics):
         self.gradients += 1
         if self.vectors is not None:
             rows = self.layer.table.gradient_rows(gradient) if isinstance(self.layer, TiedHeadLayer) else gradient
-            add_gram_(self.vectors, require_real(use.picked(rows)).to(self.vectors.dtype))
+            with self.precision.adding():
+                add_gram_(self.vectors, require_real(use.picked(rows)).to(self.vectors.dtype))
 
     def _is_lookup(self, use: Use) -> bool:
         layer = self.layer

@@ -11,8 +11,8 @@ from engine.measurement.clip_factor import Made
 _COLLECTED = (
     "policy", "damping_split", "lambda_A", "lambda_G", "lambda_A_relative", "lambda_G_relative", "update_freq",
     "update_index", "positions", "positions_local", "terms", "world_size", "reduction", "sent_bytes", "pieces",
-    "accumulation_dtype", "amp", "fisher", "sharing", "samples", "seed", "passes", "digest_A", "kappa_A",
-    "kappa_A_clipped", "clipped_A", "scale_A", "scale_G",
+    "accumulation_dtype", "accumulation_precision", "amp", "fisher", "sharing", "samples", "seed", "passes", "digest_A",
+    "kappa_A", "kappa_A_clipped", "clipped_A", "scale_A", "scale_G",
 )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ class PassJob:
             dtype=torch.float64 if collection.dtype == "float64" else torch.float32,
             numerics=Numerics.here(device, workspace.resume.numerics),
             heard=set(),
-            precision=choose_precision(collection.amp, device),
+            precision=choose_precision(collection.amp, device, collection.precision),
         )
 
     def batches(self) -> Iterator[Batch]:

@@ -81,6 +81,7 @@ def _allocated(job: PassJob, planned: PlannedPass, shared: dict[str, str]) -> di
             staging=staging,
             row_staging=row_staging if representation.on_host else None,
             representation=representation,
+            precision=job.precision,
         )
         needs_order = statistics.needs_order or job.collection.ekfac
         statistics.flaw = foreseen_flaw(layer, job.collection, planned.mixed)

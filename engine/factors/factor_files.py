@@ -1,7 +1,7 @@
 """Factor files: a factor set as artifacts, one file for each layer, and an index that is written last."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal
 from weakref import WeakValueDictionary
@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from engine.errors import BrokenFactors
-from engine.factors.factor_index import FORMAT, INDEX, LayerEntry, read_index
+from engine.factors.factor_index import FORMAT, INDEX, CollectionCounts, LayerEntry, read_index
 from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.factors.kronecker_factors import (
     Corrected,
@@ -153,15 +153,7 @@ def write_index(artifacts: Artifacts, collected: FactorSet, kept: Mapping[int, K
             "format": FORMAT,
             "collection": asdict(collected.collection),
             "woodbury": asdict(collected.woodbury),
-            "trainable_parameters": collected.trainable_parameters,
-            "examples": collected.examples,
-            "updates": collected.updates,
-            "passes": collected.passes,
-            "micro_batch": collected.micro_batch,
-            "nondeterministic": collected.nondeterministic,
-            "amp": collected.amp,
-            "amp_fallback": collected.amp_fallback,
-            "loss_scale": collected.loss_scale,
+            **{each.name: getattr(collected, each.name) for each in fields(CollectionCounts)},
             "looked_at": None if collected.looked_at is None else asdict(collected.looked_at),
             "parameters": None if collected.parameters is None else [asdict(each) for each in collected.parameters],
             "layers": layers,
@@ -203,6 +195,8 @@ def read_factors(artifacts: Artifacts) -> FactorSet:
         micro_batch=counts.micro_batch,
         amp=counts.amp,
         amp_fallback=counts.amp_fallback,
+        accumulation_precision=counts.accumulation_precision,
+        accumulation_fallback=counts.accumulation_fallback,
         loss_scale=counts.loss_scale,
         looked_at=index.looked_at,
         planned_peak_bytes=None,

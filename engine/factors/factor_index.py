@@ -59,6 +59,8 @@ class CollectionCounts:
     nondeterministic: tuple[str, ...] | None = None
     amp: str = "off"
     amp_fallback: str | None = None
+    accumulation_precision: str = "ieee"
+    accumulation_fallback: str | None = None
     loss_scale: float | None = None
 
 

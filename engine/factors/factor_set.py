@@ -229,6 +229,10 @@ class FactorSet:
     """Mixed-precision mode that the model computed in."""
     amp_fallback: str | None
     """Why that is not what was asked for."""
+    accumulation_precision: str = "ieee"
+    """Precision of the products that the sums were added up of."""
+    accumulation_fallback: str | None = None
+    """Why that is not what was asked for."""
     loss_scale: float | None
     """Factor that `fp16` came to multiply directions by."""
     planned_peak_bytes: int | None

@@ -29,6 +29,8 @@ from engine.model.outputs import Prediction
 
 _ROUNDINGS = 10
 """Times the precision's ε that a sum of rows may be off, beside the sum of their norms."""
+_DEVIATIONS = 10
+"""Times its standard deviation that the product of what a row has lost and the seeded vector may be."""
 _SIDES = ("A", "G", "counts", "vectors")
 """The sums of a layer; the last two of a table that is a head's weight too."""
 
@@ -206,13 +208,15 @@ class LayerMoments:
             # A belongs to all layers that share it: each of them holds its own rows against it
             holder = found.leader or found
             total = holder.A if holder.flaw is None else None
-            return None if total is None else of_sum(total, in_order_of_sums(holder.layer, side.vector))
+            if total is None:
+                return None
+            return of_sum(total, in_order_of_sums(holder.layer, side.vector), holder.precision.sums_rounding)
         if name == "G" and found.gradient_rows is not None:
             return of_rows(found.gradient_rows, side.vector)
         total = found.G
         if isinstance(found, TiedHeadStatistics) and name != "G":
             total = found.counts if name == "counts" else found.vectors
-        return None if total is None else of_sum(total, side.vector)
+        return None if total is None else of_sum(total, side.vector, found.precision.sums_rounding)
 
     def _weight(self, name: str) -> float | None:
         """Return the divisor of a sum, where it is a count of its rows."""
@@ -239,8 +243,14 @@ def _difference(side: RowMoments, found: SumMoments) -> Tensor:
     precision = _narrower(found.dtype, side.dtype)
     rounding = torch.as_tensor(side.pooled, dtype=torch.float64) * (_ROUNDINGS * torch.finfo(precision).eps) ** 2
     lost = underflow + rounding / TOLERANCES[precision]
-    off = [((summed[0] - squares).abs() - lost) / (squares + lost)]
-    off.append(((summed[1] - forms).abs() - 100 * lost) / (squares + forms + lost))
+    # of products that take r + d for a row r, |d| at most e |r|: r² is off by 2 e + e² of itself, and (r·v)² by
+    # 2 (r·v)(d·v) + (d·v)², where the variance of d·v over v is |d|²
+    e, deviating = found.rounding, (_DEVIATIONS * found.rounding) ** 2 * squares
+    off = [((summed[0] - squares).abs() - (2 * e + e * e) * squares - lost) / (squares + lost)]
+    allowed = 2 * (forms * deviating).sqrt() + deviating + _DEVIATIONS**2 * lost
+    off.append(((summed[1] - forms).abs() - allowed) / (squares + forms + lost))
+    if found.mirroring is not None:
+        off.append(found.mirroring.to(squares.device))
     # beyond the range: of sums and of rows that are kept this ends the job, with its remedy
     finite = torch.stack([squares, forms, *summed]).isfinite().all()
     return torch.where(finite, torch.stack(off).clamp_min(0).max(), 0.0)

@@ -29,14 +29,20 @@ class SumMoments:
     """(groups,) float64."""
     dtype: torch.dtype
     """The narrowest precision that the sums are kept in."""
+    rounding: float = 0.0
+    """Most that the numbers of a row were changed before they were multiplied, relative to each."""
+    mirroring: Tensor | None = None
+    """(groups,) float64: difference of the mirrored rows' form from that of their triangle, over their trace; None of
+    a matrix that is mirrored as a whole, whose form has it."""
 
 
-def of_sum(total: Tensor, vector: Tensor) -> SumMoments:
+def of_sum(total: Tensor, vector: Tensor, rounding: float = 0.0) -> SumMoments:
     """Read a sum of outer products, or its diagonal.
 
     Args:
         total: Shape (groups, n, n) or (n, n), of which the upper triangle counts; or (n,).
         vector: v (groups, n) float64.
+        rounding: Most that the products changed a number, relative to it; a diagonal is made by none.
 
     Returns:
         Its trace and form.
@@ -52,12 +58,12 @@ def of_sum(total: Tensor, vector: Tensor) -> SumMoments:
     squares = total.diagonal(dim1=1, dim2=2).to(torch.float64).sum(1)
     size = total.shape[1]
     if size > _MIRRORED:
-        forms = torch.stack([_form(*each) for each in zip(total, own, strict=True)])
-        return SumMoments(squares, forms, total.dtype)
+        forms, mirroring = torch.stack([_form(*each) for each in zip(total, own, strict=True)]).T
+        return SumMoments(squares, forms, total.dtype, rounding, mirroring)
     step, forms = max(1, _NUMBERS_AT_ONCE // max(1, size * size)), torch.empty_like(squares)
     for start in range(0, total.shape[0], step):
         forms[start : start + step] = _whole(total[start : start + step], own[start : start + step])
-    return SumMoments(squares, forms, total.dtype)
+    return SumMoments(squares, forms, total.dtype, rounding)
 
 
 def _whole(total: Tensor, own: Tensor) -> Tensor:
@@ -67,11 +73,16 @@ def _whole(total: Tensor, own: Tensor) -> Tensor:
 
 
 def _form(matrix: Tensor, own: Tensor) -> Tensor:
-    """The form of a large matrix by its upper triangle; and of some rows and columns as they are mirrored."""
+    """The form (2,) of a large matrix by its upper triangle, with some rows and columns as they are mirrored.
+
+    Beside it the difference that those make, over their trace: it is rounding, however the triangle was summed.
+    """
     last = matrix.shape[0] - 1
     places = torch.arange(_MIRRORED, device=matrix.device).mul_(last).div_(_MIRRORED - 1, rounding_mode="floor")
     some, mine = matrix[places[:, None], places], own[places]
-    return _upper(matrix, own) - _upper(some, mine) + _whole(some[None], mine[None])[0]
+    mirrored = _whole(some[None], mine[None])[0] - _upper(some, mine)
+    trace = some.diagonal().to(torch.float64).sum() + torch.finfo(matrix.dtype).tiny
+    return torch.stack([_upper(matrix, own) + mirrored, mirrored.abs() / trace])
 
 
 def _upper(matrix: Tensor, own: Tensor) -> Tensor:

@@ -333,6 +333,8 @@ def _measure(
             dtype=str(factors.A.dtype).removeprefix("torch."),
             **row_facts(factors, facts),
             accumulation_dtype=whole.collection.dtype,
+            accumulation_precision=whole.accumulation_precision,
+            accumulation_fallback=whole.accumulation_fallback,
             scale_A=factors.scale_A,
             scale_G=factors.scale_G,
             factor_bytes=_size(factors, own_a=facts.shared_A_with is None),

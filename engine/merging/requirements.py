@@ -66,6 +66,14 @@ def _require_same_options(first: FactorSet, other: FactorSet, place: int) -> Non
             f"where {other.amp_fallback or 'nothing was refused'}); collect with `amp: off`, or on devices of one kind",
             pointer="/collection/amp",
         )
+    if first.accumulation_precision != other.accumulation_precision:
+        raise NotMergeable(
+            f"the products of the sums must have one precision (got `{first.accumulation_precision}` in set 1 and "
+            f"`{other.accumulation_precision}` in set {place}, where "
+            f"{other.accumulation_fallback or 'nothing was refused'}); collect with `precision: ieee`, or on "
+            "devices of one kind",
+            pointer="/collection/precision",
+        )
 
 
 def _require_same_model(

@@ -47,7 +47,8 @@ class Numerics:
     attention: tuple[str, ...]
     """Kernels of scaled dot-product attention that may be taken."""
     precision: str = "ieee"
-    """Products at the width of their numbers: no TF32, no bfloat16."""
+    """Products at the width of their numbers: no TF32, no bfloat16. Those that add up A and G may take TF32 where
+    ``collection.precision`` asks for it; each layer's record says so."""
     deterministic: bool = True
     device_name: str | None = None
     """Name of the card; this and what follows are None on a CPU, and `unknown` where they cannot be asked."""

@@ -6,17 +6,21 @@ arrive, in float32, so that everything made of them is as if there had been none
 ``s²`` too large). Where a gradient overflows, nothing of that direction has entered anything yet:
 ``s`` is halved and the direction pulled back again. After many that did not, ``s`` is doubled.
 
+Apart from what the model computes in, the products that add up A and G may take float32 rounded to
+TF32: 10 bits behind the leading one, the exponents of float32, and sums in float32.
+
 References:
     Micikevicius et al. (2018), Mixed precision training
 """
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from engine.errors import NonFiniteFactor
+from engine.model.state.preserve_state import products_in_tf32
 
 FIRST_SCALE = 2.0**12
 """Directions are of one example each, hence about one at the outputs: far from both ends of float16."""
@@ -24,16 +28,32 @@ _LARGEST_SCALE = 2.0**15
 _SMALLEST_SCALE = 2.0**-24
 _PATIENCE = 500
 """Directions in a row without overflow, before the scale is doubled."""
+_TF32_ROUNDING = 2.0**-10
+"""Most that TF32 changes a number, relative to it: a device may drop the bits that are too many instead of rounding."""
+_TF32_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The precision that the model computes in."""
+    """The precision that the model computes in, and that of the products behind A and G."""
 
     amp: Literal["off", "bf16", "fp16"] = "off"
     """The precision that is used."""
     fallback: str | None = None
     """The reason why it is not the one that was asked for; None where it is."""
+    sums: Literal["ieee", "tf32"] = "ieee"
+    """The precision that is used for the products that add up A and G."""
+    sums_fallback: str | None = None
+    """The reason why that is not the one that was asked for; None where it is."""
+
+    @property
+    def sums_rounding(self) -> float:
+        """Largest relative difference between a float32 row's number and the one that enters those products."""
+        return _TF32_ROUNDING if self.sums == "tf32" else 0.0
+
+    def adding(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which rows are multiplied that add up A and G: nothing else enters it."""
+        return products_in_tf32() if self.sums == "tf32" else contextlib.nullcontext()
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
         """Return the context in which the forward pass runs.
@@ -62,22 +82,39 @@ class Precision:
         return LossScale(value, steady) if self.amp == "fp16" else None
 
 
-def choose_precision(asked: Literal["off", "bf16", "fp16"], device: torch.device) -> Precision:
-    """Choose what the model computes in: as asked for where the device has units for it, else full width.
+def choose_precision(
+    asked: Literal["off", "bf16", "fp16"], device: torch.device, sums: Literal["ieee", "tf32"] = "ieee"
+) -> Precision:
+    """Choose what model and sums compute in: as asked for where the device has units for it, else full width.
 
     Args:
         asked: The job's ``collection.amp``.
         device: Device that the job computes on.
+        sums: The job's ``collection.precision``.
 
     Returns:
         The precision, with the reason where it is not what was asked for.
     """
+    missing = _reason_without_tf32(device) if sums == "tf32" else None
+    return replace(_of_model(asked, device), sums="ieee" if missing else sums, sums_fallback=missing)
+
+
+def _of_model(asked: Literal["off", "bf16", "fp16"], device: torch.device) -> Precision:
     if asked == "bf16" and not _has_bfloat16(device):
         name = "this CPU" if device.type == "cpu" else "this device"
         return Precision(fallback=f"{name} has no bfloat16 units")
     if asked == "fp16" and device.type != "cuda":
         return Precision(fallback="float16 is for CUDA devices")
     return Precision(amp=asked)
+
+
+def _reason_without_tf32(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "TF32 is for CUDA devices"
+    # without a device here it is planned for a machine that has one
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < _TF32_CAPABILITY:
+        return "this device has no TF32 units"
+    return None
 
 
 def _has_bfloat16(device: torch.device) -> bool:

@@ -131,6 +131,8 @@ def _inputs(document: Mapping[str, Any], manifest: Mapping[str, Any], rows: Sequ
         f"in batches of {collection['batch_size']}, with seed {collection['seed']}."
     )
     amp = "" if collection["amp"] == "off" else f", with the model in {collection['amp']} (automatic mixed precision)"
+    if any(row.record is not None and row.record.accumulation_precision == "tf32" for row in rows):
+        amp += ", with the products behind A and G in TF32"
     stored = collection["storage_dtype"]
     kept = "" if stored in {None, collection["dtype"]} else f"; the factors were kept in {stored}"
     return [*sentences, f"Passes and sums were in {collection['dtype']}{amp}{kept}."]

@@ -124,6 +124,32 @@ def test_embedding_and_tokens_on_the_device() -> None:
     assert relative_error(whole.load(0).A.cpu(), counts / counts.sum()) < 1e-12
 
 
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0), reason="no TF32 units")
+def test_tf32_rounds_the_rows_of_sums_and_nothing_else() -> None:
+    """A and G of wide layers against float64: the bound of each entry, and more than float32's own error."""
+    runs = {}
+    narrow = {"dtype": "float32", "precision": "tf32"}
+    for name, options in {"float64": {"dtype": "float64"}, "ieee": {"dtype": "float32"}, "tf32": narrow}.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(512, 768), nn.Tanh(), nn.Linear(768, 256)).cuda()
+        x, y = torch.randn(4096, 512), torch.randint(0, 256, (4096,))
+        space = workspace(model, [(x, y)], "classification", fisher="empirical", batch_size=2048, **options)
+        space.machine.device = torch.device("cuda")
+        runs[name] = collect_or_read(space)
+    assert not torch.backends.cuda.matmul.allow_tf32
+    exact, wide, rounded = runs["float64"], runs["ieee"], runs["tf32"]
+    assert [each.accumulation_precision for each in (exact, wide, rounded)] == ["ieee", "ieee", "tf32"]
+    assert not rounded.declared
+    for facts, others in zip(wide.layers, rounded.layers, strict=True):
+        assert others.exact_trace == pytest.approx(facts.exact_trace, rel=1e-6)
+        left, right, truth = (each.load(facts.ordinal) for each in (wide, rounded, exact))
+        for side in ("A", "G"):
+            ieee, tf32, own = (getattr(each, side).cpu().double() for each in (left, right, truth))
+            assert 10 * relative_error(ieee, own) < relative_error(tf32, own) < 2.0**-9
+            allowed = (2.0**-9 + 1e-4) * (own.diagonal()[:, None] * own.diagonal()).sqrt()
+            assert bool(((tf32 - own).abs() <= allowed).all())
+
+
 def test_same_digests_twice_in_float32() -> None:
     runs = []
     for _ in range(2):

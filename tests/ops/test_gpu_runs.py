@@ -136,7 +136,8 @@ def test_each_section_adds_to_what_is_stored(tree: Path, packages: Path, wheels:
 @pytest.mark.nightly(covered_by="tests/ops/test_gpu_runs.py::test_each_section_adds_to_what_is_stored")
 def test_every_section_measures_all_but_absent_peers(tree: Path, packages: Path, wheels: Path) -> None:
     stored = stored_after(tree, packages, wheels, *SECTIONS)
-    assert {"curvlinops", "profile_of_operations"} <= stored["figures"]["gpt2_without_head"].keys()
+    rows = {"curvlinops", "profile_of_operations", "tf32", "errors_against_float64"}
+    assert rows <= stored["figures"]["gpt2_without_head"].keys()
     absent = failures(stored["figures"])
     assert {name.partition(", ")[2].rpartition(": ")[2] for name in absent} <= {
         "curvlinops",

@@ -21,7 +21,7 @@ _UNMEASURED = (
     "what is free on the device: all of its budget is",
     "what CUDA takes for itself and its libraries (some hundred MiB of the device, and more of the host than here)",
     "the device's pace: that of a usual GPU",
-    "its compute capability: units for bfloat16, and the attention kernels of recent GPUs",
+    "its compute capability: units for bfloat16 and TF32, and the attention kernels of recent GPUs",
 )
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -116,31 +116,53 @@ def _other_generators() -> Iterator[None]:
             numpy.random.set_state(others)
 
 
-@contextlib.contextmanager
-def _full_precision() -> Iterator[None]:
+def _full_precision() -> contextlib.AbstractContextManager[None]:
     """Multiply at the width of the numbers: no TF32 on a device, no bfloat16 in a CPU's float32."""
-    switches = _switches()
-    before = [getattr(place, name) for place, name, _ in switches]
-    try:
-        for place, name, exact in switches:
-            setattr(place, name, exact)
-        yield
-    finally:
-        for (place, name, _), value in zip(switches, before, strict=True):
-            setattr(place, name, value)
-
-
-def _switches() -> list[tuple[Any, str, Any]]:
-    """List the switches that decide the precision of products: (place, attribute, value that rounds nothing)."""
     backends: Any = torch.backends
     host = [(getattr(backends.mkldnn, part, None), "fp32_precision", "ieee") for part in ("matmul", "conv", "rnn")]
+    older = (backends.cuda.matmul, backends.cudnn)
+    newer = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+    return _switched([*host, *_device_switches(older, newer, tf32=False)])
+
+
+def products_in_tf32() -> contextlib.AbstractContextManager[None]:
+    """Let a CUDA device round the inputs of float32 products to TF32, for the time inside.
+
+    Convolutions, products in float64 and those of a CPU are as before.
+
+    Returns:
+        A context manager.
+    """
+    backends: Any = torch.backends
+    return _switched(_device_switches((backends.cuda.matmul,), (backends.cuda.matmul,), tf32=True))
+
+
+_Switch = tuple[Any, str, Any]
+"""Object, attribute and value of a switch that decides the precision of products."""
+
+
+def _device_switches(older: Sequence[Any], newer: Sequence[Any], *, tf32: bool) -> list[_Switch]:
+    """List a device's switches, by the interface that the caller's own settings leave readable."""
     try:
-        device = [(place, "allow_tf32", place.allow_tf32 and False) for place in (backends.cuda.matmul, backends.cudnn)]
+        readable = [(place, place.allow_tf32) for place in older]
     except RuntimeError:
         # a caller has used the newer switches, and then torch refuses to read the older ones
-        newer = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
-        device = [(place, "fp32_precision", "ieee") for place in newer]
-    return [switch for switch in (*host, *device) if hasattr(switch[0], switch[1])]
+        return [(place, "fp32_precision", "tf32" if tf32 else "ieee") for place in newer]
+    return [(place, "allow_tf32", tf32) for place, _ in readable]
+
+
+@contextlib.contextmanager
+def _switched(switches: Sequence[_Switch]) -> Iterator[None]:
+    """Set the switches that this version of torch has, and put them back afterwards."""
+    present = [switch for switch in switches if hasattr(switch[0], switch[1])]
+    before = [getattr(place, name) for place, name, _ in present]
+    try:
+        for place, name, value in present:
+            setattr(place, name, value)
+        yield
+    finally:
+        for (place, name, _), value in zip(present, before, strict=True):
+            setattr(place, name, value)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,9 @@ from engine.layers import coverage
 from engine.layers.layer import Use
 from engine.layers.patch_moments import Patches
 from engine.linalg import gram
+from engine.model.mixed_precision import Precision
 from tests.engine.gradient_identity.summed_models import KINDS, measured, refused
+from tests.engine.rounded_products import ROUNDINGS, emulate
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "empirical": {},
@@ -89,6 +91,25 @@ def test_right_sums_are_held_however_the_data_pass(way: str, monkeypatch: pytest
     monkeypatch.setattr(BatchSums, "failed", failed)
     assert not measured("linear", **WAYS[way]).declared
     assert sorted(held) == ["a", "h"]
+
+
+@pytest.mark.part(of=4)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_of_rounded_rows_are_held_within_their_rounding(
+    kind: str, rounding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate(monkeypatch, ROUNDINGS[rounding])
+    narrow = {"dtype": "float32", "precision": "tf32"}
+    for options in (narrow, narrow | {"fisher": "type2", "sharing": "reduce"}):
+        assert not refused(kind, **options)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_the_tolerance_of_full_width_would_refuse_rounded_rows(rounding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch, ROUNDINGS[rounding])
+    monkeypatch.setattr(Precision, "sums_rounding", 0.0)
+    assert refused("linear", dtype="float32", precision="tf32")
 
 
 def test_a_fault_in_a_later_pass_is_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,6 +273,22 @@ FAULTS: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None], dict[str
     "ids counted once": ("embedding, ignored targets", "e", uncounted_ids, {}),
     "ids of a tied table counted once": ("tied head", "table", uncounted_ids, {}),
 }
+
+
+ROUNDED = (
+    "G not multiplied back", "positions counted twice", "input of a second call dropped", "a group dropped",
+    "a triangle that is not mirrored, of many rows", "the other triangle", "no column of ones",
+    "patches in another order",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_fault_is_refused_beside_rounded_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch, ROUNDINGS["cut"])
+    kind, layers, plant, options = FAULTS[name]
+    plant(monkeypatch)
+    found = refused(kind, **options | {"dtype": "float32", "precision": "tf32"})
+    assert set(layers.split(", ")) <= set(found.split(", ")) or "no layer of the model" in found
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values")

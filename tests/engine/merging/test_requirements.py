@@ -99,6 +99,12 @@ def test_sets_of_another_collection_are_refused(other: Callable[[], Workspace], 
     assert expected in refusal([part(0, 6), part(6, 12, other)])
 
 
+def test_sums_of_products_of_another_precision_are_refused() -> None:
+    first, second = part(0, 6), replace(part(6, 12), accumulation_fallback="TF32 is for CUDA devices")
+    said = refusal([replace(first, accumulation_precision="tf32"), second])
+    assert "(got `tf32` in set 1 and `ieee` in set 2, where TF32 is for CUDA devices)" in said
+
+
 def test_what_is_no_sum_is_refused() -> None:
     averaged = partial(job, ema_decay=0.9)
     with pytest.raises(NotMergeable, match=r"`collection.ema_decay` is 0\.9: a moving average weighs examples"):

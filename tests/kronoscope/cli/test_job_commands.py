@@ -104,6 +104,19 @@ def test_the_text_for_a_paper_states_that_a_part_was_measured(embedded: Embedded
     assert "not measured: 64.8% unsupported_layer." in said
 
 
+def test_the_text_for_a_paper_says_what_was_multiplied_in_tf32(embedded: Embedded, finished: str) -> None:
+    with Client(embedded.server.url) as client:
+        results, rows = client.results(finished), list(client.layers(finished))
+    said = ", with the products behind A and G in TF32"
+    assert said not in methods_text(results, rows)
+    rounded = [
+        row if row.record is None
+        else dataclasses.replace(row, record=dataclasses.replace(row.record, accumulation_precision="tf32"))
+        for row in rows
+    ]  # fmt: skip
+    assert f"sums were in float32{said}." in methods_text(results, rounded)
+
+
 def test_a_reader_that_stops_early_is_no_error(run: Run, finished: str) -> None:
     for options in ((), ("--json",)):
         done = run(

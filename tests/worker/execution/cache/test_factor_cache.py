@@ -121,6 +121,7 @@ def test_a_damaged_entry_is_collected_again_and_replaced(jobs: Runner) -> None:
     [
         {"collection": {"batch_size": 20, "seed": 1}},
         {"collection": {"batch_size": 20, "ekfac": True}},
+        {"collection": {"batch_size": 20, "precision": "tf32"}},
         {"collection": {"batch_size": 20, "exact_trace": False}},
         {"data": {"source": "builtin", "name": "digits", "limit": 59}},
         {"woodbury": {"policy": "dense"}},
