@@ -116,7 +116,8 @@ def announce(workspace: Workspace, numerics: Numerics, plan: Plan | None, errors
     """
     if plan is not None:
         missed = {"planning_errors": [asdict(error) for error in errors]} if errors else {}
-        workspace.ports.announce_plan(plan.as_json() | {"numerics": numerics.recorded()} | missed)
+        beside = workspace.machine.budget.planned_context | {"numerics": numerics.recorded()} | missed
+        workspace.ports.announce_plan(plan.as_json() | beside)
 
 
 def run_passes(probed: ProbedModel, plan: Plan) -> CollectionState:

@@ -5,6 +5,7 @@ what the control groups leave and what the process's own limits leave, and on CU
 """
 
 import ctypes
+import functools
 import resource
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ class MemoryBudget:
     host_bytes: int
     host_shared_by: int = 1
     """Jobs at a time that the host's bytes were divided among: of more than one, these are one's part."""
+    context_bytes: int = 0
+    """Bytes of the device that CUDA's context takes beside these; 0 where they are not known."""
 
     @classmethod
     def unlimited(cls) -> "MemoryBudget":
@@ -58,7 +61,9 @@ class MemoryBudget:
             return cls(device_bytes=_UNLIMITED, host_bytes=host, host_shared_by=shared_by)
         free, _ = torch.cuda.mem_get_info(device)
         on_device = min(amount_bytes("device", memory.device, min(free, bounds.device_bytes)), bounds.device_bytes)
-        return cls(device_bytes=on_device, host_bytes=host, host_shared_by=shared_by)
+        return cls(
+            device_bytes=on_device, host_bytes=host, host_shared_by=shared_by, context_bytes=context_bytes(device)
+        )
 
     @classmethod
     def named(cls, memory: Memory) -> "MemoryBudget":
@@ -82,6 +87,11 @@ class MemoryBudget:
             device_bytes=on_device, host_bytes=amount_bytes("host", memory.host, free_host_bytes() + resident_bytes())
         )
 
+    @property
+    def planned_context(self) -> dict[str, int]:
+        """The line of a plan on the CUDA context, which no peak counts; none where its bytes are not known."""
+        return {"context_bytes": self.context_bytes} if self.context_bytes else {}
+
     def remedy(self, place: Literal["device", "host"]) -> str:
         """Return the advice that gives a job more memory; messages append ``to`` and a number of bytes.
 
@@ -97,6 +107,35 @@ class MemoryBudget:
                 "(KRONOSCOPE_SLOTS) or more memory to raise a job's part"
             )
         return f"raise `memory.{place}`"
+
+
+@functools.cache
+def context_bytes(device: torch.device) -> int:
+    """Return the bytes of a device that this process's CUDA context takes; the first call makes the context.
+
+    A budget is what is free once the context is there, so they are part of no budget, and of no peak.
+
+    Args:
+        device: Where the job computes.
+
+    Returns:
+        Bytes that are in use afterwards and were not before, as the driver's management library counts them; 0 on a
+        CPU, where the context was there already, and where that library does not answer.
+    """
+    if device.type != "cuda":
+        return 0
+    before = _in_use(device)
+    torch.cuda.synchronize(device)
+    after = _in_use(device)
+    return 0 if before is None or after is None else max(0, after - before)
+
+
+def _in_use(device: torch.device) -> int | None:
+    """Bytes of a device that all processes hold together, without making a context; None where it cannot be asked."""
+    try:
+        return int(torch.cuda.device_memory_used(device))
+    except Exception:  # noqa: BLE001 - a fact that is nice to have, and the library's errors have no common type
+        return None
 
 
 def free_device_bytes(device: torch.device) -> int:

@@ -127,12 +127,19 @@ def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
         if least is not None and keeping.get(place):
             would += f", with {keeping[place]}"
         yield f"{place}: a peak of {format_bytes(peak)} {fits} into {held}{would}"
-    if plan["disk_peak_bytes"]:
-        yield f"disk: {format_bytes(plan['disk_peak_bytes'])}, which no budget counts"
+    yield from _uncounted_lines(plan)
     if plan.get("unmeasured"):
         yield f"not measured, as no {plan['device']} device is here: " + "; ".join(plan["unmeasured"])
     if plan.get("assumed"):
         yield "assumed, as no weight was read: " + "; ".join(plan["assumed"])
+
+
+def _uncounted_lines(plan: Mapping[str, Any]) -> Iterator[str]:
+    """The lines on bytes that no budget counts: those of CUDA's context, and of the disk."""
+    if plan.get("context_bytes"):
+        yield f"context: {format_bytes(plan['context_bytes'])} of the device are CUDA's own, beside budget and peaks"
+    if plan["disk_peak_bytes"]:
+        yield f"disk: {format_bytes(plan['disk_peak_bytes'])}, which no budget counts"
 
 
 def _part_lines(plan: Mapping[str, Any]) -> Iterator[str]:

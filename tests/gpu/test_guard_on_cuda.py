@@ -1,5 +1,8 @@
 """The guard on a device: the budget is the allocator's own, and what exceeds it goes down the ladder."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -40,6 +43,21 @@ def held(device_bytes: int) -> tuple[MemoryBudget, list[str]]:
 
 def numbers(mib: int) -> torch.Tensor:
     return torch.zeros(mib * MIB, dtype=torch.uint8, device=CUDA)
+
+
+def test_a_context_is_measured_by_the_process_that_makes_it() -> None:
+    pytest.importorskip("pynvml")
+    asks = (
+        "from engine.memory.budget import context_bytes\n"
+        "from worker.execution.computing_environment import computing_device\n"
+        "print(context_bytes(computing_device(None)))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", asks], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert 64 * MIB < int(done.stdout) < 4096 * MIB
 
 
 def test_the_allocator_refuses_what_exceeds_the_budget() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from engine.memory.budget import context_bytes
 from worker.execution.refusal import Refusal, Unavailable
 from worker.process.crash import DEVICE_LOST
 
@@ -19,7 +20,8 @@ def computing_device(leased: str | None) -> torch.device:
     """Choose the device: the GPU, if this process sees one and it answers, else the CPU; of a rank, its own GPU."""
     if torch.cuda.is_available():
         device = torch.device("cuda", _own_gpu(leased)) if "LOCAL_RANK" in os.environ else torch.device("cuda")
-        torch.cuda.synchronize(device)
+        # one that does not answer ends it here
+        context_bytes(device)
         return device
     if leased == "cuda":
         message = (
