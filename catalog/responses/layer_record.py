@@ -208,7 +208,7 @@ class Observed:
     """What the job's first attempt computed with and this one could not repeat."""
     refused_rungs: tuple[str, ...]
     """Rungs of either side's eigendecomposition that were passed over, with the bytes that each needs and that were
-    free."""
+    free, or with the one of the device that an earlier attempt ended in."""
     factors_from: str | None
     """The earlier job whose collection the cache gave, and its key; null where the factors were collected here."""
     measured_peak_bytes: int

@@ -63,6 +63,8 @@ class Decomposition:
     """Rungs that were tried, the last of which gave this."""
     refused: tuple[Refused, ...] = ()
     """Rungs that were passed over, as too little memory was free."""
+    ended_in: str | None = None
+    """Rung of the device that an earlier attempt ended in, so that those of the device were passed over; else None."""
     residual: float | None
     """‖A − QΛQᵀ‖_F / ‖A‖_F, from probes above 128 rows; None without vectors."""
     precision: str

@@ -10,14 +10,15 @@ float64 or the job takes powers of the curvature through them (``basis_dtype``).
 import errno
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from engine.factors.factor_set import FactorSet, LayerFacts
-from engine.linalg.eigendecomposition import Decomposition, decompose, decompose_structured
-from engine.linalg.eigensolvers import LARGEST, is_on_device
+from engine.linalg.eigendecomposition import Decomposition, decompose, decompose_structured, rungs
+from engine.linalg.eigensolvers import LARGEST, Need, is_on_device
 from engine.linalg.linear_operator import Structured
 from engine.linalg.spectrum_counts import Counted
 from engine.measurement.divided_layers import DividedLayers
@@ -25,6 +26,8 @@ from engine.measurement.prefetch import Arrived
 from engine.measurement.stored_decompositions import (
     OF_PIECES,
     DamagedDecomposition,
+    mark_device,
+    marked_rung,
     read_decomposition,
     write_decomposition,
 )
@@ -106,14 +109,20 @@ def keep_spectra(workspace: Workspace, facts: LayerFacts, side_a: Side, side_g: 
 
 
 def refused_rungs(sides: Mapping[str, Side]) -> tuple[str, ...]:
-    """Describe the solvers that were passed over because they would not have fitted."""
-    return tuple(
+    """Describe the solvers that were passed over: they would not have fitted, or an earlier attempt ended in one."""
+    made = [(name, side.found) for name, side in sides.items() if side.found is not None]
+    ended = (
+        f"{name}: those of the device, as an earlier attempt ended in {found.ended_in}"
+        for name, found in made
+        if found.ended_in is not None
+    )
+    unfit = (
         f"{name}: {each.name} needs {readable_bytes(each.needed)} of {each.place} memory, "
         f"{readable_bytes(each.free)} free"
-        for name, side in sides.items()
-        if side.found is not None
-        for each in side.found.refused
+        for name, found in made
+        for each in found.refused
     )
+    return (*ended, *unfit)
 
 
 def least_precise(*sides: Side) -> str | None:
@@ -130,34 +139,63 @@ def read_or_decompose(
         As ``eigendecomposition.rungs`` says, and the basis once more as it is stored.
     """
     factor, there = arrived.side(side)
-    layer, rank_bound = facts.name, _rank_bound(facts, side)
     need = workspace.options.decomposition
     if need == "none":
         return None
-    planned = _planned_rung(workspace, layer, side)
+    planned = _planned_rung(workspace, facts.name, side)
     if planned == COUNTED or beyond_solvers(factor, planned):
         return None
-    name = _name(digest, rank_bound)
+    name = _name(digest, _rank_bound(facts, side))
     known = _read(workspace, name, vectors=False) or _of_piece(workspace, facts, name)
     if known is not None and (known.vectors is not None or need == "values"):
         return replace(known, vectors=None)
     if isinstance(there, Structured):
-        found = decompose_structured(there, layer, need=need, guard=workspace.machine.guard)
+        found = decompose_structured(there, facts.name, need=need, guard=workspace.machine.guard)
     else:
-        found = decompose(
-            there,
-            layer,
-            host=factor if isinstance(factor, Tensor) and factor.device.type == "cpu" else None,
-            need=need,
-            rank_bound=rank_bound,
-            guard=workspace.machine.guard,
-            begin=planned,
-            what=f"the eigendecomposition of {side}",
-        )
+        found = _decompose(workspace, facts, side, (factor, there), name)
     if found is None:
         return None
     _write(workspace, name, found, factor.storage_dtype if isinstance(factor, Structured) else factor.dtype)
     return replace(found, vectors=None)
+
+
+def _decompose(
+    workspace: Workspace,
+    facts: LayerFacts,
+    side: Literal["A", "G"],
+    factors: tuple[Tensor | Structured, Tensor],
+    name: str,
+) -> Decomposition:
+    """Decompose one factor; where an earlier attempt ended in a solver of the device, from the first of the host on."""
+    (factor, there), scratch = factors, workspace.ports.scratch
+    need: Need = "vectors" if workspace.options.decomposition == "vectors" else "values"
+    rank_bound, planned = _rank_bound(facts, side), _planned_rung(workspace, facts.name, side)
+    what = f"the eigendecomposition of {side}"
+    solve = partial(
+        decompose,
+        there,
+        facts.name,
+        host=factor if isinstance(factor, Tensor) and factor.device.type == "cpu" else None,
+        need=need,
+        rank_bound=rank_bound,
+        guard=workspace.machine.guard,
+        what=what,
+    )
+    costs = rungs(there.shape[0], need=need, device=there.device, dtype=there.dtype, rank_bound=rank_bound)
+    ladder = [] if there.ndim == 1 else [rung.name for rung in costs]
+    first = planned if planned in ladder else next(iter(ladder), None)
+    on_host = next((rung for rung in ladder if not is_on_device(rung)), None)
+    if scratch is None or on_host is None or first is None or not is_on_device(first):
+        return solve(begin=planned)
+    ended_in = marked_rung(scratch, name)
+    if ended_in is None:
+        with mark_device(scratch, name, first):
+            return solve(begin=planned)
+    workspace.ports.log(
+        "warning",
+        f"{what} of layer `{facts.name}` begins with `{on_host}`: an earlier attempt of the job ended in {ended_in}",
+    )
+    return replace(solve(begin=on_host), ended_in=ended_in)
 
 
 def beyond_solvers(factor: Tensor | Structured, planned: str | None) -> bool:
@@ -224,7 +262,7 @@ def _planned_rung(workspace: Workspace, layer: str, side: Literal["A", "G"]) -> 
 
 def _write(workspace: Workspace, name: str, found: Decomposition, dtype: torch.dtype) -> None:
     vectors = None if found.vectors is None else found.vectors.to("cpu", basis_dtype(workspace, dtype))
-    kept = replace(found, vectors=vectors, refused=())
+    kept = replace(found, vectors=vectors, refused=(), ended_in=None)
     if workspace.ports.scratch is None:
         if vectors is not None:
             _held(workspace)[name] = kept

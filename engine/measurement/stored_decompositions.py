@@ -3,9 +3,11 @@
 NAME.values.safetensors     eigenvalues, also as the solver gave them
 NAME.vectors.safetensors    eigenvectors, one a row, where there are any
 NAME.json                   how they were made, and their digests; the last, so that its presence says that all is there
+NAME.device.json            the device has been asked for them; it stays where an attempt ended meanwhile
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,10 +15,13 @@ from torch import Tensor
 
 from engine.factors.kronecker_factors import digest
 from engine.linalg.eigendecomposition import Decomposition
+from engine.memory.out_of_memory import lost_device
 from engine.workspace import Artifacts, load_sealed, save_sealed
 
 OF_PIECES = "factors/decompositions"
 """Folder in which a piece of a divided job stores them."""
+DEVICE_ASKED = ".device.json"
+"""End of the name of a marker, which is for the job's next attempt alone."""
 
 
 class DamagedDecomposition(ValueError):
@@ -87,3 +92,28 @@ def _intact(artifacts: Artifacts, file: str, name: str, wanted: str) -> Tensor:
     if digest(stored) != wanted:
         raise ValueError(f"{file} is damaged")
     return stored
+
+
+@contextlib.contextmanager
+def mark_device(scratch: Artifacts, name: str, rung: str) -> Iterator[None]:
+    """Keep a marker while the device decomposes: it stays where the process dies, and where the device is lost."""
+    save_sealed(scratch, f"{name}{DEVICE_ASKED}", {"rung": rung})
+    try:
+        yield
+    except BaseException as error:
+        if not lost_device(error):
+            scratch.remove(f"{name}{DEVICE_ASKED}")
+        raise
+    scratch.remove(f"{name}{DEVICE_ASKED}")
+
+
+def marked_rung(scratch: Artifacts, name: str) -> str | None:
+    """Return the solver of the device that an earlier attempt ended in; None where none did."""
+    try:
+        return str(load_sealed(scratch, f"{name}{DEVICE_ASKED}")["rung"])
+    except FileNotFoundError:
+        return None
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # noqa: BLE001 - a marker is one whatever has become of its text
+        return "the device"

@@ -3,7 +3,8 @@
 Finished factors that wait and checkpoints stand in ``root/<job id>/.waiting/<fence>``: an attempt
 writes into its own folder only, so that a zombie cannot reach what a later attempt goes on with,
 and the later one takes over what the newest before it has left. It is gone once the job is. Between two
-attempts only the newest checkpoint stays, and its bytes count for the job's tenant.
+attempts only the newest checkpoint stays (or what an attempt that ended in a decomposition on the device has
+left, with its marker), and its bytes count for the job's tenant.
 Where machines share no folder, checkpoints are copied to the bucket (`jobs.objects.scratch_store`).
 """
 
@@ -28,6 +29,8 @@ from jobs.settings import LedgerSettings
 _NAME = ".waiting"
 _RANKS = "rank-*"
 """Folders of the ranks of an attempt, each with a checkpoint of its own part."""
+_MARKERS = "bases/*.device.json"
+"""Markers of decompositions that the attempt ended in, which stay as a checkpoint does."""
 
 
 class Scratch:
@@ -143,11 +146,12 @@ class Scratch:
 
 
 def _holds_one(folder: Path) -> bool:
-    """Whether there is a checkpoint in an attempt's folder, or may be, where a disk does not answer."""
+    """Whether there is a checkpoint or a marker in an attempt's folder, or may be, where a disk does not answer."""
     try:
         with job_folders.within(folder):
             parts = (folder, *folder.glob(_RANKS))
-        return any(any(version_of(each)) for each in parts)
+            marked = any(any(each.glob(_MARKERS)) for each in parts)
+        return marked or any(any(version_of(each)) for each in parts)
     except OSError as error:  # otherwise its job has closed it, or put something else there
         return error.errno in (errno.EIO, errno.ESTALE)
 

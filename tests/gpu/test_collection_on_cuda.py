@@ -1,5 +1,7 @@
 """The same numbers on a GPU as on a CPU, and the same again."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -15,11 +17,13 @@ from engine.collection import normalise
 from engine.collection.layer_facts import WITHOUT_CUDNN
 from engine.errors import NonFiniteFactor
 from engine.factors.kronecker_factors import digest
+from engine.measurement.layer_measurement import Measured, measure_layers
+from engine.measurement.stored_decompositions import DEVICE_ASKED, mark_device
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import DEVICE_LIBRARY_BYTES
 from engine.workspace import Workspace
 from kronoscope.local import measure
-from tests.oracles import relative_error, workspace
+from tests.oracles import MemoryArtifacts, relative_error, workspace
 
 pytestmark = [
     pytest.mark.gpu,
@@ -297,3 +301,26 @@ def test_factors_that_leave_once_are_those_that_leave_at_once(
     monkeypatch.setattr(normalise, "leaves_once", lambda _: False)
     monkeypatch.setattr(collect, "leaves_once", lambda _: False)
     assert measure(model, data, task="classification", kinds=("factors",), collection=options).index == once.index
+
+
+def test_where_an_attempt_ended_on_the_device_the_next_decomposes_on_the_host() -> None:
+    scratch = MemoryArtifacts()
+
+    def attempt() -> dict[str, Measured]:
+        made = on("cuda")
+        made.ports.scratch = scratch
+        return {layer.facts.name: layer for layer in measure_layers(made)}
+
+    first = attempt()
+    assert first["5"].record.rungs_G == ("device_float64",)
+    assert not [name for name in scratch.tables if name.endswith(DEVICE_ASKED)]
+    side = first["5"].sides["G"]
+    with contextlib.suppress(RuntimeError), mark_device(scratch, f"bases/{side.digest}-{side.rank_bound}", "it"):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+    second = attempt()
+    assert second["5"].record.rungs_G == ("host_float64",)
+    assert second["5"].record.rungs_A == ("device_float64",)
+    known, found = first["5"].spectrum_G, second["5"].spectrum_G
+    assert known is not None
+    assert found is not None
+    assert torch.allclose(found, known, rtol=1e-9, atol=1e-15)

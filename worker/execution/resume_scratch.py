@@ -11,9 +11,11 @@ from pathlib import Path
 
 from engine.analyses.spectra import search_checkpoints
 from engine.collection import checkpoints
+from engine.measurement import stored_decompositions
 
 MANIFESTS = (checkpoints.MANIFEST, search_checkpoints.MANIFEST)
 """The files that make others a checkpoint: of a collection, and of a search for eigenvalues."""
+_MARKERS = f"bases/*{stored_decompositions.DEVICE_ASKED}"
 _PART = ".part-"
 
 
@@ -21,7 +23,7 @@ def adopt_checkpoint(own: Path, earlier: Iterable[Path]) -> None:
     """Bring the newest checkpoint of earlier attempts, and what it needs, into this attempt's folder.
 
     The earlier folders are deleted. Without a checkpoint, or where a file cannot be had, ``own``
-    holds none: the attempt begins anew.
+    holds none: the attempt begins anew. A marker of decompositions that an attempt ended in is brought like one.
     """
     for torn in own.rglob(f"{_PART}*") if own.is_dir() else ():
         torn.unlink(missing_ok=True)
@@ -38,7 +40,7 @@ def adopt_checkpoint(own: Path, earlier: Iterable[Path]) -> None:
 
 
 def _holds_one(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in MANIFESTS)
+    return any((folder / name).is_file() for name in MANIFESTS) or any(folder.glob(_MARKERS))
 
 
 def _link_all(source: Path, target: Path) -> None:
