@@ -31,6 +31,7 @@ from worker.process.child_process import EXECUTION
 from worker.process.node_clock import node_seconds
 from worker.process.process_group import group_lives
 from worker.settings import WorkerSettings
+from worker.supervision.child_launch import spare_child
 from worker.supervision.supervisor import Supervisor
 
 _CLAIM_TRIES = 3
@@ -57,6 +58,7 @@ class Agent:
         self._engine = engine
         self._settings = settings
         self._command = command
+        self._spare = spare_child(settings, command)
         self._device_health = DeviceHealth()
         self.isolation = (*isolation, ALLOWED_WITHOUT) if settings.shared_without_walls else isolation
         """The walls that hold here, and whether its operator allows several tenants without them."""
@@ -158,6 +160,8 @@ class Agent:
                 self._slots.release()  # it is no longer taken, and draining twice finds the same
         if self._poller.is_alive():  # its last look may be under way, and the caller is about to close the database
             self._poller.join(max(0.0, deadline - time.monotonic()))
+        if self._spare is not None:
+            self._spare.close()
         self._registration.end()
         if all(free):  # else something may be left, and the others take it back when this process has ended
             self._lock_file.release()
@@ -205,6 +209,7 @@ class Agent:
         supervisor = Supervisor(
             *(self._engine, held, self._settings, self._command, self._device_health),
             lock=self._lock_file.descriptor,
+            spare=self._spare,
         )
         with self._lock:
             self._supervisors.add(supervisor)

@@ -20,7 +20,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -367,9 +367,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return EXIT_DIVIDED if isinstance(finished, Divided) else 0
 
 
-if __name__ == "__main__":
-    code = main()
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Compute the job and end this process."""
+    code = main(arguments)
     sys.stdout.flush()
     sys.stderr.flush()
     # frames are out and files are synced; a caller's threads and exit hooks have no say in how this ends
     os._exit(code)
+
+
+if __name__ == "__main__":
+    run()

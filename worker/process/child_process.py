@@ -2,16 +2,12 @@
 
 Used by the supervisor (whose sink is the ledger) and by the foreground runner (whose sink is a
 folder). Knows neither torch nor the ledger.
-
-A pipe reads end-of-file only once no process has it open for writing. What a child leaves behind in a
-session of its own may have it open for days, so its reader goes by the end of the group instead.
 """
 
 import contextlib
 import errno
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -19,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from catalog.frame_bounds import FrameBeyond
 from catalog.frames import MAX_FRAME_BYTES, CacheAnswer, Frame, decode, encode_answer
@@ -28,44 +24,8 @@ from worker.process.confinement import Confinement
 from worker.process.disk_limit import Excess
 from worker.process.guardian import MOMENT
 from worker.process.leftovers import clear_leftovers
+from worker.process.pipe_lines import lines
 from worker.process.process_group import began, group_lives, kill_descendants, wait_until_gone
-
-_CHUNK_BYTES = 65_536
-_LEFT_OVER_BYTES = 2**20  # as much as a pipe holds
-
-
-def lines(descriptor: int, gone: int, limit: int) -> Iterator[bytes]:
-    """Yield each line with its end, or ``limit`` bytes of one that is longer; the last may have been cut short."""
-    pending = bytearray()
-    searched = 0
-    for chunk in _chunks(descriptor, gone):
-        pending += chunk
-        while pending:
-            end = pending.find(b"\n", searched, limit) + 1
-            if not end and len(pending) < limit:
-                searched = len(pending)
-                break
-            piece = bytes(pending[: end or limit])
-            del pending[: len(piece)]
-            searched = 0
-            yield piece
-    if pending:
-        yield bytes(pending)
-
-
-def _chunks(descriptor: int, gone: int) -> Iterator[bytes]:
-    while True:
-        readable, _, _ = select.select([descriptor, gone], [], [])
-        if gone in readable:
-            os.set_blocking(descriptor, False)
-            with contextlib.suppress(BlockingIOError):
-                yield os.read(descriptor, _LEFT_OVER_BYTES)
-            return
-        chunk = os.read(descriptor, _CHUNK_BYTES)
-        if not chunk:
-            return
-        yield chunk
-
 
 EXECUTION = (sys.executable, "-P", "-m", "worker.execution")
 RANKS = (sys.executable, "-P", "-m", "worker.execution.ranks")
@@ -173,7 +133,7 @@ class Child:
         command: Sequence[str] = EXECUTION,
         confinement: Confinement = Confinement(),  # noqa: B008 - frozen
         hold: Hold | None = None,
-    ) -> "Child":
+    ) -> Self:
         """Start guardian and child.
 
         Args:
@@ -190,30 +150,44 @@ class Child:
         Raises:
             OSError: If no process, pipe, thread or temporary file can be had.
         """
-        with contextlib.ExitStack() as ours, tempfile.NamedTemporaryFile() as text:
-            # a file, not a pipe: a child that never reads cannot block its supervisor
+        # a file, not a pipe: a child that never reads cannot block its supervisor
+        with tempfile.NamedTemporaryFile() as text:
             text.write(json.dumps(assignment, allow_nan=False).encode())
             text.flush()
             # opened anew, to be read only: no quota would count what a child writes to it
-            given = ours.enter_context(Path(text.name).open("rb"))
+            with Path(text.name).open("rb") as given:
+                arguments = [*_hold_arguments(hold), "--confinement", confinement.as_text()]
+                return cls.launch(given, output, environment, command, arguments, _lock(hold), confinement.user)
+
+    @classmethod
+    def launch(
+        cls,
+        given: IO[bytes],
+        output: int | IO[bytes],
+        environment: Mapping[str, str],
+        command: Sequence[str],
+        arguments: Sequence[str],
+        passed: Sequence[int],
+        user: int | None = None,
+    ) -> Self:
+        """Start a guardian with arguments of its own, and the descriptors that they name; see `start`."""
+        with contextlib.ExitStack() as ours:
             lifeline_read, lifeline = _pipe(ours)
             report, report_write = _pipe(ours)
             frames_read, frames_write = _pipe(ours)
             answers_read, answers = _pipe(ours)
             process = subprocess.Popen(  # noqa: S603 - our own interpreter and modules, no shell
                 [
-                    *(*_GUARDIAN, "--lifeline", str(lifeline_read), *_hold_arguments(hold)),
-                    *("--report", str(report_write), "--confinement", confinement.as_text()),
+                    *(*_GUARDIAN, "--lifeline", str(lifeline_read), "--report", str(report_write), *arguments),
                     *("--", *command, "--answers", str(answers_read), "--frames", str(frames_write)),
                 ],
                 stdin=given,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
-                pass_fds=(lifeline_read, report_write, frames_write, answers_read, *_lock(hold)),
+                pass_fds=(lifeline_read, report_write, frames_write, answers_read, *passed),
                 start_new_session=True,
             )
-            given.close()
             ours.pop_all()
         for end in (lifeline_read, report_write, frames_write, answers_read):
             os.close(end)
@@ -221,7 +195,7 @@ class Child:
         os.set_blocking(answers, False)
         frames = os.fdopen(frames_read, "rb")
         try:
-            return cls(process, frames, answers, lifeline, report, confinement.user)
+            return cls(process, frames, answers, lifeline, report, user)
         except (OSError, RuntimeError) as error:
             frames.close()
             os.close(answers)
@@ -309,6 +283,23 @@ class Child:
                 # a guardian that stands still reads nothing, and one that has ended guards nothing
                 with contextlib.suppress(BlockingIOError, BrokenPipeError):
                     os.write(self._lifeline, MOMENT.pack(until))
+
+    def has_ended(self) -> bool:
+        """Whether its guardian has ended, be anything left of the group or not."""
+        with self._lock, contextlib.suppress(ChildProcessError):
+            if not self._reaped:
+                return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return True
+
+    def begin(self, user: int | None, until: float) -> None:
+        """Have one that was started before its job was known begin it, now that its order is written.
+
+        Args:
+            user: The user that it becomes; None: this process's.
+            until: As for `extend`.
+        """
+        self._user = user
+        self.extend(until)
 
     def kill(self) -> None:
         """End it and everything it started, now."""

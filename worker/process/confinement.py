@@ -31,6 +31,7 @@ from worker.process.namespaces import Namespaces
 from worker.process.system_calls import filter_program
 
 _DEVICE_FILES = ("nvidia*", "nvidia-caps/*", "dri/*", "kfd")
+_PR_SET_DUMPABLE = 4  # linux/prctl.h
 _PR_CAP_AMBIENT = 47
 _PR_CAP_AMBIENT_CLEAR_ALL = 4
 _PR_SET_NO_NEW_PRIVS = 38
@@ -89,6 +90,25 @@ class Confinement:
             # no group of the worker's, but those that open a GPU to their members
             user = {"user": self.user, "group": self.user, "extra_groups": _device_groups(), "umask": 0o007}
         return {"preexec_fn": self._prepare(), **user}
+
+    def enter(self) -> None:
+        """Hold this process to these limits, which was forked for that and has one thread.
+
+        With namespaces it returns in the process that becomes the job's, and in no other.
+
+        Raises:
+            OSError: If the kernel refuses a step.
+        """
+        apply = self._prepare()
+        if self.user is not None:
+            arguments = self.popen_arguments()  # in the order in which `subprocess` sets them
+            os.umask(arguments["umask"])
+            os.setgroups(arguments["extra_groups"])
+            os.setregid(self.user, self.user)
+            os.setreuid(self.user, self.user)
+        apply()
+        # a fork keeps memory closed that was so before; the kernel opens that of a new program itself
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
 
     def _prepare(self) -> Callable[[], None]:
         """Everything that can be made before the fork is made here; the guardian has no threads."""

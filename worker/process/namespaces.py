@@ -42,7 +42,7 @@ _SET_FLAGS, _UP = 0x8914, 1  # SIOCSIFFLAGS and IFF_UP of linux/sockios.h and li
 _TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108 - they are what it is about
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
-_HANDED_ON = {signal.SIGTERM, signal.SIGCHLD}
+HANDED_ON = {signal.SIGTERM, signal.SIGCHLD}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +86,12 @@ class Namespaces:
         self._mount(system)
         # the one who waits outside will find itself in no list of the new namespace
         held = [int(each.name) for each in Path("/proc/self/fd").iterdir()]
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDED_ON)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)
         if first := os.fork():
-            _attend(first, held)
+            attend(first, held)
         system.mount("proc", "/proc", "proc", _NO_SUID | _NO_DEVICES | _NO_EXECUTION)
         if command := os.fork():
-            _attend(command, held)
+            attend(command, held)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _mount(self, system: "_System") -> None:
@@ -195,13 +195,18 @@ def _return_to_own_folder() -> None:
         os.chdir("/")
 
 
-def _attend(child: int, held: Iterable[int]) -> NoReturn:
-    """Hand SIGTERM on to a child, reap what comes, and end as the child does; hold no descriptor meanwhile."""
+def attend(child: int, held: Iterable[int]) -> NoReturn:
+    """Hand SIGTERM on to a child, reap what comes, and end as the child does; hold no descriptor meanwhile.
+
+    Args:
+        child: The child, forked while `HANDED_ON` was blocked.
+        held: The descriptors to close.
+    """
     for each in held:
         with contextlib.suppress(OSError):
             os.close(each)
     while True:
-        number = signal.sigwait(_HANDED_ON)
+        number = signal.sigwait(HANDED_ON)
         if number == signal.SIGTERM:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGTERM)

@@ -13,23 +13,45 @@ from jobs.objects import job_folders
 from jobs.objects.artifacts import view_of
 from jobs.objects.scratch import Scratch
 from jobs.records import Claim
-from worker.devices.discover import devices_of, host
+from worker.devices.discover import devices_of, gpus_given, host
 from worker.process.child_process import EXECUTION, RANKS, Child, Hold, child_environment
 from worker.process.confinement import Confinement
 from worker.process.disk_limit import DiskLimit
+from worker.process.spare_child import SpareChild
 from worker.settings import WorkerSettings
 from worker.supervision.job_namespaces import job_namespaces
 from worker.supervision.stage_factors import LaidOutFactors
 from worker.supervision.tenant_cache import cache_bytes_of
 
+_SPARE_FREE_BYTES = 4 * 2**30
+"""Host memory that must be free for a child to be prepared, of which it takes a tenth."""
 _HOME = ".home"
 """Folder in an attempt's folder for whatever a job's libraries write; no artifact has such a name."""
 
 
+def spare_child(settings: WorkerSettings, command: Sequence[str]) -> SpareChild | None:
+    """Return the place of the child that waits for the next job; None where this worker keeps none."""
+    wanted = settings.spare_child == "always" or (
+        settings.spare_child == "auto"
+        and not settings.fake_gpus
+        and gpus_given(os.environ.get("CUDA_VISIBLE_DEVICES")) > 0
+    )
+    if not wanted or command != EXECUTION:
+        return None
+    # what it imports finds no GPU to open
+    return SpareChild(_environment(settings.computing_threads()) | {"CUDA_VISIBLE_DEVICES": ""})
+
+
 def start(
-    told: Assignment, claim: Claim, settings: WorkerSettings, command: Sequence[str], hold: Hold, slots: int = 1
+    told: Assignment,
+    claim: Claim,
+    settings: WorkerSettings,
+    command: Sequence[str],
+    hold: Hold,
+    slots: int = 1,
+    spare: SpareChild | None = None,
 ) -> Child:
-    """Start the child of a claim, within the worker's limits."""
+    """Start the child of a claim, within the worker's limits; the one that waits becomes it where there is one."""
     if claim.world_size > 1 and command == EXECUTION:
         command = RANKS
     confinement = _confinement(told, claim, settings, slots)
@@ -39,7 +61,15 @@ def start(
         home = str(told.artifacts / _HOME)
         variables |= {"HOME": home, "TMPDIR": home, "HF_HOME": home}
         variables.pop("HF_DATASETS_CACHE", None)
-    return Child.start(plain(told), subprocess.PIPE, variables, command, confinement, hold)
+    if spare is None or command != EXECUTION:
+        return Child.start(plain(told), subprocess.PIPE, variables, command, confinement, hold)
+    child = spare.take(plain(told), variables, confinement, hold)
+    if child is None:
+        child = Child.start(plain(told), subprocess.PIPE, variables, command, confinement, hold)
+    machine = host(settings.node)
+    if machine.capacity_bytes - machine.used_bytes >= _SPARE_FREE_BYTES:
+        spare.prepare(hold.lock)
+    return child
 
 
 def _confinement(told: Assignment, claim: Claim, settings: WorkerSettings, slots: int) -> Confinement:
@@ -78,14 +108,18 @@ def _disk_limit(settings: WorkerSettings, folder: Path, slots: int) -> DiskLimit
 
 def environment(claim: Claim, threads: int) -> dict[str, str]:
     """Return the child's environment, in which only the leased GPUs can be seen."""
+    passed = _environment(threads)
+    if claim.lease is not None:
+        passed["CUDA_VISIBLE_DEVICES"] = ",".join(claim.lease.device_uuids) if claim.lease.kind == "cuda" else ""
+    return passed
+
+
+def _environment(threads: int) -> dict[str, str]:
     passed = child_environment(os.environ)
     # else each library that brings its own starts a thread for every core, in every slot
     passed.setdefault("OPENBLAS_NUM_THREADS", str(threads))
     # its user may stand in no table of users, and libraries ask for a name
-    passed |= {"USER": "kronoscope-job", "LOGNAME": "kronoscope-job"}
-    if claim.lease is not None:
-        passed["CUDA_VISIBLE_DEVICES"] = ",".join(claim.lease.device_uuids) if claim.lease.kind == "cuda" else ""
-    return passed
+    return passed | {"USER": "kronoscope-job", "LOGNAME": "kronoscope-job"}
 
 
 def assignment(

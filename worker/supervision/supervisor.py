@@ -53,6 +53,7 @@ from worker.process.crash import (
     row_name,
     silence_failure,
 )
+from worker.process.spare_child import SpareChild
 from worker.settings import WorkerSettings
 from worker.supervision import child_launch
 from worker.supervision.attempt_failures import (
@@ -93,12 +94,12 @@ class Supervisor:
         command: Sequence[str] = EXECUTION,
         device_health: DeviceHealth | None = None,
         lock: int | None = None,
+        spare: SpareChild | None = None,
     ) -> None:
         self._engine = engine
         self._device_health = device_health or DeviceHealth()
-        self._claim = claim
-        self._settings = settings
-        self._command = command
+        self._claim, self._settings = claim, settings
+        self._command, self._spare = command, spare
         self._log = job_logger(job=claim.job_id, attempt=claim.attempt, fence=claim.fence)
         self._watch = LeaseWatch(engine, claim, settings, self._log, lock)
         self._folder = open_artifacts(settings.ledger, self._retrying)
@@ -246,7 +247,7 @@ class Supervisor:
         """The child; an OSError where this worker can start none, whatever the job."""
         try:
             self._child = child = child_launch.start(
-                told, self._claim, self._settings, self._command, self._watch.hold, self._slots
+                told, self._claim, self._settings, self._command, self._watch.hold, self._slots, self._spare
             )
         except OSError as error:
             return full_disk_failure(error) or error
