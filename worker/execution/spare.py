@@ -25,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from worker.execution.resolve import resolve
 from worker.process.confinement import Confinement
 from worker.process.guardian import NOT_STARTED, read_order
 from worker.process.namespaces import HANDED_ON, attend
@@ -48,8 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     # this process has no limits: a child of the same user is to look into it no more than into a guardian
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    from worker.execution import __main__ as execution  # noqa: PLC0415 - what takes the time
-
+    run = resolve("worker.execution.__main__:run")  # what takes the time
     files = imported_files()
     said = os.read(options.go, 64)
     if not said:
@@ -73,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         else:
             os.environ[name] = value
     tempfile.tempdir = None  # it may have been chosen by a variable that is another one now
-    execution.run(pipes)
+    run(pipes)
+    raise AssertionError("it ends this process")
 
 
 def _enter(order_file: int, file_bytes: int) -> dict[str, Any]:
@@ -107,9 +108,7 @@ def unfit(changed: Mapping[str, str | None], files: Mapping[str, int], began: fl
         files: The files that were imported (`imported_files`).
         began: When the imports began, in seconds of the machine's clock.
     """
-    import torch  # noqa: PLC0415 - imported long ago
-
-    if torch.cuda.is_initialized() or opened_devices():  # type: ignore[no-untyped-call]
+    if sys.modules["torch"].cuda.is_initialized() or opened_devices():
         return "a device was opened meanwhile"
     if read := changed.keys() - _READ_LATE:
         return f"the job's environment has another {', '.join(sorted(read))}"

@@ -24,19 +24,23 @@ from worker.supervision.stage_factors import LaidOutFactors
 from worker.supervision.tenant_cache import cache_bytes_of
 
 _SPARE_FREE_BYTES = 4 * 2**30
-"""Host memory that must be free for a child to be prepared, of which it takes a tenth."""
+"""Host memory that must be free for a child to be prepared."""
+_SPARE_BYTES = 2**29
+"""Host memory of one that waits: 270 MB with torch for CPUs, and room for that of CUDA."""
 _HOME = ".home"
 """Folder in an attempt's folder for whatever a job's libraries write; no artifact has such a name."""
 
 
+def keeps_spare_child(settings: WorkerSettings) -> bool:
+    """Return whether this worker prepares a child for the next job, where memory allows it."""
+    if settings.spare_child != "auto":
+        return settings.spare_child == "always"
+    return not settings.fake_gpus and gpus_given(os.environ.get("CUDA_VISIBLE_DEVICES")) > 0
+
+
 def spare_child(settings: WorkerSettings, command: Sequence[str]) -> SpareChild | None:
     """Return the place of the child that waits for the next job; None where this worker keeps none."""
-    wanted = settings.spare_child == "always" or (
-        settings.spare_child == "auto"
-        and not settings.fake_gpus
-        and gpus_given(os.environ.get("CUDA_VISIBLE_DEVICES")) > 0
-    )
-    if not wanted or command != EXECUTION:
+    if command != EXECUTION or not keeps_spare_child(settings):
         return None
     # what it imports finds no GPU to open
     return SpareChild(_environment(settings.computing_threads()) | {"CUDA_VISIBLE_DEVICES": ""})
@@ -185,7 +189,7 @@ def _part_of_host(settings: WorkerSettings, ranks: int) -> dict[str, int]:
     """
     if settings.slots == 1 and ranks == 1:
         return {}
-    capacity = host(settings.node).capacity_bytes
+    capacity = host(settings.node).capacity_bytes - (_SPARE_BYTES if keeps_spare_child(settings) else 0)
     others = settings.slots - 1
     if ranks > 1:
         others = min(others, len(devices_of(settings.node, settings.fake_gpus)()) - ranks)

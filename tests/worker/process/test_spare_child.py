@@ -245,11 +245,11 @@ def test_a_crash_is_that_of_the_job(
 
 
 def test_a_stop_reaches_the_job(spare: SpareChild, environment: dict[str, str], assignment: Any) -> None:
-    told = assignment("job")
-    told["document"]["data"]["examples"] = 200_000
-    told["document"]["collection"]["batch_size"] = 1
+    long = assignment("job")
+    long["document"]["data"]["examples"] = 200_000
+    long["document"]["collection"]["batch_size"] = 1
     spare.prepare(None)
-    child = spare.take(told, environment, Confinement(), hold())
+    child = spare.take(long, environment, Confinement(), hold())
     assert child is not None
     with contextlib.closing(child):
         frames = child.frames()
@@ -270,7 +270,7 @@ def test_another_environment_is_computed_by_a_new_program(
     assert isinstance(frames[-1], Finished)
 
 
-def test_a_file_that_changed_since_it_was_imported_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changed_since_it_was_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "kronoscope_test_changing.py"
     source.write_text("")
     monkeypatch.syspath_prepend(tmp_path)
