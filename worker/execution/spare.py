@@ -31,7 +31,7 @@ from worker.process.guardian import NOT_STARTED, read_order
 from worker.process.namespaces import HANDED_ON, attend
 
 _READ_LATE = {"CUDA_VISIBLE_DEVICES", "HF_DATASETS_CACHE", "HF_HOME", "HOME", "TMPDIR"}
-"""Variables that nothing imported here has read yet."""
+"""Variables of which nothing that was imported here keeps a value that a job would use."""
 _PR_SET_DUMPABLE = 4  # linux/prctl.h
 _CLOCK_SECONDS = 0.1
 """Step of the clocks of files."""
