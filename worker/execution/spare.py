@@ -62,17 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     os.close(options.order)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     pipes = ["--answers", str(options.answers), "--frames", str(options.frames)]
-    if why := unfit(order["changed"], files, began):
+    why = unfit(order["changed"], files, began)
+    if not why:
+        _change_environment(order["changed"])
+        why = _unseen_device()
+    if why:
         sys.stderr.write(f"what was imported beforehand is not used: {why}\n")
         sys.stderr.flush()
         command = [sys.executable, "-P", "-m", "worker.execution", *pipes]
         os.execve(sys.executable, command, order["environment"])  # noqa: S606 - no shell
-    for name, value in order["changed"].items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
-    tempfile.tempdir = None  # it may have been chosen by a variable that is another one now
     run(pipes)
     raise AssertionError("it ends this process")
 
@@ -119,6 +117,22 @@ def unfit(changed: Mapping[str, str | None], files: Mapping[str, int], began: fl
                 return f"{path} has changed"
         except OSError as error:
             return f"{path}: {error.strerror}"
+    return ""
+
+
+def _change_environment(changed: Mapping[str, str | None]) -> None:
+    for name, value in changed.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+    tempfile.tempdir = None  # it may have been chosen by a variable that is another one now
+
+
+def _unseen_device() -> str:
+    """Say that the job has a GPU which CUDA does not show here: a new program says why, or finds it."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") and not sys.modules["torch"].cuda.is_available():
+        return "the job's GPU is not seen"
     return ""
 
 

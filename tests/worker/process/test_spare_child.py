@@ -196,7 +196,7 @@ def test_a_prepared_child_is_behind_the_same_walls_and_computes_the_same(
     spare: SpareChild, environment: dict[str, str], assignment: Any, walls: str, tmp_path: Path, python: str
 ) -> None:
     confinement = held_to(walls, tmp_path, python)
-    variables = environment | {"HOME": str(tmp_path), "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": "none"}
+    variables = environment | {"HOME": str(tmp_path), "TMPDIR": str(tmp_path), "HF_HOME": str(tmp_path)}
     spare.prepare(None)
     waits(spare)
     prepared = spare.take(assignment("prepared"), variables, confinement, hold())
@@ -264,14 +264,16 @@ def test_a_stop_reaches_the_job(spare: SpareChild, environment: dict[str, str], 
         assert child.wait(SECONDS) == EXIT_STOPPED
 
 
-def test_another_environment_is_computed_by_a_new_program(
-    spare: SpareChild, environment: dict[str, str], assignment: Any
+@pytest.mark.parametrize(("name", "value"), [("OPENBLAS_NUM_THREADS", "1"), ("CUDA_VISIBLE_DEVICES", "GPU-none")])
+def test_what_the_imports_do_not_fit_is_computed_by_a_new_program(
+    spare: SpareChild, environment: dict[str, str], assignment: Any, name: str, value: str
 ) -> None:
+    """Another environment, or a GPU that CUDA does not show in the fork."""
     spare.prepare(None)
-    child = spare.take(assignment("job"), environment | {"OPENBLAS_NUM_THREADS": "1"}, Confinement(), hold())
+    child = spare.take(assignment("job"), environment | {name: value}, Confinement(), hold())
     assert child is not None
     frames, seen, code = ended(child)
-    assert (code, seen["prepared"], seen["environment"]["OPENBLAS_NUM_THREADS"]) == (0, False, "1")
+    assert (code, seen["prepared"], seen["environment"][name]) == (0, False, value)
     assert isinstance(frames[-1], Finished)
 
 
