@@ -1,0 +1,214 @@
+"""Construction of a block SSS matrix from rows: one sweep of sequential SVDs for each triangle.
+
+Upper triangle, from the top, B (r, rest) empty at first:
+
+    V_iᵀ = first p columns of B;    [other columns of B; A(i, right of i)] = Q Σ Zᵀ;
+    W_i = upper rows of Q, U_i = lower rows;    B = Qᵀ [other columns of B; A(i, right of i)]
+
+with the columns of Q that are kept. The lower triangle is the upper one of the matrix turned by 180 degrees. The left
+factors stay orthonormal and the error of each step is orthogonal to that of the next, so the squared Frobenius error
+*is* the sum of all squared singular values that were left out: it is known without the dense matrix.
+
+References:
+    Chandrasekaran et al. (2005), Some fast algorithms for sequentially semiseparable representations
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.errors import WrongShape
+from engine.semiseparable.block_sss import BlockSSS
+from engine.semiseparable.semiseparable_matrix import (
+    MatrixRefused,
+    require_finite,
+    require_matrix,
+    require_rank,
+    widen,
+)
+
+Rows = Callable[[int, int], Tensor]
+"""``rows(start, stop)`` gives those rows of the matrix, shape (stop − start, N)."""
+ROWS_AT_ONCE = 64
+"""The most rows that a callback is asked for."""
+
+
+def construct_sss(
+    matrix: Tensor | Rows,
+    size: int | None = None,
+    *,
+    block: int = 16,
+    order: int | None = None,
+    tolerance: float | None = None,
+) -> BlockSSS:
+    """Return the block SSS matrix nearest to a matrix, sweep by sweep.
+
+    Args:
+        matrix: The dense matrix (N, N), or a callback that gives its rows: each twice, or three times with a tolerance,
+            and equally each time.
+        size: N, of a callback.
+        block: p, rows of a block.
+        order: The largest order of an edge; singular values that are no more than rounding take none.
+        tolerance: The largest error, by Frobenius norm and relative to the matrix's.
+
+    Returns:
+        The matrix, with its orders and an upper bound of its error.
+
+    Raises:
+        MatrixRefused: If ``block``, ``order`` or ``tolerance`` cannot be, or a callback gives other numbers the second
+            time.
+        NonFiniteFactor: If the matrix holds NaN or Inf.
+        WrongShape: If the matrix is not square, or a callback gives another shape.
+
+    Memory:
+        (p + r) N numbers a few times, and what the structure takes.
+    """
+    if (order is None) == (tolerance is None):
+        raise MatrixRefused(f"give either `order` or `tolerance` (got order={order}, tolerance={tolerance})")
+    if isinstance(matrix, Tensor):
+        dense = require_matrix(matrix)
+        source = _Source(lambda start, stop: dense[start:stop], dense.shape[0])
+    elif size is None or size < 1:
+        raise MatrixRefused(
+            f"`size` must be the rows of the matrix, at least 1, where a callback gives them (got {size})"
+        )
+    else:
+        source = _Source(matrix, size)
+    n = source.size
+    if block < 1:
+        raise MatrixRefused(f"`block` must be at least 1 (got {block})")
+    block = min(block, n)
+    if order is not None:
+        require_rank(order, n, "order")
+    if tolerance is not None and not 0 < tolerance < 1:
+        raise MatrixRefused(f"`tolerance` must be above 0 and below 1 (got {tolerance})")
+    steps = 2 * max(-(-n // block) - 1, 1)
+    budget = None if tolerance is None else _Budget((tolerance * source.norm()) ** 2, steps)
+    bounds = [(start, min(start + block, n)) for start in range(0, n, block)]
+    above = _sweep(source.read, bounds, n, order, budget)
+    turned = [(n - stop, n - start) for start, stop in reversed(bounds)]
+    below = _sweep(lambda start, stop: source.read(n - stop, n - start).flip(0, 1), turned, n, order, budget)
+    for place, (first, again) in enumerate(zip(above.diagonal, reversed(below.diagonal), strict=True)):
+        if not torch.equal(first, again.flip(0, 1)):
+            raise MatrixRefused(
+                f"rows {bounds[place][0]} to {bounds[place][1]} came with other numbers the second time; a callback "
+                "must give the same rows whenever it is asked"
+            )
+    # beside what was left out: rounding of as many orthogonal steps, each of so many rows
+    largest = max(above.largest, below.largest)
+    rounding = math.sqrt(len(bounds) * (block + largest)) * torch.finfo(above.diagonal[0].dtype).eps
+    left_out = math.sqrt(above.left_out + below.left_out)
+    generators = {
+        "D": above.diagonal,
+        "U": above.left,
+        "W": above.transfers,
+        "V": above.right,
+        "P": [each.flip(0) for each in reversed(below.left)],
+        "R": below.transfers[::-1],
+        "Q": [each.flip(0) for each in reversed(below.right)],
+    }
+    norm = math.sqrt(above.squares)
+    return BlockSSS.from_blocks(generators, error_bound=left_out + rounding * norm)
+
+
+@dataclass(eq=False)
+class _Source:
+    """The rows of a matrix, at most 64 at a time."""
+
+    rows: Rows
+    size: int
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return rows, checked."""
+        pieces = []
+        for first in range(start, stop, ROWS_AT_ONCE):
+            last = min(first + ROWS_AT_ONCE, stop)
+            piece = self.rows(first, last)
+            if tuple(piece.shape) != (last - first, self.size):
+                raise WrongShape(
+                    f"rows({first}, {last}) must have shape ({last - first}, {self.size}) (got {tuple(piece.shape)})"
+                )
+            require_finite(piece, first)
+            pieces.append(widen(piece))
+        if len({piece.dtype for piece in pieces}) > 1:
+            raise WrongShape(f"rows {start} to {stop} are of {pieces[0].dtype} and of others; give one dtype")
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def norm(self) -> float:
+        """The Frobenius norm."""
+        starts = range(0, self.size, ROWS_AT_ONCE)
+        read = (self.read(start, min(start + ROWS_AT_ONCE, self.size)) for start in starts)
+        return math.sqrt(sum(float(torch.linalg.vector_norm(rows)) ** 2 for rows in read))
+
+
+@dataclass(eq=False)
+class _Budget:
+    """Squared error that may still be made, over the steps that are left."""
+
+    left: float
+    steps: int
+
+    def take(self, squares: Tensor) -> int:
+        """Return how many of the squared singular values, descending, are kept; the others are paid for."""
+        share = self.left / max(self.steps, 1)
+        tails = squares.flip(0).cumsum(0).flip(0)
+        kept = int((tails > share).sum())
+        self.left -= float(tails[kept]) if kept < squares.numel() else 0.0
+        self.steps -= 1
+        return kept
+
+
+@dataclass(eq=False)
+class _Triangle:
+    """Generators of a triangle, block by block, and what was left out."""
+
+    diagonal: list[Tensor] = field(default_factory=list)
+    left: list[Tensor] = field(default_factory=list)
+    transfers: list[Tensor] = field(default_factory=list)
+    right: list[Tensor] = field(default_factory=list)
+    left_out: float = 0.0
+    squares: float = 0.0
+    """The squared Frobenius norm of the whole matrix."""
+
+    @property
+    def largest(self) -> int:
+        """The largest order."""
+        return max(each.shape[1] for each in self.left)
+
+
+def _sweep(
+    rows: Rows, bounds: list[tuple[int, int]], size: int, order: int | None, budget: _Budget | None
+) -> _Triangle:
+    """Compress an upper triangle from the top."""
+    triangle, largest = _Triangle(), 0.0
+    carry: Tensor | None = None
+    for start, stop in bounds:
+        own = rows(start, stop)
+        triangle.squares += float(torch.linalg.vector_norm(own)) ** 2
+        triangle.diagonal.append(own[:, start:stop].clone())
+        before = own.new_zeros(0, size - start) if carry is None else carry
+        height = stop - start
+        triangle.right.append(before[:, :height].mT.clone())
+        stack = torch.cat([before[:, height:], own[:, stop:]])
+        left, kept = stack.new_zeros(stack.shape[0], 0), 0
+        if stack.shape[1]:
+            # a QR of the tall transpose first: its triangle is small, and has the same singular values
+            small = torch.linalg.qr(stack.mT, mode="r").R.mT
+            basis, values, _ = torch.linalg.svd(small, full_matrices=False)
+            squares = values.to(torch.float64).square()
+            largest = max(largest, float(values[0]))
+            noise = torch.finfo(values.dtype).eps * stack.shape[0] * largest
+            kept = int((values > noise).sum())
+            if order is not None:
+                kept = min(kept, order)
+            if budget is not None:
+                kept = min(kept, budget.take(squares))
+            triangle.left_out += float(squares[kept:].sum())
+            left = basis[:, :kept]
+        triangle.transfers.append(left[: before.shape[0]])
+        triangle.left.append(left[before.shape[0] :])
+        carry = left.mH @ stack
+    return triangle

@@ -1,0 +1,257 @@
+"""A semiseparable matrix: an N×N matrix held in O(N log N) numbers, with products, solves and determinants.
+
+    A x, Aᵀ x        matvec, rmatvec       no conjugate is taken anywhere
+    A⁻¹ b            solve
+    det A            slogdet
+    diag A⁻¹         inverse_diagonal
+    A − z I          shifted
+
+Gradients flow through every one of them to the tensors that the matrix is held in.
+"""
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from engine.errors import NonFiniteFactor, UsageError, WrongShape
+
+_ROWS_AT_ONCE = 256
+
+
+class MatrixRefused(UsageError):
+    """A matrix, a callback or a choice cannot be used; the message says what can."""
+
+    code = "matrix_refused"
+
+
+class SingularMatrix(UsageError):
+    """A system has no solution, or none that rounding leaves anything of."""
+
+    code = "singular_matrix"
+
+
+class SemiseparableMatrix(ABC):
+    """An N×N matrix that is held in far fewer than N² numbers."""
+
+    kind: str
+    """The structure's name in files and tables."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """N, rows and columns."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Precision of the arithmetic: that of every result, unless an argument is wider."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that the matrix is held in, by name."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Return what ``read`` needs beside the tensors, of types that JSON holds."""
+
+    @classmethod
+    @abstractmethod
+    def read(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Self:
+        """Make the matrix of what ``tensors`` and ``facts`` returned.
+
+        Raises:
+            MatrixRefused: If a tensor is missing, or its shape contradicts the facts.
+        """
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """Return the matrix on another device, or in another precision of its arithmetic.
+
+        Args:
+            device: The device; None leaves it.
+            dtype: float32, float64, complex64 or complex128; None leaves it.
+        """
+        place = self.device if device is None else device
+        moved = {name: self._convert(name, tensor.to(place), dtype) for name, tensor in self.tensors().items()}
+        return self.read(moved, self.facts())
+
+    def _convert(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+        del name
+        return tensor if dtype is None else tensor.to(dtype)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    @abstractmethod
+    def memory_usage(self) -> dict[str, Any]:
+        """Return the report of its bytes, counted from the tensors that exist."""
+
+    def to_dense(self) -> Tensor:
+        """Return the matrix (N, N)."""
+        return self.matvec(torch.eye(self.size, dtype=self.dtype, device=self.device))
+
+    @abstractmethod
+    def matvec(self, x: Tensor) -> Tensor:
+        """Return A x.
+
+        Args:
+            x: One column (N,) or several (N, k), of any float or complex dtype.
+
+        Returns:
+            The product, in the shape of ``x``.
+
+        Raises:
+            WrongShape: If ``x`` has other rows than N.
+        """
+
+    @abstractmethod
+    def rmatvec(self, x: Tensor) -> Tensor:
+        """Return Aᵀ x, without a conjugate; arguments as for ``matvec``."""
+
+    @abstractmethod
+    def solve(self, b: Tensor) -> Tensor:
+        """Return A⁻¹ b.
+
+        Args:
+            b: One column (N,) or several (N, k).
+
+        Returns:
+            The solution, in the shape of ``b``.
+
+        Raises:
+            SingularMatrix: If a pivot is no more than rounding.
+            WrongShape: If ``b`` has other rows than N.
+        """
+
+    @abstractmethod
+    def slogdet(self) -> tuple[Tensor, Tensor]:
+        """Return sign (or phase) and log of the absolute value of the determinant; 0 and −inf where it is singular."""
+
+    @abstractmethod
+    def inverse_diagonal(self) -> Tensor:
+        """Return the diagonal (N,) of the inverse.
+
+        Raises:
+            SingularMatrix: If a pivot is no more than rounding.
+        """
+
+    @abstractmethod
+    def shifted(self, z: complex | Tensor) -> Self:
+        """Return A − z I.
+
+        Args:
+            z: A number, or a tensor of shape ().
+        """
+
+    def __repr__(self) -> str:
+        """Return one line: structure, size and bytes."""
+        return f"<{type(self).__name__} of {self.size} rows, {self.size_bytes:,} bytes>"
+
+
+def as_columns(matrix: SemiseparableMatrix, x: Tensor) -> Tensor:
+    """Return an argument as columns (N, k), in a precision that holds both it and the matrix.
+
+    Raises:
+        WrongShape: If it has other rows than the matrix.
+    """
+    if x.ndim not in (1, 2) or x.shape[0] != matrix.size:
+        raise WrongShape(
+            f"a vector for this matrix must have shape ({matrix.size},) or ({matrix.size}, k) (got {tuple(x.shape)})"
+        )
+    wide = torch.promote_types(x.dtype, matrix.dtype)
+    return (x if x.ndim == 2 else x[:, None]).to(matrix.device, wide)
+
+
+def require_matrix(matrix: Tensor) -> Tensor:
+    """Check a dense matrix before it is compressed.
+
+    Args:
+        matrix: Shape (N, N); integers and 16-bit floats are widened, with a warning.
+
+    Returns:
+        The matrix in float32, float64, complex64 or complex128.
+
+    Raises:
+        MatrixRefused: If it has no rows.
+        NonFiniteFactor: If it holds NaN or Inf; the message names the first such row.
+        WrongShape: If it is not square.
+    """
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+        raise WrongShape(f"the matrix must be square, of shape (N, N) (got {tuple(matrix.shape)})")
+    if matrix.shape[0] == 0:
+        raise MatrixRefused("the matrix must have a row (got shape (0, 0))")
+    wide = widen(matrix)
+    for start in range(0, wide.shape[0], _ROWS_AT_ONCE):
+        require_finite(wide[start : start + _ROWS_AT_ONCE], start)
+    return wide
+
+
+def widen(matrix: Tensor) -> Tensor:
+    """Return a tensor in a precision that the structures compute in; a warning says where that is another."""
+    if matrix.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128):
+        return matrix
+    wider = torch.float32 if matrix.dtype in (torch.float16, torch.bfloat16) else torch.float64
+    warnings.warn(f"the matrix is of {matrix.dtype} and is computed with in {wider}", stacklevel=3)
+    return matrix.to(wider)
+
+
+def require_finite(rows: Tensor, start: int) -> None:
+    """Raise where rows of a matrix hold NaN or Inf.
+
+    Args:
+        rows: Shape (k, N).
+        start: Number of the first of them in the matrix.
+
+    Raises:
+        NonFiniteFactor: With the number of the first such row.
+    """
+    if not bool(torch.isfinite(rows).all()):
+        bad = start + int((~torch.isfinite(rows)).any(1).nonzero()[0])
+        raise NonFiniteFactor(f"the matrix holds NaN or Inf in row {bad}; give finite numbers")
+
+
+def require_rank(rank: int, size: int, name: str = "rank") -> None:
+    """Raise where a rank or an order is below 1 or above N.
+
+    Raises:
+        MatrixRefused: With the bounds.
+    """
+    if not 1 <= rank <= size:
+        raise MatrixRefused(f"`{name}` must be from 1 to {size}, the rows of the matrix (got {rank})")
+
+
+def default_rank(size: int) -> int:
+    """Return ⌈log₂ N⌉, at least 1."""
+    return max(1, math.ceil(math.log2(size)))
+
+
+def level_ranks(size: int, levels: int) -> tuple[int, ...]:
+    """Return the rank of each level of a hierarchical matrix.
+
+    Args:
+        size: N.
+        levels: How many there are, at least 1.
+
+    Returns:
+        ⌈log₂ N⌉, then of each level the rounded-up logarithm of the one before, at least 1.
+
+    Raises:
+        MatrixRefused: If there is no level.
+    """
+    if levels < 1:
+        raise MatrixRefused(f"`num_levels` must be at least 1 (got {levels})")
+    ranks = [default_rank(size)]
+    while len(ranks) < levels:
+        ranks.append(default_rank(ranks[-1]))
+    return tuple(ranks)
