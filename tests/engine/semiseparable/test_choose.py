@@ -1,0 +1,66 @@
+"""The choice of a structure: the smallest measured error, or the fewest bytes, and dense where nothing pays."""
+
+import pytest
+import torch
+
+from engine.semiseparable.block_sss import BlockSSS
+from engine.semiseparable.choose import choose, relative_error
+from engine.semiseparable.semiseparable_matrix import MatrixRefused
+from engine.semiseparable.tridiagonal_low_rank import TridiagonalLowRank
+from tests.engine.semiseparable.matrices import matrices
+from tests.engine.semiseparable.structures import REAL, sss
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("kfac_A", TridiagonalLowRank), ("kfac_G", TridiagonalLowRank), ("exp_4", BlockSSS), ("cauchy", BlockSSS)],
+)
+def test_the_smallest_error_within_the_bytes_wins(name: str, kind: type) -> None:
+    dense = matrices()[name]
+    choice = choose(dense)
+    assert choice.chosen is not None
+    assert isinstance(choice.chosen.matrix, kind)
+    allowed = 8 * (3 * 512 - 2 + 2 * 512 * 9)
+    for each in (choice.chosen, *choice.losers):
+        assert each.size_bytes == each.matrix.size_bytes <= allowed
+        measured = float((each.matrix.to_dense() - dense).norm() / dense.norm())
+        assert each.relative_error == pytest.approx(measured, rel=1e-6, abs=1e-12)
+        assert each.relative_error >= choice.chosen.relative_error
+    assert f"within {allowed:,} bytes" in choice.why
+
+
+def test_the_fewest_bytes_within_a_tolerance_win() -> None:
+    dense = matrices()["kfac_A"]
+    choice = choose(dense, tolerance=0.05)
+    assert choice.chosen is not None
+    assert choice.chosen.relative_error <= 0.05
+    assert all(each.size_bytes >= choice.chosen.size_bytes for each in choice.losers if each.relative_error <= 0.05)
+    assert choice.chosen.name in choice.why
+
+
+def test_what_no_structure_meets_stays_dense() -> None:
+    dense = matrices()["random"][:64, :64]
+    choice = choose(dense, tolerance=1e-6)
+    assert choice.chosen is None
+    assert choice.why.startswith("dense: order 3")  # half of the rows
+    assert choice.why.endswith("of 64 would be needed for a relative error of 1e-06")
+    assert choice.losers
+
+
+def test_few_rows_stay_dense() -> None:
+    choice = choose(torch.eye(4, dtype=REAL))
+    assert choice.chosen is None
+    assert choice.why == "dense: no structure takes fewer than the 128 bytes of the dense matrix"
+
+
+def test_an_error_is_that_of_the_dense_matrix() -> None:
+    matrix, dense = sss(61, 7, 3, REAL)
+    other = dense + 0.1
+    wanted = float((other - dense).norm() / other.norm())
+    assert relative_error(other, matrix) == pytest.approx(wanted, rel=1e-10)
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 1.0, -1.0])
+def test_a_tolerance_is_between_0_and_1(tolerance: float) -> None:
+    with pytest.raises(MatrixRefused, match="`tolerance` must be above 0 and below 1"):
+        choose(torch.eye(40, dtype=REAL), tolerance=tolerance)
