@@ -1,0 +1,249 @@
+"""Semiseparable matrices under the names that scripts know: H ≈ T + U Vᵀ, over ranks, on the host, in mixed precision.
+
+The structures themselves, with solves, determinants and block SSS, are in ``engine.semiseparable``;
+docs/semiseparable.md says when each is right.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.distributed.group import join
+from engine.errors import UsageError
+from engine.memory.offload_store import OffloadStore
+from engine.semiseparable.fit import fit_tridiagonal_low_rank
+from engine.semiseparable.partition import multiply_columns, scaling, share_columns, shares
+from engine.semiseparable.semiseparable_matrix import MatrixRefused, default_rank, level_ranks, require_finite
+from engine.semiseparable.tridiagonal_low_rank import TridiagonalLowRank, formula_bytes
+
+_LEAST_IN_HALF = 2.0**-10
+"""Largest entry of a column below which float16 would lose digits of it."""
+
+
+@dataclass(kw_only=True)
+class MemoryOptimizationConfig:
+    """Options of a compressed matrix."""
+
+    use_zero: bool = False
+    """Whether each rank keeps its share of the columns of U and V."""
+    world_size: int = 1
+    rank: int = 0
+    use_cpu_offload: bool = False
+    """Whether U and V stay on the host between products."""
+    use_mixed_precision: bool = False
+    """Whether U and V are held in ``lowrank_dtype``."""
+    lowrank_dtype: torch.dtype = torch.float16
+    tridiag_dtype: torch.dtype = torch.float32
+    use_hierarchical: bool = False
+    num_levels: int = 3
+
+    def __post_init__(self) -> None:
+        """Refuse ranks that cannot be, and types that are none of floats."""
+        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
+            raise MatrixRefused(f"`rank` must be from 0 to world_size − 1 (got {self.rank} of {self.world_size})")
+        if self.use_mixed_precision and self.lowrank_dtype not in (torch.float16, torch.bfloat16):
+            raise MatrixRefused(f"`lowrank_dtype` must be torch.float16 or torch.bfloat16 (got {self.lowrank_dtype})")
+        if self.tridiag_dtype not in (torch.float32, torch.float64):
+            raise MatrixRefused(f"`tridiag_dtype` must be torch.float32 or torch.float64 (got {self.tridiag_dtype})")
+        level_ranks(1, self.num_levels)
+
+
+class _Semiseparable:
+    """T + U Vᵀ for matrices of ``n_seq`` rows."""
+
+    def __init__(self, n_seq: int, config: MemoryOptimizationConfig | None = None) -> None:
+        if n_seq < 1:
+            raise MatrixRefused(f"`n_seq` must be at least 1 (got {n_seq})")
+        self.n_seq, self.config = n_seq, config or MemoryOptimizationConfig()
+        levels = self.config.num_levels if self.config.use_hierarchical else 1
+        self.ranks = level_ranks(n_seq, levels)
+        self._held: dict[str, Tensor] = {}
+        self._report: dict[str, Any] | None = None
+        self._store = OffloadStore(0) if self.config.use_cpu_offload else None
+
+    def factorize(self, H: Tensor) -> tuple[Tensor, Any, Any]:
+        """Fit T, U and V to a matrix.
+
+        Args:
+            H: Shape (n_seq, n_seq).
+
+        Returns:
+            T as a dense matrix (n_seq, n_seq); U and V (n_seq, r), or of a hierarchical matrix one of each per level.
+
+        Raises:
+            EngineError: If H is not square, of another size, complex, or not finite.
+        """
+        if H.ndim == 2 and H.shape[0] == H.shape[1] != self.n_seq:
+            raise MatrixRefused(f"`H` must have {self.n_seq} rows, as `n_seq` says (got {H.shape[0]})")
+        if H.is_complex():
+            raise MatrixRefused(f"`H` must be real (got {H.dtype}); engine.semiseparable fits complex matrices")
+        matrix = fit_tridiagonal_low_rank(H, self.ranks).matrix.to(dtype=self.config.tridiag_dtype)
+        narrow = self.config.lowrank_dtype
+        if self.config.use_mixed_precision:
+            matrix = matrix.rounded(narrow, self.config.tridiag_dtype)
+        T = torch.diag(matrix.diagonal) + torch.diag(matrix.lower, -1) + torch.diag(matrix.upper, 1)
+        U, V = (_narrowed(each, narrow) if matrix.U.dtype == narrow else each for each in matrix.columns())
+        self._report, self.ranks = matrix.memory_usage(), matrix.ranks
+        self._keep(matrix)
+        levels = [list(torch.split(each, list(matrix.ranks), 1)) for each in (U, V)]
+        return (T, *levels) if self.config.use_hierarchical else (T, U, V)  # type: ignore[return-value]
+
+    def _keep(self, matrix: TridiagonalLowRank) -> None:
+        if self.config.use_zero:
+            matrix = share_columns(matrix, self.config.rank, self.config.world_size)
+        self._held = matrix.tensors()
+        if self._store is not None:
+            for name in ("U", "V"):
+                self._store.offload(name, self._held.pop(name))
+
+    def matvec(self, x: Tensor) -> Tensor:
+        """Return the product with x, (n_seq,) or (n_seq, k).
+
+        Raises:
+            UsageError: Before ``factorize``; or where other ranks hold columns, and no process group is initialised.
+        """
+        if not self._held:
+            raise UsageError("there is no matrix yet; call `factorize(H)` first")
+        device = self._held["diagonal"].device
+        away = {} if self._store is None else {name: self._store.load(name, device) for name in ("U", "V")}
+        matrix = TridiagonalLowRank.read(self._held | away, {})
+        if not self.config.use_zero or self.config.world_size == 1:
+            return matrix.matvec(x)
+        ranks = join(matrix.device)
+        if ranks is None or (ranks.size, ranks.rank) != (self.config.world_size, self.config.rank):
+            found = "none is initialised" if ranks is None else f"it is rank {ranks.rank} of {ranks.size}"
+            raise UsageError(
+                f"this process holds the columns of rank {self.config.rank} of {self.config.world_size}, and a product "
+                f"needs the others: initialise torch.distributed with that rank and size ({found}), such as by "
+                f"`torchrun --nproc-per-node {self.config.world_size}` and torch.distributed.init_process_group()"
+            )
+        return multiply_columns(matrix, x, ranks)
+
+    def get_memory_usage(self) -> dict[str, Any]:
+        """Return the bytes of the whole matrix, and of what this rank and its device keep; before a fit, by formula."""
+        config, whole = self.config, self._report
+        narrow = config.lowrank_dtype if config.use_mixed_precision else config.tridiag_dtype
+        if whole is None:
+            whole = formula_bytes(self.n_seq, self.ranks, narrow, config.tridiag_dtype)
+        total, band = whole["total_rank"], whole["tridiagonal_bytes"]
+        start, stop = shares(total, config.world_size)[config.rank] if config.use_zero else (0, total)
+        own = whole["lowrank_bytes"] * (stop - start) // total
+        host = own if config.use_cpu_offload else 0
+        return whole | {"rank_bytes": band + own, "device_bytes": band + own - host, "host_bytes": host}
+
+
+class HierarchicalSemiseparable(_Semiseparable):
+    """Several levels of U Vᵀ, of rank ⌈log₂ N⌉ and of the logarithm of the one before: more bytes than one level."""
+
+    def __init__(self, n_seq: int, num_levels: int = 3, config: MemoryOptimizationConfig | None = None) -> None:
+        chosen = config or MemoryOptimizationConfig()
+        super().__init__(n_seq, replace(chosen, use_hierarchical=True, num_levels=num_levels))
+
+
+class MixedPrecisionSemiseparable(_Semiseparable):
+    """U and V in 16 bits, T in float32, products in float32."""
+
+    def __init__(self, n_seq: int, config: MemoryOptimizationConfig | None = None) -> None:
+        super().__init__(n_seq, replace(config or MemoryOptimizationConfig(), use_mixed_precision=True))
+
+
+def create_optimized_semiseparable(n_seq: int, config: MemoryOptimizationConfig | None = None) -> _Semiseparable:
+    """Return the matrix that a configuration asks for; its options combine.
+
+    Args:
+        n_seq: Rows and columns.
+        config: The options; None takes the defaults.
+    """
+    chosen = config or MemoryOptimizationConfig()
+    if chosen.use_hierarchical:
+        return HierarchicalSemiseparable(n_seq, chosen.num_levels, chosen)
+    return MixedPrecisionSemiseparable(n_seq, chosen) if chosen.use_mixed_precision else _Semiseparable(n_seq, chosen)
+
+
+class ZeROSemiseparablePartitioner:
+    """The split of U and V by columns over ranks; none is left out."""
+
+    def __init__(self, config: MemoryOptimizationConfig) -> None:
+        self.config = config
+
+    def partition_lowrank_factors(self, U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's columns of U and V, each (N, k); k is 0 where there are more ranks than columns."""
+        start, stop = shares(U.shape[1], self.config.world_size)[self.config.rank]
+        return U[:, start:stop].clone(), V[:, start:stop].clone()
+
+    def compute_memory_savings(self, n_seq: int, rank: int | None = None) -> Mapping[str, Any]:
+        """Return bytes without and with the split, and their ratio, of matrices of a rank; None is ⌈log₂ N⌉."""
+        return scaling(n_seq, rank or default_rank(n_seq), self.config.world_size)
+
+
+class CPUOffloadManager:
+    """Tensors on the host by name."""
+
+    def __init__(self, config: MemoryOptimizationConfig | None = None) -> None:
+        self.config = config or MemoryOptimizationConfig()
+        self._store = OffloadStore(0)
+
+    def offload_to_cpu(self, name: str, tensor: Tensor) -> None:
+        """Put a tensor on the host."""
+        self._store.offload(name, tensor)
+
+    def load_to_gpu(self, name: str, device: torch.device | str | None = None) -> Tensor:
+        """Return a tensor on a device; None is the GPU where there is one, else the host."""
+        return self._store.load(name, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def get_statistics(self) -> dict[str, Any]:
+        """Return counts, bytes and mean time of the copies."""
+        return self._store.statistics()
+
+
+class BirmanSchwingerCore(nn.Module):
+    """The diagonal of the resolvent of H = H₀ + diag(v), H₀ the discrete Laplacian over ε²."""
+
+    def __init__(self, n_seq: int, epsilon: float = 1.0, use_semiseparable: bool = True) -> None:
+        super().__init__()
+        if n_seq < 1 or not epsilon > 0:
+            raise MatrixRefused(f"`n_seq` must be at least 1 and `epsilon` above 0 (got {n_seq} and {epsilon})")
+        self.n_seq, self.epsilon, self.use_semiseparable = n_seq, epsilon, use_semiseparable
+
+    def forward(self, v: Tensor, z: complex | Tensor) -> Tensor:
+        """Return diag (H − z)⁻¹ in the shape of v.
+
+        Args:
+            v: Shape (N,) or (batch, N), real.
+            z: A complex number off the spectrum.
+
+        Raises:
+            SingularMatrix: If z is on the spectrum, or nearer to it than rounding.
+            WrongShape: If v has another length.
+        """
+        if v.ndim not in (1, 2) or v.shape[-1] != self.n_seq:
+            raise MatrixRefused(f"`v` must have shape ({self.n_seq},) or (batch, {self.n_seq}) (got {tuple(v.shape)})")
+        require_finite(v.detach().reshape(-1, self.n_seq), 0)
+        wide = v.to(torch.float64).reshape(-1, self.n_seq)
+        found = torch.stack([self._diagonal(each, z) for each in wide])
+        return found.reshape(v.shape).to(torch.complex128 if v.dtype == torch.float64 else torch.complex64)
+
+    def _diagonal(self, v: Tensor, z: complex | Tensor) -> Tensor:
+        beside = v.new_full((self.n_seq - 1,), -1 / self.epsilon**2)
+        none = v.new_zeros(self.n_seq, 0)
+        shifted = TridiagonalLowRank(v + 2 / self.epsilon**2, beside, beside, none, none).shifted(z)
+        if self.use_semiseparable:
+            return shifted.inverse_diagonal().to(torch.complex128)
+        dense: Tensor = torch.linalg.inv(shifted.to_dense())
+        return dense.diagonal().to(torch.complex128)
+
+
+def _narrowed(columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """Columns in 16 bits; as they are, with a warning, where 16 bits would lose them without their powers of two."""
+    largest = columns.abs().amax(0)
+    lost = (largest > torch.finfo(dtype).max) | ((largest > 0) & (largest < _LEAST_IN_HALF))
+    if dtype == torch.float16 and bool(lost.any()):
+        warnings.warn(
+            "columns beyond float16 are returned in float32; the matrix holds them with a scale", stacklevel=3
+        )
+        return columns
+    return columns.to(dtype)
