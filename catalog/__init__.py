@@ -11,6 +11,7 @@ from typing import Any, Literal
 from catalog.analyses.analysis import Analysis, AnalysisStage
 from catalog.analyses.capacity import CAPACITY
 from catalog.analyses.compare_curvature import COMPARE_CURVATURE
+from catalog.analyses.compression import COMPRESSION
 from catalog.analyses.factors import FACTORS
 from catalog.analyses.natural_gradient import NATURAL_GRADIENT
 from catalog.analyses.reconstruction import RECONSTRUCTION
@@ -19,7 +20,7 @@ from catalog.requests.job import JobDocument
 
 ANALYSES: dict[str, Analysis] = {
     analysis.kind: analysis
-    for analysis in (FACTORS, CAPACITY, RECONSTRUCTION, NATURAL_GRADIENT, COMPARE_CURVATURE, SPECTRUM)
+    for analysis in (FACTORS, CAPACITY, RECONSTRUCTION, NATURAL_GRADIENT, COMPARE_CURVATURE, SPECTRUM, COMPRESSION)
 }
 
 

@@ -33,6 +33,7 @@ from kronoscope.local_artifacts import Held
 from kronoscope.local_factors import LayerFactors as LayerFactors  # noqa: PLC0414 - offered here
 from kronoscope.local_factors import LayersFactors, load_factors, open_against, open_gradient
 from kronoscope.local_factors import load_stabilised as load_stabilised  # noqa: PLC0414 - offered here
+from kronoscope.local_factors import load_structures as load_structures  # noqa: PLC0414 - offered here
 from kronoscope.local_inputs import (
     Batches,
     OptionRefused,

@@ -27,8 +27,9 @@ class FactorsReference:
     job: str | None = None
     """Id of a succeeded job that kept its factors."""
     path: str | None = None
-    """A folder with `factors.index.json`; or, for `reconstruction`, a `.safetensors` file with a symmetric matrix of
-    your own. A service reads what lies in folders that its operator lists."""
+    """A folder with `factors.index.json`; or a `.safetensors` file with a matrix of your own: any for
+    `compression` alone, a symmetric one for `reconstruction`. A service reads what lies in folders that its operator
+    lists."""
     tensor: str | None = None
     """Name of the matrix, where the file holds several tensors."""
 

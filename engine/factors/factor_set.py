@@ -14,6 +14,8 @@ from engine.model.example_digests import EnteredExamples
 
 GIVEN_MATRIX = "Matrix"
 """Module of a layer that was not collected: a matrix of the caller's own, as a block."""
+WHOLE_MATRIX = "factors/matrix.safetensors"
+"""Name under which a matrix of the caller's is read as it stands in its file, symmetric or not."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ Candidates are T + U Vᵀ at one or several ranks, and block SSS at several size
 bytes than the dense matrix, or meets the tolerance within them, the matrix stays dense, and the choice says so.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,14 +16,16 @@ import torch
 from torch import Tensor
 
 from engine.semiseparable.block_sss import BlockSSS
-from engine.semiseparable.construct_sss import construct_sss
-from engine.semiseparable.fit import fit_tridiagonal_low_rank
+from engine.semiseparable.construct_sss import OrderBeyond, construct_sss
+from engine.semiseparable.fit import SWEEPS, TridiagonalFit
 from engine.semiseparable.semiseparable_matrix import MatrixRefused, SemiseparableMatrix, default_rank, require_matrix
 from engine.semiseparable.tridiagonal_low_rank import TridiagonalLowRank
 
 BLOCKS = (4, 8, 16, 32)
 """Rows of a block that are tried."""
 _ROWS_AT_ONCE = 1024
+_SHORT = 6
+"""Sweeps by which a rank is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,7 @@ def choose(
     budget_bytes: int | None = None,
     tolerance: float | None = None,
     rank: int | None = None,
+    kinds: tuple[str, ...] = (TridiagonalLowRank.kind, BlockSSS.kind),
     after_sweep: Callable[[], None] | None = None,
 ) -> Choice:
     """Fit the candidates to a matrix, and choose one.
@@ -67,6 +71,7 @@ def choose(
             tolerance, those of the dense matrix bound it in any case.
         tolerance: The largest relative error; None chooses by error alone.
         rank: r of T + U Vᵀ; None takes ⌈log₂ N⌉.
+        kinds: The structures that are tried.
         after_sweep: Called between steps of the fits, where the caller may raise to stop.
 
     Returns:
@@ -86,11 +91,13 @@ def choose(
     n, item = dense.shape[0], dense.element_size()
     first_rank = min(rank or default_rank(n), n)
     allowed = item * (3 * n - 2 + 2 * n * first_rank) if budget_bytes is None else budget_bytes
-    fitted = list(
-        _within_tolerance(dense, tolerance, first_rank, after_sweep)
-        if tolerance is not None
-        else _within_bytes(dense, allowed, first_rank, after_sweep)
-    )
+    least = 0 if tolerance is None else _least_order(dense, tolerance)
+    fitted = list(_sss_candidates(dense, allowed, tolerance, least, after_sweep)) if BlockSSS.kind in kinds else []
+    fit = TridiagonalFit(dense, after_sweep)
+    if TridiagonalLowRank.kind in kinds and tolerance is not None:
+        fitted += _ranks_within(fit, tolerance, first_rank, max(least - 1, 1))
+    elif TridiagonalLowRank.kind in kinds and (most := (allowed // item - 3 * n + 2) // (2 * n)) >= 1:
+        fitted.append(tridiagonal_candidate(fit, min(first_rank, most)))
     smaller = [each for each in fitted if each.size_bytes < dense.nbytes]
     if tolerance is None:
         fits = [each for each in smaller if each.size_bytes <= allowed]
@@ -101,7 +108,7 @@ def choose(
     else:
         fits = [each for each in smaller if each.relative_error <= tolerance]
         best = min(fits, key=lambda each: (each.size_bytes, each.relative_error), default=None)
-        why = _why_dense(fitted, tolerance, n)
+        why = f"dense: at least order {least} of {n} would be needed for a relative error of {tolerance:g}"
         if best is not None:
             why = f"{best.name} takes the fewest bytes within a relative error of {tolerance:g}"
     return Choice(chosen=best, why=why, losers=tuple(each for each in fitted if each is not best))
@@ -129,20 +136,40 @@ def relative_error(dense: Tensor, matrix: SemiseparableMatrix) -> float:
 
 
 def tridiagonal_candidate(
-    dense: Tensor, ranks: int | tuple[int, ...], after_sweep: Callable[[], None] | None = None
+    fit: TridiagonalFit, ranks: int | tuple[int, ...], sweeps: int = SWEEPS, lowrank: torch.dtype | None = None
 ) -> Candidate:
-    """Return T + U Vᵀ as a candidate."""
-    matrix = fit_tridiagonal_low_rank(dense, ranks, after_sweep).matrix
-    return Candidate(
-        name=f"{TridiagonalLowRank.kind}, rank {matrix.rank}",
-        matrix=matrix,
-        relative_error=relative_error(dense, matrix),
-    )
+    """Return T + U Vᵀ as a candidate.
+
+    Args:
+        fit: The fits of the matrix.
+        ranks: r, or the ranks of several levels.
+        sweeps: The most of each start.
+        lowrank: Precision of 16 bits for U and V; None leaves them in that of the matrix.
+    """
+    matrix = fit.at(ranks, sweeps).matrix
+    name = f"{TridiagonalLowRank.kind}, rank {matrix.rank}"
+    if len(matrix.ranks) > 1:
+        name += f" in {len(matrix.ranks)} levels"
+    if lowrank is not None:
+        matrix, name = matrix.rounded(lowrank), f"{name} in {str(lowrank).removeprefix('torch.')}"
+    return Candidate(name=name, matrix=matrix, relative_error=relative_error(fit.matrix, matrix))
 
 
-def sss_candidate(dense: Tensor, block: int, *, order: int | None = None, tolerance: float | None = None) -> Candidate:
-    """Return block SSS as a candidate."""
-    matrix = construct_sss(dense, block=block, order=order, tolerance=tolerance)
+def default_order(size: int, block: int) -> int:
+    """Return the largest order with which block SSS takes no more numbers than T + U Vᵀ at ⌈log₂ N⌉, at least 1."""
+    return max(1, _order_within(3 * size - 2 + 2 * size * default_rank(size), size, block))
+
+
+def sss_candidate(
+    dense: Tensor,
+    block: int,
+    *,
+    order: int | None = None,
+    tolerance: float | None = None,
+    most_order: int | None = None,
+) -> Candidate:
+    """Return block SSS as a candidate; arguments as ``construct_sss`` takes them."""
+    matrix = construct_sss(dense, block=block, order=order, tolerance=tolerance, most_order=most_order)
     largest = matrix.memory_usage()["orders"]["largest"]
     return Candidate(
         name=f"{BlockSSS.kind}, block {matrix.block}, order {largest}",
@@ -151,57 +178,57 @@ def sss_candidate(dense: Tensor, block: int, *, order: int | None = None, tolera
     )
 
 
-def _within_bytes(
-    dense: Tensor, allowed: int, rank: int, after_sweep: Callable[[], None] | None
-) -> Iterator[Candidate]:
-    n, item = dense.shape[0], dense.element_size()
-    most = (allowed // item - 3 * n + 2) // (2 * n)
-    if most >= 1:
-        yield tridiagonal_candidate(dense, min(rank, most), after_sweep)
-    for block in BLOCKS:
-        # p + 4r + 2r²/p numbers a row
-        blocks = -(-n // block)
-        order = next(
-            (
-                r
-                for r in range(min(n, 8 * block), 0, -1)
-                if item * blocks * (block**2 + 4 * block * r + 2 * r * r) <= allowed
-            ),
-            0,
-        )
-        if order and block <= n:
-            yield sss_candidate(dense, block, order=order)
-            if after_sweep is not None:
-                after_sweep()
+def _least_order(dense: Tensor, tolerance: float) -> int:
+    """The least order of the middle edge within a tolerance, which no block SSS matrix can do without.
+
+    The rank of T + U Vᵀ can be one less, as the band has one entry in each of the two corners beside that edge.
+    """
+    middle, allowed = dense.shape[0] // 2, (tolerance * float(torch.linalg.vector_norm(dense))) ** 2
+    corners = [corner for corner in (dense[:middle, middle:], dense[middle:, :middle]) if corner.numel()]
+    tails = [torch.linalg.svdvals(each).to(torch.float64).square().flip(0).cumsum(0).flip(0) for each in corners]
+    together = sum(tails, torch.zeros((), dtype=torch.float64, device=dense.device))
+    return int((together > allowed).sum())
 
 
-def _within_tolerance(
-    dense: Tensor, tolerance: float, rank: int, after_sweep: Callable[[], None] | None
+def _sss_candidates(
+    dense: Tensor, allowed: int, tolerance: float | None, least: int, after_sweep: Callable[[], None] | None
 ) -> Iterator[Candidate]:
     n = dense.shape[0]
-    for block in BLOCKS:
-        if block <= n:
-            yield sss_candidate(dense, block, tolerance=tolerance)
-            if after_sweep is not None:
-                after_sweep()
-    # twice the rank until the error is within the tolerance, then halves between the last two
-    below, above = 0, rank
-    while 2 * above + 3 < n:
-        found = tridiagonal_candidate(dense, above, after_sweep)
-        yield found
-        if found.relative_error <= tolerance:
-            break
+    for block in (each for each in BLOCKS if each <= n):
+        numbers = n * n if tolerance is not None else allowed // dense.element_size()
+        order = _order_within(numbers, n, block)
+        if order and tolerance is None:
+            yield sss_candidate(dense, block, order=order)
+        elif order >= max(least, 1):
+            with contextlib.suppress(OrderBeyond):  # more bytes than the dense matrix
+                yield sss_candidate(dense, block, tolerance=tolerance, most_order=order)
+        if after_sweep is not None:
+            after_sweep()
+
+
+def _order_within(numbers: int, size: int, block: int) -> int:
+    """The largest order within so many numbers, of p + 4r + 2r²/p a row; 0 where none is."""
+    blocks = -(-size // block)
+    fits = (r for r in range(min(size, 8 * block), 0, -1) if blocks * (block**2 + 4 * block * r + 2 * r * r) <= numbers)
+    return next(fits, 0)
+
+
+def _ranks_within(fit: TridiagonalFit, tolerance: float, rank: int, least: int) -> Iterator[Candidate]:
+    """Yield the fit of the least rank that short fits have found to meet the tolerance; of none, if none does.
+
+    Twice the rank until the error is within the tolerance, then halves between the last two. No rank below ``least``
+    can meet it.
+    """
+    n, below, above = fit.matrix.shape[0], least - 1, max(rank, least)
+
+    def meets(tried: int) -> bool:
+        return fit.at(tried, _SHORT).relative_error <= tolerance
+
+    while 2 * above + 3 < n and not meets(above):
         below, above = above, 2 * above
-    else:
+    if 2 * above + 3 >= n:
         return
-    while above - below > max(1, above // 8):
+    while above - below > max(1, above // 16):
         middle = (above + below) // 2
-        found = tridiagonal_candidate(dense, middle, after_sweep)
-        yield found
-        below, above = (below, middle) if found.relative_error <= tolerance else (middle, above)
-
-
-def _why_dense(fitted: list[Candidate], tolerance: float, n: int) -> str:
-    orders = [each.matrix.memory_usage()["orders"]["largest"] for each in fitted if isinstance(each.matrix, BlockSSS)]
-    needed = f"order {min(orders)} of {n} would be needed" if orders else f"{n} rows are too few for a structure"
-    return f"dense: {needed} for a relative error of {tolerance:g}"
+        below, above = (below, middle) if meets(middle) else (middle, above)
+    yield tridiagonal_candidate(fit, above)

@@ -30,6 +30,13 @@ from engine.semiseparable.semiseparable_matrix import (
     widen,
 )
 
+
+class OrderBeyond(MatrixRefused):
+    """A tolerance asks for a larger order than the caller allows."""
+
+    code = "order_beyond"
+
+
 Rows = Callable[[int, int], Tensor]
 """``rows(start, stop)`` gives those rows of the matrix, shape (stop − start, N)."""
 ROWS_AT_ONCE = 64
@@ -43,6 +50,7 @@ def construct_sss(
     block: int = 16,
     order: int | None = None,
     tolerance: float | None = None,
+    most_order: int | None = None,
 ) -> BlockSSS:
     """Return the block SSS matrix nearest to a matrix, sweep by sweep.
 
@@ -53,11 +61,14 @@ def construct_sss(
         block: p, rows of a block.
         order: The largest order of an edge; singular values that are no more than rounding take none.
         tolerance: The largest error, by Frobenius norm and relative to the matrix's.
+        most_order: The construction ends with an error at the first edge that the tolerance asks more of; None asks
+            whatever it takes.
 
     Returns:
         The matrix, with its orders and an upper bound of its error.
 
     Raises:
+        OrderBeyond: If the tolerance asks for a larger order than ``most_order``.
         MatrixRefused: If ``block``, ``order`` or ``tolerance`` cannot be, or a callback gives other numbers the second
             time.
         NonFiniteFactor: If the matrix holds NaN or Inf.
@@ -86,7 +97,7 @@ def construct_sss(
     if tolerance is not None and not 0 < tolerance < 1:
         raise MatrixRefused(f"`tolerance` must be above 0 and below 1 (got {tolerance})")
     steps = 2 * max(-(-n // block) - 1, 1)
-    budget = None if tolerance is None else _Budget((tolerance * source.norm()) ** 2, steps)
+    budget = None if tolerance is None else _Budget((tolerance * source.norm()) ** 2, steps, most_order or n)
     bounds = [(start, min(start + block, n)) for start in range(0, n, block)]
     above = _sweep(source.read, bounds, n, order, budget)
     turned = [(n - stop, n - start) for start, stop in reversed(bounds)]
@@ -150,12 +161,15 @@ class _Budget:
 
     left: float
     steps: int
+    most_order: int
 
     def take(self, squares: Tensor) -> int:
         """Return how many of the squared singular values, descending, are kept; the others are paid for."""
         share = self.left / max(self.steps, 1)
         tails = squares.flip(0).cumsum(0).flip(0)
         kept = int((tails > share).sum())
+        if kept > self.most_order:
+            raise OrderBeyond(f"the tolerance asks for an order above {self.most_order}")
         self.left -= float(tails[kept]) if kept < squares.numel() else 0.0
         self.steps -= 1
         return kept

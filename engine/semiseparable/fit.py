@@ -5,7 +5,8 @@ orthonormal and the three columns B_i = {i − 1, i, i + 1} that row i need not 
 
     u_i = (I − Σ_{j∈B_i} v_j v_jᵀ + μ I)⁻¹ ((H V)_i − Σ_{j∈B_i} H_ij v_j),       μ = 1e-13
 
-which is one product with H and N small systems; the same for V with Hᵀ. The factor that is held fixed is made
+which is one product with H and, by Woodbury's formula, N systems of three; the same for V with Hᵀ.
+The factor that is held fixed is made
 orthonormal before each half, or its Gram matrix would square the condition. Two starts, the truncated SVD of H without
 its band and that of H: either can end in a saddle that the other avoids. The first start is the widely copied recipe,
 which spends its rank on the hole that it cuts into the diagonal.
@@ -24,7 +25,8 @@ from torch import Tensor
 from engine.semiseparable.semiseparable_matrix import default_rank, require_matrix, require_rank
 from engine.semiseparable.tridiagonal_low_rank import TridiagonalLowRank
 
-_SWEEPS = 60
+SWEEPS = 60
+"""The most sweeps from each of the two starts."""
 _LEAST_GAIN = 1e-12
 """Relative, or that of rounding where H is in float32."""
 _RIDGE = 1e-13
@@ -46,48 +48,72 @@ class Fitted:
     """The same after each sweep from the start that ended better, the start's own first."""
 
 
-def fit_tridiagonal_low_rank(
-    matrix: Tensor, ranks: int | tuple[int, ...] | None = None, after_sweep: Callable[[], None] | None = None
-) -> Fitted:
-    """Fit T + U Vᵀ to a dense matrix.
-
-    Args:
-        matrix: H, shape (N, N), float or complex.
-        ranks: r, or the ranks of several levels, whose columns are those of one U and V of their sum; None takes
-            ⌈log₂ N⌉.
-        after_sweep: Called after each sweep, where the caller may raise to stop.
-
-    Returns:
-        The matrix in H's precision, and its errors.
-
-    Raises:
-        MatrixRefused: If the rank is below 1 or above N.
-        NonFiniteFactor: If the matrix holds NaN or Inf.
-        WrongShape: If it is not square.
+class TridiagonalFit:
+    """Fits of T + U Vᵀ to one dense matrix, at one rank after another.
 
     Memory:
-        H, a copy without its band during the start, 4 N r numbers, and 2048 systems of r² at a time.
+        H, a copy without its band during a start, and 4 N r numbers. Up to 512 rows the
+        singular vectors of both starts, 4 N², which serve every rank.
     """
-    H = require_matrix(matrix)
-    n = H.shape[0]
-    levels = (default_rank(n),) if ranks is None else (ranks,) if isinstance(ranks, int) else ranks
-    rank = sum(levels)
-    if len(levels) == 1:
-        require_rank(rank, n)
-    rank = min(rank, n)
-    levels = levels if sum(levels) == rank else (rank,)
-    ends = []
-    for without_band in (True, False):
-        start = _truncated_svd(_without_band(H) if without_band else H, rank)
-        ends.append(_alternate(H, *start, after_sweep))
-    U, V, errors = min(ends, key=lambda end: end[2][-1])
-    norm = float(torch.linalg.vector_norm(H)) or 1.0
-    band = [
-        H.diagonal(offset) - (U[max(-offset, 0) : n - max(offset, 0)] * V[max(offset, 0) : n - max(-offset, 0)]).sum(1)
-        for offset in (0, -1, 1)
-    ]
-    fitted = TridiagonalLowRank(band[0], band[1], band[2], U, V, ranks=levels)
-    return Fitted(matrix=fitted, relative_error=errors[-1] / norm, errors=tuple(each / norm for each in errors))
+
+    def __init__(self, matrix: Tensor, after_sweep: Callable[[], None] | None = None) -> None:
+        """Check the matrix.
+
+        Args:
+            matrix: H, shape (N, N), float or complex.
+            after_sweep: Called after each sweep, where the caller may raise to stop.
+
+        Raises:
+            NonFiniteFactor: If it holds NaN or Inf.
+            WrongShape: If it is not square.
+        """
+        self.matrix = require_matrix(matrix)
+        self._after_sweep = after_sweep
+        self._starts: list[tuple[Tensor, Tensor]] = []
+
+    def at(self, ranks: int | tuple[int, ...] | None = None, sweeps: int = SWEEPS) -> Fitted:
+        """Return the fit of a rank.
+
+        Args:
+            ranks: r, or the ranks of several levels, whose columns are those of one U and V of their sum; None takes
+                ⌈log₂ N⌉.
+            sweeps: The most from each start.
+
+        Returns:
+            The matrix in H's precision, and its errors.
+
+        Raises:
+            MatrixRefused: If the rank is below 1 or above N.
+        """
+        H, n = self.matrix, self.matrix.shape[0]
+        levels = (default_rank(n),) if ranks is None else (ranks,) if isinstance(ranks, int) else ranks
+        if len(levels) == 1:
+            require_rank(levels[0], n)
+        rank = min(sum(levels), n)
+        levels = levels if sum(levels) == rank else (rank,)
+        ends = [_alternate(H, *start, sweeps, self._after_sweep) for start in self._started(rank)]
+        U, V, errors = min(ends, key=lambda end: end[2][-1])
+        norm = float(torch.linalg.vector_norm(H)) or 1.0
+        band = [
+            H.diagonal(offset)
+            - (U[max(-offset, 0) : n - max(offset, 0)] * V[max(offset, 0) : n - max(-offset, 0)]).sum(1)
+            for offset in (0, -1, 1)
+        ]
+        fitted = TridiagonalLowRank(band[0], band[1], band[2], U, V, ranks=levels)
+        return Fitted(matrix=fitted, relative_error=errors[-1] / norm, errors=tuple(each / norm for each in errors))
+
+    def _started(self, rank: int) -> list[tuple[Tensor, Tensor]]:
+        """U and V of both starts; what was found for a larger rank serves a smaller one."""
+        if not self._starts or self._starts[0][0].shape[1] < rank:
+            n = self.matrix.shape[0]
+            most = n if n <= _EXACT_ROWS else rank
+            self._starts = [_truncated_svd(each(self.matrix), most) for each in (_without_band, lambda whole: whole)]
+        return [(U[:, :rank], V[:, :rank]) for U, V in self._starts]
+
+
+def fit_tridiagonal_low_rank(matrix: Tensor, ranks: int | tuple[int, ...] | None = None) -> Fitted:
+    """Fit T + U Vᵀ to a dense matrix once; arguments and errors as ``TridiagonalFit`` has them."""
+    return TridiagonalFit(matrix).at(ranks)
 
 
 def _without_band(H: Tensor) -> Tensor:
@@ -115,12 +141,12 @@ def _truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _alternate(
-    H: Tensor, U: Tensor, V: Tensor, after_sweep: Callable[[], None] | None
+    H: Tensor, U: Tensor, V: Tensor, sweeps: int, after_sweep: Callable[[], None] | None
 ) -> tuple[Tensor, Tensor, list[float]]:
     """Sweeps from a start, until one gains nothing."""
     errors = [_off_band_norm(H, U, V)]
     least_gain = max(_LEAST_GAIN, 4 * torch.finfo(H.dtype).eps)
-    for _ in range(_SWEEPS):
+    for _ in range(sweeps):
         fixed = torch.linalg.qr(V).Q
         moved = _solve_rows(H, fixed)
         moved = torch.linalg.qr(moved).Q
@@ -144,21 +170,15 @@ def _solve_rows(H: Tensor, fixed: Tensor) -> Tensor:
     n, r = fixed.shape
     product = H @ fixed.conj()
     wide = torch.complex128 if H.is_complex() else torch.float64
-    neighbours = torch.nn.functional.pad(
-        torch.view_as_real(fixed).flatten(1) if H.is_complex() else fixed, (0, 0, 1, 1)
-    )
-    padded = torch.view_as_complex(neighbours.view(n + 2, r, 2)) if H.is_complex() else neighbours
-    entries = [torch.nn.functional.pad(H.diagonal(offset), _ends(offset)) for offset in (-1, 0, 1)]
+    zero = fixed.new_zeros(1, r)
+    padded = torch.cat([zero, fixed, zero]).conj()
+    entries = torch.stack([torch.nn.functional.pad(H.diagonal(offset), _ends(offset)) for offset in (-1, 0, 1)], 1)
     rows = []
     for start in range(0, n, _ROWS_AT_ONCE):
         stop = min(start + _ROWS_AT_ONCE, n)
-        gram = torch.eye(r, dtype=wide, device=H.device).expand(stop - start, -1, -1) * (1 + _RIDGE)
-        side = product[start:stop].to(wide)
-        for shift, entry in enumerate(entries):
-            near = padded[start + shift : stop + shift].to(wide)
-            gram = gram - near.conj()[:, :, None] * near[:, None, :]
-            side = side - entry[start:stop, None].to(wide) * near.conj()
-        rows.append(_solved(gram, side).to(H.dtype))
+        near = torch.stack([padded[start + shift : stop + shift] for shift in range(3)], 2).to(wide)
+        side = product[start:stop].to(wide) - (near @ entries[start:stop, :, None].to(wide))[:, :, 0]
+        rows.append(_solved(near, side).to(H.dtype))
     return torch.cat(rows)
 
 
@@ -167,15 +187,20 @@ def _ends(offset: int) -> tuple[int, int]:
     return (max(-offset, 0), max(offset, 0))
 
 
-def _solved(gram: Tensor, side: Tensor) -> Tensor:
-    """Solve Hermitian systems (k, r, r); where one has lost its rank, the least solution."""
-    factor, failed = torch.linalg.cholesky_ex(gram)
-    solution = torch.cholesky_solve(side[:, :, None], factor)[:, :, 0]
-    bad = (failed != 0) | ~torch.isfinite(solution).all(1)
+def _solved(near: Tensor, side: Tensor) -> Tensor:
+    """Solve ((1 + μ) I − C Cᴴ) u = b for C (k, r, 3) and b (k, r), by systems of three: Woodbury's formula.
+
+    Where three rows hold a whole direction it is free, and gets what b has of it, which is nothing but rounding.
+    """
+    ridge = 1 + _RIDGE
+    small = ridge * torch.eye(3, dtype=near.dtype, device=near.device) - near.mH @ near
+    inside = near.mH @ side[:, :, None]
+    factor, failed = torch.linalg.cholesky_ex(small)
+    solution = torch.cholesky_solve(inside, factor)
+    bad = (failed != 0) | ~torch.isfinite(solution).all(dim=(1, 2))
     if bool(bad.any()):
-        inverse = torch.linalg.pinv(gram[bad], hermitian=True, rtol=math.sqrt(_RIDGE))
-        solution[bad] = (inverse @ side[bad][:, :, None])[:, :, 0]
-    return solution
+        solution[bad] = torch.linalg.pinv(small[bad], hermitian=True, rtol=math.sqrt(_RIDGE)) @ inside[bad]
+    return (side + (near @ solution)[:, :, 0]) / ridge
 
 
 def _off_band_norm(H: Tensor, U: Tensor, V: Tensor) -> float:

@@ -157,12 +157,16 @@ def open_factors(document: JobDocument, assignment: Assignment, context: LoaderC
         if assignment.factors_path is None and reference is not None and reference.tensor is not None:
             raise Refusal("names a matrix in a file, and `path` is a folder; leave it out", pointer="/factors/tensor")
         return found
-    if not all(ANALYSES[kind].takes_matrix for kind in document.kinds):
+    takers = [kind for kind, analysis in ANALYSES.items() if analysis.takes_matrix]
+    if not set(document.kinds) <= set(takers):
         raise Refusal(
-            "is a file, and a single matrix is for `reconstruction`; take `kind: reconstruction` alone",
+            f"is a file, and a single matrix is for {' and '.join(f'`{kind}`' for kind in takers)} alone; take "
+            "`kind: reconstruction`, or another of these",
             pointer="/factors/path",
         )
-    return MatrixFile(found, None if reference is None else reference.tensor, context.log, context.most_bytes)
+    tensor = None if reference is None else reference.tensor
+    symmetric = document.kinds != ("compression",)
+    return MatrixFile(found, tensor, context.log, context.most_bytes, symmetric=symmetric)
 
 
 def open_gradient(document: JobDocument, context: LoaderContext) -> dict[str, Tensor] | None:

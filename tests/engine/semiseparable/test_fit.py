@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.semiseparable.fit import fit_tridiagonal_low_rank
+from engine.semiseparable.fit import TridiagonalFit, fit_tridiagonal_low_rank
 from engine.semiseparable.semiseparable_matrix import MatrixRefused, default_rank
 from tests.engine.semiseparable.matrices import NAMES, matrices
 from tests.engine.semiseparable.structures import COMPLEX, REAL, Draw, tridiagonal
@@ -90,4 +90,4 @@ def test_the_caller_can_stop_between_sweeps() -> None:
         raise Stopped
 
     with pytest.raises(Stopped):
-        fit_tridiagonal_low_rank(matrices()["gauss"], 3, stop)
+        TridiagonalFit(matrices()["gauss"], stop).at(3)

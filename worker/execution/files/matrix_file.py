@@ -1,7 +1,7 @@
-"""A symmetric matrix of the caller's own, in place of collected factors: one layer, whose A is 1 and whose G it is.
+"""A matrix of the caller's own, in place of collected factors: one layer, whose A is 1 and whose G it is.
 
-It is checked before anything is computed: square, of a floating-point type, finite, and symmetric up to
-what its precision rounds; then symmetric to the last bit, as the mean of the two triangles.
+It is checked before anything is computed: square, of a floating-point type, finite, and, but for `compression` alone,
+symmetric up to what its precision rounds; then symmetric to the last bit, as the mean of the two triangles.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.factors.factor_files import factor_file
 from engine.factors.factor_index import FORMAT, INDEX
-from engine.factors.factor_set import GIVEN_MATRIX
+from engine.factors.factor_set import GIVEN_MATRIX, WHOLE_MATRIX
 from engine.memory.plan import readable_bytes
 from worker.execution.files.open_files import ReadableFile
 from worker.execution.files.safetensors_header import ELEMENT_BYTES, TensorEntry, read_header
@@ -34,15 +34,29 @@ class MatrixFile:
     """The matrix of a safetensors file, as the engine reads stored factors."""
 
     def __init__(
-        self, path: ReadableFile, tensor: str | None, log: Callable[[str, str], None], most_bytes: int = 2**62
+        self,
+        path: ReadableFile,
+        tensor: str | None,
+        log: Callable[[str, str], None],
+        most_bytes: int = 2**62,
+        *,
+        symmetric: bool = True,
     ) -> None:
-        """Read the matrix and check it."""
+        """Read the matrix and check it.
+
+        Args:
+            tensor: Its name in the file; None takes the only one.
+            log: Receives ``(level, message)``.
+            most_bytes: Host memory that is left to the job.
+            symmetric: Whether it must be symmetric; else it is offered as ``WHOLE_MATRIX`` too, as it is.
+        """
         header = read_header(path, "/factors/path")
         self.name = _chosen(path, header, tensor)
-        triangle = header[self.name].numbers // 2 * ELEMENT_BYTES[header[self.name].dtype]
-        if triangle > most_bytes:
+        square = header[self.name].numbers * ELEMENT_BYTES[header[self.name].dtype]
+        needed, what = (square // 2, "a triangle of") if symmetric else (5 * square // 2, "with its working copies")
+        if needed > most_bytes:
             raise Refusal(
-                f"`{self.name}` of {path.name} has a triangle of {readable_bytes(triangle)}, and "
+                f"`{self.name}` of {path.name} has {what} {readable_bytes(needed)}, and "
                 f"{readable_bytes(most_bytes)} of host memory are left to this job; give it more (`memory.host`)",
                 pointer="/factors/path",
                 code="budget_exceeded",
@@ -51,12 +65,22 @@ class MatrixFile:
             matrix: Tensor = file.get_tensor(self.name)
         size = matrix.shape[0]
         _require_finite(path, self.name, matrix)
-        asymmetry = _require_symmetric(path, self.name, matrix)
-        if asymmetry > 0:
+        asymmetry, allowed = _asymmetry(matrix), _TOLERANCES[matrix.dtype]
+        if symmetric and asymmetry > allowed:
+            raise _refused(
+                path, self.name,
+                f"is not symmetric: its triangles differ by {asymmetry:.2g} of the largest entry, and at most "
+                f"{allowed:g} is rounding in its precision; give a symmetric matrix, such as (M + Mᵀ)/2",
+            )  # fmt: skip
+        self._whole = None if symmetric else matrix
+        why = f"a matrix of {path.name}"
+        if asymmetry > allowed:
+            why += "; it is not symmetric, and what this record says of G is of the mean of its triangles"
+        elif asymmetry > 0 and symmetric:
             log("info", f"`{self.name}` is asymmetric by {asymmetry:.2g} of its largest entry; its mean is taken")
         self._triangle = _mean_triangle(matrix)
         self._facts = {
-            "ordinal": 0, "name": self.name, "module": GIVEN_MATRIX, "form": "block", "why": f"a matrix of {path.name}",
+            "ordinal": 0, "name": self.name, "module": GIVEN_MATRIX, "form": "block", "why": why,
             "parameters": [], "parameter_count": 0, "in_dim": 1, "out_dim": size, "bias": False, "positions": 1,
             "terms": 1, "calls": 1, "sharing": "expand", "rank_bound_A": None, "rank_bound_G": None,
             "shared_A_with": None,
@@ -81,7 +105,7 @@ class MatrixFile:
         """Return the factors of the only layer.
 
         Args:
-            name: The name of the file of layer 0.
+            name: The name of the file of layer 0, or ``WHOLE_MATRIX``.
 
         Returns:
             ``activation_covariance``, shape (1,), which is 1; and ``gradient_covariance``, the packed upper triangle,
@@ -90,6 +114,8 @@ class MatrixFile:
         Raises:
             FileNotFoundError: If the name is another.
         """
+        if name == WHOLE_MATRIX and self._whole is not None:
+            return {"matrix": self._whole}
         if name != factor_file(0):
             raise FileNotFoundError(name)
         return {
@@ -150,7 +176,7 @@ def _require_finite(path: ReadableFile, name: str, matrix: Tensor) -> None:
         raise _refused(path, name, f"holds NaN or Inf in {bad} of its {matrix.numel()} numbers; give finite ones")
 
 
-def _require_symmetric(path: ReadableFile, name: str, matrix: Tensor) -> float:
+def _asymmetry(matrix: Tensor) -> float:
     """The largest difference between the triangles, over the largest entry."""
     differs = largest = 0.0
     for start in range(0, matrix.shape[0], _ROWS_AT_ONCE):
@@ -158,15 +184,7 @@ def _require_symmetric(path: ReadableFile, name: str, matrix: Tensor) -> float:
         columns = matrix[:, start : start + _ROWS_AT_ONCE].to(torch.float64)
         differs = max(differs, float((rows - columns.mT).abs().max()))
         largest = max(largest, float(rows.abs().max()))
-    asymmetry = differs / largest if largest > 0 else 0.0
-    allowed = _TOLERANCES[matrix.dtype]
-    if asymmetry > allowed:
-        raise _refused(
-            path, name,
-            f"is not symmetric: its triangles differ by {asymmetry:.2g} of the largest entry, and at most {allowed:g} "
-            f"is rounding in its precision; give a symmetric matrix, such as (M + Mᵀ)/2",
-        )  # fmt: skip
-    return asymmetry
+    return differs / largest if largest > 0 else 0.0
 
 
 def _mean_triangle(matrix: Tensor) -> Tensor:
