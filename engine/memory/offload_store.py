@@ -34,7 +34,6 @@ class OffloadStore:
         """Put a tensor on the host, in place of an earlier one of that name.
 
         Args:
-            name: Its name.
             tensor: Any shape, dtype and device; it is copied.
         """
         started = time.perf_counter()
@@ -50,7 +49,6 @@ class OffloadStore:
         """Return a tensor on a device, from the cache where it is there.
 
         Args:
-            name: Its name.
             device: Where to.
 
         Returns:

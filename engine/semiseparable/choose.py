@@ -1,4 +1,4 @@
-"""The choice of a structure for a matrix, by measurement: each candidate is fitted, and its error is looked at.
+"""Choose a structure for a matrix by measurement: each candidate is fitted, and its error is looked at.
 
     within a number of bytes    the candidate with the smallest error among those that take no more
     within a tolerance          the candidate with the fewest bytes among those whose error is no more
@@ -119,7 +119,6 @@ def relative_error(dense: Tensor, matrix: SemiseparableMatrix) -> float:
 
     Args:
         dense: H, shape (N, N).
-        matrix: A.
 
     Memory:
         1024 columns three times.

@@ -5,11 +5,10 @@ orthonormal and the three columns B_i = {i − 1, i, i + 1} that row i need not 
 
     u_i = (I − Σ_{j∈B_i} v_j v_jᵀ + μ I)⁻¹ ((H V)_i − Σ_{j∈B_i} H_ij v_j),       μ = 1e-13
 
-which is one product with H and, by Woodbury's formula, N systems of three; the same for V with Hᵀ.
-The factor that is held fixed is made
-orthonormal before each half, or its Gram matrix would square the condition. Two starts, the truncated SVD of H without
-its band and that of H: either can end in a saddle that the other avoids. The first start is the widely copied recipe,
-which spends its rank on the hole that it cuts into the diagonal.
+which is one product with H and, by Woodbury's formula, N systems of three; the same for V with Hᵀ. The factor that is
+held fixed is made orthonormal before each half, or its Gram matrix would square the condition. Two starts, the SVD
+of H without its band, cut off, and that of H: either can end in a saddle that the other avoids. The first is the widely
+copied recipe, which spends its rank on the hole that it cuts into the diagonal.
 
 References:
     Srebro & Jaakkola (2003), Weighted low-rank approximations

@@ -136,8 +136,7 @@ def multiply_rows(share: RowShare, x: Tensor, ranks: Ranks) -> Tensor:
     """Return this rank's rows of A x, together with the other ranks.
 
     Args:
-        share: Its rows.
-        x: Its rows of x, (k,) or (k, columns).
+        x: This rank's rows of x, (k,) or (k, columns).
         ranks: The ranks, each of which calls this.
 
     Returns:
