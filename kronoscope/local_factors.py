@@ -19,6 +19,7 @@ from engine.factors.factor_files import read_factors
 from engine.factors.factor_set import FactorSet
 from engine.factors.kronecker_factors import Corrected, Factors
 from engine.factors.low_rank import LowRank
+from engine.factors.structure_files import INDEX as STRUCTURES
 from engine.factors.structure_files import read_structures
 from engine.linalg.linear_operator import Structured
 from engine.memory.plan import readable_bytes
@@ -29,11 +30,6 @@ from kronoscope.local_inputs import OptionRefused, WrongOptionType, refusing, us
 
 _LARGEST_DENSE_BYTES = 2**31
 _MOST_NAMES = 10
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I16": torch.int16,
-    "C64": torch.complex64,
-}  # fmt: skip
-"""Types of the tensors of structures, as the header of a file names them."""
 
 
 class LayerFactors:
@@ -296,32 +292,19 @@ def load_structures(path: str | Path) -> dict[str, dict[str, SemiseparableMatrix
     """Read the semiseparable matrices that `compression` wrote.
 
     Args:
-        path: A file of one layer, the folder `structures`, a run's output, or its `artifacts`.
+        path: The folder `structures`, a run's output, or its `artifacts`.
 
     Returns:
         Structures by layer name and side, `A` or `G`. Sides that stayed as they are, are not among them.
 
     Raises:
-        BrokenFactors: If there are none, or a file's table, shapes or digests contradict each other.
+        BrokenFactors: If there are none, or the index and the files contradict each other.
     """
     given = _path(path)
-    folders = (given, given / "structures", given / "artifacts" / "structures")
-    files = (
-        [given] if given.is_file() else next(filter(None, (sorted(each.glob("*.safetensors")) for each in folders)), [])
-    )
-    if not files:
-        raise BrokenFactors(f"{given} holds no structures; give the folder that a job with `kind: compression` wrote")
-    return dict(map(_structures_of, files))
-
-
-def _structures_of(file: Path) -> tuple[str, dict[str, SemiseparableMatrix]]:
-    try:
-        with safetensors.safe_open(file, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
-            header = {name: (tuple(each.get_shape()), _DTYPES[each.get_dtype()]) for name, each in slices.items()}
-            return read_structures(opened.metadata() or {}, header, opened.get_tensor, file.name)
-    except (OSError, KeyError, safetensors.SafetensorError) as error:
-        raise BrokenFactors(f"{file} cannot be read as structures: {error}") from error
+    for candidate in (given.resolve().parent if given.name == "structures" else given, given / "artifacts"):
+        if (candidate / STRUCTURES).is_file():
+            return read_structures(Folder(candidate))
+    raise BrokenFactors(f"{given} holds no structures; give the folder that a job with `kind: compression` wrote")
 
 
 def _load_ordinal(

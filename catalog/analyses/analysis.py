@@ -145,8 +145,8 @@ class Analysis:
     """Whether it keeps the factors whether or not `keep` names them."""
     offers: tuple[str, ...] = ()
     """Artifacts that `keep` may name only where this analysis is asked for."""
-    takes_matrix: bool = False
-    """Whether it takes a single matrix from a file in place of a model's factors."""
+    takes_matrix: Literal["symmetric", "any"] | None = None
+    """The single matrices of files that it takes in place of a model's factors; null where it takes none."""
     columns: tuple[Column, ...] = ()
     """Columns of its layers; without any, they are named after the first numbers of `metrics`."""
     figures: tuple[Figure, ...] = ()

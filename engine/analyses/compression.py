@@ -17,7 +17,7 @@ from catalog.analyses.compression import (
 from engine.analyses.layer_analysis import LayerAnalysis
 from engine.factors.factor_set import GIVEN_MATRIX, WHOLE_MATRIX
 from engine.factors.kronecker_factors import Factors
-from engine.factors.structure_files import KINDS, structure_digest, to_store
+from engine.factors.structure_files import KINDS, structure_digest, write_structure_index, write_structures
 from engine.linalg.linear_operator import Structured
 from engine.measurement.layer_measurement import Measured
 from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob, term
@@ -53,6 +53,7 @@ class Compression(LayerAnalysis[CompressionParams]):
     @override
     def prepare(self) -> None:
         self._made: list[CompressedSide] = []
+        self._entries: list[dict[str, Any]] = []
 
     @override
     def layer(self, layer: Measured) -> CompressionMetrics:
@@ -63,10 +64,11 @@ class Compression(LayerAnalysis[CompressionParams]):
             made = {"A": self._compressed(factors.widened_A)} | made
         self._made += [each.side for each in made.values()]
         held = {name: each.matrix for name, each in made.items() if each.matrix is not None}
-        artifact = f"structures/{facts.ordinal}.safetensors" if held else None
-        if artifact is not None:
-            tensors, metadata = to_store(facts.name, held)
-            self.workspace.ports.artifacts.save_tensors(artifact, tensors, metadata)
+        artifact = None
+        if held:
+            entry = write_structures(self.workspace.ports.artifacts, facts.name, facts.ordinal, held)
+            self._entries.append(entry)
+            artifact = entry["file"]
         return CompressionMetrics(
             form=facts.form,
             A=made["A"].side if "A" in made else None,
@@ -139,6 +141,10 @@ class Compression(LayerAnalysis[CompressionParams]):
             narrow = torch.float16 if params.use_mixed_precision else None
             found = tridiagonal_candidate(TridiagonalFit(dense, sweep), levels, lowrank=narrow)
         return _if_it_pays(found, dense)
+
+    @override
+    def finish(self) -> None:
+        write_structure_index(self.workspace.ports.artifacts, self._entries)
 
     @override
     def summary(self) -> CompressionSummary:

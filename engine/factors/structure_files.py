@@ -1,25 +1,31 @@
-"""Structure files: a layer's semiseparable matrices, as tensors `SIDE/NAME` and a table in the file's metadata.
+"""Structure files: the semiseparable matrices of a job, a file for each layer, and an index that is written last.
 
-The table has each structure's facts, such as its size and orders, and a digest over its tensors. A file may be a
-stranger's: facts are held against the shapes of the file's header, on tensors without numbers, before any is read.
+    structures/{ordinal}.safetensors       tensors, by `SIDE/NAME`
+    structures/structures.index.json       of each layer its name and, by side, size, orders and digest
+
+A file may be a stranger's: what the index says of sizes and orders is held against the shapes of the tensors, on
+tensors without numbers, before anything is made of them.
 """
 
 import hashlib
-import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.errors import BrokenFactors, EngineError
+from engine.errors import BrokenFactors
 from engine.factors.kronecker_factors import digest
 from engine.semiseparable.block_sss import BlockSSS
 from engine.semiseparable.semiseparable_matrix import SemiseparableMatrix
 from engine.semiseparable.tridiagonal_low_rank import TridiagonalLowRank
+from engine.workspace import Artifacts
 
 FORMAT = "kronoscope-structures/1"
+INDEX = "structures/structures.index.json"
 KINDS: Mapping[str, type[SemiseparableMatrix]] = {kind.kind: kind for kind in (TridiagonalLowRank, BlockSSS)}
+_FILE = re.compile(r"structures/[0-9]{1,9}\.safetensors")
 
 
 def structure_digest(matrix: SemiseparableMatrix) -> str:
@@ -30,64 +36,77 @@ def structure_digest(matrix: SemiseparableMatrix) -> str:
     return whole.hexdigest()
 
 
-def to_store(layer: str, held: Mapping[str, SemiseparableMatrix]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of one layer's structures, and the metadata that a reader needs.
+def write_structures(
+    artifacts: Artifacts, layer: str, ordinal: int, held: Mapping[str, SemiseparableMatrix]
+) -> dict[str, Any]:
+    """Write one layer's structures.
 
     Args:
+        artifacts: Where to.
         layer: The layer's name.
+        ordinal: Its place among the covered layers, from 0.
         held: The structures by side.
-    """
-    tensors = {f"{side}/{name}": each for side, matrix in held.items() for name, each in matrix.tensors().items()}
-    facts = {side: matrix.facts() | {"digest": structure_digest(matrix)} for side, matrix in held.items()}
-    return tensors, {"format": FORMAT, "layer": layer, "structures": json.dumps(facts, sort_keys=True)}
-
-
-def read_structures(
-    metadata: Mapping[str, str],
-    header: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    load: Callable[[str], Tensor],
-    file: str,
-) -> tuple[str, dict[str, SemiseparableMatrix]]:
-    """Read the structures of one file.
-
-    Args:
-        metadata: The file's.
-        header: Shape and dtype of each of its tensors.
-        load: Reads one of them.
-        file: The file's name, for messages.
 
     Returns:
-        The layer's name, and its structures by side.
+        The layer's entry in the index.
+    """
+    file = f"structures/{ordinal}.safetensors"
+    tensors = {f"{side}/{name}": each for side, matrix in held.items() for name, each in matrix.tensors().items()}
+    artifacts.save_tensors(file, tensors, {"format": FORMAT, "layer": layer})
+    facts = {side: matrix.facts() | {"digest": structure_digest(matrix)} for side, matrix in held.items()}
+    return {"name": layer, "file": file, "sides": facts}
+
+
+def write_structure_index(artifacts: Artifacts, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Write the index, after all structures: its presence says that they are complete."""
+    artifacts.save_json(INDEX, {"format": FORMAT, "layers": [dict(entry) for entry in entries]})
+
+
+def read_structures(artifacts: Artifacts) -> dict[str, dict[str, SemiseparableMatrix]]:
+    """Read the structures of a job.
+
+    Args:
+        artifacts: A job's.
+
+    Returns:
+        Structures by layer name and side.
 
     Raises:
-        BrokenFactors: If the file is none of these, or its table, shapes, orders or digests contradict each other.
+        BrokenFactors: If there is no index, or its sizes, orders or digests contradict the files.
     """
-    if metadata.get("format") != FORMAT:
-        raise BrokenFactors(
-            f"{file} holds no structures: its format is {str(metadata.get('format'))[:80]!r}, not {FORMAT}"
-        )
     try:
-        table = json.loads(metadata.get("structures", ""))
-        found = {str(side): _read(str(side), facts, header, load) for side, facts in table.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, EngineError) as error:
-        raise BrokenFactors(f"{file} is damaged, or was never written by `compression`: {error}") from error
-    return metadata.get("layer", ""), found
+        layers = _layers(artifacts.load_json(INDEX))
+        return {str(entry["name"]): _read_layer(artifacts, entry) for entry in layers}
+    except (MemoryError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # the port's own errors, and whatever a stranger's table makes a reader say
+        raise BrokenFactors(f"no structures can be read by {INDEX}: {type(error).__name__}: {error}") from error
 
 
-def _read(
-    side: str,
-    facts: Mapping[str, Any],
-    header: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    load: Callable[[str], Tensor],
-) -> SemiseparableMatrix:
-    kind = KINDS[facts["kind"]]
-    prefix = f"{side}/"
-    own = {name.removeprefix(prefix): each for name, each in header.items() if name.startswith(prefix)}
-    empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in own.items()}
-    shaped = kind.read(empty, facts)
+def _layers(index: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    if index["format"] != FORMAT:
+        raise ValueError(f"its format is {str(index['format'])[:80]!r}, not {FORMAT}")
+    layers: Sequence[Mapping[str, Any]] = index["layers"]
+    return layers
+
+
+def _read_layer(artifacts: Artifacts, entry: Mapping[str, Any]) -> dict[str, SemiseparableMatrix]:
+    file = _FILE.fullmatch(entry["file"])
+    if file is None:
+        raise ValueError(f"{str(entry['file'])[:80]!r} is no file of structures")
+    tensors = artifacts.load_tensors(file.group())
+    if {name.partition("/")[0] for name in tensors} != set(entry["sides"]):
+        raise ValueError(f"{file.group()} holds other sides than {', '.join(map(str, entry['sides']))}")
+    return {str(side): _read_side(str(side), facts, tensors) for side, facts in entry["sides"].items()}
+
+
+def _read_side(side: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SemiseparableMatrix:
+    kind, prefix = KINDS[facts["kind"]], f"{side}/"
+    own = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+    shaped = kind.read({name: torch.empty_like(each, device="meta") for name, each in own.items()}, facts)
     if shaped.size != facts["size"] or set(shaped.tensors()) != set(own):
         raise ValueError(f"side {side} is said to have {facts['size']} rows and has {shaped.size}")
-    matrix = kind.read({name: load(prefix + name) for name in own}, facts)
+    matrix = kind.read(own, facts)
     if structure_digest(matrix) != facts["digest"]:
         raise ValueError(f"side {side} has other numbers than were written")
     return matrix

@@ -157,15 +157,15 @@ def open_factors(document: JobDocument, assignment: Assignment, context: LoaderC
         if assignment.factors_path is None and reference is not None and reference.tensor is not None:
             raise Refusal("names a matrix in a file, and `path` is a folder; leave it out", pointer="/factors/tensor")
         return found
-    takers = [kind for kind, analysis in ANALYSES.items() if analysis.takes_matrix]
+    takers = [kind for kind, analysis in ANALYSES.items() if analysis.takes_matrix is not None]
     if not set(document.kinds) <= set(takers):
         raise Refusal(
             f"is a file, and a single matrix is for {' and '.join(f'`{kind}`' for kind in takers)} alone; take "
-            "`kind: reconstruction`, or another of these",
+            f"`kind: {takers[0]}`",
             pointer="/factors/path",
         )
     tensor = None if reference is None else reference.tensor
-    symmetric = document.kinds != ("compression",)
+    symmetric = any(ANALYSES[kind].takes_matrix == "symmetric" for kind in document.kinds)
     return MatrixFile(found, tensor, context.log, context.most_bytes, symmetric=symmetric)
 
 

@@ -53,10 +53,11 @@ class MatrixFile:
         header = read_header(path, "/factors/path")
         self.name = _chosen(path, header, tensor)
         square = header[self.name].numbers * ELEMENT_BYTES[header[self.name].dtype]
-        needed, what = (square // 2, "a triangle of") if symmetric else (5 * square // 2, "with its working copies")
+        needed = square // 2 if symmetric else 5 * square // 2
+        what = "a triangle" if symmetric else "rows and working copies"
         if needed > most_bytes:
             raise Refusal(
-                f"`{self.name}` of {path.name} has {what} {readable_bytes(needed)}, and "
+                f"`{self.name}` of {path.name} has {what} of {readable_bytes(needed)}, and "
                 f"{readable_bytes(most_bytes)} of host memory are left to this job; give it more (`memory.host`)",
                 pointer="/factors/path",
                 code="budget_exceeded",
