@@ -54,9 +54,11 @@ TESTS = (
     "reconstruction",
     "cross_check",
     "sharded_models",
+    "semiseparable",
     "devices",
 )
-"""Files of tests/gpu, `test_…_on_cuda.py`, in their order; `test_confined_child.py` comes last."""
+"""Files of tests/gpu, `test_…_on_cuda.py`, in their order; those of a job's own process come last."""
+OF_PROCESSES = ("test_confined_child.py", "test_spare_child.py")
 SECTIONS = {
     "gpt2_without_head": 95,
     "plans": 55,
@@ -104,7 +106,7 @@ def environment(wheels: Path | None) -> Iterator[Mapping[str, str]]:
 
 def run_tests(variables: Mapping[str, str], words: Sequence[str], seconds: float) -> int:
     """Run the tests marked `gpu`; return pytest's exit code, which is not 0 where time was out."""
-    files = [f"tests/gpu/test_{name}_on_cuda.py" for name in TESTS] + ["tests/gpu/test_confined_child.py"]
+    files = [f"tests/gpu/{name}" for name in (*(f"test_{each}_on_cuda.py" for each in TESTS), *OF_PROCESSES)]
     RESULTS.unlink(missing_ok=True)
     limit = {"KRONOSCOPE_GPU_SECONDS": str(seconds)}
     # the conftest of the whole suite starts servers, which no test here needs

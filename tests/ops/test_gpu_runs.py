@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ops.gpu import LACKING, RESULTS, SECTIONS, TESTS
+from ops.gpu import LACKING, OF_PROCESSES, RESULTS, SECTIONS, TESTS
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = (
@@ -84,7 +84,7 @@ def run(tree: Path, packages: Path, *words: str) -> subprocess.CompletedProcess[
 
 
 def test_every_file_of_tests_has_its_place() -> None:
-    listed = {f"test_{name}_on_cuda.py" for name in TESTS} | {"test_confined_child.py"}
+    listed = {f"test_{name}_on_cuda.py" for name in TESTS} | set(OF_PROCESSES)
     assert listed == {each.name for each in (ROOT / "tests" / "gpu").glob("test_*.py")}
 
 

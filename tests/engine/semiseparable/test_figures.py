@@ -1,0 +1,80 @@
+"""The table of circulating figures is the one that is counted, and the examples say what they promise."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.semiseparable import BEGIN, END, PAGE, table
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def example(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-P", *command], capture_output=True, text=True, timeout=300, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_page_has_the_table_that_is_counted() -> None:
+    written = PAGE.read_text().split(BEGIN)[1].split(END)[0].strip()
+    lines = list(table())
+    assert written == "\n".join(lines)
+    assert any("| reproduced at" in line for line in lines)
+    assert any("| not reproduced" in line for line in lines)
+
+
+def test_the_resolvent_by_two_routes() -> None:
+    said = example("examples/resolvent.py", "--points", "2048")
+    assert said.count("orders of K(z): 1 above the diagonal, 1 below") == 2
+    assert "N = 2,048" in said
+
+
+def test_a_structured_layer_learns_digits() -> None:
+    lines = example("examples/structured_training.py", "--epochs", "5").splitlines()[1:]
+    counts = [int(line.split()[-3].replace(",", "")) for line in lines]
+    accuracies = [float(line.split()[-1].rstrip("%")) for line in lines]
+    assert counts[0] == 256 * 257
+    assert max(counts[1:]) < counts[0] / 4
+    assert min(accuracies) > 90
+
+
+_KERNEL = """
+import resource, sys, torch
+torch.set_num_threads(1)
+from engine.semiseparable.construct_sss import construct_sss
+size, beyond = int(sys.argv[2]), int(sys.argv[3])
+i = torch.arange(size, dtype=torch.float64)
+rows = lambda start, stop: torch.exp(-(i[start:stop, None] - i).abs() / 4)
+construct_sss(lambda start, stop: rows(start, stop)[:, :64], 64, block=32, order=2)
+data = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (data + beyond, data + beyond))
+if sys.argv[1] == "dense":
+    construct_sss(rows(0, size), block=32, order=2)
+else:
+    matrix = construct_sss(rows, size, block=32, order=2)
+    x = torch.zeros(size, dtype=torch.float64)
+    x[5] = 1
+    assert float((matrix.matvec(x)[:200] - torch.exp(-(i[:200] - 5).abs() / 4)).abs().max()) < 1e-12
+    print("built", max(matrix.orders[0]))
+"""
+
+
+@pytest.mark.parametrize(("size", "beyond"), [(8192, 2**27), pytest.param(32_768, 2**30, marks=pytest.mark.nightly)])
+def test_a_kernel_is_built_in_a_fraction_of_its_bytes(size: int, beyond: int) -> None:
+    """Under a kernel limit beyond the process's own data; the dense way dies of it."""
+    numbers = (str(size), str(beyond))
+    dense = subprocess.run(
+        [sys.executable, "-P", "-c", _KERNEL, "dense", *numbers],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=ROOT,
+    )
+    assert dense.returncode != 0
+    assert "can't allocate memory" in dense.stderr
+    assert example("-c", _KERNEL, "rows", *numbers) == "built 1\n"
