@@ -514,7 +514,7 @@ def test_the_pages_script_holds_what_the_catalog_says(page: Page) -> None:
     told = page.evaluate("import('/dashboard/scripts/analyses.js').then((script) => script.ANALYSES)")
     assert list(told) == list(ANALYSES)
     assert [kind for kind, each in told.items() if each["opens"]] == ["capacity"]
-    assert [kind for kind, each in told.items() if not each["damped"]] == ["factors"]
+    assert [kind for kind, each in told.items() if not each["damped"]] == ["factors", "compression"]
     assert {"short", "line", "joined"}.isdisjoint(
         name for each in told.values() for part in (*each["columns"], *each["figures"]) for name in part
     )

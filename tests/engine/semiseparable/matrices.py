@@ -1,10 +1,12 @@
 """Fourteen matrices on which structures differ: exact, smooth, random, attention maps, K-FAC factors."""
 
 import functools
+import importlib.util
 import itertools
+from pathlib import Path
 
+import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 SIZE = 512
@@ -56,10 +58,13 @@ def matrices(size: int = SIZE) -> dict[str, Tensor]:
 
 def kfac_factors() -> tuple[Tensor, Tensor]:
     """A without bias, and the exact Gauss-Newton G, of the middle layer of a net after 60 steps on digits."""
-    digits = load_digits()
-    count = 600
-    inputs = torch.tensor(digits.data[:count] / 16, dtype=torch.float64)
-    labels = torch.tensor(digits.target[:count])
+    # scikit-learn's own file: an import would set a variable of every program that starts after it
+    place = importlib.util.find_spec("sklearn")
+    assert place is not None
+    assert place.origin is not None
+    table = np.loadtxt(Path(place.origin).parent / "datasets/data/digits.csv.gz", delimiter=",", max_rows=600)
+    inputs = torch.tensor(table[:, :-1] / 16)
+    labels = torch.tensor(table[:, -1]).long()
     generator = torch.Generator().manual_seed(0)
     widths = (64, 512, 512, 10)
     weights = [

