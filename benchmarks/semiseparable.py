@@ -101,7 +101,7 @@ def speed() -> dict[str, Any]:
 
 
 _CHILD = """
-import resource, sys, time
+import sys, time
 import torch
 torch.set_num_threads(1)
 from engine.semiseparable.construct_sss import construct_sss
@@ -109,10 +109,15 @@ size = int(sys.argv[1])
 i = torch.arange(size, dtype=torch.float64)
 rows = lambda start, stop: 1 / (1 + (i[start:stop, None] - i).abs())
 construct_sss(lambda start, stop: rows(start, stop)[:, :256], 256, block=32, order=8)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-begun = time.monotonic()
+
+def kibibytes(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+
+# the peak of a process begins with that of the one that started it
+open("/proc/self/clear_refs", "w").write("5")
+before, begun = kibibytes("VmRSS"), time.monotonic()
 matrix = construct_sss(rows, size, block=32, order=8)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, time.monotonic() - begun, matrix.error_bound)
+print(kibibytes("VmHWM") - before, time.monotonic() - begun, matrix.error_bound)
 """
 
 

@@ -82,7 +82,11 @@ class Compression(LayerAnalysis[CompressionParams]):
         if layer.facts.module == GIVEN_MATRIX and source is not None:
             # beside analyses that need a symmetric one, the mean of its triangles is all there is
             with contextlib.suppress(FileNotFoundError):
-                return source.load_tensors(WHOLE_MATRIX)["matrix"]
+                matrix = source.load_tensors(WHOLE_MATRIX)["matrix"]
+                for name in ("rank", "order"):
+                    # of a model's sides some may have fewer rows; these are dense then
+                    require_rank(getattr(self.params, name) or 1, matrix.shape[0], name)
+                return matrix
         return factors.G if isinstance(factors.G, Structured) else factors.widened_G
 
     def _compressed(self, matrix: Tensor | Structured) -> _Made:
@@ -124,9 +128,6 @@ class Compression(LayerAnalysis[CompressionParams]):
     def _choice(self, dense: Tensor) -> Choice:
         """The structure by the options: the one that they name, or the one that measures best."""
         params, n, sweep = self.params, dense.shape[0], self.workspace.ports.raise_if_cancelled
-        if params.rank is not None:
-            # of a side with fewer rows as many as it has
-            require_rank(min(params.rank, n), n)
         if params.structure == "auto" or (params.structure == "tridiagonal_lowrank" and params.tolerance is not None):
             kinds = tuple(KINDS) if params.structure == "auto" else (TridiagonalLowRank.kind,)
             return choose(dense, tolerance=params.tolerance, rank=params.rank, kinds=kinds, after_sweep=sweep)

@@ -174,10 +174,11 @@ class TridiagonalLowRank(SemiseparableMatrix):
         return (self._band_product(columns, self.upper, self.lower) + V @ (U.mT @ columns)).reshape(x.shape)
 
     def _band_product(self, x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
-        one = x.new_zeros(1, x.shape[1])
-        right = torch.cat([upper.to(x.dtype)[:, None] * x[1:], one])
-        left = torch.cat([one, lower.to(x.dtype)[:, None] * x[:-1]])
-        return self.diagonal.to(x.dtype)[:, None] * x + right + left
+        product = self.diagonal.to(x.dtype)[:, None] * x
+        # in place: a product with many columns is as fast as memory is
+        product[1:].addcmul_(lower.to(x.dtype)[:, None], x[:-1])
+        product[:-1].addcmul_(upper.to(x.dtype)[:, None], x[1:])
+        return product
 
     @override
     def shifted(self, z: complex | Tensor) -> Self:

@@ -14,7 +14,9 @@ from catalog.record import FieldError
 from engine.analyses.compression import Compression
 from engine.errors import BrokenFactors, StopRequested
 from engine.factors.structure_files import INDEX, read_structures, write_structure_index, write_structures
+from engine.semiseparable.semiseparable_matrix import MatrixRefused
 from engine.semiseparable.tridiagonal_low_rank import TridiagonalLowRank
+from engine.workspace import ModelInputs, Ports, Workspace
 from kronoscope.local import Measurement, load_structures, measure
 from tests.engine.semiseparable.matrices import matrices
 from tests.oracles import MemoryArtifacts, workspace
@@ -128,6 +130,15 @@ def test_an_asymmetric_matrix_is_read_as_it_stands(tmp_path: Path) -> None:
         MatrixFile(saved(tmp_path, H=dense), "H", quiet)
     with pytest.raises(Refusal, match=r"has rows and working copies of .* host memory are left .*`memory.host`"):
         MatrixFile(saved(tmp_path, H=dense), "H", quiet, most_bytes=2 * dense.nbytes, symmetric=False)
+
+
+def test_a_rank_beyond_the_matrix_is_refused(tmp_path: Path) -> None:
+    read = MatrixFile(saved(tmp_path, H=torch.eye(20)), "H", quiet, symmetric=False)
+    space = Workspace(inputs=ModelInputs(stored=read), ports=Ports(artifacts=MemoryArtifacts()))
+    space.options.kinds, space.options.decomposition = ("compression",), "none"
+    for options in ({"rank": 21}, {"structure": "block_sss", "order": 21}):
+        with pytest.raises(MatrixRefused, match=r"must be from 1 to 20, the rows of the matrix \(got 21\)"):
+            list(Compression(CompressionParams(**options), space).rows())
 
 
 @pytest.mark.parametrize(
