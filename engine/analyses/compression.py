@@ -1,19 +1,21 @@
 """`compression`: each side of a layer, or a matrix of the caller's, as a semiseparable structure with its error."""
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from catalog.analyses.analysis import LayerResult
 from catalog.analyses.compression import (
     CompressedSide,
     CompressionMetrics,
     CompressionParams,
     CompressionSummary,
 )
+from catalog.responses.layer_record import Observed
 from engine.analyses.layer_analysis import LayerAnalysis
 from engine.factors.factor_set import GIVEN_MATRIX, WHOLE_MATRIX
 from engine.factors.kronecker_factors import Factors
@@ -142,6 +144,12 @@ class Compression(LayerAnalysis[CompressionParams]):
             narrow = torch.float16 if params.use_mixed_precision else None
             found = tridiagonal_candidate(TridiagonalFit(dense, sweep), levels, lowrank=narrow)
         return _if_it_pays(found, dense)
+
+    @override
+    def _row(self, layer: Measured, metrics: object, observed: Observed) -> LayerResult:
+        row = super()._row(layer, metrics, observed)
+        # a matrix of the caller's own is no curvature: its trace may be anything
+        return replace(row, status="covered") if layer.facts.module == GIVEN_MATRIX else row
 
     @override
     def finish(self) -> None:

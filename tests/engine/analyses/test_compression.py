@@ -125,6 +125,13 @@ def test_an_asymmetric_matrix_is_read_as_it_stands(tmp_path: Path) -> None:
     dense = matrices()["cauchy"].contiguous()
     read = MatrixFile(saved(tmp_path, H=dense), "H", quiet, symmetric=False)
     assert torch.equal(read.load_tensors("factors/matrix.safetensors")["matrix"], dense)
+    space = Workspace(inputs=ModelInputs(stored=read), ports=Ports(artifacts=MemoryArtifacts()))
+    space.options.kinds, space.options.decomposition = ("compression",), "none"
+    (row,) = Compression(CompressionParams(), space).rows()
+    # the mean of its triangles is zero, and it is not
+    assert (row.status, row.metrics.G.structure) == ("covered", "block_sss")
+    (found,) = read_structures(space.ports.artifacts).values()
+    assert float((found["G"].to_dense() - dense).norm() / dense.norm()) == pytest.approx(row.metrics.G.relative_error)
     assert "not symmetric" in read.load_json("factors/factors.index.json")["layers"][0]["why"]
     with pytest.raises(Refusal, match="is not symmetric"):
         MatrixFile(saved(tmp_path, H=dense), "H", quiet)

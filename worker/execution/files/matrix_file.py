@@ -53,7 +53,7 @@ class MatrixFile:
         header = read_header(path, "/factors/path")
         self.name = _chosen(path, header, tensor)
         square = header[self.name].numbers * ELEMENT_BYTES[header[self.name].dtype]
-        needed = square // 2 if symmetric else 5 * square // 2
+        needed = square // 2 if symmetric else 7 * square // 2
         what = "a triangle" if symmetric else "rows and working copies"
         if needed > most_bytes:
             raise Refusal(
