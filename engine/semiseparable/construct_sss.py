@@ -39,6 +39,8 @@ class OrderBeyond(MatrixRefused):
 
 Rows = Callable[[int, int], Tensor]
 """``rows(start, stop)`` gives those rows of the matrix, shape (stop − start, N)."""
+_CHUNK = 2**20
+"""Numbers that are reserved at a time for what stays."""
 ROWS_AT_ONCE = 64
 """The most rows that a callback is asked for."""
 
@@ -193,19 +195,34 @@ class _Triangle:
         return max(each.shape[1] for each in self.left)
 
 
+class _Chunks:
+    """Small tensors that stay, in a few large ones: each alone would stand between the large ones that come and go."""
+
+    def __init__(self) -> None:
+        self._rest: Tensor | None = None
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Return a copy."""
+        size = tensor.numel()
+        if self._rest is None or self._rest.numel() < size:
+            self._rest = torch.empty(max(_CHUNK, size), dtype=tensor.dtype, device=tensor.device)
+        kept, self._rest = self._rest[:size], self._rest[size:]
+        return kept.view(tensor.shape).copy_(tensor)
+
+
 def _sweep(
     rows: Rows, bounds: list[tuple[int, int]], size: int, order: int | None, budget: _Budget | None
 ) -> _Triangle:
     """Compress an upper triangle from the top."""
-    triangle, largest = _Triangle(), 0.0
+    triangle, largest, keep = _Triangle(), 0.0, _Chunks()
     carry: Tensor | None = None
     for start, stop in bounds:
         own = rows(start, stop)
         triangle.squares += float(torch.linalg.vector_norm(own)) ** 2
-        triangle.diagonal.append(own[:, start:stop].clone())
+        triangle.diagonal.append(keep(own[:, start:stop]))
         before = own.new_zeros(0, size - start) if carry is None else carry
         height = stop - start
-        triangle.right.append(before[:, :height].mT.clone())
+        triangle.right.append(keep(before[:, :height].mT))
         stack = torch.cat([before[:, height:], own[:, stop:]])
         left, kept = stack.new_zeros(stack.shape[0], 0), 0
         if stack.shape[1]:
@@ -221,7 +238,7 @@ def _sweep(
             if budget is not None:
                 kept = min(kept, budget.take(squares))
             triangle.left_out += float(squares[kept:].sum())
-            left = basis[:, :kept]
+            left = keep(basis[:, :kept])
         triangle.transfers.append(left[: before.shape[0]])
         triangle.left.append(left[before.shape[0] :])
         carry = left.mH @ stack
