@@ -181,7 +181,7 @@ class Figure:
     within: float
     """Half of the last digit that is said."""
     found: Callable[[int], float]
-    """Of a matrix of N rows."""
+    """The figure of a matrix of N rows."""
     form: str
     remark: str
 

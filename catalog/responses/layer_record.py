@@ -120,7 +120,7 @@ class LayerRecord:
     accumulation_dtype: str | None
     """Precision of the sums behind them."""
     accumulation_precision: str | None
-    """What rows were multiplied in that add up A and G: `ieee` (the width of the sums) or `tf32`."""
+    """The precision of the products that add up A and G: `ieee` (the width of the sums) or `tf32`."""
     accumulation_fallback: str | None
     """Why that is not what was asked for."""
     amp: str | None

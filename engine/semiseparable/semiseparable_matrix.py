@@ -54,7 +54,7 @@ class SemiseparableMatrix(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
