@@ -50,7 +50,7 @@ class Choice:
 
     chosen: Candidate | None
     why: str
-    """One sentence, with the figures that decided."""
+    """One sentence, with the figures that decided, and those of the others."""
     losers: tuple[Candidate, ...]
 
 
@@ -111,7 +111,9 @@ def choose(
         why = f"dense: at least order {least} of {n} would be needed for a relative error of {tolerance:g}"
         if best is not None:
             why = f"{best.name} takes the fewest bytes within a relative error of {tolerance:g}"
-    return Choice(chosen=best, why=why, losers=tuple(each for each in fitted if each is not best))
+    losers = tuple(each for each in fitted if each is not best)
+    tried = "; ".join(f"{each.name}: {each.relative_error:.3g} in {each.size_bytes:,} bytes" for each in losers)
+    return Choice(chosen=best, why=f"{why} (others: {tried})" if tried else why, losers=losers)
 
 
 def relative_error(dense: Tensor, matrix: SemiseparableMatrix) -> float:

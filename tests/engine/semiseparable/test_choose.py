@@ -27,6 +27,8 @@ def test_the_smallest_error_within_the_bytes_wins(name: str, kind: type) -> None
         assert each.relative_error == pytest.approx(measured, rel=1e-6, abs=1e-12)
         assert each.relative_error >= choice.chosen.relative_error
     assert f"within {allowed:,} bytes" in choice.why
+    for each in choice.losers:
+        assert f"{each.name}: {each.relative_error:.3g} in {each.size_bytes:,} bytes" in choice.why
 
 
 def test_the_fewest_bytes_within_a_tolerance_win() -> None:
@@ -48,7 +50,7 @@ def test_what_no_structure_meets_stays_dense() -> None:
 def test_few_rows_stay_dense() -> None:
     choice = choose(torch.eye(4, dtype=REAL))
     assert choice.chosen is None
-    assert choice.why == "dense: no structure takes fewer than the 128 bytes of the dense matrix"
+    assert choice.why.startswith("dense: no structure takes fewer than the 128 bytes of the dense matrix (others: ")
 
 
 def test_an_error_is_that_of_the_dense_matrix() -> None:

@@ -32,6 +32,7 @@ def test_a_sum_of_celerite_terms_is_solved_as_celerite_does(count: int) -> None:
     y = generator.standard_normal((len(t), 3))
     solved = process.apply_inverse(y)
     assert np.abs(matrix.solve(torch.tensor(y)).numpy() - solved).max() <= 1e-10 * np.abs(solved).max()
+    assert np.abs(matrix.matvec(torch.tensor(y)).numpy() - dense.numpy() @ y).max() <= 1e-10 * np.abs(y).max()
     product = process.dot_tril(y)  # L y, with the matrix L Lᵀ
     assert (
         abs((matrix.solve(torch.tensor(product)) * torch.tensor(product)).sum() - (y**2).sum()) <= 1e-10 * (y**2).sum()
