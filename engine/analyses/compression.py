@@ -23,7 +23,16 @@ from engine.factors.structure_files import KINDS, structure_digest, write_struct
 from engine.linalg.linear_operator import Structured
 from engine.measurement.layer_measurement import Measured
 from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob, term
-from engine.semiseparable.choose import Candidate, Choice, choose, default_order, sss_candidate, tridiagonal_candidate
+from engine.semiseparable.choose import (
+    Candidate,
+    Choice,
+    choose,
+    default_order,
+    largest_order,
+    sss_candidate,
+    tridiagonal_candidate,
+)
+from engine.semiseparable.construct_sss import OrderBeyond
 from engine.semiseparable.fit import SWEEPS, TridiagonalFit
 from engine.semiseparable.semiseparable_matrix import (
     SemiseparableMatrix,
@@ -137,7 +146,12 @@ class Compression(LayerAnalysis[CompressionParams]):
             block = min(params.block or _BLOCK, n)
             order = params.order or (None if params.tolerance is not None else default_order(n, block))
             order = None if order is None else min(order, n)
-            found = sss_candidate(dense, block, order=order, tolerance=params.tolerance)
+            most = largest_order(n, block)
+            try:
+                found = sss_candidate(dense, block, order=order, tolerance=params.tolerance, most_order=most)
+            except OrderBeyond:
+                why = f"dense: an order above {most} would be needed for a relative error of {params.tolerance:g}"
+                return Choice(chosen=None, why=why, losers=())
         else:
             rank = min(params.rank or default_rank(n), n)
             levels = level_ranks(n, params.num_levels) if params.use_hierarchical else rank

@@ -161,6 +161,11 @@ def default_order(size: int, block: int) -> int:
     return max(1, _order_within(3 * size - 2 + 2 * size * default_rank(size), size, block))
 
 
+def largest_order(size: int, block: int) -> int:
+    """Return the largest order with which block SSS takes no more numbers than the dense matrix; 0 where none does."""
+    return _order_within(size * size, size, block)
+
+
 def sss_candidate(
     dense: Tensor,
     block: int,

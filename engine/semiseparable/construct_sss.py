@@ -99,7 +99,11 @@ def construct_sss(
     if tolerance is not None and not 0 < tolerance < 1:
         raise MatrixRefused(f"`tolerance` must be above 0 and below 1 (got {tolerance})")
     steps = 2 * max(-(-n // block) - 1, 1)
-    budget = None if tolerance is None else _Budget((tolerance * source.norm()) ** 2, steps, most_order or n)
+    budget = (
+        None
+        if tolerance is None
+        else _Budget((tolerance * source.norm()) ** 2, steps, n if most_order is None else most_order)
+    )
     bounds = [(start, min(start + block, n)) for start in range(0, n, block)]
     above = _sweep(source.read, bounds, n, order, budget)
     turned = [(n - stop, n - start) for start, stop in reversed(bounds)]

@@ -139,6 +139,17 @@ def test_an_asymmetric_matrix_is_read_as_it_stands(tmp_path: Path) -> None:
         MatrixFile(saved(tmp_path, H=dense), "H", quiet, most_bytes=2 * dense.nbytes, symmetric=False)
 
 
+def test_a_tolerance_that_asks_for_too_much_leaves_it_dense(tmp_path: Path) -> None:
+    read = MatrixFile(saved(tmp_path, H=matrices()["random"].contiguous()), "H", quiet, symmetric=False)
+    space = Workspace(inputs=ModelInputs(stored=read), ports=Ports(artifacts=MemoryArtifacts()))
+    space.options.kinds, space.options.decomposition = ("compression",), "none"
+    (row,) = Compression(CompressionParams(structure="block_sss", tolerance=0.01), space).rows()
+    assert row.metrics.G.structure == "dense"
+    # 32 blocks of 16 rows: 2r² + 64r + 256 numbers each, of 8,192
+    assert row.metrics.G.why == "dense: an order above 48 would be needed for a relative error of 0.01"
+    assert row.metrics.artifact is None
+
+
 def test_a_rank_beyond_the_matrix_is_refused(tmp_path: Path) -> None:
     read = MatrixFile(saved(tmp_path, H=torch.eye(20)), "H", quiet, symmetric=False)
     space = Workspace(inputs=ModelInputs(stored=read), ports=Ports(artifacts=MemoryArtifacts()))
