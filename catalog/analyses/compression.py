@@ -113,6 +113,7 @@ class CompressionMetrics:
     A: CompressedSide | None
     """Null where A is 1."""
     G: CompressedSide
+    """The gradient side, or the matrix of your own."""
     shared_A_with: str | None
     """Layer whose A this is; it is compressed, and kept, once."""
     artifact: str | None

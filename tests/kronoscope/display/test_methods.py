@@ -22,6 +22,8 @@ PHRASES: list[tuple[str, dict[str, Any], str]] = [
     ("spectrum", {}, "eigenvalues at each end, trace and density of K-FAC"),
     ("spectrum", {"of": ["ggn", "hessian"], "k": 3, "end": "largest", "density": False},
      "3 eigenvalues from the largest on and trace of the generalised Gauss-Newton matrix and the Hessian of the loss"),
+    ("compression", {}, "the structure with the smallest measured error or the fewest bytes for each factor A and G"),
+    ("compression", {"structure": "block_sss", "tolerance": 0.01}, "matrix for each factor A and G within a relative"),
 ]  # fmt: skip
 
 
