@@ -107,7 +107,7 @@ class _Semiseparable:
             UsageError: Before ``factorize``; or where other ranks hold columns, and no process group is initialised.
         """
         if not self._held:
-            raise UsageError("there is no matrix yet; call `factorize(H)` first")
+            raise UsageError("a matrix must be fitted before a product; call `factorize(H)` first")
         device = self._held["diagonal"].device
         away = {} if self._store is None else {name: self._store.load(name, device) for name in ("U", "V")}
         matrix = TridiagonalLowRank.read(self._held | away, {})

@@ -72,7 +72,7 @@ class CompressedSide:
     size: int
     """Rows."""
     structure: str
-    """`tridiagonal_lowrank`, `block_sss`, `dense`, or how a side that is no dense matrix is kept: it stays as it is."""
+    """`tridiagonal_lowrank`, `block_sss`, `dense`, or the way that a side is kept which is not a dense matrix."""
     why: str
     """Why this structure, with the figures that decided."""
     relative_error: float | None
@@ -131,13 +131,13 @@ class CompressionSummary:
     sides: int
     """Sides that are matrices, a shared A once."""
     structures: Mapping[str, int]
-    """How many of them are held by which structure, or dense."""
+    """The number of sides by structure, `dense` among them."""
     total_bytes: int
     """Bytes of all of them as they are held now."""
     dense_bytes: int
     """Bytes of all of them as dense matrices."""
     saved_share: float | None
-    """1 − total over dense; null where there is no such side."""
+    """1 − total over dense; null where nothing is a matrix."""
     relative_error: float | None
     """The largest of all sides."""
 

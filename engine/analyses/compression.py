@@ -102,7 +102,7 @@ class Compression(LayerAnalysis[CompressionParams]):
 
     def _compressed(self, matrix: Tensor | Structured) -> _Made:
         if isinstance(matrix, Structured):
-            return _as_it_is(matrix.size, matrix.kind, f"it is kept as `{matrix.kind}`, and is no dense matrix")
+            return _as_it_is(matrix.size, matrix.kind, f"it is kept as `{matrix.kind}`, and is not a dense matrix")
         if matrix.ndim == 1:
             return _as_it_is(matrix.shape[0], "diagonal", "it is diagonal")
         dense = matrix.to(self.workspace.machine.device, torch.promote_types(matrix.dtype, torch.float32))
@@ -162,7 +162,7 @@ class Compression(LayerAnalysis[CompressionParams]):
     @override
     def _row(self, layer: Measured, metrics: object, observed: Observed) -> LayerResult:
         row = super()._row(layer, metrics, observed)
-        # a matrix of the caller's own is no curvature: its trace may be anything
+        # a matrix of the caller's own is not a curvature: its trace may be anything
         return replace(row, status="covered") if layer.facts.module == GIVEN_MATRIX else row
 
     @override

@@ -72,7 +72,7 @@ def read_structures(artifacts: Artifacts) -> dict[str, dict[str, SemiseparableMa
         Structures by layer name and side.
 
     Raises:
-        BrokenFactors: If there is no index, or its sizes, orders or digests contradict the files.
+        BrokenFactors: If the index is missing, or contradicts the files in sizes, orders or digests.
     """
     try:
         layers = _layers(artifacts.load_json(INDEX))
@@ -93,7 +93,7 @@ def _layers(index: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 def _read_layer(artifacts: Artifacts, entry: Mapping[str, Any]) -> dict[str, SemiseparableMatrix]:
     file = _FILE.fullmatch(entry["file"])
     if file is None:
-        raise ValueError(f"{str(entry['file'])[:80]!r} is no file of structures")
+        raise ValueError(f"{str(entry['file'])[:80]!r} is not a file of structures")
     tensors = artifacts.load_tensors(file.group())
     if {name.partition("/")[0] for name in tensors} != set(entry["sides"]):
         raise ValueError(f"{file.group()} holds other sides than {', '.join(map(str, entry['sides']))}")

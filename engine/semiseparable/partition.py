@@ -34,7 +34,7 @@ def shares(count: int, world_size: int) -> list[tuple[int, int]]:
         Begin and end of each run; empty ones where there are more ranks than rows.
 
     Raises:
-        MatrixRefused: If there is no rank.
+        MatrixRefused: If ``world_size`` is below 1.
     """
     if world_size < 1:
         raise MatrixRefused(f"`world_size` must be at least 1 (got {world_size})")

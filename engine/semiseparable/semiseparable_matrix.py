@@ -247,7 +247,7 @@ def level_ranks(size: int, levels: int) -> tuple[int, ...]:
         ⌈log₂ N⌉, then of each level the rounded-up logarithm of the one before, at least 1.
 
     Raises:
-        MatrixRefused: If there is no level.
+        MatrixRefused: If ``levels`` is below 1.
     """
     if levels < 1:
         raise MatrixRefused(f"`num_levels` must be at least 1 (got {levels})")

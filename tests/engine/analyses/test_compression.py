@@ -107,7 +107,7 @@ def test_what_is_no_dense_matrix_stays_as_it_is() -> None:
     assert found["0"]["A"].structure == "diagonal"
     assert found["0"]["A"].why == "it stays as it is: it is diagonal"
     assert found["2"]["G"].structure == "softmax_head"
-    assert "is no dense matrix" in found["2"]["G"].why
+    assert "is not a dense matrix" in found["2"]["G"].why
     assert found["2"]["G"].total_bytes is None
 
 
