@@ -30,7 +30,7 @@ RUN mkdir catalog && touch README.md catalog/__init__.py \
 
 FROM base AS api-dependencies
 RUN pip install --require-hashes --no-deps -r ops/locks/api.txt \
-    && pip install --no-index --no-build-isolation '.[api,client]' && pip uninstall -y kronoscope
+    && pip install --no-index --no-build-isolation '.[api]' && pip uninstall -y kronoscope
 
 FROM base AS worker-dependencies
 # `--build-arg PIP_EXTRA_INDEX_URL=…` takes torch from an index with smaller CPU builds

@@ -18,7 +18,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { command -v $$p; break; }; done)
 
-.PHONY: help demo test test-gpu bench-gpu laws mutants check format bench site wheel soak architectures peers schemathesis test-nightly test-docker test-slurm lock audit sbom pin-images env clean
+.PHONY: help demo test test-gpu bench-gpu laws mutants check format bench picture site wheel soak architectures architectures-list peers schemathesis test-clients test-nightly test-docker test-slurm lock audit sbom pin-images env clean
 
 help: ## this list
 	@echo "Kronoscope measures the curvature of trained networks, layer by layer."
@@ -44,7 +44,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 # --- the two commands of the README --------------------------------------------------------------------------------
 
-demo: $(STAMP) ## train a small CNN, start the service, run a job through it, show its layers (ONCE=1 ends there)
+demo: $(STAMP) ## start the service, run a job on a small CNN through it, show its layers (ONCE=1 ends there)
 	@$(PY) -P examples/demo.py $(if $(filter-out 0,$(ONCE)),--once)
 
 test: $(STAMP) ## every check and every test that needs neither a GPU, Docker nor Slurm; installs PostgreSQL, Redis, Chromium (RECORD=1 holds it to its minutes)
@@ -90,6 +90,9 @@ bench: $(STAMP) ## run benchmarks/*.py and the conformance table; each writes be
 	done
 	@echo "==> benchmarks/conformance"; $(PY) -P -m benchmarks.conformance
 
+picture: $(STAMP) browser ## take the README's picture from the page of a job that has run
+	@$(PY) -P examples/demo.py --picture docs/images/job.png
+
 site: $(STAMP) ## build the documentation as a site in .site, strict about links
 	@$(PY) -m mkdocs build -q -f website/mkdocs.yml
 	@echo "Open .site/index.html"
@@ -102,9 +105,12 @@ soak: $(STAMP) ## kill every part at every point with the default leases; writes
 	@$(PY) -m tests.servers install
 	@OMP_NUM_THREADS=1 $(PY) -m tests.chaos.soak
 
-architectures: $(STAMP) ## what is covered of 170 architectures and how exactly, into docs/architectures.md; installs timm, diffusers, PEFT and torch_geometric beside the environment
+architectures: $(STAMP) ## what is covered of 280 architectures and how exactly, 110 of them as checkpoints, into docs/architectures.md; installs timm, diffusers, PEFT and torch_geometric beside the environment
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(ARCHITECTURES) -r benchmarks/architecture_cases/requirements.txt
 	@OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(ARCHITECTURES) $(PY) -P -m benchmarks.architectures
+
+architectures-list: $(STAMP) ## list the architectures of the pinned transformers that a checkpoint may have, for review (3 minutes)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=$(CURDIR) $(PY) -P -m ops.list_architectures
 
 peers: $(STAMP) ## make .peers, the environment of the libraries that benchmarks compare with
 	@benchmarks/conformance/environment.sh .peers $(PYTHON)
@@ -113,6 +119,12 @@ schemathesis: $(STAMP) ## ask a service of its own by its OpenAPI document, with
 	@[ -x .schemathesis/bin/python ] || { echo "==> Making .schemathesis, an environment of its own"; $(PYTHON) -m venv .schemathesis; }
 	@.schemathesis/bin/python -m pip install --quiet --disable-pip-version-check schemathesis==4.32.5
 	@OMP_NUM_THREADS=1 $(PY) -m tests.api.contract_check $(CURDIR)/.schemathesis/bin/schemathesis --max-examples $(or $(EXAMPLES),40) $(if $(SEED),--seed $(SEED))
+
+test-clients: $(STAMP) ## generate a Python and a TypeScript client from the API's document, and run a whole job through the first (2 minutes)
+	@[ -x .clients/bin/python ] || { echo "==> Making .clients, an environment of its own"; $(PYTHON) -m venv .clients; }
+	@.clients/bin/python -m pip install --quiet --disable-pip-version-check openapi-python-client==0.29.1
+	@npm install --prefix .clients --no-audit --no-fund --silent openapi-typescript@7.13.0 typescript@5.9.3
+	@OMP_NUM_THREADS=1 $(PY) -m tests.api.typed_clients .clients
 
 test-docker: $(STAMP) ## build the images, bring Compose up, run jobs through it (needs a Docker engine)
 	@docker info >/dev/null 2>&1 || { echo "No Docker engine answers; start one, then run this again." >&2; exit 2; }
@@ -221,6 +233,6 @@ complete-env:
 	@echo "==> .env is written, with random passwords and mode 0600; docker compose up -d comes next"
 
 clean: ## remove the environment, the caches and the demo's data; .env and other data stay
-	@rm -rf $(VENV) $(ARCHITECTURES) $(TOOLS) .peers .schemathesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .kronoscope/demo dist build
+	@rm -rf $(VENV) $(ARCHITECTURES) $(TOOLS) .peers .schemathesis .clients .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .kronoscope/demo dist build
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "==> Removed $(VENV), caches and .kronoscope/demo"

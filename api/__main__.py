@@ -1,12 +1,17 @@
-"""The program ``python -P -m api``: serve the API and its dashboard over HTTP."""
+"""The program ``python -P -m api [--with-parent PID]``: serve the API and its dashboard over HTTP.
+
+With ``--with-parent`` it ends when the process that started it has ended (`jobs.parent_process`).
+"""
 
 import gc
 
 gc.disable()  # modules that are loaded are no garbage: to look for some takes a seventh of the start
 
+import argparse
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from types import FrameType
 
 import uvicorn
@@ -15,10 +20,12 @@ from fastapi import FastAPI
 from api.connections.connection_table import ConnectionTable
 from api.connections.descriptors import BACKLOG, require_descriptors
 from api.connections.protocol import HttpProtocol
+from api.connections.strict_framing import MOST_HEADER_BYTES
 from api.main import create_app
 from api.settings import Settings
 from catalog.private_memory import hide_memory
 from jobs.errors import LedgerError, LedgerUnavailable, SchemaOutdated
+from jobs.parent_process import end_with_parent
 from jobs.schema.database import open_database, require_current_schema
 from jobs.service_log import configure_logging, log_last_words
 
@@ -52,8 +59,13 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal arrives; return the exit code (3 transient, 4 the operator must act)."""
+    parser = argparse.ArgumentParser(prog="api")
+    parser.add_argument("--with-parent", type=int, metavar="PID", help="end when the starting process ends")
+    parent = parser.parse_args(arguments).with_parent
+    if parent is not None:
+        end_with_parent(parent)
     hide_memory()
     configure_logging()
     log_last_words()
@@ -84,7 +96,7 @@ def main() -> int:
         backlog=BACKLOG,
         http=HttpProtocol,
         ws="none",
-        h11_max_incomplete_event_size=32 * 1024,
+        h11_max_incomplete_event_size=MOST_HEADER_BYTES,
         proxy_headers=False,
     )
     server = _Server(config, app)

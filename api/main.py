@@ -26,6 +26,7 @@ from api.live.job_watcher import JobWatcher
 from api.live.stream_limits import StreamLimits
 from api.requests import exception_handlers
 from api.requests.auth import Reader, authenticate
+from api.requests.file_reads import FileReads
 from api.requests.head import HeadMiddleware
 from api.requests.key_limits import KeyLimitsMiddleware
 from api.requests.middleware import SecurityMiddleware
@@ -117,12 +118,14 @@ def _open(settings: Settings, request_metrics: RequestMetrics) -> Service:
     if settings.ledger.bucket is None:
         settings.ledger.artifact_root.mkdir(parents=True, exist_ok=True)
     stopping = threading.Event()
+    artifacts = open_artifacts(settings.ledger)
     return Service(
         settings=settings,
         engine=engine,
         keys=for_purpose(engine, KEYS),
         fleet=for_purpose(engine, FLEET),
-        artifacts=open_artifacts(settings.ledger),
+        artifacts=artifacts,
+        file_reads=FileReads(artifacts=artifacts),
         maintenance=Maintenance(across_tenants(engine), settings.ledger, wakeups),
         metrics_cache=MetricsCache(settings),
         request_metrics=request_metrics,

@@ -20,66 +20,63 @@ class Settings(ServiceSettings):
     embedded: Flag = False
     """1: one tenant and no keys, on a loopback address only; `kronoscope serve --embedded` sets it."""
     host: str = "127.0.0.1"
-    """Address at which the API listens (in the image `0.0.0.0`)."""
+    """Listening address (in the image `0.0.0.0`)."""
     port: int = Field(8000, ge=1, le=65_535)
-    """Port at which the API listens; in `.env` it is the published one."""
+    """Listening port; in `.env` the published one."""
     key_secret: str | None = Field(None, repr=False)
     """HMAC key of the API keys, 16 characters or more; another value ends every key."""
     metrics_token: str | None = Field(None, repr=False)
-    """Token that Prometheus shows at `/metrics` (`Authorization: Bearer …`), 16 to 256 characters; without it nobody
-    reads them, but in embedded mode."""
+    """Token for `/metrics` (`Authorization: Bearer …`), 16 to 256 characters; without it they are readable in embedded
+    mode only."""
     metrics_seconds: float = Field(5, ge=0, le=60)
-    """How long one count of the ledger serves every scrape."""
+    """How long one count of the ledger serves all scrapes."""
     connections: int = Field(1000, ge=1, le=100_000)
-    """Connections open at a time. Beyond them the one that waits longest for its client gives way to a new one. The
-    process needs so many open files and 640 more, and refuses to start where it cannot have them."""
+    """Open connections; beyond them the one that waits longest for its client is closed. The process needs 640 open
+    files more, or refuses to start."""
     connections_per_client: int = Field(100, ge=1, le=100_000)
-    """The same of each client address (of an IPv6 network of 64 bits), and requests at a time of each that a trusted
-    proxy names; beyond them 429 where all are being answered."""
+    """The same for each client address (IPv6: network of 64 bits), and concurrent requests of each address from a
+    trusted proxy; beyond them 429 if all are being answered."""
     trusted_proxies: Annotated[CommaList, Variables(("KRONOSCOPE_TRUSTED_PROXIES",), shown="empty")] = ()
-    """Comma list of addresses and networks of reverse proxies that write `X-Forwarded-For` themselves, `gateway` for
-    that of the default route. They are no client: the last address of the header that is not listed is. Nobody else's
-    header is read."""
+    """Comma list of addresses and networks of reverse proxies that write `X-Forwarded-For`, `gateway` for the default
+    route. The client is the last address in the header that is not listed. Other headers are ignored."""
     header_seconds: float = Field(10, ge=0.05, le=3600)
-    """How long a client may take for the header of a request before its connection is closed."""
+    """Time for the header of a request before the connection is closed."""
     idle_seconds: int = Field(10, ge=1, le=3600)
-    """How long a connection stays open between two requests."""
+    """How long a connection stays open between requests."""
     body_limit_bytes: Annotated[int, Variables()] = 256 * 1024
     body_seconds: float = Field(10, ge=0)
-    """How long the body of a request may take to arrive before it is answered 408."""
+    """Time for the body of a request before the answer 408."""
     database_seconds: float = Field(8, ge=0.1, le=600)
-    """How long the database may take for all queries of a request together before it is answered 503."""
+    """Time for all queries of a request before the answer 503."""
     estimate_seconds: float = Field(10, ge=0)
-    """How long `POST /v1/estimates` waits before it answers 202; 0 answers at once."""
+    """How long `POST /v1/estimates` waits before the answer 202; 0 answers at once."""
     signed_seconds: int = Field(300, ge=0, le=604_800)
-    """How long the signed address of a file in a bucket is good for; 0 sends files through the API."""
+    """How long signed addresses of a bucket are valid; 0 sends files through the API."""
     streams: int = Field(200, ge=0)
-    """Streams of events open at a time, counted by each API process, and no more than half of its connections; beyond
-    them 503."""
+    """Open streams of events in each API process, at most half of its connections; beyond them 503."""
     streams_per_key: int = Field(3, ge=0)
-    """Streams of events open at a time for each key, counted by each API process; beyond them 429."""
+    """Open streams of each key in each API process; beyond them 429."""
     stream_seconds: float = Field(600, ge=0.05, le=86_400)
-    """How long one stream lasts before its reader has to connect again."""
+    """How long a stream lasts before its reader must reconnect."""
     stream_write_seconds: float = Field(10, ge=0.05, le=86_400)
-    """How long a reader of any answer may take nothing before its connection is cut."""
+    """How long a reader of an answer may take nothing before it is disconnected."""
     stream_idle_seconds: float = Field(15, ge=0.05, le=86_400)
-    """Seconds between two signs of life in a stream without events; less than any proxy's read timeout."""
+    """Seconds between keep-alives in a stream without events; less than any proxy's read timeout."""
     long_polls: int = Field(200, ge=0)
-    """Requests with `wait` that wait at a time, in each API process, and no more than a quarter of its connections;
-    beyond them they are answered at once."""
+    """Concurrent requests with `wait` in each API process, at most a quarter of its connections; beyond them they are
+    answered at once."""
     long_polls_per_key: int = Field(50, ge=1, le=100_000)
-    """Requests of each key that wait at a time, in each API process; beyond them 429."""
+    """The same of each key; beyond them 429."""
     requests_per_second: float = Field(100, ge=0, le=100_000)
-    """Requests of each key a second, and twice as many at once, in each API process; beyond them 429. 0 sets no
+    """Requests of each key a second, with bursts of twice as many, in each API process; beyond them 429. 0: no
     limit."""
     requests_per_key: int = Field(2, ge=1, le=10_000)
-    """Requests of each key that are worked on at a time, in each API process. 32 times as many wait for them,
-    without a thread or a connection to the database; beyond them 429."""
+    """Concurrent requests of each key in each API process. 32 times as many wait; beyond them 429."""
     refused_per_minute: int = Field(60, ge=0, le=1_000_000)
-    """Requests of each client address without a valid key that are answered 401 in a minute, in each API process;
-    beyond them 429. A valid key of the same address is served all the same. 0 sets no limit."""
+    """Requests without a valid key of each client address a minute that get 401, in each API process; beyond them 429.
+    Valid keys of the address are still served. 0: no limit."""
     queued_jobs: int = Field(1000, ge=1, le=1_000_000)
-    """Jobs and estimates of each tenant that may wait; beyond them 429."""
+    """Waiting jobs and estimates of each tenant; beyond them 429."""
     queued_bytes: int = Field(64 * 2**20, ge=1)
     """Text of their documents; beyond it 429."""
 

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from catalog import ANALYSES
 from catalog.analyses.analysis import RefusedAnalysis
+from catalog.frames import AppliedAdapter, Reading
 from catalog.record import record
 from catalog.responses.layer_record import LayerRecord, Observed
 
@@ -74,6 +75,10 @@ class Manifest:
     """Fields, columns, files and tensors of the model's folder and the data that were not used."""
     notices: tuple[str, ...]
     """What was read otherwise than it stands there, in a way that changes numbers."""
+    reading: Reading
+    """How the data were read."""
+    adapters: tuple[AppliedAdapter, ...]
+    """The adapter that was applied to the model, with its base and digests; empty where there was none."""
 
 
 @record
@@ -117,7 +122,17 @@ class PlanRecord:
     why: str
     """The reason for the choice."""
     pace: str
-    """`measured` on this machine, or the `usual` one."""
+    """`measured` on this machine, `shared` where other programs used its cores meanwhile, or the `usual` one."""
+    start_seconds: float | None
+    """Seconds from the start of the job's process until the plan was made."""
+    seconds: float | None
+    """Estimated seconds from the start of the job's process to its last row."""
+    seconds_range: tuple[float, ...] | None
+    """Lower and upper end of the estimate."""
+    threads: int | None
+    """Computing threads, which every later attempt keeps."""
+    thread_speeds: Mapping[str, float] | None
+    """Operations per second of each number of threads that was tried; null where the number was given."""
 
 
 @record
@@ -225,7 +240,8 @@ def _reference(name: str) -> dict[str, str]:
 def _add(schemas: dict[str, Any], name: str, schema: Mapping[str, Any]) -> None:
     parts = {key: value for key, value in schema.items() if key != "$defs"}
     for part, value in {**schema.get("$defs", {}), name: parts}.items():
-        schemas[_PREFIX + part] = _open(value)
+        # a generator of clients names classes after titles, where two of one name are none
+        schemas[_PREFIX + part] = {**_open(value), "title": _PREFIX + part}
 
 
 def _open(schema: Any) -> Any:  # noqa: ANN401 - any part of a JSON schema

@@ -1,11 +1,13 @@
 """Others under attack: what an honest caller waits for while silent, dripping and greedy clients are at the service.
 
 A real PostgreSQL and a real API with its default limits. The attackers are a process of their own, at addresses of the
-loopback network that nobody trusts: 1,100 sockets that say nothing, 300 that send one byte of a header a second, and
+loopback network that are not trusted: 1,100 sockets that say nothing, 300 that send one byte of a header a second, and
 50 threads with one key that ask for 20 lists each of long documents. The honest caller has another address, key and
-tenant, and asks for a list, a job and the probe in turn, before the attack and during it.
+tenant, and asks for a list, a job and the probe in turn, before the attack and during it. Before that attack come 40
+readers with keys of their own, each of a part of one file of 64 MiB that was never verified, 16 KiB every 50 ms.
 
     python -m benchmarks.exhaustion [--silent 1100] [--dripping 300] [--threads 50] [--lists 20] [--seconds 20]
+           [--readers 40]
 """
 
 import argparse
@@ -34,10 +36,14 @@ from jobs.codec import parse_document
 from jobs.repository.submission import submit
 from jobs.schema.database import open_database
 from jobs.tenancy.api_keys import create_key, verify_key
+from tests.api import seeding
 
 JOBS = 200
 LABELS, LABEL_CHARACTERS = 32, 250
 TARGET_MS = 500
+READERS_TARGET_MS = 300
+FILE_BYTES = 64 * 2**20
+_READ_BYTES, _READ_SECONDS = 16 * 2**10, 0.05
 SILENT, DRIPPING, GREEDY, HONEST = "127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5"
 _PAUSE_SECONDS = 0.02
 
@@ -86,6 +92,53 @@ def fill(url: str) -> tuple[str, str, str]:
         return greedy, honest, job.id
     finally:
         engine.dispose()
+
+
+def stored_file(url: str, folder: Path, tenant: str, readers: int) -> tuple[str, list[str]]:
+    """Store a file of one tenant's running job; its path, and a key for each of those who will read it."""
+    engine = open_database(url)
+    try:
+        keys = [create_key(engine, SECRET, tenant) for _ in range(readers)]
+        caller = verify_key(engine, SECRET, keys[0])
+        if caller is None:
+            raise RuntimeError("a key that was just made is not valid")
+        claim = seeding.running(engine, caller.tenant_id)
+        content = os.urandom(FILE_BYTES)
+        seeding.artifact(engine, folder / "artifacts", claim, "factors/0.safetensors", content, "application/x-any")
+        return f"/v1/jobs/{claim.job_id}/artifacts/factors/0.safetensors", keys
+    finally:
+        engine.dispose()
+
+
+@contextlib.contextmanager
+def slow_readers(port: int, path: str, keys: list[str]) -> Iterator[Counter[str]]:
+    """Readers that each take a part of a file slowly; their answers by status, and the bytes that they got."""
+    ended, answers = threading.Event(), Counter[str]()
+
+    def read(key: str) -> None:
+        lines = ("Host: x", f"Authorization: Bearer {key}", "Range: bytes=1-", "Connection: close", "", "")
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * _READ_BYTES)
+            connection.bind((GREEDY, 0))
+            connection.connect(("127.0.0.1", port))
+            connection.settimeout(1)
+            connection.sendall("\r\n".join((f"GET {path} HTTP/1.1", *lines)).encode())
+            while not ended.wait(_READ_SECONDS):
+                with contextlib.suppress(TimeoutError):
+                    part = connection.recv(_READ_BYTES)
+                    if part.startswith(b"HTTP/1.1 "):
+                        answers[part[9:12].decode()] += 1
+                    answers["bytes"] += len(part)
+
+    threads = [threading.Thread(target=read, args=(key,)) for key in keys]
+    for thread in threads:
+        thread.start()
+    try:
+        yield answers
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
 
 
 def opened(port: int, source: str) -> socket.socket | None:
@@ -192,9 +245,12 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     """All figures of one run."""
     with tempfile.TemporaryDirectory() as name, database("postgresql", Path(name)) as url:
         greedy, honest, job_id = fill(url)
+        path, keys = stored_file(url, Path(name), "greedy", chosen.readers)
         with api(url, Path(name)) as (port, process):
             listen(port, honest, job_id, 1)  # the first ones connect
             quiet, _ = listen(port, honest, job_id, chosen.seconds / 2)
+            with slow_readers(port, path, keys) as answers:
+                beside_readers, read_statuses = listen(port, honest, job_id, chosen.seconds)
             before = process.memory_info().rss
             arguments = ["--attack", "--port", str(port), "--key", greedy]
             for option in ("silent", "dripping", "threads", "lists"):
@@ -224,8 +280,9 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
                 attacked = json.loads(attackers.stdout.read())
     return {
         "quiet": summarised(quiet),
+        "slow_readers": summarised(beside_readers) | {"readers": dict(answers)},
         "attacked": summarised(times),
-        "statuses": dict(statuses),
+        "statuses": dict(statuses + read_statuses),
         "attackers": attacked,
         "load_average": os.getloadavg()[0],
         "cores": os.cpu_count(),
@@ -241,6 +298,7 @@ def main() -> int:
     parser.add_argument("--dripping", type=int, default=300)
     parser.add_argument("--threads", type=int, default=50)
     parser.add_argument("--lists", type=int, default=20)
+    parser.add_argument("--readers", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--attack", action="store_true", help="be the attackers of a run")
     parser.add_argument("--port", type=int)
@@ -252,7 +310,11 @@ def main() -> int:
     p99 = figures["attacked"]["all"]["p99_ms"]
     refused = sum(count for status, count in figures["statuses"].items() if status != "200")
     crowd = f"{chosen.silent:,} silent, {chosen.dripping} dripping, {chosen.threads} x {chosen.lists} lists"
+    beside_readers = figures["slow_readers"]["all"]["p99_ms"]
     claims = [
+        results_file.claim(
+            f"others' p99 beside {chosen.readers} slow readers of a file, in ms", beside_readers, READERS_TARGET_MS
+        ),
         results_file.claim(f"others' p99 under {crowd}, in ms", p99, TARGET_MS),
         results_file.claim("requests of others that were not answered 200", refused, 0),
         results_file.claim("silent sockets still open at the end", figures["attackers"]["silent_still_open"], 100),

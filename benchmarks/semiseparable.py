@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks import results_file
+from benchmarks.page_table import write_table
 from engine.memory.offload_store import OffloadStore
 from engine.semiseparable.block_sss import BlockSSS
 from engine.semiseparable.construct_sss import construct_sss
@@ -28,7 +29,7 @@ from engine.semiseparable.tridiagonal_low_rank import TridiagonalLowRank, formul
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "circulating-figures.md"
-BEGIN, END = "<!-- semiseparable: begin -->", "<!-- semiseparable: end -->"
+NAME = "semiseparable"
 SIZES = tuple(2**k for k in range(9, 18))
 
 
@@ -251,14 +252,6 @@ def table() -> Iterator[str]:
         yield f'| "{figure.said}" | {figure.verdict()} |'
 
 
-def write_table() -> None:
-    """Write the table between its marks."""
-    text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n\n" + "\n".join(table()) + f"\n\n{END}{after}")
-
-
 def claims(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the claims about what was measured."""
     product, construction, memory_of = found["speed"]["product"], found["speed"]["construction"], found["memory"]
@@ -293,13 +286,13 @@ def main() -> int:
     parser.add_argument("--counted", action="store_true", help="the table alone: nothing is measured")
     options = parser.parse_args()
     if options.docs:
-        write_table()
+        write_table(PAGE, NAME, table())
         print("\n".join(table()))
     if options.counted:
         return 0
     torch.set_num_threads(1)
     found: dict[str, Any] = {"speed": speed(), "memory": memory(), "offload": offload()}
-    results_file.write("semiseparable", claims(found), found)
+    results_file.write(NAME, claims(found), found)
     return 0
 
 

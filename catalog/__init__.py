@@ -13,6 +13,7 @@ from catalog.analyses.capacity import CAPACITY
 from catalog.analyses.compare_curvature import COMPARE_CURVATURE
 from catalog.analyses.compression import COMPRESSION
 from catalog.analyses.factors import FACTORS
+from catalog.analyses.fewshot_training import FEWSHOT_TRAINING
 from catalog.analyses.natural_gradient import NATURAL_GRADIENT
 from catalog.analyses.reconstruction import RECONSTRUCTION
 from catalog.analyses.spectrum import SPECTRUM
@@ -20,7 +21,16 @@ from catalog.requests.job import JobDocument
 
 ANALYSES: dict[str, Analysis] = {
     analysis.kind: analysis
-    for analysis in (FACTORS, CAPACITY, RECONSTRUCTION, NATURAL_GRADIENT, COMPARE_CURVATURE, SPECTRUM, COMPRESSION)
+    for analysis in (
+        FACTORS,
+        CAPACITY,
+        RECONSTRUCTION,
+        NATURAL_GRADIENT,
+        COMPARE_CURVATURE,
+        SPECTRUM,
+        COMPRESSION,
+        FEWSHOT_TRAINING,
+    )
 }
 
 

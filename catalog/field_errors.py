@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 from catalog.record import FieldError, record
 
 _MAX_COMPLAINTS = 20
+_MOST_NAMES = 10
 
 _SENTENCES = {
     "missing": "is missing; it must be given",
@@ -194,6 +195,18 @@ def suggestion(wrong: object, choices: Iterable[str]) -> str:
     return f"; did you mean `{near}`?" if near else ""
 
 
+def near_names(wrong: object, names: Iterable[str]) -> str:
+    """Return the end of a message about a name that is not there: the nearest one, else the first ten.
+
+    Args:
+        wrong: The name that is not there; a long one has no near ones.
+    """
+    listed = list(names)
+    there = ", ".join(map(repr, listed[:_MOST_NAMES])) or "none"
+    more = " and more" if len(listed) > _MOST_NAMES else ""
+    return suggestion(wrong, listed) or f"; there are {there}{more}"
+
+
 def nearest(wrong: object, choices: Iterable[str]) -> str | None:
     """Return the choice that a word is most likely a slip of.
 
@@ -220,11 +233,14 @@ class Spelling:
     """The field, with the blocks that it stands in."""
     note: str = ""
     """How the older values read here; empty where they are the same."""
+    namesake: str | None = None
+    """A field of another block that has the very name of the older spelling."""
 
     @property
     def written(self) -> str:
-        """The place, as a message or a table names it."""
-        return f"`{self.place}`{f' ({self.note})' if self.note else ''}"
+        """The places, as a message or a table names them."""
+        further = "" if self.namesake is None else f", or `{self.namesake}`"
+        return f"`{self.place}`{f' ({self.note})' if self.note else ''}{further}"
 
 
 def spellings(document: type, prefix: str = "") -> dict[str, Spelling]:
@@ -247,9 +263,10 @@ def spellings(document: type, prefix: str = "") -> dict[str, Spelling]:
             found.setdefault(field.name, Spelling(place=place))
         nested = _records(hints[field.name])
         if len(nested) == 1:
-            found.update(
-                {name: where for name, where in spellings(nested[0], f"{place}.").items() if name not in found}
-            )
+            for name, where in spellings(nested[0], f"{place}.").items():
+                known = found.setdefault(name, where)
+                if not known.place.endswith(f".{name}") and where.place.endswith(f".{name}"):
+                    found[name] = dataclasses.replace(known, namesake=known.namesake or where.place)
     return found
 
 

@@ -8,13 +8,18 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Any
+from typing import Any, get_args
 
+from catalog.analyses.analysis import CoverageKind
 from catalog.record import record
 from catalog.requests.pieces import MAX_SHARDS, ROUNDS
 
 MAX_COUNT = 2**53
 """The largest count: the last integer that every reader of JSON holds exactly."""
+MAX_TRACE = 32
+"""Most calls in the trace of a failure."""
+CODE_NAME = r"[\w.<>]{1,200}"
+"""The name of a module or function in it: no separator of a path, no blank."""
 CACHED_FILES = 50_000
 """Most files of an entry of cached factors."""
 _HEXADECIMAL = r"[0-9a-f]{64}"
@@ -146,6 +151,7 @@ Bound = Text | Count | Entries | Members
 
 _KIND, _LAYER, _POINTER = Text(most=64, pattern=_WORD), Text(most=16_384), Text(most=1_000, optional=True)
 _MESSAGE = Text(most=4_000)
+_CODE_NAME = Text(most=200, pattern=CODE_NAME)
 _DIGEST = Text(most=64, optional=True)
 _SHA256 = Text(most=64, pattern=_HEXADECIMAL)
 _ANYTHING = Members()
@@ -163,6 +169,31 @@ _REFUSED = {
     "layer": Text(most=16_384, optional=True),
 }
 
+_ADAPTER = {
+    "base": Text(most=1_000),
+    "base_sha256": _DIGEST,
+    "adapter": Text(most=1_000),
+    "config_sha256": _SHA256,
+    "weights_sha256": _SHA256,
+}
+_PART: Mapping[str, "Bound"] = {
+    "kind": Text(most=16, choices=get_args(CoverageKind)),
+    "reason": Text(most=64, pattern=_WORD, optional=True),
+    "parameters": Count(),
+    "layers": Count(),
+    "named": Entries(
+        most=8,
+        of=Members(
+            known={
+                "names": Entries(most=4, of=_LAYER),
+                "module": _LAYER,
+                "why": Text(most=4_000, optional=True),
+            }
+        ),
+    ),
+}
+_SUMMARY = Members(known={"coverage": Members(known={"parts": Entries(most=64, of=Members(known=_PART))})})
+
 _FIELDS: Mapping[str, Mapping[str, Bound]] = {
     "started": {"environment": Members(most_bytes=2**16)},
     "progress": {
@@ -179,7 +210,7 @@ _FIELDS: Mapping[str, Mapping[str, Bound]] = {
         "size_bytes": Count(),
         "media_type": Text(most=100),
     },
-    "summary": {"kind": _KIND, "summary": _ANYTHING},
+    "summary": {"kind": _KIND, "summary": _SUMMARY},
     "log": {"level": Text(most=16, choices=("debug", "info", "warning")), "message": Text(most=2**20)},
     "cache_asked": {"key": _SHA256},
     "cache_filled": {"key": _SHA256, "files": Entries(most=CACHED_FILES, of=Members(known=_CACHED_FILE))},
@@ -190,6 +221,9 @@ _FIELDS: Mapping[str, Mapping[str, Bound]] = {
         "pointer": _POINTER,
         "layer": Text(most=16_384, optional=True),
         "detail": Text(most=20_000, optional=True),
+        "trace": Entries(
+            most=MAX_TRACE, of=Members(known={"module": _CODE_NAME, "line": Count(), "function": _CODE_NAME})
+        ),
     },
     "finished": {
         "model_sha256": _DIGEST,
@@ -200,6 +234,8 @@ _FIELDS: Mapping[str, Mapping[str, Bound]] = {
         "refused": Entries(most=64, of=Members(known=_REFUSED)),
         "unused": _LINES,
         "notices": _LINES,
+        "reading": Members(most_bytes=2 * 2**20),
+        "adapters": Entries(most=1, of=Members(known=_ADAPTER)),
     },
     "stopped": {},
     "divided": {

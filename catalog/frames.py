@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 from catalog.analyses.analysis import LayerResult, RefusedAnalysis
 from catalog.frame_bounds import cut, require_within
-from catalog.record import FieldError, canonical_json, plain, record
+from catalog.record import FieldError, canonical_json, option, plain, record
 from catalog.record_reader import read
 from catalog.requests.cached_factors import CachedFile
+from catalog.requests.data_sources import Pixels
+from catalog.responses.caller_frame import CallerFrame
 
 MAX_FRAME_BYTES = 8 * 2**20
 _MOST_WARNING = 500
@@ -38,7 +40,7 @@ class Progress:
     done: int
     total: int | None
     unit: str
-    """`batches` or `layers`."""
+    """`batches`, `layers`, or `episodes` of a training."""
 
 
 @record
@@ -105,7 +107,51 @@ class Failed:
     """JSON pointer into the document, where a field is to blame."""
     layer: str | None
     detail: str | None
-    """For the operator: never shown to the caller."""
+    """For the operator: never shown to the caller of a service."""
+    trace: tuple[CallerFrame, ...] = ()
+    """Calls in a factory's own code that it was raised under, the innermost last."""
+
+
+@record
+class AppliedAdapter:
+    """An adapter that was applied to a model."""
+
+    base: str
+    """The model below it: its folder, or its name on the hub with the commit."""
+    base_sha256: str | None
+    """`model_sha256` of that model alone; null where it lacks tensors that the adapter brings, such as a head."""
+    adapter: str
+    """The adapter: its folder, or its name on the hub with the commit."""
+    config_sha256: str
+    """Digest of `adapter_config.json`."""
+    weights_sha256: str
+    """Digest of `adapter_model.safetensors`."""
+    merged: bool
+    """Whether it was added into the weights."""
+
+
+@record
+class NumberedLabels:
+    """Names of classes and the number of each."""
+
+    order: Literal["id2label", "sorted"]
+    """`id2label`: as the config.json of the model numbers them; `sorted`: by the alphabet, as it has no names."""
+    names: int
+    """How many the data have."""
+    numbers: Mapping[str, int]
+    """The number of each name; of very many the first."""
+
+
+@record
+class Reading:
+    """How data were read."""
+
+    columns: Mapping[str, str] = option(dict)
+    """Columns of a table by what they were read as: `text`, `pair`, `label`."""
+    labels: NumberedLabels | None = None
+    """Names of classes; null where the data have numbers."""
+    pixels: Pixels | None = None
+    """How pixels became numbers; null where they are taken as they are."""
 
 
 @record
@@ -129,6 +175,11 @@ class Finished:
     """What lies in the model's folder or in the data, and was not used."""
     notices: tuple[str, ...] = ()
     """What was read otherwise than it stands there, in a way that changes numbers."""
+    reading: Reading = option(Reading)
+    """How the data were read."""
+    adapters: tuple[AppliedAdapter, ...] = ()
+    """The adapter that was applied to the model; empty where there was none, and for a job of pieces, whose manifests
+    have it."""
 
 
 @record

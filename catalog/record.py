@@ -22,6 +22,8 @@ from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
 
+from catalog.brief import Brief
+
 
 class DescribedMetadata(Mapping[str, Any]):
     """The metadata of a field, and its description under the name by which pydantic takes one.
@@ -105,7 +107,7 @@ class WrongType(FieldError, TypeError):
 def record(cls: type[T]) -> type[T]:
     """Make ``cls`` a frozen keyword-only dataclass that pydantic validates strictly."""
     cls.__pydantic_config__ = dict(_PYDANTIC)  # type: ignore[attr-defined]
-    made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    made = dataclasses.dataclass(frozen=True, kw_only=True, repr=not issubclass(cls, Brief))(cls)
     for field in dataclasses.fields(made):  # type: ignore[arg-type]
         if field.name in inspect.get_annotations(cls):
             # the string under a field is its description in OpenAPI and in the menu

@@ -165,7 +165,8 @@ def prepare_collection(workspace: Workspace) -> Iterator[tuple[PlannedJob, tuple
                 workspace.machine.guard.hold(planned.plan)
                 yield planned, tuple(trainable)
             except ModelRefused as refused:
-                raise explain_refusal(job, refused) from refused
+                # what the model raised stays the cause: a refusal that is its own cause loses it
+                raise explain_refusal(job, refused) from (refused.__cause__ or refused)
 
 
 def _cached(workspace: Workspace) -> FactorSet | None:

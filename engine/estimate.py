@@ -52,7 +52,7 @@ def estimate(workspace: Workspace, pieces: int = 1) -> dict[str, Any]:
         # of what merges there is one way, whatever the budget
         least_bytes["host"] = least_bytes["host"] and max(least_bytes["host"], merging)
     return plan.as_json() | {
-        **budget.planned_context,
+        **workspace.machine.planned_context,
         "fits": plan.fits(budget),
         "budget": {"device_bytes": budget.device_bytes, "host_bytes": budget.host_bytes},
         "smallest_budget": {f"{place}_bytes": least for place, least in least_bytes.items()},

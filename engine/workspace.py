@@ -1,8 +1,7 @@
 """The workspace of one job: everything that an analysis may use outside its own arithmetic.
 
-An analysis is ``(params, workspace) -> Generator[LayerResult, None, Summary]``. It yields each
-layer's row as soon as that layer is complete, reports progress, and calls
-``workspace.ports.raise_if_cancelled()`` between units of work.
+An analysis is ``(params, workspace) -> Generator[LayerResult, None, Summary]``. It yields each layer's row as soon as
+that layer is complete, reports progress, and calls ``workspace.ports.raise_if_cancelled()`` between units of work.
 
     inputs     the model, its data and the task, or factors stored earlier
     options    what the job document asks for
@@ -11,8 +10,7 @@ layer's row as soon as that layer is complete, reports progress, and calls
     resume     what an earlier attempt decided and completed
     results    what one analysis leaves for the next
 
-The caller decides what stands behind the ports: the worker's child process sends frames to its
-parent, ``kronoscope.local`` keeps everything in memory. A function takes the part that it uses.
+Behind the ports stands what the caller has: the worker's child sends frames, ``kronoscope.local`` keeps all in memory.
 """
 
 import contextlib
@@ -32,6 +30,7 @@ from catalog.requests.inputs import Task
 from catalog.requests.memory import Memory
 from catalog.requests.woodbury import Woodbury
 from engine.distributed.group import Ranks
+from engine.image_data import ImageData
 from engine.memory.budget import MemoryBudget
 from engine.memory.device_speed import DeviceSpeed
 from engine.memory.guard import Guard
@@ -55,9 +54,6 @@ class Artifacts(Protocol):
 
     def load_tensors(self, name: str) -> dict[str, Tensor]:
         """Read tensors back.
-
-        Args:
-            name: Name of the file.
 
         Returns:
             Host tensors by name, of the shapes and dtypes that were written.
@@ -99,8 +95,6 @@ def save_sealed(artifacts: Artifacts, name: str, body: Mapping[str, Any]) -> Non
     """Write a table with its digest.
 
     Args:
-        artifacts: Where to.
-        name: The file's name.
         body: The table, of what JSON holds.
 
     Raises:
@@ -111,10 +105,6 @@ def save_sealed(artifacts: Artifacts, name: str, body: Mapping[str, Any]) -> Non
 
 def load_sealed(artifacts: Artifacts, name: str) -> Mapping[str, Any]:
     """Read a table that ``save_sealed`` wrote.
-
-    Args:
-        artifacts: Where from.
-        name: The file's name.
 
     Returns:
         The table, as it was written.
@@ -201,6 +191,8 @@ class ModelInputs:
     """Decompositions of layers of the merged factors, which pieces of a divided job have made."""
     gradient: Mapping[str, Tensor] | None = None
     """A gradient of the caller's by parameter, on the host, in place of that of the data."""
+    images: ImageData | None = None
+    """Images in classes, in place of model, batches and task."""
     stored_against: Artifacts | None = None
     """The second set of factors, which a comparison names."""
 
@@ -292,13 +284,20 @@ class Machine:
     guard: Guard = field(default_factory=Guard.unlimited)
     """Checks each large allocation against the budget, and takes a cheaper way where it would not fit."""
     speed: DeviceSpeed | None = None
-    """Operations and bytes per second of the device, where they were measured; None takes typical values."""
-    measure_speed: Callable[[], DeviceSpeed | None] = _ignore
-    """Measures the speed, for a job that is long enough; returns None where that is not possible."""
+    """Speed of the device at this moment, once it is measured: seconds are foreseen by it, and nothing is chosen."""
+    measure_speed: Callable[[bool], DeviceSpeed | None] = _ignore
+    """Measures the speed, that of the disk too where the argument says so; None takes typical values."""
+    threads: Mapping[str, Any] = field(default_factory=dict)
+    """The plan's entries on computing threads; empty where the caller has set them."""
     curve: MemoryCurve = field(default_factory=MemoryCurve)
     """How many bytes were held at which time."""
     ranks: Ranks | None = None
     """The processes that measure these data together, each its own part; None where this is the only one."""
+
+    @property
+    def planned_context(self) -> dict[str, Any]:
+        """The plan's entries on the CUDA context and on threads."""
+        return {**self.budget.planned_context, **self.threads}
 
     @contextlib.contextmanager
     def operation(self, name: str, stage: Stage | None = None) -> Iterator[None]:

@@ -1,11 +1,12 @@
-"""`make demo`: train a small CNN, start the service, run one job through it, show what came back.
+"""`make demo`: start the service, run one job on a small trained CNN through it, show what came back.
 
 Everything stays in ``.kronoscope/demo``. With ``--once`` the service ends after the table; without it
-the page stays until ctrl-C.
+the page stays until ctrl-C. ``--picture FILE`` (`make picture`) takes the page's picture for the README and ends.
 """
 
 import argparse
 import contextlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -55,14 +56,6 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return int(probe.getsockname()[1])
     raise DemoError("no port of 127.0.0.1 is free")
-
-
-def train() -> None:
-    """Have the small CNN in the model store; a second run finds it there."""
-    say("A small CNN on scikit-learn's handwritten digits: trained the first time, then kept")
-    command = [sys.executable, "-P", "-m", "worker.execution.models.builtin", "digits_cnn", "--store", DATA / "models"]
-    if subprocess.run(command, check=False).returncode:  # noqa: S603 - our own module
-        raise DemoError("the CNN could not be trained; the lines above say why")
 
 
 @contextlib.contextmanager
@@ -116,12 +109,30 @@ def run_job(client: Client) -> str:
     return job.id
 
 
-def demo(*, once: bool) -> None:
+def take_picture(page: str, file: Path) -> None:
+    """The top of a job's page, as it stands in a window of 1440 × 1000 pixels."""
+    from playwright.sync_api import sync_playwright  # noqa: PLC0415 - it comes with the tests' tools
+
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        window = browser.new_page(viewport={"width": 1440, "height": 1000})
+        window.goto(page)
+        window.get_by_role("heading", name="Layers").first.wait_for()
+        window.wait_for_load_state("networkidle")
+        window.screenshot(path=file)
+        browser.close()
+    say(f"The page's picture: {file}")
+
+
+def demo(*, once: bool, picture: Path | None) -> None:
     """The whole walk."""
     DATA.mkdir(parents=True, exist_ok=True)
-    train()
     with service() as client:
         page = f"{client.url}/#/jobs/{run_job(client)}"
+        if picture is not None:
+            take_picture(page, picture)
+            return
         if once:
             say(f"Its page was {page} (without ONCE=1 it stays)")
             return
@@ -133,11 +144,12 @@ def main() -> int:
     """Run it; a failure is one sentence."""
     arguments = argparse.ArgumentParser(description="Run one job through the service, from nothing.")
     arguments.add_argument("--once", action="store_true", help="end the service after the table")
-    once = arguments.parse_args().once
+    arguments.add_argument("--picture", type=Path, help="take the page's picture into this file, and end")
+    chosen = arguments.parse_args()
     # `kill` ends the demo as ctrl-C does, and with it the service
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        demo(once=once)
+        demo(once=chosen.once, picture=chosen.picture)
     except (DemoError, ClientError) as error:
         console.print(f"The demo stopped: {error}", style="bold red", markup=False, soft_wrap=True)
         return 1

@@ -37,6 +37,8 @@ class Job:
     event_seq: int
     """Grows with every write, so `(id, event_seq)` names a version of the job."""
     cancel_requested_at: datetime | None
+    cancel_requested_by: str | None
+    """Prefix of the API key that asked for it; None in embedded mode, and of a piece, which ends with its job."""
     deadline_at: datetime | None
     progress: Mapping[str, Any] | None
     failure: Mapping[str, Any] | None

@@ -23,9 +23,9 @@ class S3Settings(EnvironmentSettings):
     region: Annotated[str, Variables(("AWS_REGION", "AWS_DEFAULT_REGION"))] = "us-east-1"
     """The bucket's region."""
     endpoint: Annotated[str, Variables(_ENDPOINTS, shown="Amazon's, in the region")]
-    """Address of the store that holds the bucket."""
+    """Address of the bucket's store."""
     public_endpoint: Annotated[str, Variables(("KRONOSCOPE_S3_PUBLIC_ENDPOINT",), shown="the same")]
-    """Address at which callers reach the store; signed addresses begin with it."""
+    """The store's address for callers, in signed addresses."""
     access_key_id: Annotated[str | None, Variables(("AWS_ACCESS_KEY_ID",), shown="the machine's role")] = Field(
         None, repr=False
     )
@@ -33,7 +33,7 @@ class S3Settings(EnvironmentSettings):
     secret_access_key: Annotated[str | None, Variables(("AWS_SECRET_ACCESS_KEY",))] = Field(None, repr=False)
     """Its secret."""
     session_token: Annotated[str | None, Variables(("AWS_SESSION_TOKEN",))] = Field(None, repr=False)
-    """Its token, where it is a temporary one."""
+    """Its token, if temporary."""
 
     @model_validator(mode="before")
     @classmethod

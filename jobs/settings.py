@@ -21,8 +21,7 @@ class LedgerSettings(EnvironmentSettings):
     """The ledger's settings. Seconds are seconds of the database's clock."""
 
     database_url: Annotated[str, Variables(("KRONOSCOPE_DATABASE_URL", "DATABASE_URL"))] = Field(repr=False)
-    """The ledger's database. A new connection to PostgreSQL has three seconds; where that is too little, the URL may
-    end in `?connect_timeout=10`."""
+    """The ledger's database. Connecting may take three seconds, or more with `?connect_timeout=10` in the URL."""
     artifact_root: Annotated[Folder, Variables(("KRONOSCOPE_ARTIFACTS",))] = Folder(".kronoscope/artifacts")
     """Folder of the artifacts (in the images `/data/artifacts`), shared by API and workers; or `s3://bucket/prefix`."""
     staging: Folder = Folder(".kronoscope/staging")
@@ -30,31 +29,30 @@ class LedgerSettings(EnvironmentSettings):
     bucket: Annotated[S3Settings | None, Variables()] = None
     """The bucket that keeps the artifacts in place of the folder."""
     heartbeat_seconds: Seconds = 10
-    """Seconds between two renewals of a lease, and of what a worker offers."""
+    """Seconds between renewals of leases and of offered devices."""
     lease_seconds: Seconds = 45
-    """How long a silent worker keeps its job, and is counted on; at least two heartbeats."""
+    """How long a silent worker keeps its job; at least two heartbeats."""
     reaper_seconds: Seconds = 10
-    """Seconds between two looks, of every API and worker, for jobs whose lease ran out or whose deadline passed."""
+    """Seconds between two searches of every API and worker for jobs with an expired lease or deadline."""
     relay_seconds: Seconds = 5
-    """Seconds between two rounds of the relay, which sends wake-ups."""
+    """Seconds between rounds of the relay, which sends wake-ups."""
     unclaimed_seconds: Seconds = 15
-    """A wake-up is sent again if no worker has claimed its job for this long."""
+    """A wake-up is sent again if its job is not claimed within this time."""
     sweep_seconds: Seconds = 600
-    """Seconds between two looks of a worker for files that nothing names any more."""
+    """Seconds between two searches of a worker for unreferenced files."""
     grace_seconds: Seconds = 3600
-    """How old such files must be to be removed."""
+    """Age at which such files are removed."""
     running_jobs: int = Field(64, ge=0, le=1_000_000)
-    """Jobs of each tenant that run at a time, and one estimate beside them; others wait, and hold up nobody else's. 0
-    sets no limit. With less than there are slots no tenant can hold all of them."""
+    """Running jobs of each tenant, plus one estimate; others wait without delaying other tenants. 0: no limit. Below
+    the number of slots no tenant can hold all of them."""
     stored_bytes: int | None = Field(None, ge=1)
-    """What the files of each tenant may take for which `kronoscope tenants set` sets nothing else; without it they have
-    no limit."""
+    """Bytes of each tenant's files, unless `kronoscope tenants set` says otherwise; no limit by default."""
     retention_days: float | None = Field(None, ge=0, le=36_500)
-    """An ended job is archived after so many days; without it everything stays in the ledger."""
+    """Days until an ended job is archived; by default never."""
     retention_files: Literal["keep", "drop"] = "keep"
     """`keep` or `drop` the files of an archived job."""
     cache_bytes: int = Field(20 * 2**30, ge=0)
-    """What each tenant's cached factors may take below the artifacts; 0 keeps none."""
+    """Bytes of each tenant's cached factors; 0 keeps none."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -93,7 +91,7 @@ class RoleSettings(EnvironmentSettings):
     """The passwords of the database's roles, which a migration makes where all three are set."""
 
     migrate_password: str | None = Field(None, repr=False)
-    """Password of PostgreSQL's role `kronoscope_migrate`, which the migration makes, and migrates as."""
+    """Password of the role `kronoscope_migrate`, which the migration creates and uses."""
     api_password: str | None = Field(None, repr=False)
     """Password of the role `kronoscope_api`."""
     worker_password: str | None = Field(None, repr=False)
@@ -136,24 +134,22 @@ class ServiceSettings(EnvironmentSettings):
 
     ledger: Annotated[LedgerSettings, Variables()]
     redis_url: Annotated[str | None, Variables(("KRONOSCOPE_REDIS_URL", "REDIS_URL"))] = Field(None, repr=False)
-    """Carries the wake-ups. An API without it sends none, and workers find jobs by polling; `kronoscope worker` then
-    tries `redis://127.0.0.1:6379/0`; embedded mode needs none."""
+    """Carries the wake-ups. Without it the API sends none, and workers poll; `kronoscope worker` then tries
+    `redis://127.0.0.1:6379/0`."""
     allowed_factories: Annotated[
         CommaList,
         AfterValidator(_require_callables),
         Variables(("KRONOSCOPE_ALLOW_FACTORIES",)),
     ] = ()
-    """Comma list of `package.module:callable` that jobs may name; empty allows none, `*` all. An entry
-    `TENANT_ID=package.module:callable` is for that tenant alone. A job with a factory goes to workers that list it, so
-    workers may differ."""
+    """Comma list of `package.module:callable` that jobs may name; `*` allows all. `TENANT_ID=package.module:callable`
+    is for that tenant only. Jobs go to workers that list their factory."""
     allowed_directories: Annotated[CommaList, Variables(("KRONOSCOPE_ALLOW_DIRECTORIES",))] = ()
-    """Comma list of folders that jobs may read from; empty allows none, `*` all. An entry `TENANT_ID=/folder` is for
-    that tenant alone. Links are followed as far as they stay in one listed folder."""
+    """Comma list of folders that jobs may read; `*` allows all. `TENANT_ID=/folder` is for that tenant only. Links are
+    followed within a listed folder."""
     model_store: Folder = Folder(".kronoscope/models")
-    """Folder of the model store (in the images `/data/models`): builtin models once trained, hub models once fetched,
-    the machine's measured speed."""
+    """Folder of builtin and hub models and of the machine's measured speed (in the images `/data/models`)."""
     disk_floor_bytes: int = Field(256 * 2**20, ge=0)
-    """With less free than this a worker takes no job, and `/readyz` fails, unless artifacts are in a bucket."""
+    """Below this free space workers take no job, and `/readyz` fails (not with a bucket)."""
 
     def factories_of(self, tenant_id: str) -> tuple[str, ...]:
         """Return the factories that a tenant's jobs may name.

@@ -3,21 +3,31 @@
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
-import torch
-from torch import nn
+try:
+    import torch
+    from torch import Tensor, nn
+except ModuleNotFoundError as _absent:
+    if _absent.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        'kronoscope.local computes with PyTorch; install it by: pip install "kronoscope[local]"', name="torch"
+    ) from None
 
 from catalog import ANALYSES
 from catalog.analyses.analysis import LayerResult, RefusedAnalysis, most_decomposed
+from catalog.brief import count_layers
 from catalog.field_errors import suggestion
 from catalog.requests.collection import Collection, Stabilisation
+from catalog.requests.data_sources import Pixels
 from catalog.requests.inputs import Task
 from catalog.requests.memory import Memory
 from catalog.requests.woodbury import Woodbury
+from catalog.responses.coverage import assess_coverage, coverage_warning, describe_kinds
 from engine.analyses.run_analyses import run_analyses
 from engine.distributed.group import join
 from engine.factors.factor_files import read_factors
@@ -25,15 +35,24 @@ from engine.factors.factor_index import INDEX
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
 from engine.model.state.usable_model import require_usable
-from engine.planning.decomposition_memory import (
-    eigendecomposition_bytes as eigendecomposition_bytes,  # noqa: PLC0414 - offered here
-)
+from engine.planning.decomposition_memory import eigendecomposition_bytes
+from engine.training import split_gradients as training
+from engine.training.batch_statistics import BatchNormMode, require_batch_norm
+from engine.training.checkpointed_chain import find_chain, require_composition
+from engine.training.example_coupling import require_uncoupled
+from engine.training.mixed_precision import TrainingPrecision, choose_precision
 from engine.workspace import Artifacts, JobOptions, Machine, ModelInputs, Ports, Workspace
+from kronoscope.display.progress import notebook_display
 from kronoscope.local_artifacts import Held
-from kronoscope.local_factors import LayerFactors as LayerFactors  # noqa: PLC0414 - offered here
-from kronoscope.local_factors import LayersFactors, load_factors, open_against, open_gradient
-from kronoscope.local_factors import load_stabilised as load_stabilised  # noqa: PLC0414 - offered here
-from kronoscope.local_factors import load_structures as load_structures  # noqa: PLC0414 - offered here
+from kronoscope.local_factors import (
+    LayerFactors,
+    LayersFactors,
+    load_factors,
+    load_stabilised,
+    load_structures,
+    open_against,
+    open_gradient,
+)
 from kronoscope.local_inputs import (
     Batches,
     OptionRefused,
@@ -43,13 +62,42 @@ from kronoscope.local_inputs import (
     params_records,
     repeatable,
     require_document,
+    scale_inputs,
     task_record,
 )
-from kronoscope.local_operator import Operator, OperatorChoices, open_operator
+from kronoscope.local_losses import TorchLoss, loss_task
+from kronoscope.local_operator import IllConditionedWarning, Operator, OperatorChoices, open_operator
+from kronoscope.local_views import MeasurementViews, Rows
+
+__all__ = [
+    "AnalysisRefused",
+    "DataNotice",
+    "IllConditionedWarning",
+    "LayerFactors",
+    "LayersFactors",
+    "Measurement",
+    "Operator",
+    "OptionRefused",
+    "eigendecomposition_bytes",
+    "load_factors",
+    "load_stabilised",
+    "load_structures",
+    "measure",
+    "operator",
+    "split_gradients",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 class AnalysisRefused(UserWarning):
     """One analysis of several was refused; the results of the others stand without it."""
+
+
+class PartlyCovered(UserWarning):
+    """A part of the model was not measured, or more of it by diagonals and sketches than by full blocks."""
 
 
 class DataNotice(UserWarning):
@@ -57,7 +105,7 @@ class DataNotice(UserWarning):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
+class Measurement(MeasurementViews):
     """The results of ``measure``."""
 
     layers: Sequence[LayerResult]
@@ -78,18 +126,20 @@ class Measurement:
         return LayersFactors(read_factors(self.artifacts))
 
     def __repr__(self) -> str:
-        """Return one line: which analyses, of how many layers, and what was refused."""
+        """Return one line: which analyses, of how many layers, in which forms, and what was refused."""
+        measured = assess_coverage(self.summary, None)
+        kinds = "" if measured is None else f"; {describe_kinds(measured)}"
         refused = f"; {', '.join(self.refused)} refused" if self.refused else ""
-        return f"<Measurement: {', '.join(self.summary)} of {len(self.index['layers'])} layers{refused}>"
+        return f"<Measurement: {', '.join(self.summary)} of {count_layers(self.index['layers'])}{kinds}{refused}>"
 
-    def of(self, kind: str) -> dict[str, LayerResult]:
+    def of(self, kind: str) -> Rows:
         """Return the rows of one analysis.
 
         Args:
             kind: The analysis.
 
         Returns:
-            Its rows by layer name.
+            Its rows by layer name, with ``to_frame`` and ``plot``.
 
         Raises:
             OptionRefused: If the analysis was not asked for, or was refused.
@@ -99,20 +149,21 @@ class Measurement:
         if kind not in self.summary:
             near = suggestion(kind, self.summary)
             raise OptionRefused(f"`kind` must be one of {', '.join(self.summary)} (got {kind!r}){near}")
-        return {row.layer: row for row in self.layers if row.kind == kind}
+        return Rows(kind, {row.layer: row for row in self.layers if row.kind == kind})
 
 
 def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook writes them
     model: nn.Module,
     batches: Batches,
     *,
-    task: Task | Mapping[str, Any] | str,
-    kinds: Sequence[str] = ("capacity",),
+    task: Task | Mapping[str, Any] | str | TorchLoss,
+    kinds: str | Sequence[str] = ("capacity",),
     collection: Collection | Mapping[str, Any] | None = None,
     stabilisation: Stabilisation | Mapping[str, Any] | None = None,
     woodbury: Woodbury | Mapping[str, Any] | None = None,
     memory: Memory | Mapping[str, Any] | None = None,
     params: Mapping[str, Any] | None = None,
+    pixels: Pixels | Mapping[str, Any] | None = None,
     report: Callable[[str, int, int | None, str], None] | None = None,
 ) -> Measurement:
     """Run analyses on a model in this process; the model and its gradients are left as they were.
@@ -124,19 +175,23 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
         model: The model; it is measured on the device of its parameters.
         batches: Tuples ``(inputs, targets)`` or ``(inputs, targets, index)``: a list, or a callable that gives them
             anew; one pair of tensors; a PyTorch ``Dataset`` of examples, or a ``DataLoader``, which is read once.
-        task: ``catalog.requests.inputs.Task``, its fields, or its type alone (``"classification"``).
-        kinds: Analyses of the menu, over one collection.
+        task: ``catalog.requests.inputs.Task``, its fields, or its type alone (``"classification"``); or a loss of torch
+            that is exactly a task: ``CrossEntropyLoss``, ``BCEWithLogitsLoss`` or ``MSELoss`` with a mean.
+        kinds: Analyses of the menu, over one collection; or one of them.
         collection: How curvature is collected; this and the next three may be mappings of their fields.
         stabilisation: Damping and clipping.
         woodbury: Which gradient sides are kept as rows, and how.
         memory: Budgets; none is held where this is left out.
         params: Each analysis's options, a record or a mapping of its fields, by kind.
-        report: Receives ``(stage, done, total, unit)``.
+        pixels: How uint8 images become floats, such as ``{"scale": 1 / 255}``: ``(x · scale − mean) / deviation``.
+        report: Receives ``(stage, done, total, unit)``; where it is left out, a terminal or notebook shows the progress
+            of what takes longer than a second.
 
     Returns:
         Rows and summaries of the analyses, with the collected factors, their index and the plan. Where one analysis of
         several is refused, an ``AnalysisRefused`` warns of it, and the others are there. A ``DataNotice`` warns of data
-        that were read otherwise than they stand there.
+        that were read otherwise than they stand there. A ``PartlyCovered`` warns of a model of which a part was not
+        measured, unless ``collection.min_coverage`` accepts that, or of which less than half has full blocks.
 
     Raises:
         EngineError: As ``engine.errors`` lists.
@@ -146,9 +201,10 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     """
     _require_objects(model, report)
     asked = kinds_tuple(kinds)
-    likelihood = task_record(task)
+    likelihood = loss_task(task) or task_record(task)
     limits = options_record(Memory, memory, "memory")
     options = params_records(asked, params)
+    scaling = None if pixels is None else options_record(Pixels, pixels, "pixels")
     job_options = JobOptions(
         collection=options_record(Collection, collection, "collection"),
         stabilisation=options_record(Stabilisation, stabilisation, "stabilisation"),
@@ -163,7 +219,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     require_usable(model)
     stored_against, gradient = open_against(options), open_gradient(options)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    source = repeatable(batches)
+    source = repeatable(batches) if scaling is None else scale_inputs(repeatable(batches), scaling)
     plan: dict[str, Any] = {}
     noticed: list[str] = []
     budget = MemoryBudget.unlimited() if memory is None else MemoryBudget.measure(limits, device)
@@ -185,17 +241,19 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
         ),
         ports=Ports(artifacts=Held(), announce_plan=plan.update, notice=noticed.append),
     )
-    if report is not None:
-        workspace.ports.report = report
     rows: list[LayerResult] = []
     summary: dict[str, Any] = {}
     ranks = workspace.machine.ranks
-    with contextlib.nullcontext() if ranks is None else ranks.guarding():
+    silent = report is not None or (ranks is not None and ranks.rank > 0)
+    with notebook_display(silent=silent) as display, contextlib.nullcontext() if ranks is None else ranks.guarding():
+        workspace.ports.report = display.update if report is None else report
         refused = run_analyses(workspace, rows.append, summary.__setitem__)
     for message in dict.fromkeys(noticed):
         warnings.warn(message, DataNotice, stacklevel=2)
     for each in refused:
         warnings.warn(f"`{each.kind}` was refused: {each.message}", AnalysisRefused, stacklevel=2)
+    if (partly := coverage_warning(assess_coverage(summary, job_options.collection.min_coverage))) is not None:
+        warnings.warn(partly, PartlyCovered, stacklevel=2)
     return Measurement(
         layers=tuple(sorted(rows, key=lambda row: (asked.index(row.kind), row.ordinal))),
         summary=summary,
@@ -235,3 +293,95 @@ def operator(source: str | Path | Measurement | LayersFactors, **choices: Unpack
     else:
         found = source if isinstance(source, LayersFactors) else load_factors(source)
     return open_operator(found.collected, **choices)
+
+
+def split_gradients(
+    model: nn.Module,
+    loss_of_features: training.Loss,
+    inputs: Tensor,
+    *,
+    chunk: int | None = None,
+    batch_norm: BatchNormMode = "whole",
+    amp: Literal["off", "auto", "bf16", "fp16"] = "off",
+    scaler: torch.amp.GradScaler | None = None,
+    check: bool = True,
+) -> Tensor:
+    """Compute the gradient of a loss over many inputs in the memory of a few, whatever couples them in the loss.
+
+    The gradient is that of ``loss_of_features(model(inputs)).backward()``: it is added to ``.grad`` of the model and of
+    what the loss has for parameters. No optimiser steps. The model runs in the mode that it is in; dropout draws its
+    masks chunk by chunk. It costs one forward pass more.
+
+    Where BatchNorm is in training mode no input has features of its own. Then ``whole`` slices no inputs, and saves
+    memory by computing the model's blocks again in the backward pass; ``frozen`` slices them, by running statistics.
+
+    Args:
+        model: Maps inputs to features, shape (N, …), any float dtype.
+        loss_of_features: Takes the features of all inputs, and returns a scalar; or scalars that add up to it, each of
+            a graph of its own, of which a generator holds one at a time. In 16 bits features may arrive so:
+            ``features.float()``.
+        inputs: All inputs, shape (N, …), of any dtype.
+        chunk: Inputs in memory at once; None for all of them.
+        batch_norm: ``whole`` takes the statistics of all inputs; a model with BatchNorm must then be an
+            ``nn.Sequential``, or have a method ``chain()`` that returns the blocks that it is composed of. ``frozen``
+            runs BatchNorm alone in evaluation mode. ``per_chunk`` is refused: it is the gradient of another function.
+        amp: Compute features in 16 bits: ``auto`` and ``bf16`` in bfloat16 where the device has units for it, else at
+            full width with a warning.
+        scaler: Scale of the loss, which ``fp16`` needs, and ``auto`` on a CUDA device without bfloat16. Gradients are
+            those of ``scaler.scale(loss)``: ``scaler.step(optimiser)`` and ``scaler.update()`` follow.
+        check: Measure on four inputs that the features of each depend on itself alone, or that the blocks are the
+            model, before that is relied upon. A loop may leave it out after its first step.
+
+    Returns:
+        The loss, a scalar without a graph.
+
+    Raises:
+        EngineError: If chunks would have another gradient (``TrainingRefused``, a ``ValueError``), with the measured
+            difference; or shapes do not fit.
+        OptionRefused: If ``fp16`` comes without a scaler.
+        TypeError: If the model is not a ``torch.nn.Module``.
+
+    Example:
+        >>> model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8))
+        >>> optimiser = torch.optim.AdamW(model.parameters())
+        >>> images, labels = torch.randn(96, 1, 8, 8), torch.arange(96) % 6
+        >>> def contrastive(features):
+        ...     scores = features @ features.T - 1e9 * torch.eye(len(features))
+        ...     same = (labels[:, None] == labels) & ~torch.eye(len(features), dtype=torch.bool)
+        ...     return -scores.log_softmax(1)[same].mean()
+        >>> optimiser.zero_grad()
+        >>> loss = split_gradients(model, contrastive, images, chunk=16)
+        >>> optimiser.step()
+    """
+    _require_objects(model, None)
+    require_batch_norm(batch_norm)
+    precision = _training_precision(amp, model, scaler)
+    fewer = chunk is not None and chunk < len(inputs)
+    sliced = training.slices_inputs(model, batch_norm)
+    if check and fewer and sliced:
+        require_uncoupled(model, inputs, batch_norm=batch_norm)
+    elif check and fewer:
+        require_composition(model, find_chain(model), inputs)
+    return training.split_gradients(
+        model,
+        loss_of_features,
+        inputs,
+        chunk=chunk,
+        batch_norm=batch_norm,
+        checkpointing=fewer and not sliced,
+        precision=precision,
+    )
+
+
+def _training_precision(
+    amp: Literal["off", "auto", "bf16", "fp16"], model: nn.Module, scaler: torch.amp.GradScaler | None
+) -> TrainingPrecision:
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    chosen = TrainingPrecision() if amp == "off" else choose_precision(True, device, amp)
+    if chosen.compute_dtype == torch.float16 and scaler is None:
+        if amp == "fp16":
+            raise OptionRefused("`amp` 'fp16' needs `scaler`, a torch.amp.GradScaler; or take 'bf16', which needs none")
+        chosen = TrainingPrecision(reason=f"{chosen.reason}, and float16 needs `scaler`")
+    if chosen.reason is not None:
+        warnings.warn(f"features are computed at full width: {chosen.reason}", UserWarning, stacklevel=3)
+    return replace(chosen, scaler=scaler)

@@ -4,19 +4,20 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from catalog.field_errors import suggestion
+from catalog.brief import count_layers, cut, html_table
+from catalog.field_errors import near_names
 from catalog.record_reader import read
 from engine.errors import BrokenFactors
 from engine.factors.clipping.clipped_inverse import StabilisedLayers
 from engine.factors.factor_files import read_factors
-from engine.factors.factor_set import FactorSet
+from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Corrected, Factors
 from engine.factors.low_rank import LowRank
 from engine.factors.structure_files import INDEX as STRUCTURES
@@ -27,24 +28,57 @@ from engine.operators.preconditioning import precondition
 from engine.semiseparable.semiseparable_matrix import SemiseparableMatrix
 from kronoscope.local_artifacts import Folder
 from kronoscope.local_inputs import OptionRefused, WrongOptionType, refusing, usable_device
+from kronoscope.local_views import NamedLayers, draw_spectra, make_frame
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 _LARGEST_DENSE_BYTES = 2**31
-_MOST_NAMES = 10
 
 
 class LayerFactors:
     """A and G of one layer, read when they are asked for."""
 
     def __init__(
-        self, name: str, load: Callable[[], Factors], load_corrected: Callable[[], Corrected] | None = None
+        self, facts: LayerFacts, load: Callable[[], Factors], load_corrected: Callable[[], Corrected] | None = None
     ) -> None:
-        self.name = name
+        self.name = facts.name
+        self._facts = facts
         self._load = load
         self._load_corrected = load_corrected
+
+    def __repr__(self) -> str:
+        """Return one line: the layer, and the shapes and forms of its factors; none is read."""
+        facts = self._facts
+        kept = "" if facts.representation_G == "dense" else f" as {facts.representation_G}"
+        return (
+            f"<LayerFactors of {self.name!r}: {facts.module}, {facts.form}, A {facts.in_dim}×{facts.in_dim}, "
+            f"G {facts.out_dim}×{facts.out_dim}{kept}>"
+        )
 
     @cached_property
     def _factors(self) -> Factors:
         return self._load()
+
+    def plot(self, axes: Any = None) -> Any:  # noqa: ANN401 - matplotlib's
+        """Draw the eigenvalues of A and G, from the largest, on a scale of logarithms.
+
+        Args:
+            axes: Axes of matplotlib; new ones where they are left out.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ModuleNotFoundError: If axes are left out and matplotlib is not installed.
+            MemoryError: As ``G``.
+        """
+        is_dense = {"A": self.form == "kronecker", "G": self.form != "diagonal_block"}
+        sides = {
+            "A": torch.linalg.eigvalsh(self.A.double()) if is_dense["A"] else self.diagonal_A,
+            "G": torch.linalg.eigvalsh(self.G.double()) if is_dense["G"] else self.diagonal_G,
+        }
+        return draw_spectra(sides, self.name, axes)
 
     @property
     def form(self) -> str:
@@ -154,7 +188,7 @@ class LayersFactors(Mapping[str, LayerFactors]):
         self.collected = collected
         self._layers = {
             facts.name: LayerFactors(
-                facts.name,
+                facts,
                 partial(collected.load, facts.ordinal),
                 None if collected.load_corrected is None else partial(collected.load_corrected, facts.ordinal),
             )
@@ -163,18 +197,41 @@ class LayersFactors(Mapping[str, LayerFactors]):
 
     def __getitem__(self, layer: str) -> LayerFactors:
         if layer not in self._layers:
-            raise KeyError(f"no layer {layer!r} has factors{suggestion(layer, self._layers) or self._known()}")
+            raise KeyError(f"no layer {layer!r} has factors{near_names(layer, self._layers)}")
         return self._layers[layer]
-
-    def _known(self) -> str:
-        names = [repr(name) for name in self._layers]
-        return f"; there are {', '.join(names[:_MOST_NAMES])}{' and more' if len(names) > _MOST_NAMES else ''}"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layers)
 
     def __len__(self) -> int:
         return len(self._layers)
+
+    def __repr__(self) -> str:
+        """Return one line: how many layers there are, and the first names."""
+        return f"<LayersFactors of {count_layers(self)}: {cut(', '.join(map(repr, self)))}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(tuple(self._table()), zip(*(map(str, each) for each in self._table().values()), strict=True))
+
+    def to_frame(self) -> "DataFrame":
+        """Return the layers with the shapes of their factors as a table of pandas; no factor is read.
+
+        Raises:
+            ModuleNotFoundError: If pandas is not installed.
+        """
+        return make_frame(self._table())
+
+    def _table(self) -> dict[str, list[Any]]:
+        layers = self.collected.layers
+        return {
+            "layer": [facts.name for facts in layers],
+            "module": [facts.module for facts in layers],
+            "form": [facts.form for facts in layers],
+            "A rows": [facts.in_dim for facts in layers],
+            "G rows": [facts.out_dim for facts in layers],
+            "G kept as": [facts.representation_G for facts in layers],
+            "parameters": [facts.parameter_count for facts in layers],
+        }
 
 
 def load_factors(path: str | Path, *, verify: bool = False) -> LayersFactors:
@@ -303,7 +360,7 @@ def load_structures(path: str | Path) -> dict[str, dict[str, SemiseparableMatrix
     given = _path(path)
     for candidate in (given.resolve().parent if given.name == "structures" else given, given / "artifacts"):
         if (candidate / STRUCTURES).is_file():
-            return read_structures(Folder(candidate))
+            return NamedLayers("is stored as structures", read_structures(Folder(candidate)))
     raise BrokenFactors(f"{given} holds no structures; give the folder that a job with `kind: compression` wrote")
 
 

@@ -9,13 +9,14 @@ import torch
 from torch.utils.data import Dataset
 
 from catalog import ANALYSES, DOCUMENT
-from catalog.field_errors import nearest, suggestion
+from catalog.field_errors import suggestion
 from catalog.record import FieldError, WrongType
 from catalog.record_reader import read
+from catalog.requests.data_sources import Pixels
 from catalog.requests.inputs import DataFactory, ModelFactory, Task, TaskType
 from engine.errors import UsageError
-from engine.model.batches import count_examples
-from engine.model.examples import read_chunks
+from engine.model.batches import count_examples, map_tensors, tensors
+from engine.model.examples import read_chunks, scale_pixels
 from engine.workspace import JobOptions
 
 Batches = (
@@ -58,6 +59,31 @@ def repeatable(batches: Batches) -> Source:
         return Source(lambda: read_chunks(batches), len(batches))
     chunks = list(read_chunks(batches))
     return Source(lambda: iter(chunks), count_examples(chunks))
+
+
+def scale_inputs(source: Source, pixels: Pixels) -> Source:
+    """Return chunks with floats in the place of their uint8 inputs, made at each pass.
+
+    Args:
+        source: Chunks, of which no other input is changed.
+        pixels: How a pixel becomes a number.
+
+    Returns:
+        The chunks.
+    """
+    return dataclasses.replace(source, read=lambda: (_scale_chunk(chunk, pixels) for chunk in source.read()))
+
+
+def _scale_chunk(chunk: Any, pixels: Pixels) -> Any:  # noqa: ANN401 - a caller's own
+    """Return a chunk with floats in the place of its uint8 inputs."""
+    if not isinstance(chunk, tuple) or not tensors(chunk[0]):
+        return chunk
+    images = any(each.dtype == torch.uint8 for each in tensors(chunk[0]))
+    # where none are, the first one is refused
+    inputs = map_tensors(
+        chunk[0], lambda each: each if images and each.dtype != torch.uint8 else scale_pixels(each, pixels)
+    )
+    return (inputs, *chunk[1:])
 
 
 class OptionRefused(UsageError, ValueError):
@@ -155,7 +181,7 @@ def kinds_tuple(kinds: object) -> tuple[str, ...]:
     """Return the analyses that an argument names.
 
     Args:
-        kinds: Kinds of the menu, each once.
+        kinds: Kinds of the menu, each once; or one of them.
 
     Returns:
         The kinds in order.
@@ -163,11 +189,10 @@ def kinds_tuple(kinds: object) -> tuple[str, ...]:
     Raises:
         OptionRefused: If it is not such a list.
     """
-    menu = f"give a list of {', '.join(ANALYSES)}"
-    if isinstance(kinds, str) or not isinstance(kinds, Iterable):
-        near = nearest(kinds, ANALYSES) if isinstance(kinds, str) else None
-        raise WrongOptionType(f"`kinds` is {kinds!r}; {menu}{f'; did you mean [{near!r}]?' if near else ''}")
-    named = tuple(kinds)
+    menu = f"give one, or a list, of {', '.join(ANALYSES)}"
+    if not isinstance(kinds, Iterable):
+        raise WrongOptionType(f"`kinds` is {kinds!r}; {menu}")
+    named = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     for kind in named:
         if not isinstance(kind, str) or kind not in ANALYSES:
             raise OptionRefused(f"`kinds` holds {kind!r}; {menu}{suggestion(kind, ANALYSES)}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import torch
 
+from catalog.brief import count_layers
 from catalog.requests.collection import Stabilisation
 from engine.factors.factor_set import FactorSet
 from engine.operators.kronecker.ill_conditioned import IllConditioned
@@ -32,6 +33,13 @@ class Operator(KroneckerOperator):
     Where a solve, or another negative power, may have lost its digits, an ``IllConditionedWarning`` names the layer,
     its eigenvalues and the residual of that very product; ``residuals(x, v)`` gives those of all layers.
     """
+
+    def __repr__(self) -> str:
+        """Return one line: which curvature, its power and damping, its layers and its shape."""
+        rows, columns = self.shape
+        power = "" if self.exponent == 1 else f" to the power {self.exponent:g}"
+        damped = "undamped" if self.options.kind == "none" else f"{self.options.kind} damping"
+        return f"<Operator: {self.options.of}{power}, {damped}, {count_layers(self.layers)}, {rows:,} × {columns:,}>"
 
     def scipy(self) -> "LinearOperator":
         """Return the operator as SciPy's, for its solvers.

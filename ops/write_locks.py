@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = {
     "build": ("-", []),
-    "api": ("pyproject.toml", ["--extra=api", "--extra=client"]),
+    "api": ("pyproject.toml", ["--extra=api"]),
     "worker": ("pyproject.toml", ["--extra=worker"]),
 }
 """What builds both images (by its name, over standard input), and the extras that each of them installs."""

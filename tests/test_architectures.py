@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import results_file
-from benchmarks.architecture_cases import adapters, graphs, language, networks, traps
+from benchmarks.architecture_cases import adapters, checkpoints, graphs, language, networks, traps
 from benchmarks.architecture_cases.case import Builder
 from benchmarks.architecture_cases.judgement import TOLERANCE, judged
-from benchmarks.architectures import PAGE, page
+from benchmarks.architectures import COMPLETE, PAGE, RESULTS, is_right, page, reasons
 from engine.layers.linear import LinearLayer
 
 RIGHT = {
@@ -66,10 +66,22 @@ def test_a_model_that_cannot_run_is_no_case() -> None:
 
 
 def test_the_page_is_that_of_the_stored_result() -> None:
-    result = json.loads((results_file.RESULTS / "architectures.json").read_text())
-    assert PAGE.read_text() == page(result), "run: .venv/bin/python -P -m benchmarks.architectures --page"
+    result, read = (json.loads((results_file.RESULTS / f"{name}.json").read_text()) for name in RESULTS)
+    assert PAGE.read_text() == page(result, read), "run: .venv/bin/python -P -m benchmarks.architectures --page"
     names = [name for cases in result["figures"]["table"].values() for name in cases]
     assert len(names) >= 60
+    table = read["figures"]["table"]
+    assert len(table) >= 80
+    assert sum(map(is_right, table.values())) >= 70
+    assert all(is_right(row) or reasons(row) for row in table.values())
+
+
+@pytest.mark.parametrize("model_type", checkpoints.QUICK)
+def test_a_checkpoint_is_right_through_the_service(model_type: str) -> None:
+    row = checkpoints.judged(model_type, checkpoints.CASES[model_type])
+    assert row["verdict"] == "right", row
+    assert row["covered"] >= COMPLETE
+    assert row["compared"] > 10
 
 
 def test_the_noise_leaves_no_parameter_without_gradient() -> None:

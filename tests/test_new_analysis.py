@@ -62,7 +62,7 @@ class Product:
     def environment(self) -> dict[str, str]:
         """Return the variables of its processes."""
         given = {name: value for name, value in os.environ.items() if not name.startswith("KRONOSCOPE_")}
-        return {**given, "OMP_NUM_THREADS": "1", "COLUMNS": "140", "HOME": str(self.folder)}
+        return {**given, "OMP_NUM_THREADS": "1", "KRONOSCOPE_THREADS": "1", "COLUMNS": "140", "HOME": str(self.folder)}
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def test_a_killed_job_goes_on_and_the_page_shows_it(url: str, product: Product, 
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"], timeout=PATIENCE_MS)
         page = browser.new_page()
         page.goto(f"{url}/#/jobs/{job.id}")
-        expect(page.get_by_role("heading", name="Sharpness")).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_role("heading", name="Sharpness", level=2)).to_be_visible(timeout=PATIENCE_MS)
         page.get_by_role("button", name="sharpness", exact=True).click()
         table = page.get_by_role("region", name="Layer table")
         expect(table.get_by_role("button", name="Largest step")).to_be_visible(timeout=PATIENCE_MS)

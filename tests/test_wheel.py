@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import importlib.metadata
 import json
 import signal
 import socket
@@ -13,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from hatch_build import MOVED, rewrite
 from tests.kronoscope.conftest import FACTORIES, JOB, KRONOSCOPE, environment
 
 ROOT = Path(__file__).resolve().parents[1]
+SITE_PACKAGES = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +40,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fresh environment's folder of programs: the wheel, and of this environment the dependencies alone."""
     home = tmp_path_factory.mktemp("installed")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True, timeout=60)
-    place = home / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    place = home / SITE_PACKAGES
     # files that this folder's own .pth files point to, such as the checkout, are not followed
     (place / "dependencies.pth").write_text(str(Path(pytest.__file__).parents[1]))
     pip = [sys.executable, "-m", "pip", "--python", home / "bin/python"]
@@ -101,6 +105,83 @@ def test_serves_and_measures_beside_modules_of_the_same_names(installed: Path, f
     assert len(wanted) == 4
     assert numbers((folder / "local/results.json").read_text()) == wanted
     assert numbers(served) == wanted
+
+
+LACKING = {
+    "": (("serve --embedded", 'pip install "kronoscope[api,worker]"'), ("keys list", '"kronoscope[ledger]"')),
+    "local": (("plan job.yaml", 'pip install "kronoscope[worker]"'),),
+    "api": (("worker", 'pip install "kronoscope[worker]"'),),
+    "worker": (("serve", 'pip install "kronoscope[api]"'),),
+    "all": (),
+}
+IMPORTED = {
+    "": ("kronoscope",),
+    "local": ("kronoscope.local", "kronoscope.semiseparable"),
+    "api": ("kronoscope.api.main",),
+    "worker": ("kronoscope.local", "kronoscope.worker.app", "kronoscope.worker.execution.__main__"),
+    "all": ("kronoscope.local", "kronoscope.api.main", "kronoscope.worker.app"),
+}
+
+
+_BY_THE_OTHERS = pytest.mark.nightly(
+    covered_by="tests/test_wheel.py::test_each_extra_brings_what_its_commands_and_imports_need[local]"
+)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    ["", "local", "api", pytest.param("worker", marks=_BY_THE_OTHERS), pytest.param("all", marks=_BY_THE_OTHERS)],
+)
+def test_each_extra_brings_what_its_commands_and_imports_need(
+    installed: Path, folder: Path, tmp_path: Path, extra: str
+) -> None:
+    """The wheel among the distributions that the extra requires, one by one, and no others of this environment."""
+    python = link(installed, tmp_path / "installed", dependencies(extra))
+    command = (python, "-P", "-m", "kronoscope.cli.main")
+    assert "capacity" in told(run(*command, "menu", cwd=folder))
+    for words, remedy in LACKING[extra]:
+        refused = run(*command, *words.split(), cwd=folder)
+        assert refused.returncode == 2, refused.stderr
+        assert remedy in " ".join(refused.stderr.split())
+        assert "Traceback" not in refused.stderr
+    program = f"from kronoscope import Client; import {', '.join(IMPORTED[extra])}"
+    told(run(python, "-P", "-c", program, cwd=folder))
+    if "kronoscope.local" not in IMPORTED[extra]:
+        refused = run(python, "-P", "-c", "from kronoscope.local import measure", cwd=folder)
+        *_, last = refused.stderr.splitlines()
+        assert last.startswith("ModuleNotFoundError: kronoscope.local computes with PyTorch")
+        assert last.endswith('pip install "kronoscope[local]"')
+    if extra in ("worker", "all"):
+        assert "eff. rank" in told(run(*command, "run", "job.yaml", "-o", tmp_path / "out", cwd=folder))
+
+
+def dependencies(extra: str) -> set[str]:
+    """Distributions that the wheel requires with an extra, followed from one to the next, without itself."""
+    seen: set[tuple[str, str]] = set()
+    waiting = [Requirement(f"kronoscope[{extra}]" if extra else "kronoscope")]
+    while waiting:
+        wanted = waiting.pop()
+        for chosen in {"", *wanted.extras} - {each for name, each in seen if name == canonicalize_name(wanted.name)}:
+            seen.add((canonicalize_name(wanted.name), chosen))
+            for line in importlib.metadata.requires(wanted.name) or ():
+                found = Requirement(line)
+                if found.marker is None or found.marker.evaluate({"extra": chosen}):
+                    waiting.append(found)
+    return {name for name, _ in seen} - {"kronoscope"}
+
+
+def link(installed: Path, home: Path, names: set[str]) -> Path:
+    """A fresh environment's Python, with links to the installed wheel and to what the named distributions have here."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True, timeout=60)
+    place = home / SITE_PACKAGES
+    for each in (installed.parent / SITE_PACKAGES).glob("kronoscope*"):
+        (place / each.name).symlink_to(each)
+    for name in names:
+        found = importlib.metadata.distribution(name)
+        for top in {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            if not (place / top).exists():
+                (place / top).symlink_to(str(found.locate_file(top)))
+    return home / "bin/python"
 
 
 def test_measures_in_a_program_without_taking_other_names(installed: Path, folder: Path) -> None:

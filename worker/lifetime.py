@@ -40,14 +40,13 @@ class LifetimeSettings(EnvironmentSettings):
     """The operator's choice of a worker's lifetime."""
 
     until_idle: Flag = False
-    """1: a worker ends, with exit code 0, once nothing is queued that it could take and nothing runs in it."""
+    """1: a worker ends, with exit code 0, when it runs no job and can take none."""
     wall: Duration | None = None
-    """When a worker's machine is taken away, counted from its start: `4h`."""
+    """Time from a worker's start until its machine is taken away: `4h`."""
     drain_before: Duration | None = None
-    """How long before that its jobs are handed back and it has ended: `10m`; where `KRONOSCOPE_WALL` is absent, before
-    Slurm's `SLURM_JOB_END_TIME`."""
+    """How long before that, or without it before `SLURM_JOB_END_TIME`, its jobs are handed back: `10m`."""
     slurm_end: Annotated[str | None, Variables(("SLURM_JOB_END_TIME",))] = None
-    """Set by Slurm: when its job ends, in seconds since 1970."""
+    """Set by Slurm: the end of its job, in seconds since 1970."""
 
     def lifetime(self, now: float) -> Lifetime:
         """Return the lifetime of a worker that starts now."""

@@ -31,7 +31,6 @@ from jobs.tenancy.shared_workers import require_walls
 from worker.agent.agent import Agent
 from worker.agent.isolation import measure_isolation
 from worker.agent.maintenance import WorkerMaintenance
-from worker.agent.pace_measurement import PaceMeasurement
 from worker.devices.discover import gpus_given, process_space
 from worker.disk.cache_folder import tenants_caches
 from worker.lifetime import Ending
@@ -210,7 +209,6 @@ class Service:
             process_space=process_space(settings.node),
             wake=self.agent.wake,
         )
-        self._pace = PaceMeasurement(settings)
         self._ending = Ending(settings.lifetime, self.agent.idle, began)
         self._log = log
 
@@ -218,12 +216,10 @@ class Service:
         """Take jobs from now on."""
         self.agent.start()
         self._maintenance.start()
-        self._pace.start()
         self._ending.start()
 
     def stop(self) -> None:
         """Hand running jobs back and let go of the database."""
-        self._pace.stop()
         drained = self.agent.drain()
         self._maintenance.stop()
         self._log.info("worker ends", drained=drained)

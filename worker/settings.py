@@ -47,72 +47,67 @@ class WorkerSettings(ServiceSettings):
     """The operator's choice for one worker process."""
 
     slots: Annotated[int, Variables(("KRONOSCOPE_SLOTS",), shown="one for each GPU")] = Field(1, ge=1, le=_MOST_SLOTS)
-    """Jobs that a worker computes at a time. By default one for each GPU that it sees when it starts, but no more than
-    its host memory has 4 GiB for each; without a GPU 1 ([sizing](#sizing))."""
+    """Concurrent jobs of a worker. By default one per GPU as far as host memory has 4 GiB for each, without a GPU 1
+    ([sizing](#sizing))."""
     threads: Annotated[int | None, Variables(("KRONOSCOPE_THREADS",), shown="the cores, divided by the slots")] = Field(
         None, ge=1, le=1024
     )
     """Computing threads of each job's first attempt."""
     poll_seconds: float = Field(3, ge=0.01, le=3600)
-    """Seconds between two polls of the queue by a worker, with or without a wake-up; embedded 1."""
+    """Seconds between a worker's polls of the queue; embedded 1."""
     reserve_seconds: float = Field(60, ge=0, le=86_400)
-    """A job that waits longer for more than is free on a device has one kept for it ([devices](#devices))."""
+    """A job that waits longer for more memory than is free gets a device reserved."""
     cancel_seconds: float = Field(1, ge=0.01, le=3600)
-    """Seconds between two looks of a worker whether its job was cancelled or has another deadline."""
+    """Seconds between a worker's checks for a cancel or a new deadline."""
     disk_pause_seconds: float = Field(60, ge=0, le=900)
-    """How long a job whose disk was full is left alone; twice as long after each further failure, 900 at most."""
+    """Pause of a job after a full disk; doubled after each further failure, up to 900."""
     checkpoint_seconds: float = Field(60, ge=0, le=86_400)
-    """Seconds between two checkpoints of a collection under way; 0 makes none."""
+    """Seconds between checkpoints of a collection; 0 makes none."""
     decompose_round: DecomposeRound = "auto"
-    """Whether the decompositions of a job with `shards` are divided over pieces too: `auto` where that takes less time
-    by the plan, `always`, or `never`."""
+    """Whether pieces share the decompositions of a job with `shards`: `auto` (if the plan is faster), `always` or
+    `never`."""
     no_progress_seconds: Annotated[Limit, Variables(("KRONOSCOPE_NO_PROGRESS",), shown="2h")] = 7200
-    """A job of which nothing is heard for this long is stopped and tried again (a number with its unit); 0 waits for
-    ever."""
+    """A job without a message for this long is stopped and retried (a number with its unit); 0 waits for ever."""
     attempt_seconds: Annotated[Limit, Variables(("KRONOSCOPE_ATTEMPT_LIMIT",))] = 0
-    """A job whose attempt takes longer ends with `timeout`: `24h`; 0 sets no limit."""
+    """A longer attempt ends its job with `timeout`: `24h`; 0: no limit."""
     paths: Annotated[tuple[str, ...], BeforeValidator(_split_paths), Variables(("KRONOSCOPE_FACTORY_PATH",))] = ()
-    """Colon list of folders in which a worker looks for factories, after everything that is installed."""
+    """Colon list of folders with factories, searched after installed packages."""
     child_user: int | None = Field(None, ge=1, le=2**31 - 1)
-    """First of 40,000 user numbers that jobs run as, each as one of its own (under Compose 20000); the worker then
-    needs the capabilities SETUID, SETGID and KILL. Nobody else may have one of them. Without it jobs run as the
-    worker's user."""
+    """First of 40,000 unused user numbers, one for each job (in Compose 20000); the worker needs the capabilities
+    SETUID, SETGID and KILL. By default jobs run as the worker's user."""
     shared_without_walls: Flag = False
-    """1: a worker takes jobs although there are several tenants and not every wall between them holds
-    ([isolation of jobs](#isolation-of-jobs)); it then trusts each tenant's code with the files of all."""
+    """1: a worker takes jobs of several tenants without walls between them ([isolation of jobs](#isolation-of-jobs));
+    each tenant's code is trusted with the files of all."""
     child_namespaces: Flag = False
-    """1: each job gets namespaces of its own, so it sees no process and no folder of another, writes to its own folders
-    alone, and has no network ([namespaces](#namespaces)). Where the kernel refuses, the worker logs why, and jobs run
-    without."""
+    """1: each job gets [namespaces](#namespaces): its own processes and folders, no network. If the kernel refuses, the
+    worker logs why, and jobs run without."""
     child_files: int = Field(4096, ge=64, le=2**20)
-    """Files that the process of a job may have open."""
+    """Open files of a job's process."""
     child_file_bytes: int = Field(2**40, ge=2**20, le=2**62)
-    """Bytes of the largest file that a job may write."""
+    """Bytes of a job's largest file."""
     child_disk_bytes: int | None = Field(None, ge=2**20, le=2**62)
-    """Bytes that an attempt may have on the disk while it writes, checkpoint and libraries' caches among them; a job
-    whose plan says more is refused. Without it a job is held to its part of what is free once the disk runs short
-    ([limits of the disk](#day-by-day))."""
+    """Bytes of an attempt on the disk, checkpoint and libraries' caches included; larger plans are refused. By default
+    its share of the free space applies once the disk runs short ([disk of a job](#day-by-day))."""
     child_disk_files: int = Field(2**17, ge=1024, le=2**31)
-    """Files and folders that an attempt may have. A job writes a few for each layer; the number bounds how long it
-    takes to count them."""
+    """Files and folders of an attempt. A job writes a few for each layer; the limit bounds the time to count them."""
     child_processes: int = Field(4096, ge=16, le=2**22)
-    """Processes and threads of a job, where `KRONOSCOPE_CHILD_USER` gives it a user of its own; no more than its slot's
-    part of what the container may have."""
+    """Processes and threads of a job with a user of its own (`KRONOSCOPE_CHILD_USER`); at most its slot's share of the
+    container's."""
     spare_child: Literal["auto", "always", "never"] = "auto"
-    """Whether a worker keeps a process that has imported what the next job needs, and begins it two seconds sooner:
-    `auto` where it has a GPU and 4 GiB of host memory are free, `always` where they are free, or `never`."""
+    """Whether a worker keeps a process with imports done for the next job: `auto` (with a GPU and 4 GiB of free host
+    memory), `always` (with these 4 GiB) or `never`."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """Least severe lines that a worker logs: `DEBUG`, `INFO`, `WARNING` or `ERROR`."""
+    """Level of the worker's log: `DEBUG`, `INFO`, `WARNING` or `ERROR`."""
     pulse_file: Annotated[Path | None, Variables(("KRONOSCOPE_PULSE",))] = None
-    """File that a worker touches at each look into the queue; the container's health check asks for its age."""
+    """File that a worker touches at each poll, for the container's health check."""
     lifetime: Annotated[Lifetime, Variables()] = Lifetime()
     """When it ends by itself."""
     node: Annotated[str, Variables(("KRONOSCOPE_NODE",), shown="host name")] = Field(default_factory=socket.gethostname)
     """Name of the machine among the devices."""
     machine: str | None = Field(None, pattern=r"^[0-9a-f-]{36}$")
-    """Set by `kronoscope autoscale` for the workers that it starts: which of its machines this is."""
+    """Set by `kronoscope autoscale`: which of its machines this is."""
     fake_gpus: Annotated[tuple[int, ...], BeforeValidator(_sizes)] = ()
-    """Made-up GPUs, such as `16GiB,80GiB`, on which jobs compute on the CPU, planned within so much."""
+    """Simulated GPUs, such as `16GiB,80GiB`: jobs compute on the CPU with plans for these."""
 
     @override
     @classmethod

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from api.connections.connection_table import ConnectionTable, Reason
+from api.connections.strict_framing import MOST_HEADERS, StrictBuffer
 from api.problem_details import Refusal, problem_response
 from api.requests.middleware import SECURITY_HEADERS
 
@@ -28,7 +29,11 @@ _DRAIN_SECONDS = 1.0
 _RETRY_SECONDS = 5
 _MALFORMED = {
     400: ("bad-request", "Bad request", "the request is not HTTP/1.1 as RFC 9112 defines it"),
-    431: ("header-too-large", "Header too large", "request line and header have more than 32 KiB; send less"),
+    431: (
+        "header-too-large",
+        "Header too large",
+        f"request line and header have more than 32 KiB or {MOST_HEADERS} lines; send less",
+    ),
     501: ("not-implemented", "Not implemented", "the body's transfer coding is not served here; send it `chunked`"),
     505: ("http-version", "HTTP version not supported", "this is an HTTP/1.1 server; a proxy may speak HTTP/2 for it"),
 }
@@ -42,6 +47,7 @@ class HttpProtocol(H11Protocol):
         application = self.config.app
         assert isinstance(application, FastAPI)  # noqa: S101 - given by the program
         self._table: ConnectionTable = application.state.connections
+        self.conn._receive_buffer = StrictBuffer(self._table.body_bytes)  # noqa: SLF001 - there is no door to it
         self._application = self.app
         self.app = self._serve
         self._waits_since: float | None = None

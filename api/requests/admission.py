@@ -6,6 +6,7 @@ The worker checks again when it runs the job; here the caller learns of all faul
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from sqlalchemy import Engine, select
@@ -13,16 +14,18 @@ from sqlalchemy import Engine, select
 from api.settings import Settings
 from catalog.analyses.compare_curvature import AgainstReference
 from catalog.field_errors import Complaint
+from catalog.requests.data_sources import DataFile, ImageSplits
 from catalog.requests.extending import ExtendsReference
 from catalog.requests.inputs import (
+    AdaptableModel,
     DataFactory,
-    DataFile,
     DirectoryModel,
     HuggingFaceData,
     HuggingFaceModel,
     ModelFactory,
     UploadedData,
     UploadedModel,
+    is_path,
 )
 from catalog.requests.job import FactorsReference, JobDocument
 from jobs.errors import DocumentRefused
@@ -52,7 +55,7 @@ def admit(document: JobDocument, settings: Settings, engine: Engine, tenant_id: 
     complaints = (
         *_inputs(document, settings, tenant_id),
         *_factors(document, engine, tenant_id, settings),
-        *_gradient(document, settings, tenant_id),
+        *_files(document, settings, tenant_id),
     )
     if complaints:
         raise DocumentRefused(complaints)
@@ -70,10 +73,24 @@ def _inputs(document: JobDocument, settings: Settings, tenant_id: str) -> Iterat
             )
         elif isinstance(source, (ModelFactory, DataFactory)):
             yield from _listed_factory(f"/{name}/factory", source.factory, settings.factories_of(tenant_id))
-        elif isinstance(source, (DirectoryModel, DataFile)):
+        elif isinstance(source, (DirectoryModel, DataFile, ImageSplits)):
             yield from _listed_path(f"/{name}/path", source.path, settings.directories_of(tenant_id))
         elif isinstance(source, (HuggingFaceModel, HuggingFaceData)):
             yield from _hub(name, source, settings, settings.directories_of(tenant_id))
+    yield from _adapter(document, settings, tenant_id)
+
+
+def _adapter(document: JobDocument, settings: Settings, tenant_id: str) -> Iterator[Complaint]:
+    model = document.model
+    if not isinstance(model, AdaptableModel) or model.adapter is None:
+        return
+    if is_path(model.adapter):
+        yield from _listed_path("/model/adapter", model.adapter, settings.directories_of(tenant_id))
+        return
+    named = HuggingFaceModel(source="huggingface", id=model.adapter, revision=model.adapter_revision)
+    places = {"/model/id": "/model/adapter", "/model/revision": "/model/adapter_revision"}
+    for complaint in _hub("model", named, settings, ()):
+        yield replace(complaint, pointer=places[complaint.pointer])
 
 
 def _listed_factory(pointer: str, factory: str, allowed: tuple[str, ...]) -> Iterator[Complaint]:
@@ -112,7 +129,7 @@ def _listed_path(pointer: str, path: str, allowed: tuple[str, ...]) -> Iterator[
 def _hub(
     name: str, source: HuggingFaceModel | HuggingFaceData, settings: Settings, allowed: tuple[str, ...]
 ) -> Iterator[Complaint]:
-    if name == "data" and source.id.startswith(("/", "./", "../", "~")):
+    if name == "data" and is_path(source.id):
         yield from _listed_path(f"/{name}/id", source.id, allowed)
         return
     if not _HUB_ID.fullmatch(source.id) or ".." in source.id:
@@ -169,11 +186,13 @@ def _kept_factors(pointer: str, job_id: str, engine: Engine, tenant_id: str) -> 
         yield _complaint(pointer, "no_factors", "names a job that kept no factors; collect them with `keep: [factors]`")
 
 
-def _gradient(document: JobDocument, settings: Settings, tenant_id: str) -> Iterator[Complaint]:
-    given = document.given("gradient")
-    if given is not None:
-        kind, gradient = given
-        yield from _listed_path(f"/{kind}/gradient/path", gradient.path, settings.directories_of(tenant_id))
+def _files(document: JobDocument, settings: Settings, tenant_id: str) -> Iterator[Complaint]:
+    """Files that options of an analysis name: a gradient, or weights to begin with."""
+    for name, field in (("gradient", "gradient/path"), ("weights", "weights")):
+        given = document.given(name)
+        if given is not None:
+            path = getattr(given[1], "path", given[1])
+            yield from _listed_path(f"/{given[0]}/{field}", path, settings.directories_of(tenant_id))
 
 
 def _complaint(pointer: str, code: str, message: str) -> Complaint:

@@ -36,4 +36,20 @@ EXAMPLES: tuple[dict[str, Any], ...] = (
             "collection": {"fisher": "type2", "dtype": "float64"},
         },
     },
+    {
+        "title": "Few-shot training on drawn characters (a minute or two)",
+        "document": {
+            "kind": "fewshot_training",
+            "data": {"source": "strokes", "image_size": 28, "channels": 1},
+            "fewshot_training": {
+                "method": "FSCT_cosine",
+                "backbone": "Conv4",
+                "width": 32,
+                "num_epoch": 5,
+                "n_episode": 50,
+                "test_iter": 80,
+                "learning_rate": 2e-3,
+            },
+        },
+    },
 )

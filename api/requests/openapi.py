@@ -51,6 +51,15 @@ _SCRAPER = {
     "scheme": "bearer",
     "description": "`Authorization: Bearer TOKEN`, where TOKEN is the operator's `KRONOSCOPE_METRICS_TOKEN`.",
 }
+_TAGS = {
+    "jobs": "Submit, read, list, reschedule, cancel and delete jobs, and follow their events.",
+    "results": "Summaries, rows of layers and the reproducibility log of a job.",
+    "artifacts": "Files of a job.",
+    "estimates": "Memory and seconds of a job that does not run.",
+    "analyses": "The menu: every analysis with its options, metrics and summary.",
+    "devices": "Devices of the workers.",
+    "health": "Probes and metrics.",
+}
 _ALWAYS = (400, 401, 403, 405, 422, 429, 500, 503)
 
 
@@ -149,6 +158,8 @@ def _make_document(app: FastAPI) -> dict[str, Any]:
         routes=app.routes,
         openapi_version="3.1.0",
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        servers=[{"url": "/", "description": "The service that this document is read from."}],
+        tags=[{"name": name, "description": text} for name, text in _TAGS.items()],
     )
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for name, schema in (
@@ -161,6 +172,7 @@ def _make_document(app: FastAPI) -> dict[str, Any]:
     # FastAPI documents its own shape of 422, which no route here answers
     schemas.pop("HTTPValidationError", None)
     schemas.pop("ValidationError", None)
+    document["security"] = [{"key": []}]
     _declare_other_security(app, document)
     for operations in document["paths"].values():
         for operation in operations.values():

@@ -8,18 +8,18 @@ from urllib.parse import quote
 
 from catalog.analyses.analysis import RefusedAnalysis
 from catalog.requests.pieces import read_piece
+from catalog.responses.caller_frame import CallerFrame
 from catalog.responses.coverage import assess_coverage
 from catalog.responses.device_views import DeviceState, DeviceView
+from catalog.responses.estimate_view import EstimateView, PlaceBytes
 from catalog.responses.views import (
     ArtifactView,
-    EstimateView,
     EventListView,
     EventView,
     FailureView,
     JobView,
     LayerView,
     PieceView,
-    PlaceBytes,
     PlacementView,
     ProgressView,
     timestamp,
@@ -55,7 +55,7 @@ def job_view(job: Job, placement: PlacementView | None = None, pieces: tuple[Pie
         coverage=assess_coverage(job.summary, _min_coverage(job)),
         refused=tuple(RefusedAnalysis(**each) for each in (job.manifest or {}).get("refused") or ()),
         notices=tuple((job.manifest or {}).get("notices") or ()),
-        failure=None if job.failure is None else _filled(FailureView, job.failure),
+        failure=None if job.failure is None else _failure(job.failure),
         parent=job.parent_id,
         piece=None if job.piece is None else read_piece(job.piece),
         pieces=None if pieces is None else tuple(map(piece_view, pieces)),
@@ -87,19 +87,17 @@ def estimate_view(job: Job) -> EstimateView:
     """
     plan = job.plan if job.state == "succeeded" else None
     figures: dict[str, Any] = dict.fromkeys(("peak", "budget", "smallest_budget"))
-    seconds = []
     if plan is not None:
         peaks = {place: plan.get(f"{place}_peak_bytes") for place in ("device", "host", "disk")}
         figures = {name: _limits(plan.get(name) or {}, on_device=bool(peaks["device"])) for name in figures}
         figures["peak"] = PlaceBytes(**peaks)
-        stages = [stage.get("seconds") for stage in plan.get("stages", {}).values()]
-        seconds = [each for each in stages if each is not None]
     return _filled(
         EstimateView,
         vars(job),
         progress=_progress(job),
         fits=None if plan is None else plan["fits"],
-        seconds=sum(seconds) if seconds else None,
+        seconds=None if plan is None else plan.get("seconds"),
+        seconds_range=None if plan is None or not plan.get("seconds_range") else tuple(plan["seconds_range"]),
         why=None if plan is None else plan["why"],
         plan=plan,
         links={"self": f"/v1/estimates/{job.id}"},
@@ -111,6 +109,11 @@ def _limits(sizes: Mapping[str, Any], *, on_device: bool) -> PlaceBytes:
     # a job that uses no device has no limit there
     device = sizes.get("device_bytes") if on_device else None
     return PlaceBytes(device=device, host=sizes.get("host_bytes"), disk=None)
+
+
+def _failure(failure: Mapping[str, Any]) -> FailureView:
+    trace = tuple(CallerFrame(**each) for each in failure.get("trace") or ())
+    return _filled(FailureView, failure, trace=trace)
 
 
 def _progress(job: Job) -> ProgressView | None:

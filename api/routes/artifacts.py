@@ -14,6 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from api.problem_details import Refusal, not_found
 from api.requests.auth import Reader
 from api.requests.etags import has_current
+from api.requests.file_reads import FileReads
 from api.requests.openapi import error_responses
 from api.requests.response_bodies import artifact_view
 from api.routes.results import owned_job
@@ -105,13 +106,13 @@ async def download(
     first, last = part or (0, artifact.size_bytes - 1)
     whole = last - first + 1 == artifact.size_bytes
     if whole:
-        file = await run_in_threadpool(service.artifacts.open, artifact)
+        file = await service.file_reads.open(artifact)
     else:
-        file = await run_in_threadpool(service.verified_files.open, service.artifacts, artifact, first)
+        file = await service.file_reads.open_verified(artifact, first)
     headers["content-length"] = str(last - first + 1)
     if part is not None:
         headers["content-range"] = f"bytes {first}-{last}/{artifact.size_bytes}"
-    chunks = _chunks(file, last - first + 1, artifact.sha256 if whole else None)
+    chunks = _chunks(service.file_reads, file, last - first + 1, artifact.sha256 if whole else None)
     # read before anything is sent, so that a damaged file of one chunk can still be refused
     begin = await anext(chunks, b"")
     return StreamingResponse(
@@ -174,15 +175,14 @@ async def _resumed(begin: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[by
         yield chunk
 
 
-async def _chunks(file: BinaryIO, length: int, sha256: str | None) -> AsyncIterator[bytes]:
+async def _chunks(reads: FileReads, file: BinaryIO, length: int, sha256: str | None) -> AsyncIterator[bytes]:
     """Yield the bytes; the last chunk of a whole file is sent only if the digest over all of them is right."""
     digest = hashlib.sha256()
     left = length
     try:
         while left > 0:
-            chunk = await run_in_threadpool(file.read, min(_CHUNK_BYTES, left))
+            chunk = await reads.read(file, min(_CHUNK_BYTES, left), digest)
             left -= len(chunk)
-            digest.update(chunk)
             if not chunk or (left == 0 and sha256 is not None and digest.hexdigest() != sha256):
                 raise ArtifactDamaged("a file changed after it was recorded; it is not served")
             yield chunk

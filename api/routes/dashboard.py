@@ -54,9 +54,12 @@ def analyses_script() -> bytes:
     """Return the script that holds what the page shows of each analysis."""
     shown = {
         kind: {
+            "title": analysis.title,
             "columns": [_stated(column) for column in analysis.columns if column.heading],
             "figures": [_stated(figure) for figure in analysis.figures if figure.name],
             "damped": analysis.damped,
+            "unit": analysis.unit,
+            "collects": analysis.collects,
             "opens": analysis.opens,
         }
         for kind, analysis in ANALYSES.items()

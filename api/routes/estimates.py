@@ -17,7 +17,7 @@ from api.requests.response_bodies import estimate_view
 from api.service import Service, ServiceOf
 from catalog.requests.estimate import unplannable
 from catalog.requests.job import JobDocument
-from catalog.responses.views import EstimateView
+from catalog.responses.estimate_view import EstimateView
 from jobs.codec import parse_document
 from jobs.errors import DocumentRefused
 from jobs.records import Job, Submitted

@@ -147,7 +147,7 @@ def list_all(
     chosen: Annotated[JobFilter, Depends()],
     wanted: Annotated[JobFields, Depends()],
 ) -> Response:
-    """Your jobs, newest first, in pages of at most 256 KiB; a job that is read by itself is whole.
+    """Your jobs, newest first unless `sort` says otherwise, in pages of at most 256 KiB; one read by itself is whole.
 
     The pieces of a divided job are listed where `parent` names it, or `id` one of them; a `parent` that is not a job of
     yours is not found.
@@ -170,7 +170,7 @@ def list_all(
     headers = {}
     if following is not None:
         parameters = vars(chosen) | vars(wanted) | {"before": following}
-        query = urlencode({name: value for name, value in parameters.items() if value is not None})
+        query = urlencode({name: value for name, value in parameters.items() if value is not None}, doseq=True)
         headers["link"] = f'</v1/jobs?{query}>; rel="next"'
     return Response(body, media_type="application/json", headers=headers)
 
@@ -234,7 +234,7 @@ def cancel(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
 
     An ended job stays as it is. A divided job is cancelled with its pieces, and a piece with its job.
     """
-    return _placed(service, request_cancel(service.engine, caller.tenant_id, job_id), 202)
+    return _placed(service, request_cancel(service.engine, caller.tenant_id, job_id, caller.key), 202)
 
 
 @router.put(

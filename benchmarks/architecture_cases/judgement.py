@@ -6,6 +6,7 @@ import re
 import time
 import warnings
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,27 +101,36 @@ def judged(build: Builder, **options: Any) -> dict[str, Any]:  # noqa: ANN401 - 
             except Exception as error:  # noqa: BLE001 - a crash is a row of the table
                 row |= {"verdict": "crashed", "message": f"{type(error).__name__}: {str(error)[:300]}"}
             else:
-                row |= _judgement(case, whole, expected, numbers)
+                row |= judgement(case, whole, expected, numbers)
     return row | {"seconds": round(time.perf_counter() - started, 1)}
 
 
 def _collected(case: Case, **options: Any) -> FactorSet:  # noqa: ANN401 - the collection's own
-    chosen = {"fisher": "empirical", "dtype": "float64", "batch_size": BATCH_SIZE if case.alone else len(case.targets)}
     model = copy.deepcopy(case.model) if case.random else case.model
+    chosen = {"batch_size": BATCH_SIZE if case.alone else len(case.targets)} | options
+    return collected(model, lambda: iter([(case.inputs, case.targets)]), case.task, case.loss, **chosen)
+
+
+def collected(
+    model: nn.Module,
+    batches: Callable[[], Any],
+    task: str,
+    loss: str | None = None,
+    **options: Any,  # noqa: ANN401 - the collection's own
+) -> FactorSet:
+    """Collect the curvature of a model in float64, without keeping anything."""
+    chosen = {"fisher": "empirical", "dtype": "float64", "batch_size": BATCH_SIZE}
     return collect_or_read(
         Workspace(
-            inputs=ModelInputs(
-                model=model,
-                batches=lambda: iter([(case.inputs, case.targets)]),
-                task=Task(type=case.task, loss=case.loss),
-            ),
+            inputs=ModelInputs(model=model, batches=batches, task=Task(type=task, loss=loss)),
             options=JobOptions(collection=Collection(**(chosen | options)), woodbury=Woodbury(policy="dense")),
             ports=Ports(artifacts=NoArtifacts()),
         )
     )
 
 
-def _judgement(case: Case, whole: FactorSet, expected: Truth | None, numbers: int) -> dict[str, Any]:
+def judgement(case: Case, whole: FactorSet, expected: Truth | None, numbers: int) -> dict[str, Any]:
+    """Return what a collection says of each layer, against the oracle."""
     reasons: dict[str, int] = defaultdict(int)
     for layer in whole.declared:
         reasons[layer.reason] += layer.parameter_count

@@ -67,7 +67,7 @@ class Truth:
     """What the layers of one model must be."""
 
     gradients: dict[str, Tensor]
-    """(N, *shape) of every trainable parameter, under all its names."""
+    """(N, *shape) of every trainable parameter, under all its names; (N·C, *shape) for embeddings of C numbers."""
     terms: int
     rows: dict[str, Rows]
     """By module."""
@@ -86,17 +86,31 @@ def truth(case: Case) -> Truth:
     terms = 0
     for place in range(len(case.targets)):
         with _watched(case, place, rows), _plain_batch_norm():
-            loss, count = _summed(case, place)
-            if loss.requires_grad:
-                found = torch.autograd.grad(loss, list(unique.values()), allow_unused=True)
-            else:
-                found = (None,) * len(unique)
+            losses, count = _losses(case, place)
+            for loss in losses:
+                if loss.requires_grad:
+                    found = torch.autograd.grad(loss, list(unique.values()), allow_unused=True, retain_graph=True)
+                else:
+                    found = (None,) * len(unique)
+                for (key, parameter), gradient in zip(unique.items(), found, strict=True):
+                    each_gradient[key].append(torch.zeros_like(parameter) if gradient is None else gradient)
         terms += count
-        for (key, parameter), gradient in zip(unique.items(), found, strict=True):
-            each_gradient[key].append(torch.zeros_like(parameter) if gradient is None else gradient)
     gradients = {name: torch.stack(each_gradient[id(each)]) for name, each in parameters.items()}
     own_rows = {name: each for name, each in rows.items() if not each.with_others}
     return Truth(gradients=gradients, terms=terms, rows=own_rows)
+
+
+def _losses(case: Case, place: int) -> tuple[list[Tensor], int]:
+    """Return what one example contributes, with its terms: the summed loss, or √(2/C) times each of C embedded numbers.
+
+    The mean of C squared errors has the Hessian 2/C, which has no targets in it (`fisher: type2`).
+    """
+    if case.task not in ("embedding", "sentence_embedding"):
+        loss, count = _summed(case, place)
+        return [loss], count
+    hidden = case.model(**taken(case.inputs, place)).last_hidden_state
+    hidden = hidden.flatten(2).mean(2) if hidden.ndim > 3 else hidden.mean(1) if hidden.ndim == 3 else hidden
+    return list(hidden[0] * (2 / hidden.shape[-1]) ** 0.5), 1
 
 
 def _summed(case: Case, place: int) -> tuple[Tensor, int]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from catalog.brief import Brief
 from catalog.record import record
 from catalog.responses.layer_record import LayerRecord, Observed
 
@@ -137,6 +138,16 @@ class Analysis:
     """Results of the whole job."""
     decomposition: Decomposed = "values"
     """What is asked of the factors where there are no options to say so."""
+    inputs: tuple[str, ...] = ("model", "data", "task")
+    """Blocks of the document that it computes from. One that takes no model collects nothing, and stands alone."""
+    data_sources: tuple[str, ...] = (
+        "builtin", "huggingface", "file", "upload", "synthetic", "factory"
+    )  # fmt: skip
+    """Sources of data that it reads."""
+    estimate: str = "engine.estimate:estimate"
+    """`package.module:callable` of the engine that plans a job of it from shapes alone."""
+    unit: str = "layer"
+    """The noun that a row is of."""
     stages: tuple[AnalysisStage, ...] = ()
     """In order; the one that is named after the kind goes through the layers. Empty: that one alone."""
     layerwise: bool = False
@@ -153,14 +164,25 @@ class Analysis:
     """Figures of its summary; without any, the page has a card for each number of `summary`."""
     sentence: str | Callable[[Mapping[str, Any]], str] = ""
     """What is computed, as a noun phrase of the methods paragraph; or a function that says it of the options."""
+    works: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None
+    """BibTeX entries of what it uses, by its options; null for those of a collection."""
+    log_row: Callable[[Mapping[str, Any]], str] | None = None
+    """Text of a row in the log, by its metrics; null for the log of a layer's curvature."""
+    log_summary: Callable[[Mapping[str, Any]], str] | None = None
+    """Closing text of the log, by the summary; null for that of a collection."""
     damped: bool = True
     """Whether damping enters it; a page shows one that it does not enter after the others."""
     opens: bool = False
     """Whether a page opens the layers of this analysis first."""
 
+    @property
+    def collects(self) -> bool:
+        """Whether it measures the curvature of a model that it is given."""
+        return "model" in self.inputs
+
 
 @record
-class LayerResult:
+class LayerResult(Brief, shown=("kind", "layer", "module", "status", "reason", "parameter_count", "metrics")):
     """One row of the results."""
 
     kind: str
@@ -211,8 +233,42 @@ class LookedAt:
     """Why batches got no glance; null where they did."""
 
 
+CoverageKind = Literal["block", "diagonal", "sketched", "covered", "not_covered"]
+"""The form in which the curvature of parameters is kept. `block`: all of their layer's block, as two Kronecker factors
+or as it is; `diagonal`: of the block, or of its factor G, the diagonal alone; `sketched`: G as a diagonal and a sketch;
+`covered`: one of these, of a job that does not say which; `not_covered`: none."""
+
+
 @record
-class Coverage:
+class NamedParameters:
+    """Parameters of one layer, or of one module that is not covered, by name."""
+
+    names: tuple[str, ...]
+    """Qualified names, four at most."""
+    module: str
+    """Class of the module."""
+    why: str | None
+    """The operation that keeps them from a fuller form, or why there is none; null where the reason says so."""
+
+
+@record
+class CoveragePart:
+    """Trainable parameters that are covered in one form, or not covered for one reason."""
+
+    kind: CoverageKind
+    """The form."""
+    reason: str | None
+    """Why they are not covered; null for those that are."""
+    parameters: int
+    """The count of their numbers."""
+    layers: int
+    """Layers, or rows of what is not covered, that they are in."""
+    named: tuple[NamedParameters, ...]
+    """Those of the first eight of these layers or rows; empty for `block` and `covered`."""
+
+
+@record
+class Coverage(Brief):
     """Every trainable parameter is covered or declared; nothing is skipped silently."""
 
     trainable_parameters: int
@@ -236,3 +292,5 @@ class Coverage:
     """Examples that the layer with the fewest was held against; 0 where a model draws random numbers."""
     looked_at: LookedAt | None
     """Batches that the self-check looked at, and how; null where `examples_checked` is."""
+    parts: tuple[CoveragePart, ...] | None = None
+    """The same parameters by the form in which their curvature is kept, and by reason; null in older summaries."""

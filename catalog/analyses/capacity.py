@@ -7,6 +7,7 @@ from catalog.analyses.analysis import SHAPE, Analysis, AnalysisStage, Column, Co
 from catalog.analyses.capacity_metrics import METRICS, WITHOUT_DECOMPOSITION, CapacityMetrics, ModelCapacity
 from catalog.analyses.cross_check import CrossCheck, require_cross_check
 from catalog.analyses.token_importance import TokenImportance
+from catalog.brief import Brief
 from catalog.field_errors import suggestion
 from catalog.record import FieldError, record
 
@@ -101,7 +102,7 @@ class CapacityParams:
 
 
 @record
-class CapacitySummary:
+class CapacitySummary(Brief):
     """The whole model."""
 
     coverage: Coverage
@@ -165,7 +166,7 @@ _COLUMNS = (
     Column("metrics.kappa", "κ", "κ", "λ_max/λ_min of F; ∞ where F is singular", counted="metrics.rank"),
 )  # fmt: skip
 _TOKENS = (
-    "{token_importance.tokens_for_99_percent} of {token_importance.tokens} tokens carry 99 % of the trace of G of "
+    "{token_importance.tokens_for_99_percent} of {token_importance.tokens} tokens carry 99% of the trace of G of "
     "{token_importance.layer:names}"
 )
 _TRACES = (

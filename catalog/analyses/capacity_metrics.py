@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from catalog.analyses.cross_check import CrossCheck
 from catalog.analyses.subsamples import Convergence, NestedCapacity
+from catalog.brief import Brief
 from catalog.record import record
 
 
@@ -56,7 +57,7 @@ class EffectiveDimensionCurve:
 
 
 @record
-class CapacityMetrics:
+class CapacityMetrics(Brief):
     """Metrics of F = G ⊗ A; what is undefined, or was not asked for, is null."""
 
     form: str
@@ -105,7 +106,7 @@ class CapacityMetrics:
     effective_dimension_share: float | None
     """effective_dimension / dimension."""
     kappa: float | None
-    """λ_max/λ_min of F; null where F is singular."""
+    """λ_max/λ_min of F; null where F is singular, to the rounding of its factors' entries."""
     kappa_damped: float | None
     """(λ_max + λ)/(λ_min + λ), of F + λI."""
     kappa_factored: float | None
@@ -178,7 +179,7 @@ class TraceShare:
 
 
 @record
-class ModelCapacity:
+class ModelCapacity(Brief):
     """The whole model as one block-diagonal matrix: its eigenvalues are those of all covered layers together."""
 
     no_spectrum: tuple[str, ...]

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from catalog.analyses.analysis import SHAPE, Analysis, Column, Coverage, Figure
+from catalog.brief import Brief
 from catalog.record import FieldError, record
 from catalog.requests.inputs import require_path
 from catalog.requests.job import JobDocument
@@ -131,7 +132,7 @@ class CorrectedComparison:
 
 
 @record
-class CompareCurvatureMetrics:
+class CompareCurvatureMetrics(Brief):
     """One layer in both sets."""
 
     form: str
@@ -197,7 +198,7 @@ class MeanOverlap:
 
 
 @record
-class CompareCurvatureSummary:
+class CompareCurvatureSummary(Brief):
     """Both sets, over all layers that they share."""
 
     coverage: Coverage

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from catalog.analyses.analysis import SHAPE, Analysis, Column, Coverage, Figure
+from catalog.brief import Brief
 from catalog.record import FieldError, option, record
 
 
@@ -105,7 +106,7 @@ class CompressedSide:
 
 
 @record
-class CompressionMetrics:
+class CompressionMetrics(Brief):
     """One layer."""
 
     form: str
@@ -121,7 +122,7 @@ class CompressionMetrics:
 
 
 @record
-class CompressionSummary:
+class CompressionSummary(Brief):
     """The whole model."""
 
     coverage: Coverage

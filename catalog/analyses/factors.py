@@ -4,11 +4,12 @@ from collections.abc import Mapping
 
 from catalog.analyses.analysis import SHAPE, Analysis, AnalysisStage, Column, Coverage, Figure
 from catalog.analyses.subsamples import NestedTraces
+from catalog.brief import Brief
 from catalog.record import record
 
 
 @record
-class FactorsMetrics:
+class FactorsMetrics(Brief):
     """One layer's factors in a few numbers."""
 
     form: str
@@ -31,7 +32,7 @@ class FactorsMetrics:
 
 
 @record
-class FactorsSummary:
+class FactorsSummary(Brief):
     """The closing line of a collection."""
 
     coverage: Coverage

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from catalog.analyses.analysis import Analysis, Column, Coverage, Figure, join_phrases
+from catalog.brief import Brief
 from catalog.record import FieldError, record
-from catalog.requests.inputs import require_path
+from catalog.requests.inputs import EMBEDDINGS, require_path
 from catalog.requests.job import JobDocument
 
 MAX_POWERS = 8
@@ -102,10 +103,10 @@ class NaturalGradientParams:
                 "is missing, and `factors` hold neither a model nor data to take the gradient of: give "
                 "`gradient: {path: FILE.safetensors}`, or `model`, `data` and `task` in place of `factors`",
             )
-        if document.task is not None and document.task.type == "sentence_embedding" and self.gradient is None:
+        if document.task is not None and document.task.type in EMBEDDINGS and self.gradient is None:
             raise FieldError(
                 "natural_gradient.gradient",
-                "is missing, and `sentence_embedding` has no targets to take the gradient of a loss at: give "
+                f"is missing, and `{document.task.type}` has no targets to take the gradient of a loss at: give "
                 "`gradient: {path: FILE.safetensors}`, or a task with targets",
             )
         if document.factors is None and self.of == "ekfac" and not document.collection.ekfac:
@@ -149,7 +150,7 @@ class LayerDirection:
 
 
 @record
-class NaturalGradientMetrics:
+class NaturalGradientMetrics(Brief):
     """One layer."""
 
     gradient_norm: float
@@ -193,7 +194,7 @@ class ModelDirection:
 
 
 @record
-class NaturalGradientSummary:
+class NaturalGradientSummary(Brief):
     """The whole model."""
 
     coverage: Coverage

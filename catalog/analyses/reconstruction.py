@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from catalog.analyses.analysis import SHAPE, Analysis, Column, Coverage, Figure
+from catalog.brief import Brief
 from catalog.record import FieldError, record
 from catalog.requests.job import JobDocument
 
@@ -87,7 +88,7 @@ class ReconstructedSide:
 
 
 @record
-class ReconstructionMetrics:
+class ReconstructionMetrics(Brief):
     """One layer's stabilised factors."""
 
     form: str
@@ -105,7 +106,7 @@ class ReconstructionMetrics:
 
 
 @record
-class ReconstructionSummary:
+class ReconstructionSummary(Brief):
     """The whole model."""
 
     coverage: Coverage

@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 from catalog.analyses.analysis import SHAPE, Analysis, AnalysisStage, Column, Coverage, join_phrases
 from catalog.analyses.spectrum_metrics import CurvatureSpectrum, SpectrumMetrics
+from catalog.brief import Brief
 from catalog.record import FieldError, record
+from catalog.requests.inputs import EMBEDDINGS
 from catalog.requests.job import JobDocument
 
 Curvature = Literal["kfac", "ekfac", "ggn", "fisher", "empirical", "hessian"]
@@ -124,10 +126,10 @@ class SpectrumParams:
                 "collection.ekfac", "is false, and `spectrum.of: ekfac` needs it: give `ekfac: true`, or leave that out"
             )
         aimed = [of for of in self.exact if of in ("empirical", "hessian")]
-        if aimed and document.task is not None and document.task.type == "sentence_embedding":
+        if aimed and document.task is not None and document.task.type in EMBEDDINGS:
             raise FieldError(
                 "spectrum.of",
-                f"holds `{aimed[0]}`, and `sentence_embedding` has no targets to take a loss at; take `ggn`",
+                f"holds `{aimed[0]}`, and `{document.task.type}` has no targets to take a loss at; take `ggn`",
             )
 
     @property
@@ -137,7 +139,7 @@ class SpectrumParams:
 
 
 @record
-class SpectrumSummary:
+class SpectrumSummary(Brief):
     """The whole model."""
 
     coverage: Coverage

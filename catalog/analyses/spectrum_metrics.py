@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from catalog.brief import Brief
 from catalog.record import record
 
 
@@ -47,7 +48,7 @@ class LayerSpectrum:
 
 
 @record
-class SpectrumMetrics:
+class SpectrumMetrics(Brief):
     """One layer."""
 
     form: str

@@ -60,6 +60,9 @@ class Assignment:
     completed: tuple[tuple[Any, ...], ...] = ()
     """Kind and ordinal of each row that stands already."""
     threads: int | None = None
+    """Computing threads; None takes those of the plan, else torch's own number."""
+    choose_threads: bool = False
+    """Whether a first attempt may take fewer of them, where this machine computes faster so."""
     plan: Mapping[str, Any] | None = None
     """The plan of the first attempt of the job, or of the job that this is a piece of."""
     paths: tuple[Path, ...] = ()

@@ -20,7 +20,10 @@ TaskType = Literal[
     "token_classification",
     "regression",
     "sentence_embedding",
+    "embedding",
 ]
+EMBEDDINGS = ("sentence_embedding", "embedding")
+"""Tasks of a Gaussian model of the outputs themselves: targets play no part."""
 
 _FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
@@ -32,6 +35,7 @@ _USUAL_LOSS: dict[str, Loss] = {
     "token_classification": "cross_entropy",
     "regression": "mse",
     "sentence_embedding": "mse",
+    "embedding": "mse",
 }
 
 
@@ -46,7 +50,29 @@ class BuiltinModel:
 
 
 @record
-class HuggingFaceModel:
+class AdaptableModel:
+    """A checkpoint that an adapter may be applied to."""
+
+    adapter: str | None = None
+    """A LoRA adapter to apply to the model: a folder (`/…`, `./…`, `../…` or `~…`), or `owner/name` on the hub."""
+    adapter_revision: str | None = None
+    """A branch, tag or commit of an adapter on the hub; pinned to a commit when it is fetched."""
+    adapter_merged: bool = False
+    """Whether the adapter is added into the model's weights, all of which are then measured. By default the model stays
+    frozen beside it, and what PEFT trains is measured."""
+
+    def __post_init__(self) -> None:
+        """Refuse an adapter without a name, and settings of an adapter that is not there."""
+        if self.adapter is not None:
+            require_path("adapter", self.adapter)
+        if self.adapter_revision is not None and (self.adapter is None or is_path(self.adapter)):
+            raise FieldError("adapter_revision", "is for an adapter of the hub (`adapter: owner/name`); leave it out")
+        if self.adapter_merged and self.adapter is None:
+            raise FieldError("adapter_merged", "is for an adapter; name one in `adapter`, or leave it out")
+
+
+@record
+class HuggingFaceModel(AdaptableModel):
     """A model of the Hugging Face hub: config, safetensors weights, tokenizer."""
 
     source: Literal["huggingface"]
@@ -58,7 +84,7 @@ class HuggingFaceModel:
 
 
 @record
-class DirectoryModel:
+class DirectoryModel(AdaptableModel):
     """A checkpoint on disk in the Hugging Face layout (config.json, *.safetensors, tokenizer.json)."""
 
     source: Literal["directory"]
@@ -68,6 +94,7 @@ class DirectoryModel:
 
     def __post_init__(self) -> None:
         """Refuse an empty path, which would mean wherever the worker stands."""
+        super().__post_init__()
         require_path("path", self.path)
 
 
@@ -152,26 +179,6 @@ class HuggingFaceData:
 
 
 @record
-class DataFile:
-    """A file: `.safetensors` (`inputs`, `targets`), `.jsonl` (`text`, `text_pair`, `label`) or `.txt` (a line each)."""
-
-    source: Literal["file"]
-    """Tells this source from the others: `file`."""
-    path: str
-    """The file."""
-    limit: int | None = None
-    """Take only the first `limit` examples."""
-    sequence_length: int = 128
-    """Texts are cut at this many tokens."""
-
-    def __post_init__(self) -> None:
-        """Refuse an empty path and sizes below one."""
-        require_path("path", self.path)
-        require_positive("limit", self.limit)
-        require_positive("sequence_length", self.sequence_length)
-
-
-@record
 class UploadedData:
     """A data set uploaded to this service."""
 
@@ -236,20 +243,16 @@ class DataFactory:
         require_factory("factory", self.factory)
 
 
-DataSource = Annotated[
-    BuiltinData | HuggingFaceData | DataFile | UploadedData | SyntheticData | DataFactory, Tagged("source")
-]
-
-
 @record
 class Task:
     """What the outputs mean, hence which likelihood's curvature is measured."""
 
     type: TaskType
     """What the outputs mean; it decides the usual loss. `token_classification` has a class for each token: of files it
-    reads `words` and `tags`, a list in each line or row, and the first token of a word has the word's tag."""
+    reads `words` and `tags`, a list in each line or row, and the first token of a word has the word's tag. `embedding`
+    is `sentence_embedding` for any input: the mean of the last hidden states of a tower or encoder, without targets."""
     loss: Loss | None = None
-    """Null takes the task's usual loss: cross-entropy, or `mse` for regression and sentence embeddings."""
+    """Null takes the task's usual loss: cross-entropy, or `mse` for regression and embeddings."""
     ignore_index: int = -100
     """Targets of this value are no loss terms."""
     class_weights: tuple[float, ...] | None = option(None, known_as="weight")
@@ -263,7 +266,7 @@ class Task:
 
     output: str | None = None
     """Name of the tensor that the loss is taken of, where the model returns a mapping or an object of several.
-    Null takes `logits` (`last_hidden_state` for sentence embeddings), or the only tensor there is."""
+    Null takes `logits` (`last_hidden_state` for embeddings), or the only tensor there is."""
     class_axis: int | None = None
     """Dimension of the outputs that the classes stand on, for a classification with several terms per example: 1 as in
     torch's losses, -1 for the last one. Null takes what the targets' shape or the model's own number of classes say;
@@ -280,8 +283,8 @@ class Task:
             raise FieldError("loss", f"`{self.loss}` does not fit `{self.type}`; take `cross_entropy` or `model`")
         if self.type == "regression" and self.loss == "cross_entropy":
             raise FieldError("loss", "`cross_entropy` needs classes; take `mse` or `bce`, or `type: classification`")
-        if self.type == "sentence_embedding" and self.loss not in (None, "mse"):
-            raise FieldError("loss", f"`{self.loss}` does not fit `sentence_embedding`, a Gaussian model: take `mse`")
+        if self.type in EMBEDDINGS and self.loss not in (None, "mse"):
+            raise FieldError("loss", f"`{self.loss}` does not fit `{self.type}`, a Gaussian model: take `mse`")
 
         self._require_weights()
 
@@ -330,10 +333,6 @@ class Task:
 def require_positive(field: str, value: int | None) -> None:
     """Require that a value is absent or at least one.
 
-    Args:
-        field: The field's name, for the error.
-        value: The value; None is absent.
-
     Raises:
         FieldError: If it is less than one.
     """
@@ -363,10 +362,6 @@ def require_weights(field: str, weights: tuple[float, ...] | None) -> None:
 def require_path(field: str, value: str) -> None:
     """Require that a text can name a file or folder.
 
-    Args:
-        field: The field's name, for the error.
-        value: The text.
-
     Raises:
         FieldError: If it is empty or holds NUL.
     """
@@ -374,12 +369,13 @@ def require_path(field: str, value: str) -> None:
         raise FieldError(field, "names nothing; give the path of a file or folder")
 
 
+def is_path(name: str) -> bool:
+    """Return whether a text that may name a folder or an entry of the hub names a folder."""
+    return name.startswith(("/", "./", "../", "~")) or name in (".", "..")
+
+
 def require_factory(field: str, value: str) -> None:
     """Require that a text is written ``package.module:callable``.
-
-    Args:
-        field: The field's name, for the error.
-        value: The text.
 
     Raises:
         FieldError: If it is written otherwise.

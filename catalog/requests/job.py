@@ -7,12 +7,14 @@ from typing import Any, ClassVar, Literal
 from catalog.analyses.analysis import Analysis
 from catalog.record import FieldError, option, record
 from catalog.requests.collection import Collection, Stabilisation
+from catalog.requests.data_sources import DataSource
 from catalog.requests.extending import ExtendsReference, require_extension
-from catalog.requests.inputs import DataSource, ModelSource, Task
+from catalog.requests.inputs import EMBEDDINGS, ModelSource, Task
 from catalog.requests.memory import Memory
 from catalog.requests.pieces import Shards, require_divisible
 from catalog.requests.ranks import require_ranks
 from catalog.requests.schedule import Schedule
+from catalog.requests.uncollected import require_alone
 from catalog.requests.woodbury import Woodbury
 
 MAX_LABELS = 32
@@ -113,6 +115,18 @@ class JobDocument:
         _require_name(self.name)
 
     def _require_inputs(self) -> None:
+        asked = [self.analyses[kind] for kind in self.kinds]
+        for analysis in asked:
+            if self.data is not None and self.data.source not in analysis.data_sources:
+                others = ", ".join(analysis.data_sources)
+                raise FieldError(
+                    "data",
+                    f"is of `source: {self.data.source}`, which `{analysis.kind}` cannot read; take one of {others}",
+                )
+        apart = next((analysis for analysis in asked if not analysis.collects), None)
+        if apart is not None:
+            require_alone(self, apart)
+            return
         if self.extends is not None:
             return
         inputs = {"model": self.model, "data": self.data, "task": self.task}
@@ -131,8 +145,8 @@ class JobDocument:
             raise FieldError(
                 "task", "`loss: model` has no known likelihood to sample from; take `collection.fisher: empirical`"
             )
-        if self.task.type == "sentence_embedding" and self.collection.fisher == "empirical":
-            raise FieldError("task", "`sentence_embedding` has no targets; take `collection.fisher: mc` or `type2`")
+        if self.task.type in EMBEDDINGS and self.collection.fisher == "empirical":
+            raise FieldError("task", f"`{self.task.type}` has no targets; take `collection.fisher: mc` or `type2`")
 
     def _require_model(self) -> None:
         """Refuse options that ask more of the model than was given."""

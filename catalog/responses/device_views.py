@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from catalog.brief import Brief
 from catalog.record import record
 from catalog.responses.views import Timestamp
 
@@ -9,7 +10,7 @@ DeviceState = Literal["free", "leased", "draining", "stale"]
 
 
 @record
-class DeviceView:
+class DeviceView(Brief):
     """One device."""
 
     uuid: str

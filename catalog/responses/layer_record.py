@@ -16,8 +16,12 @@ Branch = Literal[
     "diagonal",
     "block",
     "diagonal_block",
+    "trained",
     "declared",
 ]
+
+WHOLE_MODEL = "(model)"
+"""Name of the layer that a model is by itself, such as a bare ``nn.Linear``: its path in the model is empty."""
 
 
 @record

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from catalog import stages_of
-from catalog.responses.time_estimate import OFF_BY
+from catalog.responses.time_estimate import OFF_BY, pace_of
 
 _KEPT_REPORTS = 200
 
@@ -57,7 +57,7 @@ class RemainingTime:
         """
         stages: Mapping[str, Mapping[str, Any]] = plan.get("stages") or {}
         seconds = {name: stage.get("seconds") for name, stage in stages.items()}
-        self._bound = OFF_BY["measured" if plan.get("pace") == "measured" else "usual"]
+        self._bound = OFF_BY[pace_of(plan)]
         self._planned = {"collection": _sum(seconds, "collection", "correction")} if seconds else {}
         for kind in self._kinds if seconds else ():
             of_kind = self._stages[kind]
@@ -97,6 +97,24 @@ class RemainingTime:
         else:
             return None
         return max(0.0, rest) + self._off * later
+
+    def share(self, stage: str, done: int, total: int | None) -> float | None:
+        """Return the share of the job that is done, each stage weighted by its planned seconds.
+
+        Args:
+            stage: The stage that is under way.
+            done: Its units that are done.
+            total: Its units in all; None where unknown.
+
+        Returns:
+            From 0 to 1; None where the plan lacks a stage's seconds, or has none for this one.
+        """
+        later, planned = self._later(stage), self._planned.get(stage)
+        whole = None if later is None or None in self._planned.values() else sum(filter(None, self._planned.values()))
+        if later is None or not planned or not whole:
+            return None
+        left = planned * (1 - min(1.0, done / total)) if total else planned
+        return max(0.0, 1 - (left + later) / whole)
 
     def _later(self, stage: str) -> float | None:
         """The planned seconds of the stages after this one; None if the plan lacks one of them, or the stage."""

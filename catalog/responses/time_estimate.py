@@ -1,20 +1,26 @@
 """Time estimates: the durations of a plan that are worth showing, and their possible error.
 
-A duration is work over pace. Its bounds are a factor of four either way where the pace was measured on the machine, of
-a job that has its cores to itself, and of twenty where it is what is usual of such a device. The factors are assumed;
-no benchmark holds them, and on cores that others use a stage took up to sixteen times as long. Below ten
-seconds at a usual pace most of a duration is the start of things, which no plan counts, and the figure would
-mislead.
+A duration is work over pace. Its bounds are a factor of two either way where the pace was measured on a machine that
+the job has to itself, of three where others used its cores meanwhile, and of twenty where it is what is usual of such a
+device. `benchmarks.job_seconds` holds the first two. Below ten seconds at a usual pace the start of things counts most,
+and the figure would mislead.
 """
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-Paced = Literal["measured", "usual"]
-"""Whether a plan's pace was measured on the machine, or is what is usual of such a device."""
+Paced = Literal["measured", "shared", "usual"]
+"""Whether a plan's pace was measured on the machine, beside other programs, or is what is usual of such a device."""
 
 WORTH_SECONDS = 10.0
-"""From which a duration is shown at a usual pace, and a machine's pace is worth measuring."""
-OFF_BY: dict[Paced, float] = {"measured": 4.0, "usual": 20.0}
+"""From which a duration is shown at a usual pace."""
+OFF_BY: dict[Paced, float] = {"measured": 2.0, "shared": 3.0, "usual": 20.0}
+
+
+def pace_of(plan: Mapping[str, Any]) -> Paced:
+    """Return the pace that a stored plan's seconds are by; `usual` where it says nothing that is known."""
+    known: dict[Any, Paced] = {each: each for each in OFF_BY}
+    return known.get(plan.get("pace"), "usual")
 
 
 def seconds_range(seconds: float | None, pace: Paced) -> tuple[float, float] | None:
@@ -42,7 +48,11 @@ def written_seconds(seconds: float | None, pace: Paced) -> str:
     Returns:
         The text; empty if the duration is not worth showing.
     """
-    bounds = seconds_range(seconds, pace)
+    return written_range(seconds, seconds_range(seconds, pace))
+
+
+def written_range(seconds: float | None, bounds: Sequence[float] | None) -> str:
+    """Write a predicted duration with bounds that are given, such as ``24 s (12 to 48)``; empty without them."""
     if bounds is None or seconds is None:
         return ""
     low, high = (_rounded(bound) for bound in bounds)

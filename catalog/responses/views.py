@@ -8,8 +8,10 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from catalog.analyses.analysis import RefusedAnalysis
+from catalog.brief import Brief
 from catalog.record import TextFormat, record
 from catalog.requests.pieces import Piece
+from catalog.responses.caller_frame import CallerFrame
 from catalog.responses.coverage import CoverageView
 
 JobState = Literal["queued", "running", "waiting", "cancelling", "succeeded", "failed", "cancelled"]
@@ -32,7 +34,7 @@ def timestamp(moment: datetime) -> Timestamp:
 
 
 @record
-class ProgressView:
+class ProgressView(Brief):
     """The progress of a job."""
 
     stage: str | None = None
@@ -42,7 +44,8 @@ class ProgressView:
     total: int | None = None
     """Units of the stage; null while nobody knows."""
     unit: str | None = None
-    """`batches` or `layers`; of a job that waits for its pieces, over all of them, `examples` or `layers`."""
+    """`batches`, `layers`, or `episodes` of a training; of a job that waits for its pieces, over all of them,
+    `examples` or `layers`."""
     layers_done: int | None = None
     """Rows of layers that are written, over all analyses."""
     layers_total: int | None = None
@@ -56,7 +59,7 @@ class ProgressView:
 
 
 @record
-class FailureView:
+class FailureView(Brief):
     """The reason why a job failed, and who can act."""
 
     category: Literal["usage", "transient", "fatal"]
@@ -69,25 +72,32 @@ class FailureView:
     """JSON pointer into the document, where a field is to blame."""
     layer: str | None
     """The layer that failed, where one did."""
+    trace: tuple[CallerFrame, ...] = ()
+    """Where a factory's own code raised, or the model that it made: its calls, the innermost last, 32 at most."""
 
 
 @record
-class PlacementView:
+class PlacementView(Brief):
     """The device that a job runs on, or the reason why it has not begun."""
 
     status: Literal["placed", "reserved", "waiting", "no_device", "no_worker"]
     """`placed`: it runs; `reserved`: a device is reserved for it; `waiting`: for its turn and a free device;
-    `no_device`: no known device could ever hold it; `no_worker`: no known worker could take it."""
+    `no_device`: no known device could ever hold it; `no_worker`: no known worker could take it, or those that could
+    take no jobs at the moment."""
     message: str
-    """The status in a sentence."""
+    """The status and its reason in a sentence."""
     device: str | None
     """UUID of the device that it runs on, or that is reserved for it; of several, the first."""
     devices: tuple[str, ...] = ()
     """UUIDs of all those devices: one for each rank, or the host that ranks share."""
+    own_before: int | None = None
+    """Jobs of your own that go before a waiting one, as claims would be made now; null where they were not counted."""
+    others_before: int | None = None
+    """Jobs of other tenants that do, give or take one of each; no more than 100 are counted with your own."""
 
 
 @record
-class PieceView:
+class PieceView(Brief):
     """One piece of a divided job, and the job that computes it."""
 
     round: str
@@ -115,7 +125,7 @@ class PieceView:
 
 
 @record
-class JobView:
+class JobView(Brief, shown=("id", "name", "state", "kinds", "progress", "failure", "refused", "created_at")):
     """One job."""
 
     id: str
@@ -169,6 +179,8 @@ class JobView:
     """The moment when its rows and events moved from the ledger to its file `archive.jsonl.gz`."""
     cancel_requested_at: Timestamp | None
     """The moment when its end was asked for."""
+    cancel_requested_by: str | None
+    """Prefix of the API key that asked for it; null in embedded mode, and of a piece, which ends with its job."""
     parent: str | None
     """Of a piece: the id of the divided job, with which it is cancelled, rescheduled and deleted."""
     piece: Piece | None
@@ -195,7 +207,7 @@ class JobListView:
 
 
 @record
-class EventView:
+class EventView(Brief, shown=("seq", "at", "type", "data")):
     """One line of a job's history."""
 
     seq: int
@@ -229,7 +241,7 @@ class EventListView:
 
 
 @record
-class ValidationView:
+class ValidationView(Brief):
     """A document that is valid and would be accepted; nothing was stored."""
 
     valid: Literal[True]
@@ -243,7 +255,7 @@ class ValidationView:
 
 
 @record
-class LayerView:
+class LayerView(Brief, shown=("kind", "layer", "module", "status", "reason", "parameter_count")):
     """One row of the results."""
 
     kind: str
@@ -285,7 +297,7 @@ class LayerListView:
 
 
 @record
-class ArtifactView:
+class ArtifactView(Brief):
     """A file of a job."""
 
     name: str
@@ -319,7 +331,7 @@ class LayersLink:
 
 
 @record
-class ResultsView:
+class ResultsView(Brief, shown=("job",)):
     """The results of a job."""
 
     job: JobView
@@ -332,63 +344,3 @@ class ResultsView:
     """Where the rows are."""
     artifacts: tuple[ArtifactView, ...]
     """The job's files."""
-
-
-@record
-class PlaceBytes:
-    """Bytes on the device, in host memory and on the disk."""
-
-    device: int | None
-    """Memory of a GPU; null where there is none, or no limit."""
-    host: int | None
-    """Bytes of host memory; null where there is no figure."""
-    disk: int | None
-    """Null for budgets, which do not limit the disk."""
-
-    def __getitem__(self, place: Literal["device", "host", "disk"]) -> int | None:
-        """Return the bytes in ``place``."""
-        return {"device": self.device, "host": self.host, "disk": self.disk}[place]
-
-
-@record
-class EstimateView:
-    """The memory and time that a job would take. Until it is `succeeded` everything from `fits` to `plan` is null."""
-
-    id: str
-    """The estimate's id."""
-    state: JobState
-    """`succeeded`, `failed` and `cancelled` are final."""
-    document: Mapping[str, Any]
-    """The job document with every default written out."""
-    document_sha256: str
-    """Digest of the canonical JSON of the document."""
-    progress: ProgressView | None
-    """Null before a worker reports."""
-    fits: bool | None
-    """Whether a job of this document would be taken up where the estimate was made, or be refused."""
-    peak: PlaceBytes | None
-    """The largest sum of bytes held at one time, over all stages."""
-    seconds: float | None
-    """The sum over the stages."""
-    budget: PlaceBytes | None
-    """The limits of the peak: the document's own budgets, or the free memory at that time."""
-    smallest_budget: PlaceBytes | None
-    """The smallest `memory.device` and `memory.host` with which the job would run."""
-    why: str | None
-    """The plan that was chosen among those that fit, and the reason."""
-    plan: Mapping[str, Any] | None
-    """The whole plan: `stages` with their bytes and seconds, `terms` of each layer with their formulas, `rungs` of each
-    layer's decompositions, the choice, and what was `assumed`, as no weight was read."""
-    created_at: Timestamp
-    """The moment when it was asked for."""
-    started_at: Timestamp | None
-    """The moment when its first attempt began."""
-    finished_at: Timestamp | None
-    """The moment when it reached a final state."""
-    links: Mapping[str, str]
-    """Addresses, by name."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether the plan is ready, or has failed."""
-        return self.state in ENDED

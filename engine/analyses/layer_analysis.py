@@ -31,7 +31,7 @@ from engine.analyses.given_matrix import record_without_collection
 from engine.collect import collect_or_read
 from engine.factors.factor_set import GIVEN_MATRIX, FactorSet
 from engine.layers.coverage import DeclaredLayer
-from engine.layers.coverage_check import count_by_reason
+from engine.measurement.coverage_parts import coverage
 from engine.measurement.divided_layers import DividedLayers, SentFiles
 from engine.measurement.layer_measurement import Measured, measure_layers
 from engine.measurement.representation_record import branch_counts, held_bytes, observe
@@ -65,6 +65,8 @@ class LayerAnalysis(Generic[P]):
         self.workspace = workspace
         self.measured: dict[int, Any] = {}
         """The metrics of the layers so far, by ordinal."""
+        self.records: dict[int, LayerRecord] = {}
+        """Their records, by ordinal."""
 
     def rows(self) -> Generator[LayerResult, None, Any]:
         """Yield each layer's row as soon as it is done.
@@ -81,6 +83,7 @@ class LayerAnalysis(Generic[P]):
         self.prepare()
         for done, (layer, (outcome, observed)) in enumerate(self._outcomes(), start=1):
             metrics = self.measured[layer.facts.ordinal] = self.take(layer, outcome)
+            self.records[layer.facts.ordinal] = layer.record
             if not self._is_delivered(layer.facts.ordinal):
                 yield self._row(layer, metrics, observed)
             self.report(done)
@@ -132,7 +135,7 @@ class LayerAnalysis(Generic[P]):
     @property
     def coverage(self) -> Coverage:
         """The trainable parameters that the rows speak for."""
-        return coverage(self.whole)
+        return coverage(self.whole, self.records)
 
     @property
     def branches(self) -> dict[str, int]:
@@ -207,26 +210,6 @@ class LayerAnalysis(Generic[P]):
 def is_decomposed(layer: Measured) -> bool:
     """Return whether an eigendecomposition was made of a layer."""
     return layer.spectrum_A is not None and layer.facts.form not in ("diagonal", "diagonal_block")
-
-
-def coverage(whole: FactorSet) -> Coverage:
-    """Count by parameter what the rows cover, after the law covered + declared = trainable."""
-    reasons = count_by_reason(whole.declared)
-    identities = [layer.gradient_identity for layer in whole.layers]
-    return Coverage(
-        trainable_parameters=whole.trainable_parameters,
-        covered_parameters=whole.covered_parameters,
-        declared_parameters=sum(reasons.values()),
-        covered_share=whole.covered_parameters / max(whole.trainable_parameters, 1),
-        layers_covered=len(whole.layers),
-        layers_declared=len(whole.declared),
-        reasons=reasons,
-        gradient_identity=max((each for each in identities if each is not None), default=None),
-        examples_checked=min((each.examples_checked or 0 for each in whole.layers), default=None)
-        if any(each is not None for each in identities)
-        else None,
-        looked_at=whole.looked_at,
-    )
 
 
 def nullify(record: Record) -> tuple[Record, tuple[str, ...]]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from catalog.requests.inputs import Task
+from catalog.responses.layer_record import WHOLE_MODEL
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.errors import NonFiniteFactor, NonFiniteLoss, NonFiniteModel, WrongShape
 from engine.model.batches import Batch, tensors
@@ -78,7 +79,7 @@ def require_finite_model(model: nn.Module) -> None:
             raise NonFiniteModel(
                 f"the model's tensor `{name}` holds {bad} NaN or infinite number{'s' if bad > 1 else ''} of "
                 f"{tensor.numel()}; mend the checkpoint",
-                layer=name.rpartition(".")[0],
+                layer=name.rpartition(".")[0] or WHOLE_MODEL,
                 pointer="/model",
             )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +15,13 @@ from engine.layers.tied import TiedHeadLayer
 from engine.memory.plan import Chosen
 from engine.model.activation_memory import Saved
 from engine.row_layout.layer_calls import Call
+
+
+class TimedForward(NamedTuple):
+    """A forward pass that was timed."""
+
+    examples: int
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +60,8 @@ class Probe:
     """A direction is pulled back again until all its gradients are finite, for which they wait for each other."""
     resident_bytes: int | None = None
     """Bytes that the process holds without the plan's own needs; None takes those that it holds now."""
+    forward: TimedForward | None = None
+    """The last forward pass of very few examples; None where none was timed."""
     representations: Mapping[str, Representation] = field(default_factory=dict)
     """How the layers keep their G; dense where a layer is not named."""
 

@@ -116,7 +116,7 @@ def announce(workspace: Workspace, numerics: Numerics, plan: Plan | None, errors
     """
     if plan is not None:
         missed = {"planning_errors": [asdict(error) for error in errors]} if errors else {}
-        beside = workspace.machine.budget.planned_context | {"numerics": numerics.recorded()} | missed
+        beside = workspace.machine.planned_context | {"numerics": numerics.recorded()} | missed
         workspace.ports.announce_plan(plan.as_json() | beside)
 
 

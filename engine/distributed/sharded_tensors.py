@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from catalog.responses.layer_record import WHOLE_MODEL
 from engine.errors import ModelRefused
 
 
@@ -109,7 +110,7 @@ def read_shard(name: str, tensor: Any, rank: int) -> ShardedParameter:  # noqa: 
             f"the model's parameter `{name}` is placed as {tuple(tensor.placements)} on a mesh of {ranks.numel()} "
             "ranks; what can be measured are parameters cut along one dimension over ranks that all measure together "
             "(`fully_shard`, on a mesh of one or two dimensions): measure it without tensor parallelism",
-            layer=name.rpartition(".")[0],
+            layer=name.rpartition(".")[0] or WHOLE_MODEL,
             pointer="/model",
         )
     groups = ranks.reshape(-1, 1) if not cuts else ranks.movedim(cuts[0], -1).reshape(-1, ranks.shape[cuts[0]])
@@ -126,7 +127,7 @@ def read_shard(name: str, tensor: Any, rank: int) -> ShardedParameter:  # noqa: 
             f"the model's parameter `{name}` of shape {tuple(found.shape)} has a part of shape "
             f"{tuple(found.local.shape)} on rank {rank}, where an even cut gives {tuple(found.part_shape(rank))}; "
             "shard the model with `fully_shard`",
-            layer=name.rpartition(".")[0],
+            layer=name.rpartition(".")[0] or WHOLE_MODEL,
             pointer="/model",
         )
     return found

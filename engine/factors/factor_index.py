@@ -28,6 +28,7 @@ FORMAT = "kronoscope-factors/1"
 INDEX = "factors/factors.index.json"
 _MOST_ROWS = 2**32
 """Rows of a factor; beyond it even the count of a triangle's numbers is not one."""
+_MOST_NAME_CHARACTERS = 4096
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SIDES = ("activation_covariance", "gradient_covariance")
 _EKFAC = ("eigenvectors_A", "eigenvectors_G", "corrected_eigenvalues")
@@ -118,6 +119,8 @@ def read_index(value: object) -> FactorIndex:
     entries = value.get("layers")
     if not isinstance(entries, list):
         _refuse("layers", "a list", entries)
+    for table in ("layers", "declared", "parameters"):
+        _require_short(value.get(table), table)
     layers = tuple(_layer(entry, f"layers/{place}") for place, entry in enumerate(entries))
     _require_consistent([layer.facts for layer in layers])
     return FactorIndex(
@@ -132,6 +135,23 @@ def read_index(value: object) -> FactorIndex:
         counted=_optional(CountedExamples, value, "counted"),
         entered=_optional(EnteredExamples, value, "entered"),
     )
+
+
+def _require_short(table: object, place: str) -> None:
+    """Require that names of a table's entries, and what else is text in them, are short."""
+    for number, entry in enumerate(table if isinstance(table, list) else ()):
+        for name, value in entry.items() if isinstance(entry, Mapping) else ():
+            longest = max((len(text) for text in (value, *_listed(value)) if isinstance(text, str)), default=0)
+            if longest > _MOST_NAME_CHARACTERS:
+                raise BrokenFactors(
+                    f"`{INDEX}`: `{place}/{number}/{name[:60]}` has {longest:,} characters; at most "
+                    f"{_MOST_NAME_CHARACTERS:,} are read. Name the model's modules shorter, and collect again",
+                    pointer="/factors",
+                )
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
 
 
 def _optional(kind: Any, index: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from catalog.responses.layer_record import WHOLE_MODEL
 from engine.layers.convolution import ConvolutionLayer, TransposedConvolutionLayer, treats_convolution
 from engine.layers.embedding import EmbeddingLayer, treats_embedding
 from engine.layers.layer import COMPLEX_NUMBERS, TreatedLayer
@@ -106,7 +107,7 @@ def survey(model: nn.Module) -> Survey:
             counted.update(fresh)
             declared.append(
                 DeclaredLayer(
-                    name=name,
+                    name=layer_name(name),
                     module=type(module).__name__,
                     reason=reason,
                     parameters=tuple(_qualified(name, key) for key in parameters),
@@ -124,6 +125,11 @@ def survey(model: nn.Module) -> Survey:
     }
     spare = (Alias(module=module, key=key, layer=names[at]) for module, key, at in aliases if at in names)
     return Survey(treated=tuple(treated), declared=tuple(declared), aliases=tuple(spare))
+
+
+def layer_name(path: str) -> str:
+    """Return the name of the layer that a module is, by the module's path: that of the model itself is empty."""
+    return path or WHOLE_MODEL
 
 
 def _qualified(name: str, key: str) -> str:
@@ -189,7 +195,7 @@ def _unmeasurable(model: nn.Module) -> Iterator[DeclaredLayer]:
             fresh = {id(each): each.numel() for each in rows.values() if id(each) not in counted}
             counted.update(fresh)
             yield DeclaredLayer(
-                name=name,
+                name=layer_name(name),
                 module=type(module).__name__,
                 reason=reason,
                 parameters=tuple(_qualified(name, key) for key in rows),
@@ -248,7 +254,7 @@ def _treat(name: str, module: nn.Module, trainable: set[str]) -> tuple[TreatedLa
             return None, "parametrised"
         if not trainable <= {"weight", "bias"}:
             return None, "bare_parameter"
-        return kind(name, module, "weight" in trainable, "bias" in trainable), ""
+        return kind(layer_name(name), module, "weight" in trainable, "bias" in trainable, prefix=name), ""
     if isinstance(module, ParametrizationList):
         return None, "parametrised"
     return None, "bare_parameter" if any(True for _ in module.children()) else "unsupported_layer"

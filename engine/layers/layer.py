@@ -134,6 +134,11 @@ class TreatedLayer(ABC):
     why: ClassVar[str] = "A and G are small enough to be held dense and decomposed"
 
     @property
+    def path(self) -> str:
+        """The name of its first module; of the model itself it is empty."""
+        return self.name if self.prefix is None else self.prefix
+
+    @property
     def watched(self) -> Mapping[str, Tensor]:
         """Parameters, of any shape, to follow through operations; none where the module's calls show everything."""
         return {}
@@ -167,8 +172,7 @@ class TreatedLayer(ABC):
     def parameters(self) -> tuple[str, ...]:
         """Qualified names of the trainable parameters covered, weight first."""
         own = [name for name, wanted in (("weight", self.weight), ("bias", self.bias)) if wanted]
-        prefix = self.name if self.prefix is None else self.prefix
-        return tuple(f"{prefix}.{name}" if prefix else name for name in own)
+        return tuple(f"{self.path}.{name}" if self.path else name for name in own)
 
     @property
     def reason_uncalled(self) -> str:
@@ -183,7 +187,7 @@ class TreatedLayer(ABC):
     @property
     def holders(self) -> tuple[str, ...]:
         """Names of the modules that hold its parameters."""
-        return (self.name if self.prefix is None else self.prefix, *self.also)
+        return (self.path, *self.also)
 
     @property
     def explanation(self) -> str:

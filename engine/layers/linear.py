@@ -1,6 +1,7 @@
 """Linear layers: ``nn.Linear`` and the ``Conv1D`` of Hugging Face's GPT-2, which holds Wᵀ."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor, nn
 from typing_extensions import override
@@ -13,12 +14,12 @@ class LinearLayer(TreatedLayer):
     """``y = W a + b`` on the last dimension; every leading dimension is a position."""
 
     @override
-    @property
+    @cached_property
     def fan_in(self) -> int:
         return int(self.module.in_features)  # type: ignore[arg-type]
 
     @override
-    @property
+    @cached_property
     def fan_out(self) -> int:
         return int(self.module.out_features)  # type: ignore[arg-type]
 

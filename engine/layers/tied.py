@@ -53,7 +53,7 @@ class TiedHeadLayer(TreatedLayer):
     @override
     @property
     def parameters(self) -> tuple[str, ...]:
-        weight = self.table if self.table.prefix == self.name else self.head
+        weight = self.table if self.table.path == self.path else self.head
         return (*weight.parameters[:1], *(self.head.parameters[1:] if self.bias else ()))
 
     @override
@@ -118,15 +118,17 @@ def _head(
     head = _merged(heads, first.name, weight=True, bias=bias)
     if not isinstance(table, EmbeddingLayer) or not isinstance(head, LinearLayer):
         return None
-    return TiedHeadLayer(name=first.name, module=first.module, weight=True, bias=bias, table=table, head=head)
+    return TiedHeadLayer(
+        name=first.name, prefix=first.path, module=first.module, weight=True, bias=bias, table=table, head=head
+    )
 
 
 def _merged(layers: Sequence[TreatedLayer], name: str, *, weight: bool, bias: bool) -> TreatedLayer | None:
     first, *others = layers
     if not all(_alike(first, other) for other in others):
         return None
-    also = {other.name: other.module for other in others}
-    return replace(first, name=name, prefix=first.name, weight=weight, bias=bias, also=also)
+    also = {other.path: other.module for other in others}
+    return replace(first, name=name, prefix=first.path, weight=weight, bias=bias, also=also)
 
 
 def _alike(left: TreatedLayer, right: TreatedLayer) -> bool:

@@ -43,20 +43,21 @@ class Clipping:
     """Conditioning of one factor under κ_max; null throughout where the factor is zero or its spectrum unknown."""
 
     kappa: float | None
-    """λ_max/λ_min; null where the factor is singular."""
+    """λ_max/λ_min; null where the factor is singular, to the rounding of its entries."""
     kappa_clipped: float | None
     """The same once eigenvalues below λ_max/κ_max are raised to it."""
     clipped: int | None
     """Eigenvalues below the floor."""
 
     @classmethod
-    def at(cls, spectrum: Tensor | Counted | None, kappa_max: float | None) -> Self:
+    def at(cls, spectrum: Tensor | Counted | None, kappa_max: float | None, rounding: float = 0.0) -> Self:
         """Return the condition of a factor before and after clipping at κ_max.
 
         Args:
             spectrum: Its eigenvalues, shape (n,), float64, ascending; or all of them between bounds, counted with
                 ``clipping_floor`` as the floor. None if they are unknown.
             kappa_max: Largest condition number after clipping, above 1; None clips nothing.
+            rounding: Eigenvalues that are no larger may be zero.
 
         Returns:
             The condition numbers and how many eigenvalues are raised. κ of a counted spectrum is null where the
@@ -66,7 +67,7 @@ class Clipping:
         if values is None or float(values[-1]) <= 0:
             return cls(kappa=None, kappa_clipped=None, clipped=None)
         smallest, largest = float(values[0]), float(values[-1])
-        surely_positive = float(spectrum.lower[0]) > 0 if isinstance(spectrum, Counted) else smallest > 0
+        surely_positive = float(spectrum.lower[0]) > 0 if isinstance(spectrum, Counted) else smallest > rounding
         kappa = _finite(largest / smallest) if surely_positive else None
         if kappa_max is None:
             return cls(kappa=kappa, kappa_clipped=kappa, clipped=0)

@@ -56,6 +56,8 @@ class Side:
     """Eigenvalues with the scale multiplied in; None where none were asked for, or none are to be had."""
     counted: Counted | None
     """The same between bounds, of a side that is never made dense and has no ``spectrum``."""
+    entry_rounding: float = 0.0
+    """Eigenvalues below it cannot be told from zero, since the entries of the factor are rounded; see ``rounded``."""
 
     @property
     def rungs(self) -> tuple[str, ...] | None:
@@ -92,7 +94,29 @@ def measure_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, side
         found=found,
         spectrum=None if found is None else found.values * scale,
         counted=None if counted is None else counted.times(scale),
+        entry_rounding=rounded(there, norms[1]),
     )
+
+
+def rounded(factor: Tensor | Structured, frobenius_norm: float | None) -> float:
+    """Return how far rounding may have moved a matrix's eigenvalues: that of its entries, and the solver's own.
+
+    Each entry is off by up to u = ε/2 of itself, so by Weyl's inequality no eigenvalue by more than u·‖M‖_F; solvers in
+    float64 add n·ε of that (Golub and Van Loan 2013, *Matrix computations*, §8.1 and §8.3). A smaller
+    eigenvalue that was computed may be zero, as that of a softmax head is, whose G has rows that add up to zero. The
+    eigenvalues of a diagonal are its entries, which have all of their digits.
+
+    Args:
+        factor: A matrix (n, n), a diagonal (n,), or a side that keeps the rows that it is the product of.
+        frobenius_norm: Its norm, with the scale.
+
+    Returns:
+        In the unit of the eigenvalues; 0 where they are not those of a dense matrix.
+    """
+    if isinstance(factor, Structured) or factor.ndim == 1 or len(factor) == 1 or frobenius_norm is None:
+        return 0.0
+    entries, solver = torch.finfo(factor.dtype).eps / 2, len(factor) * torch.finfo(torch.float64).eps
+    return (entries + solver) * frobenius_norm
 
 
 def keep_spectra(workspace: Workspace, facts: LayerFacts, side_a: Side, side_g: Side) -> None:

@@ -255,8 +255,8 @@ def _measure(
     ):
         workspace.ports.log("warning", warning)
     kappa_max, counted = workspace.options.stabilisation.kappa_max, side_g.counted
-    clipped_a = Clipping.at(spectrum_a, kappa_max)
-    clipped_g = Clipping.at(spectrum_g if counted is None else counted, kappa_max)
+    clipped_a = Clipping.at(spectrum_a, kappa_max, side_a.entry_rounding)
+    clipped_g = Clipping.at(spectrum_g if counted is None else counted, kappa_max, side_g.entry_rounding)
     taken = factorise_rows(workspace, factors, damped.G)
     smaller = smaller_sizes(workspace, whole, facts, keep_factors=keep_factors)
     after, refused = held_bytes(workspace.machine.device), refused_rungs({"A": side_a, "G": side_g})

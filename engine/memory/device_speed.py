@@ -1,33 +1,46 @@
-"""Device speed: how fast a device multiplies, moves and decomposes; measured once for a machine, in a few seconds.
+"""Device speed: how fast a device multiplies, moves and decomposes.
 
-Durations are flops over throughput and bytes over bandwidth. Where nothing was measured, what is
-usual is taken, so that the same job makes the same choice.
+Durations are operations over throughput and bytes over bandwidth. A way to do a job is chosen by the figures that are
+typical of its device, so that in the same budget it goes the same way on every machine; its seconds are foreseen by
+what this machine does at this moment, measured in about a tenth of a second on a CPU.
+
+On a CPU the eigenvalues of few rows are had at a lower rate than those of many, as a part of the work grows with n²:
+
+    seconds(n) = operations / rate of 256 rows · (0.6 + 0.4 · 256 / n)
 """
 
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-MEASURING_BYTES = 192 * 2**20
+MEASURING_BYTES = 64 * 2**20
 """Most bytes that measuring holds, on the host and on a CPU."""
-MEASURING_DEVICE_BYTES = 896 * 2**20
-"""Most bytes that measuring holds on a GPU: six float64 matrices of the largest side, and cuBLAS's workspaces."""
-MEASURING_SECONDS = 4.0
-"""Time that measuring may take; a slow machine is measured at smaller sizes."""
+MEASURING_DEVICE_BYTES = 256 * 2**20
+"""Most bytes that measuring holds on a GPU, cuBLAS's workspaces included."""
 
-_SIDES = (512, 1024, 2048)
-_EIGEN_SIDES = {"cpu": (256, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096)}
-"""A GPU decomposes 1024 rows at a fraction of the rate at which it decomposes 4096."""
+_PRODUCT_ROWS = {"cpu": 512, "cuda": 2048}
+_EIGEN_ROWS = {"cpu": 256, "cuda": 1024}
 _EIGEN_OPERATIONS = 9
-"""Times n³: what LAPACK's divide and conquer takes with vectors."""
-_DISK_BYTES = 2**25
+"""Times n³: operations of LAPACK's divide and conquer with vectors."""
+_SQUARE_SHARE = 0.4
+"""Part of the decomposition of 256 rows on a CPU that grows with n² alone, as measured between 64 and 1,024 rows."""
+_STARTED = 300
+_HELD_NUMBERS = 2**21
+_NEW_NUMBERS = 10 * 2**20
+"""40 MiB in float32: more than the C library keeps for the next tensor, as most activations of a batch are."""
+_DISK_BYTES = 2**23
+_PARALLEL_ROWS = 256
+_PARALLEL_SECONDS = 0.05
+_BUSY = 1.25
+"""Times that everything takes as long, from which on others use the machine too."""
+_SHORTEST = 0.05
+"""Seconds of a process's life before which the time that it waited for a core says little."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +53,44 @@ class DeviceSpeed:
     """Bytes between the device and pinned memory, and added there: the slower way."""
     held_bytes_per_second: float
     """Bytes read or written where the sums are."""
+    new_bytes_per_second: float
+    """Bytes of large tensors that are made anew: on a CPU the kernel clears their pages first."""
     eigen_operations_per_second: float
-    """Operations of a float64 eigendecomposition, 9 n³ of them."""
+    """Operations of a float64 eigendecomposition of 256 rows (1,024 on a GPU), 9 n³ of them."""
     disk_bytes_per_second: float
     """Bytes written to the scratch place so that they stay, and read back."""
     seconds_an_operation: float
     """To begin one, however small."""
+    contention: float = 1.0
+    """Times that everything takes as long as on cores of its own; the figures above have it in them."""
+
+    def eigen_seconds(self, operations: float, rows: int) -> float:
+        """Return the seconds of a decomposition.
+
+        Args:
+            operations: Its floating-point operations.
+            rows: Rows of the matrix.
+        """
+        return operations / self.eigen_operations_per_second * (1 + _SQUARE_SHARE * (256 / max(1, rows) - 1))
+
+    def shared(self, contention: float) -> "DeviceSpeed":
+        """Return the speed beside other programs.
+
+        Args:
+            contention: Times that everything takes longer.
+        """
+        slower = {
+            each.name: getattr(self, each.name) / contention
+            for each in fields(self)
+            if each.name.endswith("_per_second") and each.name != "disk_bytes_per_second"
+        }
+        begun = self.seconds_an_operation * contention
+        return replace(self, **slower, seconds_an_operation=begun, contention=self.contention * contention)
+
+    @property
+    def busy(self) -> bool:
+        """Whether other programs use the same cores."""
+        return self.contention > _BUSY
 
 
 def typical_speed(device: torch.device) -> DeviceSpeed:
@@ -62,6 +107,7 @@ def typical_speed(device: torch.device) -> DeviceSpeed:
             operations_per_second=2e13,
             bytes_per_second=1e10,
             held_bytes_per_second=1e12,
+            new_bytes_per_second=1e12,
             eigen_operations_per_second=2e11,
             disk_bytes_per_second=1e9,
             seconds_an_operation=1e-5,
@@ -70,75 +116,140 @@ def typical_speed(device: torch.device) -> DeviceSpeed:
         operations_per_second=1e11,
         bytes_per_second=5e9,
         held_bytes_per_second=1e10,
-        eigen_operations_per_second=1e10,
+        new_bytes_per_second=2e9,
+        eigen_operations_per_second=2e10,
         disk_bytes_per_second=5e8,
-        seconds_an_operation=1e-5,
+        seconds_an_operation=5e-6,
     )
 
 
-def measure_speed(device: torch.device, scratch: Path | None = None, seconds: float = MEASURING_SECONDS) -> DeviceSpeed:
-    """Measure a device, each figure once more after a first time to warm up.
+def measure_speed(device: torch.device, scratch: Path | None = None) -> DeviceSpeed:
+    """Measure a device at this moment, each figure once more after a first time to warm up.
 
     Args:
         device: What computes.
-        scratch: A folder on the disk that factors are spilled to; None is the system's own for temporary files.
-        seconds: Limit of the whole measurement; a slow machine is measured at smaller sizes.
+        scratch: A folder on the disk that factors are spilled to; None takes the typical speed of a disk.
 
     Returns:
-        The rates found, all positive.
+        The rates found, all positive, with what other programs leave of the cores.
 
     Memory:
-        72 MiB on the device (on a GPU 768 MiB, which are given back), 96 MiB on the host, 32 MiB on the disk.
+        256 MiB on a GPU, 64 MiB on the host, 8 MiB on the disk.
     """
-    end = time.perf_counter() + seconds
-    begun = _seconds(device, lambda: _begin_many(device)) / 1000
-    # the larger the matrix the better the rate, up to a bound: the largest stands nearest to what takes time
-    multiplied = _rate(device, _SIDES, 2, end - seconds * 2 / 3, partial(_product, device))
-    decomposed = _rate(device, _EIGEN_SIDES[device.type], _EIGEN_OPERATIONS, end, partial(_decomposition, device))
-    if device.type == "cuda":
-        # else a stage of the job that comes next would be seen to hold them
-        torch.cuda.empty_cache()
-    left, total = _random(device, _SIDES[-1]), torch.zeros(_SIDES[-1], _SIDES[-1])
-    pinned = torch.empty(_SIDES[-1], _SIDES[-1], pin_memory=device.type == "cuda")
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    rows, eigen_rows = _PRODUCT_ROWS[kind], _EIGEN_ROWS[kind]
+    one = torch.zeros(8, device=device)
 
-    def leave() -> None:
-        pinned.copy_(left)
-        total.add_(pinned)
+    def start_many() -> None:
+        for _ in range(_STARTED):
+            one.add_(1)
 
-    moved = max(_seconds(device, leave), _seconds(device, lambda: left.copy_(pinned)))
-    other = torch.zeros_like(left)
-    added = _seconds(device, lambda: other.add_(left))
-    return DeviceSpeed(
-        operations_per_second=multiplied,
-        bytes_per_second=left.nbytes / moved,
-        held_bytes_per_second=3 * left.nbytes / added,
-        eigen_operations_per_second=decomposed,
-        disk_bytes_per_second=2 * _DISK_BYTES / _disk_seconds(scratch),
+    begun = _seconds(device, start_many) / _STARTED
+    left = _random(device, rows)
+    product = torch.empty_like(left)
+    multiplied = _seconds(device, lambda: torch.matmul(left, left, out=product))
+    drawn = _random(device, eigen_rows, torch.float64)
+    matrix = drawn @ drawn.T
+    decomposed = _seconds(device, lambda: torch.linalg.eigh(matrix))
+    held = torch.ones(_HELD_NUMBERS, device=device)
+    beside = torch.zeros_like(held)
+    added = _seconds(device, lambda: beside.add_(held))
+    made = _seconds(device, lambda: torch.ones(_NEW_NUMBERS, device=device), warm=kind == "cuda")
+    found = DeviceSpeed(
+        operations_per_second=2 * rows**3 / multiplied,
+        bytes_per_second=held.nbytes / _moving_seconds(device, held),
+        held_bytes_per_second=3 * held.nbytes / added,
+        new_bytes_per_second=4 * _NEW_NUMBERS / made,
+        eigen_operations_per_second=_EIGEN_OPERATIONS * eigen_rows**3 / decomposed,
+        disk_bytes_per_second=typical_speed(device).disk_bytes_per_second
+        if scratch is None
+        else 2 * _DISK_BYTES / _disk_seconds(scratch),
         seconds_an_operation=begun,
     )
+    if kind == "cuda":
+        del one, left, product, drawn, matrix, held, beside
+        # else a stage of the job that comes next would be seen to hold them
+        torch.cuda.empty_cache()
+        return found
+    return found.shared(max(1.0, waiting_share(), _parallel_loss()))
 
 
-def _rate(
-    device: torch.device, sides: Sequence[int], operations: int, end: float, work: Callable[[int], Callable[[], object]]
-) -> float:
-    """The best of the rates at ``sides``; the next is left out where it would not be done by ``end``."""
-    best = 0.0
-    for side in sides:
-        if best and time.perf_counter() + 2 * operations * side**3 / best > end:
-            break
-        best = max(best, operations * side**3 / _seconds(device, work(side)))
-    return best
+def waiting_share() -> float:
+    """Return how much longer this process has taken so far than on a core of its own, by the kernel's account.
+
+    Returns:
+        Seconds that its first thread ran or waited for a core, over those that it ran; 1 where the kernel does not say.
+    """
+    try:
+        ran, waited = (int(each) * 1e-9 for each in Path("/proc/self/schedstat").read_text().split()[:2])
+    except (OSError, ValueError):
+        return 1.0
+    return (ran + waited) / ran if ran > _SHORTEST else 1.0
 
 
-def _product(device: torch.device, side: int) -> Callable[[], object]:
-    left, product = _random(device, side), torch.empty(side, side, device=device)
-    return lambda: torch.matmul(left, left, out=product)
+def parallel_products(seconds: float = _PARALLEL_SECONDS) -> tuple[float, float]:
+    """Multiply matrices of 256 rows for a while, on as many threads as torch has.
+
+    Where another program holds a core, each product waits for the thread that has lost it: two threads are then
+    slower than one.
+
+    Args:
+        seconds: How long.
+
+    Returns:
+        Floating-point operations per second, and those of the fastest product.
+    """
+    left = _random(torch.device("cpu"), _PARALLEL_ROWS)
+    product = torch.empty_like(left)
+    durations: list[float] = []
+    end = time.perf_counter() + seconds
+    while (begun := time.perf_counter()) < end or len(durations) < 3:
+        torch.matmul(left, left, out=product)
+        durations.append(time.perf_counter() - begun)
+    operations = 2 * _PARALLEL_ROWS**3
+    return operations * (len(durations) - 1) / sum(durations[1:]), operations / min(durations)
 
 
-def _decomposition(device: torch.device, side: int) -> Callable[[], object]:
-    drawn = _random(device, side, torch.float64)
-    matrix = drawn @ drawn.T
-    return lambda: torch.linalg.eigh(matrix)
+def _parallel_loss() -> float:
+    """Return how much faster one thread, when nothing holds it up, is than all of them together; 1 where it is not."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return 1.0
+    together, _ = parallel_products()
+    torch.set_num_threads(1)
+    _, alone = parallel_products(_PARALLEL_SECONDS / 5)
+    torch.set_num_threads(threads)
+    return alone / together
+
+
+def fastest_threads(most: int) -> tuple[int, dict[int, float]]:
+    """Measure on how many threads this machine computes fastest at this moment, and leave torch with them.
+
+    Args:
+        most: The largest number that is tried; its half and one are tried beside it.
+
+    Returns:
+        The number, and the operations per second of each that was tried.
+    """
+    found = {}
+    for threads in sorted({most, max(1, most // 2), 1}, reverse=True):
+        torch.set_num_threads(threads)
+        found[threads] = parallel_products()[0]
+    best = max(found, key=lambda threads: found[threads])
+    torch.set_num_threads(best)
+    return best, found
+
+
+def _moving_seconds(device: torch.device, held: Tensor) -> float:
+    """Return the seconds of the slower way between the device and pinned memory."""
+    pinned = torch.empty(held.shape, pin_memory=device.type == "cuda")
+    total = torch.zeros(held.shape)
+
+    def leave() -> None:
+        pinned.copy_(held)
+        total.add_(pinned)
+
+    return max(_seconds(device, leave), _seconds(device, lambda: held.copy_(pinned)))
 
 
 def _random(device: torch.device, side: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -146,15 +257,10 @@ def _random(device: torch.device, side: int, dtype: torch.dtype = torch.float32)
     return torch.randn(side, side, dtype=dtype, device=device, generator=torch.Generator(device).manual_seed(side))
 
 
-def _begin_many(device: torch.device) -> None:
-    one = torch.zeros(8, device=device)
-    for _ in range(1000):
-        one.add_(1)
-
-
-def _disk_seconds(folder: Path | None) -> float:
+def _disk_seconds(folder: Path) -> float:
+    near = next(each for each in (folder, *folder.parents) if each.is_dir())
     begun = time.perf_counter()
-    with tempfile.TemporaryFile(dir=folder) as file:
+    with tempfile.TemporaryFile(dir=near) as file:
         file.write(bytes(_DISK_BYTES))
         file.flush()
         os.fsync(file.fileno())
@@ -165,10 +271,10 @@ def _disk_seconds(folder: Path | None) -> float:
     return time.perf_counter() - begun
 
 
-def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """The second time that ``work`` is done: never nothing, whatever the clock's step."""
+def _seconds(device: torch.device, work: Callable[[], object], *, warm: bool = True) -> float:
+    """Return the second time that ``work`` takes, or the only one: never nothing, whatever the clock's step."""
     times = []
-    for _ in range(2):
+    for _ in range(2 if warm else 1):
         begun = time.perf_counter()
         work()
         if device.type == "cuda":

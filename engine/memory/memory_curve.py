@@ -10,7 +10,7 @@ beginning of a stage. These are observations: no two runs have the same, and not
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -148,6 +148,8 @@ def _most(one: int | None, other: int | None) -> int | None:
     return max((each for each in (one, other) if each is not None), default=None)
 
 
+_QUANTITIES = tuple(each.name for each in fields(StageTaken) if each.name != "stage")
+
 FORMAT = "kronoscope-memory-curve/1"
 MOST_POINTS = 2_000
 _BLOCK = 12
@@ -179,7 +181,14 @@ class MemoryCurve:
     samples: list[Sample] = field(default_factory=list)
     stages: StagePeaks = field(default_factory=StagePeaks)
     """Peaks of each stage, measured and planned."""
-    _begun: float | None = None
+    begun: float | None = None
+    """The moment at which the job's process began, by the clock; None takes that of the first sample."""
+
+    def elapsed_seconds(self) -> float:
+        """Return the seconds since the job's process began, or since its first sample."""
+        now = self.clock()
+        self.begun = now if self.begun is None else self.begun
+        return now - self.begun
 
     def sample(self, operation: str, moment: Literal["before", "within", "after"], device: torch.device) -> None:
         """Record what is held now. It reads counters only, and waits for no device.
@@ -190,11 +199,11 @@ class MemoryCurve:
             device: Where the job computes.
         """
         now = self.clock()
-        self._begun = now if self._begun is None else self._begun
+        self.begun = now if self.begun is None else self.begun
         allocated, reserved = device_bytes(device)
         self.samples.append(
             Sample(
-                seconds=round(now - self._begun, 4),
+                seconds=round(now - self.begun, 4),
                 operation=operation,
                 moment=moment,
                 device_allocated_bytes=allocated,
@@ -223,8 +232,20 @@ class MemoryCurve:
             "measured_peak_bytes": self.stages.peak_bytes(device),
             "plan_error": self.stages.plan_error(),
             "pace": None if plan is None else plan.pace,
-            "stages": self.stages.as_json(),
+            "seconds_range": None if plan is None else plan.whole_seconds_range,
+            "stages": [*self.stages.as_json(), self._whole_job(plan)],
             "samples": [asdict(sample) for sample in self.samples],
+        }
+
+    def _whole_job(self, plan: Plan | None) -> dict[str, Any]:
+        """Return the row of the job from the start of its process until now, in seconds alone."""
+        planned, measured = None if plan is None else plan.whole_seconds, round(self.elapsed_seconds(), 4)
+        row = {f"{part}_{name}": None for name in _QUANTITIES for part in ("planned", "measured", "error")}
+        return row | {
+            "stage": "whole job",
+            "planned_seconds": planned,
+            "measured_seconds": measured,
+            "error_seconds": _error(planned, measured),
         }
 
 

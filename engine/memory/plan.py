@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from catalog import PLANNED_STAGES
 from catalog.record_reader import Reader
-from catalog.responses.time_estimate import Paced, seconds_range
+from catalog.responses.time_estimate import Paced, pace_of, seconds_range
 from engine.errors import BudgetExceeded
 from engine.memory.budget import MemoryBudget
 
@@ -78,6 +78,8 @@ class Chosen:
     """Placement of each layer that is reconstructed: `panels`, `device` or `host`."""
     search: Mapping[str, int] = field(default_factory=dict)
     """Choice for the search of a spectrum: ``length`` of its basis, and ``columns`` of a pass; empty without one."""
+    training: Mapping[str, int] = field(default_factory=dict)
+    """Choice for a training: ``chunk`` of images (0: all), ``checkpointing`` and ``head_slices``; empty without one."""
 
     def rung(self, layer: str, side: Literal["A", "G"]) -> str | None:
         """Return the fallback that one factor's decomposition begins with.
@@ -131,6 +133,8 @@ class Plan:
     """Considerations that were weighed, in words."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Foreseen for each stage."""
+    start_seconds: float = 0.0
+    """Taken from the start of the job's process until the plan was made: imports, model, data, dry run."""
     self_check_seconds: float = 0.0
     """The part of the collection's that its self-check takes."""
     pace: Paced = "usual"
@@ -141,6 +145,17 @@ class Plan:
         """Those that hold anything of their own, in order."""
         held = {term.stage for term in self.terms}
         return tuple(stage for stage in PLANNED_STAGES if stage in held)
+
+    @property
+    def whole_seconds(self) -> float:
+        """Seconds from the start of the job's process to its last row."""
+        return self.start_seconds + sum(self.seconds.values())
+
+    @property
+    def whole_seconds_range(self) -> tuple[float, float] | None:
+        """Their bounds; None where the stages' have none. What the start took is known."""
+        bounds = seconds_range(sum(self.seconds.values()), self.pace)
+        return None if bounds is None else (self.start_seconds + bounds[0], self.start_seconds + bounds[1])
 
     @cached_property
     def _sums(self) -> Mapping[tuple[Place, str, str | None], int]:
@@ -214,6 +229,9 @@ class Plan:
             "terms": [asdict(term) for term in self.terms],
             **asdict(self.chosen),
             "self_check_seconds": self.self_check_seconds,
+            "start_seconds": self.start_seconds,
+            "seconds": self.whole_seconds,
+            "seconds_range": self.whole_seconds_range,
             "why": self.why,
             "pace": self.pace,
         }
@@ -276,7 +294,8 @@ def read_plan(document: Mapping[str, Any]) -> Plan:
             if each.get("seconds") is not None
         },
         self_check_seconds=float(document.get("self_check_seconds") or 0.0),
-        pace=document.get("pace") or "usual",
+        start_seconds=float(document.get("start_seconds") or 0.0),
+        pace=pace_of(document),
     )
 
 

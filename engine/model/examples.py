@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
+from catalog.requests.data_sources import Pixels
 from engine.errors import WrongShape
 
 TARGET_NAMES = ("labels", "label", "targets", "target")
@@ -57,6 +58,37 @@ def read_chunks(data: Any) -> Iterator[Any]:  # noqa: ANN401 - a caller's own
     else:
         for item in data:
             yield _as_tensors(_pair(item) if isinstance(item, Mapping) else item)
+
+
+def scale_pixels(images: Tensor, pixels: Pixels) -> Tensor:
+    """Return the numbers that a model reads of images: ``(x · scale − mean) / deviation``, by channel.
+
+    Args:
+        images: Pixels from 0 to 255, shape (N, C, …), uint8.
+        pixels: The scale, and mean and deviation of each channel or of all.
+
+    Returns:
+        Numbers of the same shape, float32.
+
+    Raises:
+        WrongShape: If the images are not uint8, or have another number of channels.
+    """
+    if images.dtype != torch.uint8:
+        raise WrongShape(f"`pixels` are of uint8 images (got {images.dtype}); leave it out", pointer="/data/pixels")
+    channels = images.shape[1] if images.ndim > 2 else 1
+    moments = []
+    for name in ("mean", "deviation"):
+        numbers = getattr(pixels, name)
+        if len(numbers) not in (1, channels):
+            raise WrongShape(
+                f"`pixels.{name}` holds {len(numbers)} numbers, and images of shape {tuple(images.shape[1:])} have "
+                f"{channels} channels; give one for each, or one for all",
+                pointer=f"/data/pixels/{name}",
+            )
+        moments.append(
+            torch.tensor(numbers, dtype=torch.float32, device=images.device).view(-1, *(1 for _ in images.shape[2:]))
+        )
+    return images.to(torch.float32).mul_(pixels.scale).sub_(moments[0]).div_(moments[1])
 
 
 def _is_tensor(value: object) -> bool:

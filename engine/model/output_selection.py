@@ -3,10 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from catalog.requests.inputs import Task
 from engine.errors import WrongShape
+
+_CHANNELS_LAST = frozenset({"sam2_hiera_det_model", "sam2_vision_model"})
+"""Types of transformers whose `last_hidden_state` is (N, rows, columns, channels); elsewhere channels come first."""
 
 
 def output_of(returned: Any, task: Task, usual: str) -> Tensor:  # noqa: ANN401 - models return anything
@@ -102,3 +105,47 @@ def _tensors(returned: Any) -> dict[str, Tensor]:  # noqa: ANN401
 
 def _listed(tensors: Mapping[str, Tensor]) -> str:
     return ", ".join(f"`{name}` {tuple(tensor.shape)}" for name, tensor in tensors.items())
+
+
+def mean_over_positions(outputs: Tensor, mask: Tensor | None, task: Task, model: nn.Module) -> Tensor:
+    """Return the mean of hidden states over the positions of each example, without those that are padding.
+
+    Args:
+        outputs: Hidden states, (N, T, d), (N, d, …) of an image, or (N, d) that are pooled already.
+        mask: Tokens of the inputs that count, (N, T).
+        task: For `embedding` the inputs may be others than tokens.
+        model: Its type says where channels stand.
+
+    Returns:
+        Embeddings, (N, d).
+
+    Raises:
+        WrongShape: If inputs are padded, and which positions of the hidden states are is not known.
+    """
+    if outputs.ndim > 3 and task.type == "embedding":
+        last = getattr(getattr(model, "config", None), "model_type", None) in _CHANNELS_LAST
+        outputs = outputs.flatten(1, -2).mean(1) if last else outputs.flatten(2).mean(2)
+    if outputs.ndim != 3:
+        return outputs
+    if mask is not None and task.type == "embedding" and mask.shape != outputs.shape[:2]:
+        mask = _mask_of_frames(mask, outputs, model)
+    if mask is None:
+        return outputs.mean(1)
+    weights = mask.to(outputs.dtype)
+    return (outputs * weights[..., None]).sum(1) / weights.sum(1, keepdim=True).clamp_min(1)
+
+
+def _mask_of_frames(mask: Tensor, outputs: Tensor, model: nn.Module) -> Tensor | None:
+    """Return the mask of hidden states that have positions of their own, as frames of a sound have; None of all."""
+    if mask.is_meta or bool(mask.all()):
+        return None
+    # what the models of transformers mask their own attention with
+    framed = getattr(model, "_get_feature_vector_attention_mask", None)
+    if framed is None:
+        raise WrongShape(
+            f"`attention_mask` has {mask.shape[1]} positions and marks some as padding, but the hidden states have "
+            f"{outputs.shape[1]}, so which of them are padding is not known: give inputs of one length, without a mask",
+            pointer="/data",
+        )
+    found: Tensor = framed(outputs.shape[1], mask)
+    return found

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from catalog.requests.inputs import Task
+from catalog.requests.inputs import EMBEDDINGS, Task
 from engine.errors import EngineError, ModelRefused, NonFiniteLoss, Unwinding, WrongShape
 from engine.memory.out_of_memory import lost_device, ran_out_of_memory
 from engine.model.batches import Batch, tensors
 from engine.model.dtype_casts import casts_of, conversion_of, is_mismatch
-from engine.model.output_selection import loss_of, output_of
+from engine.model.output_selection import loss_of, mean_over_positions, output_of
 from engine.model.sharding.gathering import refusing_absent_reads
 from engine.model.state.model_state import forward_of
 from engine.model.targets.class_axis import find_class_axis
@@ -32,7 +32,8 @@ _OF_TRANSFORMS = ("BatchedTensorImpl", "GradTrackingTensor", "torch.func")
 """Words of torch's messages about tensors inside ``torch.func.vmap`` and its like."""
 _BYTES = (
     "the inputs are uint8, and whether the model takes pixels from 0 to 255, from 0 to 1 or normalised is its own: "
-    "give them as it was trained, as floats (`images.float() / 255`), or token ids as int64; "
+    "give them as it was trained, as floats (`images.float() / 255`), or state their scale (`pixels`); "
+    "or give token ids as int64; "
 )
 
 _Arrange = Callable[[Any, Batch, Task], "Prediction"]
@@ -101,7 +102,8 @@ def predict(model: nn.Module, batch: Batch, task: Task) -> Prediction:
         "causal_lm": _next_token,
         "masked_lm": _each_token,
         "regression": _regressed,
-        "sentence_embedding": _pooled,
+        "sentence_embedding": partial(_pooled, model=model),
+        "embedding": partial(_pooled, model=model),
     }
     arrange = arrangements[task.type]
     prediction = _own_loss(returned, batch, task) if own_loss else arrange(returned, batch, task)
@@ -115,7 +117,7 @@ def predict(model: nn.Module, batch: Batch, task: Task) -> Prediction:
 
 def _require_tensor_targets(targets: object, task: Task) -> None:
     """Refuse targets that are no tensor: they would be taken for none."""
-    if targets is None or isinstance(targets, Tensor) or task.type == "sentence_embedding":
+    if targets is None or isinstance(targets, Tensor) or task.type in EMBEDDINGS:
         return
     first = next(iter(targets), None) if isinstance(targets, (tuple, list)) else None
     shown = type(targets).__name__ + ("" if first is None else f" of {type(first).__name__}, first {first!r:.60}")
@@ -181,10 +183,8 @@ def call_model(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noq
             if isinstance(inputs, Mapping)
             else (str(tuple(inputs.shape)) if isinstance(inputs, Tensor) else "a tuple")
         )
-        said, transformed = (
-            str(error)[:500] + _refusing_layer(model, error),
-            any(word in str(error) for word in _OF_TRANSFORMS),
-        )
+        said = str(error)[:500] + _refusing_layer(model, error)
+        transformed = any(word in str(error) for word in _OF_TRANSFORMS)
         remedy, pointer = "check that data and model belong together", "/data"
         conversion = conversion_of(model) if is_mismatch(error) else None
         if transformed:
@@ -301,17 +301,9 @@ def _regressed(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: 
     return _numbers(output_of(returned, task, "logits"), batch.targets, batch, task)
 
 
-def _pooled(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: ANN401
-    outputs = output_of(returned, task, "last_hidden_state")
-    if outputs.ndim == 3:
-        mask = batch.mask
-        if mask is None:
-            outputs = outputs.mean(1)
-        else:
-            weights = mask.to(outputs.dtype)
-            outputs = (outputs * weights[..., None]).sum(1) / weights.sum(1, keepdim=True).clamp_min(1)
-    # a Gaussian model of the embedding itself: targets play no part
-    return _numbers(outputs, None, batch, task)
+def _pooled(returned: Any, batch: Batch, task: Task, model: nn.Module) -> Prediction:  # noqa: ANN401
+    outputs = mean_over_positions(output_of(returned, task, "last_hidden_state"), batch.mask, task, model)
+    return _numbers(outputs, None, batch, task)  # a Gaussian model of the embedding itself, without targets
 
 
 def _tokens(returned: Any, batch: Batch, task: Task) -> Tensor:  # noqa: ANN401
@@ -344,7 +336,7 @@ def _classes(outputs: Tensor, targets: Any, batch: Batch, task: Task) -> Predict
         require_labels(task.class_weights, "class_weights")
         valid = torch.ones(flat.shape[:2], dtype=torch.bool, device=flat.device)
         return Prediction(outputs=flat, targets=None, valid=valid)
-    read = read_class_targets(flat, targets, outputs.shape, task)
+    read = read_class_targets(flat, targets, outputs.shape, task, batch.index)
     return Prediction(outputs=flat, targets=read.targets, valid=read.valid, weights=read.weights, weighed=read.weighed)
 
 
@@ -357,7 +349,7 @@ def _numbers(outputs: Tensor, targets: Any, batch: Batch, task: Task) -> Predict
     wide = outputs.unsqueeze(-1) if outputs.ndim == 1 else outputs
     flat = wide.reshape(batch.size, -1, wide.shape[-1])
     wanted = None
-    if isinstance(targets, Tensor) and task.type != "sentence_embedding":
+    if isinstance(targets, Tensor) and task.type not in EMBEDDINGS:
         if targets.shape not in (outputs.shape, wide.shape, wide.shape[:-1] if wide.shape[-1] == 1 else wide.shape):
             raise WrongShape(
                 f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}; "

@@ -28,11 +28,15 @@ Line = tuple[int, int]
 class StorageEvents(TorchDispatchMode):
     """Notes the bytes of each storage that an operation inside makes, and again when the storage is let go of."""
 
-    def __init__(self) -> None:
+    def __init__(self, label: str = "") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.changes: list[int] = []
         """Bytes made (positive) and let go of (negative), in order."""
-        self._living: set[int] = set()
+        self.labels: list[str] = []
+        """The label of the storage of each change."""
+        self.label = label
+        """The label of storages that are made from now on."""
+        self._living: dict[int, str] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -52,14 +56,26 @@ class StorageEvents(TorchDispatchMode):
             storage = tensor.untyped_storage()
             identity = storage_identity(storage)
             if identity not in self._living and identity not in before:
-                self._living.add(identity)
-                self.changes.append(storage.nbytes())
+                self._living[identity] = self.label
+                self._note(storage.nbytes(), self.label)
                 weakref.finalize(storage, self._let_go, identity, storage.nbytes()).atexit = False
         return left
 
     def _let_go(self, known: int, size: int) -> None:
-        self._living.discard(known)
-        self.changes.append(-size)
+        self._note(-size, self._living.pop(known))
+
+    def _note(self, change: int, label: str) -> None:
+        self.changes.append(change)
+        self.labels.append(label)
+
+    def relabel(self, tensor: Tensor, label: str) -> None:
+        """Give the storage of a tensor another label, if an operation inside made it."""
+        storage = tensor.untyped_storage()
+        before = self._living.get(storage_identity(storage))
+        if before is not None and before != label:
+            self._living[storage_identity(storage)] = label
+            self._note(-storage.nbytes(), before)
+            self._note(storage.nbytes(), label)
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -77,6 +93,25 @@ class StorageEvents(TorchDispatchMode):
     def held(self) -> list[int]:
         """The bytes held after each event."""
         return list(accumulate(self.changes))
+
+
+def parts_at_peak(changes: Sequence[int], labels: Sequence[str]) -> dict[str, int]:
+    """Return the bytes of each label at the moment when most are held.
+
+    Args:
+        changes: Bytes made (positive) and let go of (negative), in order.
+        labels: The label of the storage of each change.
+
+    Returns:
+        Bytes by label, whose sum is the peak; at the last such moment, where a storage made there has its last label.
+        Empty where no operation made any.
+    """
+    held = list(accumulate(changes))
+    moment = max(range(len(held)), key=lambda each: (held[each], each), default=-1)
+    parts: dict[str, int] = {}
+    for change, label in zip(changes[: moment + 1], labels, strict=False):
+        parts[label] = parts.get(label, 0) + change
+    return parts if sum(parts.values()) > 0 else {}
 
 
 def peak_lines(sizes: Sequence[int], held: Sequence[Sequence[int]]) -> tuple[Line, ...]:

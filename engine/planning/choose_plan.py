@@ -28,9 +28,8 @@ from engine.layers.layer import TreatedLayer
 from engine.linalg.eigensolvers import LARGEST
 from engine.memory.plan import Plan, readable_bytes
 from engine.model.outputs import class_terms
-from engine.planning.collection.seconds import calibrated
 from engine.planning.decomposition_memory import is_beyond_solvers
-from engine.planning.job_plan import Narrower, forecast
+from engine.planning.job_plan import Narrower, forecast, with_measured_seconds
 from engine.workspace import Workspace
 
 
@@ -113,12 +112,10 @@ def choose_plan(workspace: Workspace, probed: ProbedModel) -> PlannedJob:
             gradient rows than solvers take.
     """
     plan = forecast(workspace, probed.probe)
-    if calibrated(workspace, plan):
-        plan = forecast(workspace, probed.probe)
     _require_bases(probed.job, probed.survey)
     planned = _with_narrower_head(workspace, probed, plan)
     _require_solvable_rows(planned.probed)
-    return planned
+    return replace(planned, plan=with_measured_seconds(workspace, planned.probed.probe, planned.plan))
 
 
 def _with_narrower_head(workspace: Workspace, probed: ProbedModel, plan: Plan) -> PlannedJob:

@@ -76,8 +76,8 @@ def eigendecomposition_bytes(
 
 COUNTED = "counted"
 """Fallback of a side whose eigenvalues are bounded by inertia counts."""
-_OF_A_LAYER = 0.005
-"""Digests, norms and the record of one layer: seconds, whatever the layer."""
+_STARTS_A_LAYER = 1000
+"""Digests, norms and the record of one layer, in starts of operations, whatever the layer."""
 
 
 class _Side(NamedTuple):
@@ -131,7 +131,7 @@ def with_decompositions(
         # both sides are sent, whichever is decomposed
         read, sent = loaded if several else 0, loaded if cuda else 0
         taken: dict[_Side, RungCost] = {}
-        each = _OF_A_LAYER
+        each = _STARTS_A_LAYER * pace.seconds_an_operation
         for side in sides_of[layer.name]:
             if side.kind == "rows" and need != "none":
                 room = budget.device_bytes - held["device"] - sent if cuda else budget.host_bytes - held["host"] - read
@@ -157,7 +157,7 @@ def with_decompositions(
             if usable := replayed or fitting or (cheapest if side.size <= LARGEST else []):
                 cost = taken[side] = usable[0]
                 where = pace if cost.device_bytes else on_host
-                each += cost.seconds_flops / where.eigen_operations_per_second
+                each += where.eigen_seconds(cost.seconds_flops, side.size)
         seconds += layer.groups * each
         names = {side.name: cost.name for side, cost in taken.items()}
         begun = {name: (names.get("A", ""), names.get("G", "")) for name in (layer.parts if taken else ())} | begun
@@ -256,7 +256,7 @@ def _of_rows(
         return None, _gram_seconds(kept.gram_rows(size), size, pace)
     dense = _rows_cost(kept, size, cuda=cuda)
     if dense is not None and (planned == dense.name or (not planned and dense.device_bytes + dense.host_bytes <= room)):
-        return dense, dense.seconds_flops / pace.eigen_operations_per_second
+        return dense, pace.eigen_seconds(dense.seconds_flops, size)
     return _counting_cost(kept, size, cuda=cuda), _counting_seconds(kept, size, pace)
 
 
@@ -291,13 +291,13 @@ def _counting_seconds(kept: Representation, size: int, pace: DeviceSpeed) -> flo
     rows = kept.gram_rows(size)
     # in float64 a product takes twice as long; signs differ, so that both triangles are made
     operations = COUNTS * 4 * size * rows**2 + LARGEST_STEPS * 8 * size * rows
-    return operations / pace.operations_per_second + COUNTS * 5 * rows**3 / pace.eigen_operations_per_second
+    return operations / pace.operations_per_second + COUNTS * pace.eigen_seconds(5 * rows**3, rows)
 
 
 def _gram_seconds(rows: int, size: int, pace: DeviceSpeed) -> float:
     """Return the seconds of the eigenvalues of ``rows`` gradient rows, by their Gram matrix."""
     # in float64 a product takes twice as long
-    return 4 * size * rows**2 / pace.operations_per_second + 5 * rows**3 / pace.eigen_operations_per_second
+    return 4 * size * rows**2 / pace.operations_per_second + pace.eigen_seconds(5 * rows**3, rows)
 
 
 def _terms(layer: TreatedLayer, taken: dict[_Side, RungCost], read: int, sent: int) -> list[Term]:

@@ -15,15 +15,20 @@ from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.normalise import foreseen_flaw
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import Probe
-from engine.errors import EngineError, ModelRefused
+from engine.errors import EngineError, ModelChanged, ModelRefused
 from engine.gradient_identity.schedule import different_examples, pick_examples
+from engine.layers.coverage import Survey
 from engine.layers.layer import TreatedLayer
+from engine.memory.out_of_memory import lost_device, ran_out_of_memory
 from engine.model.backward_pass import drain_backward_queue, pull_back
 from engine.model.batches import Batch, map_tensors, tensors
 from engine.model.determinism import seed_generators
 from engine.model.dtype_casts import casts_of
 from engine.model.outputs import predict
 from engine.model.pass_peak import StorageEvents
+from engine.row_layout.layer_calls import Call, called, record_calls
+from engine.tracing.function_mode import ParameterUseMode
+from engine.tracing.functional_layers import Uses
 
 
 def explain_refusal(job: PassJob, refused: ModelRefused) -> ModelRefused:
@@ -125,3 +130,28 @@ def pass_events(
             for left in reversed(range(directions)):
                 pull_back(end, direction, retain_graph=left > 0, within=casts_of(job.model))
     return events.held
+
+
+def watch_operations(
+    job: PassJob, survey: Survey, batch: Batch, parameters: dict[str, Tensor]
+) -> tuple[Uses, list[Call]]:
+    """Return the uses of ``parameters`` with ``batch``, and the calls of the modules."""
+    uses = Uses(examples=batch.size)
+    interception = ParameterUseMode(parameters, uses, proving=True)
+    interception.begin(tensors(batch.inputs), batch.size)
+    spread = [module for role, module in called(survey.treated) if role.name in job.tables]
+    with torch.enable_grad(), record_calls(survey.treated, batch.size, job.tables) as calls, interception.watching():
+        # what a table is spread to has an example's copy for each
+        handles = [module.register_forward_hook(lambda _, __, output: interception.enters(output)) for module in spread]
+        try:
+            predict(job.model, batch, job.task)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return uses, calls
+
+
+def require_undecided(error: Exception) -> None:
+    """Raise an error anew that an optional probe is not to hide: memory or a device is gone, or a parameter moved."""
+    if isinstance(error, ModelChanged) or ran_out_of_memory(error) or lost_device(error):
+        raise error

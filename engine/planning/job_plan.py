@@ -16,7 +16,8 @@ from functools import cached_property
 from typing import Literal
 
 from engine.collection.probe import Probe
-from engine.memory.budget import MemoryBudget, resident_bytes
+from engine.memory.budget import MemoryBudget, give_back_host_memory, resident_bytes
+from engine.memory.device_speed import MEASURING_BYTES, MEASURING_DEVICE_BYTES, DeviceSpeed
 from engine.memory.plan import BUDGETED, Budgeted, Chosen, Enough, Plan
 from engine.planning.analysis_cost import with_analyses
 from engine.planning.collection.memory import corrected_plan, correction_bytes, plan_of
@@ -27,6 +28,8 @@ from engine.planning.plan_search import fastest, halved, partition, slice_sizes
 from engine.workspace import Workspace
 
 _STEP = 2**20
+_ROOM = 4
+"""Times the bytes of measuring a speed: with less left of the budget none is measured."""
 _SPREAD = 0.04
 """Share of a process's bytes before its job: two runs, or a run and a plan from shapes, differ by up to 2 %."""
 
@@ -96,9 +99,31 @@ def forecast(workspace: Workspace, probe: Probe) -> Plan:
 
 
 def complete_plan(workspace: Workspace, probe: Probe, chosen: Chosen) -> Plan:
-    """Return the plan of one way to do a job."""
-    plans = list(_Ways.of(workspace, probe).completed(chosen))
+    """Return the plan of one way to do a job, with its seconds by the measured speed where there is one."""
+    plans = list(_Ways.of(workspace, probe, workspace.machine.speed).completed(chosen))
     return next((plan for plan in plans if plan.chosen.corrections == chosen.corrections), plans[0])
+
+
+def with_measured_seconds(workspace: Workspace, probe: Probe, plan: Plan) -> Plan:
+    """Return a plan with its seconds by the speed that is measured now, and those that the job has taken so far.
+
+    The choice stays, which typical speeds have made: in the same budget a job goes the same way on a busy machine.
+    Nothing is measured where the plan does not fit, or the budget leaves little beside it.
+    """
+    machine = workspace.machine
+    room = _ROOM * MEASURING_BYTES
+    on_device = max(room, MEASURING_DEVICE_BYTES) if machine.device.type == "cuda" else room
+    if not plan.fits(machine.budget) or not machine.guard.fits(device_bytes=on_device, host_bytes=room):
+        return replace(plan, start_seconds=machine.curve.elapsed_seconds())
+    machine.speed = machine.measure_speed(len(plan.chosen.parts) > 1)
+    if machine.speed is None:
+        return replace(plan, start_seconds=machine.curve.elapsed_seconds())
+    give_back_host_memory()
+    timed = complete_plan(workspace, probe, plan.chosen)
+    start = machine.curve.elapsed_seconds()
+    return replace(
+        plan, start_seconds=start, seconds=timed.seconds, pace=timed.pace, self_check_seconds=timed.self_check_seconds
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,11 +188,7 @@ class _Ways:
     work: Work
 
     @classmethod
-    def of(
-        cls,
-        workspace: Workspace,
-        probe: Probe,
-    ) -> "_Ways":
+    def of(cls, workspace: Workspace, probe: Probe, speed: DeviceSpeed | None = None) -> "_Ways":
         sums, twice = (
             sum(group_bytes(probe, workspace.machine.device, varied).values())
             for varied in (None, workspace.options.collection)
@@ -177,7 +198,7 @@ class _Ways:
             budget=workspace.machine.budget,
             probe=probe,
             held_bytes=resident_bytes() if probe.resident_bytes is None else probe.resident_bytes,
-            work=work_of(workspace, probe, sums, varied_bytes=twice - sums),
+            work=work_of(workspace, probe, speed, sums_bytes=sums, varied_bytes=twice - sums),
         )
 
     @cached_property

@@ -52,7 +52,7 @@ def with_join(plan: Plan, workspace: Workspace, probe: Probe, pieces: int, optio
     joined = with_merge(replace(whole, why=plan.why), probe, pieces, host)
     if joined.fits(workspace.machine.budget):
         return joined
-    return with_merge(replace(plan, seconds=whole.seconds), probe, pieces, host)
+    return with_merge(replace(plan, seconds=whole.seconds, pace=whole.pace), probe, pieces, host)
 
 
 def with_merge(plan: Plan, probe: Probe, pieces: int, host: DeviceSpeed | None = None) -> Plan:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from catalog.responses.time_estimate import written_seconds
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Plan, readable_bytes
 from engine.workspace import Workspace
@@ -23,12 +22,9 @@ def fastest(plans: Sequence[Plan], budget: MemoryBudget) -> Plan:
         return replace(min(plans, key=lambda plan: _lacking(plan, budget)), why=why)
     best = min(fitting, key=total_seconds)
     roomier = min(plans, key=total_seconds)
-    seconds = written_seconds(total_seconds(best), best.pace)
-    foreseen = f"{seconds} are foreseen, the least" if seconds else "the fastest"
-    why = f"{described(best)}: {foreseen} of {len(fitting)} ways that fit"
+    why = f"{described(best)}: the fastest of {len(fitting)} ways that fit"
     if total_seconds(roomier) < total_seconds(best):
-        longer = written_seconds(total_seconds(roomier), roomier.pace)
-        why += f"; {described(roomier)} would {f'take {longer}' if longer else 'be faster'} and does not fit"
+        why += f"; {described(roomier)} would be faster and does not fit"
     return replace(best, why=why + _part_of_host(budget))
 
 

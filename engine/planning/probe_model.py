@@ -6,6 +6,7 @@ examples apart, what is used where no hook sees it, and what autograd saves of a
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -15,13 +16,13 @@ from torch import Tensor, nn
 from engine.accumulation.loss_head import head_of
 from engine.collection.nan_check import locate_nan
 from engine.collection.pass_job import PassJob
-from engine.collection.probe import Probe, ProbedModel
-from engine.errors import EngineError, ModelChanged, ModelRefused
+from engine.collection.probe import Probe, ProbedModel, TimedForward
+from engine.errors import EngineError, ModelRefused
 from engine.factors.representation import WorkloadEstimate, choose
 from engine.layers.coverage import Survey, declare
 from engine.layers.elementwise import BareLayer
 from engine.layers.layer import BlockLayer, TreatedLayer
-from engine.memory.out_of_memory import free_memory, lost_device, ran_out_of_memory
+from engine.memory.out_of_memory import free_memory, ran_out_of_memory
 from engine.model.activation_memory import GradientCopies, trace_saved_bytes
 from engine.model.batches import Batch, tensors
 from engine.model.determinism import seed_generators
@@ -30,13 +31,20 @@ from engine.model.outputs import call_model, predict
 from engine.model.pass_peak import peak_lines
 from engine.planning.choose_plan import head_choice
 from engine.planning.collection.reductions import with_shards
-from engine.planning.dry_pass import DRY_EXAMPLES, different_sample, pass_events, repeated, samples_of
+from engine.planning.dry_pass import (
+    DRY_EXAMPLES,
+    different_sample,
+    pass_events,
+    repeated,
+    require_undecided,
+    samples_of,
+    watch_operations,
+)
 from engine.planning.layer_memory import AT_A_NORMALISATION
 from engine.row_layout.attention_masks import Masking, Run, try_masks
 from engine.row_layout.layer_calls import (
     Call,
     InputOverwritten,
-    called,
     find_followers,
     find_overwritten,
     find_routed,
@@ -168,7 +176,7 @@ def exclude_other_uses(probed: ProbedModel) -> ProbedModel:
         try:
             return find_shared_parameters(layers, survey.aliases, run, casts_of(job.model))
         except (EngineError, RuntimeError) as error:
-            _require_undecided(error)
+            require_undecided(error)
             return None
 
     layers, barred = [layer for layer in survey.treated if layer.name in called], frozenset[str]()
@@ -213,16 +221,16 @@ def probe_functional_layers(
         return dataclasses.replace(probed, job=dataclasses.replace(job, places=places_of(survey)))
     samples = samples_of(job, seen)
     try:
-        runs = [_operations(job, survey, sample, parameters) for sample in samples]
+        runs = [watch_operations(job, survey, sample, parameters) for sample in samples]
     except (EngineError, RuntimeError) as error:
-        _require_undecided(error)
+        require_undecided(error)
         # what is measured is what modules show, and the gradient identity decides
         return dataclasses.replace(probed, job=dataclasses.replace(job, places=places_of(survey)))
     uses = [found for found, _ in runs]
     if mixed and len(runs) > 1:
         with contextlib.suppress(EngineError):
             sample = different_sample(job.moved(job.probed_batch()))
-            uses.append(_operations(job, survey, sample, parameters)[0])
+            uses.append(watch_operations(job, survey, sample, parameters)[0])
             products = [each for use in uses for each in use.products]
             uses[-1].products += assumed_products(survey.treated, products, parameters, unplaced)
     survey = add_functional_layers(job.model, survey, parameters, tuple(uses), mixed, forced)
@@ -275,8 +283,13 @@ def _with_activations(job: PassJob, survey: Survey, seen: Probe) -> Probe:
         if seen_by is not None:
             seen_by.begin(tensors(part.inputs), examples)
         with job.precision.autocast(job.workspace.machine.device), seen_by or contextlib.nullcontext():
-            return predict(job.model, part, job.task).outputs
+            begun = time.perf_counter()
+            outputs = predict(job.model, part, job.task).outputs
+            # watched, operations take twice as long
+            durations.append((time.perf_counter() - begun) / (2 if stepped else 1))
+            return outputs
 
+    durations: list[float] = []
     samples = samples_of(job, seen)
     sizes = tuple(sample.size for sample in samples)
     # a direction that overflows is pulled back again, through the same graph; and so is another direction
@@ -287,7 +300,7 @@ def _with_activations(job: PassJob, survey: Survey, seen: Probe) -> Probe:
             run, sizes, job.model, watched, copies, retained=retained
         )
     except (EngineError, RuntimeError) as error:
-        _require_undecided(error)
+        require_undecided(error)
         return seen
     if saved.of(1) == 0:
         # no graph at all: what the collection follows are loose parameters, which no module's call shows
@@ -300,7 +313,13 @@ def _with_activations(job: PassJob, survey: Survey, seen: Probe) -> Probe:
             held = [pass_events(placed, survey.treated, seen.mixed, each, directions=1 + retained) for each in samples]
             met = dataclasses.replace(met, others=peak_lines(sizes, held))
     return dataclasses.replace(
-        seen, saved=saved, recomputed=recomputed, met=met, met_normalised=normalised, repeated=repeated
+        seen,
+        saved=saved,
+        recomputed=recomputed,
+        met=met,
+        met_normalised=normalised,
+        repeated=repeated,
+        forward=None if seen.whole else TimedForward(sizes[-1], durations[-1]),
     )
 
 
@@ -323,23 +342,6 @@ def _represented(job: PassJob, survey: Survey, seen: Probe) -> Probe:
     represented = dataclasses.replace(seen, representations=chosen | head_choice(job, survey, seen))
     shared = with_shards(workspace.machine.ranks, represented, job.collection.reduction)
     return dataclasses.replace(represented, representations=shared)
-
-
-def _operations(job: PassJob, survey: Survey, batch: Batch, parameters: dict[str, Tensor]) -> tuple[Uses, list[Call]]:
-    """Return the uses of ``parameters`` with ``batch``, and the calls of the modules."""
-    uses = Uses(examples=batch.size)
-    interception = ParameterUseMode(parameters, uses, proving=True)
-    interception.begin(tensors(batch.inputs), batch.size)
-    spread = [module for role, module in called(survey.treated) if role.name in job.tables]
-    with torch.enable_grad(), record_calls(survey.treated, batch.size, job.tables) as calls, interception.watching():
-        # what a table is spread to has an example's copy for each
-        handles = [module.register_forward_hook(lambda _, __, output: interception.enters(output)) for module in spread]
-        try:
-            predict(job.model, batch, job.task)
-        finally:
-            for handle in handles:
-                handle.remove()
-    return uses, calls
 
 
 def _disturbed(job: PassJob, survey: Survey, batch: Batch, tables: frozenset[str], disturb: str | None) -> Tensor:
@@ -370,12 +372,6 @@ def _run(job: PassJob, survey: Survey) -> Run:
         return calls, tensors(returned)
 
     return run
-
-
-def _require_undecided(error: Exception) -> None:
-    """Raise an error anew that an optional probe is not to hide: memory or a device is gone, or a parameter moved."""
-    if isinstance(error, ModelChanged) or ran_out_of_memory(error) or lost_device(error):
-        raise error
 
 
 def _seen(job: PassJob, survey: Survey, batch: Batch) -> Probe:

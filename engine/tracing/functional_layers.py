@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from engine.layers.coverage import DeclaredLayer, Survey
+from engine.layers.coverage import DeclaredLayer, Survey, layer_name
 from engine.layers.elementwise import BareLayer
 from engine.layers.functional_linear import FunctionalLinearLayer
 from engine.layers.layer import TreatedLayer
@@ -382,7 +382,7 @@ class _Found:
             missing = self._watched[name].numel() - sum(place.count for place in own)
             if missing:
                 yield DeclaredLayer(
-                    name=name.rpartition(".")[0],
+                    name=layer_name(name.rpartition(".")[0]),
                     module=type(self._owner(name)).__name__,
                     reason="no_gradient",
                     parameters=(name,),

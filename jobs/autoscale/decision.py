@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from catalog.record import record
 from jobs.autoscale.classes import MachineClass
 from jobs.devices.requirements import device_class
-from jobs.scheduling.placement import readable
+from jobs.scheduling.waiting_reason import readable
 
 _LONGEST_COOLDOWN_SECONDS = 3600.0
 

@@ -71,6 +71,8 @@ class Worker:
     """The walls between it and its jobs, as it measured them."""
     machine_id: str | None = None
     """The machine of `jobs.autoscale` that it runs on; None of a worker that was started otherwise."""
+    paused: str | None = None
+    """The reason why it takes no jobs at the moment; None where it does."""
 
 
 @record
@@ -119,6 +121,7 @@ def register(
             "factories": list(worker.factories),
             "isolation": list(worker.isolation),
             "machine_id": worker.machine_id,
+            "paused": _bounded(worker.paused),
             "seen_at": ledger_now(),
             "expires_at": ledger_now(expiry_seconds),
         }
@@ -175,6 +178,17 @@ def renew(engine: Engine, worker_id: str, used_bytes: dict[str, int], expiry_sec
                 [{"device": uuid, "used": used_bytes.get(uuid)} for uuid in seen],
             )
         return True
+
+
+def pause(engine: Engine, worker_id: str, reason: str | None) -> None:
+    """Note why a worker takes no jobs at the moment, or that it does again.
+
+    Args:
+        engine: The ledger's database.
+        reason: A clause for those whose jobs wait, such as `its disk is full`; None where it takes jobs.
+    """
+    with writing(engine) as connection:
+        connection.execute(update(workers).where(workers.c.id == worker_id).values(paused=_bounded(reason)))
 
 
 def leased_devices(engine: Engine) -> set[str]:
@@ -338,6 +352,10 @@ def _register_device(connection: Connection, worker: Worker, device: Device, *, 
         .values(worker_id=worker.id, device_uuid=device.uuid)
         .on_conflict_do_nothing(index_elements=[worker_devices.c.worker_id, worker_devices.c.device_uuid])
     )
+
+
+def _bounded(reason: str | None) -> str | None:
+    return None if reason is None else reason[:300]
 
 
 def _foreign(uuid: ColumnElement[str], used: ColumnElement[int | None]) -> dict[str, ColumnElement[Any]]:

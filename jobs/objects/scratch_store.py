@@ -23,8 +23,8 @@ from jobs.schema.identifiers import is_id
 
 MANIFEST = "checkpoint/checkpoint.json"
 """The file that makes the others a checkpoint of a collection."""
-MANIFESTS = (MANIFEST, "search/search.json")
-"""The same of everything that has checkpoints: a collection, and a search for eigenvalues."""
+MANIFESTS = (MANIFEST, "search/search.json", "training/training.json")
+"""The same of everything that has checkpoints: a collection, a search for eigenvalues, and a training."""
 _ROOT = "scratch/"
 _INDEX = "index.json"
 _MAX_INDEX_BYTES = 64 * 2**20

@@ -16,6 +16,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from catalog.frames import Failed, Finished
 from catalog.record import plain
+from catalog.requests.inputs import is_path
+from catalog.responses.coverage import assess_coverage
 from jobs.codec import sha256_of
 from jobs.lifecycle import State, ending
 from jobs.metrics.counters import add, add_failure
@@ -55,10 +57,20 @@ def note_model(connection: Connection, claim: Claim, model_sha256: str | None) -
 def _source(document: Mapping[str, Any]) -> str | None:
     """The digest of all in a document that says which weights are loaded, and how; None of a model from elsewhere."""
     model = document.get("model") or {}
-    if model.get("source") not in _STORED:
+    if model.get("source") not in _STORED or is_path(model.get("adapter") or ""):
         return None
     collection = document.get("collection") or {}
     return sha256_of({"model": dict(model), "task": document.get("task"), "dtype": collection.get("dtype")})
+
+
+def _coverage(drawn: Row[Any], claim: Claim, *, refused: bool) -> dict[str, bool]:
+    """Whether the job was done in part, and whether a part of its model has a diagonal alone: lists are filtered so."""
+    collection = claim.document.get("collection") or {}
+    measured = assess_coverage(drawn.summary, collection.get("min_coverage"))
+    return {
+        "partial": refused or (measured is not None and measured.status == "partial"),
+        "diagonal": measured is not None and measured.percent("diagonal") > 0,
+    }
 
 
 @by_holder
@@ -88,6 +100,7 @@ def finish(engine: Engine, claim: Claim, frame: Finished | None = None) -> State
             manifest |= {name: value for name, value in plain(frame).items() if name != "frame"}
             notice = note_model(connection, claim, frame.model_sha256)
             manifest["notices"] = [*manifest["notices"], *([] if notice is None else [notice])]
+        manifest["coverage"] = _coverage(drawn, claim, refused=bool(manifest.get("refused")))
         move(connection, drawn, state, {"manifest": manifest})
         tell_parent(connection, parent, drawn, state)
         return state

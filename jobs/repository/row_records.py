@@ -43,6 +43,7 @@ def job_record(row: Row[Any] | SimpleNamespace) -> Job:
         fence=row.fence,
         event_seq=row.event_seq,
         cancel_requested_at=row.cancel_requested_at,
+        cancel_requested_by=row.cancel_requested_by,
         deadline_at=row.deadline_at,
         progress=row.progress,
         failure=failure,

@@ -5,6 +5,8 @@ Every statement names the tenant, so another tenant's id and a random one get th
 
 import re
 from datetime import datetime, timedelta
+from itertools import starmap
+from typing import Literal
 
 from sqlalchemy import ColumnElement, Connection, Engine, and_, delete, false, literal, or_, select
 
@@ -73,6 +75,9 @@ def read_claimed(engine: Engine, claim: Claim) -> Job | None:
     return _read(engine, claim.tenant_id, jobs.c.tenant_id == claim.tenant_id, jobs.c.id == claim.job_id)
 
 
+JobSort = Literal["newest", "oldest"]
+
+
 @record
 class JobQuery:
     """A selection of jobs and a page of them."""
@@ -80,14 +85,20 @@ class JobQuery:
     state: State | None = None
     kind: str | None = None
     """An analysis that the job asks for, among others or alone."""
-    label: tuple[str, str] | None = None
-    """A label's name and its value."""
+    labels: tuple[tuple[str, str], ...] = ()
+    """Names and values of labels, all of which the job has."""
     name: str | None = None
     """A part of the job's name, in any case."""
+    coverage: Literal["partial", "diagonal"] | None = None
+    """Only jobs that have succeeded and were done in part, or of which a part of the model has a diagonal alone."""
     since: datetime | float | None = None
     """Only jobs submitted from this moment on, or in the last seconds by the database's clock."""
+    until: datetime | float | None = None
+    """Only jobs submitted before this moment, or longer ago than these seconds."""
     id_end: str | None = None
     """The last characters of the id."""
+    sort: JobSort = "newest"
+    """Which jobs come first."""
     before: str | None = None
     """The cursor of the page before."""
     limit: int = 20
@@ -106,7 +117,7 @@ def list_jobs(
     tenant_id: str,
     asked: JobQuery = NEWEST_JOBS,
 ) -> JobPage:
-    """Return a page of a tenant's jobs, newest first, without estimates.
+    """Return a page of a tenant's jobs, without estimates.
 
     Args:
         engine: The ledger.
@@ -121,20 +132,23 @@ def list_jobs(
     """
     check_limit(asked.limit)
     query = select(jobs).where(jobs.c.tenant_id == tenant_id, jobs.c.kind != ESTIMATE)
-    query = query.order_by(jobs.c.id.desc())
+    newest = asked.sort == "newest"
+    query = query.order_by(jobs.c.id.desc() if newest else jobs.c.id.asc())
     if asked.state is not None:
         query = query.where(jobs.c.state == asked.state)
     if asked.kind is not None:
         query = query.where(
             (literal(",") + jobs.c.kind + literal(",")).contains(f",{asked.kind.replace(chr(0), '')},", autoescape=True)
         )
-    if asked.label is not None:
-        query = query.where(_labelled(*asked.label))
-    query = query.where(*_called(asked), *_descended(asked))
+    if asked.coverage is not None:
+        query = query.where(
+            jobs.c.state == "succeeded", jobs.c.manifest["coverage", asked.coverage].as_boolean().is_(True)
+        )
+    query = query.where(*starmap(_labelled, asked.labels), *_called(asked), *_descended(asked))
     if asked.before is not None:
         if not is_id(asked.before):
             raise PageRefused("before", "is not a cursor; take `next` of the page before")
-        query = query.where(jobs.c.id < asked.before)
+        query = query.where(jobs.c.id < asked.before if newest else jobs.c.id > asked.before)
     with reading(engine, tenant_id) as connection:
         if asked.parent is not None:
             whole = select(jobs.c.id).where(*_owned(tenant_id, asked.parent))
@@ -144,7 +158,7 @@ def list_jobs(
     return JobPage(items=items, next=items[-1].id if more else None)
 
 
-def request_cancel(engine: Engine, tenant_id: str, job_id: str) -> Job:
+def request_cancel(engine: Engine, tenant_id: str, job_id: str, by: str | None = None) -> Job:
     """Cancel a queued job, or ask the holder of a running one to stop; an ended job stays as it is.
 
     A divided job is cancelled with its pieces, and a piece with its job.
@@ -153,6 +167,7 @@ def request_cancel(engine: Engine, tenant_id: str, job_id: str) -> Job:
         engine: The ledger's database.
         tenant_id: The tenant who asks.
         job_id: The job's id.
+        by: Prefix of the API key that asks; None in embedded mode.
 
     Returns:
         The job afterwards.
@@ -164,7 +179,7 @@ def request_cancel(engine: Engine, tenant_id: str, job_id: str) -> Job:
         whole = _whole_job(connection, tenant_id, job_id)
         drawn = draw(connection, *_owned(tenant_id, whole), jobs.c.state.in_(("queued", "running", "waiting")))
         if drawn is not None:
-            change(connection, drawn, {"cancel_requested_at": ledger_now()})
+            change(connection, drawn, {"cancel_requested_at": ledger_now(), "cancel_requested_by": by})
             stops = drawn.state == "running"
             if drawn.state == "waiting":
                 stops = cancel_pieces(connection, whole, "requested")
@@ -300,6 +315,9 @@ def _called(asked: JobQuery) -> tuple[ColumnElement[bool], ...]:
         given = asked.since
         before = given - timedelta(microseconds=1) if isinstance(given, datetime) else ledger_now(-given - 1e-6)
         conditions.append(jobs.c.created_at > before)
+    if asked.until is not None:
+        ended = asked.until if isinstance(asked.until, datetime) else ledger_now(-asked.until)
+        conditions.append(jobs.c.created_at < ended)
     return tuple(conditions)
 
 

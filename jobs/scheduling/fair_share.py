@@ -63,7 +63,7 @@ def fair_order(dialect: str, limit: int, claimable: ColumnElement[bool], device:
     )
     ahead = and_(goes_ahead(first.c.priority, first.c.served_at), position == 1, func.coalesce(running.c.ahead, 0) == 0)
     return (
-        select(first.c.id, first.c.device)
+        select(first.c.id, first.c.device, first.c.tenant_id)
         .outerjoin(running, running.c.tenant_id == first.c.tenant_id)
         .order_by(
             ahead.desc(),

@@ -46,6 +46,7 @@ _OFFERS = (
         workers.c.factories,
         workers.c.slots,
         _busy.c.number,
+        workers.c.paused,
         (workers.c.expires_at >= ledger_now()).label("live"),
     )
     .join(workers, workers.c.id == worker_devices.c.worker_id)
@@ -60,7 +61,15 @@ class Offer:
     worker_id: str
     factories: tuple[str, ...]
     free_slots: int
+    """0 while its worker is paused."""
     live: bool
+    paused: str | None = None
+    """The reason why its worker takes no jobs at the moment."""
+
+    @property
+    def takes_jobs(self) -> bool:
+        """Whether its worker was seen lately, and takes jobs where a slot is free."""
+        return self.live and self.paused is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,18 +122,20 @@ class FleetDevice:
             each.live and each.free_slots > 0 and suits(job, self.kind, each.factories) for each in self.offers
         )
 
-    def could_hold(self, job: Row[Any], *, live: bool) -> bool:
+    def could_hold(self, job: Row[Any], *, live: bool, taking: bool = False) -> bool:
         """Return whether the job, on a GPU one rank of it, would fit if nothing else were on the device.
 
         Args:
             job: The job's row.
             live: Whether only workers that were seen lately count.
+            taking: Whether only workers that take jobs at the moment count.
 
         Returns:
             True if it would, and a worker may run it here.
         """
         return needs_on(job, self.kind) <= self.capacity_bytes and any(
-            (each.live or not live) and suits(job, self.kind, each.factories) for each in self.offers
+            (each.live or not live) and (each.takes_jobs or not taking) and suits(job, self.kind, each.factories)
+            for each in self.offers
         )
 
     @property
@@ -224,8 +235,9 @@ def _offers(connection: Connection) -> dict[str, list[Offer]]:
             Offer(
                 worker_id=row.id,
                 factories=tuple(row.factories),
-                free_slots=row.slots - (row.number or 0),
+                free_slots=row.slots - (row.number or 0) if row.paused is None else 0,
                 live=bool(row.live),
+                paused=row.paused,
             )
         )
     return offers

@@ -17,34 +17,26 @@ from catalog.requests.memory_requirements import factories_of
 from catalog.responses.views import PlacementView
 from jobs.devices.leases import Place
 from jobs.devices.offered_classes import offered_class
-from jobs.devices.requirements import needs_on, suits, suits_condition
+from jobs.devices.requirements import suits_condition
 from jobs.records import Job
 from jobs.scheduling.candidate_slots import NEEDS, candidates_query
 from jobs.scheduling.device_groups import (
     could_start,
-    free_of_group,
     groups_to_reserve,
     is_whole,
-    most_on_a_node,
     starts_now,
 )
 from jobs.scheduling.fair_share import AHEAD, is_due, tenants_without_slot
 from jobs.scheduling.fleet import FleetDevice, Offer, offered_by, read_fleet
 from jobs.scheduling.free_places import candidate_slot, free_places
+from jobs.scheduling.queue_position import queue_position
+from jobs.scheduling.waiting_reason import NO_WALLS, waiting_placement
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
 from jobs.schema.tables import device_leases, devices, jobs
 from jobs.tenancy.shared_workers import waits_for_walls
 
 _CANDIDATES = 20
-_NO_WALLS = PlacementView(
-    status="no_worker",
-    message=(
-        "there are several tenants, and no worker that is there keeps their jobs apart; it begins once one does, or the"
-        " operator allows it"
-    ),
-    device=None,
-)
 
 
 def next_places(
@@ -186,20 +178,19 @@ def placement_of(engine: Engine, job: Job, most_running: int = 0) -> PlacementVi
     if job.ended:
         return None
     with reading(engine) as connection:
-        row = connection.execute(select(jobs).where(jobs.c.id == job.id)).one_or_none()
+        row = connection.execute(
+            select(jobs, is_due().label("due"), ledger_now().label("now")).where(jobs.c.id == job.id)
+        ).one_or_none()
         if row is None:
             return None
         if row.state != "queued":
             return _placement_of_running(connection, row)
+        if waits_for_walls(connection):
+            return NO_WALLS
         fleet, offered = read_fleet(connection), offered_class(connection, row, row.needs_bytes or 0)
-        apart = not waits_for_walls(connection)
         full = most_running and row.priority < AHEAD and row.tenant_id in tenants_without_slot(connection, most_running)
-    if not apart:
-        return _NO_WALLS
-    if full:
-        message = f"{most_running} of your jobs run, as many as may at a time; it begins after one of them has ended"
-        return PlacementView(status="waiting", message=message, device=None)
-    return _placement_of_queued(fleet, row, offered)
+        position = queue_position(connection, fleet, row, 0 if full else most_running)
+    return waiting_placement(fleet, row, offered, position, most_running if full else 0)
 
 
 def placement_before(engine: Engine, document: JobDocument, needs_bytes: int | None) -> PlacementView:
@@ -221,11 +212,12 @@ def placement_before(engine: Engine, document: JobDocument, needs_bytes: int | N
         data_factory=data,
         device_class=None,
         queued_at=None,
+        due=True,
     )
     with reading(engine) as connection:
         fleet, offered = read_fleet(connection), offered_class(connection, asked, needs_bytes or 0)
         apart = not waits_for_walls(connection)
-    return _placement_of_queued(fleet, asked, offered) if apart else _NO_WALLS
+    return waiting_placement(fleet, asked, offered) if apart else NO_WALLS
 
 
 def _placement_of_running(connection: Connection, row: Row[Any]) -> PlacementView | None:
@@ -245,91 +237,6 @@ def _placement_of_running(connection: Connection, row: Row[Any]) -> PlacementVie
         device=found[0].device_uuid,
         devices=tuple(each.device_uuid for each in found),
     )
-
-
-def _placement_of_queued(fleet: Sequence[FleetDevice], row: Row[Any], offered: Row[Any] | None = None) -> PlacementView:
-    """The placement of a job that waits; ``offered`` is a class of machines, not there yet, that would take it."""
-    kept = [each for each in fleet if each.reserver is not None and each.reserver.id == row.id]
-    needs = _needs(row)
-    if kept:
-        which = f"the device {kept[0].uuid} with {readable(kept[0].capacity_bytes)} is kept for it"
-        if len(kept) > 1:
-            busy = sum(each.free_bytes < 0 for each in kept)
-            which = f"{len(kept)} devices of {kept[0].node} are kept for it, of which {busy} are still in use"
-        return PlacementView(
-            status="reserved",
-            message=f"{needs}{which}",
-            device=kept[0].uuid,
-            devices=tuple(each.uuid for each in kept),
-        )
-    if could_start(fleet, row, lambda each: each.could_hold(row, live=True)):
-        what = "its turn and a free device" if row.world_size == 1 else free_of_group(fleet, row)
-        if not could_start(fleet, row):
-            what = "memory that others than jobs hold on every device that could hold it"
-        return PlacementView(status="waiting", message=f"{needs}waits for {what}", device=None)
-    if offered is not None:
-        each = "" if offered.devices == 1 else f" on each of {offered.devices} devices"
-        message = (
-            f"{needs}no worker that is there can take it; it begins on a machine of the class {offered.name} "
-            f"({readable(offered.device_bytes)}{each}), which an autoscaler starts"
-        )
-        return PlacementView(status="no_worker", message=message, device=None)
-    if could_start(fleet, row, lambda each: each.could_hold(row, live=False)):
-        message = f"{needs}the devices that could hold it belong to workers that have not been seen lately"
-        return PlacementView(status="no_worker", message=message, device=None)
-    if not any(each.offers for each in fleet):
-        largest = max((each.capacity_bytes for each in fleet), default=None)
-        if largest is None or (row.needs_bytes or 0) <= largest:
-            message = f"{needs}no worker offers a device; it begins when one does"
-            return PlacementView(status="no_worker", message=message, device=None)
-    return _nowhere(fleet, row)
-
-
-def _needs(row: Row[Any]) -> str:
-    """The requirement as the beginning of a sentence; empty where nothing is known."""
-    size = None if row.needs_bytes is None else readable(row.needs_bytes)
-    if row.world_size == 1:
-        return "" if size is None else f"needs {size}; "
-    return f"needs {row.world_size} devices of one node{'' if size is None else f', {size} on each'}; "
-
-
-def _nowhere(fleet: Sequence[FleetDevice], row: Row[Any]) -> PlacementView:
-    """Name the requirement that no known device or worker meets."""
-    named = [name for name in (row.model_factory, row.data_factory) if name is not None]
-    able = [each for each in fleet if any(suits(row, each.kind, offer.factories) for offer in each.offers)]
-    if not able and any(each.offers for each in fleet):
-        if named and not any(
-            "*" in offer.factories or set(named) <= set(offer.factories) for each in fleet for offer in each.offers
-        ):
-            message = f"no known worker lists {' and '.join(f'`{name}`' for name in named)}"
-        else:
-            message = f"its first attempt computed on a device of class `{row.device_class}`, and no worker offers one"
-        return PlacementView(status="no_worker", message=message, device=None)
-    largest = max(able or fleet, key=lambda each: each.capacity_bytes)
-    if row.world_size > 1 and largest.kind != "host":
-        message = f"{_needs(row)}the most that a known node has of that size is {most_on_a_node(fleet, row)}"
-        return PlacementView(status="no_device", message=message, device=None)
-    ranks = "" if row.world_size == 1 else f" for {row.world_size} ranks on one host"
-    message = (
-        f"needs {readable(needs_on(row, largest.kind))}{ranks}; the largest known device is {largest.uuid} "
-        f"with {readable(largest.capacity_bytes)}"
-    )
-    return PlacementView(status="no_device", message=message, device=None)
-
-
-def readable(size_bytes: int) -> str:
-    """Return a number of bytes with a decimal unit, such as `1.07 GB`.
-
-    Args:
-        size_bytes: The number.
-
-    Returns:
-        The text, with three significant digits.
-    """
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if size_bytes >= size:
-            return f"{size_bytes / size:.3g} {unit}"
-    return f"{size_bytes} B"
 
 
 def _reserver(

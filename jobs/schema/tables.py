@@ -109,6 +109,7 @@ jobs = Table(
     Column("lease_owner", String(200)),
     Column("lease_expires_at", Moment()),
     Column("cancel_requested_at", Moment()),
+    Column("cancel_requested_by", String(32)),  # prefix of the key; null in embedded mode, and of a piece
     Column("deadline_at", Moment()),
     Column("progress", _json()),
     Column("failure", _json()),
@@ -234,6 +235,7 @@ workers = Table(
     Column("expires_at", Moment(), nullable=False),  # silent for longer it is counted on no more
     Column("isolation", _json()),  # which walls between jobs and worker hold there, as it measured at its start
     Column("machine_id", _Id),  # of those that `jobs.autoscale` started: the row of `machines`
+    Column("paused", String(300)),  # why it takes no jobs at the moment; null where it does
 )
 
 machines = Table(

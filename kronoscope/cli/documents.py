@@ -6,12 +6,18 @@ service, or the worker, to judge: there is one validator.
 
 import json
 import math
+import os
+import shlex
+import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import ruamel.yaml
 from ruamel.yaml.error import YAMLError
+
+from kronoscope.client.document_fields import set_field
 
 MAX_DOCUMENT_BYTES = 256 * 1024
 _MAX_VALUES = 20_000
@@ -25,11 +31,58 @@ class DocumentUnreadable(ValueError):
 
 def read_document(path: Path, settings: Sequence[str] = ()) -> dict[str, Any]:
     """Read a job document."""
-    document = _parse(path)
+    return change_document(_parse(path), settings, path.name)
+
+
+def change_document(document: dict[str, Any], settings: Sequence[str], name: str) -> dict[str, Any]:
+    """Set single fields of a job document.
+
+    Args:
+        document: The document; it is changed.
+        settings: Each as it stands after `--set`.
+        name: The document's name in messages.
+
+    Returns:
+        The document.
+
+    Raises:
+        DocumentUnreadable: If a setting cannot be read, or the document holds what JSON cannot write.
+    """
     for setting in settings:
         _put(document, setting)
-    _require_plain(document, path.name)
+    _require_plain(document, name)
     return document
+
+
+def edit_document(document: dict[str, Any]) -> dict[str, Any]:
+    """Let the user edit a document as YAML, in the editor of $VISUAL or $EDITOR.
+
+    Args:
+        document: The document that the editor opens.
+
+    Returns:
+        The document that was saved.
+
+    Raises:
+        DocumentUnreadable: If the editor fails; or what it saved is not a document, whose file the message names.
+    """
+    writer = ruamel.yaml.YAML(typ="safe", pure=True)
+    writer.default_flow_style = False
+    writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # typed by its default
+    descriptor, name = tempfile.mkstemp(prefix="kronoscope-job-", suffix=".yaml")
+    path = Path(name)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        writer.dump(document, file)
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    try:
+        subprocess.run([*shlex.split(editor), name], check=True)  # noqa: S603 - the user names the editor
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        path.unlink()
+        raise DocumentUnreadable(f"the editor {editor!r} failed ({error}); name another in $VISUAL") from error
+    # a text that cannot be read stays in its file, so that nothing typed is lost
+    saved = read_document(path)
+    path.unlink()
+    return saved
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -78,18 +131,13 @@ def _yaml(text: str, path: Path) -> Any:  # noqa: ANN401 - whatever the file say
 def _put(document: dict[str, Any], setting: str) -> None:
     """Set one value, and make the blocks that lead to it."""
     path, separator, text = setting.partition("=")
-    steps = path.strip().split(".")
-    if not separator or not all(steps):
+    if not separator or not all(path.strip().split(".")):
         raise DocumentUnreadable(f"--set {setting}: write it as `collection.batch_size=32`")
-    here = document
-    for depth, step in enumerate(steps[:-1], start=1):
-        below = here.setdefault(step, {})
-        if below is None:
-            below = here[step] = {}
-        if not isinstance(below, dict):
-            raise DocumentUnreadable(f"--set {setting}: `{'.'.join(steps[:depth])}` is a value, not a block")
-        here = below
-    here[steps[-1]] = _yaml(text, Path(f"--set {path}"))
+    value = _yaml(text, Path(f"--set {path}"))
+    try:
+        set_field(document, path, value)
+    except ValueError as error:
+        raise DocumentUnreadable(f"--set {setting}: {error}") from error
 
 
 def _require_plain(value: Any, name: str) -> None:  # noqa: ANN401 - whatever the file says

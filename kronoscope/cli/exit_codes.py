@@ -12,11 +12,12 @@ from typing import NoReturn
 import typer
 
 from catalog.analyses.analysis import RefusedAnalysis
+from catalog.responses.caller_frame import CallerFrame
 from catalog.responses.coverage import CoverageView
 from kronoscope.cli.documents import DocumentUnreadable
+from kronoscope.cli.extras import NotInstalled
 from kronoscope.cli.output import write_error
 from kronoscope.cli.run_folder import NoRun
-from kronoscope.cli.run_job import NotInstalled
 from kronoscope.cli.serve import ServiceFailed
 from kronoscope.client.client import ClientError, DownloadFailed, ServiceUnreachable
 
@@ -28,6 +29,11 @@ CATEGORIES = {"usage": USAGE, "transient": TRANSIENT, "fatal": FATAL}
 def fail(code: int, lines: Sequence[str]) -> NoReturn:
     """Print each fault on standard error, and end the command."""
     raise typer.Exit(_report_errors(code, lines))
+
+
+def trace_lines(trace: Sequence[CallerFrame]) -> list[str]:
+    """Return a line for each call in a factory's own code that a job failed under, the innermost last."""
+    return [f"  {call.module}:{call.line} in {call.function}" for call in trace]
 
 
 def require_whole(measured: CoverageView | None, refused: Sequence[RefusedAnalysis] | None) -> None:

@@ -1,10 +1,11 @@
-"""The commands on jobs of a service: ``submit``, ``watch``, ``results``, ``cancel`` and ``jobs``."""
+"""The commands on jobs of a service: ``submit``, ``rerun``, ``watch``, ``results``, ``cancel`` and ``jobs``."""
 
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -12,16 +13,18 @@ from rich.text import Text
 
 from catalog import ANALYSES
 from catalog.record import plain
-from catalog.responses.coverage import percentage
+from catalog.responses.coverage import kinds_of
+from catalog.responses.remaining_time import written_remaining
 from catalog.responses.views import ArtifactView, JobView, ResultsView
-from kronoscope.cli.documents import DocumentUnreadable, read_document
-from kronoscope.cli.exit_codes import CATEGORIES, FATAL, INTERNAL, STOPPED, USAGE, fail, require_whole
+from kronoscope.cli.documents import DocumentUnreadable, change_document, edit_document, read_document
+from kronoscope.cli.exit_codes import CATEGORIES, FATAL, INTERNAL, STOPPED, USAGE, fail, require_whole, trace_lines
 from kronoscope.cli.options import AsJson, Document, JobId, JobOrFolder, Settings, Url, complete
 from kronoscope.cli.output import message_console, print_json, result_console, write_error, write_line
 from kronoscope.cli.run_folder import read_run
 from kronoscope.client.client import Client
 from kronoscope.client.responses import Layer
 from kronoscope.display.methods import methods_text
+from kronoscope.display.plan_tables import show_plan
 from kronoscope.display.printable import printable
 from kronoscope.display.progress import display_for
 from kronoscope.display.results import placement_problem, read_memory_curve, show_progress, show_results
@@ -49,7 +52,7 @@ def with_schedule(
     return {**document, "schedule": {**block, **options}}
 
 
-_WHOLE_ID_WIDTH = 130
+_WHOLE_ID_WIDTH = 150
 _SHORT_ID = 12
 
 
@@ -61,39 +64,56 @@ def job_table(jobs: Iterable[JobView], width: int = 100) -> Table:
         width: Columns of the terminal; where it is narrow, ids are shown by their last part, which every command takes.
 
     Returns:
-        Id, name, kinds, state, progress and time of submission.
+        Id, name, model and data, kinds, state with what is done, time of submission, duration.
     """
     listed = list(jobs)
     named = any(job.name for job in listed)
-    short = named and width < _WHOLE_ID_WIDTH
+    short = width < _WHOLE_ID_WIDTH
     table = Table(pad_edge=False, show_edge=False)
-    for heading in ("id", *(["name"] if named else []), "kind", "state", "progress", "created"):
+    for heading in ("id", *(["name"] if named else []), "model, data", "kind", "state", "created", "took"):
         # an id must not be cut, so names and kinds wrap
-        fixed_width = {"id": _SHORT_ID if short else 36, "state": 9, "progress": 8, "created": 16}.get(heading)
+        fixed_width = {"id": _SHORT_ID if short else 36, "state": 9, "created": 16, "took": 4}.get(heading)
         table.add_column(heading, no_wrap=fixed_width is not None, overflow="fold", min_width=fixed_width)
     for job in listed:
-        percent = job.progress.percent if job.progress is not None else None
         cells = [
             job.id[-_SHORT_ID:] if short else job.id,
             *([printable(job.name or "–", lines=False)] if named else []),
+            ", ".join(printable(_source(job.document.get(part)), lines=False) for part in ("model", "data")),
             ", ".join(job.kinds),
             _state(job),
-            "–" if percent is None else f"{percent:.0f} %",
             (job.created_at or "")[:16].replace("T", " "),
+            _took(job),
         ]
         table.add_row(*map(Text, cells))
     return table
 
 
+def _source(block: Any) -> str:  # noqa: ANN401 - a part of a document, or none
+    """Return the name of a model or of data, as the page has it."""
+    if not isinstance(block, Mapping):
+        return "–"
+    return str(next((block[name] for name in ("name", "id", "factory", "path", "source") if block.get(name)), "–"))
+
+
+def _took(job: JobView) -> str:
+    if job.started_at is None or job.finished_at is None:
+        return "–"
+    span = datetime.fromisoformat(job.finished_at) - datetime.fromisoformat(job.started_at)
+    return written_remaining(span.total_seconds())
+
+
 def _state(job: JobView) -> str:
-    """Return the state; of a job that measured a part of its model, or did a part of its analyses, also which."""
+    """Return the state; of a job that did a part of its work, or kept no full blocks of a part, also which."""
     if job.state != "succeeded":
-        return job.state
+        percent = None if job.ended or job.progress is None else job.progress.percent
+        return job.state if percent is None else f"{job.state} {percent:.0f}%"
     share = job.coverage is not None and job.coverage.status == "partial"
-    said = [percentage(job.coverage.measured_share)] if job.coverage is not None and share else []
+    said = [f"{job.coverage.measured_percent:.1f}%"] if job.coverage is not None and share else []
     if job.refused:
         said.append(f"{len(job.refused)}/{len(job.kinds)} refused")
-    return f"partial {', '.join(said)}" if said else job.state
+    state = f"partial {', '.join(said)}" if said else job.state
+    kinds = {} if job.coverage is None else kinds_of(job.coverage)
+    return "\n".join([state, *(f"{kinds[kind]:.1f}% {kind}" for kind in ("diagonal", "sketched") if kind in kinds)])
 
 
 _STATES = ("queued", "running", "waiting", "cancelling", "succeeded", "failed", "cancelled")
@@ -123,18 +143,52 @@ def submit(  # noqa: PLR0913, PLR0917 - each is an option of the command line
             checked = client.validate(wanted)
             print_json(checked) if as_json else result_console().print("the document is valid; nothing was submitted")
             return
-        job = client.submit(wanted, idempotency_key=idempotency_key)
-        if (note := placement_problem(job)) is not None:
-            message_console().print(note, soft_wrap=True, markup=False)
-        if wait:
-            if not as_json:
-                message_console().print(f"job {job.id}", soft_wrap=True)
-            if not _watched(client, job.id, as_json=as_json):
-                raise typer.Exit(STOPPED)
-        elif as_json:
-            print_json(plain(job))
+        _submit(client, wanted, idempotency_key, wait=wait, as_json=as_json)
+
+
+def rerun(
+    job_id: JobId,
+    settings: Settings = None,
+    name: Annotated[str | None, typer.Option(help="The new job's name; default: the same.")] = None,
+    edit: Annotated[bool, typer.Option("--edit", help="Open the document in $VISUAL or $EDITOR first.")] = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Plan it: print memory and seconds, and submit nothing.")
+    ] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the new job to its end.")] = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Submit a job's document again, with changes; prints the new job's id."""
+    with Client(url) as client:
+        document = client.document(client.full_id(job_id))
+        wanted = change_document(document, settings or (), f"job {job_id}")
+        if edit:
+            wanted = edit_document(wanted)
+        if name is not None:
+            wanted = {**wanted, "name": name}
+        if estimate:
+            planned = client.estimate(wanted).plan or {}
+            print_json(dict(planned)) if as_json else show_plan(planned, result_console())
         else:
-            write_line(job.id)
+            _submit(client, wanted, None, wait=wait, as_json=as_json)
+
+
+def _submit(
+    client: Client, document: dict[str, Any], idempotency_key: str | None, *, wait: bool, as_json: bool
+) -> None:
+    """Submit a document and print the job's id; or follow the job to its end."""
+    job = client.submit(document, idempotency_key=idempotency_key)
+    if (note := placement_problem(job)) is not None:
+        message_console().print(note, soft_wrap=True, markup=False)
+    if wait:
+        if not as_json:
+            message_console().print(f"job {job.id}", soft_wrap=True)
+        if not _watched(client, job.id, as_json=as_json):
+            raise typer.Exit(STOPPED)
+    elif as_json:
+        print_json(plain(job))
+    else:
+        write_line(job.id)
 
 
 def watch(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
@@ -189,7 +243,13 @@ def _print_results(
 
 
 def _end_as(job: JobView) -> None:
-    """End the command as the job has ended: with a code of its own where it was done in part."""
+    """End the command as the job has ended: with its failure, who cancelled it, or a code where it was done in part."""
+    if job.state == "failed" and job.failure is not None:
+        pointer = f"{job.failure.pointer} " if job.failure.pointer else ""
+        lines = [f"{pointer}{job.failure.message}", *trace_lines(job.failure.trace)]
+        fail(CATEGORIES.get(job.failure.category, FATAL), lines)
+    if job.state == "cancelled":
+        fail(STOPPED, [_cancellation(job)])
     if job.state == "succeeded":
         require_whole(job.coverage, job.refused)
 
@@ -198,7 +258,8 @@ def cancel(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
     """Cancel a queued or running job."""
     with Client(url) as client:
         job = client.cancel(client.full_id(job_id))
-    print_json(plain(job)) if as_json else result_console().print(f"{job.id} is {job.state}", soft_wrap=True)
+    said = f"had already {job.state}" if job.state in ("succeeded", "failed") else f"is {job.state}"
+    print_json(plain(job)) if as_json else result_console().print(f"{job.id} {said}", soft_wrap=True)
 
 
 def list_jobs(  # noqa: PLR0913, PLR0917 - each is an option of the command line
@@ -208,11 +269,22 @@ def list_jobs(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     kind: Annotated[
         str | None, typer.Option(autocompletion=complete((*ANALYSES,)), help="Only jobs of this analysis.")
     ] = None,
-    label: Annotated[str | None, typer.Option(help="Only jobs with this label: name=value.")] = None,
+    label: Annotated[
+        list[str] | None, typer.Option(help="Only jobs with this label: name=value. May be repeated: all of them.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Only jobs whose name has this part.")] = None,
+    coverage: Annotated[
+        str | None,
+        typer.Option(
+            autocompletion=complete(("partial", "diagonal")),
+            help="Only jobs that were done in part (partial), or with a diagonal alone of some parameters (diagonal).",
+        ),
+    ] = None,
     since: Annotated[
         str | None, typer.Option(metavar="2d", help='Only jobs of that time, or since a moment: "2026-12-01T12:00Z".')
     ] = None,
+    until: Annotated[str | None, typer.Option(metavar="2d", help="Only jobs before that; a time or a moment.")] = None,
+    oldest: Annotated[bool, typer.Option("--oldest", help="The oldest first.")] = False,
     parent: Annotated[
         str | None, typer.Option(metavar="ID", help="The pieces of this divided job, in place of whole jobs.")
     ] = None,
@@ -220,10 +292,20 @@ def list_jobs(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:
-    """List your jobs, newest first."""
+    """List your jobs."""
     with Client(url) as client:
         whole = None if parent is None else client.full_id(parent)
-        found = client.jobs(state=state, kind=kind, label=label, name=name, since=since, parent=whole)
+        sort: Literal["newest", "oldest"] = "oldest" if oldest else "newest"
+        filters: dict[str, Any] = {
+            "state": state,
+            "kind": kind,
+            "name": name,
+            "coverage": coverage,
+            "since": since,
+            "until": until,
+            "parent": whole,
+        }
+        found = client.jobs(label=label, sort=sort, **filters)
         listed = list(itertools.islice(found, limit))
     console = result_console()
     print_json([plain(job) for job in listed]) if as_json else console.print(job_table(listed, console.width))
@@ -243,16 +325,21 @@ def _watched(client: Client, job_id: str, *, as_json: bool) -> bool:
         fail(INTERNAL, ["the service sent no answer about the job"])
     if as_json:
         print_json(plain(job))
-    if job.failure is not None:
-        pointer = f"{job.failure.pointer} " if job.failure.pointer else ""
-        fail(CATEGORIES.get(job.failure.category, FATAL), [f"{pointer}{job.failure.message}"])
-    if job.state == "cancelled":
-        fail(STOPPED, ["the job was cancelled"])
-    if not as_json:
+    if job.state == "succeeded" and not as_json:
         found = client.results(job_id)
         _show_tables(found, list(client.layers(job_id)), client.memory_curve(found))
-    require_whole(job.coverage, job.refused)
+    _end_as(job)
     return True
+
+
+def _cancellation(job: JobView) -> str:
+    """Return a sentence on who ended a job, when, what is kept and how to go on."""
+    by = f"with the API key {job.cancel_requested_by}" if job.cancel_requested_by else "without a key"
+    at = "" if job.cancel_requested_at is None else f", {by}, at {job.cancel_requested_at[:19].replace('T', ' ')} UTC"
+    rows = 0 if job.progress is None else job.progress.layers_done or 0
+    short = job.id[-_SHORT_ID:]
+    kept = f"{rows:,} rows are kept (`kronoscope results {short}`)" if rows else "no layer had been measured"
+    return f"the job was cancelled{at}; {kept}; `kronoscope rerun {short}` starts it again"
 
 
 def _show_tables(found: ResultsView, rows: list[Layer], curve: Mapping[str, Any] | None) -> None:

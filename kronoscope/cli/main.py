@@ -18,13 +18,14 @@ from kronoscope.cli import job_commands
 from kronoscope.cli.autoscale import autoscale
 from kronoscope.cli.devices import devices
 from kronoscope.cli.documents import read_document
-from kronoscope.cli.exit_codes import CATEGORIES, FATAL, STOPPED, USAGE, fail, require_whole, run_command
+from kronoscope.cli.exit_codes import CATEGORIES, FATAL, STOPPED, USAGE, fail, require_whole, run_command, trace_lines
+from kronoscope.cli.extras import require_extra
 from kronoscope.cli.keys import keys
 from kronoscope.cli.options import AsJson, Document, Offline, Settings, Store, epilog
 from kronoscope.cli.output import message_console, outlast_reader, print_json, result_console, write_error
 from kronoscope.cli.plan_options import Budget, Device
 from kronoscope.cli.run_job import Outcome, run_job
-from kronoscope.cli.serve import exec_module, serve_embedded
+from kronoscope.cli.serve import FactoryWrong, exec_module, require_factories, serve_embedded
 from kronoscope.cli.tenants import tenants
 from kronoscope.cli.worker import worker
 from kronoscope.client.client import Client
@@ -74,7 +75,7 @@ def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     ],
     settings: Settings = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Computing threads; default: as torch chooses.")
+        int | None, typer.Option(min=1, max=1024, help="Computing threads; default: what is fastest here, as measured.")
     ] = None,
     store: Store = None,
     cache: Annotated[
@@ -101,7 +102,7 @@ def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
         print_json({"output": str(output), "finished": outcome.finished, "summary": outcome.summary,
                     "coverage": plain(measured), "refused": plain(outcome.refused),
                      "failure": None if outcome.failure is None else _public(outcome)})  # fmt: skip
-    _require_success(outcome)
+    _require_success(outcome, verbose=verbose)
     if not as_json:
         show_results(result_console(), [build_layer(row) for row in outcome.rows],
                      {kind: build_summary(kind, summary) for kind, summary in outcome.summary.items()},
@@ -138,6 +139,7 @@ def plan(
 
 for _name, _command, _arguments in (
     ("submit", job_commands.submit, "examples/digits.yaml --name first --set collection.batch_size=32 --wait"),
+    ("rerun", job_commands.rerun, "0f3a9c217b44 --set collection.batch_size=32"),
     ("watch", job_commands.watch, "0f3a9c217b44"),
     ("results", job_commands.results, "0f3a9c217b44 --download files"),
     ("cancel", job_commands.cancel, "0f3a9c217b44"),
@@ -182,11 +184,16 @@ def serve(
     for name, listed in (("FACTORIES", allow_factory), ("DIRECTORIES", allow_directory)):
         if listed:
             os.environ[f"KRONOSCOPE_ALLOW_{name}"] = ",".join(listed)
+    try:
+        require_factories(allow_factory or (), importable=embedded)
+    except FactoryWrong as error:
+        fail(USAGE, [str(error)])
     if embedded:
+        require_extra("api", "worker", command="kronoscope serve --embedded")
         raise typer.Exit(serve_embedded(data_dir, port, lambda text: message_console().print(text, soft_wrap=True)))
     if port is not None:
         os.environ["KRONOSCOPE_PORT"] = str(port)
-    raise typer.Exit(exec_module("api.__main__"))
+    raise typer.Exit(exec_module("api.__main__", extra="api"))
 
 
 app.command(epilog=epilog("kronoscope worker --until-idle --wall 4h"))(worker)
@@ -235,13 +242,16 @@ def _default_store() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "kronoscope"
 
 
-def _require_success(outcome: Outcome) -> None:
+def _require_success(outcome: Outcome, *, verbose: bool = False) -> None:
     if (failure := outcome.failure) is not None:
         pointer = f"{failure.pointer} " if failure.pointer and "\n" not in failure.message else ""
         lines = [f"{pointer}{line}" for line in failure.message.split("\n")]
-        if failure.category == "fatal" and failure.detail:
+        # a caller's own code is shown whole on request, else by its calls alone
+        whole = failure.category == "fatal" or (verbose and failure.trace)
+        if whole and failure.detail:
             write_error(failure.detail)
-        fail(CATEGORIES[failure.category], lines)
+        more = ["  (--verbose shows the whole traceback)"] if failure.trace and not whole else []
+        fail(CATEGORIES[failure.category], [*lines, *trace_lines(failure.trace), *more])
     if outcome.stopped or outcome.interrupted:
         fail(STOPPED, ["the job was stopped; nothing runs on"])
     if not outcome.finished:

@@ -8,10 +8,12 @@ import typer
 
 from catalog.field_errors import suggestion
 
-CODES = """Exit codes: 0 done · 1 fault of this program · 2 wrong input or use · 3 service or machine cannot do it
-now · 4 an operator must look into it · 5 stopped or cancelled · 6 done in part: an analysis was refused, or only a
-part of the model was measured."""
-"""The last paragraph of every command's help."""
+CODES = (
+    "Exit codes: 0 done · 1 fault of this program · 2 wrong input or use · 3 service or machine cannot do it now · "
+    "4 an operator must look into it · 5 stopped or cancelled · 6 done in part: an analysis was refused, or only a "
+    "part of the model was measured."
+)
+"""The last paragraph of every command's help, on one line: the terminal breaks it."""
 
 
 def epilog(example: str) -> str:

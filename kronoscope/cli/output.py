@@ -11,6 +11,8 @@ from rich.segment import Segment
 
 from kronoscope.display.printable import escaped, printable
 
+_UNCUT = 10_000
+
 
 class PrintableConsole(Console):
     """A console that sends sequences of its own to the terminal, and no text that the terminal would obey."""
@@ -46,9 +48,9 @@ def outlast_reader() -> None:
 
 
 def result_console() -> Console:
-    """Return the console for results, 100 columns wide where it is not a terminal."""
+    """Return the console for results; what is not a terminal has room for everything, so that nothing is cut."""
     console = PrintableConsole(highlight=False)
-    return console if console.is_terminal else PrintableConsole(highlight=False, width=100)
+    return console if console.is_terminal else PrintableConsole(highlight=False, width=_UNCUT)
 
 
 def message_console() -> Console:

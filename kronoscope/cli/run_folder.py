@@ -14,7 +14,17 @@ from catalog.responses.views import ResultsView
 from kronoscope.client.responses import Layer, build_layer, build_results
 
 _FORMAT = "kronoscope.run/1"
-_MANIFEST = ("environment", "model_sha256", "data_sha256", "factors_sha256", "against_sha256", "examples", "refused")
+_MANIFEST = (
+    "environment",
+    "model_sha256",
+    "data_sha256",
+    "factors_sha256",
+    "against_sha256",
+    "examples",
+    "refused",
+    "reading",
+    "adapters",
+)
 
 
 class NoRun(ValueError):
@@ -52,7 +62,7 @@ def read_run(folder: Path) -> tuple[ResultsView, list[Layer]]:
         {
             "job": view,
             "summary": summary,
-            "manifest": {name: job.get(name) for name in _MANIFEST},
+            "manifest": {name: job[name] for name in _MANIFEST if name in job},
             "artifacts": job.get("artifacts") or [],
         }
     )

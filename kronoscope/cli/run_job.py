@@ -5,7 +5,6 @@ stops the job and everything it started.
 """
 
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
@@ -34,14 +33,11 @@ from catalog.frames import (
     decode,
 )
 from catalog.responses.remaining_time import RemainingTime
+from kronoscope.cli.extras import require_extra
 from kronoscope.display.progress import Display
 
 _RUNNER = (sys.executable, "-P", "-m", "worker.foreground")
 _END_SECONDS = 20.0
-
-
-class NotInstalled(RuntimeError):
-    """An installation without the packages that run jobs."""
 
 
 @dataclass
@@ -69,8 +65,7 @@ def run_job(request: Mapping[str, Any], output: Path, display: Display, *, verbo
 
     Ctrl-C asks it to stop, a second one ends it at once; either way nothing runs on afterwards.
     """
-    if importlib.util.find_spec("torch") is None:
-        raise NotInstalled("`kronoscope run` computes on this machine, which needs `pip install kronoscope[worker]`")
+    require_extra("worker", command="kronoscope plan" if request.get("estimate") else "kronoscope run")
     existed = output.exists()
     outcome = Outcome(remaining=RemainingTime(_kinds(request["document"])))
     runner = subprocess.Popen(  # noqa: S603 - our own interpreter and module, no shell

@@ -1,4 +1,9 @@
-"""The service as processes: in embedded mode API and worker on this machine, on SQLite, for one person."""
+"""The service as processes: in embedded mode API and worker on this machine, on SQLite, for one person.
+
+Whichever of the first process, the API and the worker ends, the others end within 10 s: the first ends the other two,
+and these end with the first (`jobs.parent_process`). What the worker starts for a job ends with it (its guardian), and
+alone costs an attempt of that job. The next start on the folder goes on with the jobs (`worker.agent.worker_locks`).
+"""
 
 import os
 import signal
@@ -7,18 +12,32 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from importlib.machinery import PathFinder
 from pathlib import Path
 
+from catalog.record import FieldError
+from catalog.requests.inputs import require_factory
+from kronoscope.cli.extras import require_extra
+from kronoscope.cli.service_lock import FolderInUse, ServiceLock
 from kronoscope.client.client import Client
 
 _READY_SECONDS = 300.0
 """A process that has ended is noticed at once; one that starts from a slow disk needs time."""
 _END_SECONDS = 15.0
+_FAILED_SECONDS = 7.0
+"""The same after a process of the service has ended by itself: it is to be gone within 10 s."""
+_DEVICES_SECONDS = 20.0
+"""A worker measures the walls between its jobs before it registers; without a device that answers it never does."""
 _POLL_SECONDS = 0.1
 
 
 class ServiceFailed(RuntimeError):
     """A process of the service that did not start, or has ended."""
+
+
+class FactoryWrong(ValueError):
+    """A factory that no job could name."""
 
 
 def embedded_environment(
@@ -42,31 +61,49 @@ def embedded_environment(
 
 
 def serve_embedded(folder: Path, port: int | None, say: Callable[[str], None]) -> int:
-    """Migrate the ledger, start API and worker, and wait for ctrl-C, SIGTERM, or the end of a process."""
+    """Migrate the ledger, start API and worker, and wait for ctrl-C, SIGTERM, or the end of a process.
+
+    Args:
+        folder: Ledger, artifacts, models and logs; one service at a time works on it.
+        port: The port on loopback; None takes 8000, or any free one.
+        say: Shows a line to the person.
+
+    Raises:
+        ServiceFailed: If the service cannot start, or a process of it has ended.
+    """
     folder = folder.absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
+        lock = ServiceLock(folder)
     except OSError as error:
         raise ServiceFailed(f"{folder} cannot be used ({error.strerror}); give a folder with --data-dir") from error
+    except FolderInUse as error:
+        raise ServiceFailed(str(error)) from error
+    with closing(lock):
+        return _serve(folder, lock, port, say)
+
+
+def _serve(folder: Path, lock: ServiceLock, port: int | None, say: Callable[[str], None]) -> int:
     chosen = port if port is not None else _free_port()
     require_free(chosen)
+    url = f"http://127.0.0.1:{chosen}"
+    lock.write(url)
     environment = embedded_environment(os.environ, folder, chosen, Path.cwd(), folder / "models")
-    say(f"bringing {folder / 'ledger.db'} to this version's schema")
-    _once([sys.executable, "-P", "-m", "migrations.__main__"], environment)
-    group = _Group()
+    say(f"opening {folder / 'ledger.db'}; an older one is brought to this version's schema")
+    _once([sys.executable, "-P", "-m", "migrations.__main__"], environment, lock)
+    group = _Group(lock)
     previous = {number: signal.signal(number, group.ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        group.start("api", [sys.executable, "-P", "-m", "api.__main__"], environment, folder / "api.log")
-        group.start(
-            "worker",
-            [sys.executable, "-P", "-m", "worker.embedded", "--with-parent"],
-            environment,
-            folder / "worker.log",
-        )
-        url = f"http://127.0.0.1:{chosen}"
+        for name, module in (("api", "api.__main__"), ("worker", "worker.embedded")):
+            command = [sys.executable, "-P", "-m", module, "--with-parent", str(os.getpid())]
+            group.start(name, command, environment, folder / f"{name}.log")
         _await_ready(url, group)
+        devices = _await_devices(url, group)
         if not group.asked:
+            say(f"folder: {folder}")
+            say(f"port: {chosen}, on this machine alone (127.0.0.1)")
+            say(f"devices: {devices or f'none answers yet; see {folder}/worker.log'}")
             say(f"ready: {url}  (logs in {folder}; ctrl-C ends it)")
         while not group.asked:
             group.require_alive()
@@ -79,8 +116,9 @@ def serve_embedded(folder: Path, port: int | None, say: Callable[[str], None]) -
     return 0
 
 
-def exec_module(module: str, arguments: Sequence[str] = ()) -> int:
-    """Replace this process by one of the service's own programs."""
+def exec_module(module: str, arguments: Sequence[str] = (), *, extra: str = "ledger") -> int:
+    """Replace this process by one of the service's own programs, which an extra of the installation brings."""
+    require_extra(extra, command=f"kronoscope {' '.join(sys.argv[1:2])}")
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])  # noqa: S606 - no shell is meant
 
@@ -88,8 +126,9 @@ def exec_module(module: str, arguments: Sequence[str] = ()) -> int:
 class _Group:
     """The service's processes; each in a session of its own, so that ctrl-C reaches them through this one."""
 
-    def __init__(self) -> None:
+    def __init__(self, lock: ServiceLock) -> None:
         self.asked = False
+        self._lock = lock
         self._running: list[tuple[str, subprocess.Popen[bytes], Path]] = []
 
     def ask(self, *_: object) -> None:
@@ -104,6 +143,7 @@ class _Group:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
+                pass_fds=(self._lock.descriptor,),
                 start_new_session=True,
             )
         self._running.append((name, process, log))
@@ -116,10 +156,11 @@ class _Group:
 
     def end(self) -> None:
         """Send SIGTERM to all, and SIGKILL to those left after some seconds."""
+        seconds = _END_SECONDS if self.asked else _FAILED_SECONDS
         for _, process, _ in self._running:
             if process.poll() is None:
                 process.terminate()
-        until = time.monotonic() + _END_SECONDS
+        until = time.monotonic() + seconds
         for _, process, _ in self._running:
             try:
                 process.wait(timeout=max(0.1, until - time.monotonic()))
@@ -138,10 +179,68 @@ def _await_ready(url: str, group: _Group) -> None:
             time.sleep(_POLL_SECONDS)
 
 
-def _once(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    done = subprocess.run(list(command), env=dict(environment), capture_output=True, text=True, check=False)  # noqa: S603 - as above
+def _await_devices(url: str, group: _Group) -> str:
+    """Return the devices that the service's worker offers, once it does; empty where it offers none for long."""
+    until = time.monotonic() + _DEVICES_SECONDS
+    with Client(url, timeout_seconds=5) as client:
+        while not group.asked and time.monotonic() < until:
+            group.require_alive()
+            offered = [each for each in client.devices() if each.state != "stale"]
+            if offered:
+                return "; ".join(f"{each.name}, {each.capacity_bytes / 2**30:,.1f} GiB" for each in offered)
+            time.sleep(_POLL_SECONDS)
+    return ""
+
+
+def _once(command: Sequence[str], environment: Mapping[str, str], lock: ServiceLock) -> None:
+    done = subprocess.run(  # noqa: S603 - as above
+        list(command),
+        env=dict(environment),
+        pass_fds=(lock.descriptor,),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode != 0:
         raise ServiceFailed(f"the ledger cannot be brought up to date: {done.stderr.strip()[-500:]}")
+
+
+def require_factories(listed: Sequence[str], *, importable: bool) -> None:
+    """Refuse a factory that no job could name.
+
+    Args:
+        listed: The values of `--allow-factory`.
+        importable: Whether the modules must be there, as the jobs run on this machine.
+
+    Raises:
+        FactoryWrong: If one is written otherwise than `package.module:callable`, or there is no such module.
+    """
+    folders = os.environ.get("KRONOSCOPE_FACTORY_PATH", str(Path.cwd())).split(os.pathsep)
+    for each in filter(None, ",".join(listed).split(",")):
+        name = each.strip().rpartition("=")[2]  # TENANT_ID=package.module:callable
+        if name == "*":
+            continue
+        try:
+            require_factory("factory", name)
+        except FieldError as error:
+            raise FactoryWrong(f"--allow-factory is {each[:80]!r}; write `package.module:callable`, or `*`") from error
+        module = name.partition(":")[0]
+        if importable and not _is_found(module, [*sys.path, *folders]):
+            raise FactoryWrong(
+                f"--allow-factory is {each[:80]!r}, and there is no module {module!r} in {', '.join(folders)} or among"
+                " those that are installed; correct it, or start the service in the module's folder"
+            )
+
+
+def _is_found(module: str, folders: Sequence[str]) -> bool:
+    """Whether there is such a module; nothing is imported."""
+    places: Sequence[str] | None = folders
+    for part in module.split("."):
+        spec = None if places is None else PathFinder.find_spec(part, list(places))
+        if spec is None:
+            return module in sys.builtin_module_names
+        places = spec.submodule_search_locations
+    return True
 
 
 def require_free(port: int) -> None:

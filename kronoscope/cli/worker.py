@@ -27,4 +27,4 @@ def worker(
         "KRONOSCOPE_DRAIN_BEFORE": drain_before,
     }
     os.environ.update({name: value for name, value in options.items() if value is not None})  # Celery reads the command
-    raise typer.Exit(exec_module("celery", ["-A", "worker.app", "worker", "-P", "threads"]))
+    raise typer.Exit(exec_module("celery", ["-A", "worker.app", "worker", "-P", "threads"], extra="worker"))

@@ -4,33 +4,30 @@ Every method raises ``ClientError``, with the service's own sentences, where the
 ``ServiceUnreachable``, one of its kinds, where the service does not answer.
 """
 
-import hashlib
-import json
 import os
-import re
-import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 from urllib.parse import quote
 
 import httpx
 
 from catalog.responses.device_views import DeviceView
-from catalog.responses.views import ArtifactView, EstimateView, EventView, JobView, ResultsView
+from catalog.responses.estimate_view import EstimateView
+from catalog.responses.views import ArtifactView, EventView, JobView, ResultsView
+from kronoscope.client.artifact_files import read_memory_curve, save_artifact
 from kronoscope.client.connection import DEFAULT_URL, VISIBLE_ASCII, Connection
+from kronoscope.client.document_fields import set_field
 from kronoscope.client.errors import ClientError, DownloadFailed, ServiceUnreachable, content_of, refusal_of
 from kronoscope.client.event_stream import follow_events
 from kronoscope.client.responses import Layer, build, build_layer, build_results
 from kronoscope.client.retry import RetryWindow
+from kronoscope.client.short_ids import find_full_id
 
-__all__ = ["DEFAULT_URL", "MEMORY_CURVE", "Client", "ClientError", "DownloadFailed", "ServiceUnreachable"]
-
-MEMORY_CURVE = "memory_curve.json"
-_SHORT_ID = re.compile(r"[0-9a-f-]{8,35}")
+__all__ = ["DEFAULT_URL", "Client", "ClientError", "DownloadFailed", "ServiceUnreachable"]
 
 
 class Client:
@@ -49,6 +46,11 @@ class Client:
         """
         self.url = (url or os.environ.get("KRONOSCOPE_URL") or DEFAULT_URL).rstrip("/")
         self._connection = Connection(self.url, key or os.environ.get("KRONOSCOPE_KEY"), timeout_seconds)
+
+    def __repr__(self) -> str:
+        """Return one line: the address, and whether a key is sent; the key is not shown."""
+        address = httpx.URL(self.url).copy_with(userinfo=b"")
+        return f"<Client of {address}, {'with' if self._connection.has_key else 'without'} a key>"
 
     def __enter__(self) -> Self:
         return self
@@ -101,6 +103,43 @@ class Client:
             return build(EstimateView, content_of(response)).ended
 
         return build(EstimateView, content_of(self._connection.wait_for_change(path, {}, RetryWindow(60), has_ended)))
+
+    def document(self, job_id: str) -> dict[str, Any]:
+        """Return a job's document for another job like it: to be edited, estimated and submitted.
+
+        Args:
+            job_id: The job's id; it need not have ended.
+
+        Returns:
+            The document with every default written out, the job's name and its priority; a deadline is left out.
+        """
+        job = self.job(job_id)
+        schedule = {"schedule": {"priority": job.priority}} if job.priority else {}
+        return {**job.document, **({"name": job.name} if job.name else {}), **schedule}
+
+    def rerun(
+        self, job_id: str, changes: Mapping[str, Any] | None = None, *, idempotency_key: str | None = None
+    ) -> JobView:
+        """Submit a job's document again.
+
+        Args:
+            job_id: The job's id; it need not have ended.
+            changes: Fields of the document that are set, each by its path: ``{"collection.batch_size": 32}``.
+            idempotency_key: As ``submit`` takes it.
+
+        Returns:
+            The new job.
+
+        Raises:
+            ClientError: If there is no such job, or its document is not accepted with the changes.
+        """
+        document = self.document(job_id)
+        try:
+            for path, value in (changes or {}).items():
+                set_field(document, path, value)
+        except ValueError as error:
+            raise ClientError(0, "Unusable change", str(error)) from error
+        return self.submit(document, idempotency_key=idempotency_key)
 
     def validate(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """Check a job document without storing it.
@@ -180,34 +219,42 @@ class Client:
         except httpx.HTTPError as error:
             raise ServiceUnreachable(self.url, type(error).__name__) from error
 
-    def jobs(
+    def jobs(  # noqa: PLR0913 - each is a filter of the list
         self,
         *,
         state: str | None = None,
         kind: str | None = None,
-        label: str | None = None,
+        label: str | Sequence[str] | None = None,
         name: str | None = None,
+        coverage: str | None = None,
         since: str | None = None,
+        until: str | None = None,
+        sort: Literal["newest", "oldest"] = "newest",
         parent: str | None = None,
         fields: Sequence[str] = (),
     ) -> Iterator[JobView]:
-        """Yield the tenant's jobs, newest first, page after page.
+        """Yield the tenant's jobs, page after page.
 
         Args:
             state: Only jobs in this state; None for all. Likewise the others.
             kind: Only jobs of this analysis.
-            label: Only jobs with this label, as ``name=value``.
+            label: Only jobs with this label, as ``name=value``; of several, with all of them.
             name: Only jobs whose name has this part, in any case.
+            coverage: Only jobs done in part (``partial``), or with a diagonal of some parameters (``diagonal``).
             since: Only jobs submitted since then: a moment with its offset from UTC, or a time before now, ``2d``.
+            until: Only jobs submitted before then, likewise.
+            sort: Which jobs come first.
             parent: Only pieces of this divided job; None for whole jobs.
             fields: Large fields to fetch too: ``document`` whole, or ``plan``.
 
         Yields:
             Each job, without its placement.
         """
-        options = {"state": state, "kind": kind, "label": label, "name": name, "since": since, "limit": "100"}
-        options |= {"parent": parent, "fields": ",".join(fields) or None}
-        params = {name: value for name, value in options.items() if value is not None}
+        labels = [label] if isinstance(label, str) else label
+        options = {"state": state, "kind": kind, "label": labels, "name": name, "since": since, "until": until}
+        options |= {"coverage": coverage, "parent": parent, "fields": ",".join(fields), "sort": sort, "limit": "100"}
+        # a service of an older version knows nothing of a default that is written out
+        params = {name: value for name, value in options.items() if value and value != "newest"}
         yield from (build(JobView, item) for item in self._connection.pages("/v1/jobs", params, cursor="before"))
 
     def full_id(self, job_id: str) -> str:
@@ -222,18 +269,7 @@ class Client:
         Raises:
             ClientError: If no job of the tenant, or more than one, has an id with this end.
         """
-        if not _SHORT_ID.fullmatch(job_id):
-            return job_id
-        page = self._connection.call("GET", "/v1/jobs", params={"id": job_id, "limit": "3"})
-        ids = [str(item["id"]) for item in page["items"]]
-        if len(ids) == 1:
-            return ids[0]
-        if not ids:
-            raise ClientError(404, "Not found", f"no job of yours has an id that ends with {job_id}")
-        listed = ", ".join(ids)
-        raise ClientError(
-            409, "Ambiguous", f"several jobs have an id that ends with {job_id}: {listed}; give more of it"
-        )
+        return find_full_id(self._connection, job_id)
 
     def cancel(self, job_id: str) -> JobView:
         """Cancel a queued or running job; an ended one stays as it is.
@@ -312,16 +348,7 @@ class Client:
             The bytes held over time, and the planned and measured figures of each stage; None where the job has left
             no curve, or it cannot be downloaded.
         """
-        if not any(artifact.name == MEMORY_CURVE for artifact in results.artifacts):
-            return None
-        try:
-            curve: Mapping[str, Any] = json.loads(
-                b"".join(self._connection.download(f"{_path(results.job.id)}/artifacts/{MEMORY_CURVE}"))
-            )
-        except (ClientError, ValueError):
-            # the results are complete without it; `download` raises the error
-            return None
-        return curve
+        return read_memory_curve(self._connection, f"{_path(results.job.id)}/artifacts", results.artifacts)
 
     def download(self, job_id: str, artifact: ArtifactView, folder: Path) -> Path:
         """Download a file; it appears under its name only once its digest has been checked.
@@ -337,24 +364,7 @@ class Client:
         Raises:
             DownloadFailed: If the bytes are not those that the job recorded, or the connection broke.
         """
-        root = folder.resolve()
-        target = (root / artifact.name).resolve()
-        if not target.is_relative_to(root):
-            raise ClientError(0, "Unsafe name", f"the service names a file {artifact.name!r} outside the folder")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        digest, path = hashlib.sha256(), f"{_path(job_id)}/artifacts/{quote(artifact.name)}"
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=".part-")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                for part in self._connection.download(path, artifact.size_bytes):
-                    digest.update(part)
-                    file.write(part)
-            if digest.hexdigest() != artifact.sha256:
-                raise DownloadFailed(0, "Damaged file", f"{artifact.name} arrived damaged; download it again")
-            Path(temporary).replace(target)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
-        return target
+        return save_artifact(self._connection, f"{_path(job_id)}/artifacts/{quote(artifact.name)}", artifact, folder)
 
     def menu(self) -> Mapping[str, Any]:
         """Return every analysis, with the JSON schemas of its options, metrics and summary."""
@@ -382,8 +392,7 @@ class Client:
 
 def _idempotent(key: str | None) -> dict[str, str]:
     if key is not None and not VISIBLE_ASCII.fullmatch(key):
-        message = "an idempotency key must be 1 to 255 visible ASCII characters, such as a UUID"
-        raise ClientError(0, "Invalid idempotency key", message)
+        raise ClientError(0, "Invalid idempotency key", "take 1 to 255 visible ASCII characters, such as a UUID")
     return {"idempotency-key": key or str(uuid.uuid4())}
 
 

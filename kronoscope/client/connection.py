@@ -43,6 +43,7 @@ class Connection:
                 0, "Invalid key", "the API key must be 1 to 255 visible ASCII characters; check KRONOSCOPE_KEY"
             )
         self.url = url
+        self.has_key = bool(key)
         self._timeout_seconds = timeout_seconds
         self.http = httpx.Client(
             base_url=url,
@@ -54,7 +55,7 @@ class Connection:
             event_hooks=_HOOKS,
         )
 
-    def pages(self, path: str, params: dict[str, str], *, cursor: str) -> Iterator[Mapping[str, Any]]:
+    def pages(self, path: str, params: dict[str, Any], *, cursor: str) -> Iterator[Mapping[str, Any]]:
         """Yield the items of a list, page after page."""
         seen: set[str] = set()
         while True:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 
 from catalog import ANALYSES
+from catalog.brief import Brief
 from catalog.record import record
 from catalog.record_reader import VersionReader, required_fields
 from catalog.responses.layer_record import LayerRecord, Observed
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 
 @record
-class Layer:
+class Layer(Brief, shown=("kind", "layer", "module", "status", "reason", "parameter_count", "metrics")):
     """One row of a job's results, of a service or of a foreground run."""
 
     kind: str

@@ -10,7 +10,7 @@ from typing import Any
 
 from catalog import ANALYSES
 from catalog.record import plain
-from catalog.responses.coverage import CoverageView, percentage
+from catalog.responses.coverage import CoverageView, describe_kinds
 from catalog.responses.views import ResultsView
 from kronoscope.client.responses import Layer
 
@@ -72,6 +72,8 @@ def _measured(results: ResultsView, rows: Sequence[Layer]) -> list[str]:
             f"({_reference(document['extends'])}), where model and options are described."
         )
         return [*sentences, added, *_second_set(document, results.job.kinds)]
+    if not _collects(results.job.kinds):
+        return sentences
     collection = document["collection"]
     fisher = _FISHER[collection["fisher"]].format(samples=_count(collection["samples"], "label"))
     sentences.append(f"The estimator is K-FAC (Martens & Grosse, 2015) of {fisher}.")
@@ -87,14 +89,23 @@ def _measured(results: ResultsView, rows: Sequence[Layer]) -> list[str]:
     return [*sentences, *_second_set(document, results.job.kinds)]
 
 
+def _collects(kinds: Sequence[str]) -> bool:
+    """Whether a job measures the curvature of a model, as far as this client knows its analyses."""
+    return all(kind not in ANALYSES or ANALYSES[kind].collects for kind in kinds)
+
+
 def computed(kind: str, document: Mapping[str, Any]) -> str:
     """Return the noun phrase of what an analysis computes; its name where this client does not know it."""
     analysis = ANALYSES.get(kind)
     sentence = "" if analysis is None else analysis.sentence
     if analysis is None or isinstance(sentence, str):
         return str(sentence) or kind
-    defaults = {} if analysis.params is None else plain(analysis.params())
-    return sentence({**defaults, **(document.get(kind) or {})})
+    return sentence(_options(kind, document))
+
+
+def _options(kind: str, document: Mapping[str, Any]) -> dict[str, Any]:
+    params = ANALYSES[kind].params
+    return {**({} if params is None else plain(params())), **(document.get(kind) or {})}
 
 
 def _second_set(document: Mapping[str, Any], kinds: Sequence[str]) -> list[str]:
@@ -110,6 +121,8 @@ def _reference(source: Mapping[str, Any]) -> str:
 def _inputs(document: Mapping[str, Any], manifest: Mapping[str, Any], rows: Sequence[Layer]) -> list[str]:
     if document.get("factors") is not None or document.get("extends") is not None:
         return []
+    if document.get("model") is None:
+        return [f"The data are {_source(document['data'])}."]
     task, collection = document["task"], document["collection"]
     sentences = [f"The model is {_source(document['model'])}, the data are {_source(document['data'])}."]
     seen = []
@@ -168,15 +181,18 @@ def _is_damped(rows: Sequence[Layer]) -> bool:
 def _coverage(measured: CoverageView | None) -> str:
     if measured is None:
         return ""
+    forms = f" Their curvature was kept in these forms: {describe_kinds(measured)}."
+    forms = forms if measured.percent("diagonal", "sketched") else ""
     if measured.message is None:
         return (
             f"All {measured.trainable_parameters:,} trainable parameters that the loss depends on were measured "
-            f"({percentage(measured.measured_share)} of the trainable ones)."
+            f"({measured.measured_percent:.1f}% of the trainable ones).{forms}"
         )
-    missing = ", ".join(f"{percentage(each.share)} {each.reason}" for each in measured.not_measured)
+    percent = {part.reason: part.percent for part in measured.parts}
+    missing = ", ".join(f"{percent[each.reason]:.1f}% {each.reason}" for each in measured.not_measured)
     return (
-        f"Only {percentage(measured.measured_share)} of the {measured.trainable_parameters:,} trainable parameters "
-        f"were measured, and all figures are of that part; not measured: {missing}."
+        f"Only {measured.measured_percent:.1f}% of the {measured.trainable_parameters:,} trainable parameters "
+        f"were measured, and all figures are of that part; not measured: {missing}.{forms}"
     )
 
 
@@ -200,6 +216,11 @@ def _digests(results: ResultsView) -> list[str]:
     manifest = results.manifest or {}
     named = {
         "the model": manifest.get("model_sha256"),
+        **{
+            f"its {name}": each.get(digest)
+            for each in manifest.get("adapters") or ()
+            for name, digest in (("base", "base_sha256"), ("adapter", "weights_sha256"))
+        },
         "the data": manifest.get("data_sha256"),
         "the factors": manifest.get("factors_sha256"),
         "the factors compared with": manifest.get("against_sha256"),
@@ -215,6 +236,10 @@ def _entries(document: Mapping[str, Any], rows: Sequence[Layer], manifest: Mappi
         f"@software{{kronoscope,\n  title = {{Kronoscope}},\n  version = {{{version}}},\n"
         "  note = {Measures the curvature of trained neural networks, layer by layer}\n}"
     )
+    for kind in document["kind"] if isinstance(document["kind"], list) else [document["kind"]]:
+        works = ANALYSES[kind].works if kind in ANALYSES else None
+        if works is not None:
+            return [ours, *works(_options(kind, document))]
     if document.get("factors") is not None or document.get("extends") is not None:
         pi = _is_damped(rows) and document["stabilisation"]["damping_split"] == "pi"
         return [ours, *([_KFAC] if pi else [])]
@@ -242,9 +267,16 @@ def _most(rows: Sequence[Layer], name: str) -> int | None:
 def _source(source: Mapping[str, Any]) -> str:
     options = plain({name: value for name, value in source.items() if name != "source" and value not in (None, {}, [])})
     named = next((options.pop(name) for name in ("name", "id", "path", "factory") if name in options), None)
+    adapter, revision = options.pop("adapter", None), options.pop("adapter_revision", None)
+    merged = options.pop("adapter_merged", False)
     rest = ", ".join(f"{name}={value}" for name, value in options.items())
     whole = " ".join(filter(None, (str(source["source"]), None if named is None else str(named))))
-    return f"{whole} ({rest})" if rest else whole
+    whole = f"{whole} ({rest})" if rest else whole
+    if adapter is None:
+        return whole
+    at = "" if revision is None else f" at {revision}"
+    how = "added into its weights" if merged else "beside its frozen weights"
+    return f"{whole} with the LoRA adapter {adapter}{at} {how}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,42 +1,59 @@
 """Numbers as they stand in tables and sentences, and fields of a service's answers."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from catalog.analyses.analysis import Text
 from catalog.responses.coverage import percentage
-from kronoscope.display.layer_names import shorten_all
+from kronoscope.display.printable import printable
 
 _FIELD = re.compile(r"\{([\w.|]+)(?::([^}]*))?\}")
 
 
 def format_number(value: Any) -> str:  # noqa: ANN401 - metrics are of any type
-    """Return a figure in at most nine characters."""
+    """Return a figure with four digits, a whole number below 1e7 with all: the page's `number` writes it alike."""
     if value is None:
         return "–"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
-    if isinstance(value, int) and abs(value) < 10**7:
-        return f"{value:,}"
-    digits = f"{value:.4g}"
-    if "e" not in digits:
-        return digits
+    whole = float(value).is_integer() and abs(value) < 10**7
+    shown = float(value if whole else f"{value:.4g}")
     mantissa, _, exponent = f"{value:.2e}".partition("e")
+    power = abs(value) >= 10**5 and abs(value) == float(f"1e{int(exponent)}")
+    if shown == 0 or (1e-4 <= abs(shown) < 10**7 and not power):
+        return f"{shown:,.10g}"
     return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def format_share(share: float) -> str:
+    """Return a share as a percentage with one decimal, which the page's `percent` writes alike.
+
+    Args:
+        share: A part of 1; below a thousandth it has two decimals, and what is not whole never reads `100.0%`.
+    """
+    if 0 < share < 1e-4:
+        return "< 0.01%"
+    if 0.9995 < share < 1:
+        return "99.9%"
+    return f"{share:.{2 if share != 0 and abs(share) < 1e-3 else 1}%}"
 
 
 def format_bytes(size_bytes: int) -> str:
     """Return bytes as text with a binary unit."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size_bytes >= size:
-            return f"{size_bytes / size:.3g} {unit}"
+            return f"{float(f'{size_bytes / size:.3g}'):g} {unit}"
     return f"{size_bytes} B" if size_bytes else "–"
 
 
+def _printable(names: Iterable[str]) -> list[str]:
+    return [printable(name, lines=False) for name in names]
+
+
 _FORMS: Mapping[str | None, Callable[[Any], str]] = {
-    "percent": "{:.1%}".format,
-    "part": "{:.1%}".format,
+    "percent": format_share,
+    "part": format_share,
     "portion": percentage,
     "cosine": "{:.3f}".format,
     "magnitude": "{:.0e}".format,
@@ -45,8 +62,8 @@ _FORMS: Mapping[str | None, Callable[[Any], str]] = {
     "given": "{:g}".format,
     "bytes": format_bytes,
     "unquoted": lambda text: re.sub(r'^"([^"\\]*)"$', r"\1", str(text)),
-    "names": lambda names: ", ".join(shorten_all([names] if isinstance(names, str) else list(names))),
-    "some": lambda names: f"{', '.join(shorten_all(names[:5]))}{f' and {len(names) - 5} more' if names[5:] else ''}",
+    "names": lambda names: ", ".join(_printable([names] if isinstance(names, str) else names)),
+    "some": lambda names: f"{', '.join(_printable(names[:5]))}{f' and {len(names) - 5} more' if names[5:] else ''}",
 }
 
 

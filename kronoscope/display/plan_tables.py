@@ -7,13 +7,16 @@ from rich.console import Console
 from rich.table import Table
 
 from catalog import PLANNED_STAGES
-from catalog.responses.time_estimate import written_seconds
+from catalog.responses.time_estimate import pace_of, written_range, written_seconds
 from kronoscope.display.layer_names import shorten_all
 from kronoscope.display.numbers import format_bytes, format_number
 
 _LARGEST = 8
-_SHORT_SECONDS = 1.0
-"""A stage that is shorter, planned or measured, is mostly start-up time: its relative error has no meaning."""
+_PACES = {
+    "measured": "by the speed measured on this machine now",
+    "shared": "by the speed measured on this machine now, beside other programs that use its cores",
+    "usual": "by a usual speed; stages of less than ten seconds are not planned",
+}
 _MULTIPLE = 10.0
 """A relative error from here on is shown as a multiple."""
 
@@ -42,7 +45,7 @@ def stage_table(plan: Mapping[str, Any]) -> Table:
 
 def _written(seconds: float | None, pace: str | None) -> str:
     """Return planned seconds with their bounds; a dash where they are too short to be planned."""
-    return written_seconds(seconds, "measured" if pace == "measured" else "usual").replace(" s ", " ") or "–"
+    return written_seconds(seconds, pace_of({"pace": pace})).replace(" s ", " ") or "–"
 
 
 def measured_stage_table(stages: Iterable[Mapping[str, Any]], pace: str | None = None) -> Table:
@@ -61,9 +64,10 @@ def measured_stage_table(stages: Iterable[Mapping[str, Any]], pace: str | None =
         title = str(stage["stage"])
         for name, show_planned, show in measured_quantities:
             planned, measured, error = (stage.get(f"{part}_{name}") for part in ("planned", "measured", "error"))
+            if planned is None and measured is None:
+                continue
             planned_text = show_planned(planned) if planned else "–"
-            short = planned_text == "–" or (name == "seconds" and min(planned or 0, measured or 0) < _SHORT_SECONDS)
-            error_text = "–" if error is None or short else _error_text(error)
+            error_text = "–" if error is None or planned_text == "–" else _error_text(error)
             measured_text = show(measured) if measured else "–"
             table.add_row(title, name.partition("_")[0], planned_text, measured_text, error_text)
             title = ""
@@ -108,10 +112,13 @@ def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
     """Yield a plan's sentences: the choice and its reason, the peaks against their budgets, what was assumed."""
     yield from _part_lines(plan)
     yield plan["why"]
-    if plan.get("pace") == "measured":
-        yield "seconds: by the speed measured on this machine, with bounds for a job that has the machine to itself"
-    elif plan.get("pace"):
-        yield "seconds: by a usual speed; stages of less than ten seconds are not planned"
+    if plan.get("pace"):
+        yield f"seconds: {_PACES[pace_of(plan)]}"
+    if whole := written_range(plan.get("seconds"), plan.get("seconds_range")):
+        yield f"whole job: {whole}, of which {format_number(plan['start_seconds'])} s had passed when it was planned"
+    if speeds := plan.get("thread_speeds"):
+        tried = ", ".join(f"{format_number(speeds[each] / 1e9)} with {each}" for each in sorted(speeds, key=int))
+        yield f"threads: {plan['threads']}, with which products are fastest now ({tried}; 10⁹ operations a second)"
     collection_seconds = (plan.get("stages", {}).get("collection") or {}).get("seconds")
     if collection_seconds and plan.get("self_check_seconds"):
         yield f"self-check: {plan['self_check_seconds'] / collection_seconds:.1%} of the collection's seconds"

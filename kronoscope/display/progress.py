@@ -46,6 +46,13 @@ class Display(Protocol):
             eta_seconds: Remaining seconds of the whole job; None where unknown.
         """
 
+    def head(self, text: str) -> None:
+        """Set the words that every line begins with: which job it is, and how far.
+
+        Args:
+            text: The words, without markup.
+        """
+
     def line(self, text: str) -> None:
         """Show a line of text.
 
@@ -69,12 +76,13 @@ class BarDisplay:
     def __init__(self, console: Console) -> None:
         self._bars = Bars(
             SpinnerColumn(),
+            TextColumn("{task.fields[head]}"),
+            _RemainingColumn(),
             TextColumn("{task.description:<12}"),
             BarColumn(bar_width=32),
             MofNCompleteColumn(),
             TextColumn("{task.fields[unit]}"),
             TimeElapsedColumn(),
-            _RemainingColumn(),
             console=console,
             transient=False,
         )
@@ -82,6 +90,7 @@ class BarDisplay:
         self._tasks: dict[str, TaskID] = {}
         self._begun = time.monotonic()
         self._shown = False
+        self._head = ""
 
     def __enter__(self) -> Self:
         return self
@@ -97,12 +106,16 @@ class BarDisplay:
                 # its last update may be from before its end
                 total_units = max(other.completed, 1) if other.total is None else other.total
                 self._bars.update(other.id, total=total_units, completed=total_units)
-            self._tasks[stage] = self._bars.add_task(escape(stage), total=total, unit=unit)
+            self._tasks[stage] = self._bars.add_task(escape(stage), total=total, unit=unit, head="")
         ends = None if eta_seconds is None else time.monotonic() + eta_seconds
-        self._bars.update(self._tasks[stage], completed=done, total=total, unit=unit, ends=ends)
+        self._bars.update(self._tasks[stage], completed=done, total=total, unit=unit, ends=ends, head=self._head)
         if not self._shown and time.monotonic() - self._begun > _QUIET_SECONDS:
             self._bars.start()
             self._shown = True
+
+    def head(self, text: str) -> None:
+        """Begin the bars under way with these words."""
+        self._head = escape(text)
 
     def line(self, text: str) -> None:
         """Print a line above the bars."""
@@ -114,10 +127,14 @@ class BarDisplay:
 class LineDisplay:
     """A display with a line when a stage begins and every ten seconds, for logs and pipes."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, quiet_seconds: float = 0.0) -> None:
+        """Set up the display, which shows nothing in the first ``quiet_seconds``."""
         self._console = console
         self._stage: str | None = None
+        self._ended = False
         self._said = 0.0
+        self._from = time.monotonic() + quiet_seconds
+        self._head = ""
 
     def __enter__(self) -> Self:
         return self
@@ -129,13 +146,20 @@ class LineDisplay:
         """Print a line if the stage is new or has ended, or ten seconds have passed since the last one."""
         now = time.monotonic()
         ended = total is not None and done >= total
-        if stage == self._stage and not ended and now - self._said < _LINE_SECONDS:
+        known = stage == self._stage and (self._ended or (not ended and now - self._said < _LINE_SECONDS))
+        if now < self._from or known:
             return
-        self._stage, self._said = stage, now
+        self._stage, self._said, self._ended = stage, now, ended
         # before anything is counted, a stage's name says more than "0"
-        counted = f" {done}/{total} {unit}" if total is not None else f" {done} {unit}" if done else ""
-        left = "" if eta_seconds is None or ended else f", job: {written_remaining(eta_seconds)} left"
-        self.line(f"{stage}:{counted}{left}")
+        counted = f": {done}/{total} {unit}" if total is not None else f": {done} {unit}" if done else ""
+        left = "" if eta_seconds is None or ended else f"{written_remaining(eta_seconds)} left"
+        head = ", ".join(filter(None, [self._head, left if self._head else ""]))
+        after = f", job: {left}" if left and not self._head else ""
+        self.line(f"{head}{head and ' · '}{stage}{counted}{after}")
+
+    def head(self, text: str) -> None:
+        """Begin the lines with these words."""
+        self._head = text
 
     def line(self, text: str) -> None:
         """Print a line."""
@@ -152,6 +176,9 @@ class SilentDisplay:
         return None
 
     def update(self, stage: str, done: int, total: int | None, unit: str, eta_seconds: float | None = None) -> None:
+        """Show nothing."""
+
+    def head(self, text: str) -> None:
         """Show nothing."""
 
     def line(self, text: str) -> None:
@@ -171,3 +198,20 @@ def display_for(console: Console, *, silent: bool = False) -> Display:
     if silent:
         return SilentDisplay()
     return BarDisplay(console) if console.is_terminal else LineDisplay(console)
+
+
+def notebook_display(*, silent: bool) -> Display:
+    """Return the display for work in the caller's own process: nothing at all in its first second.
+
+    Args:
+        silent: Whether to show nothing.
+
+    Returns:
+        Bars where stderr is a terminal, lines in a notebook, nothing anywhere else.
+    """
+    console = Console(stderr=True)
+    if silent or not (console.is_terminal or console.is_jupyter):
+        return SilentDisplay()
+    if console.is_jupyter:
+        return LineDisplay(Console(stderr=True, force_jupyter=False), _QUIET_SECONDS)
+    return BarDisplay(console)

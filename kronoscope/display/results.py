@@ -11,11 +11,12 @@ from rich.table import Table
 from catalog.analyses.analysis import RefusedAnalysis, Text
 from catalog.responses.coverage import CoverageView
 from catalog.responses.views import JobView
-from kronoscope.client.client import MEMORY_CURVE
+from kronoscope.client.artifact_files import MEMORY_CURVE
 from kronoscope.client.responses import Layer
 from kronoscope.display.coverage import coverage_lines, refused_lines
 from kronoscope.display.numbers import fill, format_number, read_field
 from kronoscope.display.plan_tables import measured_stage_table
+from kronoscope.display.printable import printable
 from kronoscope.display.progress import Display
 from kronoscope.display.tables import layer_table, not_covered_lines, reuse_lines, summary_line
 
@@ -27,7 +28,7 @@ _COLUMNS: tuple[tuple[str, Text], ...] = (
     ("λ_min", ("{smallest.0.converged:=False}{smallest.0.value}*", "{smallest.0.value}")),
     ("±", "{smallest.0.bound:rough}"),
     ("trace", "{trace}"),
-    ("95 %", "{trace_low} to {trace_high}"),
+    ("95%", "{trace_low} to {trace_high}"),
     ("negative", "{negative_share:percent}"),
     ("products", ("{products:=0}–", "{products}")),
 )
@@ -66,7 +67,12 @@ def missing_lines(summary: Any) -> list[str]:  # noqa: ANN401 - a record, or wha
     return lines
 
 
-_UNPLACED = {"no_device": "no device can hold the job", "no_worker": "no worker can take the job up"}
+_UNPLACED = {
+    "no_device": "no device can hold the job",
+    "no_worker": "no worker can take the job up",
+    "reserved": "a device is reserved for the job",
+    "waiting": "queued",
+}
 
 
 def show_results(
@@ -124,8 +130,9 @@ def read_memory_curve(folder: Path) -> Mapping[str, Any] | None:
 
 
 def show_progress(job: JobView, display: Display) -> None:
-    """Show the progress of a job, and why no worker can take it up."""
+    """Show the progress of a job, and why a queued one has not begun."""
     progress = job.progress
+    display.head(_heading(job))
     if job.pieces and progress is not None and job.state == "waiting":
         last = job.pieces[-1]  # of the round that is under way
         stage = f"{last.round}, {last.count} pieces"
@@ -134,15 +141,22 @@ def show_progress(job: JobView, display: Display) -> None:
         display.update(progress.stage, progress.done or 0, progress.total, progress.unit or "", progress.eta_seconds)
     elif not job.ended:
         display.update(job.state, 0, None, "")
-        note = placement_problem(job)
-        if note is not None:
-            display.line(note)
     elif job.state == "succeeded" and progress is not None and progress.stage is not None and progress.total:
         display.update(progress.stage, progress.total, progress.total, progress.unit or "")
+    note = placement_problem(job)
+    if note is not None:
+        display.line(note)
+
+
+def _heading(job: JobView) -> str:
+    """Return the name, the end of the id and the per cent that are done."""
+    percent = None if job.progress is None else job.progress.percent
+    parts = [printable(job.name, lines=False) if job.name else None, job.id[-12:]]
+    return " ".join(filter(None, [*parts, None if percent is None else f"{percent:.0f}%"]))
 
 
 def placement_problem(job: JobView) -> str | None:
-    """Return a sentence on why no known worker can take a queued job up; None where it waits for its turn, or runs."""
+    """Return a sentence on why a queued job has not begun; None where it is not queued."""
     if job.state != "queued" or job.placement is None or job.placement.status not in _UNPLACED:
         return None
     return f"{_UNPLACED[job.placement.status]}: {job.placement.message}"

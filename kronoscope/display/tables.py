@@ -8,12 +8,14 @@ from rich.text import Text
 
 from catalog import ANALYSES
 from catalog.responses.coverage import CoverageView, percentage
+from catalog.responses.layer_record import WHOLE_MODEL
 from kronoscope.client.responses import Layer
 from kronoscope.display.columns import layer_columns
 from kronoscope.display.coverage import part_note
-from kronoscope.display.layer_names import NAME_WIDTH, shorten, shorten_all
+from kronoscope.display.layer_names import shorten_all
 from kronoscope.display.numbers import fill, format_number, look_up
 from kronoscope.display.numbers import read_field as _field
+from kronoscope.display.printable import printable
 
 _WIDTH = 100
 _LEAST_NAME = 16
@@ -29,19 +31,19 @@ def layer_table(kind: str, rows: Sequence[Layer], width: int = _WIDTH, measured:
     figures = [[format_number(row.parameter_count), *(show(row) for _, show in columns)] for row in covered]
     widths = [max(len(text) for text in column) for column in zip(headings, *figures, strict=True)]
     shown = 0
-    names = min(_LEAST_NAME, max((len(row.layer or "(model)") for row in covered), default=0))
+    names = min(_LEAST_NAME, max((len(row.layer or WHOLE_MODEL) for row in covered), default=0))
     while len(widths) - shown > 1 and sum(widths[shown:]) + 3 * len(widths[shown:]) + names > width:
         shown += 1
     left_out, headings, widths = headings[:shown], headings[shown:], widths[shown:]
     figures = [texts[shown:] for texts in figures]
     left = width - sum(widths) - 3 * len(widths)
-    longest = max(_LEAST_NAME, min(NAME_WIDTH, left))
-    title = f"{kind}: {_layers(len(covered))}{part_note(measured, ', {} of the model')}"
+    longest = max(_LEAST_NAME, left)
+    title = f"{kind}: {_counted(kind, len(covered))}{part_note(measured, ', {} of the model')}"
     table = Table(title=Text(title), title_justify="left", pad_edge=False, show_edge=False)
-    table.add_column("layer", no_wrap=True)
+    table.add_column(_unit(kind), no_wrap=True)
     for heading, least in zip(headings, widths, strict=True):
         table.add_column(heading, justify="right", no_wrap=True, min_width=least)
-    names_shown = shorten_all([row.layer or "(model)" for row in covered], longest)
+    names_shown = shorten_all([row.layer or WHOLE_MODEL for row in covered], longest)
     for name, texts in zip(names_shown, figures, strict=True):
         table.add_row(Text(name), *(Text(text) for text in texts))
     if left_out:
@@ -55,7 +57,7 @@ def not_covered_lines(rows: Sequence[Layer]) -> list[str]:
     not_covered = [row for row in rows if row.status == "declared"]
     if len(not_covered) <= _MOST_LISTED:
         lines = [
-            f"not covered: {name}, {row.parameter_count or 0:,} parameters, {row.reason}"
+            f"not covered: {name}, {row.parameter_count or 0:,} parameters, {row.reason}{_named(row)}"
             for row, name in zip(not_covered, _names(not_covered), strict=True)
         ]
     else:
@@ -68,24 +70,34 @@ def not_covered_lines(rows: Sequence[Layer]) -> list[str]:
 
 
 def _names(rows: Sequence[Layer]) -> list[str]:
-    return shorten_all([row.layer or "(model)" for row in rows])
+    return [printable(row.layer or WHOLE_MODEL, lines=False) for row in rows]
+
+
+def _named(row: Layer) -> str:
+    """Return the parameters of a row that is not covered, and the operation that keeps them out, or their module."""
+    why = None if row.record is None or row.record.why == row.reason else row.record.why
+    module = "" if row.module is None else f" ({row.module})"
+    return printable(f": {', '.join(row.parameters)}{f'; {why}' if why else module}", lines=False)
 
 
 def _line_of_reason(reason: str | None, not_covered: Sequence[Layer]) -> str:
     """Return one line for all layers that are not covered for ``reason``."""
     rows = [row for row in not_covered if row.reason == reason]
-    first = shorten(rows[0].layer or "(model)")
-    more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-    return f"not covered: {sum(row.parameter_count or 0 for row in rows):,} parameters, {reason}: {first}{more}"
+    (first,) = _names(rows[:1])
+    more = f"; and {len(rows) - 1} more" if len(rows) > 1 else ""
+    numbers = sum(row.parameter_count or 0 for row in rows)
+    return f"not covered: {numbers:,} parameters, {reason}: {first}{_named(rows[0])}{more}"
 
 
 def summary_line(kind: str, summary: Any, measured: CoverageView | None = None) -> str:  # noqa: ANN401 - each analysis has its own record
     """Return the summary of one analysis as one line."""
     coverage = _field(summary, "coverage")
-    parts = [f"{kind}: {_layers(_field(summary, 'layers'))}"]
+    parts = [f"{kind}: {_counted(kind, _field(summary, f'{_unit(kind)}s'))}"]
     # a matrix from a file belongs to no model, so that there is nothing to cover
     if coverage is not None and _field(coverage, "trainable_parameters"):
-        share = percentage(_field(coverage, "covered_share"))
+        share = (
+            percentage(_field(coverage, "covered_share")) if measured is None else f"{measured.measured_percent:.1f}%"
+        )
         parts.append(f"{share} of {_field(coverage, 'trainable_parameters'):,} trainable parameters covered")
         reasons = sorted((_field(coverage, "reasons") or {}).items(), key=lambda item: -item[1])
         if reasons:
@@ -113,5 +125,9 @@ def reuse_lines(rows: Sequence[Layer]) -> list[str]:
     return [f"factors from the cache: those of job {source}" for source in sources if source]
 
 
-def _layers(count: Any) -> str:  # noqa: ANN401 - as summaries of analyses unknown here have it
-    return f"{format_number(count)} layer{'' if count == 1 else 's'}"
+def _counted(kind: str, count: Any) -> str:  # noqa: ANN401 - as summaries of analyses unknown here have it
+    return f"{format_number(count)} {_unit(kind)}{'' if count == 1 else 's'}"
+
+
+def _unit(kind: str) -> str:
+    return ANALYSES[kind].unit if kind in ANALYSES else "layer"

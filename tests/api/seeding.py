@@ -10,7 +10,15 @@ from typing import Any
 
 from sqlalchemy import Engine
 
-from catalog.analyses.analysis import Coverage, LayerResult, LookedAt, RefusedAnalysis
+from catalog.analyses.analysis import (
+    Coverage,
+    CoverageKind,
+    CoveragePart,
+    LayerResult,
+    LookedAt,
+    NamedParameters,
+    RefusedAnalysis,
+)
 from catalog.analyses.capacity import CapacitySummary
 from catalog.analyses.capacity_metrics import (
     CapacityMetrics,
@@ -29,6 +37,7 @@ from catalog.frames import (
     Divided,
     Failed,
     Finished,
+    Reading,
     Started,
     Summarised,
     decode,
@@ -37,6 +46,7 @@ from catalog.frames import (
 )
 from catalog.record import plain
 from catalog.requests.pieces import Piece
+from catalog.responses.caller_frame import CallerFrame
 from catalog.responses.layer_record import LayerRecord, Observed
 from jobs.codec import parse_document
 from jobs.objects.artifacts import ArtifactFolder
@@ -112,6 +122,25 @@ def failed(engine: Engine, tenant_id: str) -> str:
     return claim.job_id
 
 
+def failed_in_factory(engine: Engine, tenant_id: str) -> str:
+    """A job whose factory raised."""
+    claim = claimed(engine, tenant_id, {**DOCUMENT, "kind": "capacity"})
+    failure = Failed(
+        category="usage",
+        code="factory_failed",
+        message="factory `lab.models:make` raised ValueError: no weights",
+        pointer="/model/factory",
+        layer=None,
+        detail="SECRET traceback of the operator",
+        trace=(
+            CallerFrame(module="lab.models", line=12, function="make"),
+            CallerFrame(module="lab.weights", line=7, function="Store.read"),
+        ),
+    )
+    attempt_endings.fail(engine, claim, failure)
+    return claim.job_id
+
+
 def finished(
     engine: Engine,
     root: Path | ArtifactFolder,
@@ -146,11 +175,44 @@ def partly_measured(
     claim = claimed(engine, tenant_id, document)
     write_rows(engine, root, claim)
     reasons = {"embedding_renormalised": 45_000, "unheard_of": 13_767, "no_gradient": 1}
+    words = NamedParameters(names=("words.weight",), module="Embedding", why=None)
     summarise(
-        engine, claim, trainable_parameters=90_538, declared_parameters=58_768, covered_share=0.3509, reasons=reasons
+        engine,
+        claim,
+        trainable_parameters=90_538,
+        declared_parameters=58_768,
+        covered_share=0.3509,
+        reasons=reasons,
+        parts=[
+            plain(part("block", None, 31_770)),
+            *(plain(part("not_covered", reason, count, words)) for reason, count in reasons.items()),
+        ],
     )
     attempt_endings.finish(engine, claim)
     return claim.job_id
+
+
+def of_diagonals(engine: Engine, root: Path | ArtifactFolder, tenant_id: str) -> str:
+    """A job that is done, and has kept a diagonal alone of 91.7 % of its model."""
+    claim = claimed(engine, tenant_id, DOCUMENT)
+    write_rows(engine, root, claim)
+    table = NamedParameters(names=("positions",), module="Encoder", why="no product to factorise")
+    parts = [part("block", None, 2_637), part("diagonal", None, 29_133, table)]
+    summarise(
+        engine,
+        claim,
+        trainable_parameters=31_770,
+        declared_parameters=0,
+        covered_share=1.0,
+        reasons={},
+        parts=list(map(plain, parts)),
+    )
+    attempt_endings.finish(engine, claim)
+    return claim.job_id
+
+
+def part(kind: CoverageKind, reason: str | None, parameters: int, *named: NamedParameters) -> CoveragePart:
+    return CoveragePart(kind=kind, reason=reason, parameters=parameters, layers=max(1, len(named)), named=named)
 
 
 def partly_refused(
@@ -181,9 +243,8 @@ def noticed(engine: Engine, root: Path | ArtifactFolder, tenant_id: str) -> str:
     for kind in claim.kinds:
         attempt_writes.write_summary(engine, claim, Summarised(kind=kind, summary=plain(summary(kind))))
     unused = ("`id` of rows.jsonl", "file `generation_config.json`")
-    last = decode(
-        encode(Finished(unused=unused, notices=("3 of 4 texts are longer than 12 tokens and are cut there",)))
-    )
+    said, reading = ("3 of 4 texts are longer than 12 tokens and are cut there",), Reading(columns={"text": "line"})
+    last = decode(encode(Finished(unused=unused, notices=said, reading=reading)))
     assert isinstance(last, Finished)
     attempt_endings.finish(engine, claim, last)
     return claim.job_id
@@ -436,6 +497,10 @@ def coverage() -> Coverage:
         gradient_identity=2.1e-7,
         examples_checked=6,
         looked_at=LookedAt(signatures=5, glances=5, full=4),
+        parts=(
+            part("block", None, covered),
+            part("not_covered", "no_gradient", 1, NamedParameters(names=DECLARED[:1], module=DECLARED[1], why=None)),
+        ),
     )
 
 

@@ -233,3 +233,22 @@ def test_frames_cross_the_pipe_unchanged() -> None:
     for garbage in (b"{}", b"[]", b'{"frame": "progress"}', b'{"frame": "nothing"}', b"\xff"):
         with pytest.raises(ValueError):  # noqa: PT011 - any ValueError, JSON's own included
             decode(garbage)
+
+
+@pytest.mark.parametrize(
+    ("fields", "pointer", "said"),
+    [
+        ({"adapter": ""}, "/model/adapter", "names nothing"),
+        ({"adapter_merged": True}, "/model/adapter_merged", "name one in `adapter`"),
+        ({"adapter_revision": "main"}, "/model/adapter_revision", "an adapter of the hub"),
+        ({"adapter": "./tuned", "adapter_revision": "main"}, "/model/adapter_revision", "an adapter of the hub"),
+    ],
+)
+@pytest.mark.parametrize("source", [{"source": "directory", "path": "m"}, {"source": "huggingface", "id": "a/b"}])
+def test_settings_of_an_adapter_need_one(
+    source: dict[str, str], fields: dict[str, Any], pointer: str, said: str
+) -> None:
+    ((where, message),) = refusals({**GOOD, "model": source | fields})
+    assert where == pointer
+    assert said in message
+    parse({**GOOD, "model": source | {"adapter": "owner/tuned", "adapter_revision": "main", "adapter_merged": True}})

@@ -28,7 +28,22 @@ def test_before_anything_is_done_the_plan_says_all() -> None:
     assert planned("capacity", "reconstruction").take("collection", 0, 50, 7.0) == 100 + 40 + 40 + 20
 
 
-@pytest.mark.parametrize("pace", [0.5, 1.0, 3.0])
+def test_the_share_and_the_clock_agree() -> None:
+    remaining = planned("capacity", "reconstruction")
+    for stage, done, total in (
+        ("collection", 0, 50),
+        ("collection", 20, 50),
+        ("capacity", 2, 8),
+        ("reconstruction", 8, 8),
+    ):
+        left = planned("capacity", "reconstruction").take(stage, done, total, 7.0)
+        assert left is not None
+        assert remaining.share(stage, done, total) == pytest.approx(1 - left / 200)
+    assert planned("capacity", stages={}).share("collection", 1, 2) is None
+    assert remaining.share("data", 1, 2) is None
+
+
+@pytest.mark.parametrize("pace", [0.5, 1.0, 2.0])
 def test_the_pace_so_far_holds_for_what_is_left(pace: float) -> None:
     remaining = planned("capacity")
     remaining.take("collection", 0, 50, 0.0)
@@ -57,7 +72,7 @@ def test_reports_by_the_hundred_thousand_are_not_all_kept() -> None:
 def test_a_plan_is_not_off_by_more_than_it_says() -> None:
     remaining = planned("capacity")
     remaining.take("collection", 0, 50, 0.0)
-    assert remaining.take("collection", 25, 50, 5000.0) == pytest.approx(5000 + 4 * 80)
+    assert remaining.take("collection", 25, 50, 5000.0) == pytest.approx(5000 + 2 * 80)
 
 
 def test_what_an_earlier_attempt_has_done_says_nothing_about_this_ones_pace() -> None:

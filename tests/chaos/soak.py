@@ -2,13 +2,15 @@
 
     python -m tests.chaos.soak [--stacks N] [--only PART:POINT …] [--campaign-seconds S] [--seed N]
 
-Every cell kills one part at one point and waits for the job to end as if nothing had happened.
+Every cell kills one part at one point and waits for the job to end as if nothing had happened. An embedded service,
+whose cells are named `embedded-PROCESS:POINT`, has its own: there the others leave, and the next start goes on.
 Prints how long recovery took by part and by point, writes benchmarks/results/soak.json, and ends
 with exit code 1 where a cell failed or one took longer than a minute.
 """
 
 import argparse
 import concurrent.futures
+import functools
 import queue
 import signal
 import statistics
@@ -18,7 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -27,14 +29,21 @@ from typing import Any
 from benchmarks.results_file import claim, not_measured, write
 from tests import servers
 from tests.chaos.campaign import Report, run_campaign
-from tests.chaos.cells import ALL_CELLS, MATRIX, PARTS, POINTS, Recovery, run_cell
+from tests.chaos.cells import ALL_CELLS, MATRIX, PARTS, Recovery, run_cell
+from tests.chaos.embedded_cells import CELLS as EMBEDDED_CELLS
+from tests.chaos.embedded_cells import run_embedded_cell
 from tests.chaos.stack.documents import VARIANTS, Pace
+from tests.chaos.stack.embedded import PROCESSES, embedded_service
 from tests.chaos.stack.gated_jobs import document, outcomes
 from tests.chaos.stack.stack import running_stack
 
 MOST_SECONDS, MEDIAN_SECONDS = 20, 10
 """From the kill to a living holder's first write: the host notices, and no lease (45 s) has to run out."""
 CELL_SECONDS = 240
+EMBEDDED = "embedded-"
+EMBEDDED_PARTS = tuple(f"{EMBEDDED}{process}" for process in PROCESSES)
+EVERY_CELL = (*ALL_CELLS, *((f"{EMBEDDED}{process}", point) for process, point in EMBEDDED_CELLS))
+EVERY_POINT = tuple(dict.fromkeys(point for _, point in EVERY_CELL))
 GAP_SECONDS = 6.0
 """Between two faults of the campaign, on average."""
 DOWN_SECONDS = 5.0
@@ -42,9 +51,10 @@ DOWN_SECONDS = 5.0
 
 
 class Soak:
-    """Cells shared out among stacks that run side by side."""
+    """Cells shared out among stacks that run side by side, and one embedded service with cells of its own."""
 
-    def __init__(self, cells: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, cells: Sequence[tuple[str, str]], embedded: Sequence[tuple[str, str]]) -> None:
+        self._embedded_cells = embedded
         self.recoveries: list[Recovery] = []
         self.failed: list[dict[str, str]] = []
         self.given_up = threading.Event()
@@ -56,6 +66,7 @@ class Soak:
     def run(self, stacks: int) -> None:
         """Run every cell."""
         threads = [threading.Thread(target=self._stack, args=(number,)) for number in range(stacks)]
+        threads.append(threading.Thread(target=self._embedded))
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -64,6 +75,8 @@ class Soak:
             self._fail(*self._left.get(), "no stack was left to run it")
 
     def _stack(self, number: int) -> None:
+        if self._left.empty():
+            return
         with tempfile.TemporaryDirectory(prefix=f"kronoscope-soak-{number}-") as folder:
             try:
                 with running_stack(Path(folder), **MATRIX) as stack:
@@ -75,27 +88,46 @@ class Soak:
                             part, point = self._left.get_nowait()
                         except queue.Empty:
                             return
-                        try:
-                            recovery = run_cell(
-                                *(stack, part, point, undisturbed),
-                                down=DOWN_SECONDS,
-                                seconds=CELL_SECONDS,
-                                timed=True,
-                            )
-                        except Exception:  # noqa: BLE001 - one cell's failure is a result, and the others run on
-                            self._fail(part, point, traceback.format_exc(limit=3))
-                        else:
-                            self.recoveries.append(recovery)
-                            _say(
-                                f"{part:9} {point:16} running again after {recovery.running_again:5.1f} s, "
-                                f"ended after {recovery.ended:5.1f} s, attempts {recovery.attempts}"
-                            )
+                        timed = functools.partial(run_cell, down=DOWN_SECONDS, seconds=CELL_SECONDS, timed=True)
+                        self._run_cell(part, point, functools.partial(timed, stack, part, point, undisturbed))
             except Exception:  # noqa: BLE001 - a stack that cannot go on leaves its cells to the others
                 _say(f"stack {number} ended early:\n{traceback.format_exc(limit=3)}")
 
+    def _embedded(self) -> None:
+        left = list(self._embedded_cells)
+        if not left:
+            return
+        with tempfile.TemporaryDirectory(prefix="kronoscope-soak-embedded-") as folder:
+            try:
+                with embedded_service(Path(folder)) as service:
+                    job_id = service.submit(document())
+                    service.await_end(job_id)
+                    undisturbed = outcomes(service, job_id)
+                    while left and not self.given_up.is_set():
+                        part, point = left.pop(0)
+                        process = part.removeprefix(EMBEDDED)
+                        cell = functools.partial(run_embedded_cell, service, process, point, undisturbed)
+                        self._run_cell(part, point, cell)
+            except Exception:  # noqa: BLE001 - as for a stack
+                _say(f"the embedded service ended early:\n{traceback.format_exc(limit=3)}")
+        for cell in left:
+            self._fail(*cell, "no service was left to run it")
+
+    def _run_cell(self, part: str, point: str, cell: Callable[[], Recovery]) -> None:
+        try:
+            recovery = cell()
+        except Exception:  # noqa: BLE001 - one cell's failure is a result, and the others run on
+            self._fail(part, point, traceback.format_exc(limit=3))
+        else:
+            self.recoveries.append(recovery)
+            _say(
+                f"{part:17} {point:16} running again after {recovery.running_again:5.1f} s, "
+                f"ended after {recovery.ended:5.1f} s, attempts {recovery.attempts}"
+            )
+
     def _fail(self, part: str, point: str, why: str) -> None:
         self.failed.append({"part": part, "point": point, "why": why})
-        _say(f"{part:9} {point:16} FAILED\n{why}")
+        _say(f"{part:17} {point:16} FAILED\n{why}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,11 +138,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the campaign (1)")
     parser.add_argument("--campaign-seconds", type=float, default=420, help="how long its nemesis rages (420)")
     options = parser.parse_args(arguments)
-    cells = [tuple(text.split(":")) for text in options.only] if options.only else list(ALL_CELLS)
-    if unknown := [cell for cell in cells if cell not in ALL_CELLS]:
-        parser.error(f"{unknown} are no cells; parts are {', '.join(PARTS)}, points {', '.join(POINTS)}")
+    cells = [tuple(text.split(":")) for text in options.only] if options.only else list(EVERY_CELL)
+    if unknown := [cell for cell in cells if cell not in EVERY_CELL]:
+        parts, points = ", ".join((*PARTS, *EMBEDDED_PARTS)), ", ".join(EVERY_POINT)
+        parser.error(f"{unknown} are no cells; parts are {parts}, points {points}")
     began = time.monotonic()
-    soak = Soak([(part, point) for part, point in cells])
+    of_stacks, embedded = (
+        [(part, point) for part, point in cells if part.startswith(EMBEDDED) == own] for own in (False, True)
+    )
+    soak = Soak(of_stacks, embedded)
     with concurrent.futures.ThreadPoolExecutor(1) as beside:
         raging = None if options.only else beside.submit(_campaign, options.seed, options.campaign_seconds)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -128,9 +164,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "servers": {"postgresql": _version(servers.find_postgres()), "redis": _version(servers.find_redis())},
         "cells": [asdict(each) for each in sorted(soak.recoveries, key=lambda each: (each.part, each.point))],
         "failed": soak.failed,
-        "by_part": {part: _summary([e for e in soak.recoveries if e.part == part]) for part in PARTS},
+        "by_part": {
+            part: _summary([e for e in soak.recoveries if e.part == part]) for part in (*PARTS, *EMBEDDED_PARTS)
+        },
         "campaign": None if campaign is None else campaign.as_json() | {"logs": None},
-        "by_point": {point: _summary([e for e in soak.recoveries if e.point == point]) for point in POINTS},
+        "by_point": {point: _summary([e for e in soak.recoveries if e.point == point]) for point in EVERY_POINT},
     }
     if not options.only:
         write("soak", claims, figures)
@@ -196,7 +234,7 @@ def _summary(recoveries: Sequence[Recovery]) -> dict[str, float] | None:
 
 def _print_table(recoveries: Sequence[Recovery]) -> None:
     _say(f"{'':16} {'cells':>5} {'median':>8} {'max':>8}   seconds from the kill to running again")
-    for name, of in [("part", PARTS), ("point", POINTS)]:
+    for name, of in [("part", (*PARTS, *EMBEDDED_PARTS)), ("point", EVERY_POINT)]:
         for value in of:
             found = _summary([each for each in recoveries if getattr(each, name) == value])
             if found is not None:

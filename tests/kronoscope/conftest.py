@@ -72,7 +72,7 @@ stabilisation: {damping: 1e-4}
 
 def environment(**more: str) -> dict[str, str]:
     ours = {name: value for name, value in os.environ.items() if not name.startswith("KRONOSCOPE_")}
-    return {**ours, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100", **more}
+    return {**ours, "OMP_NUM_THREADS": "1", "KRONOSCOPE_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100", **more}
 
 
 @pytest.fixture

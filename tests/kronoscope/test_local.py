@@ -45,8 +45,9 @@ def test_a_model_is_measured_in_this_process_and_left_as_it_was(model: nn.Module
     ("changes", "error", "said"),
     [
         ({"task": "classify"}, ValueError, "take one of classification"),
-        ({"kinds": ["hessian"]}, ValueError, "give a list of factors, capacity"),
-        ({"kinds": "capacity"}, ValueError, "give a list of factors, capacity"),
+        ({"kinds": ["hessian"]}, ValueError, "give one, or a list, of factors, capacity"),
+        ({"kinds": "capcity"}, ValueError, "'capcity'; give one, or a list, of factors, .*; did you mean `capacity`"),
+        ({"kinds": 3}, ValueError, "give one, or a list, of factors, capacity"),
         ({"model": 3}, TypeError, "`model` is int"),
     ],
 )
@@ -190,7 +191,7 @@ def test_options_are_taken_as_mappings(model: nn.Module, batches: list[Any]) -> 
     metrics = found.of("capacity")["2"].metrics
     assert len(metrics.top_eigenvalues) == 3
     assert found.summary["capacity"].fisher == "type2"
-    assert repr(found) == "<Measurement: capacity of 2 layers>"
+    assert repr(found) == "<Measurement: capacity of 2 layers; 100.0% full block>"
 
 
 @pytest.mark.parametrize(

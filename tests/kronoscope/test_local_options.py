@@ -97,17 +97,27 @@ def test_a_value_of_no_type_and_a_misspelt_name_are_refused(name: str) -> None:
         ({"stabilisation": Stabilisation(damping_mode="abs")}, "did you mean `absolute`"),
         ({"woodbury": {"policy": "hybird"}}, "did you mean `hybrid`"),
         ({"memory": {"device": True}}, "`memory.device` must be a string, or a number"),
-        ({"task": nn.CrossEntropyLoss()}, "`task` is CrossEntropyLoss; name what the outputs mean: take one of class"),
+        ({"task": object()}, "`task` is object; name what the outputs mean: take one of class"),
+        (
+            {"task": nn.CrossEntropyLoss(reduction="sum")},
+            "`task` is CrossEntropyLoss with reduction='sum': .* of the mean",
+        ),
+        (
+            {"task": nn.BCEWithLogitsLoss(weight=torch.ones(2))},
+            "`task` is BCEWithLogitsLoss with `weight`, .* `pos_weight`",
+        ),
+        ({"task": nn.NLLLoss()}, "`task` is NLLLoss, which is not exactly a task; .*torch.nn.CrossEntropyLoss"),
+        ({"task": nn.L1Loss()}, "`task` is L1Loss, which is not exactly a task; take CrossEntropyLoss, "),
         ({"task": nn.CrossEntropyLoss}, "`task` is the class CrossEntropyLoss"),
         ({"task": "clasification"}, "did you mean `classification`"),
         ({"task": {"loss": "mse"}}, "`task.type` is missing; give one of classification"),
         ({"task": {"type": "regression", "loss": "mae"}}, r"must be one of cross_entropy.* \(got 'mae'\)"),
         ({"task": Task(type="nothing")}, r"`task.type` must be one of"),
-        ({"kinds": "capacity"}, r"`kinds` is 'capacity'; give a list of .*did you mean \['capacity'\]\?"),
+        ({"kinds": "capcity"}, r"`kinds` holds 'capcity'; give one, or a list, of .*did you mean `capacity`\?"),
         ({"kinds": ["capcity"]}, "did you mean `capacity`"),
         ({"kinds": ["factors", "factors"]}, "names an analysis twice"),
         ({"kinds": []}, "`kinds` is empty"),
-        ({"kinds": 3}, "`kinds` is 3; give a list"),
+        ({"kinds": 3}, "`kinds` is 3; give one, or a list"),
         ({"kinds": ["spectrum"], "params": {"spectrum": {"of": ["gnn"]}}}, r"of\[0\]` must be one of .* `ggn`\?"),
         ({"kinds": ["spectrum"], "params": {"spectrum": {"of": "gnn"}}}, "did you mean `ggn`"),
         ({"kinds": ["spectrum"], "params": {"spectrum": {"k": 0}}}, r"`params\['spectrum'\].k` is 0; take 1 to"),
@@ -149,7 +159,7 @@ def test_what_fits_is_taken() -> None:
     assert found.summary["spectrum"].curvatures[0].of == "kfac"
     with pytest.raises(ValueError, match=r"`kind` must be one of factors, spectrum \(got 'spectrm'\); did you mean"):
         found.of("spectrm")
-    with pytest.raises(KeyError, match="no layer 'heed' has factors; there are ''"):
+    with pytest.raises(KeyError, match=r"no layer 'heed' has factors; there are '\(model\)'"):
         found.factors["heed"]
 
 
@@ -195,9 +205,9 @@ def test_numbers_and_paths_given_to_factors_are_checked() -> None:
     found = measure(nn.Linear(3, 2), (torch.randn(6, 3), torch.arange(6) % 2), task="classification", kinds=["factors"])
     gradient = torch.ones(2, 4)
     with pytest.raises(ValueError, match=r"`damping_A` must be a finite number \(got nan\)"):
-        found.factors[""].precondition(gradient, damping_A=float("nan"), damping_G=1.0)
+        found.factors["(model)"].precondition(gradient, damping_A=float("nan"), damping_G=1.0)
     with pytest.raises(ValueError, match=r"`damping_G` must be a number \(got '1'\)"):
-        found.factors[""].precondition(gradient, damping_A=1.0, damping_G="1")  # type: ignore[arg-type] # the point
+        found.factors["(model)"].precondition(gradient, damping_A=1.0, damping_G="1")  # type: ignore[arg-type] # the point
     with pytest.raises(EngineError, match=r"the power must be a finite number \(got 'half'\)"):
         operator(found).power("half")  # type: ignore[arg-type] # the point
     for read in (operator, load_factors, load_stabilised):

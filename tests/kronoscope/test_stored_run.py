@@ -30,7 +30,10 @@ def test_results_are_read_as_they_were_written(results: dict[str, Any]) -> None:
     view, layers = read_run(RUN)
     written = [row | {"sha256": None, "record": row["record"] | ADDED} for row in results["layers"]]
     assert written == plain(layers)
-    assert plain(view.summary) == results["summary"]
+    written = {
+        kind: each | {"coverage": each["coverage"] | {"parts": None}} for kind, each in results["summary"].items()
+    }
+    assert plain(view.summary) == written
     job = json.loads((RUN / "job.json").read_text())
     assert {name: job[name] for name in view.manifest or ()} == view.manifest
     assert plain(view.job)["plan"] == job["plan"]

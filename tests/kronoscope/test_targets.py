@@ -78,6 +78,39 @@ def test_fishers_without_labels_do_not_look_at_probabilities(fisher: str) -> Non
         assert torch.equal(hard.factors[name].G, soft.factors[name].G)
 
 
+@pytest.mark.parametrize("fisher", ["type2", "mc"])
+@pytest.mark.parametrize("scale", [1.0, 1.009, 0.992])
+def test_the_hessian_of_soft_labels_has_their_sum_and_nothing_else_of_them(fisher: str, scale: float) -> None:
+    """Autograd's Hessian of torch's own loss; sums beside one are what rounding to 16 bits leaves."""
+    model = nn.Linear(6, 3, bias=False).double()
+    own = torch.autograd.functional.hessian(  # type: ignore[no-untyped-call]
+        lambda w: functional.cross_entropy(X @ w.view(3, 6).T, SOFT * scale), model.weight.detach().flatten()
+    )
+    found = traces(run(model, X, SOFT * scale, fisher))["(model)"]
+    if fisher == "type2":
+        assert found == pytest.approx(float(own.trace()), rel=1e-12)
+    else:
+        # sampled labels are those of the model, whatever the data's: the weight of a term alone enters
+        assert found == pytest.approx(scale * traces(run(model, X, SOFT, fisher))["(model)"], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ([0.5, 0.4, 0.05], r"got example 7, which sums to 0\.95, with numbers from 0\.05\); .*targets\.sum"),
+        ([0.8, 0.4, -0.2], r"got example 7, which sums to 1, with numbers from -0\.2"),
+        ([0.0, 0.0, 0.0], r"got example 7, which sums to 0, with"),
+        ([0.5, torch.nan, 0.5], r"got example 7, which sums to nan"),
+    ],
+)
+def test_the_example_that_is_no_distribution_is_named(row: list[float], said: str) -> None:
+    soft = SOFT.clone()
+    soft[7] = torch.tensor(row)
+    with pytest.raises(WrongShape, match=said) as caught:
+        run(net(), X, soft, "type2")
+    assert caught.value.pointer == "/data"
+
+
 def test_probabilities_of_every_pixel_stand_where_torch_has_them() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1)).double()

@@ -80,7 +80,7 @@ def run(tree: Path, packages: Path, *words: str) -> subprocess.CompletedProcess[
     given = {name: value for name, value in os.environ.items() if not name.startswith(("KRONOSCOPE_", "PYTEST_"))}
     variables = {**given, "PYTHONPATH": str(packages), "KRONOSCOPE_COMMIT": "a copy", "OMP_NUM_THREADS": "1"}
     command = [str(Path(sys.executable).resolve()), "ops/gpu.py", *words]
-    return subprocess.run(command, cwd=tree, env=variables, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(command, cwd=tree, env=variables, capture_output=True, text=True, check=False, timeout=600)
 
 
 def test_every_file_of_tests_has_its_place() -> None:
@@ -106,7 +106,8 @@ def test_no_test_begins_once_time_is_out(tree: Path, packages: Path, wheels: Pat
 
 def stored_after(tree: Path, packages: Path, wheels: Path, *sections: str) -> Any:
     """Run sections of the benchmark; return what they have stored."""
-    done = run(tree, packages, "bench", "--wheels", str(wheels), "--sections", *sections)
+    # the seconds of a section are those of a GPU: a busy processor may take many times as long
+    done = run(tree, packages, "bench", "--wheels", str(wheels), "--patience", "8", "--sections", *sections)
     assert done.returncode == 0, done.stdout + done.stderr
     stored = json.loads((tree / "benchmarks" / "results" / "device.json").read_text())
     assert stored["commit"] == "a copy"

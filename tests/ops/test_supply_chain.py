@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-EXTRAS = {"api": ("api", "client"), "worker": ("worker",)}
+EXTRAS = {"api": ("api",), "worker": ("worker",)}
 
 
 def pins(path: Path) -> dict[str, str]:

@@ -46,14 +46,21 @@ def everybodys_python(folder: Path) -> str:
         return str(own)
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     base, copy = Path(sys.base_prefix), folder / "python"
-    if not (copy / "bin" / name).exists():
-        (copy / "bin").mkdir(parents=True)
-        shutil.copy(own, copy / "bin" / name)
+    if not copy.exists():
+        # under a name of its own until it is whole: tests in another process would start a half of it
+        making = folder / f"python.{os.getpid()}"
+        (making / "bin").mkdir(parents=True)
+        shutil.copy(own, making / "bin" / name)
         # compiled modules are copied with their times: a user who cannot write any would compile them in each process
         unneeded = shutil.ignore_patterns("test", "tests", "site-packages", "idlelib", "tkinter")
-        shutil.copytree(base / "lib" / name, copy / "lib" / name, ignore=unneeded)
+        shutil.copytree(base / "lib" / name, making / "lib" / name, ignore=unneeded)
         for library in (base / "lib").glob("libpython*.so*"):
-            shutil.copy(library, copy / "lib" / library.name)
+            shutil.copy(library, making / "lib" / library.name)
+        try:
+            making.rename(copy)
+        except OSError:
+            # another process was first
+            shutil.rmtree(making)
     return str(copy / "bin" / name)
 
 

@@ -45,8 +45,6 @@ chmod 700 "$folder/checkpoint"
 @pytest.fixture
 def attempt(ledger: Engine, settings: Any, reachable: Path) -> Callable[..., None]:
     """``attempt(job_id, "torn")``: one that leaves 2 MiB and crashes, as a user of its own."""
-    (reachable / "store" / "builtin").mkdir(parents=True)
-    (reachable / "store" / "builtin" / "digits_mlp-trained.json").touch()  # else the worker trains it
 
     def run(job_id: str, how: str = "whole", **changes: Any) -> None:
         chosen = settings(**changes)

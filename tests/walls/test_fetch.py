@@ -17,7 +17,7 @@ import pytest
 from catalog.requests.inputs import HuggingFaceModel
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models import fetch, hub_snapshot, hub_transport
-from worker.execution.models.huggingface import snapshot
+from worker.execution.models.hub_store import snapshot
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CONTENTS = {"config.json": b'{"a": 1}', "model.safetensors": b"\x02" * 70_000, "1_Pooling/config.json": b"{}"}

@@ -29,6 +29,7 @@ FAILED |= {"pointer": None, "layer": None, "detail": None}
 PROGRESS = {"frame": "progress", "stage": "collection", "done": 1, "total": 2, "unit": "batches"}
 ARTIFACT = {"frame": "artifact", "name": "a", "sha256": DIGEST, "size_bytes": 1, "media_type": "text/plain"}
 ROW = {"frame": "layer", "kind": "capacity", "ordinal": 0, "layer": "a", "outcome": {}, "observed": {}}
+SUMMARY = {"frame": "summary", "kind": "capacity"}
 CACHED = {"name": "a", "sha256": DIGEST, "size_bytes": 1}
 FILLED = {"frame": "cache_filled", "key": DIGEST, "files": [CACHED]}
 
@@ -52,6 +53,7 @@ BEYOND = {
     "a long line": {"frame": "log", "level": "info", "message": "m" * 2_000_000},
     "a large environment": {"frame": "started", "environment": {"a": "m" * 100_000}},
     "a digest of the model that is longer than one": {"frame": "finished", "model_sha256": "m" * 65},
+    "three megabytes of what was read": {"frame": "finished", "reading": {"labels": "m" * 3_000_000}},
     "a hundred thousand notices": {"frame": "finished", "notices": ["m"] * 100_000},
     "a key that leads elsewhere": {"frame": "cache_asked", "key": "../" * 21 + "a"},
     "an entry under another key": FILLED | {"key": "evil"},
@@ -61,6 +63,8 @@ BEYOND = {
     "an entry of a file without a digest": FILLED | {"files": [CACHED | {"sha256": "evil"}]},
     "an entry of sixty thousand files": FILLED | {"files": [CACHED] * 60_000},
     "a round of its own": {"frame": "divided", "round": "evil", "pieces": []},
+    "a trace that holds a path": FAILED | {"trace": [{"module": "/srv/a.py", "line": 1, "function": "f"}]},
+    "a part of the model in a form of its own": SUMMARY | {"summary": {"coverage": {"parts": [{"kind": "evil"}]}}},
     "eighty thousand pieces": {"frame": "divided", "round": "collect", "pieces": [{}] * 80_000},
 }
 

@@ -105,7 +105,7 @@ def test_a_builtin_model_that_one_job_has_trained_serves_the_next_ones_user(fold
     store = folder.root.parent / "models"
     before = os.umask(0o007)  # as a job's process has it
     try:
-        builtin._store("digits_mlp", nn.Linear(2, 2), store, {})
+        builtin._store("digits_mlp", nn.Linear(2, 2), store / "builtin", {})
     finally:
         os.umask(before)
     for each in (store, store / "builtin"):

@@ -20,6 +20,7 @@ from tests.walls.interpreter import PACKAGES, ROOT, environment, is_open
 from worker.agent.isolation import measure_isolation
 from worker.process.child_process import Child
 from worker.process.confinement import Confinement
+from worker.supervision import builtin_training
 from worker.supervision.supervisor import Supervisor
 
 FIRST = 20_000
@@ -135,11 +136,36 @@ def test_attempts_in_two_slots_are_two_users_and_a_later_attempt_is_the_same(
         [each.data["message"] for each in events_after(ledger, LOCAL_TENANT, job_id) if each.type == "log"]
         for job_id in ids
     ]
-    assert "training the builtin model" in users[0].pop(0)  # what its own child says comes after it
     assert [len(each) for each in users] == [2, 1]
     assert len({*users[0]}) == 1
     assert users[0][0] != users[1][0]
     assert all(FIRST <= int(each) < FIRST + claims.USERS for each in (users[0][0], users[1][0]))
+
+
+@as_root
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/walls/test_stores.py::test_a_builtin_model_that_one_job_has_trained_serves_the_next_ones_user",
+        "tests/worker/execution/models/test_builtin.py::test_a_damaged_file_is_trained_again_to_the_same_bytes",
+    )
+)
+def test_the_worker_trains_a_model_that_the_package_lacks_once_for_all_jobs(
+    ledger: Engine, settings: Any, submitted: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builtin_training, "_TRAINING_SECONDS", 600.0)  # other tests take their part of the processor
+    chosen = settings(child_user=FIRST)
+    chosen.ledger.artifact_root.mkdir(parents=True, exist_ok=True)
+    english = {"data": {"source": "builtin", "name": "english"}, "task": {"type": "causal_lm"}}
+    said = []
+    for name in ("tiny_gpt", "tiny_gpt", "digits_mlp"):
+        parts = english if name == "tiny_gpt" else {}
+        job_id = submitted(model={"source": "builtin", "name": name}, **parts)
+        Supervisor(ledger, claimed(ledger, job_id), chosen, ["/bin/false"]).run()
+        logs = [each.data["message"] for each in events_after(ledger, LOCAL_TENANT, job_id) if each.type == "log"]
+        said.append(sum("training the builtin model" in each for each in logs))
+    assert said == [1, 0, 0]
+    (weights,) = (chosen.model_store / "builtin").glob("*.safetensors")
+    assert weights.stat().st_mode & 0o777 == 0o644
 
 
 def test_a_number_comes_round_again_only_when_nobody_needs_it(

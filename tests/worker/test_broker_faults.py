@@ -71,6 +71,7 @@ def start(ledger_url: str, server: servers.PrivateServer, tmp_path: Path) -> Ite
             "KRONOSCOPE_POLL_SECONDS": "3600",
             "KRONOSCOPE_RELAY_SECONDS": "3600",
             "OMP_NUM_THREADS": "1",
+            "KRONOSCOPE_THREADS": "1",
         }
         process = Process(celery_command(), environment, tmp_path)
         started.append(process)

@@ -93,6 +93,7 @@ def worker(ledger_url: str, broker: str, tmp_path: Path) -> Iterator[Callable[..
             "KRONOSCOPE_REAPER_SECONDS": "0.5",
             "KRONOSCOPE_RELAY_SECONDS": "0.5",
             "OMP_NUM_THREADS": "1",
+            "KRONOSCOPE_THREADS": "1",
         }
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("KRONOSCOPE_")}
         process = Process(command, inherited | ours | environment, tmp_path)

@@ -21,6 +21,7 @@ from jobs.errors import LedgerUnavailable
 from jobs.queue.claims import claim
 from jobs.records import Claim
 from jobs.scheduling.placement import has_future_work, next_places, reserve
+from jobs.scheduling.waiting_reason import readable
 from jobs.tenancy.shared_workers import ALLOWED_WITHOUT, REMEDY, has_second_tenant, keeps_tenants_apart, missing_walls
 from worker.agent.registration import Registration
 from worker.agent.worker_locks import WorkerLock
@@ -108,8 +109,17 @@ class Agent:
         return taken
 
     def _may_take(self) -> bool:
-        """Whether this worker could begin a job now, whichever it is."""
-        return not self._device_health.resting() and self._has_room() and self._keeps_tenants_apart()
+        """Whether this worker could begin a job now, whichever it is; jobs that wait say why it could not."""
+        reason = self._reason_to_pause()
+        self._registration.pause(reason)
+        return reason is None
+
+    def _reason_to_pause(self) -> str | None:
+        if self._device_health.resting():
+            return "no process can be started there; it tries again within a minute"
+        if (full := self._full_disk()) is not None:
+            return full
+        return None if self._keeps_tenants_apart() else "it does not keep the jobs of several tenants apart"
 
     def _keeps_tenants_apart(self) -> bool:
         """Whether there is one tenant, or walls between several; the claim asks again, in its transaction."""
@@ -123,18 +133,17 @@ class Agent:
                 self._log.error("there are several tenants; no job is taken", missing_walls=missing, remedy=REMEDY)
         return apart
 
-    def _has_room(self) -> bool:
-        """Whether the disk is above its floor: below it the next job would only fail, and be counted."""
-        free = free_bytes(self._settings.ledger.artifact_root)
-        room = free >= self._settings.disk_floor_bytes
+    def _full_disk(self) -> str | None:
+        """A clause on a disk below its floor, where the next job would only fail, and be counted; else None."""
+        free, floor = free_bytes(self._settings.ledger.artifact_root), self._settings.disk_floor_bytes
+        room = free >= floor
         if room != self._room:
             self._room = room
             if room:
                 self._log.info("there is room on the disk again; jobs are taken", free_bytes=free)
             else:
-                floor = self._settings.disk_floor_bytes
                 self._log.warning("the disk is too full to take jobs", free_bytes=free, floor_bytes=floor)
-        return room
+        return None if room else f"its disk has {readable(free)} free, and it takes jobs from {readable(floor)} on"
 
     def begin_drain(self) -> None:
         """Take no more jobs and have the running ones stop; a second call changes nothing."""

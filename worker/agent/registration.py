@@ -7,11 +7,12 @@ entry is gone makes it again. One whose devices have all failed stays known, and
 import importlib.metadata
 import threading
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import structlog
 from sqlalchemy import Engine
 
-from jobs.devices.registry import Device, Worker, forget_silent, leased_devices, register, remove, renew
+from jobs.devices.registry import Device, Worker, forget_silent, leased_devices, pause, register, remove, renew
 from jobs.errors import LedgerUnavailable
 from jobs.schema.identifiers import new_id
 from worker.devices.device_health import DeviceHealth
@@ -65,6 +66,14 @@ class Registration:
             if (sick or not self._known) and not self._ended.is_set():
                 leased = leased_devices(self._engine)
                 self._register(self._device_health.well(self._provider()), leased)
+
+    def pause(self, reason: str | None) -> None:
+        """Have the ledger say why this worker takes no jobs at the moment; None: it does."""
+        with self._lock:
+            if reason != self.worker.paused:
+                if self._known:
+                    pause(self._engine, self.worker.id, reason)
+                self.worker = replace(self.worker, paused=reason)
 
     def end(self) -> None:
         """Take the entry off; a worker that cannot is known to be silent soon enough."""

@@ -15,22 +15,20 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-import numpy as np
-import torch
 from pydantic import TypeAdapter, ValidationError
 
-from catalog import DOCUMENT
+from catalog import ANALYSES, DOCUMENT
 from catalog.analyses.analysis import RefusedAnalysis
 from catalog.field_errors import complaints
-from catalog.frames import Divided, Finished, Started, Stopped, Summarised, layer_frame
+from catalog.frames import Divided, Finished, Reading, Started, Stopped, Summarised, layer_frame
 from catalog.record import plain
+from catalog.record_reader import read
 from catalog.requests.assignment import Assignment
 from catalog.requests.cached_factors import FILLED
 from catalog.requests.estimate import unplannable
@@ -46,8 +44,16 @@ from engine.workspace import Workspace
 from worker.execution.assignment import read_assignment
 from worker.execution.cache.factor_cache import CacheUse, FactorCache, ask_parent
 from worker.execution.cache.factor_cache_key import factor_key, reason_uncacheable
-from worker.execution.computing_environment import computing_device, computing_environment
+from worker.execution.caller_code import CallerCode
+from worker.execution.computing_environment import (
+    computing_device,
+    computing_environment,
+    seed_libraries,
+    settle_numerics,
+    settle_threads,
+)
 from worker.execution.computing_place import ComputingPlace, computing_place
+from worker.execution.data.images.opened_images import OpenedImages, load_images
 from worker.execution.failures import DocumentRefused, failure_of
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.frame_pipe import FramePipe
@@ -80,7 +86,7 @@ from worker.execution.pieces.extension import (
     open_extended,
 )
 from worker.execution.pieces.read_digests import FILE as READ
-from worker.execution.pieces.read_digests import ReadDigests
+from worker.execution.pieces.read_digests import ReadDigests, read_notes
 from worker.execution.ranks.rank_link import connect, read_assignment_text
 from worker.execution.ranks.rank_part import (
     assignment_of_rank,
@@ -123,7 +129,8 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> Fi
     # read when CUDA's libraries are first used; without it their products are not the same in every run
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = computing_device(assignment.leased)
-    _settle(assignment.threads, device)
+    settle_numerics(device)
+    threads = settle_threads(assignment)
     ranks = group.start(device)
     if ranks is not None:
         assignment = assignment_of_rank(assignment, ranks)
@@ -132,11 +139,10 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> Fi
     if assignment.offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
     pipe.send(Started(environment=computing_environment(device)))
-    cores = len(os.sched_getaffinity(0))
-    if assignment.numerics is not None and (assignment.threads or 0) > cores:
+    if assignment.numerics is not None and threads["threads"] > (cores := len(os.sched_getaffinity(0))):
         pipe.log(
             "warning",
-            f"computes with the {assignment.threads} threads of the first attempt on {cores} cores: "
+            f"computes with the {threads['threads']} threads of the first attempt on {cores} cores: "
             "the numbers stay the same, and it takes longer",
         )
     requested = parse_document(assignment.document)
@@ -144,12 +150,12 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> Fi
         raise DocumentRefused((refused,))
     assignment = bounds_of_plan(assignment)
     place = computing_place(requested, device, assignment.bounds, assignment.device if assignment.estimate else None)
-    place = replace(place, ranks=ranks)
+    place = replace(place, ranks=ranks, threads=threads)
     notes = InputNotes()
     context = make_context(assignment, pipe, checkpoint, place, notes)
     extended = None if requested.extends is None else open_extended(requested, assignment, context, parse_document)
     document = requested if extended is None else extended.document
-    _seed(document.collection.seed)
+    seed_libraries(document.collection.seed)
     adopt_checkpoint(assignment.scratch, assignment.earlier)
     attempt = _Attempt(
         assignment=assignment,
@@ -159,10 +165,17 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> Fi
         context=context,
         pipe=pipe,
         place=place,
+        notes=notes,
     )
     finished = _compute(attempt)
     if isinstance(finished, Finished):
-        finished = replace(finished, unused=tuple(notes.unused), notices=tuple(notes.notices))
+        finished = replace(
+            finished,
+            unused=tuple(notes.unused),
+            notices=tuple(notes.notices),
+            reading=read(Reading, dict(notes.reading), "reading"),
+            adapters=tuple(notes.adapters),
+        )
     # an attempt that ends otherwise leaves it to the next; one that knows that there is none clears it
     shutil.rmtree(assignment.scratch, ignore_errors=True)
     group.stop()
@@ -181,6 +194,7 @@ class _Attempt:
     context: LoaderContext
     pipe: FramePipe
     place: ComputingPlace
+    notes: InputNotes
     read: ReadDigests = field(default_factory=ReadDigests)
     """Digests of the data that a piece has read."""
 
@@ -207,16 +221,19 @@ def _compute(attempt: _Attempt) -> Finished | Divided:
         against_sha256=factors_digest(workspace.inputs.stored_against),
     )
     if opened is None:
-        return joined_digests(finished, assignment.pieces) if joins(assignment) else finished
+        if not joins(assignment):
+            return finished
+        attempt.notes.take(read_notes(assignment.pieces))
+        return joined_digests(finished, assignment.pieces)
     data_sha256 = opened.data_sha256(checkpoint)
     require_same_data(attempt.place.ranks, data_sha256)
     if assignment.piece is not None:
-        workspace.ports.artifacts.save_json(READ, attempt.read.as_json())
+        workspace.ports.artifacts.save_json(READ, attempt.read.as_json(attempt.notes.as_json()))
     finished = replace(finished, model_sha256=opened.model_sha256, data_sha256=data_sha256, examples=opened.examples)
     return finished if attempt.extended is None else extended_digests(finished, attempt.extended)
 
 
-def _open_inputs(attempt: _Attempt) -> InputDigests | Finished | Divided | None:
+def _open_inputs(attempt: _Attempt) -> InputDigests | OpenedImages | Finished | Divided | None:
     """Give the workspace its inputs; return digests of model and data, None without, or the attempt's last frame."""
     assignment, document, workspace, context = attempt.assignment, attempt.document, attempt.workspace, attempt.context
     if assignment.piece is None:
@@ -224,6 +241,9 @@ def _open_inputs(attempt: _Attempt) -> InputDigests | Finished | Divided | None:
         # before a model is loaded and data are read: what cannot be compared ends here
         if not assignment.estimate:
             workspace.inputs.stored_against = open_against(document, assignment, context)
+    apart = next((ANALYSES[kind] for kind in document.kinds if not ANALYSES[kind].collects), None)
+    if apart is not None:
+        return _open_images(attempt, apart.estimate)
     if document.factors is not None:
         workspace.inputs.stored = open_factors(document, assignment, context)
         workspace.machine.guard.hold()
@@ -234,6 +254,23 @@ def _open_inputs(attempt: _Attempt) -> InputDigests | Finished | Divided | None:
         take_pieces(assignment, workspace)
         return None
     return _open_model(attempt)
+
+
+def _open_images(attempt: _Attempt, estimate: str) -> OpenedImages | Finished:
+    """Open the images that episodes are drawn of, and the weights that a training begins with."""
+    document, workspace, context = attempt.document, attempt.workspace, attempt.context
+    with workspace.machine.operation("data"):
+        opened = load_images(document, context)
+    workspace.inputs.images, workspace.inputs.examples = opened.data, opened.examples
+    if attempt.assignment.estimate:
+        _announce(attempt, resolve(estimate)(workspace))
+        return Finished()
+    return opened
+
+
+def _announce(attempt: _Attempt, plan: Mapping[str, Any]) -> None:
+    device, unmeasured = attempt.place.device.type, list(attempt.place.unmeasured)
+    attempt.pipe.planned({**plan, "device": device, "unmeasured": unmeasured})
 
 
 def _open_model(attempt: _Attempt) -> InputDigests | Finished | Divided:
@@ -257,8 +294,7 @@ def _open_model(attempt: _Attempt) -> InputDigests | Finished | Divided:
         workspace.inputs.model = loaded.model
         part = plan_part(document, data, workspace.inputs)
         plan = resolve(ESTIMATE)(workspace, part.pieces)
-        unmeasured = list(attempt.place.unmeasured)
-        attempt.pipe.planned({**plan, **part.said, "device": attempt.place.device.type, "unmeasured": unmeasured})
+        _announce(attempt, {**plan, **part.said})
         return Finished()
     if attempt.extended is not None:
         data = enter_extension(attempt.extended, data, workspace)
@@ -312,25 +348,6 @@ def _use_cache(attempt: _Attempt, digests: InputDigests) -> None:
     )
 
 
-def _settle(threads: int | None, device: torch.device) -> None:
-    """Set torch up for the same numbers on the same machine, before the first tensor."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    torch.set_float32_matmul_precision("highest")
-    if device.type == "cuda":
-        torch.backends.cudnn.allow_tf32 = False
-        torch.backends.cudnn.benchmark = False
-        # not an error where an operation has no deterministic form: the record will tell
-        torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-def _seed(seed: int) -> None:
-    """For models and data that draw; our own labels are keyed by counters and need none."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - a caller's factory may use the global generator
-
-
 def _analyse(workspace: Workspace, pipe: FramePipe) -> tuple[RefusedAnalysis, ...]:
     """Send the rows and summaries of all analyses up; return those that were refused."""
     return run_analyses(
@@ -350,9 +367,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stop.install()
     ranked = connect(descriptors.answers)
     pipe = ranked or FramePipe(descriptors.frames, descriptors.answers)
+    callers = CallerCode()
     try:
         text = sys.stdin.buffer.read() if ranked is None else read_assignment_text()
-        finished = execute(read_assignment(text), pipe, stop)
+        assignment = read_assignment(text)
+        callers = CallerCode.of(assignment)
+        finished = execute(assignment, pipe, stop)
     except StopRequested:
         pipe.send(Stopped())
         return EXIT_STOPPED
@@ -360,7 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # the reader is gone: the parent has ended, and the guardian is about to end this process
         return _EXIT_CODES["fatal"]
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, the parent gets it
-        failed = failure_of(error)
+        failed = failure_of(error, callers)
         pipe.send(failed)
         return _EXIT_CODES[failed.category]
     pipe.send(finished)

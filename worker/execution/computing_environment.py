@@ -3,13 +3,18 @@
 import importlib.metadata
 import os
 import platform
+import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from catalog.requests.assignment import Assignment
 from engine.memory.budget import context_bytes
+from engine.memory.device_speed import fastest_threads
 from worker.execution.refusal import Refusal, Unavailable
 from worker.process.crash import DEVICE_LOST
 
@@ -79,3 +84,53 @@ def processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
+
+
+def settle_threads(assignment: Assignment) -> dict[str, Any]:
+    """Set the threads that the job computes with: a later attempt has those of the first, whose digests hold for them.
+
+    A first attempt that may choose takes those of which products are fastest at this moment. Ranks and pieces, whose
+    numbers are added up, have as many as they are given.
+
+    Args:
+        assignment: The attempt.
+
+    Returns:
+        The plan's entries: the threads, and where some were tried, the operations per second of each.
+    """
+    earlier = (assignment.plan or {}).get("threads") if assignment.threads is None else None
+    threads = earlier or assignment.threads
+    if threads is not None:
+        torch.set_num_threads(threads)
+    alone = assignment.piece is None and assignment.document.get("shards") is None and "LOCAL_RANK" not in os.environ
+    if not assignment.choose_threads or assignment.plan is not None or not alone or torch.get_num_threads() == 1:
+        return {"threads": torch.get_num_threads()}
+    chosen, speeds = fastest_threads(torch.get_num_threads())
+    return {"threads": chosen, "thread_speeds": {str(tried): speed for tried, speed in speeds.items()}}
+
+
+def process_begun() -> float:
+    """Return the moment at which this process was made, by the monotonic clock."""
+    now = time.monotonic()
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return now - max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, AttributeError):
+        return now
+
+
+def settle_numerics(device: torch.device) -> None:
+    """Set torch up for the same numbers on the same machine, before the first tensor."""
+    torch.set_float32_matmul_precision("highest")
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cudnn.benchmark = False
+        # not an error where an operation has no deterministic form: the record will tell
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def seed_libraries(seed: int) -> None:
+    """For models and data that draw; our own labels are keyed by counters and need none."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - a caller's factory may use the global generator

@@ -5,8 +5,8 @@ then: the document names the device's bytes, and the plan says what was taken fo
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
@@ -34,6 +34,8 @@ class ComputingPlace:
     unmeasured: tuple[str, ...] = ()
     """Assumptions of a plan for a device that is not here; empty where the device is here."""
 
+    threads: Mapping[str, Any] = field(default_factory=dict)
+    """The plan's entries on computing threads."""
     ranks: Ranks | None = None
     """The ranks of the job, seen from this process; None where it is alone."""
 

@@ -15,6 +15,7 @@
 
 import errno
 import traceback
+from dataclasses import replace
 
 from catalog.field_errors import Complaint
 from catalog.frames import Failed
@@ -24,6 +25,7 @@ from engine.memory.budget import free_host_bytes, resident_bytes
 from engine.memory.out_of_memory import first_line, lost_device, ran_out_of_memory
 from engine.memory.plan import readable_bytes
 from worker.disk.free_space import DISK_FULL, describe_full_disk
+from worker.execution.caller_code import CallerCode
 from worker.execution.refusal import Refusal, storable_text
 from worker.process.crash import DEVICE_LOST
 
@@ -40,8 +42,17 @@ class DocumentRefused(Exception):
         self.complaints = complaints
 
 
-def failure_of(error: BaseException) -> Failed:
-    """Return the frame that reports an exception."""
+def failure_of(error: BaseException, callers: CallerCode | None = None) -> Failed:
+    """Return the frame that reports an exception.
+
+    Args:
+        callers: The code of the job's factories, calls of which the frame's trace holds.
+    """
+    failed = _frame_of(error)
+    return failed if callers is None else replace(failed, trace=callers.trace(error))
+
+
+def _frame_of(error: BaseException) -> Failed:
     match error:
         case Refusal():
             return _failed(error, error.category, error.code, error.message, pointer=error.pointer)

@@ -31,6 +31,7 @@ from worker.execution.refusal import Refusal
 from worker.execution.resolve import resolve
 
 POINTER = "/natural_gradient/gradient/path"
+WEIGHTS = "/fewshot_training/weights"
 _TYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -48,26 +49,56 @@ def load_gradient(path: str, context: LoaderContext) -> dict[str, Tensor]:
         Refusal: If the file lies outside what the operator lists, is not a safetensors file, holds a tensor that is not
             of floating-point numbers, or has more bytes than are left to the job.
     """
-    found = context.open_path(path, POINTER)
+    return _read_tensors(path, context, POINTER, "gradient", "trainable parameter")
+
+
+def load_weights(path: str, context: LoaderContext) -> dict[str, Tensor]:
+    """Read weights that a training begins with, by the same rules; BatchNorm's counts of batches are left out.
+
+    Args:
+        path: The file, as the document names it.
+        context: The loaders' rules for paths, and how many bytes may be read.
+
+    Returns:
+        Host tensors by name, all finite.
+
+    Raises:
+        Refusal: As of a gradient, or if a tensor holds NaN or Inf.
+    """
+    weights = _read_tensors(path, context, WEIGHTS, "checkpoint", "parameter and buffer", ".num_batches_tracked")
+    for name, tensor in weights.items():
+        if not bool(tensor.isfinite().all()):
+            raise Refusal(
+                f"tensor `{name}` holds values that are NaN or Inf; take an intact checkpoint",
+                pointer=WEIGHTS,
+                code="non_finite_model",
+            )
+    return weights
+
+
+def _read_tensors(
+    path: str, context: LoaderContext, pointer: str, what: str, of: str, ignored: str | None = None
+) -> dict[str, Tensor]:
+    found = context.open_path(path, pointer)
     if isinstance(found, OpenFolder):
         raise Refusal(
-            f"{found.name} is a folder; name a `.safetensors` file with a tensor for each trainable parameter",
-            pointer=POINTER,
+            f"{found.name} is a folder; name a `.safetensors` file with a tensor for each {of}", pointer=pointer
         )
-    header = read_header(found, POINTER)
+    entries = read_header(found, pointer)
+    header = {name: entry for name, entry in entries.items() if ignored is None or not name.endswith(ignored)}
     other = next((name for name, entry in sorted(header.items()) if entry.dtype not in _TYPES), None)
     if other is not None:
         raise Refusal(
-            f"`{other}` of {found.name} is of type {header[other].dtype}; a gradient is of one of {', '.join(_TYPES)}",
-            pointer=POINTER,
-            code="broken_gradient",
+            f"`{other}` of {found.name} is of type {header[other].dtype}; a {what} is of one of {', '.join(_TYPES)}",
+            pointer=pointer,
+            code=f"broken_{what}",
         )
     size = sum(entry.numbers * ELEMENT_BYTES[entry.dtype] for entry in header.values())
     if size > context.most_bytes:
         raise Refusal(
             f"{found.name} has {readable_bytes(size)} of tensors, and {readable_bytes(context.most_bytes)} of host "
             "memory are left to this job; give it more (`memory.host`)",
-            pointer=POINTER,
+            pointer=pointer,
             code="budget_exceeded",
         )
     with safe_open(found, framework="pt") as file:
@@ -142,7 +173,7 @@ def try_before_training(document: JobDocument, context: LoaderContext) -> None:
     if make is None:
         return
     # the loaders have their say in the log when the job itself loads
-    quiet = replace(context, log=_ignore, note=_ignore, unused=_ignore)
+    quiet = replace(context, log=_ignore, note=_ignore, unused=_ignore, describe=_ignore, adapted=_ignore)
     bare = load_model(document, replace(quiet, shapes_only=True))
     resolve("worker.execution.models.trial_run:try_untrained")(make, load_data(document, bare, quiet), document.task)
     context.checkpoint()

@@ -42,5 +42,7 @@ class LoadedModel:
     """Null for a model of images or plain numbers."""
     input_name: str | None = None
     """The one input's name where ``forward`` is to be called by name (`pixel_values`)."""
+    class_names: tuple[str, ...] = ()
+    """Names of the classes by their numbers, as `id2label` has them; empty where there are none."""
     provenance: str = ""
     """Source of the weights, pinned: for the manifest."""

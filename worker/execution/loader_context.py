@@ -4,7 +4,9 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from catalog.frames import AppliedAdapter
 from worker.execution.data.byte_count import ByteCount
 from worker.execution.files.open_files import OpenFile, OpenFolder, open_allowed, outside, real_path
 from worker.execution.refusal import Refusal, storable_text
@@ -36,6 +38,11 @@ class LoaderContext:
     """Receives what was read otherwise than it stands there, in a way that changes numbers."""
     unused: Callable[[str], None] = _ignore
     """Receives what lies in the model's folder or the data, and was not used."""
+    describe: Callable[[str, Any], None] = _ignore
+    """Receives how the data were read, by name: columns, the numbers of labels, the scale of images."""
+
+    adapted: Callable[[AppliedAdapter], None] = _ignore
+    """Receives the adapter that was applied to the model."""
 
     def notice(self, message: str) -> None:
         """Say in log and record that numbers are of something else than what stands in a folder or file."""

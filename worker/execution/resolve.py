@@ -15,7 +15,7 @@ from typing import Any
 from worker.execution.refusal import Refusal, names
 
 _ALL = frozenset({"api", "catalog", "engine", "jobs", "kronoscope", "migrations", "worker"})
-_OURS = _ALL if __name__.partition(".")[0] == "worker" else frozenset({"kronoscope"})
+OUR_MODULES = _ALL if __name__.partition(".")[0] == "worker" else frozenset({"kronoscope"})
 """Names that a caller's module cannot have: those of a checkout's folders, or of the wheel's one package."""
 
 
@@ -77,7 +77,10 @@ def call_factory(factory: Callable[..., Any], name: str, kwargs: dict[str, Any],
 
 def describe_exception(error: BaseException) -> str:
     """Describe an exception of a caller's code."""
-    text = str(error)[:500]
+    try:
+        text = str(error)[:500]
+    except (Exception, SystemExit):  # noqa: BLE001 - a caller's code again
+        text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -86,8 +89,8 @@ def _require_reachable(top: str, paths: Sequence[Path], pointer: str) -> None:
     if theirs is None:
         return
     installed = None
-    if top in _OURS or top in sys.stdlib_module_names:
-        installed = "Kronoscope" if top in _OURS else "Python"
+    if top in OUR_MODULES or top in sys.stdlib_module_names:
+        installed = "Kronoscope" if top in OUR_MODULES else "Python"
     else:
         elsewhere = [entry for entry in sys.path if entry and Path(entry) not in {Path(path) for path in paths}]
         spec = importlib.machinery.PathFinder.find_spec(top, elsewhere)

@@ -13,8 +13,8 @@ from engine.analyses.spectra import search_checkpoints
 from engine.collection import checkpoints
 from engine.measurement import stored_decompositions
 
-MANIFESTS = (checkpoints.MANIFEST, search_checkpoints.MANIFEST)
-"""The files that make others a checkpoint: of a collection, and of a search for eigenvalues."""
+MANIFESTS = (checkpoints.MANIFEST, *search_checkpoints.MANIFESTS)
+"""The files that make others a checkpoint: of a collection, of a search for eigenvalues, and of a training."""
 _MARKERS = f"bases/*{stored_decompositions.DEVICE_ASKED}"
 _PART = ".part-"
 

@@ -94,6 +94,7 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
         "checkpoint_seconds": _CHECKPOINT_SECONDS,
         # as for a worker: pieces run one after another here, so that `auto` never takes it
         "decompose_round": os.environ.get("KRONOSCOPE_DECOMPOSE_ROUND", "auto"),
+        "choose_threads": request.get("threads") is None,
         **{name: request[name] for name in _PASSED_ON if request.get(name) is not None},
         "document": document,
         "artifacts": output,

@@ -28,7 +28,7 @@ LOST_PARTS = (DEVICE_LOST, RANK_LOST, OOM)
 
 MEMORY_REMEDY = (
     'give `memory.host` a size below what the machine has (such as "4GiB"), so that the job is planned to fit, or '
-    "lower `collection.batch_size`"
+    "lower `collection.batch_size` where factors are collected"
 )
 
 
@@ -134,7 +134,8 @@ def crash_failure(signature: Signature, detail: str | None, *, exhausted: bool =
             detail=detail,
         )
     remedy = (
-        "SIGKILL is most often the machine running out of memory: lower `collection.batch_size` or `memory.host`"
+        "SIGKILL is most often the machine running out of memory: lower `memory.host`, or `collection.batch_size` "
+        "where factors are collected"
         if signature.signal == "SIGKILL"
         else "if it happens again, the operator's log of this job has the process's last lines"
     )

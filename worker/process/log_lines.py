@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from catalog import ANALYSES
 from catalog.frames import Frame, LayerDone, LogLine, Summarised
 
 _COUNTED = {
@@ -44,6 +45,11 @@ class LogFormatter:
         Returns:
             Zero or more lines.
         """
+        analysis = ANALYSES.get(frame.kind) if isinstance(frame, (LayerDone, Summarised)) else None
+        if isinstance(frame, LayerDone) and analysis is not None and analysis.log_row is not None:
+            return [_plain_row(frame, analysis.log_row(frame.outcome.get("metrics") or {}))]
+        if isinstance(frame, Summarised) and analysis is not None and analysis.log_summary is not None:
+            return [LogLine(level="info", message=f"{frame.kind} done: {analysis.log_summary(frame.summary)}")]
         if isinstance(frame, LayerDone):
             record = frame.outcome.get("record") or {}
             if frame.outcome.get("status") != "declared" and record.get("branch"):
@@ -62,6 +68,16 @@ class LogFormatter:
                 self._dampings.get(frame.kind, Dampings()),
             )
         return []
+
+
+def _plain_row(frame: LayerDone, text: str) -> LogLine:
+    """The line of a row that no curvature was measured of."""
+    return LogLine(
+        level="info",
+        message=f"{frame.kind} {frame.ordinal} {printable(frame.layer)}: "
+        f"parameters={_value(frame.outcome, 'parameter_count')} {text}"
+        f" seconds={_value(frame.observed, 'seconds')}",
+    )
 
 
 @dataclass

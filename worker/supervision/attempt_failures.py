@@ -1,5 +1,6 @@
 """Failures that the supervisor itself ends an attempt with, and what their messages say."""
 
+import re
 from dataclasses import replace
 from typing import Literal
 
@@ -10,6 +11,14 @@ from worker.disk.free_space import DISK_FULL, describe_full_disk
 from worker.process.child_process import Child
 from worker.process.crash import BROKEN_CHILD, OOM, RANK_LOST
 
+_SAID_BY_FACTORIES = frozenset({"factory_failed", "model_refused"})
+_MOST_SAID = 2_045
+"""Bytes of a message that a factory's code has written, without the mark that it was cut."""
+_ABSOLUTE = re.compile(
+    r"""(?P<quote>['"`])(?:/(?!\s)[^'"`\n]*)?/(?P<quoted>[^'"`/\n]+)/?(?P=quote)"""
+    r"""|"/(?:[^"\n]*/)?(?P<double>[^"/\n]+)/?"|(?<![\w.…])(?:/+[^\s/'"`]+)*/+(?P<plain>[^\s/'"`]+)/?"""
+)
+"""An absolute path: in quotes with blanks, else to the next blank or quote."""
 _DEADLINE_PASSED = (
     "the job was stopped at its deadline; the layers that were done stay. Submit it again with a later one"
 )
@@ -30,6 +39,7 @@ _BEYOND_DISK = {
     "hidden": "what the job has on the disk could not be counted: {place} cannot be looked into; leave folders and "
     "processes open to their own user",
 }
+_MAX_PAUSE_SECONDS = 900.0
 LEASE_TOO_SMALL = "needs more than was leased for it; another device holds it"
 _STOPPED_FROM_OUTSIDE = "the computing process was told to stop by something other than this service; it is tried again"
 
@@ -37,6 +47,25 @@ _STOPPED_FROM_OUTSIDE = "the computing process was told to stop by something oth
 def with_detail(failure: Failed, tail: str | None) -> Failed:
     """Return a failure with the end of the child's output as its detail, unless it has a detail."""
     return failure if tail is None or failure.detail is not None else replace(failure, detail=tail)
+
+
+def for_callers(failure: Failed) -> Failed:
+    """Return a failure of a factory's code as the caller of a service, who may not be its author, may read it.
+
+    Its message is what that code said: one line of at most 2 KiB, with the last part alone of each absolute path.
+    Others are left as they are.
+    """
+    if not failure.trace and failure.code not in _SAID_BY_FACTORIES:
+        return failure
+    shown = _ABSOLUTE.sub(_last_part, failure.message)
+    line = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in shown)
+    within = line.encode()[:_MOST_SAID].decode(errors="ignore")
+    return replace(failure, message=within if within == line else f"{within}…")
+
+
+def _last_part(path: re.Match[str]) -> str:
+    quote = path["quote"] or ('"' if path["double"] else "")
+    return f"{quote}…/{path['quoted'] or path['double'] or path['plain']}{quote}"
 
 
 def full_disk_failure(error: Exception) -> Failed | None:
@@ -54,6 +83,17 @@ def within_disk(child: Child, last: Frame | None, planned_bytes: int | None) -> 
     if excess.kind == "room" and planned_bytes is not None and planned_bytes > excess.limit:
         return failure_frame("transient", DISK_FULL, f"{message}; as its plan needs so much, it waits for room")
     return failure_frame("usage", DISK_LIMIT, message)
+
+
+def pause_after(failure: Failed, waits: float, *, retry_later: bool) -> float:
+    """Return how long a job that has failed is not claimed; 0 where nothing has to pass by itself.
+
+    Args:
+        waits: Seconds to wait for a disk or for files.
+        retry_later: Whether files could not be read.
+    """
+    # whatever fills the disk, or keeps files from being read, is not gone within seconds, and failures are counted
+    return min(waits, _MAX_PAUSE_SECONDS) if retry_later or failure.code == DISK_FULL else 0
 
 
 def unkept_failure(error: ArtifactDamaged | DiskTooSmall | FrameBeyond | QuotaExceeded) -> Failed:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from sqlalchemy import Engine
 
@@ -16,6 +17,7 @@ from worker.process.child_process import child_environment
 from worker.settings import WorkerSettings
 from worker.supervision.lease_monitor import LeaseWatch
 
+_PACKAGED = Path(__file__).parents[1] / "execution" / "models" / "trained"
 _TRAINING_SECONDS = 120.0
 _POLL_SECONDS = 0.05
 
@@ -30,7 +32,7 @@ def train_builtin(engine: Engine, claim: Claim, settings: WorkerSettings, watch:
     apart = settings.child_namespaces or settings.confinement(claim.user_number).apart
     if not apart or claim.kinds == (ESTIMATE,) or model.get("source") != "builtin":
         return
-    if any((store / "builtin").glob(f"{name}-*.json")):
+    if any(any(folder.glob(f"{name}-*.json")) for folder in (_PACKAGED, store / "builtin")):
         return
     text = f"training the builtin model {name} for this service: once, for all jobs"
     write_log_line(engine, claim, LogLine(level="info", message=text))

@@ -19,6 +19,7 @@ from worker.process.confinement import Confinement
 from worker.process.disk_limit import DiskLimit
 from worker.process.spare_child import SpareChild
 from worker.settings import WorkerSettings
+from worker.supervision.frame_writer import AttemptTerms
 from worker.supervision.job_namespaces import job_namespaces
 from worker.supervision.stage_factors import LaidOutFactors
 from worker.supervision.tenant_cache import cache_bytes_of
@@ -129,7 +130,7 @@ def _environment(threads: int) -> dict[str, str]:
 def assignment(
     claim: Claim,
     settings: WorkerSettings,
-    threads: int,
+    terms: AttemptTerms,
     artifacts: Path,
     factors: LaidOutFactors,
     scratch: Scratch,
@@ -146,7 +147,8 @@ def assignment(
         document=plain(claim.document),
         artifacts=artifacts,
         completed=tuple(claim.completed),
-        threads=threads,
+        threads=terms.threads,
+        choose_threads=terms.choose_threads,
         paths=tuple(map(Path, settings.paths)),
         allowed=Allowed(
             factories=tuple(settings.factories_of(claim.tenant_id)),

@@ -72,6 +72,8 @@ class AttemptTerms:
     """The operator's settings for one attempt."""
 
     threads: int
+    choose_threads: bool
+    """Whether the child may take fewer of them: the operator has not said how many."""
     stored_bytes: int | None
     """The quota of tenants without one of their own; None for no limit."""
     cache_bytes: int
@@ -90,6 +92,7 @@ class AttemptTerms:
         threads = int((claim.plan or {}).get("threads") or own)
         return cls(
             threads=threads,
+            choose_threads=settings.threads is None,
             stored_bytes=settings.ledger.stored_bytes,
             cache_bytes=cache_bytes_of(claim, settings),
             group=settings.confinement(claim.user_number).user,
@@ -123,7 +126,7 @@ class LedgerSink:
         self._progress = ProgressView(
             claim.kinds,
             claim.completed,
-            collects=claim.document.get("factors") is None,
+            collects=claim.document.get("factors") is None and claim.document.get("model") is not None,
             piece=claim.piece is not None,
             percent=claim.percent,
         )
@@ -222,7 +225,7 @@ class LedgerSink:
     @_keep.register
     def _planned(self, frame: Planned) -> None:
         # threads stand in the plan: both decide the digests, and later attempts follow both
-        planned = Planned(plan={**frame.plan, "threads": self._terms.threads})
+        planned = Planned(plan={**frame.plan, "threads": self._threads(frame.plan)})
         self._progress.take_plan(frame.plan)
         self.planned_disk_bytes = _disk_bytes(frame.plan)
         if not self.write(lambda: attempt_writes.write_plan(self._engine, self._claim, planned)):
@@ -230,6 +233,13 @@ class LedgerSink:
         most = self._terms.disk_bytes
         if most is not None and (self.planned_disk_bytes or 0) >= most:
             raise DiskTooSmall(self.planned_disk_bytes or 0, most)
+
+    def _threads(self, plan: Mapping[str, Any]) -> int:
+        """Return the threads that the child says it computes with, as far as it may choose them."""
+        own, most = plan.get("threads"), self._terms.threads
+        if not self._terms.choose_threads or not isinstance(own, int) or isinstance(own, bool):
+            return most
+        return own if 1 <= own <= most else most
 
     @_keep.register
     def _layer_done(self, frame: LayerDone) -> None:

@@ -10,7 +10,7 @@ from catalog.frames import LayerDone, Progress
 from catalog.responses.remaining_time import RemainingTime
 
 COLLECTION_SHARE = 70.0
-"""Per cent of a job's bar that collecting takes; the analyses share the rest."""
+"""Per cent of a job's bar that collecting takes, and the analyses share the rest, where the plan lacks seconds."""
 PIECE_SHARE = 95.0
 """The same of a piece of a divided job, which then stores what it has collected."""
 _WRITE_SECONDS = 0.5
@@ -32,6 +32,7 @@ class ProgressView:
         self._analyses = list(kinds)
         self._rows = set(done)
         self._kinds = len(kinds)
+        self._piece = piece
         self._after_pieces = percent > 0
         self._start = (PIECE_SHARE if piece else COLLECTION_SHARE) if collects else 0.0
         self._remaining = RemainingTime(kinds)
@@ -73,6 +74,10 @@ class ProgressView:
         }
 
     def _estimate(self, frame: Progress) -> float:
+        divided = self._piece or self._after_pieces
+        planned = self._remaining.share(frame.stage, frame.done, frame.total)
+        if planned is not None and not divided and not self._lacks_seconds():
+            return 100.0 * planned
         within = min(1.0, frame.done / frame.total) if frame.total else 0.0
         if frame.stage == "collection":
             return 0.0 if self._after_pieces else self._start * within
@@ -86,6 +91,12 @@ class ProgressView:
                     return self._start + each * (place + before + share * within)
                 before += share
         return 0.0
+
+    def _lacks_seconds(self) -> bool:
+        """Whether the plan leaves out a stage that will come."""
+        planned = self._plan.get("stages") or {}
+        stages = (stage for kind in self._analyses for stage in stages_of(kind))
+        return any(stage.planned not in (None, *planned) and self._will_come(stage) for stage in stages)
 
     def _will_come(self, stage: AnalysisStage) -> bool:
         """Whether the plan announces a stage."""

@@ -40,7 +40,6 @@ from jobs.queue.crash_signatures import record_crash
 from jobs.queue.division import divide
 from jobs.records import Claim
 from worker.devices.device_health import DeviceHealth
-from worker.disk.free_space import DISK_FULL
 from worker.process.child_process import EXECUTION, Child, MalformedFrame
 from worker.process.crash import (
     DEVICE_LOST,
@@ -59,9 +58,11 @@ from worker.supervision import child_launch
 from worker.supervision.attempt_failures import (
     LEASE_TOO_SMALL,
     failure_frame,
+    for_callers,
     full_disk_failure,
     how_it_broke,
     layout_failure,
+    pause_after,
     stop_failure,
     unkept_failure,
     with_detail,
@@ -78,7 +79,6 @@ from worker.supervision.stage_factors import FactorsUnavailable, lay_out_factors
 from worker.supervision.stage_pieces import lay_out_pieces
 
 _OUTPUT_LINE_BYTES = 1_000
-_MAX_PAUSE_SECONDS = 900.0
 _SICK_PAUSE_SECONDS = 10.0
 """For a job whose device did not come up: a worker of many such devices is not to go through them all at once."""
 
@@ -271,7 +271,7 @@ class Supervisor:
         if self._watch.reason is None:  # else no child will read it
             self._bring_scratch()
             train_builtin(self._engine, self._claim, self._settings, self._watch)
-        told = child_launch.assignment(self._claim, self._settings, self._terms.threads, place, factors, self._scratch)
+        told = child_launch.assignment(self._claim, self._settings, self._terms, place, factors, self._scratch)
         return replace(told, **pieces)
 
     def _bring_scratch(self) -> None:
@@ -390,11 +390,8 @@ class Supervisor:
     def _fail(self, failure: Failed, tail: str | None, *, retry_later: bool = False) -> State:
         failure = with_detail(failure, tail)
         self._log.warning("attempt failed", **{name: value for name, value in vars(failure).items() if name != "frame"})
-        # whatever fills the disk, or keeps files from being read, is not gone within seconds, and failures are counted
-        retry_later = retry_later or failure.code == DISK_FULL
-        pause = self._settings.disk_pause_seconds * 2**self._claim.failures if retry_later else 0
-        state = self._sink.write(
-            lambda: attempt_endings.fail(self._engine, self._claim, failure, min(pause, _MAX_PAUSE_SECONDS))
-        )
+        waits = self._settings.disk_pause_seconds * 2**self._claim.failures
+        pause = pause_after(failure, waits, retry_later=retry_later)
+        state = self._sink.write(lambda: attempt_endings.fail(self._engine, self._claim, for_callers(failure), pause))
         self._clear(state)
         return state

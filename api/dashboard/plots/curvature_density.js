@@ -1,4 +1,4 @@
-// The densities of two curvatures over each other: K-FAC's, and that of an exact matrix with its 95 % band.
+// The densities of two curvatures over each other: K-FAC's, and that of an exact matrix with its 95% band.
 
 import { h, replace } from "../scripts/dom.js";
 import { curvatureName, decade, number, percent } from "../scripts/format.js";
@@ -41,7 +41,7 @@ function linesOf(curvature, style, points, name, low) {
       lines.push({ style, edge: "low", values: edge(points, density, lows, low) });
     }
     const raw = new Map(density.log10.map((point, index) => [point, { value: values[index], low: lows?.[index], high: highs?.[index] }]));
-    lines.push({ style, dashed, gaps: true, legend: highs && !dashed ? `${legend} and its 95 % band` : legend, name: legend, raw, values: over(points, density, values, low) });
+    lines.push({ style, dashed, gaps: true, legend: highs && !dashed ? `${legend} and its 95% band` : legend, name: legend, raw, values: over(points, density, values, low) });
   }
   return lines;
 }
@@ -65,8 +65,8 @@ function draw(place, chosen, name, words, signal) {
   const said = (line, point) => {
     const found = line.raw.get(point);
     if (typeof found?.value !== "number") return null;
-    const band = typeof found.high === "number" ? ` (${percent(found.low, 2)} to ${percent(found.high, 2)})` : "";
-    return `${line.name} ${percent(found.value, 2)}${band}`;
+    const band = typeof found.high === "number" ? ` (${percent(found.low)} to ${percent(found.high)})` : "";
+    return `${line.name} ${percent(found.value)}${band}`;
   };
   const plot = {
     label: `${words.label}: ${chosen.map(([curvature]) => curvatureName(curvature.of)).join(" and ")}, magnitudes ${number(magnitudes[0])} to ${number(magnitudes.at(-1))}`,

@@ -31,7 +31,7 @@ function draw(place, { samples, ...curve }, signal) {
     label: `Memory over ${seconds(last)}: ${peaks.join("; ")}`,
     height: () => 230,
     xs: samples.map((sample) => sample.seconds),
-    x: { name: "time since the start of the attempt", low: 0, high: last, format: seconds, space: 96 },
+    x: { name: "time since the start of the attempt", low: Math.min(samples[0].seconds, last * 0.99), high: last, format: seconds, space: 96 },
     y: { name: "memory", low: 0, high: 1.08 * Math.max(1, ...lines.flatMap((line) => [line.top, line.planned])), format: bytes, incrs: STEPS },
     series: [...lines, ...limits],
     read: (index) => [`${seconds(samples[index].seconds)}, ${samples[index].operation}`, ...lines.filter((line) => line.values[index] !== null).map((line) => `${bytes(line.values[index])} ${line.name}`)].join("   "),
@@ -81,16 +81,15 @@ function stageTable(stages, pace) {
   const signed = (error) => {
     if (typeof error !== "number") return "–";
     if (error >= 10) return `×${Math.round(1 + error)}`;
-    return `${error < 0 ? "−" : "+"}${Math.abs(Math.round(error * 100))} %`;
+    return `${error < 0 ? "−" : "+"}${Math.abs(Math.round(error * 100))}%`;
   };
   const cells = (stage) =>
     quantities.flatMap(([name, , show]) => {
       const [planned, measured, error] = ["planned", "measured", "error"].map((part) => stage[`${part}_${name}`]);
       const over = name !== "seconds" && error > 0;
-      // at a usual pace less than ten seconds are not foreseen, and below one it is mostly what begins everything
-      const hidden = name === "seconds" && pace !== "measured" && (planned ?? 0) < 10;
-      const short = hidden || (name === "seconds" && Math.min(planned ?? 0, measured ?? 0) < 1);
-      return [planned && !hidden ? `${name === "seconds" ? "about " : ""}${show(planned)}` : "–", measured ? show(measured) : "–", h(over ? "strong" : "span", {}, short ? "–" : signed(error))].map((value) => h("td", {}, value));
+      // at a usual pace less than ten seconds are not foreseen
+      const hidden = name === "seconds" && pace === "usual" && (planned ?? 0) < 10;
+      return [planned && !hidden ? `${name === "seconds" ? "about " : ""}${show(planned)}` : "–", measured ? show(measured) : "–", h(over ? "strong" : "span", {}, hidden ? "–" : signed(error))].map((value) => h("td", {}, value));
     });
   return h(
     "div",

@@ -37,7 +37,7 @@ function drawCurve(place, curve, dimension, signal) {
       { style: "G", values: points.map(([, value]) => value) },
       { style: "G", limit: true, values: points.map(() => dimension) },
     ],
-    read: (index) => `${number(points[index][1], 4)} of ${number(dimension)} directions at damping ${number(points[index][0])}`,
+    read: (index) => `${number(points[index][1])} of ${number(dimension)} directions at damping ${number(points[index][0])}`,
   };
   drawPlot(place, plot, signal);
 }
@@ -48,9 +48,9 @@ function facts(model, summary) {
   const decay = model.decay;
   const late = Object.entries(summary.not_converged ?? {}).filter(([, layers]) => layers);
   const lines = [
-    ["Effective rank of the model", number(model.effective_rank, 4), "Of all layers as one block-diagonal matrix; the layers' own do not add up to it"],
-    ["Participation ratio", number(model.participation_ratio, 4)],
-    ["Stable rank", number(model.stable_rank, 4)],
+    ["Effective rank of the model", number(model.effective_rank), "Of all layers as one block-diagonal matrix; the layers' own do not add up to it"],
+    ["Participation ratio", number(model.participation_ratio)],
+    ["Stable rank", number(model.stable_rank)],
     ["Numerical rank", number(model.rank)],
     ["Decay", decay ? `α = ${number(decay.exponent)}` : "–", decay ? `λ_k ∝ k^−α over ranks ${number(decay.first_rank)} to ${number(decay.last_rank)}, R² ${number(decay.r_squared)}` : "Too few eigenvalues for a fit"],
     ["κ, damped", number(model.kappa_damped)],

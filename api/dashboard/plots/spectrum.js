@@ -41,7 +41,7 @@ export function drawSpectrum(place, spectrum, kappaMax, signal) {
     x: { name: "eigenvalue number, largest first", log: true, low: longest ** -0.015, high: longest ** 1.015 },
     y: { name: "eigenvalue", log: true, low, high, format: decade },
     series: [...sides.map((side) => ({ ...side, values: padded(side.values) })), ...clips],
-    read: (index) => [`№ ${number(index + 1)}`, ...sides.filter((side) => index < side.values.length).map((side) => `${side.style} ${number(side.values[index], 4)}`)].join("   "),
+    read: (index) => [`№ ${number(index + 1)}`, ...sides.filter((side) => index < side.values.length).map((side) => `${side.style} ${number(side.values[index])}`)].join("   "),
   };
   drawPlot(place, plot, signal);
 }

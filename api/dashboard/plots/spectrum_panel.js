@@ -1,28 +1,12 @@
-// The spectrum of one layer at a time, beside the facts of its reproducibility record.
+// The spectrum of one layer at a time.
 
 import { ANALYSES } from "../scripts/analyses.js";
 import { get } from "../scripts/api.js";
 import { h, replace } from "../scripts/dom.js";
-import { condition, distinctNames, number } from "../scripts/format.js";
+import { nameOf } from "../scripts/layer_columns.js";
 import { drawSpectrum } from "./spectrum.js";
 
 const LATE_MS = 300;
-const OPTION_WIDTH = 36; // characters that a closed list shows
-
-function facts(row) {
-  const record = row.record ?? {};
-  const clipped = (count, size) => (count === null || count === undefined ? "–" : `${number(count)} of ${number(size)}`);
-  const lines = [
-    ["Kind of layer", row.module],
-    ["Branch", record.branch, record.why],
-    ["Condition of A, G", `${condition(record.kappa_A, record.clipped_A)}, ${condition(record.kappa_G, record.clipped_G)}`],
-    ["Damping λ_A, λ_G", `${number(record.lambda_A)}, ${number(record.lambda_G)}`],
-    ["Clipped in A", clipped(record.clipped_A, record.in_dim)],
-    ["Clipped in G", clipped(record.clipped_G, record.out_dim)],
-    ["Positions, terms", `${number(record.positions)}, ${number(record.terms)}`],
-  ];
-  return h("dl", { class: "facts column" }, lines.map(([name, value, title]) => h("div", { title }, h("dt", {}, name), h("dd", {}, value ?? "–"))));
-}
 
 export class SpectrumPanel {
   constructor(place, base, signal, mark) {
@@ -48,20 +32,19 @@ export class SpectrumPanel {
     this.select = h(
       "select",
       { "aria-label": "Layer", class: "mono", onchange: () => this.open(this.rows[this.select.selectedIndex]) },
-      distinctNames(this.rows.map((row) => row.layer || "(model)"), OPTION_WIDTH).map((name, place) => h("option", { title: this.rows[place].layer }, name)),
+      this.rows.map((row) => h("option", {}, nameOf(row))),
     );
     this.plot = h("div", { class: "plot" });
-    this.facts = h("div", { class: "plot-facts" });
     const step = (by) => () => this.open(this.rows[(this.select.selectedIndex + by + this.rows.length) % this.rows.length]);
     replace(
       this.place,
       h(
         "section",
-        { class: "card stack tight", "aria-label": "Spectrum", id: "spectrum" },
+        { class: "stack tight", "aria-label": "Spectrum", id: "spectrum" },
         h(
           "div",
           { class: "row apart" },
-          h("h2", {}, "Spectrum of A and G"),
+          h("h3", { class: "label" }, "Spectrum of A and G"),
           h(
             "div",
             { class: "row tight-row" },
@@ -70,22 +53,22 @@ export class SpectrumPanel {
             h("button", { type: "button", class: "step", "aria-label": "Next layer", onclick: step(1) }, "›"),
           ),
         ),
-        h("div", { class: "plot-row" }, this.plot, this.facts),
+        this.plot,
       ),
     );
     await this.open(this.rows.find((row) => row.ordinal === this.wanted) ?? this.rows[0]);
   }
 
-  async open(row, bringIntoView = false) {
+  async open(row) {
     // layers can be chosen in the table before it is known here whose spectra were kept
     this.wanted = row.ordinal;
     const index = this.rows.findIndex((candidate) => candidate.ordinal === row.ordinal);
+    // without a kept spectrum of its own a layer must not stand beside another's
+    this.place.hidden = this.rows.length > 0 && index < 0;
     if (index < 0) return;
     const shown = this.rows[index];
     this.select.selectedIndex = index;
     this.mark(shown.ordinal);
-    replace(this.facts, facts(shown));
-    if (bringIntoView) this.place.firstElementChild.scrollIntoView({ block: "nearest", behavior: "smooth" });
     clearTimeout(this.late);
     // the layer before must not pass for this one
     this.late = setTimeout(() => replace(this.plot, h("p", { class: "muted pad" }, "…")), LATE_MS);

@@ -117,6 +117,13 @@ async function send(text, validateOnly) {
   return read(response);
 }
 
+/** Plans a job without running it; waits until a worker has planned it. */
+export async function estimate(text, signal) {
+  let made = await read(await request("/v1/estimates", { method: "POST", headers: { "Content-Type": "application/json" }, body: text, signal }));
+  while (made.state !== "succeeded" && made.state !== "cancelled") made = await get(`/v1/estimates/${encodeURIComponent(made.id)}?wait=20`, signal);
+  return made;
+}
+
 export async function cancel(id) {
   return read(await request(`/v1/jobs/${encodeURIComponent(id)}:cancel`, { method: "POST" }));
 }

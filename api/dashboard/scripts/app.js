@@ -16,7 +16,7 @@ let leaving = new AbortController();
 
 function route() {
   const [view, id] = location.hash.replace(/^#\/?/, "").split("/");
-  if (view === "new") return { view: "new", show: (signal) => showSubmission(main, signal) };
+  if (view === "new") return { view: "new", show: (signal) => showSubmission(main, signal, id && decodeURIComponent(id)) };
   if (view === "jobs" && id) return { view: "job", show: (signal) => showJob(main, decodeURIComponent(id), signal) };
   return { view: "jobs", show: (signal) => showJobs(main, signal) };
 }

@@ -1,7 +1,7 @@
-// The coverage bar: the share of the trainable parameters that the results cover, and the reasons for the rest.
+// The coverage bar: the trainable parameters by the form in which their curvature is kept, and the reasons for the rest.
 
 import { h } from "./dom.js";
-import { number, percent, portion, several, words } from "./format.js";
+import { hundredths, number, several, words } from "./format.js";
 
 const REASONS = {
   no_gradient: "the loss has no gradient in them",
@@ -22,13 +22,27 @@ function identityLine(coverage) {
   return h("p", { class: "muted small" }, `Gradient identity: the rows of every covered layer give the gradient of each example ${shown} (${against}).`);
 }
 
-/** "of the 37.2 % that was measured", where a part of the model is missing; else null. */
-export function partSentence(coverage) {
-  return coverage?.message ? `of the ${portion(coverage.measured_share)} that was measured` : null;
+const FORMS = {
+  block: "full block",
+  diagonal: "diagonal alone",
+  sketched: "diagonal and sketch",
+  covered: "covered",
+};
+
+// Parameters by name, each with the operation that keeps them from more, or the class of their module.
+function namedParameters(part) {
+  const names = part.named.map((each) => `${each.names.join(", ")} (${each.why ?? each.module})`);
+  const more = part.layers - part.named.length;
+  return names.length ? [...names, ...(more > 0 ? [`and ${number(more)} more`] : [])].join("; ") : null;
 }
 
-// A sentence of the service, with what stands between backticks as code.
-function withCode(sentence) {
+/** "of the 37.2% that was measured", where a part of the model is missing; else null. */
+export function partSentence(coverage) {
+  return coverage?.message ? `of the ${hundredths(coverage.measured_percent)} that was measured` : null;
+}
+
+/** A sentence of the service, with what stands between backticks as code. */
+export function withCode(sentence) {
   return sentence.split("`").map((part, index) => (index % 2 ? h("code", {}, part) : part));
 }
 
@@ -39,14 +53,23 @@ export function partialCard(coverage) {
   return h(
     "section",
     { class: partial ? "notice warn" : "notice", role: "status", "aria-label": "Part of the model" },
-    h("strong", {}, `Only ${portion(coverage.measured_share)} of the model was measured`),
+    h("strong", {}, `Only ${hundredths(coverage.measured_percent)} of the model was measured`),
     h("p", {}, `Every figure below is ${partSentence(coverage)}. The loss also depends on:`),
     h(
       "ul",
       {},
-      coverage.not_measured.map((each) =>
-        h("li", {}, `${number(each.parameters)} parameters (${portion(each.share)}), ${words(each.reason)}. `, each.remedy ? ["To cover them: ", ...withCode(each.remedy), "."] : null),
-      ),
+      coverage.not_measured.map((each) => {
+        const part = coverage.parts.find(({ reason }) => reason === each.reason);
+        const named = namedParameters(part);
+        return h(
+          "li",
+          {},
+          `${number(each.parameters)} parameters (${hundredths(part.percent)}), ${words(each.reason)}`,
+          named ? [": ", ...withCode(named)] : null,
+          ". ",
+          each.remedy ? ["To cover them: ", ...withCode(each.remedy), "."] : null,
+        );
+      }),
     ),
     partial ? h("p", { class: "small" }, "To accept the part, name it in the document: ", h("code", {}, `collection.min_coverage: ${Math.floor(coverage.measured_share * 1000) / 1000}`), ".") : null,
   );
@@ -81,28 +104,40 @@ export function noticesCard(job) {
   );
 }
 
-export function coverageCard(coverage) {
-  const total = coverage.trainable_parameters || 1;
-  const reasons = Object.entries(coverage.reasons ?? {}).sort((a, b) => b[1] - a[1]);
-  const label = `${portion(coverage.covered_share)} of ${number(coverage.trainable_parameters)} trainable parameters are covered`;
+/** What is known of the parameters: a bar of the forms, and a line for each with its share; the shares add up to 100. */
+export function coverageCard(counts, coverage) {
+  const forms = coverage.parts.filter((part) => part.kind !== "not_covered");
+  const missing = coverage.parts.filter((part) => part.kind === "not_covered");
+  const kinds = forms.map((part) => `${hundredths(part.percent)} ${FORMS[part.kind]}`).join(", ");
+  const label = `${hundredths(coverage.measured_percent)} of ${number(coverage.trainable_parameters)} trainable parameters are covered: ${kinds}`;
+  const line = (part, said, look) => {
+    const named = namedParameters(part);
+    return h(
+      "li",
+      {},
+      h("i", look),
+      h("strong", {}, hundredths(part.percent)),
+      ` ${said}: ${number(part.parameters)}${part.kind === "not_covered" ? " " : ` of ${number(coverage.trainable_parameters)} trainable parameters`}`,
+      part.reason ? h("code", {}, part.reason) : null,
+      named ? h("span", { class: "under" }, ...withCode(named)) : null,
+    );
+  };
   return h(
     "section",
     { class: "card stack tight", "aria-label": "Coverage" },
-    h("div", { class: "row apart" }, h("h2", {}, "Coverage"), h("span", { class: "muted small" }, `${several(coverage.layers_covered, "layer")} covered, ${number(coverage.layers_declared)} not covered`)),
+    h("div", { class: "row apart" }, h("h2", {}, "Coverage"), h("span", { class: "muted small" }, `${several(counts.layers_covered, "layer")} covered, ${number(counts.layers_declared)} not covered`)),
     h(
       "div",
       { class: "coverage", role: "img", "aria-label": label },
-      h("span", { class: "covered", share: coverage.covered_parameters / total }),
-      reasons.map(([, count], index) => h("span", { class: "declared", "data-order": index % 3, share: count / total })),
+      forms.map((part) => h("span", { class: part.kind, share: part.share })),
+      missing.map((part, index) => h("span", { class: "declared", "data-order": index % 3, share: part.share })),
     ),
     h(
       "ul",
       { class: "coverage-key" },
-      h("li", {}, h("i", { class: "covered" }), h("strong", {}, portion(coverage.covered_share)), ` covered: ${number(coverage.covered_parameters)} of ${number(coverage.trainable_parameters)} trainable parameters`),
-      reasons.map(([reason, count], index) =>
-        h("li", {}, h("i", { class: "declared", "data-order": index % 3 }), h("strong", {}, percent(count / total)), ` not covered, ${REASONS[reason] ?? words(reason)}: ${number(count)} `, h("code", {}, reason)),
-      ),
+      forms.map((part) => line(part, FORMS[part.kind], { class: part.kind })),
+      missing.map((part, index) => line(part, `not covered, ${REASONS[part.reason] ?? words(part.reason)}`, { class: "declared", "data-order": index % 3 })),
     ),
-    identityLine(coverage),
+    identityLine(counts),
   );
 }

@@ -15,6 +15,14 @@ export function h(tag, attributes, ...children) {
   return node;
 }
 
+/** Builds an element of an SVG. */
+export function svg(tag, attributes, ...children) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes ?? {})) if (value !== null && value !== undefined) node.setAttribute(name, value);
+  node.append(...children.flat(2).filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
 let pressed = false;
 let ending = 0;
 const letGo = [];

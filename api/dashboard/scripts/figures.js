@@ -11,20 +11,20 @@ function comparisonFigures(summary) {
   return [
     {
       name: "Overlap",
-      value: last ? number(last.overlap, 3) : "–",
+      value: last ? number(last.overlap) : "–",
       note: last ? `k = ${last.k}, mean over ${several(last.layers, "layer")}` : "no eigenspace is determined",
       text: "Of the spans of the leading eigenvectors of G ⊗ A in both sets: 1 where they are equal, 0 where they are orthogonal.",
     },
     {
       name: "Distance",
-      value: summary.relative_distance == null ? "–" : number(summary.relative_distance, 3),
+      value: summary.relative_distance == null ? "–" : number(summary.relative_distance),
       note: summary.farthest ? `largest in ${summary.farthest}` : "relative, by Frobenius norm",
       text: "‖F₁ − F₂‖ / ‖F₂‖ of the block-diagonal matrices of all compared layers, by Frobenius norm.",
     },
     {
       name: "Divergence",
-      value: summary.divergence == null ? "–" : number(summary.divergence, 3),
-      note: `nats; ${summary.reverse_divergence == null ? "–" : number(summary.reverse_divergence, 3)} the other way`,
+      value: summary.divergence == null ? "–" : number(summary.divergence),
+      note: `nats; ${summary.reverse_divergence == null ? "–" : number(summary.reverse_divergence)} the other way`,
       text: "Kullback-Leibler divergence of the Gaussians whose precisions are the two damped curvatures.",
     },
     {
@@ -49,16 +49,16 @@ const CURVATURES = {
 function curvatureFigure(each) {
   const [top, bottom] = [each.largest?.[0], each.smallest?.[0]];
   const least = (found) => (found && found.bound !== null && !found.converged ? "≈ " : "");
-  const interval = each.trace_low == null ? "" : ` (95 %: ${number(each.trace_low)} to ${number(each.trace_high)})`;
+  const interval = each.trace_low == null ? "" : ` (95%: ${number(each.trace_low)} to ${number(each.trace_high)})`;
   const parts = [
     bottom && top ? `smallest ${least(bottom)}${number(bottom.value)}` : null,
-    each.trace == null ? null : `trace ${number(each.trace, 4)}${interval}`,
+    each.trace == null ? null : `trace ${number(each.trace)}${interval}`,
     each.negative_share == null ? null : `${percent(each.negative_share)} negative`,
   ];
   const shown = top ?? bottom;
   return {
     name: `${curvatureName(each.of)}, ${top || !bottom ? "largest" : "smallest"} eigenvalue`,
-    value: shown ? `${least(shown)}${number(shown.value, 4)}` : "–",
+    value: shown ? `${least(shown)}${number(shown.value)}` : "–",
     note: parts.filter(Boolean).join(", "),
     text: CURVATURES[each.of] ?? "",
   };
@@ -88,15 +88,15 @@ const PLAIN = new Set(["coverage"]);
 function generic(summary) {
   return Object.entries(summary)
     .filter(([name, value]) => typeof value === "number" && !PLAIN.has(name))
-    .map(([name, value]) => ({ name: words(name), value: number(value, 4), note: "", text: "" }));
+    .map(([name, value]) => ({ name: words(name), value: number(value), note: "", text: "" }));
 }
 
 function besideExact(exact) {
   if (!exact) return null;
-  const interval = exact.trace_low == null ? "" : ` (95 %: ${number(exact.trace_low, 4)} to ${number(exact.trace_high, 4)})`;
-  const trace = `The exact Gauss-Newton matrix has trace ${number(exact.trace, 4)}${interval} where K-FAC has ${number(exact.kronecker_trace, 4)}`;
+  const interval = exact.trace_low == null ? "" : ` (95%: ${number(exact.trace_low)} to ${number(exact.trace_high)})`;
+  const trace = `The exact Gauss-Newton matrix has trace ${number(exact.trace)}${interval} where K-FAC has ${number(exact.kronecker_trace)}`;
   const most = exact.top_converged ? "" : "at least ";
-  const top = exact.top_eigenvalue == null ? "" : `, and largest eigenvalue ${most}${number(exact.top_eigenvalue, 4)} where K-FAC has ${number(exact.kronecker_spectral_norm, 4)}`;
+  const top = exact.top_eigenvalue == null ? "" : `, and largest eigenvalue ${most}${number(exact.top_eigenvalue)} where K-FAC has ${number(exact.kronecker_spectral_norm)}`;
   return h("p", { class: "small" }, `${trace}${top}.`);
 }
 
@@ -107,13 +107,20 @@ function notes(summary) {
     summary.kappa_max ? `κ_max = ${number(summary.kappa_max)}` : "no clipping",
     `${summary.fisher} Fisher`,
     summary.sharing,
-    `log det ${number(summary.logdet_damped, 5)} (damped)`,
+    `log det ${number(summary.logdet_damped)} (damped)`,
     several(summary.eigendecompositions, "eigendecomposition"),
   ];
   const flat = summary.identity_layers?.length
     ? h("p", { class: "notice warn small" }, `The damping exceeds every eigenvalue of ${summary.identity_layers.join(", ")}: a preconditioner would be the identity there.`)
     : null;
   return [h("p", { class: "muted small" }, parts.join(" · ")), besideExact(summary.cross_check), flat];
+}
+
+/** The sentences that explain the figures, folded away. */
+function meaning(figures) {
+  const explained = figures.filter((figure) => figure.text);
+  if (!explained.length) return null;
+  return h("details", { class: "small" }, h("summary", {}, "What these figures are"), h("ul", { class: "meanings" }, explained.map((figure) => h("li", {}, `${figure.name}: ${figure.text}`))));
 }
 
 /** The cards of one analysis; `part` says of which part of the model they are, where one is missing. */
@@ -134,10 +141,10 @@ export function figuresCard(kind, summary, title, part) {
           h("span", { class: "big" }, figure.value),
           figure.note ? h("span", { class: "muted small" }, figure.note) : null,
           part ? h("span", { class: "part small" }, part) : null,
-          figure.text ? h("p", { class: "small" }, figure.text) : null,
         ),
       ),
     ),
+    meaning(figures),
     notes(summary),
   );
 }

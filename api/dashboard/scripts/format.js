@@ -1,62 +1,68 @@
 // Numbers, sizes, times and names as text.
 
-const WHOLE = new Intl.NumberFormat("en");
-const SUPERSCRIPT = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
+import { ANALYSES } from "./analyses.js";
 
-function power(exponent) {
-  return "10" + String(exponent).replace(/./g, (sign) => SUPERSCRIPT[sign] ?? sign);
-}
-
-/** A power of ten as such, any other number as number() has it: for the ticks of a logarithmic axis. */
-export function decade(value) {
-  const [mantissa, exponent] = value.toExponential().split("e");
-  return mantissa === "1" ? power(Number(exponent)) : number(value);
-}
-
-export function number(value, digits = 3) {
+/** A number in the notation of the command line (`kronoscope/display/numbers.py`): 1,234, 0.01234, 1.23e-5. */
+export function number(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
-  if (value === 0) return "0";
   const size = Math.abs(value);
-  const [mantissa, exponent] = value.toExponential(Math.max(0, digits - 1)).split("e");
-  if (value === 10 ** Number(exponent) && (size >= 1e5 || size < 1e-2)) return power(Number(exponent));
-  if (Number.isInteger(value) && size < 1e7) return WHOLE.format(value).replace("-", "−");
-  if (size >= 1e6 || size < 1e-3) return `${mantissa.replace("-", "−")}·${power(Number(exponent))}`;
-  return new Intl.NumberFormat("en", { maximumSignificantDigits: digits }).format(value).replace("-", "−");
+  const shown = Number.isInteger(value) && size < 1e7 ? value : Number(value.toPrecision(digits));
+  const beyond = Math.abs(shown) >= 1e7 || Math.abs(shown) < 1e-4 || (size >= 1e5 && value.toExponential().startsWith("1e"));
+  if (shown !== 0 && beyond) return scientific(value);
+  return String(shown).replace(/\B(?<!\.\d*)(?=(\d{3})+(?!\d))/g, ",");
 }
 
-export function percent(share, digits = 1) {
+function scientific(value) {
+  const [mantissa, exponent] = value.toExponential(2).split("e");
+  return `${Number(mantissa)}e${Number(exponent)}`;
+}
+
+/** A tick of a logarithmic axis: a power of ten beyond a thousand as such. */
+export function decade(value) {
+  const rest = Math.abs(Math.log10(value));
+  return rest > 3.5 && Math.abs(rest - Math.round(rest)) < 1e-9 ? scientific(value) : number(value);
+}
+
+/** A share as the command line writes it (`format_share` of `kronoscope/display/numbers.py`): 56.6%. */
+export function percent(share) {
   if (share === null || share === undefined) return "–";
-  const value = share * 100;
-  if (value > 0 && value < 0.01) return "< 0.01 %";
-  if (value > 99.95 && value < 100) return "99.9 %";
-  return `${Number.isInteger(value) ? value : value.toFixed(value < 0.1 && value > 0 ? 2 : digits)} %`;
+  if (share > 0 && share < 0.0001) return "< 0.01%";
+  if (share > 0.9995 && share < 1) return "99.9%";
+  return `${(share * 100).toFixed(share !== 0 && Math.abs(share) < 0.001 ? 2 : 1)}%`;
 }
 
-/** A share of a model, cut to one decimal: what is not whole never reads 100 %. */
+/** A number of hundredths that the service has rounded, with its one decimal. */
+export function hundredths(value) {
+  return `${value.toFixed(1)}%`;
+}
+
+/** A share of a model, cut to one decimal: what is not whole never reads 100.0%. */
 export function portion(share) {
-  return `${Math.floor(share * 1000 + 1e-9) / 10} %`;
+  return hundredths(Math.floor(share * 1000 + 1e-9) / 10);
 }
 
 export function bytes(size) {
   if (size === null || size === undefined) return "–";
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const units = ["B", "KiB", "MiB", "GiB"];
   let unit = 0;
   let left = size;
   while (left >= 1024 && unit < units.length - 1) {
     left /= 1024;
     unit += 1;
   }
-  return `${unit === 0 ? left : left.toFixed(left < 10 ? 1 : 0)} ${units[unit]}`;
+  return `${Number(left.toPrecision(3))} ${units[unit]}`;
 }
 
 export function seconds(span) {
   if (span === null || span === undefined || Number.isNaN(span)) return "–";
   if (span < 0.001) return "< 1 ms";
   if (span < 1) return `${Math.round(span * 1000)} ms`;
-  if (span < 60) return `${span < 10 ? span.toFixed(1) : Math.round(span)} s`;
-  if (span < 3600) return `${Math.floor(span / 60)} min ${Math.round(span % 60)} s`;
-  if (span < 86400) return `${Math.floor(span / 3600)} h ${Math.round((span % 3600) / 60)} min`;
+  if (span < 59.5) return `${span < 9.95 ? span.toFixed(1) : Math.round(span)} s`;
+  const whole = Math.round(span); // or the rest would round to 60
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  const minutes = Math.round(span / 60);
+  if (minutes < 1440) return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
   return `${Math.floor(span / 86400)} d`;
 }
 
@@ -72,7 +78,7 @@ export function remaining(span) {
 
 export function age(stamp, now = Date.now()) {
   const span = Math.max(0, (now - Date.parse(stamp)) / 1000);
-  return span < 5 ? "just now" : `${seconds(span < 60 ? Math.round(span) : span)} ago`.replace(/ min \d+ s/, " min");
+  return span < 5 ? "just now" : `${span < 59.5 ? `${Math.round(span)} s` : seconds(span)} ago`.replace(/ min \d+ s/, " min");
 }
 
 export function between(from, to) {
@@ -88,15 +94,22 @@ export function sourceName(source) {
   return source.name ?? source.id ?? source.factory ?? source.path ?? source.source;
 }
 
+/** The model of a job, or what stands for it; null of a job that takes none. */
 export function modelName(job) {
-  const document = job.document ?? {};
-  if (document.model) return sourceName(document.model);
-  return document.factors ? "factors of an earlier job" : "–";
+  const { model, factors } = job.document ?? {};
+  if (model) return sourceName(model);
+  return factors ? "factors of an earlier job" : null;
 }
 
-/** The caller's own name of a job, or that of its model. */
+/** The caller's own name of a job, or that of its model; of a job that takes none, that of its analyses. */
 export function jobName(job) {
-  return job.name ?? modelName(job);
+  return job.name ?? modelName(job) ?? job.kinds.map((kind) => ANALYSES[kind]?.title ?? kind).join(" + ");
+}
+
+/** A row of an analysis: a layer, or a component of a training. */
+export function unitOf(kind, capital = false) {
+  const unit = ANALYSES[kind]?.unit ?? "layer";
+  return capital ? unit[0].toUpperCase() + unit.slice(1) : unit;
 }
 
 export function several(count, one, many = `${one}s`) {
@@ -120,7 +133,7 @@ export function at(source, path) {
   return values.find((value) => value !== null && value !== undefined) ?? null;
 }
 
-const FORMS = { bytes, portion, percent: (share) => percent(share, 2), part: (share) => percent(share, 2), cosine: (value) => value.toFixed(3) };
+const FORMS = { bytes, portion, percent, part: percent, cosine: (value) => value.toFixed(3) };
 
 /** A field of a text, in the form that follows its name; null where it is not known. */
 function field(value, form = "") {
@@ -129,7 +142,7 @@ function field(value, form = "") {
   if (form.startsWith("=")) return String(value) === form.slice(1) ? "" : null;
   if (form.includes("|")) return several(counted, ...form.split("|"));
   if (Array.isArray(value)) return value.join(", ");
-  return FORMS[form] ? FORMS[form](value) : number(value, Number(form) || 3);
+  return FORMS[form] ? FORMS[form](value) : number(value, Number(form) || undefined);
 }
 
 /** The first text whose fields are all known, with those of `source` in it; else null, or the `last` with dashes. */
@@ -151,33 +164,4 @@ export function fill(texts, source, last = false) {
 export function condition(kappa, counted) {
   if (kappa !== null && kappa !== undefined) return number(kappa);
   return counted === null || counted === undefined ? "–" : "∞";
-}
-
-function elided(name, width) {
-  const start = Math.floor(width / 4);
-  return name.length <= width ? name : `${name.slice(0, start)}…${name.slice(start + 1 - width)}`;
-}
-
-/** Names cut to `width` in the middle; where two would come out equal, around the part in which they differ, or numbered. */
-export function distinctNames(names, width) {
-  const groups = Map.groupBy(names, (name) => elided(name, width));
-  const taken = new Set();
-  const shown = new Map();
-  for (const [text, group] of groups) {
-    const alike = [...new Set(group)];
-    const [first, last] = [alike.reduce((a, b) => (a < b ? a : b)), alike.reduce((a, b) => (a > b ? a : b))];
-    let common = 0;
-    while (common < first.length && first[common] === last[common]) common += 1;
-    for (const name of alike) {
-      const begin = Math.max(0, Math.min(common - Math.floor(width / 2), name.length - width + 1));
-      const end = begin + width - 2;
-      const around = `${begin ? "…" : ""}${name.slice(begin, end)}${end < name.length ? "…" : ""}`;
-      const plain = alike.length === 1 ? text : around;
-      let unique = plain;
-      for (let number = 2; taken.has(unique); number += 1) unique = `${plain.slice(0, width - 4)}~${number}`;
-      taken.add(unique);
-      shown.set(name, unique);
-    }
-  }
-  return names.map((name) => shown.get(name));
 }

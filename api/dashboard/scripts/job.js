@@ -4,7 +4,8 @@ import { ANALYSES } from "./analyses.js";
 import { allPages, cancel, fullId, get, watchJob } from "./api.js";
 import { coverageCard, noticesCard, partialCard, partSentence, refusedCard } from "./coverage.js";
 import { h, replace, unpressed } from "./dom.js";
-import { failureCard, filesCard, heading, placementCard } from "./job_parts.js";
+import { number } from "./format.js";
+import { cancelledCard, failureCard, filesCard, heading, placementCard } from "./job_parts.js";
 import { figuresCard } from "./figures.js";
 import { LayerTable } from "./layers.js";
 import { showCurvatures } from "../plots/curvature_density.js";
@@ -20,14 +21,16 @@ const ASK_EVERY_MS = 1_000;
 function progressCard(job) {
   const progress = job.progress ?? {};
   const share = shareDone(job);
-  const layers = progress.layers_total ? `${progress.layers_done ?? 0} of ${progress.layers_total} layers done` : null;
+  // each layer once, when it has its row in every analysis
+  const each = (rows) => number(Math.floor(rows / job.kinds.length));
+  const layers = progress.layers_total ? `${each(progress.layers_done ?? 0)} of ${each(progress.layers_total)} layers done` : null;
   const openEnded = isOpenEnded(job);
   // stages before the layers do not move the total yet: they get a thin bar of their own
   const stageShare = progress.total && share < 0.01 ? progress.done / progress.total : null;
   return h(
     "section",
     { class: "card stack tight", "aria-label": "Progress" },
-    h("div", { class: "row apart" }, h("h2", {}, stageSentence(job)), h("span", { class: "figure" }, openEnded ? "" : `${Math.round(share * 100)} %`)),
+    h("div", { class: "row apart" }, h("h2", {}, stageSentence(job)), h("span", { class: "figure" }, openEnded ? "" : `${Math.round(share * 100)}%`)),
     bar(share, "Progress of the job", { state: job.state, large: true, openEnded }),
     stageShare === null ? null : bar(stageShare, "Progress of this stage", { thin: true }),
     h("div", { class: "row apart muted small" }, h("span", {}, layers ?? " "), h("span", {}, timeLeft(job))),
@@ -41,7 +44,7 @@ function summaryParts(results, titles, job) {
   // in the order of the document, with the collection's own summary last
   const last = (kind) => ANALYSES[kind]?.damped === false;
   summaries.sort(([a], [b]) => last(a) - last(b) || kinds.indexOf(a) - kinds.indexOf(b));
-  return [...summaries.map(([kind, summary]) => figuresCard(kind, summary, titles.get(kind) ?? kind, partSentence(job.coverage))), coverage ? coverageCard(coverage) : null];
+  return [...summaries.map(([kind, summary]) => figuresCard(kind, summary, titles.get(kind) ?? kind, partSentence(job.coverage))), coverage && job.coverage ? coverageCard(coverage, job.coverage) : null];
 }
 
 export async function showJob(main, shownId, signal) {
@@ -58,14 +61,13 @@ export async function showJob(main, shownId, signal) {
   const summary = h("div", { class: "stack wide" });
   const model = h("div", {});
   const curvatures = h("div", {});
-  const spectra = h("div", {});
   const layers = h("section", { class: "stack tight", "aria-label": "Layers" });
   const memory = h("div", {});
   const files = h("div", { class: "stack" });
-  replace(main, h("div", { class: "stack wide" }, top, live, pieces, summary, model, curvatures, spectra, layers, memory, files));
+  replace(main, h("div", { class: "stack wide" }, top, live, pieces, layers, summary, model, curvatures, memory, files));
 
-  const panel = new SpectrumPanel(spectra, base, signal, (ordinal) => table.mark(ordinal));
-  const table = new LayerTable(layers, (row) => panel.open(row, true));
+  const table = new LayerTable(layers, (row) => panel.open(row), signal);
+  const panel = new SpectrumPanel(table.spectra, base, signal, (ordinal) => table.mark(ordinal));
   let rowsSeen = -1;
   let rowsAt = 0;
   let rowsLater = 0;
@@ -92,7 +94,7 @@ export async function showJob(main, shownId, signal) {
     if (opened && pieces.querySelector("details")) pieces.querySelector("details").open = true;
     if (scrolled) pieces.querySelector(".scroll").scrollLeft = scrolled;
     if (focused) [...pieces.querySelectorAll("a")].find((each) => each.getAttribute("href") === focused)?.focus();
-    replace(live, ENDED.has(job.state) ? null : progressCard(job), placementCard(job), job.failure ? failureCard(job) : null, noticesCard(job), ENDED.has(job.state) ? refusedCard(job, titles) : null, ENDED.has(job.state) ? partialCard(job.coverage) : null);
+    replace(live, ENDED.has(job.state) ? null : progressCard(job), placementCard(job), job.failure ? failureCard(job) : null, cancelledCard(job), noticesCard(job), ENDED.has(job.state) ? refusedCard(job, titles) : null, ENDED.has(job.state) ? partialCard(job.coverage) : null);
   }
 
   /** Loads the rows so far, at most every second and a half; the last change is always loaded. */
@@ -108,7 +110,13 @@ export async function showJob(main, shownId, signal) {
     rowsAt = Date.now();
     rowsTurn += 1;
     const turn = rowsTurn;
-    const rows = await again(() => allPages(`${base}/layers`, signal));
+    const of = (kind) => again(() => allPages(`${base}/layers?kind=${kind}`, signal));
+    // the analysis that is opened first need not wait for the others
+    const [first, ...others] = [...job.kinds].sort((a, b) => Boolean(ANALYSES[b]?.opens) - Boolean(ANALYSES[a]?.opens));
+    const opened = await of(first);
+    await unpressed();
+    if (turn === rowsTurn && opened.length && !table.shown && !signal.aborted) table.show(opened, [first]);
+    const rows = [...opened, ...(await Promise.all(others.map(of))).flat()];
     await unpressed();
     if (turn !== rowsTurn) return; // a later request is under way, or done
     rowsSeen = done;

@@ -1,8 +1,9 @@
 // The static parts of the job page: heading, placement, failure, files.
 
 import { download } from "./api.js";
+import { withCode } from "./coverage.js";
 import { h } from "./dom.js";
-import { age, between, bytes, clock, jobName, modelName, number, several, sourceName } from "./format.js";
+import { age, between, bytes, clock, jobName, modelName, number, several, sourceName, unitOf } from "./format.js";
 import { partOf, shareOf } from "./pieces.js";
 import { ENDED, statePill } from "./progress.js";
 
@@ -15,7 +16,7 @@ const WHO = {
 export function heading(job, stop) {
   const task = job.document?.task?.type;
   const facts = [
-    job.name ? ["Model", modelName(job)] : null,
+    job.name && modelName(job) ? ["Model", modelName(job)] : null,
     partOf(job),
     shareOf(job) ?? ["Analysis", job.kinds.join(" + ")],
     ["Data", sourceName(job.document?.data)],
@@ -36,7 +37,7 @@ export function heading(job, stop) {
       { class: "row apart" },
       h("div", { class: "row title" }, h("h1", {}, jobName(job)), statePill(job)),
       ENDED.has(job.state)
-        ? null
+        ? h("a", { class: "button", href: `#/new/${encodeURIComponent(job.parent ?? job.id)}` }, job.parent ? "Run whole job again" : "Run again")
         : h("button", { type: "button", class: "danger", onclick: stop, disabled: job.state === "cancelling" }, job.state === "cancelling" ? "Cancelling…" : job.parent ? "Cancel whole job" : "Cancel job"),
     ),
     h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
@@ -48,19 +49,40 @@ const UNPLACED = {
   no_device: "No device can hold this job",
   no_worker: "No worker can take this job up",
   reserved: "A device is reserved for this job",
+  waiting: "Why this job waits",
 };
 
-/** The reason why a queued job has not begun, where there is one besides its turn. */
+/** The reason why a queued job has not begun. */
 export function placementCard(job) {
   const { placement } = job;
   if (job.state !== "queued" || !placement || !UNPLACED[placement.status]) return null;
-  const blocked = placement.status !== "reserved";
+  const blocked = ["no_device", "no_worker"].includes(placement.status);
   return h(
     "section",
     { class: blocked ? "notice warn" : "notice", role: "status", "aria-label": "Placement" },
     h("strong", {}, UNPLACED[placement.status]),
-    h("p", {}, `${placement.message.charAt(0).toUpperCase()}${placement.message.slice(1)}.`),
+    h("p", {}, ...withCode(`${placement.message.charAt(0).toUpperCase()}${placement.message.slice(1)}.`)),
     blocked ? h("p", { class: "small" }, "It stays in the queue until a worker can take it up.") : null,
+  );
+}
+
+/** What an ended job has left, and how to go on. */
+function keptLine(job) {
+  const { layers_done: rows, layers_total: all } = job.progress ?? {};
+  const kept = rows ? `Kept: ${number(rows)}${all ? ` of ${number(all)}` : ""} rows of the layer table, the files and the log.` : job.started_at ? "No layer had been measured; the log is kept." : "It had not begun.";
+  return h("p", { class: "small" }, `${kept} `, h("em", {}, "Run again"), " opens its document as a new job, and ", h("code", {}, `kronoscope rerun ${job.id.slice(-12)}`), " submits it; both begin from the start.");
+}
+
+/** Who ended a job, and when. */
+export function cancelledCard(job) {
+  if (!["cancelled", "cancelling"].includes(job.state)) return null;
+  const by = job.cancel_requested_by ? h("span", {}, "with the API key ", h("code", {}, job.cancel_requested_by)) : job.parent ? "with its whole job" : "without a key, from this machine";
+  return h(
+    "section",
+    { class: "notice", role: "status", "aria-label": "Cancellation" },
+    h("strong", {}, job.state === "cancelled" ? "The job was cancelled" : "The job is being cancelled"),
+    job.cancel_requested_at ? h("p", {}, "Asked for ", by, ", ", h("time", { datetime: job.cancel_requested_at }, clock(job.cancel_requested_at)), job.finished_at ? `; it ended ${clock(job.finished_at)}.` : "; it stops before its next batch or layer.") : null,
+    job.finished_at && !job.parent ? keptLine(job) : null,
   );
 }
 
@@ -71,9 +93,19 @@ export function failureCard(job) {
     "section",
     { class: "notice bad", role: "alert", "aria-label": "Failure" },
     h("strong", {}, job.state === "failed" ? "The job failed" : "An attempt failed"),
-    h("p", {}, failure.message),
+    h("p", {}, ...withCode(failure.message)),
+    failure.trace?.length
+      ? h(
+          "details",
+          { open: true },
+          h("summary", {}, "Calls in the factory's own code, the innermost last"),
+          h("ol", { class: "trace" }, failure.trace.map((call) => h("li", {}, h("code", {}, `${call.module}:${call.line}`), " in ", h("code", {}, call.function)))),
+        )
+      : null,
+    job.finished_at ? h("p", { class: "small" }, `In attempt ${number(job.attempt)}, `, h("time", { datetime: job.finished_at }, clock(job.finished_at)), ".") : null,
     where.length ? h("p", {}, where.flatMap(([name, value]) => [`${name} `, h("code", {}, value), " "])) : null,
     h("p", { class: "small" }, WHO[failure.category] ?? "", " ", h("code", {}, failure.code)),
+    job.state === "failed" && !job.parent ? keptLine(job) : null,
   );
 }
 
@@ -102,16 +134,14 @@ export function filesCard(job, base, results) {
   const fixed = job.parent
     ? []
     : [
-        ["log.jsonl", `${base}/log`, "reproducibility record of every layer"],
-        ["layers.csv", `${base}/layers.csv`, "the layer table for a spreadsheet"],
+        ["log.jsonl", `${base}/log`, `reproducibility record of every ${unitOf(job.kinds[0])}`],
+        ["layers.csv", `${base}/layers.csv`, `the ${unitOf(job.kinds[0])} table for a spreadsheet`],
         ["results.json", `${base}/results`, "summary and manifest"],
       ];
   const merged = job.parent && !artifacts.length ? "The results are on the page of the whole job. What a piece has summed is kept until the job has merged it." : null;
-  const all = h(
-    "ul",
-    { class: "files" },
-    artifacts.map((file) => fileLine(`${base}/artifacts/${file.name.split("/").map(encodeURIComponent).join("/")}?direct=false`, file.name, bytes(file.size_bytes))),
-  );
+  const all = h("ul", { class: "files" });
+  // of a deep model there are thousands: they are listed once they are asked for
+  const list = () => all.childElementCount || all.append(...artifacts.map((file) => fileLine(`${base}/artifacts/${file.name.split("/").map(encodeURIComponent).join("/")}?direct=false`, file.name, bytes(file.size_bytes))));
   const total = artifacts.reduce((sum, file) => sum + file.size_bytes, 0);
   return h(
     "section",
@@ -119,7 +149,7 @@ export function filesCard(job, base, results) {
     h("h2", {}, "Files"),
     fixed.length ? h("ul", { class: "files" }, fixed.map(([name, path, note]) => fileLine(path, name, note))) : null,
     merged ? h("p", { class: "muted small" }, merged) : null,
-    artifacts.length ? h("details", {}, h("summary", {}, `${several(artifacts.length, "artifact")}, ${bytes(total)}`), all) : null,
+    artifacts.length ? h("details", { ontoggle: list }, h("summary", {}, `${several(artifacts.length, "artifact")}, ${bytes(total)}`), all) : null,
     h("details", {}, h("summary", {}, "Job document"), h("pre", { tabindex: 0, "aria-label": "Job document" }, JSON.stringify(job.document, null, 2))),
   );
 }

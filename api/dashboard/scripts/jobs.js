@@ -2,10 +2,11 @@
 
 import { get } from "./api.js";
 import { h, replace, unpressed } from "./dom.js";
-import { age, clock, jobName, modelName, percent, sourceName } from "./format.js";
+import { age, clock, jobName, modelName, sourceName } from "./format.js";
 import { bar, ENDED, isOpenEnded, isPartial, shareDone, stageSentence, statePill, timeLeft } from "./progress.js";
 
 const STATES = ["queued", "running", "waiting", "succeeded", "failed", "cancelled"];
+const DONE = ["partial", "diagonal"]; // of the jobs that succeeded: done in part, or with a diagonal alone of some parameters
 const BUSY_MS = 2_000;
 const CALM_MS = 8_000;
 const TYPING_MS = 300;
@@ -22,7 +23,7 @@ function row(job) {
       "td",
       { class: "cell-name" },
       h("a", { href: `#/jobs/${encodeURIComponent(job.id)}`, class: "strong" }, jobName(job)),
-      h("span", { class: "under" }, `${job.name ? `${modelName(job)} ` : ""}on ${sourceName(job.document?.data)}`),
+      h("span", { class: "under" }, `${job.name && modelName(job) ? `${modelName(job)} ` : ""}on ${sourceName(job.document?.data)}`),
     ),
     h("td", { class: "cell-kind" }, kinds),
     h(
@@ -34,7 +35,7 @@ function row(job) {
             "div",
             { class: "progress-line" },
             bar(share, `Progress of ${jobName(job)}`, { state: isPartial(job) ? "partial" : job.state, openEnded: isOpenEnded(job) }),
-            isOpenEnded(job) ? null : h("span", { class: "figure" }, percent(share, 0)),
+            isOpenEnded(job) ? null : h("span", { class: "figure" }, `${Math.round(share * 100)}%`),
           ),
       stage ? h("span", { class: "under" }, [stage, timeLeft(job)].filter(Boolean).join(" · ")) : null,
     ),
@@ -60,12 +61,13 @@ function table(jobs) {
 
 function nothing(state, name) {
   if (name) return h("div", { class: "empty" }, h("p", {}, `No ${state ? `${state} ` : ""}job has a name with “${name}”.`));
+  if (DONE.includes(state)) return h("div", { class: "empty" }, h("p", {}, state === "partial" ? "No job was done in part." : "No job has a diagonal alone of some parameters."));
   if (state) return h("div", { class: "empty" }, h("p", {}, `No job is ${state === "waiting" ? "waiting for its pieces" : state}.`));
   return h(
     "div",
     { class: "empty" },
     h("h2", {}, "No jobs yet"),
-    h("p", { class: "muted" }, "A job measures the curvature of one trained model. The example takes a few seconds."),
+    h("p", { class: "muted" }, "A job measures the curvature of one trained model, or trains a few-shot model. The first example takes a few seconds."),
     h("a", { class: "button primary", href: "#/new" }, "Submit the first job"),
   );
 }
@@ -82,7 +84,7 @@ export async function showJobs(main, signal) {
   const filter = h(
     "div",
     { class: "segments", role: "group", "aria-label": "Show jobs by state" },
-    ["", ...STATES].map((name) =>
+    ["", ...STATES, ...DONE].map((name) =>
       h("button", { type: "button", "data-name": name, "aria-pressed": String(name === ""), onclick: () => choose(name) }, name || "all"),
     ),
   );
@@ -122,7 +124,7 @@ export async function showJobs(main, signal) {
 
   async function load() {
     const jobs = [];
-    const path = `/v1/jobs?limit=25${state ? `&state=${state}` : ""}${name ? `&name=${encodeURIComponent(name)}` : ""}`;
+    const path = `/v1/jobs?limit=25${state ? `&${DONE.includes(state) ? "coverage" : "state"}=${state}` : ""}${name ? `&name=${encodeURIComponent(name)}` : ""}`;
     let cursor = null;
     for (let page = 0; page < pages; page += 1) {
       const answer = await get(cursor ? `${path}&before=${encodeURIComponent(cursor)}` : path, signal);

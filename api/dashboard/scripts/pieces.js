@@ -20,7 +20,7 @@ function row(piece) {
     { "data-state": piece.state },
     h("td", { class: "cell-state" }, statePill(piece)),
     h("td", { class: "cell-name" }, link(piece.id, title), h("span", { class: "under" }, `${ROUNDS[piece.round] ?? piece.round} · ${measured}`)),
-    h("td", { class: "cell-progress" }, h("div", { class: "progress-line" }, bar(share, `Progress of ${title}`, { state: piece.state }), h("span", { class: "figure" }, `${Math.round(share * 100)} %`))),
+    h("td", { class: "cell-progress" }, h("div", { class: "progress-line" }, bar(share, `Progress of ${title}`, { state: piece.state }), h("span", { class: "figure" }, `${Math.round(share * 100)}%`))),
     h("td", { class: "mono" }, piece.worker ?? "–"),
     h("td", { class: "numeric" }, piece.failures ? `${number(piece.attempt)} (${number(piece.failures)} failed)` : number(piece.attempt)),
   );

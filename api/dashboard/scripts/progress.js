@@ -1,7 +1,7 @@
 // The state of a job as a pill, and its progress as a bar with a sentence.
 
 import { h } from "./dom.js";
-import { number, portion, remaining, several, words } from "./format.js";
+import { hundredths, number, remaining, several, words } from "./format.js";
 
 export const ENDED = new Set(["succeeded", "failed", "cancelled"]);
 
@@ -18,7 +18,7 @@ const SAID = {
 /** Of a job that ended well, what it did in part: of the model, which its document does not accept, or of its analyses. */
 export function partsDone(job, measured = "") {
   if (job.state !== "succeeded") return [];
-  const share = job.coverage?.status === "partial" ? `${portion(job.coverage.measured_share)}${measured}` : null;
+  const share = job.coverage?.status === "partial" ? `${hundredths(job.coverage.measured_percent)}${measured}` : null;
   const refused = job.refused?.length ? `${job.refused.length} of ${job.kinds.length} refused` : null;
   return [share, refused].filter(Boolean);
 }
@@ -27,12 +27,19 @@ export function isPartial(job) {
   return partsDone(job).length > 0;
 }
 
+/** Of a job that ended well, the share of its model that has a diagonal or a sketch in place of a full block. */
+function formsKept(job) {
+  if (job.state !== "succeeded") return [];
+  return (job.coverage?.parts ?? []).filter(({ kind }) => kind === "diagonal" || kind === "sketched").map((part) => `${hundredths(part.percent)} ${part.kind}`);
+}
+
 export function statePill(job) {
+  const forms = formsKept(job);
   if (isPartial(job)) {
     const said = [job.coverage?.status === "partial" ? job.coverage.message : null, ...(job.refused ?? []).map((each) => `${each.kind}: ${each.message}`)];
-    return h("span", { class: "pill", "data-state": "partial", title: said.filter(Boolean).join("\n") }, `Partial, ${partsDone(job).join(", ")}`);
+    return h("span", { class: "pill", "data-state": "partial", title: said.filter(Boolean).join("\n") }, `Partial, ${[...partsDone(job), ...forms].join(", ")}`);
   }
-  return h("span", { class: "pill", "data-state": job.state }, SAID[job.state] ?? job.state);
+  return h("span", { class: "pill", "data-state": forms.length ? "lesser" : job.state }, [SAID[job.state] ?? job.state, ...forms].join(", "));
 }
 
 export function shareDone(job) {
@@ -44,11 +51,11 @@ export function shareDone(job) {
 export function stageSentence(job) {
   const progress = job.progress;
   if (job.state === "queued") {
-    const wanted = job.pieces?.length ? "Its pieces are done; waiting for a worker to go on with them" : "Waiting for a worker";
+    const wanted = job.pieces?.length ? "Its pieces are done; waiting for a worker to go on with them" : job.placement?.status === "waiting" ? "Waiting for its turn" : "Waiting for a worker";
     return job.failures ? `${wanted}, after ${several(job.failures, "failed attempt")}` : wanted;
   }
   if (!progress?.stage) return job.state === "running" ? "Starting" : "";
-  const stage = { model: "Loading the model", data: "Reading the data", collection: "Collecting curvature", cross_check: "Computing the exact curvature", products: "Multiplying by the exact curvature", decomposition: "Decomposing" }[progress.stage];
+  const stage = { model: "Loading the model", data: "Reading the data", collection: "Collecting curvature", cross_check: "Computing the exact curvature", products: "Multiplying by the exact curvature", decomposition: "Decomposing", training: "Training", fewshot_training: "Testing" }[progress.stage];
   const counted = progress.done ? `${number(progress.done)} ${progress.unit}` : "";
   const done = progress.total ? `${number(progress.done)} of ${number(progress.total)} ${progress.unit}` : counted;
   if (job.state === "waiting") return [`${stage ?? words(progress.stage)} in pieces`, done].filter(Boolean).join(" · ");

@@ -20,8 +20,8 @@ _PRODUCTS = 2 * 8 * 2**18
 """A few chunks of products of two spectra, in float64."""
 _DERIVATIVES = 3
 """Graphs of a slice that stand at once where gradients are differentiated again."""
-_OF_A_LAYER = 0.03
-"""Metrics of one layer, whose spectra are paired at few nodes: seconds, whatever the layer."""
+_STARTS_A_LAYER, _STARTS_AN_EIGENVALUE = 400, 1.6
+"""Metrics of one layer, whose spectra are paired at few nodes, in starts of operations."""
 _OF_A_PRODUCT = 14
 """Times the operations of a forward pass: a gradient, its own gradient, and one more."""
 _AT_ONCE = 8
@@ -47,7 +47,9 @@ def capacity_cost(params: CapacityParams, job: PlannedJob) -> Cost:
             size = gram_bytes(2 * each.rank, layer.out_dim)
             terms.append(term("Gram matrix", "4 · (2r)² · 8, and chunks", size, place, _STAGE, layer.name))
     blocks = sum(layer.groups for layer in probe.layers)
-    seconds = {_STAGE: _OF_A_LAYER * (1 + blocks)}
+    values = sum(layer.groups * (layer.in_dim + layer.out_dim) for layer in probe.layers)
+    starts = _STARTS_A_LAYER * (1 + blocks) + _STARTS_AN_EIGENVALUE * values
+    seconds = {_STAGE: starts * job.work.pace.seconds_an_operation}
     seconds[_STAGE] += sum(_without_spectrum(layer, probe, job.work) for layer in probe.layers)
     if params.cross_check is not None:
         terms += _cross_check(params, job)

@@ -18,8 +18,8 @@ from engine.planning.decomposition_memory import read_back_bytes
 
 _STAGE = "compare_curvature"
 _HOST = torch.device("cpu")
-_OF_A_LAYER = 0.01
-"""Seconds of one layer, whatever its size."""
+_STARTS_A_LAYER = 2000
+"""Starts of operations for one layer, whatever its size."""
 _PANELS = 8 * 2 * 2**20
 """Rows of two factors and of their difference, in float64."""
 _PRODUCT_BYTES = 40
@@ -70,8 +70,8 @@ def _seconds(job: PlannedJob) -> float:
         compared = sides[1:] if layer.name in job.probe.shared else sides
         for side, rows in compared:
             n = side if rows is None else min(side, 2 * rows)
-            total += layer.groups * _OPERATIONS * n**3 / pace.eigen_operations_per_second
-        total += layer.groups * _OF_A_LAYER
+            total += layer.groups * pace.eigen_seconds(_OPERATIONS * n**3, n)
+        total += layer.groups * _STARTS_A_LAYER * pace.seconds_an_operation
     return total
 
 

@@ -18,10 +18,8 @@ from engine.planning.plan_search import batch_size
 from engine.workspace import Workspace
 
 _STAGE = "natural_gradient"
-_OF_A_LAYER = 0.005
-"""Seconds of one layer, whatever its size."""
-_OF_A_GRADIENT = 3
-"""Times the operations of a forward pass: forward, and back to inputs and to weights."""
+_STARTS_A_LAYER = 1000
+"""Starts of operations for one layer, whatever its size."""
 _MATRICES = 4
 """Matrices of a layer's numbers in float64 beside the gradient and the directions, where one is computed."""
 
@@ -56,11 +54,11 @@ def _seconds(params: NaturalGradientParams, job: PlannedJob) -> float:
     kept = basis_dtype(workspace, job.stored).itemsize
     total = 0.0
     if params.gradient is None:
-        forward = work.passing / 2 / max(1, (1 + work.directions) / 2)
-        total += _OF_A_GRADIENT * work.examples * forward / pace.operations_per_second
+        total += work.examples * work.example_seconds
         batches = -(-work.examples // work.batch)
         slices = -(-batch_size(workspace) // (chosen.micro_batch or batch_size(workspace))) * batches
-        total += 3 * slices * work.calls * pace.seconds_an_operation
+        # with hooks at every layer, as the collection has them
+        total += slices * work.slice_seconds
     for layer in job.probe.layers:
         squares = _squares(layer, job.probe)
         # two products there, two back, and two that look at what came out; in float64 one takes twice as long
@@ -70,7 +68,7 @@ def _seconds(params: NaturalGradientParams, job: PlannedJob) -> float:
         each = products / pace.operations_per_second
         if not params.solves and workspace.ports.scratch is not None:
             each += kept * sum(side**2 for side in squares) / pace.disk_bytes_per_second
-        total += layer.groups * (each + _OF_A_LAYER)
+        total += layer.groups * (each + _STARTS_A_LAYER * pace.seconds_an_operation)
     return total
 
 

@@ -22,6 +22,8 @@ from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob, term
 from engine.planning.decomposition_memory import basis_dtype
 
 _STAGE = "reconstruction"
+_STARTS_A_SIDE = 2000
+"""Starts of operations for one rebuilt factor, whatever its size."""
 _LANCZOS_BYTES = 32 * 5 * 12
 """For each number of a factor: 32 steps with five products each, of which every number is read and widened."""
 
@@ -179,8 +181,8 @@ def _seconds(params: ReconstructionParams, job: PlannedJob, placement: dict[str,
                 if cuda and place != "host":
                     each += (3 if place == "device" else 8) * n * n * kept.itemsize / pace.bytes_per_second
                 if n <= EXACT_ROWS:
-                    each += 3 * n**3 / host.eigen_operations_per_second + 4 * n**3 / host.operations_per_second
+                    each += host.eigen_seconds(3 * n**3, n) + 4 * n**3 / host.operations_per_second
                 else:
                     each += _LANCZOS_BYTES * n * n / host.held_bytes_per_second
-            total += layer.groups * each
+            total += layer.groups * (each + _STARTS_A_SIDE * work.pace.seconds_an_operation)
     return total

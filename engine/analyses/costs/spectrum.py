@@ -35,8 +35,8 @@ _FORWARD, _BACK, _SECOND_BACK = 3.3, 6.3, 5.3
 """Vectors that a column holds as its tangent goes forward, and as its product is pulled back, measured."""
 _GRAPHS = 3
 """Graphs of a slice that stand at once where gradients are differentiated again."""
-_OF_A_LAYER = 0.03
-"""Seconds of a row."""
+_STARTS_A_LAYER = 500
+"""Starts of operations for a row."""
 _FIRST, _SECOND = 8, 18
 """Times the operations of a forward pass that a column takes: a tangent and a pullback; a gradient's own gradient."""
 _FIRST_STARTED, _SECOND_STARTED = 100, 200
@@ -171,7 +171,7 @@ def spectrum_cost(params: SpectrumParams, job: PlannedJob) -> Cost:
 
 def _seconds(params: SpectrumParams, job: PlannedJob) -> float:
     work, probe = job.work, job.probe
-    seconds = _OF_A_LAYER * sum(layer.groups for layer in probe.layers)
+    seconds = _STARTS_A_LAYER * work.pace.seconds_an_operation * sum(layer.groups for layer in probe.layers)
     forward = work.passing / 2 / max(1, (1 + work.directions) / 2)
     batches = -(-work.examples // work.batch)
     # the values and gradients that all columns of a pass share cost as much as one more

@@ -81,6 +81,8 @@ class Sides:
     """Share of the largest eigenvalue below which one does not count towards the rank."""
     rounding: float = 0.0
     """Share of the largest eigenvalue below which the others are rounding of the factors."""
+    entry_rounding: tuple[float, float] = (0.0, 0.0)
+    """Eigenvalues of A and of G that are no larger may be zero, since the entries of the factors are rounded."""
     structured_G: Structured | None = None
     """G where it has no eigenvalues to be had and answers for itself."""
     scale_G: float = 1.0
@@ -120,7 +122,9 @@ class Sides:
     @property
     def singular(self) -> bool:
         """Whether the smallest eigenvalue of F is zero, or may be."""
-        return self.bounds is None or any(float(own[0]) <= 0 for own in self.bounds[0])
+        if self.bounds is None:
+            return True
+        return any(float(own[0]) <= zero for own, zero in zip(self.bounds[0], self.entry_rounding, strict=True))
 
     def without_structure(self, wanted: Collection[str]) -> "Sides":
         """Return the sides without ``structured_G``, which holds factors, but with its answers."""

@@ -186,6 +186,7 @@ def sides_of(layer: Measured, whole: FactorSet, params: CapacityParams, device: 
         damping=layer.damping,
         tolerance=rounding if tolerance is None else tolerance,
         rounding=rounding,
+        entry_rounding=(layer.sides["A"].entry_rounding, layer.sides["G"].entry_rounding),
         structured_G=structured,
         scale_G=scale,
         counted_G=layer.counted_G,
@@ -215,7 +216,10 @@ def scalar_metrics(sides: Sides, wanted: Iterable[str], kappa_max: float | None)
         found["effective_dimension_share"] = None if effective is None else effective / sides.dimension
     if "kappa_clipped" in names:
         right = sides.spectrum_G if sides.counted_G is None else sides.counted_G
-        clipped = [Clipping.at(side, kappa_max).kappa_clipped for side in (sides.spectrum_A, right)]
+        clipped = [
+            Clipping.at(side, kappa_max, zero).kappa_clipped
+            for side, zero in zip((sides.spectrum_A, right), sides.entry_rounding, strict=True)
+        ]
         found["kappa_clipped"] = _product(*clipped)
     return found
 

@@ -1,6 +1,6 @@
-"""Checkpoints of a search: what the products so far have shown, so that a killed job goes on where it was.
+"""Checkpoints of a search or a training: its state so far, so that a killed job goes on where it was.
 
-At an interval, between two passes over the data, the state of the search is written into the job's scratch place, the
+At an interval, between two passes over the data or two steps, the state is written into the job's scratch place, the
 tensors first, under new names, and the manifest last: it replaces the one before in one step, with a digest of its own
 and one of each tensor. A later attempt with the same factors, options and numerics continues with the same bits; one
 that does not belong, or does not read as written, is discarded with a line in the log.
@@ -20,10 +20,12 @@ from engine.factors.kronecker_factors import digest
 from engine.workspace import Artifacts, Workspace, load_sealed, save_sealed
 
 MANIFEST = "search/search.json"
-_FORMAT = "kronoscope-search/2"
+"""The file that makes the others a checkpoint of a search."""
+MANIFESTS = (MANIFEST, "training/training.json")
+"""The same of every work: a later attempt adopts the files beside one of these, and no others."""
 _SHARE = 20
 """No checkpoint sooner than this many times what the last one took: they cost at most 5 % of the time."""
-_FILE = re.compile(r"search/\d+\.\d+\.safetensors")
+_FILE = re.compile(r"[a-z]+/\d+\.\d+\.safetensors")
 """Names of the files of tensors."""
 
 
@@ -50,6 +52,8 @@ class SearchCheckpoints:
     workspace: Workspace
     conditions: Mapping[str, Any]
     """Values that must be equal for a checkpoint to belong: each entry's name says what differs."""
+    work: str = "search"
+    """The noun of the work, which names its files too."""
     clock: Callable[[], float] = time.monotonic
     _serial: int = 0
     _files: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -59,7 +63,17 @@ class SearchCheckpoints:
 
     def __post_init__(self) -> None:
         """Begin the first interval."""
+        if self._manifest not in MANIFESTS:
+            raise ValueError(f"no later attempt would adopt `{self._manifest}`; add it to MANIFESTS")
         self._saved_at = self.clock()
+
+    @property
+    def _manifest(self) -> str:
+        return f"{self.work}/{self.work}.json"
+
+    @property
+    def _format(self) -> str:
+        return f"kronoscope-{self.work}/2"
 
     @property
     def _scratch(self) -> Artifacts:
@@ -76,13 +90,13 @@ class SearchCheckpoints:
         if not self.workspace.saves_checkpoints:
             return None
         try:
-            body = load_sealed(self._scratch, MANIFEST)
+            body = load_sealed(self._scratch, self._manifest)
         except FileNotFoundError:
             return None
         except Exception as error:  # noqa: BLE001 - whatever is wrong with the file, it is of no use
             self.discard(f"it cannot be read ({type(error).__name__})")
             return None
-        if body.get("format") != _FORMAT:
+        if body.get("format") != self._format:
             self.discard("it is of another format")
             return None
         here, there = self.conditions, body["conditions"]
@@ -129,12 +143,12 @@ class SearchCheckpoints:
         Args:
             why: The reason, as the end of a sentence.
         """
-        self.workspace.ports.log("warning", f"the checkpoint of an earlier attempt's search is discarded: {why}")
+        self.workspace.ports.log("warning", f"the checkpoint of an earlier attempt's {self.work} is discarded: {why}")
         try:
-            names = [name for name in self._scratch.load_json(MANIFEST)["body"]["files"] if _FILE.fullmatch(name)]
+            names = [name for name in self._scratch.load_json(self._manifest)["body"]["files"] if _FILE.fullmatch(name)]
         except Exception:  # noqa: BLE001 - whatever is wrong with it, nothing of it is read again
             names = list(self._files)
-        for name in (MANIFEST, *names):
+        for name in (self._manifest, *names):
             self._scratch.remove(name)
         self._serial, self._files = 0, {}
 
@@ -162,12 +176,12 @@ class SearchCheckpoints:
         try:
             files: dict[str, dict[str, str]] = {}
             for place, (name, tensor) in zip(itertools.count(), tensors.items(), strict=False):
-                file = f"search/{serial}.{place}.safetensors"
+                file = f"{self.work}/{serial}.{place}.safetensors"
                 host = tensor.detach().to("cpu").contiguous()
                 self._scratch.save_tensors(file, {name: host}, {})
                 files[file] = {name: digest(host)}
             body = {
-                "format": _FORMAT,
+                "format": self._format,
                 "serial": serial,
                 "conditions": self.conditions,
                 "finished": saved.finished,
@@ -177,16 +191,17 @@ class SearchCheckpoints:
                 "learnt": saved.learnt,
                 "files": files,
             }
-            save_sealed(self._scratch, MANIFEST, body)
+            save_sealed(self._scratch, self._manifest, body)
         except OSError as error:
             self.workspace.ports.log(
-                "warning", f"no checkpoint of the search could be written ({error.strerror}); the one before stands"
+                "warning",
+                f"no checkpoint of the {self.work} could be written ({error.strerror}); the one before stands",
             )
         else:
             for name in self._files.keys() - files.keys():
                 self._scratch.remove(name)
             self._serial, self._files = serial, files
-            self.workspace.ports.log("debug", f"checkpoint {serial} of the search")
+            self.workspace.ports.log("debug", f"checkpoint {serial} of the {self.work}")
         self._saved_at = self.clock()
         self._took = self._saved_at - begun
 

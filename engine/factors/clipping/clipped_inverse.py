@@ -17,6 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from catalog.brief import cut
+from catalog.field_errors import near_names
 from engine.errors import BrokenFactors, NonFiniteFactor
 from engine.factors.clipping.clipped_operator import ClippedOperator
 from engine.factors.kronecker_factors import unpacked
@@ -187,12 +189,16 @@ def _of_matrix(stored: Tensor, scale: float, *, diagonal: bool) -> StabilisedSid
     return StabilisedSide(values=values * scale, vectors=vectors, floor=0.0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class StabilisedInverse:
     """Both sides of a layer: ``(A_s + λ_A I) ⊗ (G_s + λ_G I)`` and its inverse."""
 
     A: StabilisedSide
     G: StabilisedSide | ClippedOperator
+
+    def __repr__(self) -> str:
+        """Return one line: the rows of both sides."""
+        return f"<StabilisedInverse: A of {self.A.size} rows, G of {self.G.size}>"
 
     def apply(self, gradient: Tensor) -> Tensor:
         """Return ``G_s V A_s``.
@@ -235,6 +241,8 @@ class StabilisedLayers(Mapping[str, StabilisedInverse]):
 
     def __getitem__(self, layer: str) -> StabilisedInverse:
         """Both sides of a layer."""
+        if layer not in self._layers:
+            raise KeyError(f"no layer {layer!r} is stabilised{near_names(layer, self._layers)}")
         entry = self._layers[layer]
         own, holder, form = int(entry["ordinal"]), int(entry["holder_of_A"]), str(entry["form"])
         tensors = self._load(own)
@@ -269,3 +277,7 @@ class StabilisedLayers(Mapping[str, StabilisedInverse]):
 
     def __len__(self) -> int:
         return len(self._layers)
+
+    def __repr__(self) -> str:
+        """Return one line: how many layers there are, and the first names."""
+        return f"<StabilisedLayers: {cut(', '.join(map(repr, self)))}>"

@@ -91,7 +91,7 @@ class _Units:
             self._running.append(unit)
             try:
                 self.bring(unit)
-                with _uncached_casts(), saved_tensors_hooks(*self._hooks()):
+                with uncached_casts(), saved_tensors_hooks(*self._hooks()):
                     return forward(*args, **kwargs)
             finally:
                 # its numbers stay until another unit needs room: hooks on the module may look at them
@@ -189,8 +189,14 @@ def refusing_absent_reads() -> contextlib.AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
-def _uncached_casts() -> Iterator[None]:
-    """Let autocast keep no copy of parameters, which would outlive their unit."""
+def uncached_casts() -> Iterator[None]:
+    """Let autocast keep no copy of parameters, which would outlive their unit.
+
+    A copy made without a graph would, by an older torch, be taken for the pass with one too, and its gradient lost.
+
+    Returns:
+        A context manager.
+    """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from catalog.responses.layer_record import WHOLE_MODEL
 from engine.distributed.sharded_tensors import is_sharded
 from engine.errors import ModelRefused
 
@@ -110,6 +111,6 @@ def _refused(name: str, why: str) -> ModelRefused:
     return ModelRefused(
         f"the model's tensor `{name}` {why}; apply `torch.distributed.fsdp.fully_shard` to the modules that hold it, "
         "or measure the model before it is sharded, each rank with a whole copy",
-        layer=name.rpartition(".")[0],
+        layer=name.rpartition(".")[0] or WHOLE_MODEL,
         pointer="/model",
     )

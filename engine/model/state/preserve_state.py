@@ -41,11 +41,11 @@ def preserve_state(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         torch.inference_mode(mode=False),
         torch.random.fork_rng(devices=devices),
         _other_generators(),
-        _full_precision(),
+        products_at_full_width(),
         _eager(),
         _plain(model),
         in_evaluation(model) as state,
-        _in_order(model),
+        order_gradients(model),
         _step_by_step(model),
     ):
         try:
@@ -116,8 +116,12 @@ def _other_generators() -> Iterator[None]:
             numpy.random.set_state(others)
 
 
-def _full_precision() -> contextlib.AbstractContextManager[None]:
-    """Multiply at the width of the numbers: no TF32 on a device, no bfloat16 in a CPU's float32."""
+def products_at_full_width() -> contextlib.AbstractContextManager[None]:
+    """Multiply at the width of the numbers: no TF32 on a device, no bfloat16 in a CPU's float32.
+
+    Returns:
+        A context manager.
+    """
     backends: Any = torch.backends
     host = [(getattr(backends.mkldnn, part, None), "fp32_precision", "ieee") for part in ("matmul", "conv", "rnn")]
     older = (backends.cuda.matmul, backends.cudnn)
@@ -166,11 +170,17 @@ def _switched(switches: Sequence[_Switch]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _in_order(model: nn.Module) -> Iterator[None]:
+def order_gradients(model: nn.Module) -> Iterator[None]:
     """Hand every batch norm its gradient in the memory order of its output.
 
     torch 2.13 misreads it on a CPU where dimensions of size one (a batch of one, a map one wide)
     leave that order open: the gradient of the input is then another one, without a word.
+
+    Args:
+        model: The model; its batch norms have a hook inside.
+
+    Returns:
+        A context manager; graphs made inside keep that order.
     """
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401 - torch's hook signature

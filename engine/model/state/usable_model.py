@@ -12,6 +12,7 @@ tensor or module that is meant and with what to do::
 import torch
 from torch import Tensor, nn
 
+from catalog.responses.layer_record import WHOLE_MODEL
 from engine.distributed.sharded_tensors import is_sharded
 from engine.errors import ModelRefused
 from engine.model.sharding.gathered_parameters import GatheredParameter
@@ -32,7 +33,7 @@ def require_usable(model: nn.Module) -> None:
         why = _unusable(tensor)
         if why is not None:
             raise ModelRefused(
-                f"the model's tensor `{name}` {why}", layer=name.rpartition(".")[0] or None, pointer="/model"
+                f"the model's tensor `{name}` {why}", layer=name.rpartition(".")[0] or WHOLE_MODEL, pointer="/model"
             )
 
 

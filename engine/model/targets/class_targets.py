@@ -11,6 +11,9 @@ targets               what they are, for outputs (N, …, C)
 The weight of a term is the sum of its label, smoothed and weighed by ``class_weights``: ``W = Σ_c t_c`` for
 ``t = w ∘ ((1−ε) p + ε/C)``, p the label's probabilities. By torch's mean a sum over classes is divided by the weights
 ``w_y`` of its labels, and one over probabilities by the number of terms.
+
+The Hessian of a term in the logits f is ``W (diag(q) − q qᵀ)`` with ``q = softmax(f)``: of the probabilities it has
+their sum alone. Where rounding to 16 bits leaves that beside one, W is what it is, as torch has it.
 """
 
 from dataclasses import dataclass
@@ -23,6 +26,8 @@ from engine.errors import WrongShape
 
 _SUM = 1e-2
 """How far probabilities in 16 bits may sum from one."""
+_ROUNDING = 1e-5
+"""How far they may in float32, where a sum counts as one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +44,7 @@ class ClassTargets:
     """(N,) float64 sums of the label's weights over the terms that count; None where terms are counted."""
 
 
-def read_class_targets(flat: Tensor, targets: Tensor, shape: torch.Size, task: Task) -> ClassTargets:
+def read_class_targets(flat: Tensor, targets: Tensor, shape: torch.Size, task: Task, index: Tensor) -> ClassTargets:
     """Read the targets of a cross-entropy.
 
     Args:
@@ -47,6 +52,7 @@ def read_class_targets(flat: Tensor, targets: Tensor, shape: torch.Size, task: T
         targets: As the module's table has them, classes last.
         shape: The outputs' shape (N, …, C), before their terms were put into one dimension.
         task: The class weights, the label smoothing and the class to be ignored.
+        index: Numbers of the examples, shape (N,), int64, for messages.
 
     Returns:
         Targets, terms that count and their weights.
@@ -55,7 +61,7 @@ def read_class_targets(flat: Tensor, targets: Tensor, shape: torch.Size, task: T
         WrongShape: If the targets are of another shape or kind, or are no classes of the model.
     """
     if targets.shape == shape:
-        return _probabilities(flat, targets.reshape(flat.shape), task)
+        return _probabilities(flat, targets.reshape(flat.shape), task, index)
     if targets.shape != shape[:-1] or targets.is_floating_point() or targets.is_complex():
         raise _unusable(targets, shape)
     classes = targets.reshape(flat.shape[:2]).to(torch.int64)
@@ -131,21 +137,31 @@ def require_labels(weights: tuple[float, ...] | None, field: str) -> None:
         )
 
 
-def _probabilities(flat: Tensor, targets: Tensor, task: Task) -> ClassTargets:
+def _probabilities(flat: Tensor, targets: Tensor, task: Task, index: Tensor) -> ClassTargets:
     if targets.is_complex() or not sum_to_one(targets, -1):
-        sums = targets.sum(-1) if not targets.is_complex() else targets.real.sum(-1)
         raise WrongShape(
             "targets with a number for each class must be probabilities of 0 or more that sum to 1 in each term (got "
-            f"numbers from {_least(targets)} and sums from {_least(sums)} to {_most(sums)}); correct the targets, give "
-            "integer classes, or take `task.loss: bce` for labels that do not exclude each other",
+            f"{_worst_term(targets, index)}); correct the targets (`targets / targets.sum(-1, keepdim=True)` where all "
+            "are 0 or more), give integer classes, or take `task.loss: bce` for labels that do not exclude each other",
             pointer="/data",
         )
     valid = torch.ones(flat.shape[:2], dtype=torch.bool, device=flat.device)
     labels = targets.to(flat.dtype)
-    if task.class_weights is None:
+    sums = smoothed_labels(labels, task).sum(-1, keepdim=True)
+    if task.class_weights is None and bool(((sums - 1).abs() <= _ROUNDING).all()):
         return ClassTargets(targets=labels, valid=valid)
-    weights = smoothed_labels(labels, task).sum(-1, keepdim=True)
-    return ClassTargets(targets=labels, valid=valid, weights=weights)
+    return ClassTargets(targets=labels, valid=valid, weights=sums)
+
+
+def _worst_term(targets: Tensor, index: Tensor) -> str:
+    """Return a clause on the first term (N, R, C) that is not of probabilities: its example, sum and least number."""
+    real = (targets.real if targets.is_complex() else targets).to(torch.float64)
+    sums, least = real.sum(-1), real.amin(-1)
+    wrong = ~((sums - 1).abs() <= _SUM) | ~(least >= 0) | targets.is_complex()
+    row, term = (int(place) for place in torch.nonzero(wrong)[0])
+    of = f"term {term} of example" if sums.shape[1] > 1 else "example"
+    total, lowest = float(sums[row, term]), float(least[row, term])
+    return f"{of} {int(index[row])}, which sums to {total:.4g}, with numbers from {lowest:.4g}"
 
 
 def _require_known(counted: Tensor, classes: int, task: Task) -> None:
@@ -182,11 +198,3 @@ def _of_numbers(targets: Tensor) -> str:
     if not broken.numel():
         return "these are whole numbers: give them as integers (`targets.long()`)"
     return f"these are numbers such as {float(broken[0]):.4g}: take `task.type: regression`, or give classes"
-
-
-def _least(numbers: Tensor) -> str:
-    return f"{float(numbers.real.min()):.4g}" if numbers.numel() else "none"
-
-
-def _most(numbers: Tensor) -> str:
-    return f"{float(numbers.real.max()):.4g}" if numbers.numel() else "none"

@@ -1,30 +1,46 @@
 """Collection time: the seconds of each stage under one choice, from a dry run's work and a device's speed.
 
-Each pass takes the model forward and back; each slice of a batch reads and writes every sum once for
-A and once a direction for G, and costs the start of every operation anew. So fewer slices are faster
-until they do not fit, and a further pass may be faster than many small slices.
+Each pass takes the model forward and back, and makes the rows of every layer's A and G anew; each slice of a batch
+reads and writes every sum once for A and once a direction for G, and costs the start of every operation anew. So fewer
+slices are faster until they do not fit, and a further pass may be faster than many small slices.
+
+The factors below were fitted on one machine of two cores to 24 collections of 0.02 to 15 s (MLPs, CNNs, LSTMs,
+transformers; all kinds of gradients) and to the thirty jobs of `benchmarks.job_seconds`, whose collections took 0.45 to
+1.6 times as long as foreseen on the idle machine.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cached_property
 
-from catalog.responses.time_estimate import WORTH_SECONDS
-from engine.collection.probe import Probe
+from catalog.responses.time_estimate import Paced
+from engine.collection.probe import Probe, TimedForward
 from engine.factors.representation import DENSE, Representation
 from engine.gradient_identity.schedule import CheckWork, check_work
 from engine.layers.layer import factor_sides
-from engine.memory.budget import give_back_host_memory
-from engine.memory.device_speed import MEASURING_BYTES, MEASURING_DEVICE_BYTES, DeviceSpeed, typical_speed
+from engine.memory.device_speed import DeviceSpeed, typical_speed
 from engine.memory.plan import Plan
-from engine.planning.plan_search import batch_size, total_seconds
+from engine.planning.plan_search import batch_size
+from engine.row_layout.layer_calls import Call
 from engine.workspace import Workspace
 
-_OPERATIONS_A_CALL = 12
-"""Operations that the passes start for each call of a treated layer, there and back, and around it."""
+_STARTS_A_SLICE = 150
+"""Starts of operations that surround the passes of a slice."""
+_STARTS_A_CALL = 70
+"""Those of one call of a treated layer, there and back, and of what is made of it."""
+_A_DIRECTION = 0.3
+"""The part of them that another direction of the gradient takes."""
+_FORWARD_PASSES = 3.0
+"""Forward passes of very few examples that a pass there and back takes."""
+_LEAST_START = 0.2
+"""The least part of such a pass that is taken for the start of its operations."""
+_MODEL_PASSES = 2.5
+"""Such passes that a slice takes beside the work of its calls."""
+_STARTS_A_FORWARD = 20
+"""Starts of operations for each call in a forward pass, where none was timed."""
+_NEW_BYTES = 1.1
+"""Times that the rows of a layer's A and G are made anew."""
 _TOUCHED_FOR_VARIANCE = 8
 """Times that the sums of a batch and those before it are read or written for their variance, as measured."""
-_ROOM = 4
-"""Times what measuring holds: with less left of the budget it is not done."""
 _USUAL_BATCHES = 16
 """Batches assumed where the number of examples is not known: the stages' proportions need one."""
 
@@ -49,21 +65,43 @@ class Work:
     """Bytes of the sums of all layers."""
     varied_bytes: int
     """Bytes of the sums that are set aside in each batch for their variance."""
+    row_bytes: float
+    """Bytes of the rows that one example enters into A and G of all layers, for one direction."""
     calls: int
     """Calls of treated layers in one pass."""
+    forward: TimedForward | None
+    """A forward pass of very few examples on this machine; None where none was timed."""
     directions: int
     """Gradients that are pulled back for each example."""
     checks: CheckWork
     """Work of the layers' self-checks."""
 
+    @cached_property
+    def started_seconds(self) -> float:
+        """Seconds of the model's operations there and back with next to no example: their start."""
+        if self.forward is None or not self.measured:
+            return _FORWARD_PASSES * _STARTS_A_FORWARD * self.calls * self.pace.seconds_an_operation
+        # few examples of a large model are no small work
+        computed = self.forward.examples * self.example_seconds / _FORWARD_PASSES
+        return _FORWARD_PASSES * max(self.forward.seconds - computed, _LEAST_START * self.forward.seconds)
+
+    @cached_property
+    def slice_seconds(self) -> float:
+        """Seconds of a slice of the collection before any example enters it."""
+        calls = _STARTS_A_CALL * self.calls * (1 + _A_DIRECTION * max(0, self.directions - 1))
+        return (_STARTS_A_SLICE + calls) * self.pace.seconds_an_operation + _MODEL_PASSES * self.started_seconds
+
+    @cached_property
+    def example_seconds(self) -> float:
+        """Seconds of one example there and back, with its rows, beyond the sums that these enter."""
+        rows = _NEW_BYTES * self.row_bytes * (1 + self.directions) / 2
+        return self.passing / self.pace.operations_per_second + rows / self.pace.new_bytes_per_second
+
 
 def work_of(
-    workspace: Workspace,
-    probe: Probe,
-    sums_bytes: int,
-    varied_bytes: int = 0,
+    workspace: Workspace, probe: Probe, speed: DeviceSpeed | None, *, sums_bytes: int, varied_bytes: int = 0
 ) -> Work:
-    """Return the work of one job, from the sizes of its calls."""
+    """Return the work of one job, from the sizes of its calls, at a measured speed or a typical one."""
     collection = workspace.options.collection
     outputs = max(1, probe.outputs // probe.examples)
     directions = {"mc": collection.samples, "empirical": 1, "forward_only": 0}.get(collection.fisher, outputs)
@@ -78,8 +116,8 @@ def work_of(
     ) / probe.examples  # fmt: skip
     batch = batch_size(workspace)
     return Work(
-        pace=typical_speed(workspace.machine.device) if workspace.machine.speed is None else workspace.machine.speed,
-        measured=workspace.machine.speed is not None,
+        pace=typical_speed(workspace.machine.device) if speed is None else speed,
+        measured=speed is not None,
         examples=-(-(workspace.inputs.examples or batch * _USUAL_BATCHES) // collection.update_freq),
         batch=batch,
         passing=passing * max(1, (1 + directions) / 2),
@@ -92,10 +130,18 @@ def work_of(
         ),
         sums_bytes=sums_bytes,
         varied_bytes=varied_bytes,
+        row_bytes=sum(_row_numbers(call) for call in probe.calls) * probe.dtype.itemsize / probe.examples,
         calls=len(probe.calls),
+        forward=probe.forward,
         directions=directions,
         checks=check_work(workspace, -(-(workspace.inputs.examples or batch * _USUAL_BATCHES) // batch)),
     )
+
+
+def _row_numbers(call: Call) -> float:
+    """Numbers of the rows of one call that enter its layer's A and G."""
+    outputs = call.output.numel()
+    return outputs * (1 + call.layer.fan_in / max(1, call.layer.fan_out)) if call.layer.form == "kronecker" else outputs
 
 
 def _gradient_products(kept: Representation, size: int) -> int:
@@ -114,15 +160,10 @@ def with_seconds(plan: Plan, work: Work) -> Plan:
     touched = 2 * work.sums_bytes * slices * (1 + work.directions) / 2
     moved = 0.6 * touched / 2 / pace.bytes_per_second if chosen.offload else 0.0
     touched += _TOUCHED_FOR_VARIANCE * work.varied_bytes * batches
-    once = (
-        work.examples * work.passing * (4 / 3 if chosen.activation_checkpointing else 1) / pace.operations_per_second
-        + slices * work.calls * _OPERATIONS_A_CALL * pace.seconds_an_operation
-    )
+    again = 4 / 3 if chosen.activation_checkpointing else 1
+    once = work.examples * work.example_seconds * again + slices * work.slice_seconds
     adding = work.examples * work.adding / pace.operations_per_second
-    checking = (
-        work.checks.examples * work.passing / pace.operations_per_second
-        + work.checks.passes * work.calls * _OPERATIONS_A_CALL * pace.seconds_an_operation
-    )
+    checking = work.checks.examples * work.example_seconds + work.checks.passes * work.slice_seconds
     seconds = {
         "decomposition": 0.0,
         **plan.seconds,
@@ -130,32 +171,10 @@ def with_seconds(plan: Plan, work: Work) -> Plan:
     }
     if chosen.corrections:
         # its bases are of the same factors, and made while it runs
-        bases = sum(9 * rows**3 for rows in work.sides) / pace.eigen_operations_per_second
+        bases = sum(pace.eigen_seconds(9 * rows**3, rows) for rows in work.sides)
         seconds["correction"] = len(chosen.corrections) * once + adding + bases
     if len(chosen.parts) > 1:
         # written once and read back once
         seconds["decomposition"] += 2 * work.sums_bytes / pace.disk_bytes_per_second
-    pace_is: Literal["measured", "usual"] = "measured" if work.measured else "usual"
-    return replace(plan, seconds=seconds, pace=pace_is, self_check_seconds=checking)
-
-
-def calibrated(workspace: Workspace, plan: Plan) -> bool:
-    """Measure the device's speed for a job that is long enough to be worth it.
-
-    It is not measured where the budget leaves little, nor where an earlier attempt has chosen: a choice
-    that was made is repeated whatever the speed.
-    """
-    if (
-        workspace.machine.speed is not None
-        or workspace.resume.chosen is not None
-        or not plan.fits(workspace.machine.budget)
-    ):
-        return False
-    room = _ROOM * MEASURING_BYTES
-    on_device = max(room, MEASURING_DEVICE_BYTES) if workspace.machine.device.type == "cuda" else room
-    # a shorter job does not wait for the machine to be measured
-    if total_seconds(plan) < WORTH_SECONDS or not workspace.machine.guard.fits(device_bytes=on_device, host_bytes=room):
-        return False
-    workspace.machine.speed = workspace.machine.measure_speed()
-    give_back_host_memory()
-    return workspace.machine.speed is not None
+    known: Paced = "usual" if not work.measured else "shared" if pace.busy else "measured"
+    return replace(plan, seconds=seconds, pace=known, self_check_seconds=checking)

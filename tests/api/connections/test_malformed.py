@@ -1,6 +1,8 @@
 """Requests that are not HTTP/1.1: each a problem, none with a traceback in the log, and the same server goes on."""
 
+import contextlib
 import json
+import re
 import time
 from collections.abc import Iterator
 
@@ -12,6 +14,7 @@ from tests.api.connections.sockets import ATTACKER, client, connect, head, recei
 from tests.api.expect import MEMBERS, problem
 from tests.api.server import KEY_SECRET, Server, serve
 from tests.conftest import Databases
+from tests.machine.stopwatch import Stopwatch
 
 MALFORMED = {
     "no HTTP": b"canary\r\n\r\n",
@@ -32,7 +35,76 @@ MALFORMED = {
     "header too large": b"GET /livez HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * 70_000,
     "bad chunk": b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\ncanary\r\n",
 }
-STATUS = {"HTTP/2 preface": 505, "unknown coding": 501, "header too large": 431}
+GET = b"GET /livez HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+HIDDEN = GET + b"X-A: canary\r\n\r\n"
+AMBIGUOUS = {
+    "chunks and length": POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + HIDDEN,
+    "length and chunks, other letters": POST
+    + b"tRANSFER-eNCODING: chunked\r\ncONTENT-lENGTH: 0\r\n\r\n0\r\n\r\n"
+    + HIDDEN,
+    "the same length twice": POST + b"Content-Length: 2\r\nContent-Length: 2\r\n\r\n{}" + HIDDEN,
+    "a list of lengths": POST + b"Content-Length: 2, 2\r\n\r\n{}" + HIDDEN,
+    "length with a plus": POST + b"Content-Length: +2\r\n\r\n{}" + HIDDEN,
+    "length in hex": POST + b"Content-Length: 0x2\r\n\r\n{}" + HIDDEN,
+    "length with an underscore": POST + b"Content-Length: 1_0\r\n\r\n{}" + HIDDEN,
+    "no length": POST + b"Content-Length: \r\n\r\n" + HIDDEN,
+    "space before the length's colon": POST + b"Content-Length : 2\r\n\r\n{}" + HIDDEN,
+    "chunks in HTTP/1.0": b"POST / HTTP/1.0\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + HIDDEN,
+    "chunked twice": POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + HIDDEN,
+    "identity": POST + b"Transfer-Encoding: identity\r\n\r\n" + HIDDEN,
+    "chunked, identity": POST + b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n" + HIDDEN,
+    "a control character before chunked": POST + b"Transfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n" + HIDDEN,
+    "folded length": POST + b"Content-Length:\r\n 2\r\n\r\n{}" + HIDDEN,
+    "folded coding": POST + b"X-A: b\r\n\tTransfer-Encoding: chunked\r\n\r\n" + HIDDEN,
+    "lines that end in LF": b"GET /livez HTTP/1.1\nHost: x\n\n",
+    "one line that ends in LF": b"GET /livez HTTP/1.1\r\nHost: x\nX-A: b\r\n\r\n",
+    "an end in LF": b"GET /livez HTTP/1.1\r\nHost: x\r\n\n" + HIDDEN,
+    "lines that end in CR": b"GET /livez HTTP/1.1\rHost: x\r\r",
+    "CR in a value": b"GET /livez HTTP/1.1\r\nHost: x\r\nX-A: b\rContent-Length: 5\r\n\r\n",
+    "10,000 headers": GET + b"a: b\r\n" * 10_000 + b"\r\n",
+    "101 headers": GET + b"a: b\r\n" * 100 + b"\r\n",
+    "102 headers without an end": GET + b"a: b\r\n" * 101,
+    "33 KiB of headers": GET + b"a: " + b"b" * 33 * 1024 + b"\r\n\r\n",
+    "100 KiB of request line": b"GET /" + b"a" * 100 * 1024 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a chunk of 2^64": CHUNKED + b"ffffffffffffffff\r\n",
+    "a chunk of 2^68": CHUNKED + b"fffffffffffffffff\r\n",
+    "a chunk beyond the body's limit": CHUNKED + b"40001\r\n",
+    "a second chunk of 2^64": CHUNKED + b"1\r\n{\r\nffffffffffffffff\r\n",
+    "a negative chunk": CHUNKED + b"-1\r\n",
+    "a chunk with a plus": CHUNKED + b"+2\r\n{}\r\n0\r\n\r\n",
+    "a chunk in hex": CHUNKED + b"0x2\r\n{}\r\n0\r\n\r\n",
+    "a chunk's header that ends in LF": CHUNKED + b"2\n{}\r\n0\r\n\r\n",
+    "CR in an extension": CHUNKED + b"2;a\rb\r\n{}\r\n0\r\n\r\n",
+    "LF in an extension": CHUNKED + b"2;a\nb\r\n{}\r\n0\r\n\r\n",
+    "an extension without end": CHUNKED + b"2;" + b"a" * 20_000,
+    "a chunk without its end": CHUNKED + b"2\r\n{}0\r\n\r\n" + HIDDEN,
+    "1,000 trailers": CHUNKED + b"0\r\n" + b"a: b\r\n" * 1_000 + b"\r\n",
+    "a folded trailer": CHUNKED + b"0\r\na: b\r\n c\r\n\r\n" + HIDDEN,
+}
+MALFORMED |= AMBIGUOUS
+STATUS = {
+    "HTTP/2 preface": 505,
+    "unknown coding": 501,
+    "identity": 501,
+    "chunked, identity": 501,
+    **dict.fromkeys(
+        (
+            "header too large", "10,000 headers", "101 headers", "102 headers without an end", "33 KiB of headers",
+            "100 KiB of request line", "1,000 trailers",
+        ),
+        431,
+    ),
+}  # fmt: skip
+ALLOWED = {
+    "100 headers": GET + b"a: b\r\n" * 98 + b"Connection: close\r\n\r\n",
+    "31 KiB of headers": GET + b"Connection: close\r\na: " + b"b" * 31 * 1024 + b"\r\n\r\n",
+    "two requests": GET + b"\r\n" + GET + b"Connection: close\r\n\r\n",
+    "blank lines within a body": GET + b"Content-Length: 4\r\nConnection: close\r\n\r\n\n\n\r\n",
+    "an extension and a trailer": GET + b"Connection: close\r\nTransfer-Encoding: Chunked\r\n\r\n"
+    b'2;a="b"\r\n{}\r\n00\r\nX-A: b\r\n\r\n',
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +128,19 @@ def server(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield started
 
 
+def answers(received: bytes) -> int:
+    """The number of answers, of which a sentence that names HTTP/1.1 is none."""
+    return len(re.findall(rb"HTTP/1\.1 \d{3} ", received))
+
+
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_request_is_answered_by_a_problem(server: Server, name: str) -> None:
     with connect(server) as connection:
+        watch = Stopwatch()
         connection.sendall(MALFORMED[name])
         answer = received(connection)
+    assert watch.seconds() < 1
+    assert answers(answer) == 1
     head_lines, _, body = answer.partition(b"\r\n\r\n")
     lines = head_lines.decode().lower().split("\r\n")
     assert lines[0].startswith(f"http/1.1 {STATUS.get(name, 400)} ")
@@ -74,6 +154,25 @@ def test_a_malformed_request_is_answered_by_a_problem(server: Server, name: str)
     assert "Traceback" not in server.log.read_text()
     with client(server, ATTACKER) as honest:
         assert honest.get("/livez").status_code == 200
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_a_request_with_one_reading_is_answered(server: Server, name: str) -> None:
+    with connect(server) as connection:
+        connection.sendall(ALLOWED[name])
+        answer = received(connection)
+    assert answer.count(b"HTTP/1.1 200 ") == answers(answer) == ALLOWED[name].count(b"GET ")
+
+
+@pytest.mark.parametrize("name", ["chunks and length", "101 headers", "lines that end in LF", "a chunk of 2^64"])
+def test_bytes_that_drip_are_read_no_otherwise(server: Server, name: str) -> None:
+    with connect(server) as connection:
+        for byte in MALFORMED[name].partition(HIDDEN)[0]:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.sendall(bytes([byte]))
+        answer = received(connection)
+    assert answer.startswith(f"HTTP/1.1 {STATUS.get(name, 400)} ".encode())
+    assert answers(answer) == 1
 
 
 def test_a_bad_chunk_after_a_refusal_leaves_no_traceback(server: Server) -> None:

@@ -43,6 +43,16 @@ def refused(engine: Engine, chosen: Settings, document: dict[str, Any], tenant: 
         ("model", {"source": "huggingface", "id": "a/b"}, "/model/id", "not_in_store"),
         ("model", {"source": "huggingface", "id": "../../etc"}, "/model/id", "invalid_value"),
         ("model", {"source": "huggingface", "id": "a/b", "revision": "../x"}, "/model/revision", "invalid_value"),
+        ("model", {"source": "directory", "path": "/m", "adapter": "a/b"}, "/model/adapter", "not_in_store"),
+        ("model", {"source": "directory", "path": "/m", "adapter": "a/../b"}, "/model/adapter", "invalid_value"),
+        ("model", {"source": "directory", "path": "/m", "adapter": "/etc"}, "/model/adapter", "not_allowed"),
+        ("model", {"source": "directory", "path": "/m", "adapter": "../x"}, "/model/adapter", "not_allowed"),
+        (
+            "model",
+            {"source": "directory", "path": "/m", "adapter": "a/b", "adapter_revision": "../x"},
+            "/model/adapter_revision",
+            "invalid_value",
+        ),
         ("data", {"source": "huggingface", "id": "a/b"}, "/data/id", "not_in_store"),
         ("data", {"source": "huggingface", "id": "/etc"}, "/data/id", "not_allowed"),
         ("data", {"source": "huggingface", "id": "../data"}, "/data/id", "not_allowed"),
@@ -51,7 +61,9 @@ def refused(engine: Engine, chosen: Settings, document: dict[str, Any], tenant: 
 def test_sources_that_nobody_listed(
     ledger: Engine, tmp_path: Path, part: str, source: dict[str, str], pointer: str, code: str
 ) -> None:
-    assert refused(ledger, settings(tmp_path), {**seeding.DOCUMENT, part: source}) == {pointer: code}
+    # of a model with an adapter, the model itself is listed
+    chosen = settings(tmp_path, allowed_directories=("/m",) if "adapter" in source else ())
+    assert refused(ledger, chosen, {**seeding.DOCUMENT, part: source}) == {pointer: code}
 
 
 def test_a_relative_path_is_said_to_be_relative(
@@ -114,10 +126,11 @@ def test_what_is_listed_for_one_tenant_is_refused_to_others(ledger: Engine, tmp_
 
 def test_a_model_in_the_store_needs_no_hub(ledger: Engine, tmp_path: Path) -> None:
     (tmp_path / "models" / "hub" / "models--owner--name").mkdir(parents=True)
+    (tmp_path / "models" / "hub" / "models--owner--tuned").mkdir(parents=True)
     (tmp_path / "models" / "datasets" / "owner___name").mkdir(parents=True)
     document = {
         **seeding.DOCUMENT,
-        "model": {"source": "huggingface", "id": "owner/name"},
+        "model": {"source": "huggingface", "id": "owner/name", "adapter": "owner/tuned"},
         "data": {"source": "huggingface", "id": "owner/name"},
     }
     assert refused(ledger, settings(tmp_path), document) == {}

@@ -108,6 +108,18 @@ def test_openapi_is_complete(contract: dict[str, Any]) -> None:
     assert len(identifiers) == len(set(identifiers))
 
 
+def test_a_generator_of_clients_finds_one_class_a_name_a_server_and_all_tags(contract: dict[str, Any]) -> None:
+    """Classes are named after titles: where two schemas share one, a generator drops what refers to the second."""
+    schemas = contract["components"]["schemas"]
+    titles = [schema.get("title", name) for name, schema in schemas.items()]
+    assert len(titles) == len(set(titles))
+    assert contract["servers"] == [{"url": "/", "description": "The service that this document is read from."}]
+    assert contract["security"] == [{"key": []}]
+    assert set(contract["components"]["securitySchemes"]) == {"key", "scraper"}
+    used = {tag for methods in contract["paths"].values() for each in methods.values() for tag in each["tags"]}
+    assert used == {tag["name"] for tag in contract["tags"] if tag["description"]}
+
+
 def test_openapi_carries_the_document(contract: dict[str, Any]) -> None:
     body = contract["paths"]["/v1/jobs"]["post"]["requestBody"]["content"]["application/json"]
     assert len(body["examples"]) == len(EXAMPLES)

@@ -17,7 +17,7 @@ from api.routes.dashboard import analyses_script
 from catalog import ANALYSES
 from catalog.frames import layer_frame
 from jobs.codec import parse_document
-from jobs.devices.registry import Device, Worker, register
+from jobs.devices.registry import Device, Worker, pause, register
 from jobs.devices.registry import remove as forget
 from jobs.queue import attempt_endings, attempt_writes
 from jobs.records import LOCAL_TENANT
@@ -49,10 +49,10 @@ def browser() -> Iterator[Browser]:
         opened.close()
 
 
-@pytest.fixture
-def page(browser: Browser, embedded: Embedded) -> Iterator[Page]:
-    """A fresh tab that fails its test at any console error, uncaught exception or policy breach."""
-    context = browser.new_context(base_url=embedded.server.url, viewport={"width": 1280, "height": 900})
+@contextlib.contextmanager
+def faultless_tab(browser: Browser, url: str) -> Iterator[Page]:
+    """Open a tab; fail in the end at any console error, uncaught exception or policy breach."""
+    context = browser.new_context(base_url=url, viewport={"width": 1280, "height": 900})
     context.set_default_timeout(PATIENCE_MS)
     opened = context.new_page()
     complaints: list[str] = []
@@ -67,6 +67,12 @@ def page(browser: Browser, embedded: Embedded) -> Iterator[Page]:
     left = [each for each in complaints if "ERR_ABORTED" not in each and "status of 422" not in each]
     context.close()
     assert left == []
+
+
+@pytest.fixture
+def page(browser: Browser, embedded: Embedded) -> Iterator[Page]:
+    with faultless_tab(browser, embedded.server.url) as opened:
+        yield opened
 
 
 def _complaint(said: ConsoleMessage) -> Iterator[str]:
@@ -127,19 +133,48 @@ def test_the_job_page_shows_results(page: Page, finished: str) -> None:
 def test_a_part_of_a_model_does_not_look_like_a_success(page: Page, embedded: Embedded) -> None:
     job_id = seeding.partly_measured(embedded.engine, embedded.artifacts, LOCAL_TENANT)
     page.goto(f"/#/jobs/{job_id}")
-    expect(page).to_have_title("factors + capacity · 35 % measured · Kronoscope")
-    expect(page.locator(".pill")).to_have_text("Partial, 35 %")
+    expect(page).to_have_title("factors + capacity · 35.1% measured · Kronoscope")
+    expect(page.locator(".pill")).to_have_text("Partial, 35.1%")
     notice = page.get_by_role("status", name="Part of the model")
-    expect(notice).to_contain_text("Only 35 % of the model was measured")
-    expect(notice).to_contain_text("To cover them: renormalise the table once")
+    expect(notice).to_contain_text("Only 35.1% of the model was measured")
+    expect(notice).to_contain_text("(49.6%), embedding renormalised: words.weight (Embedding). To cover them: renorma")
     expect(notice).to_contain_text("collection.min_coverage: 0.35.")
     cards = page.locator(".figure-card")
     expect(cards).to_have_count(7)
     for card in cards.all():
-        expect(card).to_contain_text("of the 35 % that was measured")
-    expect(page.get_by_text("figures of the 35 % that was measured")).to_be_visible()
+        expect(card).to_contain_text("of the 35.1% that was measured")
+    expect(page.get_by_text("figures of the 35.1% that was measured")).to_be_visible()
     page.goto("/#/")
-    expect(page.locator(f'tr:has(a[href="#/jobs/{job_id}"]) .pill')).to_have_text("Partial, 35 %")
+    expect(page.locator(f'tr:has(a[href="#/jobs/{job_id}"]) .pill')).to_have_text("Partial, 35.1%")
+
+
+def test_a_model_of_diagonals_does_not_look_like_one_of_blocks(page: Page, embedded: Embedded) -> None:
+    job_id = seeding.of_diagonals(embedded.engine, embedded.artifacts, LOCAL_TENANT)
+    page.goto(f"/#/jobs/{job_id}")
+    expect(page.locator(".pill")).to_have_text("Succeeded, 91.7% diagonal")
+    card = page.get_by_role("region", name="Coverage")
+    expect(card.get_by_role("img", name="covered: 8.3% full block, 91.7% diagonal alone")).to_be_visible()
+    lines = card.locator(".coverage-key li")
+    expect(lines).to_have_count(2)
+    expect(lines.nth(1)).to_contain_text("91.7% diagonal alone: 29,133 of 31,770")
+    expect(lines.nth(1)).to_contain_text("positions (no product to factorise)")
+    page.goto("/#/")
+    pill = page.locator(f'tr:has(a[href="#/jobs/{job_id}"]) .pill')
+    expect(pill).to_have_text("Succeeded, 91.7% diagonal")
+    page.get_by_role("button", name="partial", exact=True).click()
+    expect(pill).to_have_count(0)
+    page.get_by_role("button", name="diagonal", exact=True).click()
+    expect(pill).to_be_visible()
+
+
+def test_where_a_factory_raised_stands_on_the_page(page: Page, embedded: Embedded) -> None:
+    page.goto(f"/#/jobs/{seeding.failed_in_factory(embedded.engine, LOCAL_TENANT)}")
+    card = page.get_by_role("alert", name="Failure")
+    expect(card).to_contain_text("raised ValueError: no weights")
+    expect(card.locator("p code").first).to_have_text("lab.models:make")
+    calls = card.get_by_role("listitem")
+    expect(calls).to_have_text(["lab.models:12 in make", "lab.weights:7 in Store.read"])
+    expect(page.get_by_text("SECRET")).to_have_count(0)
 
 
 def test_what_was_not_read_as_it_stands_is_a_notice_on_the_page(page: Page, embedded: Embedded) -> None:
@@ -284,15 +319,16 @@ def test_what_is_pressed_is_not_exchanged_before_it_is_let_go(page: Page, embedd
         (f"**/v1/jobs/{claim.job_id}?wait=20", page.get_by_role("button", name="Cancel job")),
     ):
         target.hover()
-        page.mouse.down()
         with page.expect_response(path):
+            page.mouse.down()
             seeding.progress(embedded.engine, claim, stage="collection", done=25, total=29, unit="batches", percent=60)
         page.wait_for_timeout(200)
         page.mouse.up()
         expect(page.get_by_role("heading", level=1)).to_have_text("digits_cnn")
         seeding.progress(embedded.engine, claim, stage="collection", done=26, total=29, unit="batches", percent=61)
+        # An answer that came while the button is down would be held, and no further one asked for.
+        expect(page.get_by_role("progressbar", name="Progress of the job")).to_have_attribute("aria-valuenow", "61")
     expect(page.get_by_role("button", name="Cancelling…")).to_be_visible()
-    expect(page.get_by_role("progressbar", name="Progress of the job")).to_have_attribute("aria-valuenow", "61")
     attempt_endings.end_cancelled(embedded.engine, claim)
 
 
@@ -496,16 +532,16 @@ def test_a_new_analysis_is_shown_by_its_record_alone(page: Page, monkeypatch: py
           new LayerTable(place, () => undefined).show([row], ["sharpness"]);
           const texts = (parent, what) => [...parent.querySelectorAll(what)].map((each) => each.textContent);
           const card = figuresCard("sharpness", summary, "Sharpness");
-          return [texts(place, "th"), texts(place, "td.numeric"), texts(card, ".figure-card *"),
+          return [texts(place, "thead th"), texts(place, "td.numeric"), texts(card, ".figure-card *"),
             [...place.querySelectorAll(".small-bar")].map((bar) => bar.title)];
         }""",
         [ROW, {"layers": 3, "largest_eigenvalue": 12.5}],
     )
     assert shown == [
-        ["Layer", "A × G", "Parameters", "Largest eigenvalue", "Step", "Time"],
+        ["Layer", "Type", "A × G", "Parameters", "Largest eigenvalue", "Step", "Time"],
         ["–", "5,130", "12.5", "0.16", "–"],
         ["Sharpness", "12.5", "of 3 layers"],
-        ["100 %"],
+        ["100.0%"],
     ]
 
 
@@ -514,7 +550,11 @@ def test_the_pages_script_holds_what_the_catalog_says(page: Page) -> None:
     told = page.evaluate("import('/dashboard/scripts/analyses.js').then((script) => script.ANALYSES)")
     assert list(told) == list(ANALYSES)
     assert [kind for kind, each in told.items() if each["opens"]] == ["capacity"]
-    assert [kind for kind, each in told.items() if not each["damped"]] == ["factors", "compression"]
+    assert [kind for kind, each in told.items() if not each["damped"]] == [
+        "factors",
+        "compression",
+        "fewshot_training",
+    ]
     assert {"short", "line", "joined"}.isdisjoint(
         name for each in told.values() for part in (*each["columns"], *each["figures"]) for name in part
     )
@@ -576,27 +616,19 @@ def test_names_from_the_server_are_text(page: Page, embedded: Embedded) -> None:
     assert page.title() != "broken"
 
 
-def test_figures_have_one_word_each_and_names_stay_apart(page: Page, finished: str) -> None:
+def test_figures_have_one_word_each_and_names_are_whole(page: Page, finished: str) -> None:
     page.goto(f"/#/jobs/{finished}")
     expect(page.get_by_text("Sum of effective ranks", exact=True)).to_be_visible()
     expect(page.get_by_text("Effective rank of the model", exact=True)).to_be_visible()
+    names = page.get_by_role("combobox", name="Layer").locator("option")
+    expect(names).to_have_text([name for name, *_ in seeding.LAYERS])
     shown = page.evaluate(
         """async () => {
-          const { condition, distinctNames } = await import("/dashboard/scripts/format.js");
-          const patterns = ["model.a_long_name.blocks.@.attention.query.original.kernel", "model.a_long_name.number_@",
-            "@.a_middle_that_takes_more_room_than_there_is.@", "e.@.weight",
-            "x".repeat(80) + "@" + "y".repeat(80)];
-          return {
-            names: patterns.map((each) =>
-              distinctNames([...Array(60).keys()].map((at) => each.replaceAll("@", at)), 36)),
-            conditions: [condition(null, 3), condition(null, null), condition(12.5, 3)],
-          };
+          const { condition } = await import("/dashboard/scripts/format.js");
+          return [condition(null, 3), condition(null, null), condition(12.5, 3)];
         }"""
     )
-    for names in shown["names"]:
-        assert len(set(names)) == 60
-        assert all(len(name) <= 36 for name in names)
-    assert shown["conditions"] == ["∞", "–", "12.5"]
+    assert shown == ["∞", "–", "12.5"]
 
 
 def test_the_list_and_a_submission(page: Page, embedded: Embedded) -> None:
@@ -605,6 +637,10 @@ def test_the_list_and_a_submission(page: Page, embedded: Embedded) -> None:
     editor = page.get_by_label("Job document")
     expect(editor).to_have_value(re.compile("digits_cnn"))
     document: dict[str, Any] = json.loads(editor.input_value())
+    expect(page.locator("#document-help")).to_contain_text("a few-shot training takes data alone")
+    page.get_by_label("Example").select_option("Few-shot training on drawn characters (a minute or two)")
+    page.get_by_role("button", name="Check only").click()
+    expect(page.get_by_text("The document is valid.")).to_be_visible()
     editor.fill(json.dumps({**document, "collection": {"batch_size": -1}}, indent=2))
     page.get_by_role("button", name="Check only").click()
     expect(page.get_by_role("alert")).to_contain_text("take 1 to 65536")
@@ -642,7 +678,7 @@ def test_the_memory_curve_is_drawn_beside_its_plan(page: Page, finished: str) ->
     page.goto(f"/#/jobs/{finished}")
     card = page.get_by_role("region", name="Memory", exact=True)
     picture = card.get_by_role(
-        "img", name=re.compile(r"Memory over 22 s: at most 559 MiB .*, 900 MiB planned; .*1.6 GiB")
+        "img", name=re.compile(r"Memory over 22 s: at most 559 MiB .*, 900 MiB planned; .*1.58 GiB")
     )
     expect(picture).to_be_visible()
     expect(card.locator(".key")).to_have_count(5)
@@ -655,8 +691,8 @@ def test_the_memory_curve_is_drawn_beside_its_plan(page: Page, finished: str) ->
     assert device / host == pytest.approx(2 * 2**30 / (900 * 2**20), rel=0.02)
     stages = card.get_by_role("region", name="Stages, planned and measured").locator("tbody tr")
     expect(stages).to_have_count(2)
-    expect(stages.nth(0)).to_have_text("collection2.0 GiB1.6 GiB−21 %500 MiB550 MiB+10 %about 10 s13 s+25 %")
-    expect(stages.nth(0).locator("strong")).to_have_text("+10 %")
+    expect(stages.nth(0)).to_have_text("collection2 GiB1.58 GiB−21%500 MiB550 MiB+10%about 10 s13 s+25%")
+    expect(stages.nth(0).locator("strong")).to_have_text("+10%")
     card.get_by_text("Operation by operation").click()
     rows = card.get_by_role("region", name="Memory by operation").locator("tbody tr")
     expect(rows).to_have_count(10)
@@ -670,7 +706,7 @@ def test_what_is_not_all_is_not_called_all(page: Page) -> None:
     shown = page.evaluate(
         "shares => import('/dashboard/scripts/format.js').then(format => shares.map(format.portion))", shares
     )
-    assert shown == ["100 %", "99.9 %", "99.9 %", "35.1 %", "0 %"]
+    assert shown == ["100.0%", "99.9%", "99.9%", "35.1%", "0.0%"]
 
 
 def test_downloads(page: Page, finished: str) -> None:
@@ -729,4 +765,19 @@ def test_a_job_that_no_device_can_hold_says_so(page: Page, embedded: Embedded) -
     said = page.get_by_role("status", name="Placement")
     expect(said).to_contain_text("No device can hold this job")
     expect(said).to_contain_text("Needs 40 GB; the largest known device is FAKE-a with 1 kB.")
+    forget(embedded.engine, worker.id)
+
+
+def test_a_job_that_waits_for_room_on_a_disk_says_so(page: Page, embedded: Embedded) -> None:
+    reason = "its disk has 201 MB free, and it takes jobs from 268 MB on"
+    worker = Worker(id=new_id(), node="node-1", process_space="s", version="0", slots=1, factories=(), paused=reason)
+    device = Device(uuid="HOST-b", kind="host", name="host memory", capacity_bytes=40 * 10**9)
+    job = submit(embedded.engine, LOCAL_TENANT, parse_document(seeding.raw()), needs_bytes=10**9).job
+    register(embedded.engine, worker, [device], 600)
+    page.goto(f"/#/jobs/{job.id}")
+    said = page.get_by_role("status", name="Placement")
+    expect(said).to_contain_text(f"the workers that could hold it take no jobs at the moment (node-1: {reason}).")
+    pause(embedded.engine, worker.id, None)
+    page.reload()
+    expect(said).to_contain_text("Why this job waits")
     forget(embedded.engine, worker.id)

@@ -33,6 +33,8 @@ PLAN: dict[str, Any] = {
         "collection": {"device_bytes": 0, "host_bytes": 500 * 2**20, "disk_bytes": 7, "seconds": 2.5},
         "decomposition": {"device_bytes": 0, "host_bytes": 400 * 2**20, "disk_bytes": 7, "seconds": 0.5},
     },
+    "seconds": 5.0,
+    "seconds_range": [3.5, 8.0],
     "terms": [],
     "why": "one pass",
     "fits": False,
@@ -114,7 +116,8 @@ def test_an_estimate_is_waited_for(keyed: Keyed, ours: httpx.Client) -> None:
     assert answer.status_code == 200
     found = answer.json()
     assert answer.headers["location"] == f"/v1/estimates/{found['id']}"
-    assert (found["state"], found["fits"], found["seconds"], found["why"]) == ("succeeded", False, 3.0, "one pass")
+    assert (found["state"], found["fits"], found["seconds"], found["why"]) == ("succeeded", False, 5.0, "one pass")
+    assert found["seconds_range"] == [3.5, 8.0]
     assert found["peak"] == {"device": 0, "host": 500 * 2**20, "disk": 7}
     # nothing stands on a device, so nothing is said of one
     assert found["budget"] == {"device": None, "host": 2**20, "disk": None}

@@ -108,6 +108,18 @@ def test_pages_by_keyset_with_filters(ours: httpx.Client) -> None:
     only = ours.get("/v1/jobs", params={"label": query, "kind": "factors", "state": "queued"}).json()["items"]
     assert [job["id"] for job in only] == list(reversed(made[:-1]))
     assert ours.get("/v1/jobs", params={"label": query, "state": "failed"}).json() == {"items": [], "next": None}
+    second = submit(ours, labels={**label, "round": "two"})
+    first_page = ours.get("/v1/jobs", params={"label": [query, "round=two"], "sort": "oldest", "limit": 1})
+    assert [job["id"] for job in first_page.json()["items"]] == [second["id"]]
+    seen, address = [], f"/v1/jobs?limit=3&sort=oldest&label={query}&label={query}"
+    while address:
+        answer = ours.get(address)
+        seen += [job["id"] for job in answer.json()["items"]]
+        address = answer.links.get("next", {}).get("url", "")
+    assert seen == [*made, second["id"]]
+    earlier = ours.get("/v1/jobs", params={"label": query, "until": second["created_at"]}).json()["items"]
+    assert [job["id"] for job in earlier] == list(reversed(made))
+    assert ours.get("/v1/jobs", params={"label": query, "until": "1h"}).json()["items"] == []
 
 
 def test_parameters_that_mean_nothing(ours: httpx.Client) -> None:
@@ -118,6 +130,10 @@ def test_parameters_that_mean_nothing(ours: httpx.Client) -> None:
         "state=canary",
         "kind=canary",
         "label=canary",
+        "label=a=b&label=canary",
+        "&".join(["label=a=b"] * 9),
+        "sort=canary",
+        "until=canary",
         "name=",
         "since=canary",
         "since=2026-11-01T12:00",
@@ -261,7 +277,7 @@ def test_without_bytes_left_no_job_is_taken(keyed: Keyed, ours: httpx.Client, th
 def test_a_failure_is_told_without_its_detail(keyed: Keyed, ours: httpx.Client) -> None:
     answer = ours.get(f"/v1/jobs/{seeding.failed(keyed.engine, tenant(keyed))}")
     failure = answer.json()["failure"]
-    assert set(failure) == {"category", "code", "message", "pointer", "layer"}
+    assert set(failure) == {"category", "code", "message", "pointer", "layer", "trace"}
     assert failure["layer"] == "features.3"
     assert "SECRET" not in answer.text
 
@@ -319,6 +335,7 @@ def test_a_job_says_what_of_its_inputs_was_not_read_as_it_stands(keyed: Keyed, o
     manifest = ours.get(f"/v1/jobs/{job_id}/results").json()["manifest"]
     assert manifest["unused"] == ["`id` of rows.jsonl", "file `generation_config.json`"]
     assert manifest["notices"] == said
+    assert manifest["reading"] == {"columns": {"text": "line"}, "labels": None, "pixels": None}
     assert submit(ours)["notices"] == []
     assert {each["id"]: each["notices"] for each in ours.get("/v1/jobs").json()["items"]}[job_id] == said
 
@@ -337,3 +354,28 @@ def test_a_job_says_which_of_its_analyses_was_refused(keyed: Keyed, ours: httpx.
     listed = {each["id"]: each["refused"] for each in ours.get("/v1/jobs").json()["items"]}
     assert listed[job_id] == job["refused"]
     assert [each for each in listed.values() if each] == [job["refused"]]
+
+
+def _done_in_part(job: Any) -> bool:
+    return bool(job["refused"]) or job["coverage"]["status"] == "partial"
+
+
+def _has_diagonals(job: Any) -> bool:
+    return any(part["kind"] == "diagonal" for part in job["coverage"]["parts"])
+
+
+def test_jobs_are_listed_by_the_part_that_they_did(keyed: Keyed, ours: httpx.Client) -> None:
+    seeds = (keyed.engine, keyed.artifacts, tenant(keyed))
+    submit(ours)
+    seeding.finished(*seeds)
+    accepting = {**seeding.DOCUMENT, "collection": {"min_coverage": 0.35}}
+    seeding.partly_measured(*seeds, accepting)
+    partial = {seeding.partly_measured(*seeds), seeding.partly_refused(*seeds)}
+    diagonal = {seeding.of_diagonals(*seeds)}
+    for coverage, expected in (("partial", partial), ("diagonal", diagonal)):
+        listed = ours.get("/v1/jobs", params={"coverage": coverage, "limit": 100}).json()["items"]
+        found = {job["id"] for job in listed}
+        assert expected <= found
+        assert all(_done_in_part(job) if coverage == "partial" else _has_diagonals(job) for job in listed)
+    refused = problem(ours.get("/v1/jobs?coverage=partially"), 422)
+    assert "did you mean `partial`?" in refused["detail"]

@@ -73,7 +73,7 @@ def test_each_kind_can_be_refused_and_the_others_stand(
     with pytest.warns(AnalysisRefused, match=f"`{kind}` was refused: layer `h` cannot be so"):
         found = measured(data)
     assert set(found.summary) == set(KINDS) - {kind}
-    assert repr(found).endswith(f"of 2 layers; {kind} refused>")
+    assert repr(found).endswith(f"of 2 layers; 100.0% full block; {kind} refused>")
     assert (found.refused[kind].layer, found.refused[kind].pointer) == ("h", "/memory")
     for other in set(KINDS) - {kind}:
         assert {name: row.metrics for name, row in found.of(other).items()} == {

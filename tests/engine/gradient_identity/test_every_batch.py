@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.accumulation.hooks import Collector
-from engine.analyses.layer_analysis import coverage
 from engine.collect import collect_or_read
 from engine.errors import NothingToAnalyse
 from engine.factors.factor_set import FactorSet
@@ -22,6 +21,7 @@ from engine.gradient_identity.recorded_rows import ExampleRows, RowRecorder
 from engine.gradient_identity.summed_rows import SummedRows, graph_signature
 from engine.layers.layer import Use
 from engine.layers.linear import LinearLayer
+from engine.measurement.coverage_parts import coverage
 from engine.model.batches import Batch
 from tests.oracles import workspace
 

@@ -229,7 +229,7 @@ def test_what_is_not_understood_is_declared_and_the_operation_named(
     x, y = data()
     whole = collect(Used(use, p, None), [(x, y)], "classification", self_check="growing")
     (row,) = whole.declared
-    assert (row.name, row.reason, row.parameters) == ("", reason, ("p",))
+    assert (row.name, row.reason, row.parameters) == ("(model)", reason, ("p",))
     assert why in row.why
     assert [layer.name for layer in whole.layers] == ["first", "head"]
 

@@ -18,6 +18,7 @@ from engine.linalg.damping import Clipping, clipping_floor, damping, identity_wa
 from engine.linalg.eigendecomposition import decompose
 from engine.linalg.kronecker_sums import effective_dimensions, logdet_damped
 from engine.linalg.spectrum_quadrature import condense_spectrum
+from engine.measurement.decompose_layer import rounded
 from tests.oracles import workspace
 
 
@@ -151,3 +152,21 @@ def test_damping_above_every_eigenvalue_is_warned_of_whatever_is_measured(analys
     (line,) = warnings_at(1e3)
     assert "exceeds λ_max" in line
     assert warnings_at(1e-4) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_singular_matrix_is_singular_whatever_the_rounding_of_its_entries(dtype: torch.dtype, seed: int) -> None:
+    """G of a softmax: Σ (diag p − p pᵀ), whose null vector is known; and one just as rounded whose κ is known."""
+    generator = torch.Generator().manual_seed(seed)
+    classes = 3 + 4 * seed
+    p = torch.softmax(3 * torch.randn(50, classes, dtype=torch.float64, generator=generator), 1)
+    softmax = (torch.diag_embed(p) - p[:, :, None] * p[:, None, :]).mean(0)
+    basis, _ = torch.linalg.qr(torch.randn(classes, classes, dtype=torch.float64, generator=generator))
+    known = (basis * torch.logspace(-5, 0, classes, dtype=torch.float64)) @ basis.T
+    for matrix, condition in ((softmax, None), (known, pytest.approx(1e5, rel=0.02))):
+        stored = matrix.to(dtype)
+        values = torch.linalg.eigvalsh(stored.double())
+        rounding = rounded(stored, float(stored.double().norm()))
+        assert Clipping.at(values, None, rounding).kappa == condition
+    assert rounded(torch.diagonal(softmax), 1.0) == 0

@@ -127,6 +127,9 @@ def test_a_collection_tells_the_stages_of_its_plan(ekfac: bool, stages: list[Any
     made.machine.curve = MemoryCurve(stages=StagePeaks(apart=True))
     list(KeptFactors(None, made).rows())
     found = made.machine.curve.as_json(CPU)
-    assert [row["stage"] for row in found["stages"]] == ["collection", *stages, "decomposition"]
-    assert all(row["planned_seconds"] > 0 and row["planned_host_bytes"] > 0 for row in found["stages"])
+    assert [row["stage"] for row in found["stages"]] == ["collection", *stages, "decomposition", "whole job"]
+    assert all(row["planned_seconds"] > 0 and row["planned_host_bytes"] > 0 for row in found["stages"][:-1])
+    whole = found["stages"][-1]
+    assert whole["measured_seconds"] >= sum(row["measured_seconds"] for row in found["stages"][:-1])
+    assert whole["planned_seconds"] > sum(row["planned_seconds"] for row in found["stages"][:-1])
     assert found["plan_error"] is not None

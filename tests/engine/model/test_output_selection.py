@@ -1,5 +1,6 @@
 """Outputs: the loss is of the tensor that is named, or of the only one there is."""
 
+import types
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from catalog.requests.inputs import Task
 from engine.collect import collect_or_read
 from engine.errors import WrongShape
 from engine.factors.factor_set import FactorSet
+from engine.model.batches import make_batches
+from engine.model.outputs import predict
 from tests.oracles import workspace
 
 Wrap = Callable[[Tensor, Tensor], Any]
@@ -112,3 +115,76 @@ def test_a_name_that_is_not_there_is_answered_with_those_that_are() -> None:
 def test_the_models_own_loss_has_no_other_output() -> None:
     with pytest.raises(FieldError, match="has no place in `loss: model`"):
         Task(type="classification", loss="model", output="scores")
+
+
+@pytest.mark.parametrize(
+    ("shape", "mean"),
+    [
+        ((2, 3), lambda hidden: hidden),
+        ((2, 5, 3), lambda hidden: hidden.mean(1)),
+        ((2, 3, 2, 4), lambda hidden: hidden.mean((2, 3))),
+        ((2, 3, 2, 2, 2), lambda hidden: hidden.mean((2, 3, 4))),
+    ],
+    ids=lambda each: str(len(each)) if isinstance(each, tuple) else "",
+)
+def test_an_embedding_is_the_mean_over_positions_of_any_input(
+    shape: tuple[int, ...], mean: Callable[[Tensor], Tensor]
+) -> None:
+    hidden = torch.randn(shape, dtype=torch.float64)
+    x = torch.randn(2, 7, dtype=torch.float64)
+    # a mask of the inputs' 7 samples says nothing of the tower's own positions
+    batch = next(make_batches([({"x": x, "attention_mask": torch.ones(2, 7)}, None)], 2))
+
+    class Tower(nn.Module):
+        def forward(self, x: Tensor, attention_mask: Tensor) -> Any:
+            return {"last_hidden_state": hidden + 0 * x.sum() * attention_mask.sum()}
+
+    found = predict(Tower(), batch, Task(type="embedding"))
+    assert found.targets is None
+    torch.testing.assert_close(found.outputs, mean(hidden)[:, None])
+
+
+def test_an_embedding_of_a_tower_with_channels_last_has_its_channels() -> None:
+    hidden = torch.randn(2, 4, 5, 3)
+
+    class Tower(nn.Module):
+        config = types.SimpleNamespace(model_type="sam2_vision_model")
+
+        def forward(self, pixels: Tensor) -> Any:
+            return {"last_hidden_state": hidden + 0 * pixels.sum()}
+
+    batch = next(make_batches([(torch.randn(2, 3, 8, 8), None)], 2))
+    found = predict(Tower(), batch, Task(type="embedding"))
+    torch.testing.assert_close(found.outputs, hidden.mean((1, 2))[:, None])
+
+
+def test_padded_sound_is_averaged_over_its_own_frames() -> None:
+    """The frames of each example by the lengths of the convolutions: floor((L − k) / s) + 1, twice."""
+    from transformers import Wav2Vec2Config, Wav2Vec2Model  # noqa: PLC0415 - as no module of tests imports it at once
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    convolutions = {"conv_dim": (8, 8), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "feat_extract_norm": "layer"}
+    torch.manual_seed(0)
+    model = Wav2Vec2Model(Wav2Vec2Config(**sizes, **convolutions, **positions)).eval()
+    x, mask = torch.randn(2, 200), torch.ones(2, 200, dtype=torch.long)
+    mask[1, 120:] = 0
+    batch = next(make_batches([({"input_values": x, "attention_mask": mask}, None)], 2))
+    hidden = model(input_values=x, attention_mask=mask).last_hidden_state
+    frames = [((length - 10) // 5 + 1 - 3) // 2 + 1 for length in (200, 120)]
+    assert hidden.shape[1] == frames[0] > frames[1]
+    expected = torch.stack([hidden[place, :count].mean(0) for place, count in enumerate(frames)])
+    torch.testing.assert_close(predict(model, batch, Task(type="embedding")).outputs, expected[:, None])
+
+
+def test_padding_that_no_frame_is_known_for_is_refused() -> None:
+    mask = torch.ones(2, 7)
+    mask[1, 4:] = 0
+
+    class Tower(nn.Module):
+        def forward(self, x: Tensor, attention_mask: Tensor) -> Any:
+            return {"last_hidden_state": torch.zeros(2, 3, 5) + 0 * x.sum() * attention_mask.sum()}
+
+    batch = next(make_batches([({"x": torch.randn(2, 7), "attention_mask": mask}, None)], 2))
+    with pytest.raises(WrongShape, match=r"has 7 positions and marks some as padding, but the hidden states have 3"):
+        predict(Tower(), batch, Task(type="embedding"))

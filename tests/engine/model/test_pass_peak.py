@@ -12,7 +12,7 @@ from engine.collect import collect_or_read
 from engine.estimate import plan_job
 from engine.memory.plan import Plan
 from engine.model.activation_memory import Saved
-from engine.model.pass_peak import StorageEvents, peak_lines
+from engine.model.pass_peak import StorageEvents, parts_at_peak, peak_lines
 from engine.workspace import Workspace
 from tests.memory_profile import peak_bytes
 from tests.oracles import workspace
@@ -143,3 +143,29 @@ def test_storages_are_followed_until_they_are_let_go_of() -> None:
         del view
         del other
     assert events.held == [32, 64, 32, 0]
+
+
+def test_the_peak_is_divided_among_labels() -> None:
+    events = StorageEvents("first")
+    with events.noted():
+        one = torch.zeros(8)
+        events.label = "second"
+        other = torch.zeros(4)
+        copy = one.clone()
+        events.relabel(copy, "third")
+        del other
+        view = one[:2]
+        events.relabel(view, "fourth")
+        del one, view, copy
+    assert max(events.held) == 80
+    assert events.held[-1] == 0
+    assert parts_at_peak(events.changes, events.labels) == {"first": 32, "second": 16, "third": 32}
+    assert parts_at_peak([], []) == {}
+
+
+def test_only_storages_made_inside_are_labelled_anew() -> None:
+    events = StorageEvents()
+    outside = torch.zeros(8)
+    with events.noted():
+        events.relabel(outside, "label")
+    assert events.changes == events.labels == []

@@ -13,9 +13,11 @@ from torch import nn
 
 from catalog.requests.memory import Memory
 from engine import estimate
+from engine.memory import device_speed
 from engine.memory.budget import MemoryBudget
-from engine.memory.device_speed import measure_speed, typical_speed
+from engine.memory.device_speed import DeviceSpeed, fastest_threads, measure_speed, typical_speed
 from engine.memory.guard import Guard
+from engine.memory.memory_curve import MemoryCurve
 from engine.memory.plan import LIBRARY_BYTES, Plan, Term
 from engine.planning.job_plan import smallest_budget
 from engine.planning.plan_search import fastest, halved, total_seconds
@@ -138,57 +140,91 @@ def test_what_is_usual_is_near_what_is_measured() -> None:
         assert getattr(usual, name) / 100 < getattr(measured, name) < getattr(usual, name) * 100
 
 
-def long_job(pace: Any = None, **options: Any) -> Workspace:
-    """A job of which minutes are foreseen, at whatever pace."""
+def timed_job(speed: DeviceSpeed | None, **options: Any) -> Workspace:
+    """A job on a machine that has a speed."""
     made = deep(**options)
-    made.inputs.examples = 10**9
-    made.machine.speed = pace
+    made.inputs.examples = 10**6
+    made.machine.measure_speed = lambda _: speed
     return made
 
 
-def test_the_pace_is_measured_for_a_long_job_with_room_alone() -> None:
-    slow = replace(typical_speed(torch.device("cpu")), operations_per_second=1e9)
-    asked: list[int] = []
-
-    def measure() -> Any:
-        asked.append(1)
-        return slow
-
-    made = long_job()
-    made.machine.measure_speed = measure
-    plan = estimate.plan_job(made)
-    assert (plan.pace, len(asked)) == ("measured", 1)
-    assert total_seconds(plan) > total_seconds(estimate.plan_job(long_job()))
-    assert estimate.plan_job(long_job()).as_json()["pace"] == "usual"
-
-    short, tight, again = deep(), long_job(), long_job()
-    tight.machine.guard = Guard(budget=budget(1), device=torch.device("cpu"), log=lambda *_: None)
-    again.resume.chosen = plan.chosen
-    for other in (short, tight, again):
-        other.machine.measure_speed = measure
-        assert estimate.plan_job(other).pace == "usual"
-    assert len(asked) == 1
-
-
-def test_what_was_chosen_is_done_again_at_another_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers follow the choice, so no attempt's measurement may change it."""
+def test_seconds_are_by_the_speed_that_is_measured_and_the_choice_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers follow the choice, so that no machine's speed, and no busy moment, may change it."""
     monkeypatch.setattr(estimate, "resident_bytes", lambda: 0)
     usual = typical_speed(torch.device("cpu"))
     # whether slices or further passes are faster is a matter of products against memory
-    paces = [replace(usual, operations_per_second=rate, held_bytes_per_second=1e19 / rate) for rate in (1e7, 1e13)]
+    speeds = [replace(usual, operations_per_second=rate, held_bytes_per_second=1e19 / rate) for rate in (1e7, 1e13)]
+    plans = []
+    for speed in (None, *speeds, usual, usual.shared(3.0)):
+        made = timed_job(speed, batch_size=512)
+        made.machine.budget = budget(108 * MIB)
+        plans.append(estimate.plan_job(made))
+    assert [plan.chosen for plan in plans[1:]] == [plans[0].chosen] * 4
+    assert [plan.pace for plan in plans] == ["usual", "measured", "measured", "measured", "shared"]
+    assert total_seconds(plans[1]) > 5 * total_seconds(plans[2])
+    # a forward pass is timed as it is, whatever the speed is said to be
+    assert 1.2 < total_seconds(plans[4]) / total_seconds(plans[3]) < 3.2
+    again = timed_job(speeds[0], batch_size=512)
+    again.resume.chosen = plans[0].chosen
+    assert estimate.plan_job(again).chosen == plans[0].chosen
 
-    def chosen(pace: Any, earlier: Any = None) -> Any:
-        made = long_job(pace, batch_size=512)
-        made.machine.budget, made.resume.chosen = budget(108 * MIB), earlier
-        return estimate.plan_job(made).chosen
 
-    first = [chosen(pace) for pace in paces]
-    assert first[0] != first[1]
-    for choice in first:
-        assert [chosen(pace, choice) for pace in paces] == [choice, choice]
+def test_a_job_without_room_measures_nothing() -> None:
+    asked: list[bool] = []
+
+    def measure(disk: bool) -> DeviceSpeed:
+        asked.append(disk)
+        return typical_speed(torch.device("cpu"))
+
+    for bytes_left, measured in ((1, []), (2**40, [False])):
+        made = timed_job(None)
+        made.machine.measure_speed = measure
+        made.machine.guard = Guard(budget=budget(bytes_left), device=torch.device("cpu"), log=lambda *_: None)
+        assert estimate.plan_job(made).pace == ("measured" if measured else "usual")
+        assert asked == measured
 
 
-def test_measuring_ends_in_time() -> None:
+def test_what_the_start_took_is_known_and_has_no_bounds() -> None:
+    clock = iter([100.0, *[112.0] * 99])
+    made = timed_job(typical_speed(torch.device("cpu")))
+    made.machine.curve = MemoryCurve(clock=lambda: next(clock))
+    made.machine.curve.elapsed_seconds()
+    said = estimate.plan_job(made).as_json()
+    rest = sum(stage["seconds"] for stage in said["stages"].values())
+    assert said["start_seconds"] == 12.0
+    assert said["seconds"] == pytest.approx(12.0 + rest)
+    assert said["seconds_range"] == pytest.approx((12.0 + rest / 2, 12.0 + rest * 2))
+
+
+def test_a_decomposition_of_few_rows_has_a_lower_rate() -> None:
+    """The share that grows with n² alone is what LAPACK showed between 64 and 1,024 rows."""
+    speed = typical_speed(torch.device("cpu"))
+    took = {rows: speed.eigen_seconds(9 * rows**3, rows) for rows in (64, 256, 2048)}
+    assert took[256] == pytest.approx(9 * 256**3 / speed.eigen_operations_per_second)
+    assert took[64] == pytest.approx(took[256] * (0.6 / 64 + 0.4 / 16))
+    assert took[2048] == pytest.approx(took[256] * (0.6 * 512 + 0.4 * 64))
+
+
+def test_measuring_takes_little_and_is_of_this_moment() -> None:
     begun = time.process_time()
-    measure_speed(torch.device("cpu"), seconds=0.0)
-    assert time.process_time() - begun < 5
+    alone = measure_speed(torch.device("cpu"))
+    assert time.process_time() - begun < 3
+    assert alone.contention >= 1
+    beside = alone.shared(2.0)
+    assert beside.busy
+    assert beside.operations_per_second == alone.operations_per_second / 2
+    assert beside.seconds_an_operation == 2 * alone.seconds_an_operation
+    assert beside.disk_bytes_per_second == alone.disk_bytes_per_second
+
+
+def test_the_threads_of_the_fastest_products_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine whose second core another program holds, one thread is faster than two or four."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(device_speed, "parallel_products", lambda: (1e9 / torch.get_num_threads(), 1.0))
+    try:
+        assert fastest_threads(4) == (1, {4: 2.5e8, 2: 5e8, 1: 1e9})
+        assert torch.get_num_threads() == 1
+        monkeypatch.setattr(device_speed, "parallel_products", lambda: (1e9 * torch.get_num_threads(), 1.0))
+        assert fastest_threads(4)[0] == torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)

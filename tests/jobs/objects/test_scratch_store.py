@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
+from engine.analyses.spectra import search_checkpoints
 from engine.collection import checkpoints
 from jobs.errors import ArtifactDamaged, StoreUnavailable
 from jobs.objects.local_store import LocalObjects
 from jobs.objects.object_store import ObjectStore
 from jobs.objects.s3_store import S3Objects
 from jobs.objects.scratch import Scratch
-from jobs.objects.scratch_store import MANIFEST, ScratchStore
+from jobs.objects.scratch_store import MANIFEST, MANIFESTS, ScratchStore
 from jobs.schema.identifiers import new_id
+from worker.execution import resume_scratch
 
 JOB = new_id()
 
@@ -44,8 +46,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_manifest_is_the_engines() -> None:
+def test_manifests_are_those_that_the_engine_writes_and_a_later_attempt_adopts() -> None:
     assert MANIFEST == checkpoints.MANIFEST
+    assert MANIFESTS == (MANIFEST, *search_checkpoints.MANIFESTS) == resume_scratch.MANIFESTS
 
 
 def test_the_newest_checkpoint_comes_back_and_the_one_before_is_dropped(store: ObjectStore, tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ def test_a_whole_attempt_leaves_what_it_wrote(ledger: Engine, held: Held, layer_
         "artifacts": 1,
         "fence": 1,
         "attempt": 1,
+        "coverage": {"diagonal": False, "partial": False},
     }
     assert job.progress is not None
     assert (job.progress["done"], job.progress["stage"]) == (2, "collection")
@@ -371,6 +372,7 @@ def test_a_fatal_failure_ends_the_job_and_keeps_its_detail_inside(ledger: Engine
         "message": "the plan needs 12 GiB, 8 GiB are free",
         "pointer": "/memory/device",
         "layer": None,
+        "trace": [],
     }
     with reading(ledger) as connection:
         stored = connection.execute(select(jobs.c.failure)).scalar_one()

@@ -92,19 +92,20 @@ def test_numbers_of_a_document_come_back_as_they_were(ledger: Engine, document: 
     assert sha256_of(job.document) == job.document_sha256
 
 
-def test_pages_follow_the_key_and_lose_or_repeat_nothing(ledger: Engine, document: Make) -> None:
+@pytest.mark.parametrize("sort", ["newest", "oldest"])
+def test_pages_follow_the_key_and_lose_or_repeat_nothing(ledger: Engine, document: Make, sort: Any) -> None:
     ids = [submit(ledger, LOCAL_TENANT, document()).job.id for _ in range(7)]
     seen: list[str] = []
     before = None
     while True:
-        page = list_jobs(ledger, LOCAL_TENANT, JobQuery(before=before, limit=3))
+        page = list_jobs(ledger, LOCAL_TENANT, JobQuery(before=before, limit=3, sort=sort))
         seen += [job.id for job in page.items]
-        if before is None:  # what arrives meanwhile is newer than every cursor
+        if before is None and sort == "newest":  # what arrives meanwhile is newer than every cursor
             submit(ledger, LOCAL_TENANT, document())
         before = page.next
         if before is None:
             break
-    assert seen == sorted(ids, reverse=True)
+    assert seen == sorted(ids, reverse=sort == "newest")
 
 
 def test_jobs_are_found_by_state_kind_and_label(ledger: Engine, document: Make) -> None:
@@ -119,8 +120,10 @@ def test_jobs_are_found_by_state_kind_and_label(ledger: Engine, document: Make) 
     assert found(kind="capacity") == {plain.id, both.id}
     assert found(kind="factors") == {both.id}
     assert found(kind="factor") == found(kind="%") == found(kind="a\0") == set()
-    assert found(label=("a.b/c", 'x"y')) == found(label=("n", "1")) == {both.id}
-    assert found(label=("n", "2")) == found(label=('x"', "1")) == found(label=("n", "\0")) == set()
+    one, other = ("a.b/c", 'x"y'), ("n", "1")
+    assert found(labels=(one,)) == found(labels=(other,)) == found(labels=(one, other)) == {both.id}
+    assert found(labels=(("n", "2"),)) == found(labels=(('x"', "1"),)) == found(labels=(("n", "\0"),)) == set()
+    assert found(labels=(one, ("n", "2"))) == set()
 
 
 def test_jobs_are_found_by_name_age_and_the_end_of_their_id(ledger: Engine, document: Make) -> None:
@@ -206,10 +209,11 @@ def test_an_ended_job_is_deleted_with_its_rows_an_active_one_is_not(
 
 def test_a_cancelled_queued_job_ends_at_once_and_rings_no_more(ledger: Engine, queued: Callable[..., str]) -> None:
     job_id = queued()
-    cancelled: Job = request_cancel(ledger, LOCAL_TENANT, job_id)
+    cancelled: Job = request_cancel(ledger, LOCAL_TENANT, job_id, "kr_first")
     assert cancelled.state == "cancelled"
     assert cancelled.finished_at is not None
     assert cancelled.cancel_requested_at is not None
     assert count(ledger, outbox) == 0
-    again = request_cancel(ledger, LOCAL_TENANT, job_id)
+    assert cancelled.cancel_requested_by == "kr_first"
+    again = request_cancel(ledger, LOCAL_TENANT, job_id, "kr_second")
     assert again == cancelled

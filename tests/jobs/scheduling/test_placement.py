@@ -509,7 +509,8 @@ def test_what_others_held_long_ago_keeps_no_job_from_beginning(
     assert not any(each.reserved for each in list_devices(ledger))
     assert "than jobs hold" in status(ledger, big).message
     read_ago(ledger, minutes)
-    assert status(ledger, big).message.endswith("waits for its turn and a free device")
+    shown = status(ledger, big).message
+    assert shown.endswith("waits for its turn and a free device: the one device that could hold it is in use")
     reserve(ledger, worker, 60)
     assert status(ledger, big).device == others.uuid
     end(ledger, held)

@@ -35,12 +35,12 @@ def finished(embedded: Embedded) -> str:
 def run(tmp_path: Path, embedded: Embedded) -> Run:
     (tmp_path / "job.json").write_text(json.dumps(seeding.DOCUMENT))
 
-    def command(*arguments: str, shell: str = "") -> subprocess.CompletedProcess[str]:
+    def command(*arguments: str, shell: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
         words = [*KRONOSCOPE, *arguments]
         return subprocess.run(
             ["bash", "-o", "pipefail", "-c", f"{shlex.join(words)} {shell}"],
             cwd=tmp_path,
-            env=environment(KRONOSCOPE_URL=embedded.server.url),
+            env=environment(KRONOSCOPE_URL=embedded.server.url, **variables),
             capture_output=True,
             text=True,
             timeout=60,
@@ -56,12 +56,41 @@ def test_a_job_is_found_by_its_name(run: Run) -> None:
     job_id = done.stdout.strip()
     listed = run("jobs", "--name", "THESIS", "--since", "5m", "--state", "queued")
     assert "first of the thesis" in listed.stdout
-    assert job_id[-12:] in listed.stdout
-    assert all(len(line) <= 100 for line in listed.stdout.splitlines())
+    assert job_id in listed.stdout
     assert run("jobs", "--name", "another").stdout.count("\n") == 2
     wrong = run("jobs", "--state", "quued")
     assert wrong.returncode == 2
     assert "did you mean `queued`?" in wrong.stderr
+
+
+def test_a_job_runs_again_with_changes(run: Run, tmp_path: Path, embedded: Embedded) -> None:
+    first = run("submit", "job.json", "--name", "of the thesis", "--priority", "3", "--within", "4h").stdout.strip()
+    again = run("rerun", first[-12:], "--set", "collection.batch_size=7", "--set", "labels.round=second")
+    assert again.returncode == 0, again.stderr
+    with Client(embedded.server.url) as client:
+        one, two = client.job(first), client.job(again.stdout.strip())
+        assert two.id != one.id
+        assert (two.name, two.priority, two.deadline_at) == ("of the thesis", 3, None)
+        changed = {**one.document["collection"], "batch_size": 7}
+        assert two.document == {**one.document, "collection": changed, "labels": {**one.labels, "round": "second"}}
+        same = client.rerun(first, {"labels.round": "third"}, idempotency_key="once")
+        assert client.rerun(first, {"labels.round": "third"}, idempotency_key="once").id == same.id
+        assert client.rerun(first).document_sha256 == one.document_sha256
+        with pytest.raises(ClientError, match="`kind` is a value, not a block"):
+            client.rerun(first, {"kind.of": 3})
+        with pytest.raises(ClientError, match="did you mean `batch_size`"):
+            client.rerun(first, {"collection.batch_sze": 3})
+    wrong = run("rerun", first, "--set", "collection.batch_size")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    (tmp_path / "editor").write_text("#!/bin/sh\nsed -i 's/^name: .*/name: edited/' \"$1\"\n")
+    (tmp_path / "editor").chmod(0o755)
+    edited = run("rerun", first, "--edit", "--json", VISUAL=str(tmp_path / "editor"))
+    assert json.loads(edited.stdout)["name"] == "edited", edited.stderr
+    broken = run("rerun", first, "--edit", VISUAL=f"{shlex.quote('/bin/sh')} -c 'echo [ > $0'")
+    assert (broken.returncode, broken.stdout) == (2, "")
+    kept = Path(broken.stderr.split("error: ")[-1].split(": is not")[0].strip())
+    assert kept.read_text() == "[\n"
+    kept.unlink()
 
 
 def test_a_short_id_is_taken_wherever_it_is_shown(run: Run, finished: str, embedded: Embedded) -> None:
@@ -78,6 +107,18 @@ def test_a_short_id_is_taken_wherever_it_is_shown(run: Run, finished: str, embed
             client.full_id("01234567")
 
 
+def test_results_end_as_the_job_did(run: Run, embedded: Embedded) -> None:
+    broken = seeding.failed_in_factory(embedded.engine, LOCAL_TENANT)
+    watched, shown = run("watch", broken), run("results", broken)
+    assert (shown.returncode, shown.stderr) == (watched.returncode, watched.stderr)
+    assert shown.returncode == 2
+    stopped = run("submit", "job.json").stdout.strip()
+    run("cancel", stopped)
+    ended = run("results", stopped)
+    assert ended.returncode == 5
+    assert f"no layer had been measured; `kronoscope rerun {stopped[-12:]}` starts it again" in ended.stderr
+
+
 def test_a_job_that_was_done_in_part_ends_with_a_code_of_its_own(run: Run, embedded: Embedded) -> None:
     seeds = (embedded.engine, embedded.artifacts, LOCAL_TENANT)
     job_id, measured = seeding.partly_refused(*seeds), seeding.partly_measured(*seeds)
@@ -91,16 +132,26 @@ def test_a_job_that_was_done_in_part_ends_with_a_code_of_its_own(run: Run, embed
         assert run(command, measured).returncode == 6
     assert json.loads(run("results", job_id, "--json").stdout)["job"]["refused"][0]["kind"] == "capacity"
     assert "partial 1/2 refused" in run("jobs").stdout
+    diagonal = seeding.of_diagonals(*seeds)
+    assert "91.7% diagonal" in run("jobs").stdout
+    shown = run("results", diagonal)
+    assert shown.returncode == 0
+    assert "coverage: 8.3% full block, 91.7% diagonal\n" in shown.stdout
+    assert "  91.7% diagonal: positions (no product to factorise)\n" in shown.stdout
+    assert "35.1% full block, 64.9% not covered" in run("results", measured).stdout
+    for coverage, ids in (("partial", {job_id, measured}), ("diagonal", {diagonal})):
+        listed = json.loads(run("jobs", "--coverage", coverage, "--json").stdout)
+        assert {job["id"] for job in listed} & {job_id, measured, diagonal} == ids
 
 
 def test_the_text_for_a_paper_states_that_a_part_was_measured(embedded: Embedded, finished: str) -> None:
     reasons = {"unsupported_layer": 648}
-    counts = {"covered_share": 0.3517, "trainable_parameters": 1000, "reasons": reasons}
+    counts = {"covered_share": 0.352, "trainable_parameters": 1000, "reasons": reasons}
     with Client(embedded.server.url) as client:
         results, rows = client.results(finished), list(client.layers(finished))
     part = dataclasses.replace(results.job, coverage=assess_coverage({"capacity": {"coverage": counts}}, None))
     said = methods_text(dataclasses.replace(results, job=part), rows)
-    assert "Only 35.1% of the 1,000 trainable parameters were measured, and all figures are of that part" in said
+    assert "Only 35.2% of the 1,000 trainable parameters were measured, and all figures are of that part" in said
     assert "not measured: 64.8% unsupported_layer." in said
 
 

@@ -53,8 +53,13 @@ def test_a_run_leaves_everything_it_promises(ran: Path, kronoscope: Run) -> None
     assert records[0]["digest_A"]
     assert records[0]["positions"] == 40
     curve = json.loads((ran / "artifacts" / "memory_curve.json").read_text())
-    assert [stage["stage"] for stage in curve["stages"]] == ["collection", "decomposition", "capacity"]
-    assert all(stage["measured_host_bytes"] > 0 < stage["planned_host_bytes"] for stage in curve["stages"])
+    *stages, whole = curve["stages"]
+    assert [stage["stage"] for stage in stages] == ["collection", "decomposition", "capacity"]
+    assert all(stage["measured_host_bytes"] > 0 < stage["planned_host_bytes"] for stage in stages)
+    # from the start of the process: imports are counted, too
+    assert (whole["stage"], whole["measured_host_bytes"]) == ("whole job", None)
+    assert whole["measured_seconds"] > sum(stage["measured_seconds"] for stage in stages)
+    assert curve["seconds_range"][0] < whole["planned_seconds"] < curve["seconds_range"][1]
     written = {path.relative_to(ran / "artifacts").as_posix() for path in (ran / "artifacts").rglob("*.*")}
     assert written == {
         "factors/0.safetensors",

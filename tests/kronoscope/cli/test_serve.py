@@ -3,6 +3,7 @@ import os
 import signal
 import socket
 import subprocess
+import urllib.request
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ from catalog.analyses.compare_curvature import CompareCurvatureMetrics, CompareC
 from catalog.responses.layer_record import LayerRecord
 from kronoscope import Client
 from kronoscope.cli.documents import read_document
+from kronoscope.cli.serve import FactoryWrong, require_factories
 from kronoscope.client import ClientError
 from kronoscope.local import load_factors
 from tests.kronoscope.conftest import FACTORIES, JOB, KRONOSCOPE, environment, settings
@@ -22,9 +24,13 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("serving")
+
+
+@pytest.fixture(scope="module")
+def url(home: Path) -> Iterator[str]:
     """``kronoscope serve --embedded`` as a process; ended by ctrl-C."""
-    home = tmp_path_factory.mktemp("serving")
     (home / "mine_for_kronoscope.py").write_text(FACTORIES)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -42,6 +48,11 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 break
         assert said, "it never came up"
         assert said[-1].startswith("ready:"), "".join(said)
+        assert said[1:4] == [
+            f"folder: {home / 'data'}\n",
+            f"port: {port}, on this machine alone (127.0.0.1)\n",
+            f"devices: {_devices(port)}\n",
+        ]
         yield f"http://127.0.0.1:{port}"
         serving.send_signal(signal.SIGINT)
         serving.communicate(timeout=300)
@@ -49,6 +60,13 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     assert oct((home / "data").stat().st_mode)[-3:] == "700"
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", port), timeout=60)
+
+
+def _devices(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/devices", timeout=60) as answer:
+        listed = json.load(answer)["items"]
+    assert listed
+    return "; ".join(f"{each['name']}, {each['capacity_bytes'] / 2**30:,.1f} GiB" for each in listed)
 
 
 @pytest.fixture
@@ -251,6 +269,45 @@ def test_a_taken_port_is_said(url: str, kronoscope: Run) -> None:
     done = kronoscope("serve", "--embedded", "--port", url.rpartition(":")[2])
     assert done.returncode == 3
     assert "give another with --port" in done.stderr
+
+
+def test_a_second_service_on_the_folder_is_refused_with_the_address_of_the_first(
+    home: Path, url: str, kronoscope: Run
+) -> None:
+    done = kronoscope("serve", "--embedded", "--data-dir", str(home / "data"))
+    assert done.returncode == 3
+    assert f"{home / 'data'} is in use by the service at {url} (process " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("mine_for_kronoscope", "is 'mine_for_kronoscope'; write `package.module:callable`"),
+        ("local=mine_for_kronoscope.model", "is 'local=mine_for_kronoscope.model'; write"),
+        ("mine:model", "is 'mine:model', and there is no module 'mine' in "),
+        ("json.no_such:load", "is 'json.no_such:load', and there is no module 'json.no_such' in "),
+        ("mine_for_kronoscope:model,json:", "is 'json:'; write"),
+    ],
+)
+def test_a_factory_that_no_job_could_name_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, given: str, said: str
+) -> None:
+    monkeypatch.chdir(folder)
+    good = ["*", "json:loads", "json.decoder:x", "sys:exit", "local=math:pi", "mine_for_kronoscope:model"]
+    require_factories(good, importable=True)
+    with pytest.raises(FactoryWrong) as refused:
+        require_factories([*good, given], importable=True)
+    assert f"--allow-factory {said}" in str(refused.value)
+    if "no module" in said:
+        require_factories([given], importable=False)
+
+
+def test_a_wrong_factory_is_refused_before_anything_starts(folder: Path, kronoscope: Run) -> None:
+    done = kronoscope("serve", "--embedded", "--data-dir", "data", "--allow-factory", "mine:model")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: --allow-factory is 'mine:model', and there is no module 'mine' in ")
+    assert not (folder / "data").exists()
 
 
 assert JOB  # written into every test's folder

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from catalog import ANALYSES
 from catalog.analyses.analysis import Column, Text
-from catalog.responses.layer_record import LayerRecord
+from catalog.responses.layer_record import LayerRecord, Observed
 from kronoscope.client.responses import Layer, build_layer
 from kronoscope.display.columns import layer_columns
 from kronoscope.display.methods import computed
@@ -92,7 +92,8 @@ def fields(*texts: Text | None) -> list[str]:
 
 @pytest.mark.parametrize("kind", ANALYSES)
 def test_every_column_names_fields_of_the_row(kind: str) -> None:
-    row = dataclasses.make_dataclass("Row", [("metrics", ANALYSES[kind].metrics), ("record", LayerRecord)])
+    parts = [("metrics", ANALYSES[kind].metrics), ("record", LayerRecord), ("observed", Observed)]
+    row = dataclasses.make_dataclass("Row", parts)
     for column in ANALYSES[kind].columns:
         assert column.short or column.heading
         # a function is for the terminal alone

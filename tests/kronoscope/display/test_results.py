@@ -55,16 +55,16 @@ def test_a_table_fits_a_hundred_columns_whatever_the_names() -> None:
     text = printed(layer_table("capacity", rows))
     assert all(len(line) <= 100 for line in text.splitlines())
     assert "\x1b" not in text
-    assert not_covered_lines(rows) == ["not covered: pooler, 147,840 parameters, no_gradient"]
+    assert not_covered_lines(rows) == ["not covered: pooler, 147,840 parameters, no_gradient: weight (Linear)"]
     assert "25.0%" in text
     assert "…" not in "".join(line.partition("│")[2] for line in text.splitlines())  # no figure is cut
 
 
 @pytest.mark.parametrize(
     ("planned", "measured", "said"),
-    [(0.07, 0.9, "–"), (0.07, 205.8, "–"), (8.0, 4.0, "-50%"), (2.0, 3.0, "+50%"), (3.0, 0.5, "–"), (2.0, 62.0, "×31")],
+    [(0.07, 0.14, "+100%"), (0.5, 205.8, "×412"), (8.0, 4.0, "-50%"), (2.0, 3.0, "+50%"), (2.0, 62.0, "×31")],
 )
-def test_seconds_that_are_mostly_a_start_have_no_error(planned: float, measured: float, said: str) -> None:
+def test_every_planned_duration_has_its_error(planned: float, measured: float, said: str) -> None:
     stage = {"stage": "collection", "planned_seconds": planned, "measured_seconds": measured,
              "error_seconds": measured / planned - 1}  # fmt: skip
     row = printed(measured_stage_table([stage], "measured")).splitlines()[-1]
@@ -141,9 +141,33 @@ def test_a_floor_that_was_missed_by_a_little_is_not_whole() -> None:
 def test_an_id_is_never_cut() -> None:
     job = {"id": "01a200b9-844c-77ac-8195-4c9bfab2d2e5", "kinds": ["factors", "capacity", "reconstruction"],
            "state": "succeeded", "document": {}, "created_at": "2026-01-02T03:04:05Z"}  # fmt: skip
-    text = printed(job_table([build(JobView, job)]))
+    text = printed(job_table([build(JobView, job)], 200), width=200)
     assert job["id"] in text
+    assert job["id"][-12:] in printed(job_table([build(JobView, job)]))
     assert "2026-01-02 03:04" in text
+
+
+def test_a_list_of_jobs_names_model_data_and_duration() -> None:
+    job = {"id": "01a200b9-844c-77ac-8195-4c9bfab2d2e5", "name": "first", "kinds": ["capacity"], "state": "failed",
+           "document": {"model": {"source": "directory", "path": "m/bert"}, "data": {"source": "builtin", "name": "d"}},
+           "started_at": "2026-01-02T03:04:05Z", "finished_at": "2026-01-02T05:14:05Z",
+           "progress": {"percent": 41.0}}  # fmt: skip
+    lines = printed(job_table([build(JobView, job)], 200), width=200).splitlines()
+    assert [cell.strip() for cell in lines[-1].split("│")][1:] == [
+        "first", "m/bert, d", "capacity", "failed", "", "2 h 10 min",
+    ]  # fmt: skip
+    running = job | {"state": "running", "finished_at": None}
+    assert "running 41%" in printed(job_table([build(JobView, running)]))
+
+
+def test_watching_says_which_job_how_far_and_how_long() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    progress = {"stage": "collection", "done": 3, "total": 9, "unit": "batches", "percent": 41.0, "eta_seconds": 250.0}
+    value = {"id": "01a200b9-844c-77ac-8195-4c9bfab2d2e5", "name": "first", "state": "running", "kinds": ["capacity"],
+             "document": {}, "progress": progress}  # fmt: skip
+    show_progress(build(JobView, value), LineDisplay(console))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text == "first 4c9bfab2d2e5 41%, 4 min left · collection: 3/9 batches\n"
 
 
 def test_layers_that_came_by_size_are_shown_in_the_models_order() -> None:
@@ -165,8 +189,8 @@ def test_more_layers_than_can_be_listed_are_told_by_reason() -> None:
         for reason in ("bare_parameter", "no_gradient")
     ]
     assert not_covered_lines(rows) == [
-        "not covered: 70 parameters, bare_parameter: layers.0.bare_parameter and 6 more",
-        "not covered: 70 parameters, no_gradient: layers.0.no_gradient and 6 more",
+        "not covered: 70 parameters, bare_parameter: layers.0.bare_parameter: weight (Linear); and 6 more",
+        "not covered: 70 parameters, no_gradient: layers.0.no_gradient: weight (Linear); and 6 more",
     ]
 
 
@@ -215,7 +239,8 @@ def test_plain_lines_come_at_a_stages_ends_only() -> None:
         display.update("model", 0, None, "models")
         for done in range(1, 101):
             display.update("collection", done, 100, "batches")
-    assert out.getvalue().splitlines() == ["model:", "collection: 1/100 batches", "collection: 100/100 batches"]
+        display.update("collection", 100, 100, "batches")
+    assert out.getvalue().splitlines() == ["model", "collection: 1/100 batches", "collection: 100/100 batches"]
 
 
 def test_lines_and_bars_say_how_long_the_whole_job_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +392,8 @@ def test_a_table_shows_what_was_asked_for() -> None:
     [
         ("queued", "no_device", "no device can hold the job: needs 40 GB"),
         ("queued", "no_worker", "no worker can take the job up: needs 40 GB"),
-        ("queued", "waiting", None),
+        ("queued", "waiting", "queued: needs 40 GB"),
+        ("queued", "reserved", "a device is reserved for the job: needs 40 GB"),
         ("running", "placed", None),
         ("running", "no_device", None),
     ],

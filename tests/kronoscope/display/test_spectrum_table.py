@@ -59,7 +59,7 @@ def test_what_was_not_asked_for_has_no_column() -> None:
     bare = curvature("ekfac", 1.0, 0.0, None, smallest=None, trace=None)
     text = printed(curvature_table({"curvatures": (bare,)}))
     assert "λ_min" not in text
-    assert "95 %" not in text
+    assert "95%" not in text
     assert "EK-FAC" in text
 
 

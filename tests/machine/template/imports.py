@@ -18,7 +18,6 @@ MODULES = {
     "migrations.__main__": STARTS_NONE,
     "worker.embedded": ASKS,
     "worker.execution": STARTS_NONE,
-    "worker.execution.device_calibration": STARTS_NONE,
     "worker.execution.models.builtin": STARTS_NONE,
     "worker.execution.ranks": FORKS,
     "worker.foreground": ASKS,

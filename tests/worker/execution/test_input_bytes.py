@@ -12,12 +12,14 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from catalog.requests.inputs import DataFile, DirectoryModel, HuggingFaceData, Task
-from engine.errors import StopRequested
+from catalog.requests.data_sources import DataFile
+from catalog.requests.inputs import DirectoryModel, HuggingFaceData, SyntheticData, Task
+from engine.errors import BrokenFactors, StopRequested
+from engine.factors.factor_index import FORMAT, INDEX, read_index
 from engine.memory.budget import resident_bytes
 from worker.execution.__main__ import execute
 from worker.execution.assignment import read_assignment
-from worker.execution.data import file, huggingface
+from worker.execution.data import file, huggingface, synthetic
 from worker.execution.data.request import DataRequest
 from worker.execution.files.artifact_files import find_factors
 from worker.execution.files.matrix_file import MatrixFile
@@ -129,14 +131,14 @@ def test_a_table_that_unpacks_to_212_mb_is_counted_and_leaves_nothing(tmp_path: 
     repeated(path, compression)
     assert path.stat().st_size < 200_000
     source = HuggingFaceData(source="huggingface", id=str(path))
-    with refused("take more than the"):
+    with refused(r"take more than the|needs more than 128 MiB"):
         huggingface.load(source, request(tmp_path))
     assert not (tmp_path / "store").exists()
 
 
 def test_a_list_of_lists_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
     path = tmp_path / "train.json"
-    path.write_text("[" + "[]," * 10**6 + "[]]")
+    path.write_text('[{"text": [' + "[]," * 10**6 + "[]]}]")
     with refused("take more than the"):
         huggingface.load(HuggingFaceData(source="huggingface", id=str(path)), request(tmp_path))
 
@@ -182,3 +184,24 @@ def test_factors_of_gigabytes_are_refused_by_their_size(tmp_path: Path) -> None:
     stored = find_factors(OpenFolder.by_itself(tmp_path, "/factors"), "/factors", 10**9)
     with refused(r"0\.safetensors has 3\.73 GiB"):
         stored.load_tensors("factors/0.safetensors")
+
+
+@pytest.mark.parametrize("shapes_only", [False, True])
+def test_synthetic_data_are_held_against_the_jobs_memory_before_a_number_is_drawn(
+    tmp_path: Path, *, shapes_only: bool
+) -> None:
+    source = SyntheticData(source="synthetic", shape=(2**28,), examples=8)
+    context = LoaderContext(store=tmp_path, most_bytes=8 * 2**30, shapes_only=shapes_only)
+    asked = DataRequest(task=Task(type="regression"), loaded=PLAIN, batch_size=4, seed=0, context=context)
+    with refused(r"a batch takes 16 GiB \(1 GiB for each example\)"):
+        synthetic.load(source, asked)
+
+
+@pytest.mark.parametrize("table", ["layers", "declared", "parameters"])
+def test_a_name_of_megabytes_in_an_index_is_refused_by_its_length(tmp_path: Path, table: str) -> None:
+    index = {"format": FORMAT, "layers": [], table: [{"name": "x" * 13 * MB}]}
+    (tmp_path / "factors.index.json").write_text(json.dumps(index))
+    stored = find_factors(OpenFolder.by_itself(tmp_path, "/factors"), "/factors", 10**9)
+    with pytest.raises(BrokenFactors, match=rf"`{table}/0/name` has 13,000,000 characters; at most 4,096") as found:
+        read_index(stored.load_json(INDEX))
+    assert len(str(found.value)) < 500

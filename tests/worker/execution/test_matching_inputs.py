@@ -20,6 +20,7 @@ from worker.execution.__main__ import parse_document
 from worker.execution.failures import failure_of
 from worker.execution.job_inputs import load_data, load_model, try_before_training
 from worker.execution.loader_context import LoaderContext
+from worker.execution.models import builtin
 from worker.execution.refusal import Refusal
 
 IMAGES = torch.rand(40, 1, 8, 8)
@@ -87,8 +88,9 @@ def test_a_label_beyond_the_head_ends_the_job_before_its_model_is_trained(tmp_pa
     ids=["texts", "channels", "width", "bytes", "regression", "images", "tokens"],
 )
 def test_data_of_another_kind_is_refused_before_training(
-    tmp_path: Path, model: str, data: Any, task: str, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, data: Any, task: str, words: str
 ) -> None:
+    monkeypatch.setattr(builtin, "PACKAGED", tmp_path / "none")  # as of a model that is still to be trained
     asked = parse_document(document(model, data(tmp_path) if callable(data) else data, task))
     with pytest.raises((Refusal, EngineError)) as caught:
         try_before_training(asked, LoaderContext(store=tmp_path / "store"))
@@ -100,7 +102,8 @@ def test_data_of_another_kind_is_refused_before_training(
     assert not (tmp_path / "store").exists()
 
 
-def test_data_that_fit_are_tried_without_a_trace(tmp_path: Path) -> None:
+def test_data_that_fit_are_tried_without_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtin, "PACKAGED", tmp_path / "none")
     asked = parse_document(document("digits_mlp", {"source": "builtin", "name": "digits"}, "classification"))
     state = torch.get_rng_state()
     try_before_training(asked, LoaderContext(store=tmp_path / "store"))

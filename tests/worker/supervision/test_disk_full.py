@@ -15,6 +15,7 @@ from jobs.errors import ArtifactDamaged
 from jobs.objects.artifacts import open_artifacts
 from jobs.records import LOCAL_TENANT
 from jobs.repository.results import list_artifacts
+from jobs.scheduling.placement import placement_of
 from jobs.schema.database import writing
 from jobs.schema.tables import jobs
 from jobs.settings import LedgerSettings
@@ -200,13 +201,34 @@ def test_a_file_that_finds_no_place_in_the_store_is_not_listed(  # noqa: PLR0917
     assert [each.name for each in list_artifacts(ledger, LOCAL_TENANT, job_id)] == ["a.json"]
 
 
-def test_below_the_floor_no_job_is_taken(
-    submitted: Any, on_disk: Any, disk: Disk, agent: Any, scripted: Any, eventually: Any, job: Any, log_lines: Any
+@pytest.fixture
+def reason(ledger: Engine, job: Any) -> Any:
+    """``reason(job_id)``: why a job waits."""
+
+    def read(job_id: str) -> str:
+        said = placement_of(ledger, job(job_id))
+        assert said is not None
+        return said.message
+
+    return read
+
+
+def test_below_the_floor_no_job_is_taken_and_each_says_so(  # noqa: PLR0917 - fixtures
+    submitted: Any,
+    on_disk: Any,
+    disk: Disk,
+    agent: Any,
+    scripted: Any,
+    eventually: Any,
+    job: Any,
+    reason: Any,
+    log_lines: Any,
 ) -> None:
     disk.fill(leave_bytes=MIB)
     job_id = submitted()
     agent(on_disk(disk_floor_bytes=2 * MIB), scripted(["finish"]))
     eventually(lambda: [line for line in log_lines() if "too full" in line["event"]])
+    eventually(lambda: "its disk has 1.05 MB free, and it takes jobs from 2.1 MB on" in reason(job_id))
     assert (job(job_id).state, job(job_id).attempt) == ("queued", 0)
     disk.make_room()
     eventually(lambda: job(job_id).state == "succeeded")

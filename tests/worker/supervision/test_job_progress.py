@@ -31,7 +31,7 @@ def test_of_data_without_a_length_no_share_is_told() -> None:
     view.take_plan(PLAN)
     shown = written(view, 1234, None)
     assert (shown["done"], shown["total"], shown["percent"], shown["eta_seconds"]) == (1234, None, None, None)
-    assert written(view, 0, 4, "capacity")["percent"] == 70.0
+    assert written(view, 0, 4, "capacity")["percent"] == 83.3  # 100 of 120 planned seconds
 
 
 def test_products_with_an_exact_curvature_take_most_of_a_spectrums_part() -> None:

@@ -36,7 +36,9 @@ def claim_of(ranks: int, kind: Any, bound: int | None, **changes: Any) -> Claim:
 
 
 def bounds(claim: Claim, settings: Any) -> Any:
-    told = assignment(claim, settings, 1, settings.ledger.artifact_root, LaidOutFactors(), Scratch())  # type: ignore[arg-type]
+    told = assignment(
+        claim, settings, AttemptTerms.of(claim, settings), settings.ledger.artifact_root, LaidOutFactors(), Scratch()
+    )  # type: ignore[arg-type]
     return told.bounds
 
 

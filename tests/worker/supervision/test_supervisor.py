@@ -507,6 +507,18 @@ def test_plan_and_threads_of_the_first_attempt_stand(submitted: Any, supervise: 
     assert told["plan"] == job(job_id).plan == {"peak_bytes": 10, "threads": 3}
 
 
+@pytest.mark.parametrize(
+    ("given", "said", "kept"),
+    [(None, 1, 1), (None, 10**9, None), (None, 0, None), (None, True, None), (None, "1", None), (3, 1, 3)],
+)
+def test_a_child_chooses_no_more_threads_than_it_is_given(
+    submitted: Any, supervise: Any, job: Any, given: int | None, said: Any, kept: int | None
+) -> None:
+    job_id = submitted()
+    supervise(job_id, ["plan", {"threads": said}], ["finish"], threads=given)
+    assert job(job_id).plan == {"threads": kept or len(os.sched_getaffinity(0))}
+
+
 @pytest.mark.parametrize("slots", [1, 4])
 def test_beside_a_gpu_each_of_several_slots_has_its_part_of_the_hosts_memory(
     ledger: Any, settings: Any, scripted: Any, submitted: Any, events: Any, slots: int

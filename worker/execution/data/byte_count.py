@@ -1,14 +1,30 @@
 """A count of the bytes that a loader holds, which ends it before the machine's memory does."""
 
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from engine.memory.plan import readable_bytes
 from worker.execution.refusal import Refusal
 
 _VALUES_BETWEEN = 1_000
-_OBJECT_BYTES = 56
-"""Bytes that Python takes for a text or a number beside its content."""
+_REFERENCE_BYTES = 8
+_FILE_BYTES = 128 * 2**20
+_TIMES_FILE = 4
+"""Values of a file may take this many times its own size, or ``_FILE_BYTES``, the larger."""
+
+
+class Sized(Protocol):
+    """A file with a name and a size."""
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+
+    def stat(self) -> os.stat_result:
+        """Return its facts."""
 
 
 @dataclass(kw_only=True)
@@ -21,13 +37,19 @@ class ByteCount:
     checkpoint: Callable[[], None] = lambda: None
     """Called now and then, so that a job can be stopped while it reads."""
     values: int = 0
+    file_bytes: int = 0
+    """Sizes of the files that are read, together; 0 where none is."""
+
+    def allow_file(self, file: Sized) -> None:
+        """Allow the values of one file more, by its size."""
+        self.file_bytes += max(1, file.stat().st_size)
 
     def add_value(self, value: object) -> None:
         """Count a value that a file gave."""
         self.values += 1
         if self.values % _VALUES_BETWEEN == 0:
             self.checkpoint()
-        self.add(_OBJECT_BYTES + (len(value) if isinstance(value, (str, bytes)) else 0))
+        self.add(_value_bytes(value))
 
     def require(self, size: int) -> None:
         """Require that there is room for bytes that are held for a while."""
@@ -44,3 +66,18 @@ class ByteCount:
                 pointer=self.pointer,
                 code="budget_exceeded",
             )
+        most = max(_FILE_BYTES, _TIMES_FILE * self.file_bytes)
+        if self.file_bytes and self.held_bytes > most:
+            raise Refusal(
+                f"the data take more than the {readable_bytes(most)} that {readable_bytes(self.file_bytes)} of files "
+                f"may become ({_TIMES_FILE} times their size, {readable_bytes(_FILE_BYTES)} at least); give a smaller "
+                "`limit`, or write them without compression and without rows that repeat",
+                pointer=self.pointer,
+                code="budget_exceeded",
+            )
+
+
+def _value_bytes(value: object) -> int:
+    """Return the bytes that a value and its place take."""
+    inner = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
+    return _REFERENCE_BYTES + sys.getsizeof(value) + sum(map(_value_bytes, inner))

@@ -1,4 +1,4 @@
-"""A file of data: safetensors (`inputs`, `targets`), JSON lines (`text`, `label`) or lines of text."""
+"""A file of data: safetensors (`inputs`, `targets`), columns (JSON lines, CSV, parquet) or lines of text."""
 
 import itertools
 import json
@@ -10,13 +10,24 @@ import safetensors
 import torch
 from torch import Tensor
 
-from catalog.requests.inputs import DataFile
+from catalog.record import plain
+from catalog.requests.data_sources import DataFile
+from engine.model.examples import scale_pixels
 from worker.execution.data.byte_count import ByteCount
 from worker.execution.data.forward_inputs import model_inputs, require_arguments
-from worker.execution.data.labels import label_fault, read_label
+from worker.execution.data.labels import Labels
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream
-from worker.execution.data.texts.tagged_words import TAGS, WORDS, TaggedWords, read_tagged_words, tagged_stream
+from worker.execution.data.table_files import column_names, is_untyped, read_columns
+from worker.execution.data.texts.table_texts import TableColumns, describe_columns, table_stream
+from worker.execution.data.texts.tagged_words import (
+    TAGS,
+    WORDS,
+    TaggedWords,
+    read_tagged_words,
+    tag_words,
+    tagged_stream,
+)
 from worker.execution.data.texts.text import Text, text_stream
 from worker.execution.data.texts.text_rows import LABELLED, TextFields, choose_fields, list_unused
 from worker.execution.files.open_files import OpenFile
@@ -27,11 +38,13 @@ _POINTER = "/data/path"
 _MAX_LINE_BYTES = 2**20
 _CHUNK_BYTES = 64 * 2**20
 _MOST_FIELDS = 1_000
-_SUFFIXES = (".safetensors", ".jsonl", ".txt")
+_SUFFIXES = (".safetensors", ".jsonl", ".csv", ".parquet", ".txt")
+_IMAGES, _LABELS = "images", "labels"
+"""Tensors of a file of images, as `docs/few-shot.md` makes it."""
 
 
 def load(source: DataFile, request: DataRequest) -> DataStream:
-    """Open a file by its suffix: `.safetensors`, `.jsonl` or `.txt`."""
+    """Open a file by its suffix."""
     path = request.context.open_path(source.path, _POINTER)
     if not isinstance(path, OpenFile):
         raise Refusal(f"{source.path} is a folder; give a file", pointer=_POINTER)
@@ -39,10 +52,12 @@ def load(source: DataFile, request: DataRequest) -> DataStream:
     suffix = Path(source.path).suffix.lower()
     if suffix == ".safetensors":
         return _tensor_file(path, source, request)
+    if suffix in (".csv", ".parquet"):
+        return _table(path, source, request)
     if suffix == ".jsonl" and request.task.type == "token_classification":
-        return tagged_stream(_tagged_lines(path, source.limit, request), source.sequence_length, request, _POINTER)
+        return tagged_stream(_tagged_lines(path, source, request), source.sequence_length, request, _POINTER)
     if suffix == ".jsonl":
-        texts, labels = _json_lines(path, source.limit, request)
+        texts, labels = _json_lines(path, source, request)
     elif suffix == ".txt":
         texts, labels = list[Text](_text_lines(path, source.limit, request.context.byte_count(_POINTER))), None
     else:
@@ -52,23 +67,38 @@ def load(source: DataFile, request: DataRequest) -> DataStream:
     return text_stream(texts, labels, source.sequence_length, request, _POINTER)
 
 
+def _table(path: OpenFile, source: DataFile, request: DataRequest) -> DataStream:
+    """Texts and labels of columns."""
+    names, task = column_names(path, request.context.byte_count(_POINTER)), request.task.type
+    if task == "token_classification":
+        fields = TextFields(text=source.text_key or WORDS, pair=source.pair_key, label=source.label_key or TAGS)
+    else:
+        fields = choose_fields(names, task, _POINTER, source)
+    columns = TableColumns(
+        text=fields.text,
+        pair=fields.pair,
+        label=fields.label,
+        fields=("text_key", "pair_key", "label_key"),
+        place=_POINTER,
+    )
+    columns.require_pairs(task)
+    labels = columns.labels(request, untyped=is_untyped(path))
+    table = read_columns(path, "", columns.named, source.limit, labels, _POINTER)
+    return table_stream(table, columns, labels, path.name, source.sequence_length)
+
+
 def _tensor_file(path: OpenFile, source: DataFile, request: DataRequest) -> DataStream:
-    """Rows of `inputs` (or of `input_ids` and its companions) with `targets`.
+    """Rows of `inputs` (or of `images`, or of `input_ids` and its companions) with `targets`.
 
     Memory:
         Chunks of at most 64 MiB; the file is mapped, not loaded.
     """
     entries = read_header(path, _POINTER)
-    inputs = sorted(name for name in entries if name != "targets")
-    if not inputs:
-        raise Refusal(f"{path.name} holds no `inputs`", pointer=_POINTER, code="empty_data")
-    if "inputs" in entries and len(inputs) > 1:
-        raise Refusal(
-            f"{path.name} holds `inputs` and also {names([name for name in inputs if name != 'inputs'])}; "
-            "give `inputs` and `targets`, or tensors named as the model's arguments and `targets`",
-            pointer=_POINTER,
-        )
-    require_arguments(inputs, request.loaded)
+    only, targets = _tensor_names(path, entries, request)
+    pixels = source.pixels
+    if pixels is not None:
+        _require_images(path, entries.get(only), only)
+        request.context.describe("pixels", plain(pixels))
     rows = _rows(path, entries)
     if source.limit is not None:
         rows = min(rows, source.limit)
@@ -81,16 +111,45 @@ def _tensor_file(path: OpenFile, source: DataFile, request: DataRequest) -> Data
         with safetensors.safe_open(path, framework="pt") as file:
             for start in range(0, rows, step):
                 part = {name: file.get_slice(name)[start : min(start + step, rows)] for name in entries}
-                targets = part.pop("targets", None)
-                yield (model_inputs(part["inputs"], request.loaded) if "inputs" in part else part), targets
+                given = part.pop(targets, None)
+                if pixels is not None:
+                    part[only] = scale_pixels(part[only], pixels)
+                yield (model_inputs(part[only], request.loaded) if only in part else part), given
 
     def labels() -> Iterator[tuple[Tensor, Tensor]]:
         with safetensors.safe_open(path, framework="pt") as file:
             for start in range(0, rows, step):
                 stop = min(start + step, rows)
-                yield file.get_slice("targets")[start:stop], torch.arange(start, stop)
+                yield file.get_slice(targets)[start:stop], torch.arange(start, stop)
 
-    return DataStream(batches=batches, examples=rows, labels=labels if "targets" in entries else None)
+    return DataStream(batches=batches, examples=rows, labels=labels if targets in entries else None)
+
+
+def _tensor_names(path: OpenFile, entries: Mapping[str, TensorEntry], request: DataRequest) -> tuple[str, str]:
+    """The names of the inputs, where they are one tensor, and of the targets."""
+    if _IMAGES in entries and entries.keys() <= {_IMAGES, _LABELS}:
+        return _IMAGES, _LABELS
+    inputs = sorted(name for name in entries if name != "targets")
+    if not inputs:
+        raise Refusal(f"{path.name} holds no `inputs`", pointer=_POINTER, code="empty_data")
+    if "inputs" in entries and len(inputs) > 1:
+        raise Refusal(
+            f"{path.name} holds `inputs` and also {names([name for name in inputs if name != 'inputs'])}; "
+            "give `inputs` and `targets`, or tensors named as the model's arguments and `targets`",
+            pointer=_POINTER,
+        )
+    require_arguments(inputs, request.loaded)
+    return "inputs", "targets"
+
+
+def _require_images(path: OpenFile, entry: TensorEntry | None, name: str) -> None:
+    if entry is None or entry.dtype != "U8":
+        shown = "holds none" if entry is None else f"holds `{name}` of type {entry.dtype}"
+        raise Refusal(
+            f"are of uint8 images, and {path.name} {shown}; leave them out, or save `images` as uint8",
+            pointer="/data/pixels",
+            code="wrong_type",
+        )
 
 
 def _rows(path: OpenFile, entries: dict[str, TensorEntry]) -> int:
@@ -110,55 +169,63 @@ def _rows(path: OpenFile, entries: dict[str, TensorEntry]) -> int:
 
 def _text_lines(path: OpenFile, limit: int | None, count: ByteCount) -> list[str]:
     texts = []
+    count.allow_file(path)
     for text in itertools.islice((line.strip() for _, line in _lines(path) if line.strip()), limit):
         count.add_value(text)
         texts.append(text)
     return texts
 
 
-def _json_lines(path: OpenFile, limit: int | None, request: DataRequest) -> tuple[list[Text], list[float] | None]:
+def _json_lines(path: OpenFile, source: DataFile, request: DataRequest) -> tuple[list[Text], list[float] | None]:
     """The texts of a file's lines, or pairs of them, with their labels; what else a line holds is listed."""
     task, count = request.task.type, request.context.byte_count(_POINTER)
+    count.allow_file(path)
     texts: list[Text] = []
-    labels: list[float] = []
+    labels = Labels(column=source.label_key or "label", request=request, pointer=_POINTER)
     fields: TextFields | None = None
     there: dict[str, None] = {}
     written = ((number, line) for number, line in _lines(path) if line.strip())
-    for number, line in itertools.islice(written, limit):
+    for number, line in itertools.islice(written, source.limit):
         where = f"{path.name} line {number}"
-        row = _object(line, where, "`text`")
+        row = _object(line, where, f"`{source.text_key or 'text'}`")
         if fields is None or not there.keys() >= row.keys():
             there.update(dict.fromkeys(row))
-            fields = _chosen(there, fields, task, where)
+            fields = _chosen(there, fields, source, task, where)
         text = _text(row, fields.text, where)
         texts.append(text if fields.pair is None else (text, _text(row, fields.pair, where)))
         count.add_value("".join(texts[-1]))
-        if fields.label in row:
-            labels.append(_label(row[fields.label], fields.label, task, where))
-            count.add_value(labels[-1])
-    if labels and len(labels) != len(texts):
-        raise _ragged(f"{path.name}: {len(labels)} of {len(texts)} lines have a `label`; give all of them one, or none")
+        if fields.label in row and (task in LABELLED or not isinstance(row[fields.label], str)):
+            labels.column = fields.label
+            labels.add(row[fields.label], where)
+            count.add_value(row[fields.label])
+    if len(labels) and len(labels) != len(texts):
+        raise _ragged(
+            f"{path.name}: {len(labels)} of {len(texts)} lines have a `{labels.column}`; give all of them one, or none"
+        )
     if fields is not None:
         label = fields.label if task in LABELLED else None
         list_unused(there, (fields.text, fields.pair, label), path.name, request.context)
-    return texts, labels or None
+        describe_columns(fields.text, fields.pair, label, request)
+    return texts, labels.numbers() if len(labels) else None
 
 
-def _tagged_lines(path: OpenFile, limit: int | None, request: DataRequest) -> list[TaggedWords]:
+def _tagged_lines(path: OpenFile, source: DataFile, request: DataRequest) -> list[TaggedWords]:
     """The words of a file's lines with their tags; what else a line holds is listed."""
+    fields = (source.text_key or WORDS, source.label_key or TAGS)
     texts, there, count = [], dict[str, None](), request.context.byte_count(_POINTER)
+    labels = Labels(column=fields[1], request=request, pointer=_POINTER, code="wrong_type")
+    count.allow_file(path)
     written = ((number, line) for number, line in _lines(path) if line.strip())
-    for number, line in itertools.islice(written, limit):
+    for number, line in itertools.islice(written, source.limit):
         where = f"{path.name} line {number}"
-        row = _object(line, where, f"`{WORDS}` and `{TAGS}`")
-        texts.append(read_tagged_words(row, (WORDS, TAGS), where, _POINTER))
+        row = _object(line, where, f"`{fields[0]}` and `{fields[1]}`")
+        texts.append(read_tagged_words(row, fields, where, labels, count))
         there.update(dict.fromkeys(itertools.islice(row, _MOST_FIELDS)))
-        for value in (*texts[-1].words, *texts[-1].tags):
-            count.add_value(value)
     if not texts:
         raise Refusal(f"{path.name} holds no text; give at least one line", pointer=_POINTER, code="empty_data")
-    list_unused(there, (WORDS, TAGS), path.name, request.context)
-    return texts
+    list_unused(there, fields, path.name, request.context)
+    describe_columns(fields[0], None, fields[1], request)
+    return tag_words(texts, labels)
 
 
 def _object(line: str, where: str, wanted: str) -> dict[str, Any]:
@@ -172,25 +239,20 @@ def _object(line: str, where: str, wanted: str) -> dict[str, Any]:
     return row
 
 
-def _chosen(there: Mapping[str, None], before: TextFields | None, task: str, where: str) -> TextFields:
+def _chosen(
+    there: Mapping[str, None], before: TextFields | None, source: DataFile, task: str, where: str
+) -> TextFields:
     """The fields that are read, where one more line shows what there is."""
     if len(there) > _MOST_FIELDS:
         raise Refusal(f"{where}: more than {_MOST_FIELDS} fields", pointer=_POINTER, code="wrong_format")
     try:
-        chosen = choose_fields(tuple(there), task, _POINTER)
+        chosen = choose_fields(tuple(there), task, _POINTER, source)
     except Refusal as refusal:
         what = " is no JSON object with `text`" if refusal.code == "wrong_format" else ""
-        raise Refusal(f"{where}{what}: {refusal.message}", pointer=_POINTER, code=refusal.code) from refusal
+        raise Refusal(f"{where}{what}: {refusal.message}", pointer=refusal.pointer, code=refusal.code) from refusal
     if before is not None and (chosen.text, chosen.pair) != (before.text, before.pair):
         raise _ragged(f"{where} has `{chosen.pair or chosen.text}`, and lines before it have not; give every line one")
     return chosen
-
-
-def _label(label: Any, name: str, task: str, where: str) -> float:  # noqa: ANN401 - decoded from JSON
-    fault = label_fault(label, task)
-    if fault is not None:
-        raise Refusal(f"{where}: `{name}` {fault}", pointer=_POINTER)
-    return read_label(label, task)
 
 
 def _ragged(message: str) -> Refusal:

@@ -1,30 +1,209 @@
-"""Labels as a data file gives them: class indices or numbers, of which none is rounded, cut or wrapped."""
+"""Labels as a data file gives them: class indices, names of classes or numbers, none rounded, cut, wrapped or guessed.
+
+====================================================  ======================================================
+labels of a classification                            classes
+====================================================  ======================================================
+whole numbers, or texts that are all whole numbers    those
+texts that all stand in the model's `id2label`        its numbers
+other texts, of a model whose classes have names      refused
+other texts                                           their places in sorted order (by code points)
+numbers among texts                                   refused
+====================================================  ======================================================
+
+Numbers given to names stand in the record.
+"""
 
 import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-_CLASS_TASKS = frozenset({"classification", "sequence_classification"})
+from worker.execution.data.request import DataRequest
+from worker.execution.refusal import Refusal, is_storable, names
+
+CLASS_TASKS = frozenset({"classification", "sequence_classification", "token_classification"})
 _LARGEST_NUMBER = torch.finfo(torch.float32).max
 """Targets of a regression are float32."""
+_MOST_TEXTS = 100_000
+"""Most labels that differ, where they are texts; as many as a model may have classes."""
+_MOST_SORTED = 1_000
+"""Most names that are numbered here, and that a record lists."""
+_MOST_CHARACTERS = 100
+_WHOLE = re.compile(r"[+-]?\d{1,30}")
+_UNNAMED = re.compile(r"LABEL_\d+")
+"""A name that ``transformers`` gives to a class that has none."""
 
 
 def label_fault(label: object, task: str) -> str | None:
-    """Return what is wrong with a label."""
+    """Return what is wrong with a label that should be a number."""
     if isinstance(label, bool) or not isinstance(label, (int, float)):
         return f"must be a number (got {_shown(label)})"
     if isinstance(label, float) and not math.isfinite(label):
         return f"must be a finite number (got {label})"
-    if task in _CLASS_TASKS and (label != int(label) or not -(2**63) <= label < 2**63):
+    if task in CLASS_TASKS and (label != int(label) or not -(2**63) <= label < 2**63):
         return f"must be a class index, a whole number, for `{task}` (got {_shown(label)})"
     if abs(label) > _LARGEST_NUMBER:
         return f"must lie within ±{_LARGEST_NUMBER:.2g}, as float32 does (got {_shown(label)})"
     return None
 
 
-def read_label(label: float, task: str) -> float:
-    """Return a sound label as the task's targets hold it."""
-    return int(label) if task in _CLASS_TASKS else label
+@dataclass(kw_only=True)
+class Labels:
+    """The labels of one column, taken one by one."""
+
+    column: str
+    request: DataRequest
+    pointer: str
+    code: str = "invalid_value"
+    untyped: bool = False
+    """Whether the file does not tell the number 1 from the text "1", as CSV does not."""
+    _values: list[int | float | str] = field(default_factory=list)
+    _texts: dict[str, str] = field(default_factory=dict)
+    """Each text that a label is, with the place where it first stands."""
+    _number_at: str | None = None
+    """The place of the first number."""
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, label: object, where: str) -> None:
+        """Take the label of one row.
+
+        Raises:
+            Refusal: If no label is such, or it is one text too many.
+        """
+        if isinstance(label, str) and self.request.task.type in CLASS_TASKS:
+            self._values.append(self._taken(label, where))
+            return
+        self._values.append(self._number(label, where))
+        if self._number_at is None and label != self.request.task.ignore_index:
+            self._number_at = where
+
+    def numbers(self) -> list[float]:
+        """Return the labels as the task's targets hold them, and record the numbers of names.
+
+        Raises:
+            Refusal: If names cannot be numbered for certain.
+        """
+        numbering = self._numbering() if self._texts else {}
+        if self.untyped and not self._texts and self.request.task.type in CLASS_TASKS:
+            self._require_one_reading({str(value): float(value) for value in dict.fromkeys(self._values)})
+        return [numbering[value] if isinstance(value, str) else value for value in self._values]
+
+    def _taken(self, label: str, where: str) -> str:
+        if not label.strip() or len(label) > _MOST_CHARACTERS or not is_storable(label):
+            what = f"has {len(label):,} characters" if len(label) > _MOST_CHARACTERS else f"is {label!r}"
+            raise self._refused(
+                f"{where}: `{self.column}` {what}; a class is a whole number, or a name of 1 to {_MOST_CHARACTERS} "
+                "characters"
+            )
+        known = self._texts.get(label)
+        if known is None:
+            if len(self._texts) == _MOST_TEXTS:
+                raise self._refused(
+                    f"{where}: `{self.column}` has more than {_MOST_TEXTS:,} texts that differ, which are not the "
+                    "names of classes; name the column of labels, or take `type: regression` for numbers"
+                )
+            self._texts[label] = where
+        return label
+
+    def _number(self, label: Any, where: str) -> float:  # noqa: ANN401 - decoded from a file
+        task = self.request.task.type
+        fault = label_fault(label, task)
+        if fault is not None:
+            raise self._refused(f"{where}: `{self.column}` {fault}")
+        number: float = label
+        return int(number) if task in CLASS_TASKS else number
+
+    def _numbering(self) -> Mapping[str, float]:
+        """The number of each text."""
+        classes = self.request.loaded.class_names
+        own = {name: number for number, name in enumerate(classes)}
+        read = {text: number for text in self._texts if (number := _number_in(text)) is not None}
+        first = next(iter(self._texts))
+        if self._number_at is not None:
+            raise self._refused(
+                f"`{self.column}` is the text {names([first])} in {self._texts[first]} and a number in "
+                f"{self._number_at}; give all labels as class numbers, or all as names"
+            )
+        if self._texts.keys() <= own.keys():
+            if self.untyped:
+                self._require_one_reading(read)
+            return self._recorded({text: own[text] for text in self._texts}, "id2label")
+        if len(read) == len(self._texts):
+            return {text: self._number(number, self._texts[text]) for text, number in read.items()}
+        unknown = next(text for text in self._texts if text not in own)
+        if not all(map(_UNNAMED.fullmatch, classes)):
+            raise self._refused(
+                f"{self._texts[unknown]}: `{self.column}` is {names([unknown])}, and the model's classes are "
+                f"{names(list(classes), 20)} (`id2label` of config.json); write one of these, or their numbers"
+            )
+        if read:
+            digits = next(iter(read))
+            word = next(text for text in self._texts if text not in read)
+            raise self._refused(
+                f"`{self.column}` is {names([digits])} in {self._texts[digits]} and {names([word])} in "
+                f"{self._texts[word]}; give all labels as class numbers, or all as names"
+            )
+        return self._sorted(len(classes))
+
+    def _sorted(self, classes: int) -> Mapping[str, float]:
+        ordered = sorted(self._texts)
+        if len(ordered) > _MOST_SORTED or (classes and len(ordered) != classes):
+            known = (
+                f", and the model has {classes:,} classes" if classes else f"; at most {_MOST_SORTED:,} are numbered"
+            )
+            raise self._refused(
+                f"`{self.column}` has {len(ordered):,} names, such as {names(ordered)}{known}: the number of each "
+                "cannot be known; give class numbers, or name the classes in `id2label` of the model's config.json"
+            )
+        self.request.context.notice(
+            f"`{self.column}` holds names, and the model's classes have none: they are numbered in sorted order, "
+            f"{', '.join(f'{names([name])} {number}' for number, name in enumerate(ordered[:20]))}"
+            f"{'' if len(ordered) <= 20 else ' …'}"
+        )
+        return self._recorded({name: number for number, name in enumerate(ordered)}, "sorted")
+
+    def _recorded(self, numbering: dict[str, int], order: str) -> Mapping[str, float]:
+        listed = sorted(numbering.items(), key=lambda each: each[1])[:_MOST_SORTED]
+        self.request.context.describe("labels", {"order": order, "names": len(numbering), "numbers": dict(listed)})
+        return numbering
+
+    def _require_one_reading(self, read: Mapping[str, float]) -> None:
+        """Refuse numbers that are names of other classes, where the file cannot say which of both they are."""
+        own = {name: number for number, name in enumerate(self.request.loaded.class_names)}
+        for text, number in read.items():
+            if own.get(text, number) != number:
+                raise self._refused(
+                    f"`{self.column}` holds {text}, which is the number of one class and, by `id2label`, the name of "
+                    f'class {own[text]}; give JSON lines, where 1 is a number and "1" a name'
+                )
+
+    def _refused(self, message: str) -> Refusal:
+        return Refusal(message, pointer=self.pointer, code=self.code)
+
+
+def class_names(id2label: object) -> tuple[str, ...]:
+    """Return the names of a model's classes by their numbers; none where a name is missing or stands twice."""
+    if not isinstance(id2label, dict) or len(id2label) > _MOST_TEXTS:
+        return ()
+    by_number = {str(number): name for number, name in id2label.items()}
+    found = tuple(by_number.get(str(number)) for number in range(len(by_number)))
+    named = tuple(name for name in found if isinstance(name, str) and len(name) <= _MOST_CHARACTERS)
+    return named if len(set(named)) == len(found) else ()
+
+
+def _number_in(text: str) -> float | None:
+    """The number that a text is; None where it is none."""
+    if _WHOLE.fullmatch(text):
+        return int(text)
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _shown(label: object) -> str:

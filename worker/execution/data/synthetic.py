@@ -1,25 +1,42 @@
 """Synthetic data, drawn from a seed: shapes without meaning, for trying things out."""
 
+import math
 from collections.abc import Iterator
 
 import torch
 
 from catalog.requests.inputs import SyntheticData
+from engine.memory.plan import readable_bytes
 from worker.execution.data.forward_inputs import model_inputs
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream
+from worker.execution.refusal import Refusal
 
 _CHUNK_NUMBERS = 2**22
+_COPIES = 4
+"""The chunk that is drawn, its batch, and what looking for numbers that are not finite takes."""
 
 
 def load(source: SyntheticData, request: DataRequest) -> DataStream:
     """Draw Gaussian inputs or uniform token ids, anew from the same seed on every pass.
 
     Memory:
-        One chunk of at most 4 Mi numbers, or one example.
+        Chunks of at most 4 Mi numbers, or one example; a batch of them is held against the job's memory before it is
+        drawn.
     """
     shape, target_shape = tuple(source.shape), tuple(source.target_shape)
     rows = max(1, min(source.examples, _CHUNK_NUMBERS // max(1, torch.Size(shape).numel())))
+
+    row_bytes = (8 if source.vocabulary is not None else 4) * math.prod(shape) + 8 * math.prod(target_shape)
+    held = _COPIES * row_bytes * min(source.examples, max(rows, request.batch_size))
+    if held > request.context.most_bytes:
+        raise Refusal(
+            f"a batch takes {readable_bytes(held)} ({readable_bytes(row_bytes)} for each example), and "
+            f"{readable_bytes(request.context.most_bytes)} of host memory are left to this job; give a smaller `shape` "
+            "or `collection.batch_size`, or more memory (`memory.host`)",
+            pointer="/data/shape",
+            code="budget_exceeded",
+        )
 
     def batches() -> Iterator[Chunk]:
         generator = torch.Generator().manual_seed(source.seed % 2**63)

@@ -1,34 +1,36 @@
 """Table files: columns of parquet, CSV and JSON, read row by row from open files; nothing is unpacked to the disk.
 
-Of a small file a reader can make any number of bytes: a column of one repeated text, or a compressed page. So rows are
-read in small batches, and counted as they come; what would not fit is refused before it is all there.
+Of a small file a reader can make any number of bytes: a column of one repeated text, or a compressed page. So parquet
+and CSV are read apart (``table_process``), JSON a row at a time, and values are counted as they come: what would not
+fit, or is more than a file of its size should hold, is refused before it is all there.
 """
 
+import codecs
+import contextlib
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
-
+from worker.execution.data.apart.table_process import open_table
 from worker.execution.data.byte_count import ByteCount
-from worker.execution.data.request import DataRequest
+from worker.execution.data.labels import Labels
+from worker.execution.data.texts.text_rows import LABELLED
 from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal, names, storable_text, unique_keys
 
+LABEL_FIELDS = ("target_column", "label_key")
+"""Fields of the document that name a column of labels, whose type is the file's."""
 SUFFIXES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
-_ROWS_AT_ONCE = 16
-_CSV_BLOCK_BYTES = 4 * 2**20
 _MOST_LINE_BYTES = 16 * 2**20
-_MOST_DOCUMENT_BYTES = 256 * 2**20
-"""Most bytes of a JSON file that is one list, which is read at once."""
-_DECODED_PER_BYTE = 24
-"""`[],` has three bytes, and takes 64 once it is a list in a list."""
-_POINTER = "/data/id"
+_LIST_CHARACTERS = 2**18
+_ENTRY_BYTES = 64
+_BLANK = " \t\r\n"
+_BLANKS = re.compile(f"[{_BLANK}]*")
+_DECODER = json.JSONDecoder(object_pairs_hook=unique_keys)
 _MOST_COLUMNS = 1_000
 """Most columns that are listed by name."""
 
@@ -44,17 +46,47 @@ class Table:
 
 
 def read_columns(
-    place: OpenFile | OpenFolder, split: str, columns: Mapping[str, str], limit: int | None, request: DataRequest
+    place: OpenFile | OpenFolder,
+    split: str,
+    columns: Mapping[str, str],
+    limit: int | None,
+    labels: Labels,
+    pointer: str,
 ) -> Table:
     """Read columns of a file, or of all files of a folder whose names hold the split's, else of all."""
-    found: list[list[Any]] = [[] for _ in columns]
+    context = labels.request.context
     there: dict[str, None] = {}
-    count = request.context.byte_count(_POINTER)
-    for row in itertools.islice(_rows(_files(place, split, request.context), columns, count, there), limit):
-        for column, value in zip(found, row, strict=True):
+    count = context.byte_count(pointer)
+    rows = itertools.islice(_rows(_files(place, split, context, pointer), columns, count, there), limit)
+    return Table(columns=take_rows(rows, columns, labels, count), there=tuple(there))
+
+
+def take_rows(
+    rows: Iterable[Sequence[Any]], columns: Mapping[str, str], labels: Labels, count: ByteCount
+) -> list[list[Any]]:
+    """Return the values of each column; labels of a text go to ``labels`` as they come, and their column is empty."""
+    found: list[list[Any]] = [[] for _ in columns]
+    labelled = labels.request.task.type in LABELLED
+    for number, row in enumerate(rows):
+        for field, column, value in zip(columns, found, row, strict=True):
             count.add_value(value)
-            column.append(value)
-    return Table(columns=found, there=tuple(there))
+            if labelled and field in LABEL_FIELDS:
+                labels.add(value, f"row {number}")
+            else:
+                column.append(value)
+    return found
+
+
+def column_names(file: OpenFile, count: ByteCount) -> list[str]:
+    """Return the names of all columns of a CSV or parquet file."""
+    with _reading(file, count.pointer), open_table(file, SUFFIXES[file.suffix], count) as table:
+        return list(table.names)
+
+
+def is_untyped(place: OpenFile | OpenFolder) -> bool:
+    """Return whether data are of CSV, which does not tell the number 1 from the text "1"."""
+    listed = [place.name] if isinstance(place, OpenFile) else place.walk()
+    return any(name.endswith(".csv") for name in listed)
 
 
 def _rows(
@@ -62,17 +94,25 @@ def _rows(
 ) -> Iterator[Sequence[Any]]:
     """Rows of all files; ``there`` takes the names of their columns."""
     for file in files:
-        try:
+        count.allow_file(file)
+        with _reading(file, count.pointer):
             yield from _READERS[SUFFIXES[file.suffix]](file, columns, count, there)
-        except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
-            raise Refusal(
-                f"{file.name} cannot be read as {SUFFIXES[file.suffix]}: {storable_text(str(error))[:300]}",
-                pointer=_POINTER,
-                code="wrong_format",
-            ) from error
 
 
-def _files(place: OpenFile | OpenFolder, split: str, context: LoaderContext) -> Iterator[OpenFile]:
+@contextlib.contextmanager
+def _reading(file: OpenFile, pointer: str) -> Iterator[None]:
+    """Refuse a file that raises within."""
+    try:
+        yield
+    except (OSError, ValueError, RecursionError) as error:
+        raise Refusal(
+            f"{file.name} cannot be read as {SUFFIXES[file.suffix]}: {storable_text(str(error))[:300]}",
+            pointer=pointer,
+            code="wrong_format",
+        ) from error
+
+
+def _files(place: OpenFile | OpenFolder, split: str, context: LoaderContext, pointer: str) -> Iterator[OpenFile]:
     if isinstance(place, OpenFile):
         listed = [place.name]
     else:
@@ -81,7 +121,7 @@ def _files(place: OpenFile | OpenFolder, split: str, context: LoaderContext) -> 
     if not listed or len({SUFFIXES.get(_suffix(name)) for name in listed} | {None}) != 2:
         raise Refusal(
             f"{place.name} must hold data files of one kind: {', '.join(SUFFIXES)}",
-            pointer=_POINTER,
+            pointer=pointer,
             code="wrong_format",
         )
     if isinstance(place, OpenFile):
@@ -103,46 +143,13 @@ def _suffix(name: str) -> str:
     return "." + name.rpartition(".")[2]
 
 
-def _parquet(
-    file: OpenFile,
-    columns: Mapping[str, str],
-    count: ByteCount,  # noqa: ARG001 - as every reader
-    there: dict[str, None],
+def _apart(
+    file: OpenFile, columns: Mapping[str, str], count: ByteCount, there: dict[str, None]
 ) -> Iterator[Sequence[Any]]:
-    with file.open() as stream, pyarrow.parquet.ParquetFile(stream, pre_buffer=False) as table:
-        _require_columns(table.schema_arrow.names, columns, there)
-        for batch in table.iter_batches(_ROWS_AT_ONCE, columns=list(columns.values()), use_threads=False):
-            yield from zip(*(batch.column(name).to_pylist() for name in columns.values()), strict=True)
-
-
-def _csv(
-    file: OpenFile,
-    columns: Mapping[str, str],
-    count: ByteCount,  # noqa: ARG001 - as every reader
-    there: dict[str, None],
-) -> Iterator[Sequence[Any]]:
-    with file.open() as stream:
-        _require_columns(_header(stream), columns, there)
-        stream.seek(0)
-        with pyarrow.csv.open_csv(
-            stream,
-            read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=_CSV_BLOCK_BYTES),
-            parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
-            convert_options=pyarrow.csv.ConvertOptions(
-                include_columns=list(columns.values()),
-                # texts, also where they look like numbers
-                column_types={name: pa.string() for field, name in columns.items() if field != "target_column"},
-            ),
-        ) as reader:
-            for batch in reader:
-                yield from zip(*(batch.column(name).to_pylist() for name in columns.values()), strict=True)
-
-
-def _header(stream: BinaryIO) -> list[str]:
-    first = pa.py_buffer(stream.readline(_CSV_BLOCK_BYTES))
-    options = pyarrow.csv.ReadOptions(use_threads=False)
-    found: list[str] = pyarrow.csv.read_csv(pa.BufferReader(first), read_options=options).column_names
-    return found
+    with open_table(file, SUFFIXES[file.suffix], count) as table:
+        _require_columns(table.names, columns, there)
+        texts = [name for field, name in columns.items() if field not in LABEL_FIELDS]
+        yield from table.rows(tuple(columns.values()), texts)
 
 
 def _json(
@@ -162,11 +169,8 @@ def _json_rows(file: OpenFile, count: ByteCount) -> Iterator[Any]:
     """Rows of a file that is one list, or has one object in a line."""
     with file.open() as stream:
         if stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-            if file.stat().st_size > _MOST_DOCUMENT_BYTES:
-                raise ValueError(f"a list of more than {_MOST_DOCUMENT_BYTES:,} bytes; write one object in a line")
-            count.require(_DECODED_PER_BYTE * file.stat().st_size)
             stream.seek(0)
-            yield from json.loads(stream.read().decode("utf-8-sig"), object_pairs_hook=unique_keys)
+            yield from _listed(stream, count)
             return
         stream.seek(0)
         for number in itertools.count(1):
@@ -177,7 +181,46 @@ def _json_rows(file: OpenFile, count: ByteCount) -> Iterator[Any]:
                 raise ValueError(f"line {number} is longer than {_MOST_LINE_BYTES:,} bytes")
             if line.strip():
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                count.require(decoded_bytes(text))
                 yield json.loads(text, object_pairs_hook=unique_keys)
+
+
+def _listed(stream: BinaryIO, count: ByteCount) -> Iterator[Any]:
+    """Rows of one list, of which a part is decoded at a time."""
+    texts = codecs.getreader("utf-8-sig")(stream)
+    text, place, before, wanted = texts.read(_LIST_CHARACTERS).lstrip(_BLANK)[1:], 0, "", _LIST_CHARACTERS
+    while True:
+        try:
+            found = _next_row(text, place, before)
+        except ValueError:
+            more = texts.read(wanted)
+            if not more or len(text) - place > _MOST_LINE_BYTES:
+                raise
+            text, place, wanted = text[place:] + more, 0, 2 * wanted
+            count.require(decoded_bytes(text))
+            continue
+        if found is None:
+            break
+        yield found[0]
+        place, before, wanted = found[1], ",", _LIST_CHARACTERS
+    if (text[place:].strip(_BLANK) + texts.read(_LIST_CHARACTERS)).strip(_BLANK) != "]":
+        raise ValueError("something follows the list")
+
+
+def _next_row(text: str, place: int, before: str) -> tuple[Any, int] | None:
+    """Return the row of a list that begins at a place, and the place of its end; None at the end of the list."""
+    start = _BLANKS.match(text, place).end()  # type: ignore[union-attr]  # it matches everywhere
+    if text.startswith("]", start):
+        return None
+    if not text.startswith(before, start):
+        raise ValueError("the rows of a list stand between commas")
+    row = _BLANKS.match(text, start + len(before))
+    return _DECODER.raw_decode(text, row.end())  # type: ignore[union-attr]  # it matches everywhere
+
+
+def decoded_bytes(text: str) -> int:
+    """Return the most bytes that JSON takes once it is decoded: `[],` has three, and takes 64 in a list of lists."""
+    return len(text) * (1 if text.isascii() else 4) + _ENTRY_BYTES * sum(map(text.count, ",[{"))
 
 
 def _require_columns(there: Sequence[str], columns: Mapping[str, str], known: dict[str, None]) -> None:
@@ -190,4 +233,4 @@ def _require_columns(there: Sequence[str], columns: Mapping[str, str], known: di
         raise ValueError(f"two columns are called `{twice}`")
 
 
-_READERS = {"parquet": _parquet, "csv": _csv, "json": _json}
+_READERS = {"parquet": _apart, "csv": _apart, "json": _json}

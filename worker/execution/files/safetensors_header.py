@@ -17,7 +17,8 @@ MAX_HEADER_BYTES = 8 * 2**20
 MAX_TENSORS = 20_000
 MAX_RANK = 8
 _MOST = 2**62
-_NAME = re.compile(r"[\w.\-/]{1,512}", re.ASCII)
+# transformers 5 saves a buffer of ESM under a name with `*`
+_NAME = re.compile(r"[\w.\-/*]{1,512}", re.ASCII)
 ELEMENT_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
@@ -92,7 +93,7 @@ def _entries(path: ReadableFile, header: dict[str, Any], data_bytes: int, pointe
     spans = []
     for name, value in header.items():
         if not _NAME.fullmatch(name) or ".." in name or name.startswith("/"):
-            raise _broken(path, f"holds a tensor named {name[:80]!r}; names are letters, digits and ._-/", pointer)
+            raise _broken(path, f"holds a tensor named {name[:80]!r}; names are letters, digits and ._-/*", pointer)
         entry, begin, end = _entry(path, name, value, pointer)
         if end - begin != entry.numbers * ELEMENT_BYTES[entry.dtype]:
             raise _broken(path, f"gives `{name}` {end - begin:,} bytes for shape {list(entry.shape)}", pointer)

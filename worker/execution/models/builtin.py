@@ -1,6 +1,10 @@
-"""The builtin models: trained once on real data with a fixed seed, then read from the model store.
+"""The builtin models: small ones whose weights come with the package, others trained here once into the model store.
 
-``python -P -m worker.execution.models.builtin digits_cnn --store DIR`` trains one ahead of time.
+Training has a fixed seed, but sums are rounded otherwise on another processor, so its result differs from machine to
+machine; weights in the package are the same everywhere.
+
+``python -P -m worker.execution.models.builtin tiny_gpt --store DIR`` trains one ahead of time;
+``… digits_cnn --package worker/execution/models/trained`` trains one of the package anew.
 """
 
 import argparse
@@ -25,6 +29,7 @@ from worker.execution.loaded_model import LoadedModel, Vocabulary
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models.builtin_architectures import ARCHITECTURES, BYTES, CONTEXT
 
+PACKAGED = Path(__file__).parent / "trained"
 _RECIPE = 1
 """Raised when an architecture or its training changes, so that no older file is taken for it."""
 _SEED = 20_240_601
@@ -34,18 +39,16 @@ _LEARNING_RATE = {"digits_cnn": 5e-3, "digits_mlp": 5e-3, "tiny_gpt": 3e-3}
 
 
 def load(source: BuiltinModel, task: Task, context: LoaderContext) -> LoadedModel:  # noqa: ARG001 - as every loader
-    """Load a builtin model from the store, or train it now and store it."""
+    """Load a builtin model from the package or the store, or train it now and store it."""
     vocabulary = Vocabulary(size=BYTES, max_length=CONTEXT, tokenizer=None) if source.name == "tiny_gpt" else None
     if context.shapes_only:
         with torch.device("meta"):
             bare = ARCHITECTURES[source.name]()
         return LoadedModel(model=bare.eval(), vocabulary=vocabulary, provenance=f"shapes of builtin {source.name}")
     model = ARCHITECTURES[source.name]()
-    weights, measured = _stored_weights(source.name, context.store)
+    weights, measured = _found_weights(source.name, context.store)
     if weights is None:
-        _train(source.name, model, context)
-        measured = _measure(source.name, model)
-        digest = _store(source.name, model, context.store, measured)
+        measured, digest = _train_into(_folder(context.store), source.name, model, context)
     else:
         model.load_state_dict(safetensors.torch.load(weights))
         digest = hashlib.sha256(weights).hexdigest()
@@ -56,18 +59,26 @@ def load(source: BuiltinModel, task: Task, context: LoaderContext) -> LoadedMode
 
 def untrained(name: str, store: Path) -> Callable[[], nn.Module] | None:
     """Return what makes a builtin model with random weights, if the model is still to be trained."""
-    weights, _ = _stored_weights(name, store)
+    weights, _ = _found_weights(name, store)
     return ARCHITECTURES[name] if weights is None else None
 
 
-def _paths(name: str, store: Path) -> tuple[Path, Path]:
-    folder = store / "builtin"
+def _folder(store: Path) -> Path:
+    return store / "builtin"
+
+
+def _found_weights(name: str, store: Path) -> tuple[bytes | None, dict[str, float]]:
+    weights, measured = _stored_weights(name, PACKAGED)
+    return (weights, measured) if weights is not None else _stored_weights(name, _folder(store))
+
+
+def _paths(name: str, folder: Path) -> tuple[Path, Path]:
     return folder / f"{name}-{_RECIPE}.safetensors", folder / f"{name}-{_RECIPE}.json"
 
 
-def _stored_weights(name: str, store: Path) -> tuple[bytes | None, dict[str, float]]:
+def _stored_weights(name: str, folder: Path) -> tuple[bytes | None, dict[str, float]]:
     """The stored file's bytes, if they have the digest that was noted when they were written."""
-    weights, note = _paths(name, store)
+    weights, note = _paths(name, folder)
     try:
         raw, noted = weights.read_bytes(), json.loads(note.read_text())
     except (FileNotFoundError, PermissionError, ValueError):
@@ -78,8 +89,15 @@ def _stored_weights(name: str, store: Path) -> tuple[bytes | None, dict[str, flo
     return raw, noted["measured"]
 
 
-def _store(name: str, model: nn.Module, store: Path, measured: dict[str, float]) -> str:
-    weights, note = _paths(name, store)
+def _train_into(folder: Path, name: str, model: nn.Module, context: LoaderContext) -> tuple[dict[str, float], str]:
+    """Train and store a model; return how good it became, and the digest of its weights."""
+    _train(name, model, context)
+    measured = _measure(name, model)
+    return measured, _store(name, model, folder, measured)
+
+
+def _store(name: str, model: nn.Module, folder: Path, measured: dict[str, float]) -> str:
+    weights, note = _paths(name, folder)
     with contextlib.suppress(PermissionError):
         weights.parent.mkdir(parents=True, exist_ok=True)
     raw = safetensors.torch.save({key: value.contiguous() for key, value in model.state_dict().items()})
@@ -158,16 +176,22 @@ def _measure(name: str, model: nn.Module) -> dict[str, float]:
 
 
 def main(arguments: list[str]) -> int:
-    """Train one model into the store, or say that it is there."""
+    """Train one model into the store, or say that it is there; or anew into the package."""
     parser = argparse.ArgumentParser(prog="python -P -m worker.execution.models.builtin", description=__doc__)
     parser.add_argument("name", choices=sorted(ARCHITECTURES))
-    parser.add_argument("--store", type=Path, required=True, help="folder of the model store")
+    place = parser.add_mutually_exclusive_group(required=True)
+    place.add_argument("--store", type=Path, help="folder of the model store")
+    place.add_argument("--package", type=Path, help="folder of weights that come with the package")
     chosen = parser.parse_args(arguments)
-    say = LoaderContext(store=chosen.store, log=lambda _, message: print(message, flush=True))  # noqa: T201 - a command
+    say = LoaderContext(store=chosen.store or chosen.package, log=lambda _, message: print(message, flush=True))  # noqa: T201 - a command
     began = time.monotonic()
     say = replace(say, report=_printed_progress())
-    loaded = load(BuiltinModel(source="builtin", name=chosen.name), Task(type="classification"), say)
-    print(f"{loaded.provenance}, {time.monotonic() - began:.1f} s")  # noqa: T201 - a command speaks
+    if chosen.package is not None:
+        measured, digest = _train_into(chosen.package, chosen.name, ARCHITECTURES[chosen.name](), say)
+        done = f"{measured}, sha256:{digest}"
+    else:
+        done = load(BuiltinModel(source="builtin", name=chosen.name), Task(type="classification"), say).provenance
+    print(f"{done}, {time.monotonic() - began:.1f} s")  # noqa: T201 - a command speaks
     return 0
 
 

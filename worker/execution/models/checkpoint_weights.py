@@ -7,8 +7,8 @@ head the task does not use) is mapped or said.
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import safetensors
 import torch
@@ -24,12 +24,20 @@ _MAX_SHARDS = 512
 """All are open at once."""
 _MAX_TENSORS = 100_000
 """Most tensors of all files."""
-_SHARD = re.compile(r"[\w.\-]{1,200}\.safetensors", re.ASCII)
-_FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
-_HEADS = ("cls.", "lm_head.", "classifier.", "score.", "qa_outputs.", "pre_classifier.", "vocab_transform.",
-          "vocab_layer_norm.", "vocab_projector.", "seq_relationship.", "embed_out.", "pooler.")  # fmt: skip
+_SHARD = re.compile(r"([\w\-][\w.\-]{0,199}/){0,4}[\w\-][\w.\-]{0,199}\.safetensors", re.ASCII)
+"""A file beside the index or in a folder below it; no part of the name begins with a dot."""
+FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
+HEADS = ("cls.", "lm_head.", "classifier.", "score.", "qa_outputs.", "pre_classifier.", "vocab_transform.",
+          "vocab_layer_norm.", "vocab_projector.", "seq_relationship.", "embed_out.", "pooler.", "lm_predictions.",
+         "mask_predictions.", "discriminator_predictions.", "generator_predictions.", "generator_lm_head.",
+         "sop_classifier.", "predictions.", "proj_out.", "logit_scale", "visual_projection.", "text_projection.",
+         "projector.", "quantizer.", "project_q.", "project_hid.", "classification_head.", "final_logits_bias",
+         "head.dense.", "head.norm.", "decoder.bias")  # fmt: skip
 # buffers that older versions wrote into the file and that are made anew
-_STALE = re.compile(r"(^|\.)(position_ids|token_type_ids|inv_freq|masked_bias)$|(^|\.)(attn|attention)\.bias$")
+_STALE = re.compile(
+    r"(^|\.)(position_ids|token_type_ids|inv_freq|masked_bias|relative_position_index|relative_coords_table|causal_mask)$"
+    r"|(^|\.)(attn|attention)\.bias$"
+)
 _OLDER_NAMES = {
     "gpt_neox": ((re.compile(r"^embed_out\."), "lm_head."),),
     "": ((re.compile(r"LayerNorm\.gamma$"), "LayerNorm.weight"), (re.compile(r"LayerNorm\.beta$"), "LayerNorm.bias")),
@@ -52,6 +60,8 @@ class CheckpointFiles:
     files: Mapping[str, OpenFile]
     read: tuple[str, ...]
     """Names of the files."""
+    made: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
+    """Tensors that are made of others as they are read, by name."""
 
     @property
     def numbers(self) -> int:
@@ -59,7 +69,17 @@ class CheckpointFiles:
         return sum(entry.numbers for entry in self.entries.values())
 
 
-def find_weights(folder: OpenFolder, pointer: str) -> CheckpointFiles:
+def conversion(pattern: str, target: str) -> str:
+    """Return the line that converts a format that may hold code, where it is read without running any."""
+    return (
+        "as this line does in its folder: "
+        'python -c "import glob, torch, safetensors.torch as s; '
+        f"d = {{}}; [d.update(torch.load(f, 'cpu', weights_only=True)) for f in sorted(glob.glob('{pattern}'))]; "
+        f"s.save_file({{k: v.clone().contiguous() for k, v in d.items()}}, '{target}', {{'format': 'pt'}})\""
+    )
+
+
+def find_weights(folder: OpenFolder, context: LoaderContext, pointer: str) -> CheckpointFiles:
     """Find the safetensors files of a folder, and check every header."""
     whole = folder.file("model.safetensors")
     if whole is not None:
@@ -69,7 +89,8 @@ def find_weights(folder: OpenFolder, pointer: str) -> CheckpointFiles:
     if index is None:
         others = [name for name in folder.names() if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
         remedy = (
-            f"{names(others)} may hold code, and is never read: save the model as safetensors"
+            f"{names(others)} may hold code, and is never read: save the model as safetensors, "
+            f"{conversion('pytorch_model*.bin', 'model.safetensors')}"
             if others
             else ("save the model with `save_pretrained`")
         )
@@ -98,6 +119,9 @@ def find_weights(folder: OpenFolder, pointer: str) -> CheckpointFiles:
             pointer=pointer,
             code="missing_tensor",
         )
+    below = [shard for shard in shards if "/" in shard]
+    if below:
+        context.log("info", f"{len(below)} files of weights lie in folders below: {names(below, 2)}")
     return CheckpointFiles(entries=entries, files=files, read=(index.name, *shards))
 
 
@@ -113,20 +137,38 @@ def _weight_map(index: OpenFile, pointer: str) -> dict[str, str]:
     if len(shards) > _MAX_SHARDS:
         raise Refusal(f"{index.name} names {len(shards):,} files; at most {_MAX_SHARDS} are read", pointer=pointer)
     if not shards or any(not isinstance(shard, str) or not _SHARD.fullmatch(shard) for shard in shards):
-        raise Refusal(f"{index.name} names something that is not a safetensors file beside it", pointer=pointer)
+        raise Refusal(
+            f"{index.name} names something that is not a safetensors file beneath its folder", pointer=pointer
+        )
     return places
 
 
-def fill(model: nn.Module, model_type: str, found: CheckpointFiles, context: LoaderContext, pointer: str) -> list[str]:
+def fill(
+    model: nn.Module,
+    model_type: str,
+    found: CheckpointFiles,
+    context: LoaderContext,
+    pointer: str,
+    brought: Collection[str] = (),
+) -> tuple[list[str], frozenset[str]]:
     """Copy a checkpoint's tensors into a model.
+
+    Args:
+        brought: Names of the state that an adapter brings: they may be missing, or have another shape.
+
+    Returns:
+        Names of tensors that were not used, and names of the state that were filled.
 
     Memory:
         One tensor beyond the model itself.
     """
     state = model.state_dict()
-    current = _current_names(found.entries, model_type, context)
-    places, unused = _places(found.entries, current, state, str(model.base_model_prefix), pointer)
-    _require_complete(model, state, places, pointer)
+    current = {name: current_name(bare, model_type) for name, bare in bare_names(found.entries, context).items()}
+    left = [re.compile(each) for each in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    places, unused = _places(found.entries, current, state, str(model.base_model_prefix), left, pointer)
+    other = [place for place in places if place in brought and found.entries[places[place]].shape != state[place].shape]
+    unused += [places.pop(place) for place in other]
+    _require_complete(model, state, places, pointer, brought)
     wrong = [
         f"`{name}` is {list(found.entries[name].shape)} where config.json says {list(state[place].shape)}"
         for place, name in places.items()
@@ -143,12 +185,15 @@ def fill(model: nn.Module, model_type: str, found: CheckpointFiles, context: Loa
         context.notice(f"{len(wide)} tensors are float64 in the files and are read as float32: {names(wide)}")
     by_file: dict[OpenFile, list[tuple[str, str]]] = {}
     for place, name in places.items():
+        if name in found.made:
+            copy_tensor(state[place], found.made[name](), name, pointer)
+            continue
         by_file.setdefault(found.files[name], []).append((place, name))
     for path, pairs in by_file.items():
         with safetensors.safe_open(path, framework="pt") as file:
             for place, name in pairs:
-                _copy(state[place], file.get_tensor(name), name, pointer)
-    return unused
+                copy_tensor(state[place], file.get_tensor(name), name, pointer)
+    return unused, frozenset(places)
 
 
 def _untie_differing(
@@ -184,20 +229,22 @@ def _untie_differing(
 
 
 def _tensor(found: CheckpointFiles, name: str) -> Tensor:
+    if name in found.made:
+        return found.made[name]()
     with safetensors.safe_open(found.files[name], framework="pt") as file:
         tensor: Tensor = file.get_tensor(name)
         return tensor
 
 
-def _current_names(entries: Mapping[str, TensorEntry], model_type: str, context: LoaderContext) -> dict[str, str]:
-    """The names that tensors have today, without what wrappers put before or between them."""
+def bare_names(entries: Mapping[str, TensorEntry], context: LoaderContext) -> dict[str, str]:
+    """Return the names of tensors without what wrappers put before or between them, and say so in the log."""
     bare = {name: name.replace("._orig_mod.", ".").removeprefix("_orig_mod.") for name in entries}
     while all(name.startswith("module.") for name in bare.values()) and bare:
         bare = {name: now.removeprefix("module.").removeprefix("_orig_mod.") for name, now in bare.items()}
     changed = [name for name, now in bare.items() if name != now]
     if changed:
         context.log("info", f"{len(changed)} tensors are read without a wrapper's prefix: {names(changed, 2)}")
-    return {name: _current_name(now, model_type) for name, now in bare.items()}
+    return bare
 
 
 def _places(
@@ -205,9 +252,14 @@ def _places(
     names_now: Mapping[str, str],
     state: Mapping[str, Tensor],
     prefix: str,
+    left: Sequence[re.Pattern[str]],
     pointer: str,
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the file's name for each tensor of the state, and the names that are not used."""
+    """Return the file's name for each tensor of the state, and the names that are not used.
+
+    Args:
+        left: Patterns of names that the model's class leaves to its other half, as an encoder does its decoder's.
+    """
     places: dict[str, str] = {}
     unused, unexpected = [], []
     for name in entries:
@@ -217,13 +269,13 @@ def _places(
         if place is not None:
             if place in places:
                 raise Refusal(f"`{places[place]}` and `{name}` are the same tensor", pointer=pointer)
-            if state[place].is_floating_point() and entries[name].dtype not in _FLOATING:
+            if state[place].is_floating_point() and entries[name].dtype not in FLOATING:
                 raise Refusal(
                     f"`{name}` is {entries[name].dtype}; curvature needs floating-point weights, not quantised ones",
                     pointer=pointer,
                     code="wrong_dtype",
                 )
-            if not state[place].is_floating_point() and entries[name].dtype in _FLOATING:
+            if not state[place].is_floating_point() and entries[name].dtype in FLOATING:
                 raise Refusal(
                     f"`{name}` is {entries[name].dtype}, and the model counts in whole numbers there; take an intact "
                     "checkpoint",
@@ -231,7 +283,11 @@ def _places(
                     code="wrong_dtype",
                 )
             places[place] = name
-        elif current.removeprefix(f"{prefix}.").startswith(_HEADS) or _STALE.search(current):
+        elif (
+            current.removeprefix(f"{prefix}.").startswith(HEADS)
+            or _STALE.search(current)
+            or any(each.search(current) for each in left)
+        ):
             unused.append(name)
         else:
             unexpected.append(name)
@@ -245,7 +301,8 @@ def _places(
     return places, sorted(unused)
 
 
-def _current_name(name: str, model_type: str) -> str:
+def current_name(name: str, model_type: str) -> str:
+    """Return the name that a tensor of a family has today."""
     for pattern, replacement in (*_OLDER_NAMES[""], *_OLDER_NAMES.get(model_type, ())):
         name = pattern.sub(replacement, name)
     if model_type == "vit":
@@ -254,18 +311,23 @@ def _current_name(name: str, model_type: str) -> str:
     return name
 
 
-def _require_complete(model: nn.Module, state: Mapping[str, Tensor], places: Mapping[str, str], pointer: str) -> None:
+def _require_complete(
+    model: nn.Module, state: Mapping[str, Tensor], places: Mapping[str, str], pointer: str, brought: Collection[str]
+) -> None:
     """Every tensor is there, itself or one that it is tied to; an absent pooler is taken out."""
     present = {state[place].data_ptr() for place in places if state[place].numel()}
     missing = [
         name
         for name, tensor in state.items()
-        if name not in places and tensor.data_ptr() not in present and not name.endswith("num_batches_tracked")
+        if name not in places
+        and name not in brought
+        and tensor.data_ptr() not in present
+        and not name.endswith("num_batches_tracked")
     ]
     poolers = [name for name in missing if ".pooler." in f".{name}"]
     missing = [name for name in missing if name not in poolers]
     if missing:
-        head = all(name.startswith(_HEADS) for name in missing)
+        head = all(name.startswith(HEADS) for name in missing)
         remedy = (
             "this task needs that head: take a checkpoint trained for it, or another task"
             if head
@@ -282,7 +344,8 @@ def _require_complete(model: nn.Module, state: Mapping[str, Tensor], places: Map
                 module.register_module("pooler", None)
 
 
-def _copy(place: Tensor, tensor: Tensor, name: str, pointer: str) -> None:
+def copy_tensor(place: Tensor, tensor: Tensor, name: str, pointer: str) -> None:
+    """Copy a tensor of a file into its place, and refuse NaN and Inf."""
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
         count = int((~torch.isfinite(tensor)).sum())
         raise Refusal(

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from catalog.requests.inputs import ModelFactory, Task
+from worker.execution.data.labels import class_names
 from worker.execution.loaded_model import LoadedModel
 from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal, names, storable_text
@@ -25,7 +26,8 @@ def load(source: ModelFactory, task: Task, context: LoaderContext) -> LoadedMode
             code="wrong_type",
         )
     _require_writable_names(model)
-    return LoadedModel(model=model.eval(), provenance=f"factory {source.factory}")
+    named = class_names(getattr(getattr(model, "config", None), "id2label", None))
+    return LoadedModel(model=model.eval(), class_names=named, provenance=f"factory {source.factory}")
 
 
 def _called(factory: Any, source: ModelFactory, context: LoaderContext) -> Any:  # noqa: ANN401 - a caller's own

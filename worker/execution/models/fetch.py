@@ -13,7 +13,7 @@ from pathlib import Path
 
 from catalog.requests.inputs import HuggingFaceModel
 from worker.execution.loader_context import LoaderContext
-from worker.execution.models.huggingface import snapshot
+from worker.execution.models.hub_store import snapshot
 from worker.execution.refusal import Refusal
 
 

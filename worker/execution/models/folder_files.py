@@ -5,7 +5,8 @@ to be used (pooling, preprocessing of images, more weights than the index names)
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 from catalog.requests.inputs import Task
@@ -29,19 +30,37 @@ def require_no_adapter(folder: OpenFolder, pointer: str) -> None:
     if found:
         raise Refusal(
             f"{names(found)} belong to an adapter, which is not applied, so that another model would be measured; "
-            "merge it into the weights (`merge_and_unload` of peft, then `save_pretrained`), or give another folder",
+            "move it into a folder of its own and name that in `model.adapter`, beside the base's `path` or `id`; or "
+            "merge it into the weights (`merge_and_unload` of peft, then `save_pretrained`)",
             pointer=pointer,
             code="adapter",
         )
 
 
+def list_data_files(folder: OpenFolder) -> list[str]:
+    """Return the names of a folder's files that may hold data or settings."""
+    return [name for name in folder.names() if name.lower().endswith(_DATA)]
+
+
 def list_unused_files(
-    folder: OpenFolder, weights: Iterable[str], task: Task, context: LoaderContext, *, images: bool
+    folder: OpenFolder,
+    weights: Iterable[str],
+    task: Task,
+    context: LoaderContext,
+    *,
+    images: bool,
+    applied: Path | None = None,
 ) -> None:
-    """List the files of a folder that are not read, with notices of those that would change numbers."""
+    """List the files of a folder that are not read, with notices of those that would change numbers.
+
+    Args:
+        weights: Names of the files that hold the weights.
+        images: Whether the model takes images.
+        applied: The folder of the adapter that is applied, which may be one below.
+    """
     read = _READ | set(weights)
-    for name in folder.names():
-        if name in read or not name.lower().endswith(_DATA):
+    for name in list_data_files(folder):
+        if name in read:
             continue
         context.unused(f"file {names([name])}")
         if name.endswith(".safetensors"):
@@ -52,11 +71,12 @@ def list_unused_files(
                 "and normalise them beforehand"
             )
     for name in [each for each in folder.names() if "." not in each.lstrip(".")][:_MOST_FOLDERS]:
-        _list_subfolder(name, folder.folder(name), task, context)
+        if folder.path / name != applied:
+            _list_subfolder(name, folder.folder(name), read, task, context)
 
 
-def _list_subfolder(name: str, folder: OpenFolder, task: Task, context: LoaderContext) -> None:
-    within = [each for each in folder.names() if each.lower().endswith(_DATA)]
+def _list_subfolder(name: str, folder: OpenFolder, read: Collection[str], task: Task, context: LoaderContext) -> None:
+    within = [each for each in list_data_files(folder) if f"{name}/{each}" not in read]
     if not within:
         return
     if name.endswith("_Pooling") and within == ["config.json"] and task.type == "sentence_embedding":

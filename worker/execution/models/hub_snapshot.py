@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx2
-import huggingface_hub
+import huggingface_hub.constants
 
 from catalog.requests.inputs import HuggingFaceModel
 from worker.execution.loader_context import LoaderContext

@@ -10,7 +10,8 @@ and others never. A piece of a later round must have read what the piece of the 
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from catalog.requests.assignment import FinishedPiece
 from engine.model.batches import Batch
@@ -19,7 +20,8 @@ from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.refusal import Refusal
 
 FILE = "factors/read.json"
-"""File in which a piece leaves its digests."""
+"""File in which a piece leaves its digests, and the notes of its loaders."""
+_NOTES = "notes"
 
 
 class ReadDigests:
@@ -44,9 +46,16 @@ class ReadDigests:
                     self.after = digest.hexdigest()
             yield batch
 
-    def as_json(self) -> dict[str, str | None]:
-        """Return the digests for the piece's file."""
-        return {"before": self.before, "after": self.after}
+    def as_json(self, notes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the digests for the piece's file, beside the notes of its loaders."""
+        return {"before": self.before, "after": self.after, _NOTES: notes}
+
+
+def read_notes(pieces: Sequence[FinishedPiece]) -> Mapping[str, Any]:
+    """Return the notes of a job's loaders, which are those of its first piece; none of a piece without any."""
+    first = next(each for each in pieces if each.piece.round == "collect")
+    found: Mapping[str, Any] = ArtifactFiles(first.path, None).load_json(FILE).get(_NOTES, {})
+    return found
 
 
 def require_one_pass(pieces: Sequence[FinishedPiece]) -> None:

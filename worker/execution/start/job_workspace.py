@@ -2,22 +2,28 @@
 
 import hashlib
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from catalog import ANALYSES
 from catalog.analyses.analysis import most_decomposed
+from catalog.frames import AppliedAdapter
 from catalog.record import canonical_json, plain
+from catalog.record_reader import read
 from catalog.requests.assignment import Assignment
 from catalog.requests.job import JobDocument
 from engine.memory.budget import resident_bytes
+from engine.memory.device_speed import DeviceSpeed, measure_speed
 from engine.memory.guard import Guard
 from engine.memory.memory_curve import MemoryCurve, StagePeaks
 from engine.memory.plan import Chosen
 from engine.workspace import Artifacts, JobOptions, Machine, ModelInputs, Ports, Resume, Workspace
+from worker.execution.computing_environment import process_begun
 from worker.execution.computing_place import ComputingPlace
-from worker.execution.device_calibration import Calibration
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.frame_pipe import FramePipe
 from worker.execution.loader_context import LoaderContext
@@ -41,7 +47,6 @@ def make_workspace(
     device, memory = place.device, place.memory
     alone = writes_files(place.ranks)
     artifacts: Artifacts = ArtifactFiles(assignment.artifacts, pipe.artifact) if alone else NoFiles()
-    calibration = Calibration(store=assignment.store, device=device, scratch=assignment.scratch, log=pipe.log)
     return Workspace(
         inputs=ModelInputs(model=None, batches=None, task=document.task),
         options=JobOptions(
@@ -56,7 +61,7 @@ def make_workspace(
         ),
         machine=Machine(
             budget=memory,
-            curve=MemoryCurve(stages=StagePeaks(apart=True)),
+            curve=MemoryCurve(stages=StagePeaks(apart=True), begun=process_begun()),
             # a budget that is named is held by the kernel; CUDA maps what no such limit is meant for
             guard=Guard(
                 budget=memory,
@@ -66,8 +71,8 @@ def make_workspace(
             ),
             device=device,
             ranks=place.ranks,
-            speed=calibration.read() if place.here else None,
-            measure_speed=calibration.measure if place.here else lambda: None,
+            threads=place.threads,
+            measure_speed=_measured(device, assignment.scratch, pipe) if place.here else lambda _: None,
         ),
         ports=Ports(
             artifacts=artifacts,
@@ -94,6 +99,19 @@ def make_workspace(
     )
 
 
+def _measured(device: torch.device, scratch: Path, pipe: FramePipe) -> Callable[[bool], DeviceSpeed | None]:
+    """Return what measures the device, and the disk that factors wait on where they do."""
+
+    def measure(spills: bool) -> DeviceSpeed | None:
+        try:
+            return measure_speed(device, scratch if spills else None)
+        except OSError as error:
+            pipe.log("warning", f"seconds are the usual ones, as the disk cannot be measured: {error.strerror}")
+            return None
+
+    return measure
+
+
 @dataclass(frozen=True)
 class InputNotes:
     """Notes of the loaders on a model's folder and data, each line once and in order."""
@@ -102,6 +120,11 @@ class InputNotes:
     """Names that were not used."""
     notices: dict[str, None] = field(default_factory=dict)
     """Notes of values that were not read as they are written."""
+    reading: dict[str, Any] = field(default_factory=dict)
+    """How the data were read."""
+
+    adapters: list[AppliedAdapter] = field(default_factory=list)
+    """The adapter of the model."""
 
     def list_unused(self, name: str) -> None:
         """Note one thing that was not used; beyond some, only that there are more."""
@@ -110,6 +133,20 @@ class InputNotes:
     def note(self, message: str) -> None:
         """Note what changes numbers."""
         self.notices.setdefault(message if len(self.notices) < _MOST_NOTICES else "and more")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the notes for a piece's file."""
+        return {**vars(self), "unused": list(self.unused), "notices": list(self.notices),
+                "adapters": [plain(each) for each in self.adapters]}  # fmt: skip
+
+    def take(self, found: Mapping[str, Any]) -> None:
+        """Take the notes of a piece, whose loaders have read for the whole job; none where it left none."""
+        for name in found.get("unused", ()):
+            self.list_unused(str(name))
+        for message in found.get("notices", ()):
+            self.note(str(message))
+        self.reading.update(found.get("reading", {}))
+        self.adapters.extend(read(AppliedAdapter, each, "adapters") for each in found.get("adapters", ()))
 
 
 def make_context(
@@ -127,6 +164,8 @@ def make_context(
         log=pipe.log,
         note=notes.note,
         unused=notes.list_unused,
+        describe=notes.reading.__setitem__,
+        adapted=notes.adapters.append,
         shapes_only=assignment.estimate,
         # the budget counts what this process holds already; inputs that are small the plan refuses, with its reasons
         most_bytes=max(_SMALL_INPUT_BYTES, place.memory.host_bytes - resident_bytes()),

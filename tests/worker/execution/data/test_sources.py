@@ -10,10 +10,10 @@ import pytest
 import safetensors.torch
 import torch
 
+from catalog.requests.data_sources import DataFile
 from catalog.requests.inputs import (
     BuiltinData,
     DataFactory,
-    DataFile,
     DirectoryModel,
     HuggingFaceData,
     SyntheticData,
@@ -162,7 +162,9 @@ BAD_FILES = [
     ("halves.jsonl", b'{"text": "\\udc00\\ud800"}\n', "line 1: `text` holds half of a surrogate pair"),
     ("binary.txt", b"\xff\xfe\x00", "not UTF-8"),
     ("long.txt", b"x" * 2_000_000, "longer than"),
-    ("table.parquet", b"", "`.parquet` is not read"),
+    ("table.feather", b"", "`.feather` is not read"),
+    ("table.parquet", b"", "cannot be read as parquet"),
+    ("table.csv", b"", "cannot be read as csv"),
     ("pickle.safetensors", b"\x80\x04" + b"x" * 100, "pickle"),
 ]
 

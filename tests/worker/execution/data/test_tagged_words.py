@@ -12,7 +12,8 @@ import torch
 from tokenizers import models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from catalog.requests.inputs import DataFile, HuggingFaceData
+from catalog.requests.data_sources import DataFile
+from catalog.requests.inputs import HuggingFaceData
 from worker.execution.data import file, huggingface
 from worker.execution.data.request import DataRequest
 from worker.execution.files.open_files import OpenFolder
@@ -129,7 +130,11 @@ def test_texts_that_are_cut_and_fields_that_are_not_read_are_said(tmp_path: Path
         ({"words": [], "tags": []}, "`words` must be a list of 1"),
         ({"words": ["Ada", "wrote"], "tags": [1]}, "`words` has 2 entries and `tags` 1; give a tag for each word"),
         ({"words": ["Ada", 3], "tags": [1, 0]}, r"`words` must hold texts \(got 3\)"),
-        ({"words": ["Ada"], "tags": ["B-PER"]}, r"whole numbers \(got 'B-PER'\); number the tags as `id2label`"),
+        (
+            {"words": ["Ada"], "tags": ["B-PER"]},
+            "`tags` is the text `B-PER` in data.jsonl line 2 and a number in .* 1;",
+        ),
+        ({"words": ["Ada"], "tags": [["B"]]}, r"whole numbers \(got \['B'\]\); number the tags as `id2label`"),
         ({"words": ["Ada"], "tags": [1.5]}, r"whole numbers \(got 1\.5\)"),
         ({"words": ["Ada"], "tags": [True]}, r"whole numbers \(got True\)"),
         ({"words": ["Ada"], "tags": [None]}, r"whole numbers \(got None\)"),

@@ -14,7 +14,8 @@ import torch
 import transformers
 
 from catalog.record import FieldError
-from catalog.requests.inputs import DataFile, DirectoryModel, HuggingFaceData, Task
+from catalog.requests.data_sources import DataFile
+from catalog.requests.inputs import DirectoryModel, HuggingFaceData, Task
 from worker.execution.data import builtin, file, huggingface
 from worker.execution.data.request import DataRequest
 from worker.execution.data.texts.text_rows import PAIRS

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from engine.errors import StopRequested
+from worker.execution.data.apart import apart_process
 from worker.execution.data.texts import tokenizer_process
 from worker.execution.data.texts.tokenizer_process import TokenizerProcess
 from worker.execution.failures import failure_of
@@ -103,7 +104,7 @@ def test_a_stop_request_ends_the_process(tmp_path: Path, monkeypatch: pytest.Mon
             super().__init__(*arguments, **options)  # type: ignore[call-overload]
             started.append(self)
 
-    monkeypatch.setattr(tokenizer_process.subprocess, "Popen", Recorded)
+    monkeypatch.setattr(apart_process.subprocess, "Popen", Recorded)
     until = time.monotonic() + 1
 
     def checkpoint() -> None:

@@ -14,7 +14,8 @@ import torch
 import transformers
 
 from catalog import open_beneath
-from catalog.requests.inputs import DataFile, DirectoryModel, HuggingFaceData, Task
+from catalog.requests.data_sources import DataFile
+from catalog.requests.inputs import DirectoryModel, HuggingFaceData, Task
 from worker.execution.data import file, huggingface
 from worker.execution.data.request import DataRequest
 from worker.execution.failures import failure_of

@@ -1,7 +1,9 @@
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from worker.execution.data import builtin as builtin_data
 from worker.execution.data.bundled import TEST_EXAMPLES, digits
 from worker.execution.data.request import DataRequest
 from worker.execution.loader_context import LoaderContext
+from worker.execution.models import builtin
 from worker.execution.models.builtin import load
 
 CNN = BuiltinModel(source="builtin", name="digits_cnn")
@@ -27,14 +30,31 @@ def test_the_cnn_classifies_digits_it_never_saw(context: LoaderContext) -> None:
     assert not loaded.model.training
 
 
-def test_the_second_use_trains_nothing(context: LoaderContext) -> None:
-    first = load(CNN, TASK, context)
-    trained = []
-    again = load(CNN, TASK, replace(context, report=lambda *frame: trained.append(frame)))
+@pytest.mark.parametrize("name", ["digits_cnn", "digits_mlp"])
+def test_weights_of_the_package_are_those_of_its_note_and_train_nothing(
+    tmp_path: Path, name: Literal["digits_cnn", "digits_mlp"]
+) -> None:
+    trained: list[Any] = []
+    context = LoaderContext(store=tmp_path, report=lambda *frame: trained.append(frame))
+    loaded = load(BuiltinModel(source="builtin", name=name), TASK, context)
+    (weights,) = builtin.PACKAGED.glob(f"{name}-*.safetensors")
+    noted = json.loads(weights.with_suffix(".json").read_text())
+    assert loaded.provenance == f"builtin {name} sha256:{hashlib.sha256(weights.read_bytes()).hexdigest()}"
+    assert noted["sha256"] in loaded.provenance
+    images, classes = digits()
+    with torch.no_grad():
+        right = loaded.model(images[-TEST_EXAMPLES:]).argmax(1) == classes[-TEST_EXAMPLES:]
+    assert float(right.double().mean()) == pytest.approx(noted["measured"]["test_accuracy"], abs=0.01)
     assert trained == []
-    assert again.provenance == first.provenance
+    assert not list(tmp_path.iterdir())
 
 
+@pytest.fixture
+def nothing_packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtin, "PACKAGED", tmp_path / "none")
+
+
+@pytest.mark.usefixtures("nothing_packaged")
 def test_a_damaged_file_is_trained_again_to_the_same_bytes(tmp_path: Path) -> None:
     # the folder of the store is not there yet
     context, reports = LoaderContext(store=tmp_path / "a" / "b"), []
@@ -51,6 +71,7 @@ def test_a_damaged_file_is_trained_again_to_the_same_bytes(tmp_path: Path) -> No
     assert json.loads(weights.with_suffix(".json").read_text())["sha256"] in first
 
 
+@pytest.mark.usefixtures("nothing_packaged")
 def test_training_stops_at_a_checkpoint_and_leaves_no_file(tmp_path: Path) -> None:
     def stop() -> None:
         raise StopRequested

@@ -38,11 +38,12 @@ CONFIGS = {
     "vit": lambda: transformers.ViTConfig(
         **{k: v for k, v in D.items() if k != "vocab_size"}, image_size=8, patch_size=4, num_channels=1
     ),
+    "mixtral": lambda: transformers.MixtralConfig(**KV, max_position_embeddings=24, num_local_experts=2),
     "resnet": lambda: transformers.ResNetConfig(
         num_channels=1, embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"
     ),
 }  # fmt: skip
-LANGUAGE = ["gpt2", "gpt_neox", "opt", "llama", "mistral", "qwen2"]
+LANGUAGE = ["gpt2", "gpt_neox", "opt", "llama", "mistral", "qwen2", "mixtral"]
 MASKED = ["bert", "roberta", "distilbert"]
 IMAGES = ["vit", "resnet"]
 CASES = (
@@ -145,6 +146,26 @@ def test_legacy_names_are_mapped_and_a_strange_tensor_is_named(saved: Callable[.
         loaded_from(folder)
 
 
+def test_experts_are_joined_as_transformers_joins_them_and_one_that_is_missing_is_named(
+    saved: Callable[..., Path],
+) -> None:
+    folder = saved("AutoModelForCausalLM", CONFIGS["mixtral"]())
+    said: list[str] = []
+    loaded = loaded_from(folder, "causal_lm", log=lambda _, message: said.append(message))
+    tensors, layer = tensors_of(folder), loaded.model.model.layers[1].mlp.experts
+    names = [f"model.layers.1.block_sparse_moe.experts.1.{name}.weight" for name in ("w1", "w3", "w2")]
+    assert torch.equal(layer.gate_up_proj[1], torch.cat([tensors[names[0]], tensors[names[1]]]))
+    assert torch.equal(layer.down_proj[1], tensors[names[2]])
+    assert any("are read as transformers converts them" in message for message in said)
+    safetensors.torch.save_file({k: t for k, t in tensors.items() if k != names[2]}, folder / "model.safetensors")
+    with pytest.raises(Refusal, match=r"`model\.layers\.1\.mlp\.experts\.down_proj` is \[1, 16, 32\]"):
+        loaded_from(folder, "causal_lm")
+    tensors[names[1]] = torch.zeros(3, 3)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(Refusal, match="cannot be put together"):
+        loaded_from(folder, "causal_lm")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_weight_that_is_not_finite_is_named(saved: Callable[..., Path], value: Any) -> None:
     folder = saved("AutoModel", CONFIGS["bert"]())
@@ -174,15 +195,27 @@ def test_shards_are_read_and_a_foreign_shard_is_refused(saved: Callable[..., Pat
     tensors = tensors_of(folder)
     before = loaded_from(folder).model.state_dict()
     names = sorted(tensors)
-    places = {name: f"model-0000{1 + place % 2}-of-00002.safetensors" for place, name in enumerate(names)}
+    places = {name: f"parts/model-0000{1 + place % 2}-of-00002.safetensors" for place, name in enumerate(names)}
+    places |= dict.fromkeys(names[:3], "model-00003.safetensors")
+    (folder / "parts").mkdir()
     for shard in set(places.values()):
         safetensors.torch.save_file({n: tensors[n] for n in names if places[n] == shard}, folder / shard)
     (folder / "model.safetensors").unlink()
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": places}))
-    after = loaded_from(folder).model.state_dict()
+    said: list[str] = []
+    unused: list[str] = []
+    noted: list[str] = []
+    log = {"log": lambda _, message: said.append(message), "unused": unused.append, "note": noted.append}
+    after = loaded_from(folder, **log).model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    for foreign in ("../../etc/passwd.safetensors", "missing.safetensors"):
+    assert any(
+        "2 files of weights lie in folders below: `parts/model-00001-of-00002.safetensors`" in each for each in said
+    )
+    assert not [each for each in unused if each.startswith("file ")]
+    assert noted == []
+    strange = ("/etc/passwd.safetensors", "parts/../../x.safetensors", ".hidden/x.safetensors", "a//b.safetensors")
+    for foreign in ("../../etc/passwd.safetensors", "missing.safetensors", *strange):
         index.write_text(json.dumps({"weight_map": places | {names[0]: foreign}}))
         with pytest.raises(Refusal):
             loaded_from(folder)
@@ -243,15 +276,37 @@ def test_rotary_parameters_that_cannot_be_are_refused(
         loaded_from(folder)
 
 
-def test_foreign_code_and_names_in_a_config_have_no_effect(saved: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"auto_map": {"AutoModel": "evil--code.Model"}}, "`auto_map` names code"),
+        ({"attn_implementation": "someone/kernel"}, "fetched or imported"),
+        ({"_attn_implementation": "someone/kernel"}, "fetched or imported"),
+        ({"experts_implementation": ["someone/kernel"]}, "fetched or imported"),
+        ({"backbone": "resnet50"}, "`backbone` is set"),
+        ({"use_timm_backbone": True}, "`use_timm_backbone` is set"),
+        ({"backbone_config": {"model_type": "resnet"}}, "`backbone_config` is set"),
+        ({"mine": [[[[1]]]]}, "more than 4 deep"),
+        ({"mine": "x" * 2**20}, "at most 1,048,576 are read"),
+    ],
+)
+def test_what_would_fetch_or_import_in_a_config_is_refused(
+    saved: Callable[..., Path], changes: dict[str, Any], said: str
+) -> None:
+    folder = saved("AutoModel", CONFIGS["bert"]())
+    rewrite(folder, **changes)
+    with pytest.raises(Refusal) as refused:
+        loaded_from(folder)
+    assert said in refused.value.message
+
+
+def test_foreign_names_in_a_config_have_no_effect(saved: Callable[..., Path]) -> None:
     folder = saved("AutoModel", CONFIGS["bert"]())
     before = loaded_from(folder).model.state_dict()
     rewrite(
         folder,
-        auto_map={"AutoModel": "evil--code.Model"},
         trust_remote_code=True,
-        attn_implementation="someone/kernel",
-        _attn_implementation="someone/kernel",
+        _attn_implementation="flash_attention_2",
         _name_or_path="/etc/passwd",
         name_or_path="/etc/passwd",
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from torch import Tensor
@@ -116,6 +117,33 @@ def test_eigenvalues_are_corrected_in_one_basis_over_two_rounds(runner: Runner) 
     again = runner.job("again", {**asked, "shards": 3})
     corrected = [(row["layer"], row["record"]["digest_ekfac"]) for row in run.rows]
     assert corrected == [(row["layer"], row["record"]["digest_ekfac"]) for row in again.rows]
+
+
+def test_what_the_loaders_say_stands_in_the_record_of_the_whole(runner: Runner, tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    config = transformers.BertConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+                                     vocab_size=60, num_labels=2)  # fmt: skip
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    model.save_pretrained(base)
+    (base / "config.json").write_text((base / "config.json").read_text().replace("{", '{"strange": 1,', 1))
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1}))
+    place = "base_model.model.bert.encoder.layer.0.attention.self.query"
+    pair = {f"{place}.lora_A.weight": torch.ones(1, 8), f"{place}.lora_B.weight": torch.ones(8, 1)}
+    safetensors.torch.save_file(pair, adapter / "adapter_model.safetensors")
+    asked = {
+        "kind": ["factors"],
+        "model": {"source": "directory", "path": str(base), "adapter": str(adapter)},
+        "data": {"source": "synthetic", "shape": [5], "examples": 8, "vocabulary": 60, "classes": 2},
+        "task": {"type": "sequence_classification"},
+        "collection": {"batch_size": 2, "self_check": "off"},
+    }
+    whole, divided = (runner.job(name, {**asked, **more}) for name, more in (("whole", {}), ("cut", {"shards": 2})))
+    said = [(each.finished.unused, each.finished.notices, each.finished.reading, each.finished.adapters)
+            for each in (whole, divided)]  # fmt: skip
+    assert said[0] == said[1]
+    assert len(whole.finished.adapters) == 1
+    assert "config.json: `strange`" in whole.finished.unused
 
 
 def test_a_source_without_a_length_is_counted(runner: Runner, import_path: None, tmp_path: Path) -> None:

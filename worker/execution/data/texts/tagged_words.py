@@ -6,10 +6,11 @@ tokenizer's own account of it.
 
 ====================  ======================================================
 a line of a file      ``{"words": ["Ada", "wrote"], "tags": [1, 0]}``
-a row of a data set   `input_column` and `target_column`, a list in each
+a row of a table      two columns, a list in each
 ====================  ======================================================
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from worker.execution.data.byte_count import ByteCount
 from worker.execution.data.forward_inputs import row_positions
+from worker.execution.data.labels import Labels
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream
 from worker.execution.data.texts.tokenizer_process import TokenizerProcess, WordTokens, tokenizer_settings
@@ -52,8 +55,11 @@ class _Encoded:
     """Its number among the texts given: the key of its sampled labels."""
 
 
-def read_tagged_words(row: Mapping[str, Any], fields: tuple[str, str], where: str, pointer: str) -> TaggedWords:
-    """Read one text of a file."""
+def read_tagged_words(
+    row: Mapping[str, Any], fields: tuple[str, str], where: str, labels: Labels, count: ByteCount
+) -> tuple[str, ...]:
+    """Read the words of one text of a file; its tags go to the labels of all texts."""
+    pointer = labels.pointer
     words: Any
     tags: Any
     words, tags = (row.get(name) for name in fields)
@@ -77,14 +83,23 @@ def read_tagged_words(row: Mapping[str, Any], fields: tuple[str, str], where: st
                 f"{where}: `{fields[0]}` must hold texts (got {word!r:.60})", pointer=pointer, code="wrong_format"
             )
     for tag in tags:
-        if type(tag) is not int or not -(2**63) <= tag < 2**63:
+        if not isinstance(tag, str) and (type(tag) is not int or not -(2**63) <= tag < 2**63):
             raise Refusal(
                 f"{where}: `{fields[1]}` must hold classes, whole numbers (got {tag!r:.60}); number the tags as "
-                "`id2label` of the model's config.json does",
+                "`id2label` of the model's config.json does, or take its names",
                 pointer=pointer,
                 code="wrong_type",
             )
-    return TaggedWords(words=tuple(words), tags=tuple(tags))
+        labels.add(tag, where)
+    for value in (*words, *tags):
+        count.add_value(value)
+    return tuple(words)
+
+
+def tag_words(texts: Sequence[tuple[str, ...]], labels: Labels) -> list[TaggedWords]:
+    """Give each word its tag, once the tags of all texts are known."""
+    tags = map(int, labels.numbers())
+    return [TaggedWords(words=words, tags=tuple(itertools.islice(tags, len(words)))) for words in texts]
 
 
 def tagged_stream(texts: Sequence[TaggedWords], length: int, request: DataRequest, pointer: str) -> DataStream:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from catalog.requests.inputs import EMBEDDINGS
 from engine.model.counter_rng import uniforms
 from worker.execution.data.forward_inputs import row_positions
 from worker.execution.data.request import DataRequest
@@ -232,7 +233,7 @@ def _batch(
             chosen = _masked_positions(text, request.seed)
             targets[row, chosen] = ids[row, chosen]
             ids[row, chosen] = mask_id
-    elif labels is not None and task.type != "sentence_embedding":
+    elif labels is not None and task.type not in EMBEDDINGS:
         targets, _ = _labels(texts, labels, request)
     if not vocabulary.arguments:
         return ids, targets, places

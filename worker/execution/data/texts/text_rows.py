@@ -7,6 +7,8 @@ measured if it were read (the other half of a pair, token ids, a weight) is refu
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from catalog.requests.data_sources import DataFile
+from catalog.requests.inputs import EMBEDDINGS
 from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal, names
 
@@ -39,17 +41,28 @@ class TextFields:
     label: str | None
 
 
-def choose_fields(there: Sequence[str], task: str, pointer: str) -> TextFields:
-    """Choose the fields of a row that are read."""
-    known = {name.lower(): name for name in there}
+def choose_fields(there: Sequence[str], task: str, pointer: str, source: DataFile) -> TextFields:
+    """Choose the fields of a row that are read: those that the document names, else by their usual names."""
     require_no_tensors(there, pointer)
+    for field in ("text_key", "pair_key", "label_key"):
+        name = getattr(source, field)
+        if name is not None and name not in there:
+            raise Refusal(
+                f"there is no `{name}`; there are {names(list(there), 20)}", pointer=f"/data/{field}", code="no_column"
+            )
+    known = {name.lower(): name for name in there if name not in (source.text_key, source.label_key)}
+    label = source.label_key or next((known[name] for name in LABELS if name in known), None)
+    if source.text_key is not None:
+        require_pair_named(there, source.text_key, source.pair_key, task, "pair_key")
+        if source.pair_key is not None:
+            require_pairs_make_sense(source.text_key, source.pair_key, task, "/data/pair_key")
+        return TextFields(text=source.text_key, pair=source.pair_key, label=None if label == source.pair_key else label)
     pairs = [(known[one], known[other]) for one, other in PAIRS if one in known and other in known]
     single = next((known[name] for name in _TEXTS if name in known), None)
-    label = next((known[name] for name in LABELS if name in known), None)
     if len(pairs) > 1 or (pairs and single is not None and single not in pairs[0]):
         raise Refusal(
-            f"more than one reading of {names(list(there), 20)} is possible; name the text `text`, and the other half "
-            "of a pair `text_pair`, and leave the others out",
+            f"more than one reading of {names(list(there), 20)} is possible; name the columns (`text_key`, `pair_key`) "
+            "or the text `text`, and the other half of a pair `text_pair`, and leave the others out",
             pointer=pointer,
             code="ambiguous_fields",
         )
@@ -58,8 +71,8 @@ def choose_fields(there: Sequence[str], task: str, pointer: str) -> TextFields:
         return TextFields(text=pairs[0][0], pair=pairs[0][1], label=label)
     if single is None:
         raise Refusal(
-            f"there is no `text` among {names(list(there), 20)}; name the text `text`, and the other half of a pair "
-            "`text_pair`",
+            f"there is no `text` among {names(list(there), 20)}; name the column (`text_key`, of pairs `pair_key` too) "
+            "or name the text `text`, and the other half of a pair `text_pair`",
             pointer=pointer,
             code="wrong_format",
         )
@@ -71,24 +84,22 @@ def choose_fields(there: Sequence[str], task: str, pointer: str) -> TextFields:
 
 def require_pairs_make_sense(text: str, pair: str, task: str, pointer: str) -> None:
     """Refuse pairs where each text is embedded by itself."""
-    if task == "sentence_embedding":
+    if task in EMBEDDINGS:
         raise Refusal(
-            f"`{text}` and `{pair}` are two texts, and `sentence_embedding` embeds each by itself; give every text a "
+            f"`{text}` and `{pair}` are two texts, and `{task}` embeds each by itself; give every text a "
             "row of its own",
             pointer=pointer,
             code="unused_field",
         )
 
 
-def require_pair_named(there: Sequence[str], text: str, pair: str | None, task: str) -> None:
+def require_pair_named(there: Sequence[str], text: str, pair: str | None, task: str, field: str) -> None:
     """Refuse a table of pairs of which the document names one half, where a label belongs to both."""
     known = {name.lower(): name for name in there}
     if pair is None and task in LABELLED:
         other = next((known[b] for a, b in PAIRS if a == text.lower() and b in known), None)
         if other is not None:
-            raise _half(
-                text, other, f"name it (`pair_column: {other}`), or give a file without it", "/data/pair_column"
-            )
+            raise _half(text, other, f"name it (`{field}: {other}`), or give a file without it", f"/data/{field}")
 
 
 def require_no_tensors(there: Sequence[str], pointer: str) -> None:

@@ -1,0 +1,147 @@
+"""Data sources: files, images in classes, of which episodes are drawn, and all sources that a document can name."""
+
+import math
+from pathlib import PurePath
+from typing import Annotated, Literal
+
+from catalog.record import FieldError, Tagged, record
+from catalog.requests.collection import MAX_SEED
+from catalog.requests.inputs import (
+    BuiltinData,
+    DataFactory,
+    HuggingFaceData,
+    SyntheticData,
+    UploadedData,
+    require_path,
+    require_positive,
+)
+
+_LEAST_IMAGE = 8
+_TABLES = (".jsonl", ".csv", ".parquet")
+_MOST_CHANNELS = 1_024
+
+
+@record
+class Pixels:
+    """Numbers that a model reads of uint8 images: `(x · scale − mean) / deviation`, by channel."""
+
+    scale: float
+    """The factor of a pixel, such as 0.00392156862745098 for 1/255; `rescale_factor` of a preprocessor_config.json."""
+    mean: tuple[float, ...] = (0.0,)
+    """Subtracted after scaling: a number for each channel, which is dimension 1 of the images, or one for all."""
+    deviation: tuple[float, ...] = (1.0,)
+    """The divisor: a number for each channel, or one for all."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers by which images would vanish or be none."""
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise FieldError("scale", f"is {self.scale}; take a number above 0, such as 0.00392156862745098 (1/255)")
+        for name in ("mean", "deviation"):
+            numbers = getattr(self, name)
+            if not 1 <= len(numbers) <= _MOST_CHANNELS:
+                raise FieldError(name, f"holds {len(numbers):,} numbers; give one for each channel, or one for all")
+            for number in numbers:
+                if not math.isfinite(number) or (name == "deviation" and number <= 0):
+                    raise FieldError(
+                        name, f"holds {number}; take finite numbers{' above 0' if name == 'deviation' else ''}"
+                    )
+
+
+@record
+class DataFile:
+    """A file: `.jsonl`, `.csv` or `.parquet` with columns of texts, `.txt` (a text each line), or tensors."""
+
+    source: Literal["file"]
+    """Tells this source from the others: `file`."""
+    path: str
+    """The file. A `.safetensors` holds `inputs` and `targets`, or uint8 `images` (N, channels, rows, columns) and
+    `labels` (N,)."""
+    limit: int | None = None
+    """Take only the first `limit` examples."""
+    sequence_length: int = 128
+    """Texts are cut at this many tokens."""
+    text_key: str | None = None
+    """The column of the texts, or of the words of `token_classification`; null finds it by its usual names."""
+    pair_key: str | None = None
+    """The column of the other halves of pairs, which the tokenizer joins to the texts; it needs `text_key`."""
+    label_key: str | None = None
+    """The column of the labels, or of the tags of `token_classification`; null finds it by its usual names. Labels of
+    a classification are whole numbers, or names, by `id2label` of the model, else numbered in sorted order."""
+    pixels: Pixels | None = None
+    """How uint8 images become floats; null leaves numbers as they are."""
+
+    def __post_init__(self) -> None:
+        """Refuse an empty path, sizes below one, and options that the kind of file has no use for."""
+        require_path("path", self.path)
+        require_positive("limit", self.limit)
+        require_positive("sequence_length", self.sequence_length)
+        suffix = PurePath(self.path).suffix.lower()
+        keys = {name: getattr(self, name) for name in ("text_key", "pair_key", "label_key")}
+        named = [name for name, key in keys.items() if key is not None]
+        if named and suffix not in _TABLES:
+            raise FieldError(
+                named[0], f"names a column, and `{suffix}` has none; leave it out, or give {', '.join(_TABLES)}"
+            )
+        if self.pair_key is not None and self.text_key is None:
+            raise FieldError("pair_key", "names the other halves; name the texts too (`text_key`)")
+        for place, name in enumerate(named):
+            if keys[name] in [keys[other] for other in named[:place]]:
+                raise FieldError(name, f"is `{keys[name]}`, which another field names; give another column")
+        if self.pixels is not None and suffix != ".safetensors":
+            raise FieldError("pixels", f"are of images, which `{suffix}` does not hold; give a `.safetensors` file")
+
+
+@record
+class StrokesData:
+    """Handwriting-like characters of two to four strokes, drawn from a seed, in classes that no split shares."""
+
+    source: Literal["strokes"]
+    """Tells this source from the others: `strokes`."""
+    image_size: int = 28
+    """Rows and columns of an image."""
+    channels: int = 1
+    """Channels of an image, all the same."""
+    train_classes: int = 120
+    """Classes that are trained on."""
+    validation_classes: int = 30
+    """Classes that choose the best epoch."""
+    test_classes: int = 60
+    """Classes that are tested."""
+    per_class: int = 40
+    """Images of each class."""
+    seed: int = 0
+    """Seed of the characters."""
+
+    def __post_init__(self) -> None:
+        """Refuse empty or absurd sizes."""
+        most = {"image_size": 512, "channels": 16, "per_class": 10_000}
+        classes = dict.fromkeys(("train_classes", "validation_classes", "test_classes"), 100_000)
+        for name, bound in {**most, **classes}.items():
+            require_positive(name, getattr(self, name))
+            if getattr(self, name) > bound:
+                raise FieldError(name, f"is {getattr(self, name):,}; at most {bound:,} are drawn")
+        if self.image_size < _LEAST_IMAGE:
+            raise FieldError("image_size", f"is {self.image_size}; take {_LEAST_IMAGE} or more")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise FieldError("seed", f"is {self.seed}; take 0 to 2^63-1")
+
+
+@record
+class ImageSplits:
+    """A folder with `train`, `validation` and `test.safetensors`, each of `images` (uint8) and `labels` (int64)."""
+
+    source: Literal["image_splits"]
+    """Tells this source from the others: `image_splits`."""
+    path: str
+    """The folder. `images` are (N, channels, rows, columns), all splits of one shape; `labels` number the classes of
+    the whole data set, so that no split shares a class with another."""
+
+    def __post_init__(self) -> None:
+        """Refuse an empty path."""
+        require_path("path", self.path)
+
+
+DataSource = Annotated[
+    BuiltinData | HuggingFaceData | DataFile | UploadedData | SyntheticData | DataFactory | StrokesData | ImageSplits,
+    Tagged("source"),
+]

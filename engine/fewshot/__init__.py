@@ -1,0 +1,1 @@
+"""Few-shot learning: backbones, heads, the variance and covariance penalties, episodes and drawn images."""

@@ -1,0 +1,90 @@
+"""Coverage parts: the trainable parameters of a factor set, by the form in which their curvature is kept.
+
+::
+
+    record's branch                                         part
+    eigendecomposition, woodbury, softmax_head, diagonal    block       both Kronecker factors are known whole
+    block                                                   block       the block itself is
+    diagonal_sketch with rows                               sketched    of G a diagonal and a sketch
+    diagonal_sketch without, diagonal_block                 diagonal    of G, or of the block, the diagonal alone
+    (no layer)                                              not_covered for the reason of the row
+
+The branch ``diagonal`` is an embedding: its inputs are one-hot, so that A has no entries beside its diagonal.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from catalog.analyses.analysis import Coverage, CoverageKind, CoveragePart, NamedParameters
+from catalog.responses.layer_record import LayerRecord
+from engine.factors.factor_set import FactorSet, LayerFacts
+from engine.layers.coverage import DeclaredLayer
+from engine.layers.coverage_check import count_by_reason
+
+_MOST_ROWS = 8
+_MOST_NAMES = 4
+
+
+def coverage(whole: FactorSet, records: Mapping[int, LayerRecord] | None = None) -> Coverage:
+    """Count by parameter what the rows cover, after the law covered + declared = trainable.
+
+    Args:
+        records: The record of each covered layer by its ordinal, which says its form.
+
+    Returns:
+        The counts; layers without a record are in the part ``covered``.
+    """
+    reasons = count_by_reason(whole.declared)
+    identities = [layer.gradient_identity for layer in whole.layers]
+    return Coverage(
+        trainable_parameters=whole.trainable_parameters,
+        covered_parameters=whole.covered_parameters,
+        declared_parameters=sum(reasons.values()),
+        covered_share=whole.covered_parameters / max(whole.trainable_parameters, 1),
+        layers_covered=len(whole.layers),
+        layers_declared=len(whole.declared),
+        reasons=reasons,
+        gradient_identity=max((each for each in identities if each is not None), default=None),
+        examples_checked=min((each.examples_checked or 0 for each in whole.layers), default=None)
+        if any(each is not None for each in identities)
+        else None,
+        looked_at=whole.looked_at,
+        parts=_parts(whole, records or {}),
+    )
+
+
+def coverage_kind(record: LayerRecord | None) -> CoverageKind:
+    """Return the part of a covered layer; ``covered`` without its record."""
+    if record is None:
+        return "covered"
+    if record.branch == "diagonal_block":
+        return "diagonal"
+    if record.branch == "diagonal_sketch":
+        return "sketched" if record.gradient_rows else "diagonal"
+    return "block"
+
+
+def _parts(whole: FactorSet, records: Mapping[int, LayerRecord]) -> tuple[CoveragePart, ...]:
+    kinds: dict[CoverageKind, list[LayerFacts]] = {"block": [], "diagonal": [], "sketched": [], "covered": []}
+    for facts in whole.layers:
+        kinds[coverage_kind(records.get(facts.ordinal))].append(facts)
+    reasons: dict[str, list[DeclaredLayer]] = {}
+    for row in whole.declared:
+        reasons.setdefault(row.reason, []).append(row)
+    return (
+        *(_part(kind, None, rows) for kind, rows in kinds.items() if rows),
+        *(_part("not_covered", reason, rows) for reason, rows in reasons.items()),
+    )
+
+
+def _part(kind: CoverageKind, reason: str | None, rows: Iterable[LayerFacts | DeclaredLayer]) -> CoveragePart:
+    listed = list(rows)
+    named = () if kind in ("block", "covered") else listed[:_MOST_ROWS]
+    return CoveragePart(
+        kind=kind,
+        reason=reason,
+        parameters=sum(row.parameter_count for row in listed),
+        layers=len(listed),
+        named=tuple(
+            NamedParameters(names=row.parameters[:_MOST_NAMES], module=row.module, why=row.why or None) for row in named
+        ),
+    )

@@ -1,0 +1,111 @@
+"""Ways to the gradient of an undivided batch: chunks of images and checkpointing.
+
+::
+
+    chunk   checkpointing   passes of the backbone            relative cost
+    None    no              forward, backward                 1
+    None    yes             forward, each block again         4/3
+    c       no              features of all, then c by c      4/3
+    c       yes             the same, each block again        5/3
+
+Every chunk adds a little, since small ones use a device less well. All of these ways give the same gradient: chunks are
+listed only where each image's features depend on that image alone, which batch normalisation over the whole batch
+excludes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+_ONE_MORE_FORWARD = 1 / 3
+"""A backward pass costs two forward passes, so that one forward pass more is a third of a step."""
+_EACH_SLICE = 0.01
+"""Share of a step that each slice adds."""
+_COVARIANCES = 4
+"""Matrices of d × d that a dense penalty holds at once: Cov, its square off the diagonal, and the gradients of both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to compute the gradient of a step."""
+
+    chunk: int | None = None
+    """Images that pass through the backbone at once, in two passes; None for all of them in one."""
+    checkpointing: bool = False
+    """The inside of each block is computed again in the backward pass."""
+    compute_dtype: torch.dtype = torch.float32
+    """The dtype that forward passes compute in; of 16 bits, under autocast."""
+
+    def slices(self, images: int) -> int:
+        """Return the number of slices that so many images are cut into."""
+        return 1 if self.chunk is None else -(-images // self.chunk)
+
+    def relative_cost(self, images: int) -> float:
+        """Return the cost of a step of so many images, relative to the undivided step of the same precision."""
+        forwards = (self.chunk is not None) + self.checkpointing
+        return 1 + _ONE_MORE_FORWARD * forwards + _EACH_SLICE * (self.slices(images) - 1)
+
+    @property
+    def described(self) -> str:
+        """The way in words."""
+        passes = "undivided" if self.chunk is None else f"two passes in chunks of {self.chunk} images"
+        again = ", checkpointing by blocks" if self.checkpointing else ""
+        narrow = "" if self.compute_dtype.itemsize > 2 else f", {str(self.compute_dtype).removeprefix('torch.')}"
+        return f"{passes}{again}{narrow}"
+
+
+def exact_ways(
+    images: int,
+    *,
+    coupled: bool,
+    has_chain: bool,
+    least_slices: int = 1,
+    compute_dtype: torch.dtype = torch.float32,
+) -> tuple[Way, ...]:
+    """List the ways whose gradient is that of the undivided batch.
+
+    Args:
+        images: Images of a step.
+        coupled: Whether features of one image depend on the others, as under batch normalisation over the whole batch:
+            then images are never sliced.
+        has_chain: Whether the backbone is a chain of blocks, which checkpointing needs.
+        least_slices: Slices that are asked for at least, where images may be sliced.
+        compute_dtype: The dtype that forward passes compute in.
+
+    Returns:
+        The ways, fastest first. Chunks are N, N/2, N/3, N/4, N/6, N/8, N/12, … down to 1, rounded up.
+    """
+    least = 1 if coupled else min(least_slices, images)
+    sliced = [] if coupled else [chunk for chunk in _chunks(images) if -(-images // chunk) >= least]
+    chunks = [*([None] if least == 1 else []), *sliced]
+    found = [
+        Way(chunk=chunk, checkpointing=checkpointing, compute_dtype=compute_dtype)
+        for chunk in chunks
+        for checkpointing in ((False, True) if has_chain else (False,))
+    ]
+    return tuple(sorted(found, key=lambda way: way.relative_cost(images)))
+
+
+def _chunks(images: int) -> list[int]:
+    """Sizes below ``images`` in descending order."""
+    sizes = set()
+    for power in range(images.bit_length() + 1):
+        for slices in (2**power, 3 * 2**power):
+            sizes.add(max(1, -(-images // slices)))
+    return sorted(sizes - {images}, reverse=True)
+
+
+def dense_covariance_bytes(rows: int, d: int, itemsize: int = 4) -> int:
+    """Return the bytes that a covariance penalty with a dense matrix would add.
+
+        4 · d² · itemsize, beside the centred rows n · d · itemsize
+
+    Args:
+        rows: Rows n whose covariance is penalised.
+        d: Numbers of a row.
+        itemsize: Bytes of a number.
+
+    Returns:
+        Bytes; 9.38 GiB where d is 25088 and there are 25 rows. The Gram form takes n² numbers in place of d².
+    """
+    return itemsize * (_COVARIANCES * d * d + rows * d)

@@ -1,0 +1,28 @@
+"""Extras of the installation: what a command needs beside the client, and the sentence that says what to install."""
+
+import importlib.util
+
+_EXTRAS = {"api": "fastapi", "ledger": "sqlalchemy", "worker": "transformers"}
+"""Each extra by a package that it alone brings."""
+
+
+class NotInstalled(RuntimeError):
+    """An installation without the packages that a command needs."""
+
+
+def require_extra(*extras: str, command: str) -> None:
+    """Refuse a command whose packages are not installed.
+
+    Args:
+        extras: Of `api`, `ledger` and `worker`.
+        command: As the caller has written it.
+
+    Raises:
+        NotInstalled: With the line that installs what is lacking.
+    """
+    lacking = [each for each in extras if importlib.util.find_spec(_EXTRAS[each]) is None]
+    if lacking:
+        raise NotInstalled(
+            f"`{command}` needs what this installation lacks; "
+            f'install it by: pip install "kronoscope[{",".join(lacking)}]"'
+        )

@@ -1,0 +1,408 @@
+"""Few-shot training: the gradient of the undivided episode in every exact way, resumption, refusals and the plan."""
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from catalog.analyses.analysis import LayerResult
+from catalog.analyses.fewshot_training import FewshotTrainingParams, FewshotTrainingSummary, Vic
+from catalog.requests.memory import Memory
+from engine.analyses import fewshot_training
+from engine.analyses.costs.fewshot_training import TrainingPlans, smallest_budgets
+from engine.analyses.fewshot import training_run
+from engine.analyses.fewshot.episode_tests import EpisodeTest
+from engine.analyses.fewshot.fewshot_model import Episodes
+from engine.analyses.fewshot_training import FewshotTraining, estimate_training
+from engine.analyses.spectra import search_checkpoints
+from engine.errors import BudgetExceeded, NonFiniteLoss, OutOfMemory, StopRequested, UsageError
+from engine.fewshot.strokes import draw
+from engine.image_data import SPLITS, ImageData, Split
+from engine.memory.budget import MemoryBudget
+from engine.memory.guard import Guard
+from engine.model.pass_peak import StorageEvents
+from engine.training.mixed_precision import TrainingPrecision
+from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Resume, Workspace
+from tests.oracles import MemoryArtifacts
+
+KIND = "fewshot_training"
+SIZE = 16
+FLOAT64 = {"dtype": "float64", "use_amp": False}
+SMALL: dict[str, Any] = {
+    "backbone": "Conv4",
+    "width": 4,
+    "n_way": 3,
+    "k_shot": 2,
+    "n_query": 3,
+    "n_episode": 4,
+    "num_epoch": 2,
+    "test_iter": 3,
+    "learning_rate": 1e-2,
+    "gradient_accumulation_steps": 1,
+    **FLOAT64,
+}
+
+
+class Drawn:
+    """Stroke images of one split."""
+
+    def __init__(self, split: Split, classes: int, per_class: int, channels: int = 1) -> None:
+        self.split, self.shape, self.held_bytes = split, (channels, SIZE, SIZE), 0
+        self.names = [f"{split} {place}" for place in range(classes)]
+        self.sizes = [per_class] * classes
+
+    def read(self, place: int, images: tuple[int, ...]) -> Tensor:
+        return draw(self.split, place, images, 0, image_size=SIZE, channels=self.shape[0])
+
+
+def images(classes: int = 5, per_class: int = 6, **others: Any) -> ImageData:
+    return ImageData(splits={split: Drawn(split, classes, per_class) for split in SPLITS}, sha256="0", **others)
+
+
+def space(data: ImageData | None = None, budget: MemoryBudget | None = None, **options: Any) -> Workspace:
+    params = FewshotTrainingParams(**(SMALL | options))
+    budget = budget or MemoryBudget.unlimited()
+    return Workspace(
+        inputs=ModelInputs(images=data or images()),
+        ports=Ports(artifacts=MemoryArtifacts()),
+        options=JobOptions(kinds=(KIND,), params={KIND: params}, memory=Memory(), decomposition="none"),
+        machine=Machine(
+            budget=budget, guard=Guard(budget=budget, device=torch.device("cpu"), log=lambda level, message: None)
+        ),
+    )
+
+
+def run(made: Workspace) -> tuple[list[LayerResult], FewshotTrainingSummary]:
+    rows: list[LayerResult] = []
+    generator = FewshotTraining(made.options.of(KIND), made).rows()
+    while True:
+        try:
+            rows.append(next(generator))
+        except StopIteration as end:
+            return rows, end.value
+
+
+def weights(made: Workspace) -> dict[str, Tensor]:
+    assert isinstance(made.ports.artifacts, MemoryArtifacts)
+    return made.ports.artifacts.tensors["model.safetensors"]
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+CASES = [
+    ({"method": "ProtoNet"}, "frozen"),
+    ({"method": "CTX_softmax"}, "whole"),
+    ({"method": "FSCT_cosine", "pool": "flatten"}, "frozen"),
+    ({"method": "ProFOCT_cosine", "vic": Vic(alpha=2.0, gamma=3.0)}, "whole"),
+    ({"method": "ProFOCT_cosine", "use_vic_on_attention": True}, "frozen"),
+]
+
+
+@pytest.mark.parametrize(("method", "batch_norm"), CASES, ids=[each["method"] for each, _ in CASES])
+def test_slices_train_to_the_weights_of_the_undivided_episode(method: dict[str, Any], batch_norm: str) -> None:
+    # Adam would blow the rounding of a gradient that is 0 up to a step: that of a bias just before a BatchNorm
+    same: dict[str, Any] = {"batch_norm": batch_norm, "optimiser": "SGD", **method}
+    undivided, sliced = (space(gradient_accumulation_steps=steps, **same) for steps in (1, 4))
+    truth, found = run(undivided)[1], run(sliced)[1]
+    assert distance(weights(undivided), weights(sliced)) <= 1e-10
+    assert truth.slices == 1
+    assert found.slices == (1 if batch_norm == "whole" else 4)
+    assert found.head_slices == (1 if "use_vic_on_attention" in method else 4)
+    assert [each.accuracy for each in found.accuracies] == [each.accuracy for each in truth.accuracies]
+
+
+def test_blocks_that_are_computed_again_train_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, again = space(), space()
+    run(plain)
+
+    def checkpointed(plans: TrainingPlans) -> Iterator[Any]:
+        return (way for way in ways(plans) if way.way.checkpointing)
+
+    ways = TrainingPlans.ways
+    monkeypatch.setattr(TrainingPlans, "ways", checkpointed)
+    summary = run(again)[1]
+    assert summary.checkpointing
+    assert distance(weights(plain), weights(again)) == 0
+
+
+def test_a_budget_is_met_by_smaller_slices_and_never_slower_with_more() -> None:
+    plans = TrainingPlans.of(space(images(per_class=22), batch_norm="frozen", width=64, n_query=20, pool="flatten"))
+    ways = list(plans.ways())
+    # the first that fits is the fastest, of images and head together: a larger budget only adds earlier ones
+    costs = [way.way.relative_cost(plans.params.images) for way in ways]
+    assert costs == sorted(costs)
+    assert {way.head_slices for way in ways} == {1, 8}
+    peaks = [plans.plan(way).peak_bytes("host") for way in ways]
+    unlimited = MemoryBudget.unlimited()
+    before = None
+    for host in range(min(peaks), max(peaks) + 2**20, (max(peaks) - min(peaks)) // 6):
+        plan = plans.chosen(MemoryBudget(device_bytes=unlimited.device_bytes, host_bytes=host))
+        assert plan.peak_bytes("host") <= host
+        seconds = plan.seconds["training"]
+        assert before is None or seconds <= before
+        before = seconds
+    enough = smallest_budgets(plans, unlimited)["host"]
+    assert enough is not None
+    assert min(peaks) <= enough.size_bytes <= 1.1 * min(peaks)
+    tight = MemoryBudget(device_bytes=unlimited.device_bytes, host_bytes=min(peaks) - 2**21)
+    with pytest.raises(BudgetExceeded, match=f"raise `memory.host` to {-(-enough.size_bytes // 2**20)}MiB"):
+        plans.chosen(tight).require(tight, {"host": enough})
+
+
+def test_a_killed_training_ends_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_checkpoints, "_SHARE", 0)
+    # one whose best epoch may lie before the kill
+    options: dict[str, Any] = {"num_epoch": 3, "method": "ProFOCT_cosine", "optimiser": "Adam"}
+    truth = space(**options)
+    expected = run(truth)
+    for stop_after in (1, 5, 9, 14):
+        scratch = MemoryArtifacts()
+        first = space(**options)
+        first.ports.scratch, first.resume.checkpoint_seconds = scratch, 1e-9
+        episodes = 0
+
+        def stop(stage: str, done: int, total: int | None, unit: str, last: int = stop_after) -> None:
+            nonlocal episodes
+            episodes = done
+            if stage == "training" and done >= last:
+                raise StopRequested
+
+        first.ports.report = stop
+        with pytest.raises(StopRequested):
+            run(first)
+        again = space(**options)
+        again.ports.scratch, again.resume.checkpoint_seconds = copy.copy(scratch), 1e-9
+        lines: list[str] = []
+        again.ports.log = lambda level, message, lines=lines: lines.append(message)  # type: ignore[misc]
+        rows, summary = run(again)
+        assert any("the training resumed after" in line for line in lines) == (stop_after > 1)
+        assert distance(weights(truth), weights(again)) == 0
+        assert (summary.losses, summary.vic, summary.best_epoch) == (
+            expected[1].losses, expected[1].vic, expected[1].best_epoch,
+        )  # fmt: skip
+        assert [row.metrics for row in rows] == [row.metrics for row in expected[0]]
+
+
+def test_a_checkpoint_of_other_images_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_checkpoints, "_SHARE", 0)
+    first = space()
+    first.ports.scratch, first.resume.checkpoint_seconds = MemoryArtifacts(), 1e-9
+    run(first)
+    lines: list[str] = []
+    other = space(ImageData(splits=images().splits, sha256="1"))
+    other.ports.scratch, other.resume.checkpoint_seconds = first.ports.scratch, 1e-9
+    other.ports.log = lambda level, message: lines.append(message)
+    run(other)
+    assert any("it was made under another images" in line for line in lines)
+
+
+def test_rows_are_the_parts_of_the_training() -> None:
+    made = space(method="ProFOCT_cosine", batch_norm="frozen", gradient_accumulation_steps=3)
+    rows, summary = run(made)
+    names = [row.layer for row in rows]
+    assert names == [*(f"backbone.block{place}" for place in range(1, 5)), "backbone.pool", "head", "regulariser",
+                     "optimiser"]  # fmt: skip
+    assert sum(row.parameter_count for row in rows) == summary.parameters
+    assert summary.components == len(rows)
+    # a normalisation with frozen statistics keeps two numbers a channel less than on the meta device
+    assert all(row.metrics.measured_bytes == pytest.approx(row.metrics.planned_bytes, rel=0.04) for row in rows)
+    moments = next(row for row in rows if row.layer == "optimiser").metrics.measured_bytes
+    trained = {name: tensor for name, tensor in weights(made).items() if "running" not in name and "num_b" not in name}
+    assert moments == sum(2 * tensor.nbytes + 4 for tensor in trained.values())
+    delivered = space(method="ProFOCT_cosine", batch_norm="frozen", gradient_accumulation_steps=3)
+    delivered.resume = Resume(completed=frozenset({(KIND, 0), (KIND, 6)}))
+    assert [row.ordinal for row in run(delivered)[0]] == [1, 2, 3, 4, 5, 7]
+
+
+def test_given_weights_are_tested_as_they_are() -> None:
+    trained = space()
+    truth = run(trained)[1]
+    tested = space(images(weights=weights(trained)), num_epoch=0, weights="w")
+    rows, summary = run(tested)
+    assert summary.accuracies[-1].accuracy == truth.accuracies[-1].accuracy
+    assert (summary.episodes, summary.best_epoch, summary.losses) == (0, None, ())
+    counts = {name for name in weights(trained) if name.endswith("num_batches_tracked")}
+    assert (
+        distance(
+            *({name: made[name] for name in made if name not in counts} for made in map(weights, (trained, tested)))
+        )
+        == 0
+    )
+    assert all(row.metrics.measured_bytes is None for row in rows)
+    backbone = {
+        name.removeprefix("backbone."): each for name, each in weights(trained).items() if name.startswith("backbone.")
+    }
+    run(space(images(weights=backbone), num_epoch=0, weights="w", method="ProtoNet"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"backbone": "Conv6"}, "are missing"),
+        ({"width": 6}, r"`backbone.blocks.0.conv.weight` is \[4, 1, 3, 3\], where it has \[6, 1, 3, 3\]"),
+        ({"method": "ProtoNet"}, "belong to no part of it"),
+        ({"k_shot": 1}, r"`head.shot_weights` is \[2\], where it has \[1\]"),
+    ],
+)
+def test_weights_of_another_model_are_refused(changed: dict[str, Any], said: str) -> None:
+    trained = space()
+    run(trained)
+    with pytest.raises(UsageError, match=said) as refused:
+        run(space(images(weights=weights(trained)), num_epoch=0, weights="w", **changed))
+    assert refused.value.pointer == "/fewshot_training/weights"
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "said"),
+    [
+        (images(classes=2), {}, "an episode of 3 classes needs as many, and the split has 2"),
+        (
+            images(per_class=4),
+            {},
+            r"class 'train 0' has 4 images, and an episode takes 5 of a class: 2 .* and 3 queries",
+        ),
+        (images(), {"backbone": "ResNet18", "width": 64, "n_query": 9}, "has 6 images, and an episode takes 11"),
+    ],
+)
+def test_splits_that_are_too_small_are_refused(data: ImageData, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        run(space(data, **options))
+
+
+def test_an_empty_map_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "SIZE", 10)
+    with pytest.raises(UsageError, match=r"the map of Conv4 is empty for images of size 10; the smallest .* is 16"):
+        run(space())
+
+
+def test_a_loss_that_is_not_finite_names_its_episode() -> None:
+    with pytest.raises(NonFiniteLoss, match=r"episode \d+.* take a smaller learning rate"):
+        run(space(learning_rate=1e300, optimiser="SGD"))
+
+
+def test_a_training_that_runs_out_of_memory_goes_on_by_a_lower_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    truth, short = space(batch_norm="frozen"), space(batch_norm="frozen")
+    run(truth)
+    real, asked = training_run.split_gradients, []
+
+    def failing(*args: Any, **options: Any) -> Tensor:
+        asked.append((options["chunk"], options["checkpointing"]))
+        loss = real(*args, **options)
+        if len(asked) in (3, 4):
+            raise MemoryError("can't allocate memory")
+        return loss
+
+    monkeypatch.setattr(training_run, "split_gradients", failing)
+    plans: list[Any] = []
+    short.ports.announce_plan = plans.append
+    run(short)
+    # once more after memory was freed, then by less
+    assert asked[:4] == [(None, False)] * 4
+    assert distance(weights(truth), weights(short)) <= 1e-10
+    assert plans[-1]["training"] != plans[0]["training"]
+    assert len(plans[-1]["planning_errors"]) == 2
+
+    def never(*args: Any, **options: Any) -> Tensor:
+        raise MemoryError("can't allocate memory")
+
+    monkeypatch.setattr(training_run, "split_gradients", never)
+    with pytest.raises(OutOfMemory, match="the gradient of an episode ran out of memory"):
+        run(space())
+
+
+def test_the_plan_names_what_a_dense_covariance_would_add() -> None:
+    made = space(method="ProFOCT_cosine", pool="flatten", width=64)
+    plan = estimate_training(made)
+    assert "where a dense covariance of 64 features would add" in plan["why"]
+    assert plan["fits"]
+    assert plan["training"] == {"chunk": 0, "checkpointing": 0, "head_slices": 1}
+    assert set(plan["stages"]) == {"training", "testing"}
+
+
+def test_float64_computes_without_16_bits_and_says_so() -> None:
+    rows, summary = run(space(use_amp=True))
+    assert summary.compute_dtype == "float64"
+    assert summary.amp_fallback is not None
+    assert {row.record.amp for row in rows} == {"off"}
+    assert {row.record.amp_fallback for row in rows} == {summary.amp_fallback}
+
+
+def test_the_record_has_the_words_of_its_field_for_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch computes in bfloat16 on every CPU; whether it has units for that is not the question here
+    narrow = TrainingPrecision(compute_dtype=torch.bfloat16)
+    monkeypatch.setattr(fewshot_training, "training_precision", lambda params, device: narrow)
+    rows, summary = run(space(dtype="float32", use_amp=True))
+    assert summary.compute_dtype == "bfloat16"
+    assert {row.record.amp for row in rows} == {"bf16"}
+
+
+def test_the_kind_is_that_of_the_plan() -> None:
+    assert fewshot_training.KIND == KIND
+
+
+@pytest.mark.parametrize("pool", ["flatten", "gap"])
+@pytest.mark.parametrize("method", ["FSCT_cosine", "CTX_cosine"])
+def test_images_need_not_be_square(method: str, pool: str) -> None:
+    oblong: dict[Split, Any] = {split: Drawn(split, 5, 6) for split in SPLITS}
+    for each in oblong.values():
+        each.shape, each.read = (1, 32, 16), partial(oblong_images, each)
+    rows, summary = run(space(ImageData(splits=oblong, sha256="0"), method=method, pool=pool, num_epoch=1))
+    assert rows[-2].metrics.planned_bytes == rows[-2].metrics.measured_bytes
+    assert summary.episodes == 4
+
+
+def oblong_images(images: Drawn, place: int, indices: tuple[int, ...]) -> Tensor:
+    return draw(images.split, place, indices, 0, image_size=32)[..., :16]
+
+
+@pytest.mark.parametrize("number", [1e30, 1e308])
+def test_weights_that_overflow_in_the_last_step_are_no_accuracy(number: float) -> None:
+    options = {"dtype": "float32"} if number < 1e38 else {}
+    with pytest.raises(NonFiniteLoss, match="the scores of a test episode must be finite"):
+        run(space(learning_rate=number, optimiser="SGD", method="ProtoNet", n_episode=1, num_epoch=1, **options))
+
+
+def test_a_plan_refuses_splits_that_are_too_small() -> None:
+    splits: dict[Split, Any] = {split: Drawn(split, 3 if split == "test" else 5, 6) for split in SPLITS}
+    few = space(ImageData(splits=splits, sha256=""), n_way=4)
+    with pytest.raises(UsageError, match=r"^test: an episode of 4 classes .* has 3; lower `n_way`, or give") as caught:
+        estimate_training(few)
+    assert caught.value.pointer == "/data"
+    with pytest.raises(UsageError, match="class 'train 0' has 6 images, and an episode takes 1000000002 of"):
+        estimate_training(space(n_query=10**9))
+
+
+def test_fp16_on_a_cpu_names_its_field() -> None:
+    with pytest.raises(UsageError, match="fp16 must run on a CUDA device") as caught:
+        estimate_training(space(dtype="float32", use_amp=True, amp_dtype="fp16"))
+    assert caught.value.pointer == "/fewshot_training/amp_dtype"
+
+
+def test_the_plan_of_the_tests_holds_the_baselines() -> None:
+    """Differences of all queries to all classes, in pixels, are more than all else of a narrow network."""
+    many = {split: Drawn(split, 12, 6, channels=16) for split in SPLITS}
+    made = space(ImageData(splits=many, sha256="0"), n_way=12, n_query=4, width=1, dtype="float32")
+    plans = TrainingPlans.of(made)
+    way = next(plans.ways())
+    planned = sum(term.size_bytes for term in plans.plan(way).terms if term.name in {"pass", "head"})
+    test = EpisodeTest(
+        episodes=Episodes(
+            params=made.options.of(KIND), split="test", images=many["test"], device=torch.device("cpu"),
+            dtype=torch.float32,
+        ),
+        chunk=made.options.of(KIND).images, head_slices=1, precision=plans.precision, step=lambda: None,
+    )  # fmt: skip
+    events = StorageEvents()
+    with events.noted():
+        test.pixels()
+    # beside them there are hits and labels
+    assert 0.9 * planned < max(events.held) <= planned + 4096
+    # undivided, 48 queries by 12 classes
+    assert planned < 48 * 12 * 16 * SIZE * SIZE * 4

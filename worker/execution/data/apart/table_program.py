@@ -1,0 +1,141 @@
+"""The table process: reads columns of a parquet or CSV file within limits of the kernel, some rows at a time.
+
+python -P -m worker.execution.data.apart.table_program --file FD …
+"""
+
+import os
+import resource
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+
+from worker.execution.data.apart.program import end, enter_limits, serve
+
+_MOST_COLUMNS = 20_000
+_ROW_BYTES_AT_ONCE = 2**20
+_FEWEST_ROWS, _MOST_ROWS = 16, 256
+_PIECE_BYTES = 4 * 2**20
+"""Rows of a reply, which are more only where one row is."""
+_CSV_BLOCK_BYTES = 4 * 2**20
+_MOST_THRIFT_BYTES = 16 * 2**20
+_MOST_THRIFT_ENTRIES = 1_000_000
+_READABLE = (
+    pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_integer, pa.types.is_floating,
+    pa.types.is_boolean, pa.types.is_null,
+)  # fmt: skip
+
+
+def main() -> int:
+    """Serve messages until the standard input ends."""
+    start = enter_limits(resource.RLIMIT_DATA)
+    with os.fdopen(start.descriptor, "rb") as stream:
+        table = _Table(stream)
+        return serve(table.open, table.answer, start.memory_bytes)
+
+
+class _Table:
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._kind = ""
+        self._pieces: Iterator[list[Sequence[Any]]] = iter(())
+
+    def open(self, message: Any) -> Any:  # noqa: ANN401 - decoded from JSON
+        """Return the names of all columns."""
+        self._kind = message["kind"]
+        names: list[str] = self._parquet().schema_arrow.names if self._kind == "parquet" else self._header()
+        _require_few(len(names))
+        return {"names": names}
+
+    def answer(self, message: Any) -> Any:  # noqa: ANN401 - decoded from JSON
+        """Begin with columns, and return the next rows; none at the end."""
+        columns = message.get("columns")
+        if columns is not None:
+            rows = self._parquet_batches if self._kind == "parquet" else self._csv_batches
+            self._pieces = _pieces(rows(columns, message["texts"]), columns)
+        return next(self._pieces, [])
+
+    def _parquet(self) -> pyarrow.parquet.ParquetFile:
+        self._stream.seek(0)
+        return pyarrow.parquet.ParquetFile(
+            self._stream,
+            pre_buffer=False,
+            buffer_size=2**20,
+            thrift_string_size_limit=_MOST_THRIFT_BYTES,
+            thrift_container_size_limit=_MOST_THRIFT_ENTRIES,
+        )
+
+    def _parquet_batches(self, columns: list[str], _: list[str]) -> Iterator[pa.RecordBatch]:
+        table = self._parquet()
+        schema = table.schema_arrow
+        for name in columns:
+            _require_readable(name, schema.field(name).type)
+        for group in range(table.num_row_groups):
+            facts = table.metadata.row_group(group)
+            row_bytes = facts.total_byte_size // max(1, facts.num_rows)
+            rows = max(_FEWEST_ROWS, min(_MOST_ROWS, _ROW_BYTES_AT_ONCE // max(1, row_bytes)))
+            yield from table.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False)
+
+    def _header(self) -> list[str]:
+        self._stream.seek(0)
+        line = self._stream.readline(_CSV_BLOCK_BYTES)
+        _require_few(line.count(b",") + 1)
+        first = pa.py_buffer(line)
+        options = pyarrow.csv.ReadOptions(use_threads=False)
+        found: list[str] = pyarrow.csv.read_csv(pa.BufferReader(first), read_options=options).column_names
+        return found
+
+    def _csv_batches(self, columns: list[str], texts: list[str]) -> Iterator[pa.RecordBatch]:
+        self._stream.seek(0)
+        with pyarrow.csv.open_csv(
+            self._stream,
+            read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=_CSV_BLOCK_BYTES),
+            parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
+            convert_options=pyarrow.csv.ConvertOptions(
+                include_columns=columns,
+                # texts, also where they look like numbers
+                column_types=dict.fromkeys(texts, pa.string()),
+                # names of classes
+                true_values=[],
+                false_values=[],
+            ),
+        ) as reader:
+            for batch in reader:
+                for start in range(0, batch.num_rows, _MOST_ROWS):
+                    yield batch.slice(start, _MOST_ROWS)
+
+
+def _require_few(columns: int) -> None:
+    if columns > _MOST_COLUMNS:
+        raise ValueError(f"it has {columns:,} columns; at most {_MOST_COLUMNS:,} are read")
+
+
+def _require_readable(name: str, found: pa.DataType) -> None:
+    """Require values that a message can hold."""
+    inner = found
+    while pa.types.is_list(inner) or pa.types.is_large_list(inner) or pa.types.is_dictionary(inner):
+        inner = inner.value_type
+    if not any(is_readable(inner) for is_readable in _READABLE):
+        raise ValueError(f"column `{name[:120]}` holds {found}; texts, numbers, flags, and lists of them are read")
+
+
+def _pieces(batches: Iterator[pa.RecordBatch], columns: list[str]) -> Iterator[list[Sequence[Any]]]:
+    """Rows of bounded size together."""
+    for batch in batches:
+        piece, size = list[Sequence[Any]](), 0
+        for row in zip(*(batch.column(name).to_pylist() for name in columns), strict=True):
+            piece.append(row)
+            size += sum(len(value) for value in row if isinstance(value, (str, list)))
+            if size > _PIECE_BYTES:
+                yield piece
+                piece, size = [], 0
+        if piece:
+            yield piece
+
+
+if __name__ == "__main__":
+    sys.setrecursionlimit(500)
+    end(main())

@@ -1,0 +1,1 @@
+"""Images in classes, of which episodes are drawn."""

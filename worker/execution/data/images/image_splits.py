@@ -1,0 +1,189 @@
+"""Image splits: a folder with a safetensors file for each split, read by class and index and never whole.
+
+Classes are told apart by their labels, which are those of the whole data set, and images by digests of their bytes: a
+class or an image that stands in two splits would make a test of what was trained on.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from catalog.requests.data_sources import ImageSplits
+from engine.image_data import SPLITS, ImageData
+from engine.memory.plan import readable_bytes
+from worker.execution.files.open_files import OpenFile, OpenFolder
+from worker.execution.files.safetensors_header import TensorEntry, read_header
+from worker.execution.loader_context import LoaderContext
+from worker.execution.refusal import Refusal, names
+
+_POINTER = "/data/path"
+_CHUNK_BYTES = 16 * 2**20
+_DIGEST_BYTES = 8
+_MOST_CLASSES = 100_000
+_LABEL_BYTES = 12 * 8
+"""Bytes for each label: itself, its place in the order of classes, and while the images of two splits are compared,
+their digests, sorted."""
+
+
+class ImageFile:
+    """One split of a folder.
+
+    Args:
+        file: The open file, whose header is checked.
+        labels: Class of each image, int64 (N,).
+        shape: Channels, rows and columns of an image.
+    """
+
+    def __init__(self, file: OpenFile, labels: Tensor, shape: tuple[int, int, int]) -> None:
+        self.shape = shape
+        self.name = file.name
+        self._order = torch.argsort(labels, stable=True)
+        classes, counts = torch.unique_consecutive(labels[self._order], return_counts=True)
+        if len(classes) > _MOST_CLASSES:
+            raise _broken(self.name, f"holds {len(classes):,} classes; at most {_MOST_CLASSES:,} are taken")
+        self.labels: list[int] = classes.tolist()
+        self.sizes: Sequence[int] = counts.tolist()
+        self._first = counts.cumsum(0) - counts
+        self._handle: Any = safetensors.safe_open(file, framework="pt")
+        self._images: Any = self._handle.get_slice("images")  # type: ignore[no-untyped-call]
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Classes by their labels."""
+        return [str(label) for label in self.labels]
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that are held of the images: none, as the file is mapped."""
+        return 0
+
+    def read(self, place: int, images: Sequence[int]) -> Tensor:
+        """Read images of one class, uint8 (n, C, H, W)."""
+        first = int(self._first[place])
+        rows = [int(self._order[first + index]) for index in images]
+        return torch.cat([self._images[row : row + 1] for row in rows])
+
+    def chunks(self) -> Iterator[Tensor]:
+        """Yield all images in the order of the file, some MiB at a time."""
+        count = sum(self.sizes)
+        step = max(1, _CHUNK_BYTES // torch.Size(self.shape).numel())
+        for begin in range(0, count, step):
+            yield self._images[begin : min(begin + step, count)]
+
+
+def load(source: ImageSplits, context: LoaderContext) -> ImageData:
+    """Open the three files of a folder; every image is read once, for the digest.
+
+    Memory:
+        At most ``_LABEL_BYTES`` for each image, and some MiB of images.
+    """
+    folder = context.open_path(source.path, _POINTER)
+    if not isinstance(folder, OpenFolder):
+        raise Refusal(
+            f"{source.path} is a file; name the folder with {names([f'{split}.safetensors' for split in SPLITS])}",
+            pointer=_POINTER,
+        )
+    splits: dict[str, ImageFile] = {split: _open(folder, split, context) for split in SPLITS}
+    first = splits[SPLITS[0]]
+    for split, images in splits.items():
+        if images.shape != first.shape:
+            raise _broken(
+                images.name,
+                f"holds images of shape {list(images.shape)}, and {first.name} of {list(first.shape)}; give all splits "
+                "one shape",
+            )
+        _require_apart(splits, split)
+    return ImageData(splits=splits, sha256="" if context.shapes_only else _digest(splits, context))
+
+
+def _open(folder: OpenFolder, split: str, context: LoaderContext) -> ImageFile:
+    file = folder.file(f"{split}.safetensors")
+    if file is None:
+        raise Refusal(
+            f"the folder has no {split}.safetensors; give one file of `images` and `labels` for each of "
+            f"{', '.join(SPLITS)}",
+            pointer=_POINTER,
+            code="not_found",
+        )
+    header = read_header(file, _POINTER)
+    images, labels = _entry(file, header, "images", "U8", 4), _entry(file, header, "labels", "I64", 1)
+    for name in sorted(header.keys() - {"images", "labels"}):
+        context.unused(f"{file.name}: {name}")
+    if images.shape[0] != labels.shape[0]:
+        raise _broken(file.name, f"holds {images.shape[0]:,} images and {labels.shape[0]:,} labels; give one for each")
+    if _LABEL_BYTES * labels.numbers > context.most_bytes:
+        raise Refusal(
+            f"{file.name} has labels of {readable_bytes(8 * labels.numbers)}, and "
+            f"{readable_bytes(context.most_bytes)} of host memory are left to this job; give it more (`memory.host`)",
+            pointer=_POINTER,
+            code="budget_exceeded",
+        )
+    with safetensors.safe_open(file, framework="pt") as opened:
+        found: Tensor = opened.get_tensor("labels")
+    channels, rows, columns = images.shape[1:]
+    return ImageFile(file, found, (channels, rows, columns))
+
+
+def _entry(file: OpenFile, header: Mapping[str, TensorEntry], name: str, dtype: str, rank: int) -> TensorEntry:
+    entry = header.get(name)
+    form = "uint8 (N, channels, rows, columns)" if name == "images" else "int64 (N,)"
+    if entry is None:
+        raise _broken(file.name, f"holds no `{name}`; save {form} under that name")
+    if entry.dtype != dtype or len(entry.shape) != rank or entry.numbers == 0:
+        raise _broken(file.name, f"holds `{name}` of type {entry.dtype} and shape {list(entry.shape)}; save {form}")
+    return entry
+
+
+def _require_apart(splits: Mapping[str, ImageFile], split: str) -> None:
+    """Refuse a class that an earlier split has as well."""
+    for other in SPLITS[: SPLITS.index(split)]:
+        shared = sorted(set(splits[split].labels) & set(splits[other].labels))
+        if shared:
+            raise _broken(
+                splits[split].name,
+                f"and {splits[other].name} share {'class' if len(shared) == 1 else 'classes'} "
+                f"{names([str(label) for label in shared])}; give each class to one split, with labels of the whole "
+                "data set",
+                code="shared_classes",
+            )
+
+
+def _digest(splits: Mapping[str, ImageFile], context: LoaderContext) -> str:
+    """Return the SHA-256 of labels and images, and refuse an image that stands in two splits."""
+    digest = hashlib.sha256()
+    seen: dict[str, Tensor] = {}
+    total = sum(sum(images.sizes) for images in splits.values())
+    done = 0
+    for split, images in splits.items():
+        digest.update(f"{split} {images.shape} {images.labels} {list(images.sizes)}".encode())
+        prints = torch.empty(sum(images.sizes), dtype=torch.int64)
+        place = 0
+        for chunk in images.chunks():
+            rows = chunk.flatten(1).numpy()
+            digest.update(rows.tobytes())
+            own = bytearray()
+            for row in rows:
+                own += hashlib.blake2b(row, digest_size=_DIGEST_BYTES).digest()
+            prints[place : place + len(rows)] = torch.frombuffer(own, dtype=torch.int64)
+            place += len(rows)
+            done += len(rows)
+            context.report("data", done, total, "images")
+            context.checkpoint()
+        seen[split] = prints
+        for other in SPLITS[: SPLITS.index(split)]:
+            shared = int(torch.isin(seen[split], seen[other]).sum())
+            if shared:
+                raise _broken(
+                    images.name,
+                    f"holds {shared} images that {splits[other].name} holds too; give each image to one split",
+                    code="shared_images",
+                )
+    return digest.hexdigest()
+
+
+def _broken(name: str, what: str, code: str = "broken_images") -> Refusal:
+    return Refusal(f"{name} {what}", pointer=_POINTER, code=code)

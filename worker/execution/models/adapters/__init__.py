@@ -1,0 +1,1 @@
+"""Adapters: small trained matrices that are applied to a checkpoint's model."""
