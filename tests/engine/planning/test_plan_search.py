@@ -2,7 +2,8 @@
 
 import time
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import count, pairwise, product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from engine.memory.device_speed import DeviceSpeed, fastest_threads, measure_spe
 from engine.memory.guard import Guard
 from engine.memory.memory_curve import MemoryCurve
 from engine.memory.plan import LIBRARY_BYTES, Plan, Term
+from engine.planning import probe_model
 from engine.planning.job_plan import smallest_budget
 from engine.planning.plan_search import fastest, halved, total_seconds
 from engine.workspace import Workspace
@@ -151,6 +153,9 @@ def timed_job(speed: DeviceSpeed | None, **options: Any) -> Workspace:
 def test_seconds_are_by_the_speed_that_is_measured_and_the_choice_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers follow the choice, so that no machine's speed, and no busy moment, may change it."""
     monkeypatch.setattr(estimate, "resident_bytes", lambda: 0)
+    # a forward pass is timed as it is, whatever the speed is said to be: here each takes a tenth of a millisecond
+    ticks = count()
+    monkeypatch.setattr(probe_model, "time", SimpleNamespace(perf_counter=lambda: 1e-4 * next(ticks)))
     usual = typical_speed(torch.device("cpu"))
     # whether slices or further passes are faster is a matter of products against memory
     speeds = [replace(usual, operations_per_second=rate, held_bytes_per_second=1e19 / rate) for rate in (1e7, 1e13)]
@@ -162,7 +167,6 @@ def test_seconds_are_by_the_speed_that_is_measured_and_the_choice_is_not(monkeyp
     assert [plan.chosen for plan in plans[1:]] == [plans[0].chosen] * 4
     assert [plan.pace for plan in plans] == ["usual", "measured", "measured", "measured", "shared"]
     assert total_seconds(plans[1]) > 5 * total_seconds(plans[2])
-    # a forward pass is timed as it is, whatever the speed is said to be
     assert 1.2 < total_seconds(plans[4]) / total_seconds(plans[3]) < 3.2
     again = timed_job(speeds[0], batch_size=512)
     again.resume.chosen = plans[0].chosen
