@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from catalog.responses.time_estimate import seconds_range
 from engine.collection.pass_job import PassJob
 from engine.layers.coverage_check import survey_layers
 from engine.memory.budget import resident_bytes
@@ -51,7 +52,10 @@ def estimate(workspace: Workspace, pieces: int = 1) -> dict[str, Any]:
         merging = plan.stage_bytes("host", "decomposition")
         # of what merges there is one way, whatever the budget
         least_bytes["host"] = least_bytes["host"] and max(least_bytes["host"], merging)
+    # a job knows what its start took when it plans; here that of this process stands for it
+    bounds = plan.whole_seconds_range and seconds_range(plan.whole_seconds, plan.pace)
     return plan.as_json() | {
+        "seconds_range": bounds,
         **workspace.machine.planned_context,
         "fits": plan.fits(budget),
         "budget": {"device_bytes": budget.device_bytes, "host_bytes": budget.host_bytes},

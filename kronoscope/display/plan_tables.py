@@ -1,6 +1,6 @@
 """A plan as tables: each stage with its bytes and seconds, the largest terms, the smallest budget that would do."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -45,12 +45,16 @@ def stage_table(plan: Mapping[str, Any]) -> Table:
 
 def _written(seconds: float | None, pace: str | None) -> str:
     """Return planned seconds with their bounds; a dash where they are too short to be planned."""
-    return written_seconds(seconds, pace_of({"pace": pace})).replace(" s ", " ") or "–"
+    return _without_unit(written_seconds(seconds, pace_of({"pace": pace})))
 
 
-def measured_stage_table(stages: Iterable[Mapping[str, Any]], pace: str | None = None) -> Table:
-    """Tabulate what each stage took beside what was planned."""
-    stages = list(stages)
+def _without_unit(written: str) -> str:
+    return written.replace(" s ", " ") or "–"
+
+
+def measured_stage_table(curve: Mapping[str, Any]) -> Table:
+    """Tabulate what each stage took beside what was planned, from a stored memory curve."""
+    stages, pace, whole_bounds = curve["stages"], curve.get("pace"), curve.get("seconds_range")
     table = Table(title="stages: planned, measured, error", title_justify="left", pad_edge=False, show_edge=False)
     table.add_column("stage", no_wrap=True)
     quantities = [("device_bytes", format_bytes, format_bytes), ("host_bytes", format_bytes, format_bytes),
@@ -67,6 +71,9 @@ def measured_stage_table(stages: Iterable[Mapping[str, Any]], pace: str | None =
             if planned is None and measured is None:
                 continue
             planned_text = show_planned(planned) if planned else "–"
+            if name == "seconds" and stage["stage"] == "whole job":
+                # what the start took was known when it was planned
+                planned_text = _without_unit(written_range(planned, whole_bounds))
             error_text = "–" if error is None or planned_text == "–" else _error_text(error)
             measured_text = show(measured) if measured else "–"
             table.add_row(title, name.partition("_")[0], planned_text, measured_text, error_text)

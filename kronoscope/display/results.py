@@ -106,7 +106,7 @@ def show_results(
             _show_curvatures(console, summary[kind])
         console.print()
     if curve is not None and curve.get("stages"):
-        console.print(measured_stage_table(curve["stages"], curve.get("pace")))
+        console.print(measured_stage_table(curve))
         console.print()
     for line in (*reuse_lines(rows), *coverage_lines(measured), *refused_lines(refused)):
         console.print(line, markup=False, soft_wrap=True)

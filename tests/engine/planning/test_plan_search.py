@@ -188,12 +188,23 @@ def test_a_job_without_room_measures_nothing() -> None:
         assert asked == measured
 
 
-def test_what_the_start_took_is_known_and_has_no_bounds() -> None:
-    clock = iter([100.0, *[112.0] * 99])
+def begun_before(seconds: float) -> Workspace:
+    """A job whose process began so many seconds ago."""
+    clock = iter([100.0, *[100.0 + seconds] * 99])
     made = timed_job(typical_speed(torch.device("cpu")))
     made.machine.curve = MemoryCurve(clock=lambda: next(clock))
     made.machine.curve.elapsed_seconds()
-    said = estimate.plan_job(made).as_json()
+    return made
+
+
+def test_an_estimate_foresees_a_jobs_start_by_its_own() -> None:
+    said = estimate.estimate(begun_before(12.0))
+    assert said["start_seconds"] == 12.0
+    assert said["seconds_range"] == pytest.approx((said["seconds"] / 2, said["seconds"] * 2))
+
+
+def test_what_the_start_took_is_known_and_has_no_bounds() -> None:
+    said = estimate.plan_job(begun_before(12.0)).as_json()
     rest = sum(stage["seconds"] for stage in said["stages"].values())
     assert said["start_seconds"] == 12.0
     assert said["seconds"] == pytest.approx(12.0 + rest)

@@ -67,18 +67,27 @@ def test_a_table_fits_a_hundred_columns_whatever_the_names() -> None:
 def test_every_planned_duration_has_its_error(planned: float, measured: float, said: str) -> None:
     stage = {"stage": "collection", "planned_seconds": planned, "measured_seconds": measured,
              "error_seconds": measured / planned - 1}  # fmt: skip
-    row = printed(measured_stage_table([stage], "measured")).splitlines()[-1]
+    row = printed(measured_stage_table({"stages": [stage], "pace": "measured"})).splitlines()[-1]
     assert row.rpartition("│")[2].strip() == said
     # what was not worth showing beforehand has no error afterwards
-    *_, foretold, _, error = printed(measured_stage_table([stage], "usual")).splitlines()[-1].split("│")
+    *_, foretold, _, error = (
+        printed(measured_stage_table({"stages": [stage], "pace": "usual"})).splitlines()[-1].split("│")
+    )
     assert (foretold.strip(), error.strip()) == ("–", "–")
+
+
+def test_the_whole_job_has_the_bounds_of_the_plan() -> None:
+    """What its start took was known, so that they are narrower than a stage's."""
+    whole = {"stage": "whole job", "planned_seconds": 6.0, "measured_seconds": 5.0, "error_seconds": -1 / 6}
+    text = printed(measured_stage_table({"stages": [whole], "pace": "measured", "seconds_range": [5.0, 8.0]}))
+    assert "6 (5 to 8)" in text.splitlines()[-1]
 
 
 def test_the_stages_of_a_job_on_a_gpu_are_shown_whole_on_a_narrow_terminal() -> None:
     stage = {"stage": "collection"}
     for name, value in (("device_bytes", 123_456_789_012), ("host_bytes", 12_345_678_901), ("seconds", 1234.5)):
         stage |= {f"planned_{name}": value, f"measured_{name}": 1.3 * value, f"error_{name}": 0.3}
-    text = printed(measured_stage_table([stage], "usual"), width=80)
+    text = printed(measured_stage_table({"stages": [stage], "pace": "usual"}), width=80)
     assert "…" not in text
     assert [name in text for name in ("planned", "measured", "error", "device", "host", "seconds")] == [True] * 6
 
