@@ -6,6 +6,16 @@ from pathlib import Path
 
 import pytest
 
+ATTACKS = {
+    "test_a_hostile_config_is_refused_in_a_second",
+    "test_no_field_of_a_configuration_acts",
+    "test_labels_are_numbers_or_names_and_nothing_is_guessed",
+    "test_a_page_that_declares_two_gib_is_refused",
+    "test_bytes_that_drip_are_read_no_otherwise",
+    "test_the_others_leave_and_the_next_start_goes_on_with_the_job",
+    "test_a_caller_learns_where_a_factory_raised_and_nothing_else_of_it",
+}
+"""An attack of each door by which a stranger's bytes or code come in; a row that is dropped takes its attack along."""
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/threat-model.md"
 
@@ -29,6 +39,8 @@ def functions_of(path: Path) -> set[str]:
 
 def test_every_kind_of_attacker_has_its_threats() -> None:
     assert len(threats()) >= 35
+    named = " ".join(attack for _, _, attack in threats())
+    assert [each for each in sorted(ATTACKS) if f"::{each}`" not in named] == []
 
 
 @pytest.mark.parametrize(("threat", "protection", "attack"), threats(), ids=lambda cell: cell[:40])

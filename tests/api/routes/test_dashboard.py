@@ -21,7 +21,7 @@ from jobs.devices.registry import Device, Worker, pause, register
 from jobs.devices.registry import remove as forget
 from jobs.queue import attempt_endings, attempt_writes
 from jobs.records import LOCAL_TENANT
-from jobs.repository.store import read_job
+from jobs.repository.store import read_job, request_cancel
 from jobs.repository.submission import submit
 from jobs.schema.identifiers import new_id
 from tests.api import seeding
@@ -595,6 +595,17 @@ def test_cancelling(page: Page, embedded: Embedded) -> None:
     assert job.state == "cancelling"
     attempt_endings.end_cancelled(embedded.engine, claim)
     expect(page.get_by_text("Cancelled", exact=True)).to_be_visible()
+    said = page.get_by_role("status", name="Cancellation")
+    expect(said).to_contain_text("Asked for without a key, from this machine")
+    expect(said).to_contain_text("No layer had been measured; the log is kept.")
+    kept = seeding.running(embedded.engine, LOCAL_TENANT)
+    seeding.progress(embedded.engine, kept, stage="factors", done=3, total=7, unit="layers", layers_done=3)
+    request_cancel(embedded.engine, LOCAL_TENANT, kept.job_id, by="kr_first")
+    page.goto(f"/#/jobs/{kept.job_id}")
+    expect(said).to_contain_text(re.compile(r"with the API key kr_first, .*; it stops before its next batch or layer"))
+    attempt_endings.end_cancelled(embedded.engine, kept)
+    expect(said).to_contain_text(re.compile(r"; it ended .*Kept: 3 of 14 rows of the layer table"))
+    expect(said.locator("code").last).to_have_text(f"kronoscope rerun {kept.job_id[-12:]}")
 
 
 def test_a_failure_says_why(page: Page, embedded: Embedded) -> None:

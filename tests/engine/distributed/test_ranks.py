@@ -13,6 +13,8 @@ from engine.errors import RankFailed
 from tests.engine.distributed.rank_processes import run_ranks
 from tests.engine.distributed.rank_scenarios import SCENARIOS, outcome
 
+MODES = ("gram", "gather")
+
 
 def apart(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp_min(1e-300))
@@ -59,6 +61,16 @@ def test_ranks_measure_what_one_rank_measures(name: str, together: list[Any], al
                     own = found["records"][layer][fact]
                     assert (own is None) == (value is None), (mode, layer, fact)
                     assert value is None or own == pytest.approx(value, rel=max(100 * tolerance, 1e-9)), (layer, fact)
+
+
+def test_rows_are_reduced_as_asked_where_they_are_fewer_than_the_outputs(together: list[Any]) -> None:
+    """44 rows of 12 outputs have become a 12×12 G before the reduction, whichever way was asked for."""
+    for found in together:
+        reduced = {mode: {name: kept[1] for name, kept in found["rows", mode]["ranks"].items()} for mode in MODES}
+        assert reduced == {
+            "gram": {"0": "gather", "2": "gram", "4": "gather"},
+            "gather": {"0": "gather", "2": "gather", "4": "gather"},
+        }
 
 
 def test_nccl_waits_longer_than_we_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -13,8 +14,11 @@ from typing import Any
 
 import pytest
 
+from catalog.frames import layer_frame
 from catalog.responses.coverage import assess_coverage
+from jobs.queue import attempt_endings, attempt_writes
 from jobs.records import LOCAL_TENANT
+from jobs.repository.store import request_cancel
 from kronoscope.client import Client, ClientError
 from kronoscope.display.methods import methods_text
 from tests.api import seeding
@@ -117,6 +121,29 @@ def test_results_end_as_the_job_did(run: Run, embedded: Embedded) -> None:
     ended = run("results", stopped)
     assert ended.returncode == 5
     assert f"no layer had been measured; `kronoscope rerun {stopped[-12:]}` starts it again" in ended.stderr
+    claim = seeding.running(embedded.engine, LOCAL_TENANT)
+    seeding.write_rows(embedded.engine, embedded.artifacts, claim, ("factors",))
+    seeding.progress(embedded.engine, claim, stage="factors", done=3, total=7, unit="layers", layers_done=3)
+    request_cancel(embedded.engine, LOCAL_TENANT, claim.job_id, by="kr_first")
+    attempt_endings.end_cancelled(embedded.engine, claim)
+    ended = run("results", claim.job_id)
+    assert ended.returncode == 5
+    said = r"cancelled, with the API key kr_first, at [\d-]+ [\d:]+ UTC; 3 rows are kept \(`kronoscope results"
+    assert re.search(said, ended.stderr), ended.stderr
+
+
+def test_names_are_whole_where_the_output_is_piped(run: Run, embedded: Embedded) -> None:
+    name = "encoder." + ".".join(f"block_{place}" for place in range(8))
+    document = seeding.DOCUMENT | {"kind": "factors"}
+    claim = seeding.claimed(embedded.engine, LOCAL_TENANT, document)
+    row = seeding.row("factors", 0, name, "Linear", 10, [1.0, 3.0], [2.0])
+    attempt_writes.write_layer(embedded.engine, claim, layer_frame(row))
+    seeding.summarise(embedded.engine, claim)
+    attempt_endings.finish(embedded.engine, claim)
+    shown = run("results", claim.job_id).stdout
+    assert len(name) > 70
+    assert name in shown
+    assert "…" not in shown
 
 
 def test_a_job_that_was_done_in_part_ends_with_a_code_of_its_own(run: Run, embedded: Embedded) -> None:

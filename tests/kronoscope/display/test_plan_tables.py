@@ -136,3 +136,10 @@ def test_a_budget_under_which_less_is_kept_says_what() -> None:
         "host: a peak of 9 GiB does not fit into 1 GiB; the smallest budget that would do is 2048MiB, "
         "with the diagonal and the trace alone of the G of `head`"
     )
+
+
+def test_the_threads_that_were_chosen_stand_beside_those_that_were_tried() -> None:
+    plan = {"why": "one pass", "device_peak_bytes": 0, "host_peak_bytes": 0, "disk_peak_bytes": 0,
+            "threads": 1, "thread_speeds": {"2": 1e9, "1": 4e9}}  # fmt: skip
+    said = "threads: 1, with which products are fastest now (4 with 1, 1 with 2; 10⁹ operations a second)"
+    assert said in list(plan_lines(plan))
