@@ -51,8 +51,7 @@ export async function showJob(main, shownId, signal) {
   document.title = "Job · Kronoscope";
   const id = await fullId(shownId, signal);
   const base = `/v1/jobs/${encodeURIComponent(id)}`;
-  const first = await watchJob(id, null, signal);
-  const menu = await get("/v1/analyses", signal).catch(() => ({ items: [] }));
+  const [first, menu] = await Promise.all([watchJob(id, null, signal), get("/v1/analyses", signal).catch(() => ({ items: [] }))]);
   signal.throwIfAborted(); // another view may be shown by now
   const titles = new Map(menu.items.map((item) => [item.kind, item.title]));
   const top = h("div", { class: "stack" });

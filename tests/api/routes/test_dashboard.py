@@ -8,11 +8,13 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Route, expect, sync_playwright
 
+from api.routes import dashboard
 from api.routes.dashboard import analyses_script
 from catalog import ANALYSES
 from catalog.frames import layer_frame
@@ -31,6 +33,7 @@ from tests.sharpness import ROW, SHARPNESS
 
 pytestmark = pytest.mark.browser
 
+DASHBOARD = Path(dashboard.__file__).parents[1] / "dashboard"
 PATIENCE_MS = 120_000
 """No promise: a browser on a machine that is taken away for most of the time needs long for what takes it no time."""
 
@@ -543,6 +546,18 @@ def test_a_new_analysis_is_shown_by_its_record_alone(page: Page, monkeypatch: py
         ["Sharpness", "12.5", "of 3 layers"],
         ["100.0%"],
     ]
+
+
+def test_every_script_of_the_page_is_asked_for_at_once() -> None:
+    """Modules that import each other come one after the other where nothing names them beforehand."""
+    html = (DASHBOARD / "index.html").read_text()
+    named = set(re.findall(r'rel="modulepreload" href="/dashboard/(.*?)"', html))
+    own = {
+        path.relative_to(DASHBOARD).as_posix()
+        for folder in ("scripts", "plots")
+        for path in (DASHBOARD / folder).iterdir()
+    }
+    assert named == own - {"scripts/app.js", "scripts/reference.js"} | {"scripts/analyses.js"}
 
 
 def test_the_pages_script_holds_what_the_catalog_says(page: Page) -> None:
