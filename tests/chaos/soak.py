@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _claims(soak: Soak, cells: int) -> list[dict[str, Any]]:
-    text = "seconds from a kill -9 to the job's running again, at most, with default leases"
+    text = "seconds from a kill -9 (or an embedded service's next start) to the job's running again, at most"
     usual = text.replace("at most", "in the median")
     taken = [each.running_again for each in soak.recoveries]
     return [
