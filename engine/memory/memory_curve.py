@@ -239,7 +239,8 @@ class MemoryCurve:
 
     def _whole_job(self, plan: Plan | None) -> dict[str, Any]:
         """Return the row of the job from the start of its process until now, in seconds alone."""
-        planned, measured = None if plan is None else plan.whole_seconds, round(self.elapsed_seconds(), 4)
+        planned = plan.whole_seconds if plan is not None and plan.seconds else None
+        measured = round(self.elapsed_seconds(), 4)
         row = {f"{part}_{name}": None for name in _QUANTITIES for part in ("planned", "measured", "error")}
         return row | {
             "stage": "whole job",

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from catalog import PLANNED_STAGES
-from catalog.responses.time_estimate import pace_of, written_range, written_seconds
+from catalog.responses.time_estimate import OFF_BY, pace_of, written_range, written_seconds
 from kronoscope.display.layer_names import shorten_all
 from kronoscope.display.numbers import format_bytes, format_number
 
@@ -15,7 +15,7 @@ _LARGEST = 8
 _PACES = {
     "measured": "by the speed measured on this machine now",
     "shared": "by the speed measured on this machine now, beside other programs that use its cores",
-    "usual": "by a usual speed; stages of less than ten seconds are not planned",
+    "usual": "by a usual speed; stages of less than ten seconds are not shown",
 }
 _MULTIPLE = 10.0
 """A relative error from here on is shown as a multiple."""
@@ -53,12 +53,17 @@ def _without_unit(written: str) -> str:
 
 
 def measured_stage_table(curve: Mapping[str, Any]) -> Table:
-    """Tabulate what each stage took beside what was planned, from a stored memory curve."""
-    stages, pace, whole_bounds = curve["stages"], curve.get("pace"), curve.get("seconds_range")
+    """Tabulate what each stage took beside what was planned, from a stored memory curve.
+
+    Seconds that were too short to be shown beforehand are shown here: an error is never hidden.
+    """
+    stages, whole_bounds = curve["stages"], curve.get("seconds_range")
+    off_by = OFF_BY[pace_of(curve)]
     table = Table(title="stages: planned, measured, error", title_justify="left", pad_edge=False, show_edge=False)
     table.add_column("stage", no_wrap=True)
     quantities = [("device_bytes", format_bytes, format_bytes), ("host_bytes", format_bytes, format_bytes),
-                  ("seconds", lambda seconds: _written(seconds, pace), format_number)]  # fmt: skip
+                  ("seconds", lambda each: _without_unit(written_range(each, (each / off_by, each * off_by))),
+                   format_number)]  # fmt: skip
     measured_quantities = [each for each in quantities if any(stage.get(f"measured_{each[0]}") for stage in stages)]
     table.add_column("of", no_wrap=True)
     # a row for each quantity: nine columns of figures have no room on a terminal of 100
@@ -71,10 +76,10 @@ def measured_stage_table(curve: Mapping[str, Any]) -> Table:
             if planned is None and measured is None:
                 continue
             planned_text = show_planned(planned) if planned else "–"
-            if name == "seconds" and stage["stage"] == "whole job":
+            if name == "seconds" and stage["stage"] == "whole job" and whole_bounds:
                 # what the start took was known when it was planned
                 planned_text = _without_unit(written_range(planned, whole_bounds))
-            error_text = "–" if error is None or planned_text == "–" else _error_text(error)
+            error_text = "–" if error is None else _error_text(error)
             measured_text = show(measured) if measured else "–"
             table.add_row(title, name.partition("_")[0], planned_text, measured_text, error_text)
             title = ""

@@ -71,7 +71,7 @@ function table(curve) {
 }
 
 /** What each stage took beside what was planned for it; one that held more than planned is marked. */
-function stageTable(stages, pace) {
+function stageTable(stages) {
   const quantities = [
     ["device_bytes", "Device", bytes],
     ["host_bytes", "Host", bytes],
@@ -87,9 +87,7 @@ function stageTable(stages, pace) {
     quantities.flatMap(([name, , show]) => {
       const [planned, measured, error] = ["planned", "measured", "error"].map((part) => stage[`${part}_${name}`]);
       const over = name !== "seconds" && error > 0;
-      // at a usual pace less than ten seconds are not foreseen
-      const hidden = name === "seconds" && pace === "usual" && (planned ?? 0) < 10;
-      return [planned && !hidden ? `${name === "seconds" ? "about " : ""}${show(planned)}` : "–", measured ? show(measured) : "–", h(over ? "strong" : "span", {}, hidden ? "–" : signed(error))].map((value) => h("td", {}, value));
+      return [planned ? `${name === "seconds" ? "about " : ""}${show(planned)}` : "–", measured ? show(measured) : "–", h(over ? "strong" : "span", {}, signed(error))].map((value) => h("td", {}, value));
     });
   return h(
     "div",
@@ -115,6 +113,6 @@ export async function showMemory(place, base, artifacts, signal) {
   }
   if (signal.aborted || !curve?.samples?.length) return;
   const plot = h("div", { class: "plot low" });
-  replace(place, h("section", { class: "card stack tight", "aria-label": "Memory" }, h("h2", {}, "Memory"), plot, stageTable(curve.stages ?? [], curve.pace), table(curve)));
+  replace(place, h("section", { class: "card stack tight", "aria-label": "Memory" }, h("h2", {}, "Memory"), plot, stageTable(curve.stages ?? []), table(curve)));
   draw(plot, curve, signal);
 }
