@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+import torch
+
 from engine.collection.probe import Probe
 from engine.memory.budget import MemoryBudget, give_back_host_memory, resident_bytes
 from engine.memory.device_speed import MEASURING_BYTES, MEASURING_DEVICE_BYTES, DeviceSpeed
@@ -116,6 +118,9 @@ def with_measured_seconds(workspace: Workspace, probe: Probe, plan: Plan) -> Pla
     if not plan.fits(machine.budget) or not machine.guard.fits(device_bytes=on_device, host_bytes=room):
         return replace(plan, start_seconds=machine.curve.elapsed_seconds())
     machine.speed = machine.measure_speed(len(plan.chosen.parts) > 1)
+    if machine.speed is not None and machine.speed.busy and torch.get_num_threads() > 1:
+        # each product waits for the thread that has lost its core: for how long, no measurement of a moment says
+        machine.speed = None
     if machine.speed is None:
         return replace(plan, start_seconds=machine.curve.elapsed_seconds())
     give_back_host_memory()

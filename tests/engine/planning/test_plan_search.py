@@ -173,6 +173,14 @@ def test_seconds_are_by_the_speed_that_is_measured_and_the_choice_is_not(monkeyp
     assert estimate.plan_job(again).chosen == plans[0].chosen
 
 
+def test_several_threads_beside_other_programs_have_no_measured_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirty jobs of one thread were foreseen there, and five of two took 0.02 to 4 times what was."""
+    busy = typical_speed(torch.device("cpu")).shared(3.0)
+    for threads, pace in ((1, "shared"), (2, "usual")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert estimate.plan_job(timed_job(busy)).pace == pace
+
+
 def test_a_job_without_room_measures_nothing() -> None:
     asked: list[bool] = []
 
