@@ -28,6 +28,8 @@ class Vocabulary:
     """Names that ``forward`` takes besides `input_ids`; empty: it takes one tensor of ids."""
     token_types: int = 0
     """Texts of a pair that the model tells apart by `token_type_ids`; 0 where it takes none."""
+    pads_left: bool = False
+    """Whether padding stands before a text, as where a head takes the last position of a batch."""
     explicit_positions: bool = False
     """Position ids are given, one row per example. By default a model looks up *one* row for the whole
     batch, and the position embedding's gradient then arrives summed over the batch."""

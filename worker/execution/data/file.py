@@ -252,6 +252,8 @@ def _chosen(
         raise Refusal(f"{where}{what}: {refusal.message}", pointer=refusal.pointer, code=refusal.code) from refusal
     if before is not None and (chosen.text, chosen.pair) != (before.text, before.pair):
         raise _ragged(f"{where} has `{chosen.pair or chosen.text}`, and lines before it have not; give every line one")
+    if task in LABELLED and before is not None and before.label not in (None, chosen.label):
+        raise _ragged(f"{where} has `{chosen.label}`, and lines before it have not; name the labels (`label_key`)")
     return chosen
 
 

@@ -15,7 +15,7 @@ import datasets
 import datasets.exceptions
 import huggingface_hub.errors
 
-from catalog.requests.inputs import HuggingFaceData
+from catalog.requests.inputs import HuggingFaceData, is_path
 from worker.execution.data.labels import Labels
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import DataStream
@@ -49,8 +49,8 @@ def load(source: HuggingFaceData, request: DataRequest) -> DataStream:
 
 def _local(source: HuggingFaceData, request: DataRequest) -> OpenFile | OpenFolder | None:
     """The file or folder that an id names; None for one of the hub."""
-    local = Path(source.id).expanduser()
-    if local.is_absolute() or source.id.startswith(("./", "../", "~")) or local.exists():
+    # a name that is too long for a file is none
+    if is_path(source.id) or os.access(source.id, os.F_OK):
         return request.context.open_path(source.id, "/data/id")
     return None
 

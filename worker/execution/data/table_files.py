@@ -86,7 +86,7 @@ def column_names(file: OpenFile, count: ByteCount) -> list[str]:
 def is_untyped(place: OpenFile | OpenFolder) -> bool:
     """Return whether data are of CSV, which does not tell the number 1 from the text "1"."""
     listed = [place.name] if isinstance(place, OpenFile) else place.walk()
-    return any(name.endswith(".csv") for name in listed)
+    return any(_suffix(name) == ".csv" for name in listed)
 
 
 def _rows(
@@ -140,7 +140,7 @@ def _files(place: OpenFile | OpenFolder, split: str, context: LoaderContext, poi
 
 
 def _suffix(name: str) -> str:
-    return "." + name.rpartition(".")[2]
+    return "." + name.rpartition(".")[2].lower()
 
 
 def _apart(

@@ -55,8 +55,8 @@ class OpenFile(os.PathLike[str]):
 
     @property
     def suffix(self) -> str:
-        """The name's suffix, with its dot."""
-        return Path(self.name).suffix
+        """The name's suffix, with its dot, in lower case."""
+        return Path(self.name).suffix.lower()
 
 
 class OpenFolder:
@@ -89,9 +89,12 @@ class OpenFolder:
         return found if isinstance(found, OpenFile) else None
 
     def names(self) -> list[str]:
-        """Return the names in the folder, sorted; none where it does not exist."""
+        """Return the names in the folder, sorted; none where it does not exist, or a link leads out of the allowed."""
+        real = real_path(self.path)
+        if real is None or (self._root is not None and not real.is_relative_to(self._root)):
+            return []
         try:
-            return sorted(each.name for each in self.path.iterdir())
+            return sorted(each.name for each in real.iterdir())
         except OSError:
             return []
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from catalog.requests.inputs import DirectoryModel, Task
 from engine.memory.plan import readable_bytes
+from worker.execution.data.labels import class_names
 from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.input_digests import weights_digest
 from worker.execution.loaded_model import LoadedModel, Vocabulary
@@ -81,6 +82,8 @@ _SLACK = 1.02
 """The model may exceed what the files hold by this much, beyond what is tied; beyond it, config.json lies."""
 _MOST_TIED = 8
 """Modules of one weight that are built before they are tied."""
+_PADDED_LEFT = frozenset({"xlnet"})
+"""Types whose classifier takes the last position of a batch, whatever stands there."""
 _EXPLICIT_POSITIONS = frozenset({"bert", "distilbert", "gpt2"})
 """Types that look up one row of positions for a whole batch unless each example gives its own."""
 
@@ -101,7 +104,7 @@ def load_checkpoint(
     require_no_adapter(folder, pointer)
     architecture = read_architecture(folder.file("config.json"), context, pointer)
     if adapter is not None:
-        _take_labels(adapter, architecture, context)
+        architecture = _take_labels(adapter, architecture, context)
     model_type = architecture.model_type
     if task.type not in model_type.tasks:
         raise Refusal(
@@ -119,15 +122,14 @@ def load_checkpoint(
         apply_adapter(model, adapter, model_type.name, context)
     model.eval()
     whole: Any = model.config
-    for config in (whole, text_part(whole)):
+    texts = text_part(whole)
+    given = (getattr(config, "pad_token_id", None) for config in (texts, whole))
+    # a classifier looks for the last token that is not padding, by the part for texts; set only now, because an
+    # embedding built with a padding index has no gradient for that token
+    pad_id = next((each for each in given if isinstance(each, int)), architecture.end_id or 0)
+    for config in (whole, texts):
         # what is kept for the next token is of no use to a pass, and some models refuse it
-        config.use_cache = False
-    pad_id = getattr(model.config, "pad_token_id", None)
-    if not isinstance(pad_id, int):
-        # a classifier looks for the last token that is not padding; set only now, because an embedding
-        # built with a padding index has no gradient for that token
-        pad_id = architecture.end_id or 0
-        model.config.pad_token_id = pad_id  # type: ignore[union-attr] # every transformers model has one
+        config.use_cache, config.pad_token_id = False, pad_id
     vocabulary = None
     if model.main_input_name == "input_ids":
         tokens = read_tokenizer_config(folder.file("tokenizer_config.json"), context)
@@ -142,12 +144,15 @@ def load_checkpoint(
     )
 
 
-def _take_labels(adapter: Adapter, architecture: Architecture, context: LoaderContext) -> None:
+def _take_labels(adapter: Adapter, architecture: Architecture, context: LoaderContext) -> Architecture:
     """Let a head that the adapter brings say how many labels there are, as a base without that head does not know."""
     labels = adapter.tensors.labels
     if labels is not None and labels != architecture.configuration.num_labels and 1 <= labels <= MAX_LABELS:
         architecture.configuration.num_labels = labels
         context.log("info", f"{labels:,} labels, as the head of the adapter has")
+        # names of classes are those of the head that it replaces
+        return replace(architecture, labels=labels, class_names=class_names(architecture.configuration.id2label))
+    return architecture
 
 
 def _filled(
@@ -280,6 +285,7 @@ def _vocabulary(
         truncation_side=tokens.truncation_side,
         normaliser=tokens.normaliser,
         arguments=arguments,
+        pads_left=architecture.model_type.name in _PADDED_LEFT,
         explicit_positions=architecture.model_type.name in _EXPLICIT_POSITIONS,
     )
 

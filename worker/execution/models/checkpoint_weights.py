@@ -163,7 +163,9 @@ def fill(
         One tensor beyond the model itself.
     """
     state = model.state_dict()
-    current = {name: current_name(bare, model_type) for name, bare in bare_names(found.entries, context).items()}
+    current = {
+        name: current_name(bare, model_type) for name, bare in bare_names(found.entries, context, found.made).items()
+    }
     left = [re.compile(each) for each in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     places, unused = _places(found.entries, current, state, str(model.base_model_prefix), left, pointer)
     other = [place for place in places if place in brought and found.entries[places[place]].shape != state[place].shape]
@@ -236,11 +238,18 @@ def _tensor(found: CheckpointFiles, name: str) -> Tensor:
         return tensor
 
 
-def bare_names(entries: Mapping[str, TensorEntry], context: LoaderContext) -> dict[str, str]:
-    """Return the names of tensors without what wrappers put before or between them, and say so in the log."""
+def bare_names(
+    entries: Mapping[str, TensorEntry], context: LoaderContext, made: Collection[str] = ()
+) -> dict[str, str]:
+    """Return the names of tensors without what wrappers put before or between them, and say so in the log.
+
+    Args:
+        made: Names that the model has for what was converted, and no wrapper's.
+    """
     bare = {name: name.replace("._orig_mod.", ".").removeprefix("_orig_mod.") for name in entries}
-    while all(name.startswith("module.") for name in bare.values()) and bare:
-        bare = {name: now.removeprefix("module.").removeprefix("_orig_mod.") for name, now in bare.items()}
+    stored = [name for name in bare if name not in made]
+    while stored and all(bare[name].startswith("module.") for name in stored):
+        bare |= {name: bare[name].removeprefix("module.").removeprefix("_orig_mod.") for name in stored}
     changed = [name for name, now in bare.items() if name != now]
     if changed:
         context.log("info", f"{len(changed)} tensors are read without a wrapper's prefix: {names(changed, 2)}")

@@ -18,7 +18,7 @@ from transformers.core_model_loading import WeightConverter, dot_natural_key, re
 
 from worker.execution.files.safetensors_header import TensorEntry
 from worker.execution.loader_context import LoaderContext
-from worker.execution.models.checkpoint_weights import CheckpointFiles
+from worker.execution.models.checkpoint_weights import FLOATING, CheckpointFiles
 from worker.execution.refusal import Refusal, names
 
 Read = Callable[[str], Tensor]
@@ -57,10 +57,16 @@ def convert(
             made[key] = partial(_stored, found, name)
     for key, (converter, sources) in groups.items():
         make = partial(_joined, converter, key, sources, model)
-        for target, shape in _shapes(make, found, sources, pointer).items():
-            for _, name in sources:
-                entries.pop(name, None)
-            entries[target] = TensorEntry(dtype="F32", shape=shape)
+        stored = [name for _, name in sources]
+        # what is made of integers is no weight; whoever copies it refuses it
+        dtype = min({found.entries[name].dtype for name in stored} - FLOATING, default="F32")
+        shapes = _shapes(make, found, sources, pointer)
+        for name in stored:
+            entries.pop(name, None)
+        for target, shape in shapes.items():
+            if target in entries:
+                raise Refusal(f"`{target}` and {names(stored, 3)} are the same tensor; leave one out", pointer=pointer)
+            entries[target] = TensorEntry(dtype=dtype, shape=shape)
             made[target] = partial(_part, make, found, target)
     if len(made) > len(found.made):
         context.log("info", f"{len(made)} tensors are read as transformers converts them: {names(sorted(made), 2)}")

@@ -131,6 +131,27 @@ def test_usual_names_need_no_key_and_every_file_is_read_alike(
     assert refused.value.pointer == "/data/label_key"
 
 
+def test_upper_case_in_a_suffix_is_the_same_kind_of_file(
+    tmp_path: Path, classifier: LoadedModel, context: LoaderContext
+) -> None:
+    read = []
+    for name in ("rows.csv", "ROWS.CSV"):
+        path = table(tmp_path / "rows.csv", text=ONE, label=[2, 0, 1, 1]).rename(tmp_path / name)
+        read.append(Read(context, classifier).file(path))
+        ambiguous = Read(context, replace(classifier, class_names=("1", "0", "2")))
+        with pytest.raises(Refusal, match="name of class 1; give JSON lines"):
+            ambiguous.file(path)
+    assert torch.equal(read[0][1], read[1][1])
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/x.jsonl", "x" * 300, "a/" + "x" * 300])
+def test_a_data_set_of_an_odd_name_is_refused(name: str, classifier: LoadedModel, context: LoaderContext) -> None:
+    source = HuggingFaceData(source="huggingface", id=name, input_column="text")
+    with pytest.raises((Refusal, FieldError)) as refused:
+        huggingface.load(source, Read(context, classifier).request)
+    assert refused.value.pointer == "/data/id" if isinstance(refused.value, Refusal) else True
+
+
 def test_a_data_set_reads_names_of_classes_too(tmp_path: Path, classifier: LoadedModel, context: LoaderContext) -> None:
     table(tmp_path / "train.parquet", line=ONE, gold=GOLD)
     source = HuggingFaceData(

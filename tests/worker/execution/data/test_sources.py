@@ -157,6 +157,8 @@ BAD_FILES = [
     ("no-text.jsonl", b'{"label": 1}\n', "line 1 is no JSON object with `text`"),
     ("number.jsonl", b'{"text": 3}\n', "`text` must be a string"),
     ("ragged.jsonl", b'{"text": "a", "label": 1}\n{"text": "b"}\n', "1 of 2 lines have a `label`"),
+    ("later.jsonl", b'{"text": "a", "target": 3}\n{"text": "b", "label": 0, "target": 7}\n', "name the labels"),
+    ("table.CSV", b"", "cannot be read as csv"),
     ("flag.jsonl", b'{"text": "a", "label": true}\n', "`label` must be a number"),
     ("half.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}\n', "line 2: `text` holds half of a surrogate pair"),
     ("halves.jsonl", b'{"text": "\\udc00\\ud800"}\n', "line 1: `text` holds half of a surrogate pair"),

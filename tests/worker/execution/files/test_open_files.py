@@ -84,6 +84,17 @@ def test_links_that_stay_inside_work(way: str, allowed: Path, confined: LoaderCo
     assert found.file("nothing") is None
 
 
+def test_a_link_out_of_the_folder_lists_nothing(allowed: Path, secret: Path, confined: LoaderContext) -> None:
+    (allowed / "extra").symlink_to(secret.parent)
+    (allowed / "own").mkdir()
+    (allowed / "own" / "notes").touch()
+    (allowed / "again").symlink_to(allowed / "own")
+    found = confined.open_path(str(allowed), "/data/path")
+    assert isinstance(found, OpenFolder)
+    assert found.names() == ["again", "extra", "own"]
+    assert [found.folder(name).names() for name in ("extra", "own", "again", "none")] == [[], ["notes"], ["notes"], []]
+
+
 @pytest.mark.parametrize("where", ["/proc/self/environ", "/etc/passwd", "/dev/zero", "../secret/environ", ".."])
 def test_links_out_of_the_folder_are_refused(
     way: str, allowed: Path, secret: Path, confined: LoaderContext, where: str

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import json
 import re
 import shutil
 import warnings
@@ -184,7 +185,12 @@ def test_a_base_without_a_head_takes_that_of_the_adapter(saved: Saved) -> None:
     folder = base(saved, family, "AutoModel")
     adapter = trained(folder, task, labels=5, r=2, target_modules=["query"])
     records: list[Any] = []
-    found = loaded(folder, adapter, task, adapted=records.append).model
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"id2label": {"0": "no", "1": "yes"}}))
+    whole = loaded(folder, adapter, task, adapted=records.append)
+    found = whole.model
+    # "no" was the name of another head's class
+    assert whole.class_names == tuple(f"LABEL_{place}" for place in range(5))
     assert apart(outputs(found, family), outputs(by_peft(folder, adapter, task, 5), family)) <= 1e-6
     assert found.classifier.weight.shape == (5, 16)
     assert records[0].base_sha256 is None

@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,13 @@ def test_position_embeddings_are_looked_up_per_example(saved: Callable[..., Path
     assert "position_ids" in loaded.vocabulary.arguments
 
 
+def test_classes_without_names_are_counted(saved: Callable[..., Path]) -> None:
+    """Two are the default, which no file writes; labels of a text are held against them."""
+    folder = saved("AutoModelForSequenceClassification", CONFIGS["bert"]())
+    assert "id2label" not in json.loads((folder / "config.json").read_text())
+    assert loaded_from(folder, "sequence_classification").class_names == ("LABEL_0", "LABEL_1")
+
+
 def test_the_original_names_of_a_vision_transformer_are_understood(saved: Callable[..., Path]) -> None:
     folder = saved("AutoModelForImageClassification", CONFIGS["vit"]())
     names = {"q_proj": "attention.query", "k_proj": "attention.key", "v_proj": "attention.value"}
@@ -157,8 +165,21 @@ def test_experts_are_joined_as_transformers_joins_them_and_one_that_is_missing_i
     assert torch.equal(layer.gate_up_proj[1], torch.cat([tensors[names[0]], tensors[names[1]]]))
     assert torch.equal(layer.down_proj[1], tensors[names[2]])
     assert any("are read as transformers converts them" in message for message in said)
+    safetensors.torch.save_file(
+        {f"module.{name}": each for name, each in tensors.items()}, folder / "model.safetensors"
+    )
+    wrapped = loaded_from(folder, "causal_lm").model.state_dict()
+    assert all(torch.equal(wrapped[name], each) for name, each in loaded.model.state_dict().items())
     safetensors.torch.save_file({k: t for k, t in tensors.items() if k != names[2]}, folder / "model.safetensors")
     with pytest.raises(Refusal, match=r"`model\.layers\.1\.mlp\.experts\.down_proj` is \[1, 16, 32\]"):
+        loaded_from(folder, "causal_lm")
+    whole = "model.layers.1.mlp.experts.down_proj"
+    safetensors.torch.save_file(tensors | {whole: torch.zeros(2, 16, 32)}, folder / "model.safetensors")
+    with pytest.raises(Refusal, match=rf"`{re.escape(whole)}` and .* are the same tensor"):
+        loaded_from(folder, "causal_lm")
+    integers = {name: tensor.to(torch.int8) if "experts" in name else tensor for name, tensor in tensors.items()}
+    safetensors.torch.save_file(integers, folder / "model.safetensors")
+    with pytest.raises(Refusal, match="I8"):
         loaded_from(folder, "causal_lm")
     tensors[names[1]] = torch.zeros(3, 3)
     safetensors.torch.save_file(tensors, folder / "model.safetensors")

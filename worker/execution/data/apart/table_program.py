@@ -20,6 +20,8 @@ _ROW_BYTES_AT_ONCE = 2**20
 _FEWEST_ROWS, _MOST_ROWS = 16, 256
 _PIECE_BYTES = 4 * 2**20
 """Rows of a reply, which are more only where one row is."""
+_SHORT_BYTES, _SHORT_ROWS = 2**14, 2**12
+"""Rows that wait for those of the next batch: a reply costs as much as hundreds of short ones."""
 _CSV_BLOCK_BYTES = 4 * 2**20
 _MOST_THRIFT_BYTES = 16 * 2**20
 _MOST_THRIFT_ENTRIES = 1_000_000
@@ -124,16 +126,19 @@ def _require_readable(name: str, found: pa.DataType) -> None:
 
 def _pieces(batches: Iterator[pa.RecordBatch], columns: list[str]) -> Iterator[list[Sequence[Any]]]:
     """Rows of bounded size together."""
+    piece, size = list[Sequence[Any]](), 0
     for batch in batches:
-        piece, size = list[Sequence[Any]](), 0
         for row in zip(*(batch.column(name).to_pylist() for name in columns), strict=True):
             piece.append(row)
             size += sum(len(value) for value in row if isinstance(value, (str, list)))
             if size > _PIECE_BYTES:
                 yield piece
                 piece, size = [], 0
-        if piece:
+        if size > _SHORT_BYTES or len(piece) >= _SHORT_ROWS:
             yield piece
+            piece, size = [], 0
+    if piece:
+        yield piece
 
 
 if __name__ == "__main__":

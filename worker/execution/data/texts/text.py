@@ -223,8 +223,9 @@ def _batch(
     places = torch.tensor([text.place for text in texts], dtype=torch.int64)
     targets: Tensor | None = None
     for row, text in enumerate(texts):
-        ids[row, : len(text.ids)] = text.ids
-        mask[row, : len(text.ids)] = 1
+        own = slice(longest - len(text.ids), longest) if vocabulary.pads_left else slice(len(text.ids))
+        ids[row, own] = text.ids
+        mask[row, own] = 1
     if task.type == "causal_lm":
         targets = torch.where(mask.bool(), ids, task.ignore_index)
     elif mask_id is not None:

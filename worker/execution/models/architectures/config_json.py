@@ -164,7 +164,7 @@ def read_architecture(file: OpenFile | None, context: LoaderContext, pointer: st
     return Architecture(
         model_type=model_type,
         labels=labels,
-        class_names=class_names(config.get("id2label")),
+        class_names=class_names(config.get("id2label")) or class_names(configuration.id2label),
         end_id=_end_id(config, vocabulary),
         configuration=configuration,
     )
