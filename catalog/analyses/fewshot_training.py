@@ -121,6 +121,7 @@ class FewshotTrainingParams:
             raise FieldError("FETI", f"is a form of the ResNets, and `backbone` is `{self.backbone}`; leave it out")
         if self.num_epoch == 0 and self.weights is None:
             raise FieldError("num_epoch", "is 0, which tests `weights` alone; give a file of weights, or 1 or more")
+        self._require_used()
         self._require_vic()
 
     def _require_bounds(self) -> None:
@@ -142,6 +143,17 @@ class FewshotTrainingParams:
                 raise FieldError(name, f"is {getattr(self, name):,}; take at most {most:,}")
         if self.weights is not None:
             require_path("weights", self.weights)
+
+    def _require_used(self) -> None:
+        """Refuse options that are without effect beside the others."""
+        for name, untouched, needed in (
+            ("vic", self.penalised or self.vic == Vic(), "`ProFOCT`"),
+            ("ctx", self.method.startswith("CTX") or self.ctx == "spatial", "`CTX`"),
+        ):
+            if not untouched:
+                raise FieldError(name, f"is an option of {needed}, and `method` is `{self.method}`; leave it out")
+        if self.amp_dtype != "auto" and not self.use_amp:
+            raise FieldError("amp_dtype", f"is `{self.amp_dtype}`, and `use_amp` is false; leave one of them out")
 
     def _require_vic(self) -> None:
         if self.use_vic_on_attention and not self.penalised:

@@ -49,6 +49,7 @@ from engine.image_data import SPLITS, ImageData, Split
 from engine.measurement.representation_record import held_bytes
 from engine.memory.budget import map_large_blocks
 from engine.memory.guard import PlanningError
+from engine.memory.out_of_memory import free_memory, ran_out_of_memory
 from engine.memory.plan import BUDGETED, Plan
 from engine.model.determinism import Numerics, set_numerics
 from engine.training.training_peak import MOMENTS
@@ -154,7 +155,12 @@ class FewshotTraining:
             checkpoints=SearchCheckpoints(
                 workspace=workspace,
                 conditions=dict(workspace.resume.conditions)
-                | {"images": self._data.sha256, "numerics": self.numerics.recorded()},
+                | {
+                    "images": self._data.sha256,
+                    "numerics": self.numerics.recorded(),
+                    # processors of one capability differ in the 16 bits that they compute in
+                    "precision": str(precision.compute_dtype),
+                },
                 work="training",
             ),
             report=lambda done, total: workspace.ports.report(TRAINING, done, total, "episodes"),
@@ -164,13 +170,24 @@ class FewshotTraining:
         if plans.maps_blocks:
             map_large_blocks()
         with machine.operation(TRAINING, TRAINING):
-            components = count_components(run, plans, run.episodes.read(0) if params.num_epoch else None)
+            components = self._components(run, plans)
             run.run()
         moments = sum(term.size_bytes for term in plan.terms if term.name == MOMENTS)
         components = with_taken(components, run, moments)
         run.forget_moments()
         model.load_state_dict(run.kept)
         return _Trained(run=run, model=model, components=components)
+
+    def _components(self, run: TrainingRun, plans: TrainingPlans) -> list[Component]:
+        """Measure the parts; where memory runs out meanwhile, by shapes alone: steps have lower ways to take."""
+        try:
+            return count_components(run, plans, run.episodes.read(0) if self.params.num_epoch else None)
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+        # what the attempt held is unreachable only now, outside of its except block
+        free_memory(self.workspace.machine.device)
+        return count_components(run, plans, None)
 
     def _lower(self, plans: TrainingPlans, way: TrainingWay, said: str) -> TrainingWay:
         """Return the way to try after one ran out of memory: itself once more with memory freed, then a lower one.

@@ -199,9 +199,10 @@ def _differentiate_terms(loss_of_features: Loss, features: Tensor, scaler: torch
     """Do step 2: add the gradients of each term to those of the features and of the loss's own parameters."""
     total: Tensor | None = None
     terms = loss_of_features(features)
-    for term in (terms,) if isinstance(terms, Tensor) else terms:
-        if term.numel() != 1:
-            raise WrongShape(f"a loss must be a scalar, or scalars that add up to it (got shape {tuple(term.shape)})")
+    for term in (terms,) if isinstance(terms, Tensor) or not isinstance(terms, Iterable) else terms:
+        if not isinstance(term, Tensor) or term.numel() != 1:
+            got = f"shape {tuple(term.shape)}" if isinstance(term, Tensor) else f"{term!r}"[:80]
+            raise WrongShape(f"a loss must return a scalar, or scalars that add up to it (got {got})")
         value = term.detach().reshape(())
         total = value if total is None else total + value
         if term.requires_grad:

@@ -53,7 +53,7 @@ from engine.training.kept_activations import kept_activations
 from engine.training.mixed_precision import TrainingPrecision
 from engine.training.padded_channels import padded_bytes
 from engine.training.split_gradients import slices_inputs
-from engine.training.training_peak import PARTS, StepMemory, TrainingStep, predict_pass
+from engine.training.training_peak import PARTS, WEIGHTS, StepMemory, TrainingStep, predict_pass
 from engine.training.ways import Way, dense_covariance_bytes, exact_ways
 from engine.workspace import Workspace
 
@@ -274,9 +274,14 @@ class TrainingPlans:
             formula = "activations of an episode, at most 256 MiB, measured"
             yield _term("freed blocks", formula, min(_MOST_FREED, kept), "host", "throughout", "estimated")
         weights = sum(each.nbytes for each in self.model.state_dict().values())
-        yield _term("kept weights", "those of the best epoch", weights, "host", "throughout")
+        # beside a device: those before them while they are replaced, or a checkpoint's model and moments as it is read
+        copies = 1 if self.place == "host" else 4 if self.workspace.saves_checkpoints else 2
+        formula = "those of the best epoch" + ("" if copies == 1 else f", and {copies - 1} copies on their way")
+        yield _term("kept weights", formula, copies * weights, "host", "throughout")
         for name, size in self._memory(way.head_slices).peak(way.way).parts.items():
-            yield _term(name, PARTS[name], size, self.place, TRAINING, "traced")
+            # without an epoch no step is made, and the model alone is there
+            if self.params.num_epoch or name == WEIGHTS:
+                yield _term(name, PARTS[name], size, self.place, TRAINING, "traced")
         yield _term("weights", "Σ bytes, of the kept model and the untrained one", 2 * weights, self.place, TESTING)
         passed = self._pass_bytes(way)
         scored = self._once(("head", way.head_slices), lambda: self._head_bytes(way))
@@ -285,7 +290,7 @@ class TrainingPlans:
         if self.place == "host" and self.dtype == torch.float32:
             padded = padded_bytes(self.model.backbone, self.shape, way.way.chunk or self.params.images)
             yield _term("padded channels", "N or chunk · 16⌈C/16⌉ · HW", padded, "host", "throughout", "estimated")
-        if self.workspace.saves_checkpoints:
+        if self.workspace.saves_checkpoints and self.params.num_epoch:
             state = 3 * weights + weights
             formula = "2 · (weights and moments), and the kept weights"
             yield _term("checkpoints", formula, 2 * state, "disk", TRAINING, "estimated")

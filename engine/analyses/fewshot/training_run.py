@@ -138,17 +138,23 @@ class TrainingRun:
         self._step.optimiser.state.clear()
         self._step.optimiser.zero_grad(set_to_none=True)
 
+    def _now(self) -> float:
+        """Return the seconds of a clock, once the device has done what it was given."""
+        if self.episodes.device.type == "cuda":
+            torch.cuda.synchronize(self.episodes.device)
+        return time.perf_counter()
+
     def _train(self, place: int) -> None:
-        begun = time.perf_counter()
+        begun = self._now()
         value, values = self._gradients(place)
-        stepped = time.perf_counter()
+        stepped = self._now()
         self._step.take(value, _named(place, values))
-        self.clock.optimiser += time.perf_counter() - stepped
+        self.clock.optimiser += self._now() - stepped
         self.state.skipped = self._step.skipped
         self.state.curve.append({"loss": float(value), **asdict(values)})
         if self.state.vic is not None and self.params.vic.dynamic:
             self.state.vic = self.state.vic.after(values.variance, values.covariance, values.cross_entropy)
-        self.clock.whole += time.perf_counter() - begun
+        self.clock.whole += self._now() - begun
 
     def _gradients(self, place: int) -> tuple[Tensor, LossValues]:
         """Leave an episode's gradient in ``.grad``, by the way of the run or, where memory runs out, by a lower one."""
@@ -188,10 +194,10 @@ class TrainingRun:
     def _timed(self, loss: EpisodeLoss, features: Tensor) -> Iterator[Tensor]:
         """Yield the loss's terms; the time until the next one is asked for, its backward pass included, is its own."""
         slices = min(loss.slices, loss.n_way * loss.n_query)
-        begun = time.perf_counter()
+        begun = self._now()
         for place, term in enumerate(terms_of(loss, features, self.episodes.dtype)):
             yield term
-            taken = time.perf_counter() - begun
+            taken = self._now() - begun
             begun += taken
             if place < slices:
                 self.clock.head += taken

@@ -203,6 +203,21 @@ def test_a_checkpoint_of_other_images_is_discarded(monkeypatch: pytest.MonkeyPat
     assert any("it was made under another images" in line for line in lines)
 
 
+def test_a_checkpoint_of_another_precision_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor without units for bfloat16 trains in float32, and has the same capability to torch."""
+    monkeypatch.setattr(search_checkpoints, "_SHARE", 0)
+    narrow = TrainingPrecision(compute_dtype=torch.bfloat16)
+    lines: list[str] = []
+    kept = MemoryArtifacts()
+    for precision in (narrow, TrainingPrecision()):
+        monkeypatch.setattr(fewshot_training, "training_precision", lambda params, device, found=precision: found)
+        made = space(dtype="float32", use_amp=True)
+        made.ports.scratch, made.resume.checkpoint_seconds = kept, 1e-9
+        made.ports.log = lambda level, message: lines.append(message)
+        run(made)
+    assert any("it was made under another precision" in line for line in lines)
+
+
 def test_rows_are_the_parts_of_the_training() -> None:
     made = space(method="ProFOCT_cosine", batch_norm="frozen", gradient_accumulation_steps=3)
     rows, summary = run(made)
@@ -315,6 +330,36 @@ def test_a_training_that_runs_out_of_memory_goes_on_by_a_lower_way(monkeypatch: 
     monkeypatch.setattr(training_run, "split_gradients", never)
     with pytest.raises(OutOfMemory, match="the gradient of an episode ran out of memory"):
         run(space())
+
+
+def test_parts_whose_measurement_runs_out_of_memory_are_counted_by_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, given = fewshot_training.count_components, []
+
+    def count(run: Any, plans: Any, images: Any) -> Any:
+        given.append(images is not None)
+        if images is not None:
+            raise MemoryError("can't allocate memory")
+        return real(run, plans, images)
+
+    truth, short = space(), space()
+    run(truth)
+    monkeypatch.setattr(fewshot_training, "count_components", count)
+    run(short)
+    assert given == [True, False]
+    assert distance(weights(truth), weights(short)) == 0
+
+
+def test_a_plan_without_epochs_counts_no_step() -> None:
+    stages = {}
+    for epochs in (0, 2):
+        made = space(images(weights={}), num_epoch=epochs, weights="w")
+        made.resume.checkpoint_seconds = 60
+        plan = estimate_training(made)
+        stages[epochs] = plan["stages"]["training"]
+        names = {term["name"] for term in plan["terms"] if term["stage"] == "training"}
+        assert names == {"weights"} if epochs == 0 else {"weights", "gradients", "kept activations"} <= names
+    assert stages[0]["host_bytes"] < stages[2]["host_bytes"]
+    assert stages[0]["disk_bytes"] == 0
 
 
 def test_the_plan_names_what_a_dense_covariance_would_add() -> None:

@@ -219,7 +219,10 @@ class Drawing(nn.Module):
     ("model", "loss", "error", "sentence"),
     [
         (nn.Linear(4, 2), lambda z: iter(()), EmptyData, "a loss must have a term at least"),
-        (nn.Linear(4, 2), lambda z: z.sum(1), WrongShape, "a loss must be a scalar"),
+        (nn.Linear(4, 2), lambda z: z.sum(1), WrongShape, r"a loss must return a scalar, .* \(got shape \(9,\)\)"),
+        (nn.Linear(4, 2), lambda z: None, WrongShape, r"a loss must return a scalar, .* \(got None\)"),
+        (nn.Linear(4, 2), lambda z: z.sum().item(), WrongShape, r"a loss must return a scalar, .* \(got -?\d"),
+        (nn.Linear(4, 2), lambda z: [z.sum(), 1.0], WrongShape, r"a loss must return a scalar, .* \(got 1\.0\)"),
         (nn.Flatten(0), torch.sum, WrongShape, r"a row of features for each of 4 inputs \(got shape \(16,\)\)"),
         (nn.LSTM(4, 2), torch.sum, WrongShape, r"got tuple"),
         (Drawing(), torch.sum, ValueError, "the second time the features differ by"),
