@@ -44,7 +44,8 @@ class JobFilter:
         str | None,
         Query(
             description="Jobs that succeeded: `partial`, those that did not measure all that the loss depends on, or "
-            "of which an analysis was refused; `diagonal`, those with a diagonal alone of some parameters."
+            "of which an analysis was refused; `diagonal`, those with a diagonal alone of some parameters. Jobs "
+            "that ended under a version without this filter are not found."
         ),
     ] = None
     since: Annotated[

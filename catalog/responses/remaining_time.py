@@ -111,7 +111,8 @@ class RemainingTime:
         """
         later, planned = self._later(stage), self._planned.get(stage)
         whole = None if later is None or None in self._planned.values() else sum(filter(None, self._planned.values()))
-        if later is None or not planned or not whole:
+        # a stage that takes no seconds of its own stands where it begins
+        if later is None or planned is None or not whole or not planned + later:
             return None
         left = planned * (1 - min(1.0, done / total)) if total else planned
         return max(0.0, 1 - (left + later) / whole)

@@ -334,8 +334,8 @@ def _watched(client: Client, job_id: str, *, as_json: bool) -> bool:
 
 def _cancellation(job: JobView) -> str:
     """Return a sentence on who ended a job, when, what is kept and how to go on."""
-    by = f"with the API key {job.cancel_requested_by}" if job.cancel_requested_by else "without a key"
-    at = "" if job.cancel_requested_at is None else f", {by}, at {job.cancel_requested_at[:19].replace('T', ' ')} UTC"
+    by = f", with the API key {job.cancel_requested_by}" if job.cancel_requested_by else ""
+    at = "" if job.cancel_requested_at is None else f"{by}, at {job.cancel_requested_at[:19].replace('T', ' ')} UTC"
     rows = 0 if job.progress is None else job.progress.layers_done or 0
     short = job.id[-_SHORT_ID:]
     kept = f"{rows:,} rows are kept (`kronoscope results {short}`)" if rows else "no layer had been measured"

@@ -235,8 +235,11 @@ def require_factories(listed: Sequence[str], *, importable: bool) -> None:
 def _is_found(module: str, folders: Sequence[str]) -> bool:
     """Whether there is such a module; nothing is imported."""
     places: Sequence[str] | None = folders
-    for part in module.split("."):
+    for depth, part in enumerate(module.split(".")):
         spec = None if places is None else PathFinder.find_spec(part, list(places))
+        if spec is None and depth == 0:
+            # a package that is installed to be edited has a finder of its own
+            spec = next(filter(None, (each.find_spec(part, None) for each in sys.meta_path)), None)
         if spec is None:
             return module in sys.builtin_module_names
         places = spec.submodule_search_locations

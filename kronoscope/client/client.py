@@ -252,9 +252,9 @@ class Client:
         """
         labels = [label] if isinstance(label, str) else label
         options = {"state": state, "kind": kind, "label": labels, "name": name, "since": since, "until": until}
-        options |= {"coverage": coverage, "parent": parent, "fields": ",".join(fields), "sort": sort, "limit": "100"}
-        # a service of an older version knows nothing of a default that is written out
-        params = {name: value for name, value in options.items() if value and value != "newest"}
+        options |= {"coverage": coverage, "parent": parent, "fields": ",".join(fields) or None, "limit": "100"}
+        options["sort"] = None if sort == "newest" else sort  # a service of an older version has no word for a default
+        params = {option: value for option, value in options.items() if value is not None and value != []}
         yield from (build(JobView, item) for item in self._connection.pages("/v1/jobs", params, cursor="before"))
 
     def full_id(self, job_id: str) -> str:

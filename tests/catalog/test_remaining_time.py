@@ -41,6 +41,12 @@ def test_the_share_and_the_clock_agree() -> None:
         assert remaining.share(stage, done, total) == pytest.approx(1 - left / 200)
     assert planned("capacity", stages={}).share("collection", 1, 2) is None
     assert remaining.share("data", 1, 2) is None
+    # the layers of a second analysis, whose seconds are those of the products after them
+    spectrum = planned("capacity", "spectrum", stages={**PLAN["stages"], "spectrum": {"seconds": 3600.0}})
+    before = spectrum.share("capacity", 8, 8)
+    assert before is not None
+    assert spectrum.share("spectrum", 1, 8) == pytest.approx(before)
+    assert spectrum.share("products", 5, 10) == pytest.approx(1 - 1800 / 3780)
 
 
 @pytest.mark.parametrize("pace", [0.5, 1.0, 2.0])

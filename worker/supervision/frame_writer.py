@@ -89,10 +89,12 @@ class AttemptTerms:
         own = settings.computing_threads()
         if claim.lease is None or claim.lease.kind == "host":
             own = max(1, own // claim.world_size)
-        threads = int((claim.plan or {}).get("threads") or own)
+        # a job over stored factors announces no plan
+        environment = (claim.manifest or {}).get("environment") or {}
+        earlier = (claim.plan or {}).get("threads") or environment.get("threads")
         return cls(
-            threads=threads,
-            choose_threads=settings.threads is None,
+            threads=int(earlier or own),
+            choose_threads=settings.threads is None and earlier is None,
             stored_bytes=settings.ledger.stored_bytes,
             cache_bytes=cache_bytes_of(claim, settings),
             group=settings.confinement(claim.user_number).user,

@@ -120,7 +120,12 @@ async function send(text, validateOnly) {
 /** Plans a job without running it; waits until a worker has planned it. */
 export async function estimate(text, signal) {
   let made = await read(await request("/v1/estimates", { method: "POST", headers: { "Content-Type": "application/json" }, body: text, signal }));
-  while (made.state !== "succeeded" && made.state !== "cancelled") made = await get(`/v1/estimates/${encodeURIComponent(made.id)}?wait=20`, signal);
+  while (made.state !== "succeeded" && made.state !== "cancelled") {
+    const asked = Date.now();
+    made = await get(`/v1/estimates/${encodeURIComponent(made.id)}?wait=20`, signal);
+    // without room for another long poll the service answers at once
+    if (made.state !== "succeeded") await new Promise((resolve) => setTimeout(resolve, asked + 1_000 - Date.now()));
+  }
   return made;
 }
 

@@ -154,10 +154,12 @@ export async function showJob(main, shownId, signal) {
       continue;
     }
     const asked = Date.now();
-    const next = await again(() => watchJob(id, etag, signal));
+    const changed = await again(() => watchJob(id, etag, signal));
+    // the reason why a job waits changes without the job
+    const next = changed ?? (job.state === "queued" ? await again(() => watchJob(id, null, signal)) : null);
     if (next) ({ job, etag } = next);
     // without room for another long poll the service answers at once
-    else await new Promise((resolve) => setTimeout(resolve, asked + ASK_EVERY_MS - Date.now()));
+    if (!changed) await new Promise((resolve) => setTimeout(resolve, asked + ASK_EVERY_MS - Date.now()));
   }
 
   /** Repeats a call while the service restarts; other errors are thrown. */

@@ -76,12 +76,12 @@ function keptLine(job) {
 /** Who ended a job, and when. */
 export function cancelledCard(job) {
   if (!["cancelled", "cancelling"].includes(job.state)) return null;
-  const by = job.cancel_requested_by ? h("span", {}, "with the API key ", h("code", {}, job.cancel_requested_by)) : job.parent ? "with its whole job" : "without a key, from this machine";
+  const by = job.cancel_requested_by ? h("span", {}, "with the API key ", h("code", {}, job.cancel_requested_by)) : job.parent ? "with its whole job" : null;
   return h(
     "section",
     { class: "notice", role: "status", "aria-label": "Cancellation" },
     h("strong", {}, job.state === "cancelled" ? "The job was cancelled" : "The job is being cancelled"),
-    job.cancel_requested_at ? h("p", {}, "Asked for ", by, ", ", h("time", { datetime: job.cancel_requested_at }, clock(job.cancel_requested_at)), job.finished_at ? `; it ended ${clock(job.finished_at)}.` : "; it stops before its next batch or layer.") : null,
+    job.cancel_requested_at ? h("p", {}, "Asked for ", by, by ? ", " : null, h("time", { datetime: job.cancel_requested_at }, clock(job.cancel_requested_at)), job.finished_at ? `; it ended ${clock(job.finished_at)}.` : "; it stops before its next batch or layer.") : null,
     job.finished_at && !job.parent ? keptLine(job) : null,
   );
 }

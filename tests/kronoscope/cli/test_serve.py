@@ -3,9 +3,12 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -301,6 +304,20 @@ def test_a_factory_that_no_job_could_name_is_refused(
     assert f"--allow-factory {said}" in str(refused.value)
     if "no module" in said:
         require_factories([given], importable=False)
+
+
+def test_a_package_that_is_installed_to_be_edited_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its finder stands among Python's own, and no folder of it is searched."""
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object, target: object = None) -> ModuleSpec | None:
+            return spec_from_file_location(name, folder / "mine_for_kronoscope.py") if name == "edited" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    require_factories(["edited:model"], importable=True)
+    with pytest.raises(FactoryWrong):
+        require_factories(["edited.below:model"], importable=True)
 
 
 def test_a_wrong_factory_is_refused_before_anything_starts(folder: Path, kronoscope: Run) -> None:

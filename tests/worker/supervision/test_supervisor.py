@@ -507,6 +507,15 @@ def test_plan_and_threads_of_the_first_attempt_stand(submitted: Any, supervise: 
     assert told["plan"] == job(job_id).plan == {"peak_bytes": 10, "threads": 3}
 
 
+def test_threads_of_a_job_without_a_plan_stand_too(submitted: Any, supervise: Any, events: Any) -> None:
+    """Factors that are stored need none; the fake child says that it has one thread."""
+    job_id = submitted()
+    supervise(job_id, ["fail", "transient"])
+    supervise(job_id, ["echo_assignment"], ["finish"])
+    told = json.loads(events(job_id, "log")[0].data["message"])
+    assert (told["threads"], told["choose_threads"]) == (1, False)
+
+
 @pytest.mark.parametrize(
     ("given", "said", "kept"),
     [(None, 1, 1), (None, 10**9, None), (None, 0, None), (None, True, None), (None, "1", None), (3, 1, 3)],
