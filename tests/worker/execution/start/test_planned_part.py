@@ -74,7 +74,13 @@ def test_a_plan_says_what_it_is_of_and_counts_the_merge(runner: Runner) -> None:
     assert "figures of one of 2 ranks, which measures 64 of 118 examples" in " ".join(plan_lines(rank))
     stored = {term["name"] for term in piece["terms"]} - {term["name"] for term in whole["terms"]}
     assert stored == {"merge", "factors of the pieces"}
-    # each is by the speed that the machine had at its moment, which others may take most of
-    took = {name: each["stages"]["collection"]["seconds"] for name, each in (("piece", piece), ("rank", rank))}
-    assert all(0.02 < seconds / whole["stages"]["collection"]["seconds"] < 20 for seconds in took.values())
+
+    def seconds(first: Any, **options: Any) -> float:
+        """Of three moments the quietest: each plan is by the speed that the machine has at its own."""
+        plans = first, plan(**options), plan(**options)
+        return min(float(each["stages"]["collection"]["seconds"]) for each in plans)
+
+    alone = seconds(whole)
+    for divided in (seconds(piece, shards=2), seconds(rank, world_size=2)):
+        assert 0.2 < divided / alone < 2
     assert piece["smallest_budget"]["host_bytes"] >= piece["stages"]["decomposition"]["host_bytes"]
