@@ -55,11 +55,11 @@ def written_range(seconds: float | None, bounds: Sequence[float] | None) -> str:
     """Write a predicted duration with bounds that are given, such as ``24 s (12 to 48)``; empty without them."""
     if bounds is None or seconds is None:
         return ""
-    low, high = (_rounded(bound) for bound in bounds)
-    return f"{_rounded(seconds)} s ({low} to {high})"
+    low, high = (rounded_seconds(bound) for bound in bounds)
+    return f"{rounded_seconds(seconds)} s ({low} to {high})"
 
 
-def _rounded(seconds: float) -> str:
-    """Two digits, without an exponent."""
+def rounded_seconds(seconds: float) -> str:
+    """Write a duration with two digits, and without an exponent."""
     rounded = float(f"{seconds:.2g}")
     return f"{rounded:.0f}" if rounded >= 10 else f"{rounded:g}"

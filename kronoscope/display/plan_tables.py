@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from catalog import PLANNED_STAGES
-from catalog.responses.time_estimate import OFF_BY, pace_of, written_range, written_seconds
+from catalog.responses.time_estimate import OFF_BY, pace_of, rounded_seconds, written_range, written_seconds
 from kronoscope.display.layer_names import shorten_all
 from kronoscope.display.numbers import format_bytes, format_number
 
@@ -127,7 +127,7 @@ def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
     if plan.get("pace"):
         yield f"seconds: {_PACES[pace_of(plan)]}"
     if whole := written_range(plan.get("seconds"), plan.get("seconds_range")):
-        yield f"whole job: {whole}, of which {format_number(plan['start_seconds'])} s had passed when it was planned"
+        yield f"whole job: {whole}, of which {rounded_seconds(plan['start_seconds'])} s had passed when it was planned"
     if speeds := plan.get("thread_speeds"):
         tried = ", ".join(f"{format_number(speeds[each] / 1e9)} with {each}" for each in sorted(speeds, key=int))
         yield f"threads: {plan['threads']}, with which products are fastest now ({tried}; 10⁹ operations a second)"

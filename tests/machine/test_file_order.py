@@ -68,7 +68,9 @@ def test_processes_take_files_of_their_kind_and_then_the_others(tmp_path: Path, 
             "import os, time\n\n\ndef test_it():\n    time.sleep(0.3)\n"
             f"    open({str(tmp_path / 'who')!r}, 'a').write(os.environ['PYTEST_XDIST_WORKER'] + ' {name}\\n')\n"
         )
-    options = ["--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider"]
+    # a run with processes closes pytest's own folder of temporary files, where other tests have users of their own
+    options = [f"--basetemp={tmp_path / 'its'}", "--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"]
+    options += ["-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), *options, str(tmp_path)]
     done = subprocess.run(command, cwd=Path.cwd(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

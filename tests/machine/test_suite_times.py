@@ -33,7 +33,9 @@ PLUGIN = "from tests.machine.suite_times import add_options as pytest_addoption,
 def run(folder: Path, tests: str, *options: str) -> tuple[int, dict[str, Any], str]:
     (folder / "conftest.py").write_text(PLUGIN)
     (folder / "test_it.py").write_text(tests)
-    plugins = ("-p", "xdist", "-p", "pytest_rerunfailures")
+    plugins = ["-p", "xdist", "-p", "pytest_rerunfailures"]
+    # a run with processes closes pytest's own folder of temporary files, where other tests have users of their own
+    plugins += [f"--basetemp={folder / 'its'}"]
     command = [sys.executable, "-m", "pytest", "-q", *plugins, "--rootdir", str(folder), "--times", "times.json"]
     done = subprocess.run(
         [*command, *options, "test_it.py"],

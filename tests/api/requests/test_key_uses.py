@@ -8,7 +8,7 @@ from jobs.tenancy.api_keys import create_key
 from jobs.tenancy.key_uses import KeyRecord, list_keys
 from tests.api.conftest import Keyed
 from tests.api.server import KEY_SECRET
-from tests.machine.stopwatch import until
+from tests.machine.stopwatch import Stopwatch, until
 
 
 def record_of(keyed: Keyed, key: str) -> KeyRecord:
@@ -44,9 +44,9 @@ def test_no_answer_waits_for_the_row_of_its_key(keyed: Keyed) -> None:
     with keyed.server.client(key) as client:
         with writing(keyed.engine) as connection:  # holds the rows on PostgreSQL, the whole file on SQLite
             connection.execute(api_keys.update().values(scopes=api_keys.c.scopes))
-            began = time.monotonic()
+            watch = Stopwatch()
             for _ in range(10):
                 assert client.get("/v1/jobs").status_code == 200
                 time.sleep(0.15)  # a round of the thread that writes begins meanwhile
-            assert time.monotonic() - began < 5
+            assert watch.seconds() < 5
         until(lambda: record_of(keyed, key).last_used_at is not None, what="the use is written afterwards")

@@ -55,8 +55,9 @@ def test_seconds_are_shown_with_bounds_from_the_start_of_the_process(folder: Pat
     whole = re.search(r"whole job: ([\d.]+) s \(([\d.]+) to ([\d.]+)\), of which ([\d.]+) s had passed", shown)
     assert whole is not None
     planned, low, high, start = map(float, whole.groups())
-    # of so small a job the dry run takes a part, and imports where none are prepared
-    assert 0 < start <= low <= planned <= high < 60
+    # the start is a part of the whole: it is another process's, and has bounds as all else
+    assert 0 < start <= planned
+    assert low <= planned <= high
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device is here, and is measured")
