@@ -37,6 +37,8 @@ VALUES = (
 SWITCHES = "FETI", "use_amp", "use_vic_on_attention"
 # drawn of each class; an episode takes no more
 LEAST_PER_CLASS = 40
+# of the smallest split of drawn images
+FEWEST_CLASSES = 30
 
 
 def parse_flags(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -73,6 +75,8 @@ def parse_flags(arguments: list[str] | None = None) -> argparse.Namespace:
             "easyfsl's JSON and CloserLook's JSON lists can be converted: docs/few-shot.md has the script, and a job "
             "document of your own takes any converted folder (`data: {source: image_splits, path: …}`)"
         )
+    if flags.plan == "":
+        parser.error("--plan needs a size, such as 8GiB")
     if flags.n_query is None:
         flags.n_query = 15 if flags.dataset == "Omniglot" else 16
     if flags.plan is None and flags.dataset != "strokes":
@@ -105,7 +109,9 @@ def data_of(flags: argparse.Namespace) -> dict[str, Any]:
         return {"source": "image_splits", "path": str(flags.data / flags.dataset)}
     drawn = max(LEAST_PER_CLASS, flags.k_shot + flags.n_query)
     channels, size = SHAPES[flags.dataset][0], image_size(flags)
-    return {"source": "strokes", "image_size": size, "channels": channels, "per_class": drawn}
+    data = {"source": "strokes", "image_size": size, "channels": channels, "per_class": drawn}
+    # each split has as many classes as an episode takes
+    return data if flags.n_way <= FEWEST_CLASSES else data | {f"{split}_classes": 4 * flags.n_way for split in SPLITS}
 
 
 def document_of(flags: argparse.Namespace) -> dict[str, Any]:
@@ -121,7 +127,7 @@ def note_other_size(flags: argparse.Namespace) -> None:
     try:
         with safe_open(files_of(flags)[0], framework="np") as images:
             *_, rows, columns = images.get_slice("images").get_shape()
-    except (SafetensorError, ValueError):
+    except (SafetensorError, ValueError, OSError):
         return  # the job says what is wrong with the file
     size = image_size(flags)
     if (rows, columns) != (size, size):
@@ -134,8 +140,12 @@ def main() -> int:
     episode = f"{flags.n_way}way-{flags.k_shot}shot"
     folder = flags.output / f"{flags.dataset}-{flags.backbone}-{flags.method}-{episode}"
     document = Path(f"{folder}.plan.json" if flags.plan else f"{folder}.json")
-    document.parent.mkdir(parents=True, exist_ok=True)
-    document.write_text(json.dumps(document_of(flags), indent=2) + "\n")
+    try:
+        document.parent.mkdir(parents=True, exist_ok=True)
+        document.write_text(json.dumps(document_of(flags), indent=2) + "\n")
+    except OSError as error:
+        print(f"--output {flags.output} cannot hold {document.name}: {error.strerror}", file=sys.stderr)
+        return 2
     command = ["run", str(document), "--output", str(folder), *["--force"] * flags.force]
     if flags.plan:
         command = ["plan", str(document), "--device", "cuda", "--budget", flags.plan]

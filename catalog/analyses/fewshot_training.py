@@ -16,6 +16,7 @@ Method = Literal[
 Backbone = Literal["Conv4", "Conv6", "ResNet18", "ResNet34"]
 Optimiser = Literal["AdamW", "Adam", "SGD"]
 
+_MOMENTUM = 0.9
 _WIDTH = 64
 _MOST = {"width": 2**16, "n_episode": 10**9, "num_epoch": 10**9, "test_iter": 10**9, "seed": MAX_SEED}
 """Bounds far beyond any training, within which bytes and episodes can be counted in 64 bits."""
@@ -81,7 +82,7 @@ class FewshotTrainingParams:
     gradient_accumulation_steps: int = 2
     """Slices of one episode, at least so many, each of which goes through the network alone; the gradient stays that
     of the undivided episode. Under `batch_norm: whole` of a network with BatchNorm, queries are sliced in the head
-    alone."""
+    alone, and with `use_vic_on_attention` nothing is."""
     batch_norm: Literal["whole", "frozen", "per_chunk"] = "whole"
     """`whole`: statistics of all images of the episode, which then pass together, with blocks computed again in the
     backward pass where memory asks for it; `frozen`: running statistics, so that slices are exact. `per_chunk` is
@@ -101,7 +102,7 @@ class FewshotTrainingParams:
     """Its learning rate."""
     weight_decay: float = 1e-5
     """Its weight decay."""
-    momentum: float = 0.9
+    momentum: float = _MOMENTUM
     """Momentum of `SGD`."""
     seed: int = 4040
     """Seed of weights, episodes and dropout: episode i is the same, whatever came before it."""
@@ -152,6 +153,8 @@ class FewshotTrainingParams:
         ):
             if not untouched:
                 raise FieldError(name, f"is an option of {needed}, and `method` is `{self.method}`; leave it out")
+        if self.momentum != _MOMENTUM and self.optimiser != "SGD":
+            raise FieldError("momentum", f"is an option of `SGD`, and `optimiser` is `{self.optimiser}`; leave it out")
         if self.amp_dtype != "auto" and not self.use_amp:
             raise FieldError("amp_dtype", f"is `{self.amp_dtype}`, and `use_amp` is false; leave one of them out")
 
@@ -251,7 +254,7 @@ class FewshotTrainingSummary(Brief):
     skipped_steps: int
     """Steps that were left out since a gradient in float16 was not finite."""
     predicted_peak_bytes: int | None
-    """Peak of the training by the plan, without what the process held before."""
+    """Peak of the training by the plan; on a processor with what the process held before, as the measured one."""
     measured_peak_bytes: int | None
     """Peak that was measured meanwhile, by the same measure as the plan's stages."""
     dense_covariance_bytes: int | None

@@ -100,7 +100,7 @@ class StrokesData:
     image_size: int = 28
     """Rows and columns of an image."""
     channels: int = 1
-    """Channels of an image, all the same."""
+    """Channels of an image: the same strokes, with noise of their own."""
     train_classes: int = 120
     """Classes that are trained on."""
     validation_classes: int = 30

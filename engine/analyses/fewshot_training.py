@@ -135,9 +135,11 @@ class FewshotTraining:
         if not plan.fits(machine.budget):
             plan.require(machine.budget, smallest_budgets(plans, machine.budget))
         workspace.ports.log("info", plan.why)
-        fallback = plans.precision.reason
-        if fallback is not None:
-            workspace.ports.log("warning", f"`fewshot_training.use_amp` is not used as asked: {fallback}")
+        precision = plans.precision
+        if precision.fallback is not None:
+            workspace.ports.log("warning", f"`fewshot_training.use_amp` is not used as asked: {precision.fallback}")
+        elif precision.reason is not None:
+            workspace.ports.log("info", f"the network computes in {precision.compute_dtype}: {precision.reason}")
         machine.guard.hold(plan)
 
     def _train(self, plans: TrainingPlans, way: TrainingWay, plan: Plan) -> "_Trained":
@@ -157,6 +159,7 @@ class FewshotTraining:
                 conditions=dict(workspace.resume.conditions)
                 | {
                     "images": self._data.sha256,
+                    "weights": None if self._data.weights is None else weights_digest(self._data.weights),
                     "numerics": self.numerics.recorded(),
                     # processors of one capability differ in the 16 bits that they compute in
                     "precision": str(precision.compute_dtype),
@@ -235,7 +238,7 @@ class FewshotTraining:
             workspace.ports.report(KIND, done, total, "episodes")
 
         with machine.operation(TESTING, TESTING):
-            untrained = make_model(params, self._data.shape, self._data.weights).to(machine.device)
+            untrained = make_model(params, self._data.shape, None).to(machine.device)
             found = []
             for split in SPLITS[1:]:
                 test = EpisodeTest(
@@ -269,7 +272,7 @@ class FewshotTraining:
                 "seed": self.params.seed,
                 "dtype": self.params.dtype,
                 "amp": _AMP[trained.run.precision.compute_dtype],
-                "amp_fallback": trained.run.precision.reason,
+                "amp_fallback": trained.run.precision.fallback,
                 "nondeterministic": tuple(sorted(self.heard)),
                 "planned_peak_bytes": plan.largest_peak_bytes,
             }
@@ -328,7 +331,7 @@ class FewshotTraining:
             compute_dtype=str(run.precision.compute_dtype).removeprefix("torch.")
             if run.precision.compute_dtype != torch.float32
             else params.dtype,
-            amp_fallback=run.precision.reason,
+            amp_fallback=run.precision.fallback,
             skipped_steps=run.state.skipped,
             predicted_peak_bytes=plan.stage_bytes(place, TRAINING),
             measured_peak_bytes=taken.get(f"measured_{place}_bytes"),

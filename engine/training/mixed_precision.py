@@ -38,6 +38,11 @@ class TrainingPrecision:
     scaler: torch.amp.GradScaler | None = None
     """The scale of the loss; None where none is needed."""
 
+    @property
+    def fallback(self) -> str | None:
+        """Why features are not computed in 16 bits although these were asked for; None where they are."""
+        return self.reason if self.compute_dtype == torch.float32 else None
+
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
         """Return the context in which features are computed.
 

@@ -65,6 +65,15 @@ REFUSED_BESIDE: dict[str, tuple[dict[str, Any], str]] = {
         "/collection has no part in `fewshot_training`, which collects nothing; leave it out",
     ),
     "stabilisation": ({"stabilisation": {"damping": 0.5}}, "/stabilisation has no part in `fewshot_training`"),
+    "slices of a collection": (
+        {"memory": {"micro_batch": 5}},
+        "/memory/micro_batch has no part in `fewshot_training`, which plans its own slices; leave it out",
+    ),
+    "checkpointing": (
+        {"memory": {"activation_checkpointing": "off"}},
+        "/memory/activation_checkpointing has no part in",
+    ),
+    "offload": ({"memory": {"offload": "on"}}, "/memory/offload has no part in `fewshot_training`"),
     "another kind": (
         {"kind": ["fewshot_training", "capacity"], "model": MODEL, "task": {"type": "classification"}},
         "/data is of `source: strokes`, which `capacity` cannot read",
@@ -117,6 +126,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"learning_rate": float("nan")}, "/learning_rate is not a finite number; take an ordinary number"),
     ({"weight_decay": -0.5}, "/weight_decay is -0.5; take a finite number of 0 or more"),
     ({"momentum": -0.5}, "/momentum is -0.5; take a finite number of 0 or more"),
+    ({"momentum": 0.5}, "/momentum is an option of `SGD`, and `optimiser` is `AdamW`; leave it out"),
     ({"method": "fsct_cosine"}, "/method is not a choice here; take 'ProtoNet', 'CTX_softmax', "),
     ({"backbone": "ResNet50"}, "/backbone is not a choice here; take 'Conv4', 'Conv6', 'ResNet18' or 'ResNet34'"),
     ({"FETI": True}, "/FETI is a form of the ResNets, and `backbone` is `Conv4`; leave it out"),

@@ -111,6 +111,27 @@ def test_every_flag_reaches_its_field() -> None:
     )
 
 
+def test_a_plan_of_many_classes_has_as_many_in_each_split() -> None:
+    document = parsed("--dataset", "Omniglot", "--n_way", "31", "--plan", "8GiB")
+    assert isinstance(document.data, StrokesData)
+    assert min(document.data.train_classes, document.data.validation_classes, document.data.test_classes) >= 31
+
+
+def test_an_empty_plan_is_refused_and_trains_nothing(tmp_path: Path) -> None:
+    done = started("--dataset", "miniImagenet", "--plan", "", folder=tmp_path)
+    assert done.returncode == 2
+    assert "--plan needs a size, such as 8GiB" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_output_that_is_a_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("mine")
+    done = started("--dataset", "strokes", folder=tmp_path)
+    assert done.returncode == 2
+    assert "--output runs cannot hold strokes-ResNet18-FSCT_cosine-5way-5shot.json: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_the_choices_are_those_of_the_document() -> None:
     assert get_args(Method) == SCRIPT.METHODS
     assert get_args(Backbone) == SCRIPT.BACKBONES

@@ -203,6 +203,22 @@ def test_a_checkpoint_of_other_images_is_discarded(monkeypatch: pytest.MonkeyPat
     assert any("it was made under another images" in line for line in lines)
 
 
+def test_a_checkpoint_of_other_weights_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of weights that is replaced under its name begins another training."""
+    monkeypatch.setattr(search_checkpoints, "_SHARE", 0)
+    given = [space(seed=seed) for seed in (1, 2)]
+    for each in given:
+        run(each)
+    lines: list[str] = []
+    kept = MemoryArtifacts()
+    for each in given:
+        made = space(images(weights=weights(each)), weights="w")
+        made.ports.scratch, made.resume.checkpoint_seconds = kept, 1e-9
+        made.ports.log = lambda level, message: lines.append(message)
+        run(made)
+    assert any("it was made under another weights" in line for line in lines)
+
+
 def test_a_checkpoint_of_another_precision_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor without units for bfloat16 trains in float32, and has the same capability to torch."""
     monkeypatch.setattr(search_checkpoints, "_SHARE", 0)
@@ -242,6 +258,8 @@ def test_given_weights_are_tested_as_they_are() -> None:
     tested = space(images(weights=weights(trained)), num_epoch=0, weights="w")
     rows, summary = run(tested)
     assert summary.accuracies[-1].accuracy == truth.accuracies[-1].accuracy
+    # untrained is a network without any training, that of the weights' file included
+    assert [each.untrained for each in summary.accuracies] == [each.untrained for each in truth.accuracies]
     assert (summary.episodes, summary.best_epoch, summary.losses) == (0, None, ())
     counts = {name for name in weights(trained) if name.endswith("num_batches_tracked")}
     assert (
@@ -386,6 +404,22 @@ def test_the_record_has_the_words_of_its_field_for_16_bits(monkeypatch: pytest.M
     rows, summary = run(space(dtype="float32", use_amp=True))
     assert summary.compute_dtype == "bfloat16"
     assert {row.record.amp for row in rows} == {"bf16"}
+
+
+def test_16_bits_of_the_other_kind_are_no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without bfloat16 computes in float16, where it was asked for any 16 bits."""
+    other = TrainingPrecision(compute_dtype=torch.float16, reason="this device has no bfloat16 units")
+    assert other.fallback is None
+    monkeypatch.setattr(fewshot_training, "training_precision", lambda params, device: other)
+    made = space(dtype="float32", use_amp=True)
+    said: list[tuple[str, str]] = []
+    made.ports.log = lambda level, message: said.append((level, message))
+    rows, summary = run(made)
+    assert (summary.compute_dtype, summary.amp_fallback) == ("float16", None)
+    assert {row.record.amp_fallback for row in rows} == {None}
+    assert not [message for level, message in said if level == "warning" and "16" in message]
+    full = TrainingPrecision(reason="this device has no units for 16 bits")
+    assert full.fallback == full.reason
 
 
 def test_the_kind_is_that_of_the_plan() -> None:

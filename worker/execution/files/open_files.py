@@ -53,6 +53,24 @@ class OpenFile(os.PathLike[str]):
         with self.open() as file:
             return file.read()
 
+    def read_at(self, begin: int, count: int) -> bytearray:
+        """Read bytes from a place; none stay in the memory of the process, as those of a mapped file would.
+
+        Args:
+            begin: The first byte.
+            count: How many.
+
+        Raises:
+            OSError: If the file ends before.
+        """
+        found = bytearray()
+        while len(found) < count:
+            part = os.pread(self._descriptor, count - len(found), begin + len(found))
+            if not part:
+                raise OSError(errno.EIO, f"{self.name} has become shorter")
+            found += part
+        return found
+
     @property
     def suffix(self) -> str:
         """The name's suffix, with its dot, in lower case."""

@@ -38,6 +38,8 @@ class TensorEntry:
 
     dtype: str
     shape: tuple[int, ...]
+    begin: int = 0
+    """Its first byte in the file."""
 
     @property
     def numbers(self) -> int:
@@ -85,16 +87,19 @@ def read_header(path: ReadableFile, pointer: str) -> dict[str, TensorEntry]:
         raise _broken(path, "holds no tensors", pointer)
     if len(header) > MAX_TENSORS:
         raise _broken(path, f"holds {len(header):,} tensors; at most {MAX_TENSORS:,} are read", pointer)
-    return _entries(path, header, size - 8 - length, pointer)
+    return _entries(path, header, 8 + length, size, pointer)
 
 
-def _entries(path: ReadableFile, header: dict[str, Any], data_bytes: int, pointer: str) -> dict[str, TensorEntry]:
+def _entries(
+    path: ReadableFile, header: dict[str, Any], data_begin: int, size: int, pointer: str
+) -> dict[str, TensorEntry]:
+    """Check what the header says of each tensor; their bytes lie from ``data_begin`` to the end of the file."""
     found: dict[str, TensorEntry] = {}
     spans = []
     for name, value in header.items():
         if not _NAME.fullmatch(name) or ".." in name or name.startswith("/"):
             raise _broken(path, f"holds a tensor named {name[:80]!r}; names are letters, digits and ._-/*", pointer)
-        entry, begin, end = _entry(path, name, value, pointer)
+        entry, begin, end = _entry(path, name, value, data_begin, pointer)
         if end - begin != entry.numbers * ELEMENT_BYTES[entry.dtype]:
             raise _broken(path, f"gives `{name}` {end - begin:,} bytes for shape {list(entry.shape)}", pointer)
         found[name] = entry
@@ -104,12 +109,20 @@ def _entries(path: ReadableFile, header: dict[str, Any], data_bytes: int, pointe
         if begin != position:
             raise _broken(path, f"has a hole or an overlap at byte {position:,} of its data", pointer)
         position = end
-    if position != data_bytes:
-        raise _broken(path, f"holds {data_bytes:,} bytes of data where its header declares {position:,}", pointer)
+    if position != size - data_begin:
+        raise _broken(
+            path, f"holds {size - data_begin:,} bytes of data where its header declares {position:,}", pointer
+        )
     return found
 
 
-def _entry(path: ReadableFile, name: str, value: Any, pointer: str) -> tuple[TensorEntry, int, int]:  # noqa: ANN401
+def _entry(
+    path: ReadableFile,
+    name: str,
+    value: Any,  # noqa: ANN401 - decoded JSON
+    data_begin: int,
+    pointer: str,
+) -> tuple[TensorEntry, int, int]:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise _broken(path, f"must describe `{name}` by dtype, shape and data_offsets alone", pointer)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -122,7 +135,7 @@ def _entry(path: ReadableFile, name: str, value: Any, pointer: str) -> tuple[Ten
         raise _broken(path, f"gives `{name}` a shape that cannot be", pointer)
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
         raise _broken(path, f"gives `{name}` data_offsets that are not two whole numbers", pointer)
-    return TensorEntry(dtype=dtype, shape=tuple(shape)), offsets[0], offsets[1]
+    return TensorEntry(dtype=dtype, shape=tuple(shape), begin=data_begin + offsets[0]), offsets[0], offsets[1]
 
 
 def _is_count(value: object) -> bool:

@@ -5,7 +5,7 @@ import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from catalog.requests.data_sources import ImageSplits
 from engine.image_data import SPLITS, ImageData
+from engine.memory.budget import resident_bytes
 from worker.execution.data.images import image_splits
 from worker.execution.data.images.image_splits import load
+from worker.execution.files.open_files import OpenFile
 from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal
 
@@ -69,37 +71,13 @@ def test_images_are_read_by_class_and_index(folder: Path) -> None:
 def test_no_file_is_read_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the images no more is asked for at once than a chunk, and by an episode no more than it takes."""
     asked: list[int] = []
+    read_at = OpenFile.read_at
 
-    class Counted:
-        def __init__(self, rows: Any) -> None:
-            self.rows = rows
+    def counted(file: OpenFile, begin: int, count: int) -> bytearray:
+        asked.append(count // (3 * 6 * 4))
+        return read_at(file, begin, count)
 
-        def __getitem__(self, at: slice) -> Tensor:
-            taken: Tensor = self.rows[at]
-            asked.append(len(taken))
-            return taken
-
-    class Opened:
-        def __init__(self, file: Any, framework: str) -> None:
-            self.file = image_splits_open(file, framework=framework)
-
-        def __enter__(self) -> Self:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            """As the library does."""
-
-        def get_tensor(self, name: str) -> Tensor:
-            assert name == "labels"
-            tensor: Tensor = self.file.get_tensor(name)
-            return tensor
-
-        def get_slice(self, name: str) -> Counted:
-            assert name == "images"
-            return Counted(self.file.get_slice(name))
-
-    image_splits_open = image_splits.safetensors.safe_open
-    monkeypatch.setattr(image_splits.safetensors, "safe_open", Opened)
+    monkeypatch.setattr(OpenFile, "read_at", counted)
     monkeypatch.setattr(image_splits, "_CHUNK_BYTES", 4 * 3 * 6 * 4)
     data = opened(folder)
     # the digest alone reads every image, four at a time
@@ -290,3 +268,27 @@ def test_tensors_beside_images_and_labels_are_listed(folder: Path) -> None:
     unused: list[str] = []
     opened(folder, unused=unused.append)
     assert unused == ["validation.safetensors: names"]
+
+
+def test_images_are_no_memory_of_the_process(tmp_path: Path) -> None:
+    """Pages of a mapped file would count as held, and a plan that is made after the digest with them."""
+    rows = 3_000
+    for place, split in enumerate(SPLITS):
+        images = torch.randint(256, (rows, 3, 84, 84), dtype=torch.uint8)
+        labels = torch.arange(rows) % 5 + 10 * place
+        save_file({"images": images, "labels": labels}, tmp_path / f"{split}.safetensors")
+    del images
+    opened(tmp_path)  # what the libraries take once
+    before = resident_bytes()
+    data = opened(tmp_path)
+    for place in range(5):
+        data.splits["train"].read(place, range(rows // 5))
+    # three files of 60 MiB
+    assert resident_bytes() - before < 24 * 2**20
+
+
+def test_a_file_that_becomes_shorter_is_told(folder: Path) -> None:
+    data = opened(folder)
+    (folder / "train.safetensors").write_bytes(b"")
+    with pytest.raises(OSError, match=r"train.safetensors has become shorter"):
+        data.splits["train"].read(0, [0])

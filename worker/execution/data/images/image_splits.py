@@ -6,7 +6,6 @@ class or an image that stands in two splits would make a test of what was traine
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import safetensors
 import torch
@@ -35,11 +34,12 @@ class ImageFile:
     Args:
         file: The open file, whose header is checked.
         labels: Class of each image, int64 (N,).
-        shape: Channels, rows and columns of an image.
+        images: What the header says of the images: uint8 (N, channels, rows, columns).
     """
 
-    def __init__(self, file: OpenFile, labels: Tensor, shape: tuple[int, int, int]) -> None:
-        self.shape = shape
+    def __init__(self, file: OpenFile, labels: Tensor, images: TensorEntry) -> None:
+        channels, height, width = images.shape[1:]
+        self.shape = channels, height, width
         self.name = file.name
         self._order = torch.argsort(labels, stable=True)
         classes, counts = torch.unique_consecutive(labels[self._order], return_counts=True)
@@ -48,8 +48,8 @@ class ImageFile:
         self.labels: list[int] = classes.tolist()
         self.sizes: Sequence[int] = counts.tolist()
         self._first = counts.cumsum(0) - counts
-        self._handle: Any = safetensors.safe_open(file, framework="pt")
-        self._images: Any = self._handle.get_slice("images")  # type: ignore[no-untyped-call]
+        self._file = file
+        self._begin = images.begin
 
     @property
     def names(self) -> Sequence[str]:
@@ -58,21 +58,26 @@ class ImageFile:
 
     @property
     def held_bytes(self) -> int:
-        """The bytes that are held of the images: none, as the file is mapped."""
+        """The bytes that are held of the images: none, as each is read when it is asked for."""
         return 0
 
     def read(self, place: int, images: Sequence[int]) -> Tensor:
         """Read images of one class, uint8 (n, C, H, W)."""
         first = int(self._first[place])
         rows = [int(self._order[first + index]) for index in images]
-        return torch.cat([self._images[row : row + 1] for row in rows])
+        return torch.cat([self._rows(row, 1) for row in rows])
 
     def chunks(self) -> Iterator[Tensor]:
         """Yield all images in the order of the file, some MiB at a time."""
         count = sum(self.sizes)
         step = max(1, _CHUNK_BYTES // torch.Size(self.shape).numel())
         for begin in range(0, count, step):
-            yield self._images[begin : min(begin + step, count)]
+            yield self._rows(begin, min(step, count - begin))
+
+    def _rows(self, first: int, count: int) -> Tensor:
+        size = torch.Size(self.shape).numel()
+        read = self._file.read_at(self._begin + first * size, count * size)
+        return torch.frombuffer(read, dtype=torch.uint8).view(count, *self.shape)
 
 
 def load(source: ImageSplits, context: LoaderContext) -> ImageData:
@@ -124,8 +129,7 @@ def _open(folder: OpenFolder, split: str, context: LoaderContext) -> ImageFile:
         )
     with safetensors.safe_open(file, framework="pt") as opened:
         found: Tensor = opened.get_tensor("labels")
-    channels, rows, columns = images.shape[1:]
-    return ImageFile(file, found, (channels, rows, columns))
+    return ImageFile(file, found, images)
 
 
 def _entry(file: OpenFile, header: Mapping[str, TensorEntry], name: str, dtype: str, rank: int) -> TensorEntry:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from catalog.requests.job import JobDocument
+from engine.analyses.fewshot.fewshot_model import weights_digest
 from engine.image_data import ImageData
 from worker.execution.job_inputs import load_weights
 from worker.execution.loader_context import LoaderContext
@@ -30,8 +31,8 @@ class OpenedImages:
 
     @property
     def model_sha256(self) -> str | None:
-        """Digest of a given model: none, since the job makes its own; the summary has that of the kept weights."""
-        return None
+        """Digest of the weights that the training begins with; None where it draws its own."""
+        return None if self.data.weights is None else weights_digest(self.data.weights)
 
     def data_sha256(self, checkpoint: Callable[[], None]) -> str:
         """Return the digest of the images."""
