@@ -183,6 +183,12 @@ class Script:
     def sleep(self, seconds: Any) -> None:
         time.sleep(seconds)
 
+    def work_in_scratch(self) -> None:
+        """Leave a checkpoint."""
+        place = Path(self.assignment["scratch"])
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "sums").touch()
+
     def kill_self(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 

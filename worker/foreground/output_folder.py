@@ -38,7 +38,8 @@ class OutputFolder:
         self.path = path.absolute()
         self.artifacts = self.path / "artifacts"
         self.scratch = self.path / _SCRATCH
-        """Scratch folder; a killed run of the same document is continued from its files, by its plan."""
+        """Scratch folder; a run of the same document that was killed, or failed for no fault of the document, is
+        continued from its files, by its plan."""
         self.piece_folders = self.path / _PIECES
         """Folder in which the pieces of a divided job are computed."""
         killed = self._killed_run(document)
@@ -112,7 +113,8 @@ class OutputFolder:
     def end(self, state: str, failure: Failed | None) -> None:
         """Write the results, then the last state: in this order, so that `succeeded` promises them.
 
-        A run that was refused or stopped before its first row gives back what it found.
+        A run that was refused or stopped before its first row gives back what it found. Of one that failed otherwise,
+        whose computing process was killed for instance, the checkpoints stay: the next run of its document goes on.
         """
         self._log.close()
         refused = failure.category == "usage" if failure is not None else state == "cancelled"
@@ -130,7 +132,8 @@ class OutputFolder:
         if failure is not None:
             self._job["failure"] = {name: value for name, value in plain(failure).items() if name != "frame"}
         self._write("job.json", self._job)
-        for name in (_SCRATCH, _EARLIER, _PIECES):
+        goes_on = failure is not None and not refused and self.plan is not None
+        for name in (_EARLIER,) if goes_on else (_SCRATCH, _EARLIER, _PIECES):
             shutil.rmtree(self.path / name, ignore_errors=True)
 
     def _drop_bases(self) -> None:
@@ -141,9 +144,13 @@ class OutputFolder:
             self._job["artifacts"] = others
 
     def _killed_run(self, document: object) -> dict[str, Any] | None:
-        """Return the record of a run of the same document that was planned and never came to its end."""
+        """Return the record of a run of the same document that was planned, and killed or failed before its end."""
         found = self._earlier_run()
-        if found is None or found.get("state") != "running" or found.get("document") != document:
+        if found is None or found.get("document") != document:
+            return None
+        failure = found.get("failure")
+        failed = found.get("state") == "failed" and isinstance(failure, dict) and failure.get("category") != "usage"
+        if found.get("state") != "running" and not failed:
             return None
         return found if isinstance(found.get("plan"), dict) else None
 

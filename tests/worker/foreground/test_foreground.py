@@ -404,6 +404,30 @@ def test_a_killed_run_is_gone_on_with_and_any_other_is_not(foreground: Any, tmp_
     assert isinstance(frames_of(process)[-1], Finished)
 
 
+def test_a_run_whose_computing_process_was_killed_is_gone_on_with(foreground: Any, tmp_path: Any) -> None:
+    output = tmp_path / "out"
+    plan = ["plan", {"parts": [["a"], ["b"]]}]
+
+    def told_to_the_next() -> Any:
+        process = foreground(["echo_assignment"], ["finish"])
+        told = next(frame.message for frame in frames_of(process) if isinstance(frame, LogLine))
+        return json.loads(told)["plan"]
+
+    for end, goes_on in ((["kill_self"], True), (["fail", "fatal"], True), (["fail", "usage"], False)):
+        process = foreground(["work_in_scratch"], plan, ["layer", 0], end, request=REPLACING)
+        frames_of(process)
+        process.wait(240)
+        assert json_file(output / "job.json")["state"] == "failed"
+        assert (output / ".waiting" / "sums").exists() == goes_on
+        if not goes_on:
+            # its rows are results, which another run does not replace
+            assert foreground(["finish"]).wait(240) == 2
+            break
+        assert told_to_the_next() == {"parts": [["a"], ["b"]]}
+        assert json_file(output / "job.json")["state"] == "succeeded"
+        assert not (output / ".waiting").exists()
+
+
 def test_a_run_ends_at_its_deadline(foreground: Any, tmp_path: Any) -> None:
     for within in ("3s", "240s"):  # the second where the machine is too busy to do a layer within the first
         out = tmp_path / within
