@@ -59,7 +59,7 @@ class Labels:
     pointer: str
     code: str = "invalid_value"
     untyped: bool = False
-    """Whether the file does not tell the number 1 from the text "1", as CSV does not."""
+    """Whether the file does not tell the number 1 from the text "1", as CSV does not; all its labels are texts."""
     _values: list[int | float | str] = field(default_factory=list)
     _texts: dict[str, str] = field(default_factory=dict)
     """Each text that a label is, with the place where it first stands."""
@@ -75,6 +75,8 @@ class Labels:
         Raises:
             Refusal: If no label is such, or it is one text too many.
         """
+        if self.untyped and isinstance(label, str):
+            label = self._read(label)
         if isinstance(label, str) and self.request.task.type in CLASS_TASKS:
             self._values.append(self._taken(label, where))
             return
@@ -89,9 +91,15 @@ class Labels:
             Refusal: If names cannot be numbered for certain.
         """
         numbering = self._numbering() if self._texts else {}
-        if self.untyped and not self._texts and self.request.task.type in CLASS_TASKS:
-            self._require_one_reading({str(value): float(value) for value in dict.fromkeys(self._values)})
         return [numbering[value] if isinstance(value, str) else value for value in self._values]
+
+    def _read(self, text: str) -> float | str | None:
+        """Read a label whose type the file does not tell."""
+        if not text.strip():
+            named = any(_number_in(each) is None for each in self._texts)
+            return text if named else None
+        number = None if self.request.task.type in CLASS_TASKS else _number_in(text)
+        return text if number is None else number
 
     def _taken(self, label: str, where: str) -> str:
         if not label.strip() or len(label) > _MOST_CHARACTERS or not is_storable(label):
@@ -130,10 +138,10 @@ class Labels:
                 f"{self._number_at}; give all labels as class numbers, or all as names"
             )
         if self._texts.keys() <= own.keys():
-            if self.untyped:
-                self._require_one_reading(read)
+            self._require_one_reading(read)
             return self._recorded({text: own[text] for text in self._texts}, "id2label")
         if len(read) == len(self._texts):
+            self._require_one_reading(read)
             return {text: self._number(number, self._texts[text]) for text, number in read.items()}
         unknown = next(text for text in self._texts if text not in own)
         if not all(map(_UNNAMED.fullmatch, classes)):
@@ -175,12 +183,17 @@ class Labels:
     def _require_one_reading(self, read: Mapping[str, float]) -> None:
         """Refuse numbers that are names of other classes, where the file cannot say which of both they are."""
         own = {name: number for number, name in enumerate(self.request.loaded.class_names)}
-        for text, number in read.items():
-            if own.get(text, number) != number:
-                raise self._refused(
-                    f"`{self.column}` holds {text}, which is the number of one class and, by `id2label`, the name of "
-                    f'class {own[text]}; give JSON lines, where 1 is a number and "1" a name'
-                )
+        task = self.request.task.type
+        for text, number in read.items() if self.untyped else ():
+            if label_fault(number, task) is not None:
+                continue
+            # pandas writes 1 as 1.0 where a row of the column was empty
+            for name in (text, str(int(number))):
+                if own.get(name, number) != number:
+                    raise self._refused(
+                        f"`{self.column}` holds {text}, which is the number of one class and, by `id2label`, the name "
+                        f'of class {own[name]}; give JSON lines, where 1 is a number and "1" a name'
+                    )
 
     def _refused(self, message: str) -> Refusal:
         return Refusal(message, pointer=self.pointer, code=self.code)

@@ -23,7 +23,7 @@ from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal, names, storable_text, unique_keys
 
 LABEL_FIELDS = ("target_column", "label_key")
-"""Fields of the document that name a column of labels, whose type is the file's."""
+"""Fields of the document that name a column of labels."""
 SUFFIXES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 _MOST_LINE_BYTES = 16 * 2**20
 _LIST_CHARACTERS = 2**18
@@ -148,8 +148,7 @@ def _apart(
 ) -> Iterator[Sequence[Any]]:
     with open_table(file, SUFFIXES[file.suffix], count) as table:
         _require_columns(table.names, columns, there)
-        texts = [name for field, name in columns.items() if field not in LABEL_FIELDS]
-        yield from table.rows(tuple(columns.values()), texts)
+        yield from table.rows(tuple(columns.values()))
 
 
 def _json(

@@ -223,6 +223,56 @@ def test_a_csv_does_not_say_whether_1_is_a_number_or_a_name(tmp_path: Path, cont
         Read(context, plain).file(written(tmp_path / "gap.csv", [("ab", 1), ("cd", "")]))
 
 
+AS_WRITTEN: dict[str, tuple[list[str], tuple[str, ...], Any]] = {
+    "names with leading zeros": (["01", "02"], ("01", "02", "03"), "holds 01, which is the number of one class"),
+    "names with a point": (["1.0", "2.0"], ("1.0", "2.0", "3.0"), r"holds 1\.0, which is the number of one class"),
+    "numbers with a point, of names without": (["1.0", "2.0"], ("1", "2", "3"), "name of class 0; give JSON lines"),
+    "a number that is no name, and one that is": (["0", "1"], ("1", "2", "3"), "name of class 0; give JSON lines"),
+    "names that no number is": (["00x", "01x"], ("00x", "01x"), [0, 1]),
+    "names between classes": (["1.5", "0.5"], ("0.5", "1.5"), [1, 0]),
+    "names that are dates": (["2024-05-01", "2024-04-01"], (), [1, 0]),
+    "numbers with a point": (["1.0", "0.0"], ("a", "b"), [1, 0]),
+    "numbers after a blank": ([" 1", " 0"], ("a", "b"), [1, 0]),
+    "nothing among names": (["a", ""], ("a", "b"), "row 1: `label` is ''; a class is"),
+    "nothing at first": (["", "1"], ("a", "b"), "row 0: `label` must be a number"),
+}
+
+
+@pytest.mark.parametrize("kind", list(AS_WRITTEN))
+def test_labels_of_a_csv_are_read_as_they_are_written(tmp_path: Path, context: LoaderContext, kind: str) -> None:
+    labels, known, expected = AS_WRITTEN[kind]
+    path = written(tmp_path / "rows.csv", [("ab", label) for label in labels])
+    read = Read(context, LoadedModel(model=nn.Linear(3, 2), vocabulary=BYTES, class_names=known))
+    if isinstance(expected, str):
+        with pytest.raises(Refusal, match=expected) as refused:
+            read.file(path)
+        assert refused.value.pointer == "/data/label_key"
+    else:
+        assert read.file(path)[1].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("task", "many", "last", "expected"), [("regression", "3", "0.5", 0.5), ("sequence_classification", "1", "1.0", 1)]
+)
+def test_a_label_far_down_a_csv_may_look_otherwise_than_the_first(
+    tmp_path: Path, context: LoaderContext, task: str, many: str, last: str, expected: float
+) -> None:
+    # the library reads 4 MiB at a time
+    path = written(tmp_path / "rows.csv", [("x" * 2**16, many)] * 70 + [("ab", last)])
+    read = Read(context, LoadedModel(model=nn.Linear(3, 2), vocabulary=BYTES), task)
+    stream = file.load(DataFile(source="file", path=str(path)), read.request)
+    targets = torch.cat([chunk[1] for chunk in stream.batches()])
+    assert targets.tolist() == [int(many)] * 70 + [expected]
+
+
+def test_a_score_of_a_csv_that_is_no_number_is_refused(tmp_path: Path, context: LoaderContext) -> None:
+    read = Read(context, LoadedModel(model=nn.Linear(3, 2), vocabulary=BYTES), "regression")
+    for score, said in (("much", "'much'"), ("NA", "'NA'"), ("", "None")):
+        path = written(tmp_path / "rows.csv", [("ab", "1"), ("cd", score)])
+        with pytest.raises(Refusal, match=rf"row 1: `label` must be a number \(got {said}\)"):
+            read.file(path)
+
+
 def test_tags_by_name_are_those_of_the_model(tmp_path: Path, minilm: Path, context: LoaderContext) -> None:
     tokenizer = Vocabulary(
         size=30_522, max_length=64, tokenizer=load(

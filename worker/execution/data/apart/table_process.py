@@ -41,14 +41,9 @@ class TableProcess:
         self.names: list[str] = self._asked({"kind": kind})["names"]
         """Names of all columns."""
 
-    def rows(self, columns: Sequence[str], texts: Sequence[str]) -> Iterator[Sequence[Any]]:
-        """Return the values of columns, row by row.
-
-        Args:
-            columns: Their names.
-            texts: Those of CSV that are texts, also where they look like numbers.
-        """
-        message: dict[str, Any] = {"columns": list(columns), "texts": list(texts)}
+    def rows(self, columns: Sequence[str]) -> Iterator[Sequence[Any]]:
+        """Return the values of columns, row by row; all values of CSV are texts."""
+        message: dict[str, Any] = {"columns": list(columns)}
         while rows := self._asked(message):
             yield from rows
             message = {}

@@ -57,7 +57,7 @@ class _Table:
         columns = message.get("columns")
         if columns is not None:
             rows = self._parquet_batches if self._kind == "parquet" else self._csv_batches
-            self._pieces = _pieces(rows(columns, message["texts"]), columns)
+            self._pieces = _pieces(rows(columns), columns)
         return next(self._pieces, [])
 
     def _parquet(self) -> pyarrow.parquet.ParquetFile:
@@ -70,7 +70,7 @@ class _Table:
             thrift_container_size_limit=_MOST_THRIFT_ENTRIES,
         )
 
-    def _parquet_batches(self, columns: list[str], _: list[str]) -> Iterator[pa.RecordBatch]:
+    def _parquet_batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
         table = self._parquet()
         schema = table.schema_arrow
         for name in columns:
@@ -90,7 +90,7 @@ class _Table:
         found: list[str] = pyarrow.csv.read_csv(pa.BufferReader(first), read_options=options).column_names
         return found
 
-    def _csv_batches(self, columns: list[str], texts: list[str]) -> Iterator[pa.RecordBatch]:
+    def _csv_batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
         self._stream.seek(0)
         with pyarrow.csv.open_csv(
             self._stream,
@@ -98,11 +98,8 @@ class _Table:
             parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
             convert_options=pyarrow.csv.ConvertOptions(
                 include_columns=columns,
-                # texts, also where they look like numbers
-                column_types=dict.fromkeys(texts, pa.string()),
-                # names of classes
-                true_values=[],
-                false_values=[],
+                # a type found by looking would cut the class 01 to 1, and hold for the first block alone
+                column_types=dict.fromkeys(columns, pa.string()),
             ),
         ) as reader:
             for batch in reader:
