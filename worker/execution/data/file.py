@@ -82,7 +82,7 @@ def _table(path: OpenFile, source: DataFile, request: DataRequest) -> DataStream
         place=_POINTER,
     )
     columns.require_pairs(task)
-    labels = columns.labels(request, untyped=is_untyped(path))
+    labels = columns.labels(request, untyped=is_untyped(path, ""))
     table = read_columns(path, "", columns.named, source.limit, labels, _POINTER)
     return table_stream(table, columns, labels, path.name, source.sequence_length)
 

@@ -39,7 +39,7 @@ def load(source: HuggingFaceData, request: DataRequest) -> DataStream:
     )
     columns.require_pairs(request.task.type)
     place = _local(source, request)
-    labels = columns.labels(request, untyped=place is not None and is_untyped(place))
+    labels = columns.labels(request, untyped=place is not None and is_untyped(place, source.split))
     if place is not None:
         table = read_columns(place, source.split, columns.named, source.limit, labels, columns.place)
     else:

@@ -25,6 +25,10 @@ from worker.execution.refusal import Refusal, names, storable_text, unique_keys
 LABEL_FIELDS = ("target_column", "label_key")
 """Fields of the document that name a column of labels."""
 SUFFIXES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+_HIDDEN = re.compile(r"(^|/)(\.|__)")
+"""Such as copies in .ipynb_checkpoints, and what macOS writes beside files."""
+_SPLIT_WORDS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
+"""Words of the ``datasets`` library: a split's name stands for the longer ones that begin with it."""
 _MOST_LINE_BYTES = 16 * 2**20
 _LIST_CHARACTERS = 2**18
 _ENTRY_BYTES = 64
@@ -53,7 +57,7 @@ def read_columns(
     labels: Labels,
     pointer: str,
 ) -> Table:
-    """Read columns of a file, or of all files of a folder whose names hold the split's, else of all."""
+    """Read columns of a file, or of all files of a folder whose names hold the split as a word, else of all."""
     context = labels.request.context
     there: dict[str, None] = {}
     count = context.byte_count(pointer)
@@ -83,9 +87,9 @@ def column_names(file: OpenFile, count: ByteCount) -> list[str]:
         return list(table.names)
 
 
-def is_untyped(place: OpenFile | OpenFolder) -> bool:
-    """Return whether data are of CSV, which does not tell the number 1 from the text "1"."""
-    listed = [place.name] if isinstance(place, OpenFile) else place.walk()
+def is_untyped(place: OpenFile | OpenFolder, split: str) -> bool:
+    """Return whether what is read is CSV, which does not tell the number 1 from the text "1"."""
+    listed = [place.name] if isinstance(place, OpenFile) else _chosen(_data_files(place), split)[0]
     return any(_suffix(name) == ".csv" for name in listed)
 
 
@@ -116,8 +120,8 @@ def _files(place: OpenFile | OpenFolder, split: str, context: LoaderContext, poi
     if isinstance(place, OpenFile):
         listed = [place.name]
     else:
-        every = [name for name in place.walk() if _suffix(name) in SUFFIXES]
-        listed = [name for name in every if split in name.rpartition("/")[2].rpartition(".")[0]] or every
+        every = _data_files(place)
+        listed, named = _chosen(every, split)
     if not listed or len({SUFFIXES.get(_suffix(name)) for name in listed} | {None}) != 2:
         raise Refusal(
             f"{place.name} must hold data files of one kind: {', '.join(SUFFIXES)}",
@@ -127,16 +131,46 @@ def _files(place: OpenFile | OpenFolder, split: str, context: LoaderContext, poi
     if isinstance(place, OpenFile):
         yield place
         return
-    if listed == every and len(every) > 1 and not all(split in name for name in every):
-        context.notice(
-            f"no file of {place.name} has `{split}` in its name, so all {len(every)} are read: {names(every)}"
-        )
+    if len(listed) > 1:
+        if named:
+            context.log("info", f"{len(listed)} files of {place.name} are read: {names(listed)}")
+        else:
+            context.notice(
+                f"no file of {place.name} has the word `{split}` in its name, so all {len(listed)} are read: "
+                f"{names(listed)}"
+            )
     for name in sorted(set(every) - set(listed)):
         context.unused(f"file {names([name])} of {place.name}")
     for name in listed:
         file = place.file(name)
         if file is not None:
             yield file
+
+
+def _data_files(folder: OpenFolder) -> list[str]:
+    return [name for name in folder.walk() if _suffix(name) in SUFFIXES]
+
+
+def _chosen(every: Iterable[str], split: str) -> tuple[list[str], bool]:
+    """Choose the data files of a folder that are read, and say whether their names hold the split.
+
+    A file's own name comes before those of its folders, as for the ``datasets`` library: ``train-test/test.csv`` is of
+    one split.
+    """
+    visible = [name for name in every if not _HIDDEN.search(name)]
+    words = [word for word in _SPLIT_WORDS if split in _SPLIT_WORDS and word.startswith(split)] or [split]
+    pattern = re.compile("|".join(map(_as_word, words)))
+    for part in (2, 0):
+        found = [name for name in visible if pattern.search(name.rpartition(".")[0].rpartition("/")[part])]
+        if found:
+            return found, True
+    return visible, False
+
+
+def _as_word(text: str) -> str:
+    """Return a pattern of a text between other characters than its own: train1 is of train, and fold10 not of fold1."""
+    before, after = (r"[^\W_]" if edge.isdigit() else r"[^\W\d_]" for edge in (text[:1], text[-1:]))
+    return f"(?<!{before}){re.escape(text)}(?!{after})"
 
 
 def _suffix(name: str) -> str:

@@ -144,6 +144,57 @@ def test_files_of_another_split_are_listed_and_a_split_that_no_file_has_is_a_not
     assert any("so all 2 are read" in each for each in read.notices)
 
 
+FOLDERS: dict[str, tuple[str, list[str], list[str]]] = {
+    "copies of an editor": (
+        "train",
+        ["train.csv"],
+        [".ipynb_checkpoints/train-checkpoint.csv", "__MACOSX/._train.csv"],
+    ),
+    "a word that ends alike": ("train", ["train.jsonl"], ["pretrain.jsonl"]),
+    "a word within another": ("test", ["test.csv"], ["latest.csv", "contest.csv", "train.csv"]),
+    "a folder for each split": ("train", ["train/0.jsonl", "train/1.jsonl"], ["test/0.jsonl", "pretrain/0.jsonl"]),
+    "a folder of both": ("train", ["train-test/train.jsonl"], ["train-test/test.jsonl"]),
+    "shards": ("train", ["data/train-00000-of-00002.csv", "data/train-00001-of-00002.csv"], ["data/test-00000.csv"]),
+    "counted": ("train", ["my_train1.csv", "train2.csv"], ["test1.csv"]),
+    "words of the library": ("train", ["training.csv"], ["testing.csv"]),
+    "short words of the library": ("val", ["validation.jsonl"], ["interval.jsonl"]),
+    "a short split": ("dev", ["dev.jsonl"], ["device.jsonl"]),
+    "a part": ("fold1", ["fold1.csv"], ["fold10.csv", "fold11.csv"]),
+}
+
+
+@pytest.mark.parametrize("kind", list(FOLDERS))
+def test_the_files_of_a_split_are_those_that_have_its_name_as_a_word(
+    tmp_path: Path, reading: Callable[..., Read], kind: str
+) -> None:
+    split, chosen, others = FOLDERS[kind]
+    for name in (*chosen, *others):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text\nab\n" if name.endswith("csv") else '{"text": "ab"}\n')
+    read, logged = reading("masked_lm"), list[str]()
+    read.request = replace(
+        read.request, context=replace(read.request.context, log=lambda _, message: logged.append(message))
+    )
+    source = HuggingFaceData(source="huggingface", id=str(tmp_path), split=split)
+    assert huggingface.load(source, read.request).examples == len(chosen)
+    assert sorted(read.unused) == sorted(f"file `{name}` of {tmp_path.name}" for name in others)
+    assert read.notices == []
+    said = f"{len(chosen)} files of {tmp_path.name} are read: {', '.join(f'`{name}`' for name in chosen)}"
+    assert logged == ([said] if len(chosen) > 1 else [])
+
+
+def test_a_csv_of_another_split_leaves_the_labels_of_json_their_types(
+    tmp_path: Path, reading: Callable[..., Read], encoder: LoadedModel
+) -> None:
+    (tmp_path / "test.csv").write_text("text,label\nab,1\n")
+    (tmp_path / "train.jsonl").write_text('{"text": "ab", "label": 1}\n{"text": "cd", "label": 2}\n')
+    read = reading(loaded=replace(encoder, class_names=("1", "2", "3")))
+    assert read.table(tmp_path, target_column="label")[1].tolist() == [1, 2]
+    (tmp_path / "train.jsonl").write_text('{"text": "ab", "label": "1"}\n')
+    with pytest.raises(Refusal, match=r"row 0: `label` must be a number \(got '1'\)"):
+        reading("regression").table(tmp_path, target_column="label")
+
+
 def test_every_other_key_of_a_line_is_listed(tmp_path: Path, reading: Callable[..., Read]) -> None:
     rows = [{"text": "a text", "label": 0, "id": 3, "weight": 2.0}, {"text": "another", "label": 1, "source": "web"}]
     read = reading()
