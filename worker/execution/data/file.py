@@ -194,7 +194,7 @@ def _json_lines(path: OpenFile, source: DataFile, request: DataRequest) -> tuple
         text = _text(row, fields.text, where)
         texts.append(text if fields.pair is None else (text, _text(row, fields.pair, where)))
         count.add_value("".join(texts[-1]))
-        if fields.label in row and (task in LABELLED or not isinstance(row[fields.label], str)):
+        if task in LABELLED and fields.label in row:
             labels.column = fields.label
             labels.add(row[fields.label], where)
             count.add_value(row[fields.label])

@@ -156,10 +156,7 @@ BAD_FILES = [
     ("not-json.jsonl", b"{nope}\n", "line 1 is no JSON object"),
     ("no-text.jsonl", b'{"label": 1}\n', "line 1 is no JSON object with `text`"),
     ("number.jsonl", b'{"text": 3}\n', "`text` must be a string"),
-    ("ragged.jsonl", b'{"text": "a", "label": 1}\n{"text": "b"}\n', "1 of 2 lines have a `label`"),
-    ("later.jsonl", b'{"text": "a", "target": 3}\n{"text": "b", "label": 0, "target": 7}\n', "name the labels"),
     ("table.CSV", b"", "cannot be read as csv"),
-    ("flag.jsonl", b'{"text": "a", "label": true}\n', "`label` must be a number"),
     ("half.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}\n', "line 2: `text` holds half of a surrogate pair"),
     ("halves.jsonl", b'{"text": "\\udc00\\ud800"}\n', "line 1: `text` holds half of a surrogate pair"),
     ("binary.txt", b"\xff\xfe\x00", "not UTF-8"),
@@ -182,6 +179,25 @@ def test_a_bad_file_names_the_line_and_the_field(
     with pytest.raises(Refusal, match=said) as refused:
         file.load(DataFile(source="file", path=str(tmp_path / name)), request_for(encoder, "sentence_embedding"))
     assert refused.value.pointer == "/data/path"
+
+
+BAD_LABELS = [
+    ("ragged.jsonl", b'{"text": "a", "label": 1}\n{"text": "b"}\n', "1 of 2 lines have a `label`"),
+    ("later.jsonl", b'{"text": "a", "target": 3}\n{"text": "b", "label": 0, "target": 7}\n', "name the labels"),
+    ("flag.jsonl", b'{"text": "a", "label": true}\n', "`label` must be a number"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "said"), BAD_LABELS, ids=[name for name, *_ in BAD_LABELS])
+def test_labels_that_do_not_fit_are_refused_where_the_task_uses_them(
+    tmp_path: Path, encoder: LoadedModel, request_for: Callable[..., DataRequest], name: str, content: bytes, said: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    source = DataFile(source="file", path=str(tmp_path / name))
+    with pytest.raises(Refusal, match=said) as refused:
+        file.load(source, request_for(encoder, "sequence_classification"))
+    assert refused.value.pointer == "/data/path"
+    assert file.load(source, request_for(encoder, "sentence_embedding")).labels is None
 
 
 LABELS = [

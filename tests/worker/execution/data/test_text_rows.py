@@ -206,6 +206,24 @@ def test_every_other_key_of_a_line_is_listed(tmp_path: Path, reading: Callable[.
     assert "`label` of rows.jsonl" in read.unused
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("task", ["masked_lm", "sentence_embedding"])
+def test_a_label_that_the_task_does_not_use_may_be_anything(
+    tmp_path: Path, reading: Callable[..., Read], task: str, suffix: str
+) -> None:
+    for name, values in {"label": [None, None], "labels": [[0, 1], [2]], "target": [True, False]}.items():
+        rows = [{"text": text, name: value} for text, value in zip(ONE, values, strict=False)]
+        path = lines(tmp_path, rows)
+        if suffix == "parquet":
+            path = tmp_path / "rows.parquet"
+            datasets.Dataset.from_list(rows).to_parquet(str(path))
+        read = reading(task)
+        assert len(read.file(path)[0]["input_ids"]) == 2
+        assert read.unused == [f"`{name}` of {path.name}"]
+    # not every line needs one
+    assert len(reading(task).file(lines(tmp_path, [{"text": "a", "label": 1}, {"text": "b"}]))[0]["input_ids"]) == 2
+
+
 BAD = [
     ([{"text": "a", "hypothesis": "b", "label": 0}], "looks like the other half of a pair"),
     ([{"text": "a", "sentence1": "b", "sentence2": "c", "label": 0}], "more than one reading"),
