@@ -224,6 +224,34 @@ def test_a_label_that_the_task_does_not_use_may_be_anything(
     assert len(reading(task).file(lines(tmp_path, [{"text": "a", "label": 1}, {"text": "b"}]))[0]["input_ids"]) == 2
 
 
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_names_that_differ_in_case_alone_are_refused_unless_the_document_names_one(
+    tmp_path: Path, reading: Callable[..., Read], suffix: str
+) -> None:
+    def rows(*others: str) -> Path:
+        columns: dict[str, list[Any]] = {"text": ONE, "label": [0, 1, 2]}
+        columns |= {other: ONE[::-1] if other == "TEXT" else [2, 1, 0] for other in others}
+        table = datasets.Dataset.from_dict(columns)
+        path = tmp_path / f"rows.{suffix}"
+        {"csv": table.to_csv, "jsonl": table.to_json}[suffix](str(path))
+        return path
+
+    for other, one in (("Label", "label_key"), ("TEXT", "text_key")):
+        first = "label" if one == "label_key" else "text"
+        with pytest.raises(
+            Refusal, match=f"`{other}`.* differ in case alone|differ in case alone.*`{other}`"
+        ) as refused:
+            reading().file(rows(other))
+        assert refused.value.code == "ambiguous_fields"
+        assert f"`{first}`" in refused.value.message
+        assert f"`{one}: " in refused.value.message
+    assert reading().file(rows("Label"), label_key="label")[1].tolist() == [0, 1, 2]
+    assert reading().file(rows("Label"), label_key="Label")[1].tolist() == [2, 1, 0]
+    # what is not read may go by any name
+    assert reading("masked_lm").file(rows("Label"))[1] is not None
+    assert reading().file(rows("Id", "id", "Target"))[1].tolist() == [0, 1, 2]
+
+
 BAD = [
     ([{"text": "a", "hypothesis": "b", "label": 0}], "looks like the other half of a pair"),
     ([{"text": "a", "sentence1": "b", "sentence2": "c", "label": 0}], "more than one reading"),

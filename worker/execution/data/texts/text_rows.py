@@ -42,7 +42,29 @@ class TextFields:
 
 
 def choose_fields(there: Sequence[str], task: str, pointer: str, source: DataFile) -> TextFields:
-    """Choose the fields of a row that are read: those that the document names, else by their usual names."""
+    """Choose the fields of a row that are read: those that the document names, else by their usual names.
+
+    Raises:
+        Refusal: If there is no text, or more than one reading.
+    """
+    chosen = _choose(there, task, pointer, source)
+    named = (source.text_key, source.pair_key, source.label_key)
+    label = chosen.label if task in LABELLED else None
+    for field, name in (("text_key", chosen.text), ("pair_key", chosen.pair), ("label_key", label)):
+        if name is None or name in named:
+            continue
+        twin = next((other for other in there if other != name and other.lower() == name.lower()), None)
+        if twin is not None and twin not in named:
+            raise Refusal(
+                f"{names([name, twin])} differ in case alone, and one is read; name it (`{field}: {name}`), or leave "
+                "the other out",
+                pointer=pointer,
+                code="ambiguous_fields",
+            )
+    return chosen
+
+
+def _choose(there: Sequence[str], task: str, pointer: str, source: DataFile) -> TextFields:
     require_no_tensors(there, pointer)
     for field in ("text_key", "pair_key", "label_key"):
         name = getattr(source, field)
