@@ -32,7 +32,11 @@ _MOST_TEXTS = 100_000
 _MOST_SORTED = 1_000
 """Most names that are numbered here, and that a record lists."""
 _MOST_CHARACTERS = 100
-_WHOLE = re.compile(r"[+-]?\d{1,30}")
+_WHOLE = re.compile(r"[+-]?[0-9]{1,30}")
+_NUMBER = re.compile(
+    r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?|[+-]?(nan|inf|infinity)", re.IGNORECASE | re.ASCII
+)
+"""Python itself reads 1_0 as 10, and digits of any script."""
 _UNNAMED = re.compile(r"LABEL_\d+")
 """A name that ``transformers`` gives to a class that has none."""
 
@@ -213,10 +217,7 @@ def _number_in(text: str) -> float | None:
     """The number that a text is; None where it is none."""
     if _WHOLE.fullmatch(text):
         return int(text)
-    try:
-        return float(text)
-    except ValueError:
-        return None
+    return float(text) if _NUMBER.fullmatch(text.strip()) else None
 
 
 def _shown(label: object) -> str:

@@ -175,6 +175,8 @@ READINGS: dict[str, tuple[list[Any], tuple[str, ...], Any]] = {
     "a text of a number": (["a", "1"], (), "is `1` in rows.jsonl line 2 and `a` in rows.jsonl line 1"),
     "a fraction": (["1.5", "1"], (), r"line 1: `label` must be a class index.*got 1\.5"),
     "not a number": (["nan", "1"], (), "line 1: `label` must be a finite number"),
+    "sorted, with a line below": (["1_0", "0_1"], (), [1, 0]),
+    "sorted, digits of another script": (["٢", "١"], (), [1, 0]),
     "nothing": (["a", " "], (), r"line 2: `label` is ' '; a class is"),
     "a long one": (["a", "x" * 101], (), "line 2: `label` has 101 characters"),
     "half of a pair": (["a", "\ud800"], (), "line 2: `label` is"),
