@@ -107,6 +107,18 @@ def test_the_digest_is_of_images_and_labels(folder: Path, tmp_path: Path) -> Non
     assert opened(folder).sha256 == first
 
 
+def test_the_digest_says_which_image_has_which_label(folder: Path) -> None:
+    first = opened(folder).sha256
+    tensors = split_tensors(2)
+    labels = tensors["labels"]
+    other = int((labels != labels[0]).nonzero()[0])
+    labels[[0, other]] = labels[[other, 0]]
+    save_file(tensors, folder / "test.safetensors")
+    swapped = opened(folder)
+    assert list(swapped.splits["test"].sizes) == [PER_CLASS] * 3
+    assert swapped.sha256 != first
+
+
 def test_the_digest_is_the_same_in_chunks_of_any_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = opened(folder).sha256
     monkeypatch.setattr(image_splits, "_CHUNK_BYTES", 1)

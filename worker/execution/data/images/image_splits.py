@@ -57,6 +57,11 @@ class ImageFile:
         return [str(label) for label in self.labels]
 
     @property
+    def order(self) -> Tensor:
+        """Rows of the file by class, and within a class as they stand there, int64 (N,)."""
+        return self._order
+
+    @property
     def held_bytes(self) -> int:
         """The bytes that are held of the images: none, as each is read when it is asked for."""
         return 0
@@ -164,6 +169,7 @@ def _digest(splits: Mapping[str, ImageFile], context: LoaderContext) -> str:
     done = 0
     for split, images in splits.items():
         digest.update(f"{split} {images.shape} {images.labels} {list(images.sizes)}".encode())
+        digest.update(images.order.numpy().tobytes())
         prints = torch.empty(sum(images.sizes), dtype=torch.int64)
         place = 0
         for chunk in images.chunks():
