@@ -46,6 +46,7 @@ _NOT_READ = re.compile(
     |torchscript|output_hidden_states|tie_word_embeddings|pad_token_id|encoder|decoder""",
     re.VERBOSE,
 )
+_HIDDEN_BY_FIELD = re.compile(r"is_causal=(self\.)?config\.is_decoder")
 _FORBIDDEN = ("socket.connect", "socket.getaddrinfo", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.system")
 _SECONDS = 60
 _MODELS = Path(transformers.__file__).parent / "models"
@@ -66,6 +67,23 @@ def heads(model_type: str) -> list[str]:
         for head, auto in HEADS.items()
         if model_type in getattr(transformers, auto)._model_mapping._model_mapping  # noqa: SLF001 - names, nothing is loaded
     ]
+
+
+def is_next_token_seen(model_type: str) -> bool:
+    """Return whether a type's head for the next token sees it, as that of an encoder does.
+
+    Only `is_decoder`, which is not read, or an `attn_type` other than the default would hide it.
+    """
+    kind = CONFIG_MAPPING[model_type]
+    directions = declared_fields(kind).get("attn_type")
+    paths = _MODELS.glob(f"{model_type_to_module_name(model_type)}/modeling_*.py")
+    encodes = (
+        "masked_lm" in heads(model_type)
+        or (directions is not None and directions.default == "bi")
+        or any(_HIDDEN_BY_FIELD.search(path.read_text()) for path in paths)
+    )
+    # some classes have no defaults that fit together
+    return encodes and not kind().is_encoder_decoder
 
 
 @functools.cache
@@ -151,8 +169,7 @@ def described() -> dict[str, Any]:
     left_out: dict[str, str] = {}
     for model_type in sorted(CONFIG_MAPPING_NAMES):
         kind, found = CONFIG_MAPPING[model_type], heads(model_type)
-        # an encoder's head for the next token sees it: only `is_decoder`, which is not read, would hide it
-        if {"causal_lm", "masked_lm"} <= set(found) and not kind().is_encoder_decoder:
+        if "causal_lm" in found and is_next_token_seen(model_type):
             found.remove("causal_lm")
         reason = reason_left_out(model_type, found, watch)
         if reason is not None:

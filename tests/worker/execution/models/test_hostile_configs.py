@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from catalog.requests.inputs import DirectoryModel, Task
+from ops.list_architectures import is_next_token_seen
 from worker.execution.files.open_files import OpenFolder
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models.architectures import bounded_build
@@ -184,3 +185,36 @@ def test_what_transformers_writes_of_its_defaults_is_read_and_is_the_same(part: 
             if field.kinds <= {int, float, bool, type(None)} and field.name not in ("use_cache", "audio_vocab_size"):
                 assert ours.get(field.name) == theirs.get(field.name), (name, field.name)
     assert not [name for name, said in refusals.items() if NOT_READ.get(name, "backbone_config") not in said], refusals
+
+
+ONE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 60}
+DECODER = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32, "vocab_size": 60}
+ENCODER = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "seen"),
+    [
+        ("xlnet", {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 32, "vocab_size": 60}, True),
+        ("bert-generation", ONE, True),
+        ("roberta", ONE, True),
+        ("gpt_neox", ONE, False),
+        ("trocr", DECODER, False),
+        ("bart", DECODER | ENCODER, False),
+    ],
+)
+def test_a_type_whose_later_tokens_change_earlier_logits_does_no_language_modelling(
+    name: str, config: dict[str, Any], seen: bool
+) -> None:
+    import transformers  # noqa: PLC0415 - not at collection
+
+    torch.manual_seed(0)
+    described = transformers.AutoConfig.for_model(name, **config)
+    model = transformers.AutoModelForCausalLM.from_config(described).eval()
+    ids = torch.arange(5, 15)[None].repeat(2, 1)
+    ids[1, -1] = 30
+    with torch.no_grad():
+        one, other = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, :-1]
+    assert bool((one - other).abs().max() > 1e-6) == seen
+    assert ("causal_lm" in model_types()[name].heads) != seen
+    assert is_next_token_seen(name) == seen
