@@ -151,3 +151,27 @@ def test_layers_beyond_those_of_the_config_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match=r"encoder\.layer\.1") as refused:
         loaded(folder, "sentence_embedding")
     assert refused.value.code == "unexpected_tensor"
+
+
+TROCR = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32, "vocab_size": 60}
+
+
+@pytest.mark.parametrize(("name", "config"), [("bart", BART), ("trocr", TROCR)], ids=["bart", "trocr"])
+def test_a_decoder_that_was_saved_says_that_it_is_one(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    reference = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **config)).eval()
+    reference.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["is_decoder"] is True
+    unused: list[str] = []
+    found = loaded(tmp_path, "causal_lm", unused=unused.append)
+    assert "config.json: `is_decoder`" in unused
+    ids = torch.arange(3, 27).view(2, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(found(input_ids=ids)[0], reference(input_ids=ids)[0], rtol=1e-6, atol=1e-6)
+
+
+def test_a_decoder_of_another_kind_is_refused(tmp_path: Path) -> None:
+    """The encoder of a T5 reads `is_decoder`, and would hide later tokens."""
+    folder = written(tmp_path, "AutoModelForTextEncoding", {**T5, "is_decoder": True})
+    with pytest.raises(Refusal, match=r"`is_decoder` \(True, and False here\)"):
+        loaded(folder, "sentence_embedding")

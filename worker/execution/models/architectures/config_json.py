@@ -55,6 +55,8 @@ _HARMLESS = re.compile(
     re.VERBOSE,
 )
 """Fields that change nothing of a forward pass in evaluation mode."""
+_DECODERS = frozenset({"trocr"})
+"""Types with a decoder and no encoder."""
 _MISSING = object()
 
 
@@ -71,8 +73,10 @@ def account_for_fields(
         value, own = config[name], getattr(built, name, _MISSING)
         if _is_same(value, own):
             continue
-        # a saved encoder of two parts says that it has no decoder
-        alone = name == "is_encoder_decoder" and value is False
+        # a saved encoder of two parts says that it has no decoder, and a saved decoder that it is one
+        alone = (name == "is_encoder_decoder" and value is False) or (
+            name == "is_decoder" and value is True and _is_made_decoder(built)
+        )
         if own is _MISSING or alone or _HARMLESS.fullmatch(name) or value in (None, [], {}):
             context.unused(f"config.json: {names([name])}")
         else:
@@ -86,6 +90,16 @@ def account_for_fields(
             pointer=pointer,
             code="unread_field",
         )
+
+
+def _is_made_decoder(built: Any) -> bool:  # noqa: ANN401 - a configuration of transformers
+    """Return whether a type's class for the next token is a decoder, whatever the configuration says."""
+    listed, two_parts = model_types().get(built.model_type), declared_fields(built.__class__).get("is_encoder_decoder")
+    return (
+        listed is not None
+        and "causal_lm" in listed.heads
+        and (listed.name in _DECODERS or (two_parts is not None and two_parts.default is True))
+    )
 
 
 def _shown(value: object) -> str:
