@@ -47,12 +47,15 @@ def convert(
     entries, made = dict(found.entries), dict(found.made)
     groups: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
     for name in sorted(found.entries, key=dot_natural_key):
-        if any(each in state for each in (bare[name], f"{prefix}.{bare[name]}", bare[name].removeprefix(f"{prefix}."))):
+        candidates = (bare[name], f"{prefix}.{bare[name]}", bare[name].removeprefix(f"{prefix}."))
+        place = next((state[each] for each in candidates if each in state), None)
+        if place is not None and tuple(place.shape) == found.entries[name].shape:
             continue
         key, pattern = rename_source_key(bare[name], renamings, converters, prefix, state)
+        # some are converted in their place: of another shape, under the same name
         if pattern is not None:
             groups.setdefault(key, (by_pattern[pattern], []))[1].append((pattern, name))
-        elif key != bare[name] and key in state and key not in entries:
+        elif place is None and key != bare[name] and key in state and key not in entries:
             entries[key] = entries.pop(name)
             made[key] = partial(_stored, found, name)
     for key, (converter, sources) in groups.items():

@@ -175,3 +175,19 @@ def test_a_decoder_of_another_kind_is_refused(tmp_path: Path) -> None:
     folder = written(tmp_path, "AutoModelForTextEncoding", {**T5, "is_decoder": True})
     with pytest.raises(Refusal, match=r"`is_decoder` \(True, and False here\)"):
         loaded(folder, "sentence_embedding")
+
+
+def test_experts_that_an_older_version_laid_the_other_way_round_are_turned(tmp_path: Path) -> None:
+    text = {**KV, "moe_intermediate_size": 24, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
+    vision = {"hidden_size": 16, "intermediate_size": 32, "depth": 1, "num_heads": 2, "patch_size": 4,
+              "out_hidden_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}  # fmt: skip
+    described = {"model_type": "qwen3_vl_moe", "text_config": text, "vision_config": vision}
+    folder = written(tmp_path, "AutoModel", described)
+    held = safetensors.torch.load_file(folder / "model.safetensors")
+    turned = {name: each.mT.contiguous() if ".experts." in name else each for name, each in held.items()}
+    assert any(turned[name].shape != each.shape for name, each in held.items())
+    safetensors.torch.save_file(turned, folder / "model.safetensors", {"format": "pt"})
+    expected = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).state_dict()
+    found = loaded(folder, "embedding").state_dict()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
