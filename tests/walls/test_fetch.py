@@ -20,7 +20,8 @@ from worker.execution.models import fetch, hub_snapshot, hub_transport
 from worker.execution.models.hub_store import snapshot
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-CONTENTS = {"config.json": b'{"a": 1}', "model.safetensors": b"\x02" * 70_000, "1_Pooling/config.json": b"{}"}
+CONTENTS = {"config.json": b'{"a": 1}', "model.safetensors": b"\x02" * 70_000, "1_Pooling/config.json": b"{}",
+            "modules.json": b"[]"}  # fmt: skip
 RESOLVED = f"/owner/name/resolve/{COMMIT}/"
 API = "/api/models/owner/name/revision/"
 

@@ -5,6 +5,7 @@ to be used (pooling, preprocessing of images, more weights than the index names)
 """
 
 import json
+import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from catalog.requests.inputs import Task
 from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.loader_context import LoaderContext
-from worker.execution.refusal import Refusal, names
+from worker.execution.refusal import Refusal, names, unique_keys
 
 _ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors",
              "pytorch_lora_weights.safetensors", "adapter.safetensors")  # fmt: skip
@@ -22,6 +23,10 @@ _DATA = (".json", ".jsonl", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5
 _MOST_FOLDERS = 64
 _MOST_CONFIG_BYTES = 2**20
 _POOLING = "pooling_mode_"
+_MOST_STEPS = 32
+_STEP = re.compile(r"sentence_transformers\.([a-z_]+\.){0,8}([A-Za-z]{1,60})", re.ASCII)
+_OWN_STEPS = frozenset({"Transformer", "Pooling"})
+"""Steps of a sentence encoder that are those of the task; how it pools stands in a file of its own."""
 
 
 def require_no_adapter(folder: OpenFolder, pointer: str) -> None:
@@ -70,6 +75,8 @@ def list_unused_files(
                 "`preprocessor_config.json` is not applied: images go into the model as the data give them, so scale "
                 "and normalise them beforehand"
             )
+        elif name == "modules.json" and task.type == "sentence_embedding":
+            _tell_further_steps(folder.file(name), context)
     for name in [each for each in folder.names() if "." not in each.lstrip(".")][:_MOST_FOLDERS]:
         if folder.path / name != applied:
             _list_subfolder(name, folder.folder(name), read, task, context)
@@ -95,20 +102,41 @@ def _list_subfolder(name: str, folder: OpenFolder, read: Collection[str], task: 
         context.unused(f"file {names([f'{name}/{each}'])}")
 
 
+def _tell_further_steps(file: OpenFile | None, context: LoaderContext) -> None:
+    """Say which steps a sentence encoder has besides those of the task."""
+    value = _read(file)
+    steps = [each.get("type") if isinstance(each, dict) else None for each in value] if isinstance(value, list) else []
+    types = [each for each in steps if isinstance(each, str)]
+    if not 1 <= len(types) == len(steps) <= _MOST_STEPS:
+        context.notice(
+            f"`modules.json` is no list of 1 to {_MOST_STEPS} steps, each with a `type`, so it is not known what the "
+            "encoder does besides; `sentence_embedding` measures the mean over the tokens that are not padding"
+        )
+        return
+    known = [(each, _STEP.fullmatch(each)) for each in types]
+    further = [match[2] if match else each for each, match in known if not match or match[2] not in _OWN_STEPS]
+    if further:
+        context.notice(
+            f"the model's own {names(further)}, a step in `modules.json`, is not applied: `sentence_embedding` "
+            "measures the mean itself, over the tokens that are not padding"
+        )
+
+
 def _other_pooling(file: OpenFile | None) -> str | None:
     """Return a sentence encoder's pooling where it is another than the mean; None where it is the mean."""
-    value = _read(file)
+    found = _read(file)
+    value = found if isinstance(found, dict) else {}
     chosen = [key for key, on in value.items() if on is True and key.startswith(_POOLING)]
     if value.get("pooling_mode") not in (None, "mean"):
         return f"`pooling_mode: {str(value['pooling_mode'])[:40]}`"
     return None if chosen in ([], [f"{_POOLING}mean_tokens"]) else f"the pooling {names(chosen)}"
 
 
-def _read(file: OpenFile | None) -> dict[str, Any]:
+def _read(file: OpenFile | None) -> Any:  # noqa: ANN401 - decoded from JSON
+    """Return the value that a file holds; None where it holds none, or is too large."""
     if file is None or file.stat().st_size > _MOST_CONFIG_BYTES:
-        return {}
+        return None
     try:
-        value = json.loads(file.read_bytes())
+        return json.loads(file.read_bytes(), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        return None

@@ -35,7 +35,7 @@ from worker.execution.refusal import Refusal, Unavailable, names
 
 FILES = ("config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
          "adapter_config.json", "generation_config.json", "preprocessor_config.json",
-         "*_Pooling/config.json")  # fmt: skip
+         "modules.json", "*_Pooling/config.json")  # fmt: skip
 """Patterns of the files that are wanted."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -246,6 +246,38 @@ def test_the_pooling_of_a_sentence_encoder_is_a_notice_where_it_is_not_the_mean(
     assert any("weights in the folder `2_Dense`" in each for each in notes.notices)
 
 
+@pytest.mark.parametrize(
+    ("types", "said"),
+    [
+        (["sentence_transformers.models.Transformer", "sentence_transformers.models.Pooling"], None),
+        (["sentence_transformers.models.Transformer", "sentence_transformers.models.Normalize"], "own `Normalize`,"),
+        (["custom_st.Transformer"], "own `custom_st.Transformer`,"),
+        (["sentence_transformers.\n.Pooling"], "own 'sentence_transformers.\\n.Pooling',"),
+        ([None], "no list of 1 to 32 steps"),
+        ([], "no list of 1 to 32 steps"),
+        (["sentence_transformers.models.Pooling"] * 33, "no list of 1 to 32 steps"),
+    ],
+)
+def test_a_further_step_of_a_sentence_encoder_is_a_notice(saved: Saved, types: list[Any], said: str | None) -> None:
+    folder = saved("AutoModel", bert())
+    (folder / "modules.json").write_text(json.dumps([{"idx": 0, "path": "", "type": each} for each in types]))
+    _, notes = loaded(folder)
+    assert len(notes.notices) == (said is not None)
+    assert said is None or said in notes.notices[0]
+    assert "file `modules.json`" in notes.unused
+    _, notes = loaded(folder, "embedding")
+    assert notes.notices == []
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", "[", "[" * 100_000, '[{"type": "a", "type": "b"}]', " " * 2**21 + "[]"])
+def test_a_list_of_steps_that_cannot_be_read_is_a_notice(saved: Saved, text: str) -> None:
+    folder = saved("AutoModel", bert())
+    (folder / "modules.json").write_text(text)
+    _, notes = loaded(folder)
+    assert len(notes.notices) == 1
+    assert "no list of 1 to 32 steps" in notes.notices[0]
+
+
 def test_the_preprocessing_of_images_is_a_notice(saved: Saved) -> None:
     config = transformers.ViTConfig(
         **{name: value for name, value in D.items() if name != "vocab_size"}, image_size=8, patch_size=4, num_channels=1
@@ -271,7 +303,11 @@ def test_a_quantised_configuration_is_refused(saved: Saved) -> None:
         loaded(folder)
 
 
-def test_the_real_encoder_has_nothing_that_changes_numbers(minilm: Path) -> None:
+def test_the_real_encoder_has_one_step_that_changes_numbers(minilm: Path) -> None:
     _, notes = loaded(minilm)
-    assert notes.notices == []
+    said = (
+        "the model's own `Normalize`, a step in `modules.json`, is not applied: `sentence_embedding` measures the mean "
+        "itself, over the tokens that are not padding"
+    )
+    assert notes.notices == [said]
     assert "file `vocab.txt`" in notes.unused
