@@ -31,6 +31,7 @@ from worker.execution.models.architectures.config_json import Architecture, read
 from worker.execution.models.checkpoint_weights import CheckpointFiles, bare_names, fill, find_weights
 from worker.execution.models.converted_tensors import convert
 from worker.execution.models.folder_files import list_unused_files, require_no_adapter
+from worker.execution.models.unsaved_state import unsaved_numbers
 from worker.execution.refusal import Refusal, names
 
 _MOST_BYTES = 2**20
@@ -210,7 +211,8 @@ def _described(
     needed = sum(each.numel() * max(_NUMBER_BYTES, each.element_size()) for each in distinct.values())
     if needed > context.most_bytes:
         raise _no_room(needed, context, pointer)
-    if sum(each.numel() for each in model.parameters()) > found.numbers * _SLACK + _head_numbers(model):
+    own = sum(each.numel() for each in model.parameters()) - unsaved_numbers(model)
+    if own > found.numbers * _SLACK + _head_numbers(model):
         raise _other_model(found, pointer)
     return model
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.files.safetensors_header import TensorEntry, read_header
 from worker.execution.loader_context import LoaderContext
+from worker.execution.models.unsaved_state import unsaved_state
 from worker.execution.refusal import Refusal, names, unique_keys
 
 _MAX_INDEX_BYTES = 8 * 2**20
@@ -170,7 +171,7 @@ def fill(
     places, unused = _places(found.entries, current, state, str(model.base_model_prefix), left, pointer)
     other = [place for place in places if place in brought and found.entries[places[place]].shape != state[place].shape]
     unused += [places.pop(place) for place in other]
-    _require_complete(model, state, places, pointer, brought)
+    _require_complete(model, state, places, context, pointer, brought)
     wrong = [
         f"`{name}` is {list(found.entries[name].shape)} where config.json says {list(state[place].shape)}"
         for place, name in places.items()
@@ -321,9 +322,14 @@ def current_name(name: str, model_type: str) -> str:
 
 
 def _require_complete(
-    model: nn.Module, state: Mapping[str, Tensor], places: Mapping[str, str], pointer: str, brought: Collection[str]
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    places: Mapping[str, str],
+    context: LoaderContext,
+    pointer: str,
+    brought: Collection[str],
 ) -> None:
-    """Every tensor is there, itself or one that it is tied to; an absent pooler is taken out."""
+    """Every tensor is there, itself or one that it is tied to, or made by the class; an absent pooler is taken out."""
     present = {state[place].data_ptr() for place in places if state[place].numel()}
     missing = [
         name
@@ -335,6 +341,10 @@ def _require_complete(
     ]
     poolers = [name for name in missing if ".pooler." in f".{name}"]
     missing = [name for name in missing if name not in poolers]
+    made = unsaved_state(model) if missing else frozenset()
+    if made.intersection(missing):
+        context.log("info", f"tensors that are not in the files, and always alike: {names(sorted(made & {*missing}))}")
+        missing = [name for name in missing if name not in made]
     if missing:
         head = all(name.startswith(HEADS) for name in missing)
         remedy = (

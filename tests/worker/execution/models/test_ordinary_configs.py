@@ -8,10 +8,12 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from torch import nn
 
 from catalog.requests.inputs import DirectoryModel, Task
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models.checkpoint import load
+from worker.execution.models.unsaved_state import unsaved_numbers, unsaved_state
 from worker.execution.refusal import Refusal
 
 D = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 60}
@@ -191,3 +193,59 @@ def test_experts_that_an_older_version_laid_the_other_way_round_are_turned(tmp_p
     found = loaded(folder, "embedding").state_dict()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+
+
+MARIAN = {**BART, "decoder_vocab_size": 60, "pad_token_id": 1, "decoder_start_token_id": 1}
+
+
+@pytest.mark.parametrize(
+    ("saved", "config", "task", "auto", "missing"),
+    [
+        ("MarianMTModel", MARIAN, "embedding", "AutoModel",
+         {"encoder.embed_positions.weight", "decoder.embed_positions.weight"}),
+        ("MarianForCausalLM", MARIAN, "causal_lm", "AutoModelForCausalLM", {"model.decoder.embed_positions.weight"}),
+        ("BartModel", BART, "masked_lm", "AutoModelForMaskedLM", {"final_logits_bias"}),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)  # fmt: skip
+def test_what_a_class_makes_by_itself_may_be_missing(
+    saved: str, config: dict[str, Any], task: str, auto: str, missing: set[str], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    kind = getattr(transformers, saved)
+    kind(kind.config_class(**config)).save_pretrained(tmp_path)
+    held = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    held = {name: each for name, each in held.items() if not name.endswith("embed_positions.weight") or "Bart" in saved}
+    safetensors.torch.save_file(held, tmp_path / "model.safetensors", {"format": "pt"})
+    lines: list[str] = []
+    found = loaded(tmp_path, task, log=lambda _, message: lines.append(message)).state_dict()
+    expected = getattr(transformers, auto).from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+    said = next(line for line in lines if "always alike" in line)
+    assert {name for name in found if f"`{name}`" in said} == missing
+
+
+@pytest.mark.parametrize("pattern", ["weight", "drawn"])
+def test_what_is_trained_or_drawn_may_not_be_missing(pattern: str) -> None:
+    """A list that names it changes nothing."""
+    model = nn.Linear(3, 2)
+    model.register_buffer("drawn", torch.ones(2))
+    model.register_buffer("zeros", torch.zeros(2))
+    model._keys_to_ignore_on_load_missing = [pattern, "zeros"]  # type: ignore[assignment] # as a class has it
+    model.requires_grad_(requires_grad=False)
+    assert unsaved_state(model) == {"zeros"}
+    assert unsaved_numbers(model) == 0
+
+
+def test_positions_that_are_trained_may_not_be_missing() -> None:
+    model = transformers.MarianModel(transformers.MarianConfig(**MARIAN))
+    tables = {"encoder.embed_positions.weight", "decoder.embed_positions.weight"}
+    assert unsaved_state(model) == tables
+    assert unsaved_numbers(model) == 2 * 64 * 16
+    model.encoder.embed_positions.requires_grad_()
+    assert unsaved_state(model) == {"decoder.embed_positions.weight"}
+    with torch.no_grad():
+        model.decoder.embed_positions.weight[3, 3] += 1e-3
+    assert unsaved_state(model) == frozenset()
