@@ -1,6 +1,6 @@
 """A model ready to be measured, with what the data must know about it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -19,6 +19,8 @@ class Vocabulary:
     tokenizer: ReadableFile | None
     """`tokenizer.json`; null for a model that reads bytes."""
     pad_id: int = 0
+    pad_with: Callable[[int], None] | None = None
+    """Makes another token the model's padding; null where its configuration names one."""
     mask_token: str | None = None
     truncation_side: str | None = None
     """The end at which `tokenizer_config.json` has texts cut; null leaves it to `tokenizer.json`."""

@@ -11,6 +11,7 @@ import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,19 +123,14 @@ def load_checkpoint(
     if adapter is not None:
         apply_adapter(model, adapter, model_type.name, context)
     model.eval()
-    whole: Any = model.config
-    texts = text_part(whole)
-    given = (getattr(config, "pad_token_id", None) for config in (texts, whole))
-    # a classifier looks for the last token that is not padding, by the part for texts; set only now, because an
-    # embedding built with a padding index has no gradient for that token
-    pad_id = next((each for each in given if isinstance(each, int)), architecture.end_id or 0)
-    for config in (whole, texts):
-        # what is kept for the next token is of no use to a pass, and some models refuse it
-        config.use_cache, config.pad_token_id = False, pad_id
+    pad_id, named = _padding(model, architecture)
+    _pad_with(model, pad_id)
     vocabulary = None
     if model.main_input_name == "input_ids":
         tokens = read_tokenizer_config(folder.file("tokenizer_config.json"), context)
         vocabulary = _vocabulary(folder, architecture, model, pad_id, tokens, pointer)
+        if not named:
+            vocabulary = replace(vocabulary, pad_with=partial(_pad_with, model))
     return LoadedModel(
         model=model,
         vocabulary=vocabulary,
@@ -143,6 +139,25 @@ def load_checkpoint(
         provenance=f"{model_type.name} from {folder.name}"
         + ("" if adapter is None else f" with the adapter {adapter.name}"),
     )
+
+
+def _padding(model: nn.Module, architecture: Architecture) -> tuple[int, bool]:
+    """Return the token that pads, and whether the configuration names it."""
+    whole: Any = model.config
+    given = (getattr(config, "pad_token_id", None) for config in (text_part(whole), whole))
+    named = next((each for each in given if isinstance(each, int)), None)
+    return (architecture.end_id or 0, False) if named is None else (named, True)
+
+
+def _pad_with(model: nn.Module, pad_id: int) -> None:
+    """Let a classifier, which looks for the last token that is not padding, know the padding.
+
+    Only in a model that is built: an embedding built with a padding index has no gradient for that token.
+    """
+    whole: Any = model.config
+    for config in (whole, text_part(whole)):
+        # what is kept for the next token is of no use to a pass, and some models refuse it
+        config.use_cache, config.pad_token_id = False, pad_id
 
 
 def _take_labels(adapter: Adapter, architecture: Architecture, context: LoaderContext) -> Architecture:

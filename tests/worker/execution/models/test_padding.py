@@ -14,6 +14,7 @@ from catalog.requests.inputs import DirectoryModel, Task
 from worker.execution.data import file
 from worker.execution.data.request import DataRequest
 from worker.execution.loader_context import LoaderContext
+from worker.execution.refusal import Refusal
 
 D = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32, "vocab_size": 60}
 KV = D | {"num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 24}
@@ -31,28 +32,79 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_a_text_has_the_same_logits_beside_a_longer_one(
-    family: str, saved: Callable[..., Path], tmp_path: Path
-) -> None:
-    transformers, tokenizers = importlib.import_module("transformers"), importlib.import_module("tokenizers")
-    name, fields = CONFIGS[family]
-    folder = saved("AutoModelForSequenceClassification", getattr(transformers, name)(**fields))
+TEXTS = ["w11 w12 w13", "w21 w22 w23 w24 w25 w26", "w31"]
+
+
+def read(folder: Path, texts: list[str], end: str | None = None) -> tuple[Any, Callable[[int], torch.Tensor]]:
+    """Load a classifier beside a tokenizer of words, and return it with its logits of the texts by the batch size."""
+    tokenizers = importlib.import_module("tokenizers")
     words = {f"w{place}": place for place in range(60)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w2"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    if end is not None:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"$A {end}", special_tokens=[(end, words[end])]
+        )
     tokenizer.save(str(folder / "tokenizer.json"))
-    texts = ["w11 w12 w13", "w21 w22 w23 w24 w25 w26", "w31"]
-    path = tmp_path / "texts.jsonl"
+    path = folder.parent / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": text, "label": 0}) + "\n" for text in texts))
-    context, task = LoaderContext(store=tmp_path / "store"), Task(type="sequence_classification")
+    context, task = LoaderContext(store=folder.parent / "store"), Task(type="sequence_classification")
     source = importlib.import_module("worker.execution.models.checkpoint")
     loaded = source.load(DirectoryModel(source="directory", path=str(folder)), task, context)
-    logits = []
-    for batch_size in (1, 3):
+
+    def logits(batch_size: int) -> torch.Tensor:
         request = DataRequest(task=task, loaded=loaded, batch_size=batch_size, seed=0, context=context)
         batches = file.load(DataFile(source="file", path=str(path)), request).batches()
         with torch.no_grad():
-            logits.append(torch.cat([loaded.model(**inputs).logits for inputs, _, _ in batches]))
-    torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-6)
-    assert (logits[0][0] - logits[0][2]).abs().max() > 1e-4, "the logits say nothing of the text"
+            return torch.cat([loaded.model(**inputs).logits for inputs, _, _ in batches])
+
+    return loaded, logits
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_text_has_the_same_logits_beside_a_longer_one(family: str, saved: Callable[..., Path]) -> None:
+    transformers = importlib.import_module("transformers")
+    name, fields = CONFIGS[family]
+    folder = saved("AutoModelForSequenceClassification", getattr(transformers, name)(**fields))
+    _, logits = read(folder, TEXTS)
+    alone, beside = logits(1), logits(3)
+    torch.testing.assert_close(alone, beside, rtol=1e-5, atol=1e-6)
+    assert (alone[0] - alone[2]).abs().max() > 1e-4, "the logits say nothing of the text"
+
+
+@pytest.mark.parametrize(
+    ("family", "ends", "end"),
+    [("llama", {"eos_token_id": 2}, "w2"), ("gpt2", {}, "w0"), ("gemma3", {"eos_token_id": [2, 7]}, "w2")],
+)
+def test_a_text_that_ends_with_what_would_pad_is_read_to_its_end(
+    family: str, ends: dict[str, Any], end: str, saved: Callable[..., Path]
+) -> None:
+    """Of a checkpoint that names no padding, by transformers itself with each text alone."""
+    transformers = importlib.import_module("transformers")
+    name, fields = CONFIGS[family]
+    config = getattr(transformers, name)(**{key: each for key, each in fields.items() if "eos" not in key} | ends)
+    folder = saved("AutoModelForSequenceClassification", config)
+    stored = json.loads((folder / "config.json").read_text())
+    for each in (stored, stored.get("text_config", {})):
+        # that of gemma3 has one by its class
+        each["pad_token_id"] = None
+    (folder / "config.json").write_text(json.dumps(stored))
+    reference = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    assert reference.config.get_text_config().pad_token_id is None
+    loaded, logits = read(folder, [*TEXTS, f"w31 {end}", "w41 w1"], end)
+    ids = [[*(int(word[1:]) for word in text.split()), int(end[1:])] for text in (*TEXTS, f"w31 {end}", "w41 w1")]
+    with torch.no_grad():
+        expected = torch.cat([reference(input_ids=torch.tensor([each])).logits for each in ids])
+    for batch_size in (1, 2, 5):
+        torch.testing.assert_close(logits(batch_size), expected, rtol=1e-5, atol=1e-6)
+    assert loaded.model.config.get_text_config().pad_token_id == (0 if end == "w2" else 1)
+
+
+def test_a_vocabulary_of_which_each_token_ends_a_text_has_no_padding(saved: Callable[..., Path]) -> None:
+    transformers = importlib.import_module("transformers")
+    name, fields = CONFIGS["llama"]
+    folder = saved("AutoModelForSequenceClassification", getattr(transformers, name)(**fields))
+    _, logits = read(folder, [f"w{place}" for place in range(60)])
+    with pytest.raises(Refusal, match="`pad_token_id`, and each of the 60 tokens ends a text") as refused:
+        logits(1)
+    assert refused.value.code == "no_padding"

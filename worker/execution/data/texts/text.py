@@ -6,6 +6,7 @@ a tenth unchanged and a tenth replaced; what is measured here is the plain predi
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -81,6 +82,7 @@ def text_stream(
             f"{len(texts) - len(encoded)} of {len(texts)} texts have fewer than {least} tokens and are left out"
         )
     _tell_cut(cut, len(texts), length, asked, request)
+    vocabulary = _with_padding(encoded, vocabulary, request, pointer)
 
     def batches() -> Iterator[Chunk]:
         for start in range(0, len(encoded), request.batch_size):
@@ -99,6 +101,26 @@ def _tell_cut(cut: int, count: int, length: int, asked: int, request: DataReques
     if cut:
         why = "the model has no more positions" if length < asked else "`sequence_length`, which can be raised"
         request.context.notice(f"{cut} of {count} texts are longer than {length} tokens and are cut there: {why}")
+
+
+def _with_padding(texts: Sequence[_Encoded], vocabulary: Vocabulary, request: DataRequest, pointer: str) -> Vocabulary:
+    """Choose a padding that ends no text, where the model names none and its head looks for the last token.
+
+    The head takes the last token that is not padding: of a text that ends with it, the one before.
+    """
+    if vocabulary.pad_with is None or request.task.type not in LABELLED:
+        return vocabulary
+    last = {int(text.ids[-1]) for text in texts}
+    pad_id = next((each for each in (vocabulary.pad_id, *range(vocabulary.size)) if each not in last), None)
+    if pad_id is None:
+        raise Refusal(
+            f"config.json names no `pad_token_id`, and each of the {vocabulary.size} tokens ends a text, so that none "
+            "can be padding; name one there",
+            pointer=pointer,
+            code="no_padding",
+        )
+    vocabulary.pad_with(pad_id)
+    return dataclasses.replace(vocabulary, pad_id=pad_id)
 
 
 def _labels(texts: Sequence[_Encoded], labels: Sequence[float], request: DataRequest) -> tuple[Tensor, Tensor]:

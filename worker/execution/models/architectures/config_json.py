@@ -149,7 +149,7 @@ class Architecture:
     labels: int | None
     class_names: tuple[str, ...]
     end_id: int | None
-    """The token that ends a text, where the config names one."""
+    """The token that ends a text, where the config or its class names one."""
     configuration: Any
     """transformers' configuration object, built from fields that keep the rules alone."""
 
@@ -174,12 +174,11 @@ def read_architecture(file: OpenFile | None, context: LoaderContext, pointer: st
         reader.account(configuration)
     if "head_dim" not in model_type.older:
         _require_divided(configuration, kind, pointer)
-    vocabulary = getattr(text_part(configuration), "vocab_size", None) or 0
     return Architecture(
         model_type=model_type,
         labels=labels,
         class_names=class_names(config.get("id2label")) or class_names(configuration.id2label),
-        end_id=_end_id(config, vocabulary),
+        end_id=_end_id(config, text_part(configuration)),
         configuration=configuration,
     )
 
@@ -389,10 +388,11 @@ def _labels(config: dict[str, Any], pointer: str) -> int | None:
     return read_integer("id2label", count, 1, MAX_LABELS, pointer)
 
 
-def _end_id(config: dict[str, Any], vocabulary: int) -> int | None:
+def _end_id(config: dict[str, Any], texts: Any) -> int | None:  # noqa: ANN401 - a configuration of transformers
     given = config.get("eos_token_id")
+    given = getattr(texts, "eos_token_id", None) if given is None else given
     first = given[0] if isinstance(given, list) and given else given
-    return first if type(first) is int and 0 <= first < vocabulary else None
+    return first if type(first) is int and 0 <= first < (getattr(texts, "vocab_size", None) or 0) else None
 
 
 def _no_constant(name: str) -> NoReturn:
