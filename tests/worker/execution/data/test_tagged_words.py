@@ -51,7 +51,11 @@ def reader(folder: Path, tokenizer: tokenizers.Tokenizer, most: int = 16) -> Loa
     tokenizer.save(str(folder / "tokenizer.json"))
     found = OpenFolder.by_itself(folder, "/model").file("tokenizer.json")
     vocabulary = Vocabulary(
-        size=64, max_length=most, tokenizer=found, arguments=frozenset({"input_ids"}), explicit_positions=True
+        size=64,
+        max_length=most,
+        tokenizer=found,
+        arguments=frozenset({"input_ids", "attention_mask"}),
+        explicit_positions=True,
     )
     return LoadedModel(model=torch.nn.Linear(2, 3), vocabulary=vocabulary)
 

@@ -24,6 +24,8 @@ SEEN = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num
 ENDS = {"eos_token_id": [1, 7]}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertConfig", D),
+    # reads no mask
+    "fnet": ("FNetConfig", {key: each for key, each in D.items() if key != "num_attention_heads"}),
     "gpt2": ("GPT2Config", {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 60, "n_positions": 24}),
     "llama": ("LlamaConfig", KV | ENDS),
     "qwen2": ("Qwen2Config", KV | ENDS),
@@ -35,7 +37,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 TEXTS = ["w11 w12 w13", "w21 w22 w23 w24 w25 w26", "w31"]
 
 
-def read(folder: Path, texts: list[str], end: str | None = None) -> tuple[Any, Callable[[int], torch.Tensor]]:
+def read(
+    folder: Path, texts: list[str], end: str | None = None, task: Any = "sequence_classification"
+) -> tuple[Any, Callable[[int], torch.Tensor]]:
     """Load a classifier beside a tokenizer of words, and return it with its logits of the texts by the batch size."""
     tokenizers = importlib.import_module("tokenizers")
     words = {f"w{place}": place for place in range(60)}
@@ -47,8 +51,11 @@ def read(folder: Path, texts: list[str], end: str | None = None) -> tuple[Any, C
         )
     tokenizer.save(str(folder / "tokenizer.json"))
     path = folder.parent / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text, "label": 0}) + "\n" for text in texts))
-    context, task = LoaderContext(store=folder.parent / "store"), Task(type="sequence_classification")
+    rows: list[dict[str, Any]] = [{"text": text, "label": 0} for text in texts]
+    if task == "token_classification":
+        rows = [{"words": text.split(), "tags": [0 for _ in text.split()]} for text in texts]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    context, task = LoaderContext(store=folder.parent / "store"), Task(type=task)
     source = importlib.import_module("worker.execution.models.checkpoint")
     loaded = source.load(DirectoryModel(source="directory", path=str(folder)), task, context)
 
@@ -56,7 +63,8 @@ def read(folder: Path, texts: list[str], end: str | None = None) -> tuple[Any, C
         request = DataRequest(task=task, loaded=loaded, batch_size=batch_size, seed=0, context=context)
         batches = file.load(DataFile(source="file", path=str(path)), request).batches()
         with torch.no_grad():
-            return torch.cat([loaded.model(**inputs).logits for inputs, _, _ in batches])
+            found = [loaded.model(**inputs).logits for inputs, _, _ in batches]
+        return torch.cat([each.flatten(0, -2) for each in found])
 
     return loaded, logits
 
@@ -108,3 +116,16 @@ def test_a_vocabulary_of_which_each_token_ends_a_text_has_no_padding(saved: Call
     with pytest.raises(Refusal, match="`pad_token_id`, and each of the 60 tokens ends a text") as refused:
         logits(1)
     assert refused.value.code == "no_padding"
+
+
+def test_tagged_words_of_a_model_without_a_mask_have_the_same_logits_beside_others(saved: Callable[..., Path]) -> None:
+    transformers = importlib.import_module("transformers")
+    name, fields = CONFIGS["fnet"]
+    folder = saved("AutoModelForTokenClassification", getattr(transformers, name)(**fields))
+    reference = transformers.AutoModelForTokenClassification.from_pretrained(folder).eval()
+    _, logits = read(folder, ["w11 w12", "w13 w14", "w21 w22 w23", "w31"], task="token_classification")
+    ids = torch.tensor([[11, 12], [13, 14]]), torch.tensor([[21, 22, 23]]), torch.tensor([[31]])
+    with torch.no_grad():
+        expected = torch.cat([reference(input_ids=each).logits.flatten(0, 1) for each in ids])
+    for batch_size in (1, 4):
+        torch.testing.assert_close(logits(batch_size), expected, rtol=1e-5, atol=1e-6)

@@ -23,6 +23,7 @@ from worker.execution.data.forward_inputs import row_positions
 from worker.execution.data.labels import Labels
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream
+from worker.execution.data.texts.batch_bounds import batch_bounds, reads_mask
 from worker.execution.data.texts.tokenizer_process import TokenizerProcess, WordTokens, tokenizer_settings
 from worker.execution.loaded_model import Vocabulary
 from worker.execution.refusal import Refusal, is_storable
@@ -142,11 +143,14 @@ def tagged_stream(texts: Sequence[TaggedWords], length: int, request: DataReques
         request.context.notice(f"{cut} of {len(texts)} texts are longer than {length} tokens and are cut there: {why}")
 
     def batches() -> Iterator[Chunk]:
-        for start in range(0, len(encoded), request.batch_size):
-            yield _batch(encoded[start : start + request.batch_size], vocabulary, request.task.ignore_index)
+        for own in batch_bounds([len(text.ids) for text in encoded], request.batch_size, vocabulary):
+            yield _batch(encoded[own], vocabulary, request.task.ignore_index)
 
     return DataStream(
-        batches=batches, examples=len(encoded), labels=lambda: ((chunk[1], chunk[2]) for chunk in batches())
+        batches=batches,
+        # where batches are cut short, they do not begin at multiples of their size
+        examples=len(encoded) if reads_mask(vocabulary) else None,
+        labels=lambda: ((chunk[1], chunk[2]) for chunk in batches()),
     )
 
 
@@ -184,7 +188,7 @@ def _batch(texts: Sequence[_Encoded], vocabulary: Vocabulary, ignored: int) -> C
         targets[row, : len(text.ids)] = text.targets
         mask[row, : len(text.ids)] = 1
     places = torch.tensor([text.place for text in texts], dtype=torch.int64)
-    inputs = {"input_ids": ids, "attention_mask": mask}
+    inputs = {"input_ids": ids, "attention_mask": mask} if reads_mask(vocabulary) else {"input_ids": ids}
     if vocabulary.explicit_positions:
         inputs["position_ids"] = row_positions(ids)
     return inputs, targets, places

@@ -18,6 +18,7 @@ from engine.model.counter_rng import uniforms
 from worker.execution.data.forward_inputs import row_positions
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import Chunk, DataStream
+from worker.execution.data.texts.batch_bounds import batch_bounds, reads_mask
 from worker.execution.data.texts.text_rows import LABELLED
 from worker.execution.data.texts.tokenizer_process import TokenizerProcess, tokenizer_settings
 from worker.execution.loaded_model import Vocabulary
@@ -85,13 +86,14 @@ def text_stream(
     vocabulary = _with_padding(encoded, vocabulary, request, pointer)
 
     def batches() -> Iterator[Chunk]:
-        for start in range(0, len(encoded), request.batch_size):
-            yield _batch(encoded[start : start + request.batch_size], labels, vocabulary, mask_id, request)
+        for own in batch_bounds([len(text.ids) for text in encoded], request.batch_size, vocabulary):
+            yield _batch(encoded[own], labels, vocabulary, mask_id, request)
 
     given = labels if request.task.type in LABELLED else None
     return DataStream(
         batches=batches,
-        examples=len(encoded),
+        # where batches are cut short, they do not begin at multiples of their size
+        examples=len(encoded) if reads_mask(vocabulary) else None,
         labels=None if given is None else lambda: iter([_labels(encoded, given, request)]),
     )
 
@@ -260,7 +262,7 @@ def _batch(
         targets, _ = _labels(texts, labels, request)
     if not vocabulary.arguments:
         return ids, targets, places
-    inputs = {"input_ids": ids, "attention_mask": mask}
+    inputs = {"input_ids": ids, "attention_mask": mask} if reads_mask(vocabulary) else {"input_ids": ids}
     if vocabulary.token_types and any(text.types is not None for text in texts):
         inputs["token_type_ids"] = _token_types(texts, ids)
     if vocabulary.explicit_positions:
