@@ -18,7 +18,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { command -v $$p; break; }; done)
 
-.PHONY: help demo test test-gpu bench-gpu laws mutants check format bench picture site wheel soak architectures architectures-list peers schemathesis test-clients test-nightly test-docker test-slurm lock audit sbom pin-images env clean
+.PHONY: help demo test test-gpu bench-gpu laws mutants check format bench picture site wheel soak architectures architectures-list peers schemathesis test-clients test-consumers test-nightly test-docker test-slurm lock audit sbom pin-images env clean
 
 help: ## this list
 	@echo "Kronoscope measures the curvature of trained networks, layer by layer."
@@ -125,6 +125,12 @@ test-clients: $(STAMP) ## generate a Python and a TypeScript client from the API
 	@.clients/bin/python -m pip install --quiet --disable-pip-version-check openapi-python-client==0.29.1
 	@npm install --prefix .clients --no-audit --no-fund --silent openapi-typescript@7.13.0 typescript@5.9.3
 	@OMP_NUM_THREADS=1 $(PY) -m tests.api.typed_clients .clients
+
+test-consumers: $(STAMP) ## export factors, and have llmcompressor, PEFT, laplace-torch and kronfluence read them (5 minutes the first time)
+	@[ -x .consumers/bin/python ] || { echo "==> Making .consumers, an environment of its own"; $(PYTHON) -m venv .consumers; }
+	@.consumers/bin/python -m pip install --quiet --disable-pip-version-check -r tests/consumers/requirements.txt
+	@.consumers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/consumers/consumers.txt
+	@OMP_NUM_THREADS=1 $(PY) -m tests.consumers.export_all .consumers/bin/python
 
 test-docker: $(STAMP) ## build the images, bring Compose up, run jobs through it (needs a Docker engine)
 	@docker info >/dev/null 2>&1 || { echo "No Docker engine answers; start one, then run this again." >&2; exit 2; }
@@ -233,6 +239,6 @@ complete-env:
 	@echo "==> .env is written, with random passwords and mode 0600; docker compose up -d comes next"
 
 clean: ## remove the environment, the caches and the demo's data; .env and other data stay
-	@rm -rf $(VENV) $(ARCHITECTURES) $(TOOLS) .peers .schemathesis .clients .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .kronoscope/demo dist build
+	@rm -rf $(VENV) $(ARCHITECTURES) $(TOOLS) .peers .schemathesis .clients .consumers .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .kronoscope/demo dist build
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "==> Removed $(VENV), caches and .kronoscope/demo"

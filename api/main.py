@@ -32,7 +32,19 @@ from api.requests.key_limits import KeyLimitsMiddleware
 from api.requests.middleware import SecurityMiddleware
 from api.requests.openapi import openapi_document
 from api.requests.query_parameters import refuse_unknown_parameters
-from api.routes import analyses, artifacts, dashboard, devices, estimates, events, health, jobs, metrics, results
+from api.routes import (
+    analyses,
+    artifacts,
+    dashboard,
+    devices,
+    estimates,
+    events,
+    exports,
+    health,
+    jobs,
+    metrics,
+    results,
+)
 from api.service import Service
 from api.settings import Settings
 from jobs.objects.artifacts import open_artifacts
@@ -100,7 +112,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(AuditMiddleware, addresses=table.addresses, refused_lines=refused_lines)
     app.add_middleware(RequestMetricsMiddleware, request_metrics=request_metrics)
     exception_handlers.install(app)
-    for room in (jobs, events, results, artifacts, estimates, analyses, devices, health, metrics, dashboard):
+    for room in (jobs, events, results, artifacts, exports, estimates, analyses, devices, health, metrics, dashboard):
         app.include_router(room.router)
 
     @app.get("/openapi.json", include_in_schema=False)

@@ -12,6 +12,7 @@ from catalog.analyses.analysis import Analysis, AnalysisStage
 from catalog.analyses.capacity import CAPACITY
 from catalog.analyses.compare_curvature import COMPARE_CURVATURE
 from catalog.analyses.compression import COMPRESSION
+from catalog.analyses.export import EXPORT
 from catalog.analyses.factors import FACTORS
 from catalog.analyses.fewshot_training import FEWSHOT_TRAINING
 from catalog.analyses.natural_gradient import NATURAL_GRADIENT
@@ -30,6 +31,7 @@ ANALYSES: dict[str, Analysis] = {
         SPECTRUM,
         COMPRESSION,
         FEWSHOT_TRAINING,
+        EXPORT,
     )
 }
 

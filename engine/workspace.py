@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -88,6 +89,31 @@ class Artifacts(Protocol):
 
         Args:
             name: Name of the file; nothing happens where nothing has it.
+        """
+
+
+class Sink(Protocol):
+    """A file that is written from its beginning to its end."""
+
+    def write(self, data: bytes, /) -> int:
+        """Write bytes; returns their count."""
+
+    def flush(self) -> None:
+        """Hand on what was written."""
+
+
+class Files(Protocol):
+    """A place for files of other kinds than ``Artifacts`` knows."""
+
+    def writing(self, name: str, media_type: str) -> AbstractContextManager[Sink]:
+        """Write a file, atomically.
+
+        Args:
+            name: Name of the file.
+            media_type: Its type, such as `application/zip`.
+
+        Returns:
+            A context with the file, which is kept unless it ends with an error.
         """
 
 
@@ -326,6 +352,8 @@ class Ports:
     """Place of the results."""
     keeps_files: bool = True
     """Whether what is written there is kept; False on a rank whose job has another one that writes."""
+    files: Files | None = None
+    """The same place for files of other kinds; None where they are not kept."""
     scratch: Artifacts | None = None
     """Place of factors that do not fit into memory together, and of checkpoints;
     without it, factors must fit and nothing is resumed."""

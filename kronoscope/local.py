@@ -239,7 +239,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
             device=device,
             ranks=join(device),
         ),
-        ports=Ports(artifacts=Held(), announce_plan=plan.update, notice=noticed.append),
+        ports=Ports(artifacts=(held := Held()), files=held, announce_plan=plan.update, notice=noticed.append),
     )
     rows: list[LayerResult] = []
     summary: dict[str, Any] = {}

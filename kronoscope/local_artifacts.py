@@ -1,8 +1,10 @@
 """Artifacts of an analysis in this process: a folder of stored factors that is read, or what is kept in memory."""
 
+import contextlib
 import copy
+import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,19 @@ class Held:
             FileNotFoundError: If nothing was kept under the name.
         """
         return _copied(self._find(name))
+
+    @contextlib.contextmanager
+    def writing(self, name: str, media_type: str) -> Iterator[io.BytesIO]:
+        """Keep a file of another kind as its bytes.
+
+        Args:
+            name: The file's name, as in a job's `artifacts`.
+            media_type: Its type; not kept.
+        """
+        del media_type
+        file = io.BytesIO()
+        yield file
+        self._kept[name] = file.getvalue()
 
     def remove(self, name: str) -> None:
         """Remove a file; one that does not exist is not an error.

@@ -4,13 +4,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
+from catalog.analyses.export import ExportFormat
 from catalog.brief import count_layers, cut, html_table
 from catalog.field_errors import near_names
 from catalog.record_reader import read
@@ -27,6 +28,7 @@ from engine.memory.plan import readable_bytes
 from engine.operators.preconditioning import precondition
 from engine.semiseparable.semiseparable_matrix import SemiseparableMatrix
 from kronoscope.local_artifacts import Folder
+from kronoscope.local_exports import ExportChoices, Exported, export_factors
 from kronoscope.local_inputs import OptionRefused, WrongOptionType, refusing, usable_device
 from kronoscope.local_views import NamedLayers, draw_spectra, make_frame
 
@@ -212,6 +214,23 @@ class LayersFactors(Mapping[str, LayerFactors]):
 
     def _repr_html_(self) -> str:
         return html_table(tuple(self._table()), zip(*(map(str, each) for each in self._table().values()), strict=True))
+
+    def export(self, format: ExportFormat, path: str | Path, **options: Unpack[ExportChoices]) -> Exported:  # noqa: A002 - the option's own name
+        """Write the factors as a file of another tool.
+
+        Args:
+            format: `gptq`, `corda`, `laplace`, `kronfluence` or `mom2`.
+            path: The file, which is replaced; of `kronfluence` and `mom2` a zip.
+            **options: ``ExportChoices``: layers to leave out, and what single formats take.
+
+        Returns:
+            What the file holds of each layer, by its name.
+
+        Raises:
+            ExportRefused: If the format cannot hold a layer that is not left out; the message names it.
+            OptionRefused: If an option cannot be, or contradicts the format.
+        """
+        return export_factors(self.collected, format, _path(path), options)
 
     def to_frame(self) -> "DataFrame":
         """Return the layers with the shapes of their factors as a table of pandas; no factor is read.

@@ -28,6 +28,7 @@ _PATH_PARAMETERS = {
     "estimate_id": "The estimate's id.",
     "kind": "The analysis, as in the menu.",
     "name": "The name, as the list gives it; it may hold slashes.",
+    "format": "The tool that reads the file.",
 }
 
 _ERRORS = {

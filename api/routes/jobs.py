@@ -25,7 +25,7 @@ from catalog.requests.job import JobDocument
 from catalog.requests.memory_requirements import least_bytes
 from catalog.responses.views import JobListView, JobView, ValidationView
 from jobs.codec import document_json, parse_document, parse_schedule, sha256_of
-from jobs.records import Job
+from jobs.records import Caller, Job
 from jobs.repository.job_list import FIELDS
 from jobs.repository.pieces import read_pieces
 from jobs.repository.store import delete_job, list_jobs, read_job, request_cancel, reschedule
@@ -100,20 +100,31 @@ async def create(
     settings = service.settings
     raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
     document = await run_in_threadpool(parse_document, raw)
+    if validate_only:
+        await run_in_threadpool(_admitted, service, caller, document)
+        return await run_in_threadpool(_validated, service, document)
+    return await accept(service, caller, document, idempotency_key)
+
+
+async def accept(service: Service, caller: Caller, document: JobDocument, idempotency_key: str | None) -> Response:
+    """Store a job, unless its key has stored it before, and return it.
+
+    Args:
+        document: The validated document.
+        idempotency_key: The caller's name for it.
+
+    Raises:
+        DocumentRefused: If this service does not take the document.
+        Refusal: If the tenant has no room for it.
+    """
     submitted = None
-    if idempotency_key is not None and not validate_only:
+    if idempotency_key is not None:
         # a repeated request gets its job even where the same document would be refused by now
         submitted = await run_in_threadpool(
             submitted_earlier, service.engine, caller.tenant_id, document, idempotency_key
         )
     if submitted is None:
-        await run_in_threadpool(admit, document, settings, service.engine, caller.tenant_id)
-        await run_in_threadpool(require_room, service.engine, caller.tenant_id, settings.ledger.stored_bytes)
-        await run_in_threadpool(
-            require_place, service.engine, caller.tenant_id, settings.queued_jobs, settings.queued_bytes
-        )
-        if validate_only:
-            return await run_in_threadpool(_validated, service, document)
+        await run_in_threadpool(_admitted, service, caller, document)
         submitted = await run_in_threadpool(
             submit, service.engine, caller.tenant_id, document, idempotency_key, needs_bytes=least_bytes(document)
         )
@@ -122,6 +133,14 @@ async def create(
     job = submitted.job
     headers = {"location": f"/v1/jobs/{job.id}", "retry-after": str(_RETRY_SECONDS)}
     return await run_in_threadpool(_placed, service, job, 202, headers)
+
+
+def _admitted(service: Service, caller: Caller, document: JobDocument) -> None:
+    """Refuse a document that this service does not take, or has no room for."""
+    settings = service.settings
+    admit(document, settings, service.engine, caller.tenant_id)
+    require_room(service.engine, caller.tenant_id, settings.ledger.stored_bytes)
+    require_place(service.engine, caller.tenant_id, settings.queued_jobs, settings.queued_bytes)
 
 
 def _validated(service: Service, document: JobDocument) -> Response:

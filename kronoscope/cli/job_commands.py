@@ -191,6 +191,20 @@ def _submit(
         write_line(job.id)
 
 
+def fetch(client: Client, document: dict[str, Any], name: str, folder: Path) -> Path:
+    """Submit a job, follow it to its end and download one of its files; end the command where the job ends badly."""
+    submitted = client.submit(document)
+    with display_for(message_console()) as display:
+        for job in client.follow(submitted.id):
+            show_progress(job, display)
+            if job.ended and job.state != "succeeded":
+                _end_as(job)
+    artifact = next((each for each in client.results(submitted.id).artifacts if each.name == name), None)
+    if artifact is None:
+        fail(INTERNAL, [f"job {submitted.id} has left no {name}"])
+    return client.download(submitted.id, artifact, folder)
+
+
 def watch(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
     """Follow a job to its end; ctrl-C leaves it running, and watching again goes on."""
     with Client(url) as client:

@@ -1,8 +1,10 @@
 """The main command, ``kronoscope``; ``kronoscope.cli.exit_codes`` lists its exit codes."""
 
 import os
+import shutil
 import sys
 import tempfile
+import zipfile
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -12,16 +14,17 @@ import typer
 from rich.table import Table
 
 from catalog import ANALYSES
+from catalog.analyses.export import EXPORT_FILES
 from catalog.record import plain
 from catalog.responses.coverage import assess_coverage
 from kronoscope.cli import job_commands
 from kronoscope.cli.autoscale import autoscale
 from kronoscope.cli.devices import devices
-from kronoscope.cli.documents import read_document
+from kronoscope.cli.documents import change_document, read_document
 from kronoscope.cli.exit_codes import CATEGORIES, FATAL, STOPPED, USAGE, fail, require_whole, run_command, trace_lines
 from kronoscope.cli.extras import require_extra
 from kronoscope.cli.keys import keys
-from kronoscope.cli.options import AsJson, Document, Offline, Settings, Store, epilog
+from kronoscope.cli.options import AsJson, Document, JobOrFolder, Offline, Settings, Store, Url, epilog, one_of
 from kronoscope.cli.output import message_console, outlast_reader, print_json, result_console, write_error
 from kronoscope.cli.plan_options import Budget, Device
 from kronoscope.cli.run_job import Outcome, run_job
@@ -201,10 +204,68 @@ app.command(epilog=epilog("kronoscope autoscale --launcher slurm --classes class
 app.command(epilog=epilog("kronoscope devices --url http://127.0.0.1:8000"))(devices)
 
 
+@app.command(epilog=epilog("kronoscope export digits --to corda --without 'conv*' --output corda.pt"))
+def export(
+    source: JobOrFolder,
+    to: Annotated[str, typer.Option(parser=one_of((*EXPORT_FILES,)), help=f"One of {', '.join(EXPORT_FILES)}.")],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="The file; of kronfluence and mom2 a folder, or a file that ends in .zip."),
+    ],
+    without: Annotated[
+        list[str] | None, typer.Option(help="A layer to leave out, by name; * stands for any characters. Repeatable.")
+    ] = None,
+    outputs: Annotated[int | None, typer.Option(help="The number of the model's outputs, for laplace.")] = None,
+    settings: Settings = None,
+    url: Url = None,
+) -> None:
+    """Write the factors of a job, or of a folder, as a file that another tool reads."""
+    options = {"format": to, "without": without or [], "outputs": outputs}
+    name = f"export/{EXPORT_FILES[to]}"  # type: ignore[index] # the parser takes no other words
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".part-") as folder:
+        if Path(source).is_dir() or "/" in source:
+            wanted = {"kind": "export", "factors": {"path": str(Path(source).absolute())}, "export": options}
+            wanted = change_document(wanted, settings or (), "the export")
+            with display_for(message_console()) as display:
+                outcome = run_job(_request(wanted, None, offline=True), Path(folder) / "run", display)
+            _require_success(outcome)
+            made = Path(folder) / "run" / "artifacts" / name
+        else:
+            with Client(url) as client:
+                wanted = {"kind": "export", "factors": {"job": client.full_id(source)}, "export": options}
+                wanted = change_document(wanted, settings or (), "the export")
+                made = job_commands.fetch(client, wanted, name, Path(folder))
+        _place_export(made, output)
+    result_console().print(f"{to} in {output}", soft_wrap=True)
+
+
 @app.command("version", epilog=epilog("kronoscope version"))
 def show_version() -> None:
     """Print the version; the same as `kronoscope --version`."""
     print_version(asked=True)
+
+
+def _place_export(made: Path, output: Path) -> None:
+    """Move an exported file to its place; the files of a zip go into a folder, unless a zip is asked for.
+
+    Args:
+        made: The file.
+        output: Its place, which is replaced if it is a file; a folder that exists must be empty.
+    """
+    if made.suffix != ".zip" or output.suffix == ".zip":
+        if output.is_dir():
+            fail(USAGE, [f"{output} is a folder; name a file, such as {output / made.name}"])
+        made.replace(output)
+        return
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        fail(USAGE, [f"{output} exists and is no empty folder; name another, or a file that ends in .zip"])
+    folder = made.with_suffix("")
+    with zipfile.ZipFile(made) as archive:
+        archive.extractall(folder)
+    if output.exists():
+        output.rmdir()
+    shutil.move(folder, output)
 
 
 def _request(document: dict[str, Any], store: Path | None, *, offline: bool) -> dict[str, Any]:

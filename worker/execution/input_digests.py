@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from engine.factors.factor_index import INDEX, read_index
+from engine.tensor_file import tensor_bytes
 from engine.workspace import Artifacts
 from worker.execution.cache.factor_cache_key import Witness, data_digest
 from worker.execution.data.stream import Chunk
-from worker.execution.files.artifact_files import tensor_bytes
 
 
 class InputDigests:

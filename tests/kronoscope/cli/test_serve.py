@@ -11,7 +11,10 @@ from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
 
+import httpx
 import pytest
+import torch
+from safetensors.torch import load
 
 from catalog.analyses.capacity import CapacityMetrics, CapacitySummary
 from catalog.analyses.compare_curvature import CompareCurvatureMetrics, CompareCurvatureSummary
@@ -358,3 +361,60 @@ def test_a_job_is_scheduled_from_the_command_line(folder: Path, kronoscope: Run,
     late = submit("--deadline", "2020-01-01T00:00Z")
     assert (late.returncode, late.stdout) == (2, "")
     assert "/schedule/deadline has passed" in late.stderr
+
+
+def test_factors_go_to_another_tool_from_a_job_as_from_a_folder(
+    kronoscope: Run, client: Client, url: str, folder: Path
+) -> None:
+    done = kronoscope("submit", "job.yaml", "--wait", "--json", "--url", url, *settings(["keep=[factors]"]))
+    assert done.returncode == 0, done.stderr
+    job_id = json.loads(done.stdout)["id"]
+    of_job = kronoscope("export", job_id, "--to", "corda", "--output", "job.pt", "--url", url)
+    assert of_job.returncode == 0, of_job.stderr
+    assert of_job.stdout == "corda in job.pt\n"
+    assert kronoscope("run", "job.yaml", "--output", "out", *settings(["keep=[factors]"])).returncode == 0
+    of_folder = kronoscope("export", "out", "--to", "corda", "--output", "folder.pt")
+    assert of_folder.returncode == 0, of_folder.stderr
+    assert (folder / "job.pt").read_bytes() == (folder / "folder.pt").read_bytes()
+    zipped = kronoscope("export", "out", "--to", "kronfluence", "--output", "factors_mine")
+    assert zipped.returncode == 0, zipped.stderr
+    assert len(list((folder / "factors_mine").iterdir())) == 5
+
+    # the same by REST: the file is there once the job that POST names has ended
+    place = f"{url}/v1/jobs/{job_id}/exports/gptq"
+    with httpx.Client(trust_env=False, timeout=300) as plain:
+        assert plain.get(place).status_code == 404
+        first = plain.post(place)
+        assert first.status_code == 202, first.text
+        *_, ended = client.follow(first.json()["id"])
+        assert (ended.state, ended.kinds) == ("succeeded", ("export",))
+        assert plain.post(place).json()["id"] == ended.id
+        whole = plain.get(place)
+        assert (whole.status_code, whole.headers["content-type"]) == (200, "application/vnd.safetensors")
+        part = plain.get(place, headers={"range": "bytes=0-7"})
+        assert (part.status_code, part.content) == (206, whole.content[:8])
+    tensors = load(whole.content)
+    factors = load_factors(folder / "out")
+    for name, layer in factors.items():
+        kept = layer.A[:-1, :-1] if layer._facts.bias else layer.A
+        assert torch.equal(tensors[f"{name}.hessian"], 2 * kept)
+
+
+def test_an_export_that_cannot_be_says_why_and_leaves_nothing(kronoscope: Run, folder: Path) -> None:
+    assert kronoscope("run", "job.yaml", "--output", "out", *settings(["keep=[factors]"])).returncode == 0
+    for words, said in (
+        (("--to", "onnx", "--output", "x"), "must be one of gptq, corda, laplace, kronfluence, mom2"),
+        (("--to", "laplace", "--output", "x"), "`laplace` needs the number of the model's outputs"),
+        (("--to", "gptq", "--without", "absent", "--output", "x"), "the name of no layer"),
+        (
+            ("--to", "gptq", "--set", "stabilisation.kappa_max=null", "--output", "x"),
+            "`stabilisation.kappa_max` is null",
+        ),
+        (("--to", "gptq", "--output", "out"), "out is a folder; name a file, such as out/gptq.safetensors"),
+        (("--to", "mom2", "--output", "out"), "out exists and is no empty folder"),
+    ):
+        done = kronoscope("export", "out", *words)
+        assert done.returncode == 2, done.stderr
+        assert said in done.stderr.replace("\n", " "), done.stderr
+        assert not (folder / "x").exists()
+    assert kronoscope("export", "nowhere/at-all", "--to", "gptq", "--output", "x").returncode == 2

@@ -25,6 +25,8 @@ PHRASES: list[tuple[str, dict[str, Any], str]] = [
     ("compression", {}, "the structure with the smallest measured error or the fewest bytes for each factor A and G"),
     ("fewshot_training", {}, "the accuracy of FSCT_cosine on Conv4 over 600 test episodes of 5 classes"),
     ("fewshot_training", {"num_epoch": 2, "optimiser": "SGD"}, "after 2 epochs of 200 episodes with SGD"),
+    ("export", {}, "the factors in the format of gptq"),
+    ("export", {"format": "mom2"}, "the factors in the format of mom2"),
     ("compression", {"structure": "block_sss", "tolerance": 0.01}, "matrix for each factor A and G within a relative"),
 ]  # fmt: skip
 

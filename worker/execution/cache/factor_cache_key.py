@@ -24,9 +24,9 @@ from catalog.record import canonical_json, plain
 from catalog.requests.cached_factors import reason_uncached
 from catalog.requests.job import JobDocument
 from engine.model.determinism import Numerics
+from engine.tensor_file import tensor_bytes
 from worker.execution.computing_environment import computing_environment
 from worker.execution.data.stream import Chunk
-from worker.execution.files.artifact_files import tensor_bytes
 
 _KNOWN_CODE = ("torch.", "transformers.", f"{worker.__name__}.")
 """Packages whose modules are identified by their version, or by the digest of their source."""

@@ -1,8 +1,7 @@
 """Artifacts as files: the engine's port for tensors and tables, on a folder.
 
 A file is written under a temporary name while its digest is taken, synced, and renamed into
-place; only then is it announced. Tensors are streamed one by one in the safetensors layout (the
-library's own writer wants all of them in memory, and copies).
+place; only then is it announced.
 """
 
 import contextlib
@@ -13,31 +12,21 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import safetensors.torch
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from catalog.record import plain
 from engine.memory.plan import readable_bytes
+from engine.tensor_file import MEDIA_TYPE, tensor_file_parts
+from engine.workspace import Sink
 from worker.execution.files.open_files import OpenFolder, ReadableFile
 from worker.execution.files.safetensors_header import read_header
 from worker.execution.refusal import Refusal, storable_text
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]{0,127}(/[A-Za-z0-9][\w.\-]{0,127}){0,3}", re.ASCII)
-_PART_BYTES = 16 * 2**20
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 Announce = Callable[[str, str, int, str], None]
 """``announce(name, sha256, size_bytes, media_type)``."""
 
@@ -65,27 +54,7 @@ class ArtifactFiles:
         Memory:
             16 MiB beyond the tensors, one contiguous copy of a tensor that is not.
         """
-        # wide types first keeps every tensor aligned, and names settle the rest: same tensors, same bytes
-        ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-        header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
-        offset = 0
-        for key, tensor in ordered:
-            size = tensor.numel() * tensor.element_size()
-            header[key] = {
-                "dtype": _DTYPES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [offset, offset + size],
-            }
-            offset += size
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-
-        def parts() -> Iterator[bytes]:
-            yield len(text).to_bytes(8, "little") + text
-            for _, tensor in ordered:
-                yield from tensor_bytes(tensor)
-
-        self._write(name, parts(), "application/vnd.safetensors")
+        self._write(name, tensor_file_parts(tensors, metadata), MEDIA_TYPE)
 
     def save_json(self, name: str, value: object) -> None:
         """Write a table as JSON."""
@@ -135,18 +104,25 @@ class ArtifactFiles:
             raise FileNotFoundError(name)
         return path
 
-    def _write(self, name: str, parts: Iterable[bytes], media_type: str) -> None:
+    @contextlib.contextmanager
+    def writing(self, name: str, media_type: str) -> Iterator[Sink]:
+        """Write a file of another kind.
+
+        Args:
+            name: The file's name below the folder.
+            media_type: Its type, as it is announced.
+
+        Returns:
+            A context with the file, which is written from its beginning to its end and cannot be sought in. It is
+            announced at the context's end, and removed where that is an error.
+        """
         path = self._path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        digest, size = hashlib.sha256(), 0
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".part-")
         try:
             with os.fdopen(descriptor, "wb") as file:
-                for part in parts:
-                    file.write(part)
-                    if self._announce is not None:
-                        digest.update(part)
-                    size += len(part)
+                hashed = _HashedFile(file, hashes=self._announce is not None)
+                yield hashed
                 file.flush()
                 os.fsync(file.fileno())
             Path(temporary).chmod(0o644)
@@ -165,7 +141,33 @@ class ArtifactFiles:
         finally:
             os.close(folder)
         if self._announce is not None:
-            self._announce(name, digest.hexdigest(), size, media_type)
+            self._announce(name, hashed.digest.hexdigest(), hashed.size, media_type)
+
+    def _write(self, name: str, parts: Iterable[bytes], media_type: str) -> None:
+        with self.writing(name, media_type) as file:
+            for part in parts:
+                file.write(part)
+
+
+class _HashedFile:
+    """A file that is written once, with its digest and size."""
+
+    def __init__(self, file: BinaryIO, *, hashes: bool) -> None:
+        self._file = file
+        self._hashes = hashes
+        self.digest = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: bytes) -> int:
+        part = memoryview(data).cast("B")
+        self._file.write(part)
+        if self._hashes:
+            self.digest.update(part)
+        self.size += part.nbytes
+        return part.nbytes
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 class StoredFactors(ArtifactFiles):
@@ -213,22 +215,6 @@ def find_factors(folder: OpenFolder, pointer: str, most_bytes: int = 2**62) -> S
         pointer=pointer,
         code="not_found",
     )
-
-
-def tensor_bytes(tensor: Tensor) -> Iterator[bytes]:
-    """Yield a tensor's row-major little-endian bytes.
-
-    Args:
-        tensor: A tensor of any shape, dtype and device; of a quantised one the values that it stands for.
-
-    Yields:
-        Parts of at most 16 MiB.
-    """
-    # a quantised tensor seen as bytes ends the process, and a conjugated view has no bytes of its own
-    values = tensor.detach().dequantize() if tensor.is_quantized else tensor.detach().resolve_conj().resolve_neg()
-    flat = values.to("cpu").contiguous().flatten().view(torch.uint8)
-    for start in range(0, flat.numel(), _PART_BYTES):
-        yield flat[start : start + _PART_BYTES].numpy().tobytes()
 
 
 def _never(*_: object) -> None:

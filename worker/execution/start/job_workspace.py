@@ -76,6 +76,7 @@ def make_workspace(
         ),
         ports=Ports(
             artifacts=artifacts,
+            files=artifacts if isinstance(artifacts, ArtifactFiles) else None,
             keeps_files=alone,
             # neither announced nor hashed: it is read by this job alone, and a checkpoint brings its own digests
             scratch=ArtifactFiles(assignment.scratch, None),

@@ -1,0 +1,83 @@
+"""`export`: the factors of each layer in the file of another tool."""
+
+from pathlib import PurePosixPath
+
+from typing_extensions import override
+
+from catalog.analyses.export import ExportMetrics, ExportParams, ExportSummary
+from engine.analyses.exports.exported_file import ExportedFile
+from engine.analyses.exports.formats import FORMATS
+from engine.analyses.layer_analysis import LayerAnalysis
+from engine.errors import NoConditionNumber
+from engine.measurement.layer_measurement import Measured
+from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob, term
+
+FOLDER = PurePosixPath("export")
+
+
+class Export(LayerAnalysis[ExportParams]):
+    """The file of a format, written once all layers are read.
+
+    Memory:
+        All matrices of the file, and three of one layer.
+    """
+
+    kind = "export"
+    _file: ExportedFile
+
+    @override
+    def require(self) -> None:
+        if self.params.format == "gptq" and self.workspace.options.stabilisation.kappa_max is None:
+            raise NoConditionNumber(
+                "`stabilisation.kappa_max` is null, and the damping of GPTQ follows from it; give a number above 1, "
+                "such as 1e6",
+                pointer="/stabilisation/kappa_max",
+            )
+
+    @override
+    def prepare(self) -> None:
+        kappa_max = self.workspace.options.stabilisation.kappa_max
+        self._file = FORMATS[self.params.format](self.whole, self.params, kappa_max)
+        self._file.require_room(self.workspace.machine.guard)
+
+    @override
+    def layer(self, layer: Measured) -> ExportMetrics:
+        return self._file.add(layer.facts, self.whole.load(layer.facts.ordinal))
+
+    @override
+    def finish(self) -> None:
+        files = self.workspace.ports.files
+        if files is not None and self.workspace.ports.keeps_files:
+            with files.writing(str(FOLDER / self._file.name), self._file.media_type) as file:
+                self._file.write(file)
+
+    @override
+    def summary(self) -> ExportSummary:
+        file = self._file
+        return ExportSummary(
+            coverage=self.coverage,
+            format=file.format,
+            file=str(FOLDER / file.name),
+            layers=len(file.exported),
+            left_out=len(file.left_out),
+            total_bytes=sum(tensor.nbytes for tensor in file.tensors.values()),
+            convention=file.convention,
+        )
+
+    @staticmethod
+    @override
+    def cost(params: ExportParams, job: PlannedJob) -> Cost:
+        terms, kept, operations = job.carried("export"), 0, 0
+        for layer in job.probe.layers:
+            terms += job.read_back(layer, "export", copies=1)
+            n, m = layer.in_dim, layer.out_dim
+            each = layer.groups * (12 * n * n if params.format == "gptq" else 8 * (n * n + m * m))
+            terms.append(term("exported matrices", "Σ as written", each, "host", "export", layer.name))
+            kept += each
+            operations += layer.groups * (12 * n**3 if params.format == "gptq" else 0)
+        seconds = {"export": operations / job.work.pace.operations_per_second}
+        return Cost(
+            terms=tuple(terms),
+            seconds=seconds,
+            kept=(KeptFiles(name="exported file", formula="Σ as written", size_bytes=kept),),
+        )

@@ -1,0 +1,1 @@
+"""Exports: factors in the files of other tools, a module for each."""

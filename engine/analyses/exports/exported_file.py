@@ -1,0 +1,297 @@
+"""A file of another tool: which layers it can hold, what it takes of each, and how it says what its numbers mean."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from catalog.analyses.export import EXPORT_FILES, ExportFormat, ExportMetrics, ExportParams
+from engine.errors import BudgetExceeded, UsageError
+from engine.factors.factor_set import GIVEN_MATRIX, FactorSet, LayerFacts
+from engine.factors.kronecker_factors import Factors, digest
+from engine.layers.parameter_slice import Window
+from engine.layers.tied import NEAREST
+from engine.linalg.linear_operator import Structured
+from engine.memory.guard import Guard
+from engine.memory.plan import readable_bytes
+from engine.workspace import Sink
+
+_NAMED = 8
+"""Layers that a refusal names with their reasons; all are counted."""
+
+
+class ExportRefused(UsageError):
+    """The format cannot hold a layer, or these factors; the message says which and why."""
+
+    code = "export_refused"
+
+
+class ExportedFile(ABC):
+    """One file in the making: layers are added one by one, then it is written.
+
+    Args:
+        whole: The factors.
+        params: The format, and the layers to leave out.
+        kappa_max: Largest condition number, for GPTQ.
+
+    Raises:
+        ExportRefused: If the format cannot hold a layer that is not to be left out, or a name fits no layer.
+
+    Memory:
+        All tensors of the file, until it is written.
+    """
+
+    format: ClassVar[ExportFormat]
+    convention: ClassVar[str]
+    """The meaning of the numbers, in words that go into the file."""
+    media_type: ClassVar[str]
+
+    def __init__(self, whole: FactorSet, params: ExportParams, kappa_max: float | None) -> None:
+        self.whole = whole
+        self.params = params
+        self.kappa_max = kappa_max
+        self.left_out = {facts.name for facts in whole.layers if _fits(facts.name, params.without)}
+        for pattern in params.without:
+            if not any(_fits(facts.name, (pattern,)) for facts in whole.layers):
+                raise ExportRefused(f"`without` holds {pattern[:200]!r}, which is the name of no layer that is covered",
+                                    pointer="/export/without")  # fmt: skip
+        self.tensors: dict[str, Tensor] = {}
+        """The contents, by the names that the tool knows them by."""
+        self._layers: dict[str, Mapping[str, Any]] = {}
+        self._require_layers()
+
+    @property
+    def name(self) -> str:
+        """The name of the file."""
+        return EXPORT_FILES[self.format]
+
+    @property
+    def exported(self) -> tuple[LayerFacts, ...]:
+        """The layers that go into the file."""
+        return tuple(facts for facts in self.whole.layers if facts.name not in self.left_out)
+
+    @abstractmethod
+    def why_not(self, facts: LayerFacts) -> str | None:
+        """Return why the format cannot hold a layer, as the rest of a sentence about it; None where it can."""
+
+    @abstractmethod
+    def tensors_of(self, facts: LayerFacts, factors: Factors) -> tuple[dict[str, Tensor], dict[str, float | None]]:
+        """Return what the file takes of a layer: tensors by name, and those of its metrics that this computes."""
+
+    @abstractmethod
+    def bytes_of(self, facts: LayerFacts) -> int:
+        """Return the bytes of those tensors."""
+
+    @abstractmethod
+    def write(self, file: Sink) -> None:
+        """Write the file, once all layers are added."""
+
+    def add(self, facts: LayerFacts, factors: Factors) -> ExportMetrics:
+        """Add a layer, unless it is to be left out.
+
+        Args:
+            factors: A (in_dim, in_dim) or its diagonal, and G; any float dtype.
+
+        Returns:
+            What the file holds of it.
+
+        Raises:
+            ExportRefused: If a number of it cannot be had.
+        """
+        count = None if facts.sums is None else facts.sums.weight_A
+        if facts.name in self.left_out:
+            return ExportMetrics(entries=(), count=count, cut_share=None, damping=None, condition=None)
+        tensors, numbers = self.tensors_of(facts, factors)
+        for key, tensor in tensors.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise ExportRefused(f"layer `{facts.name}`: `{key}` holds NaN or Inf in the precision of the file; "
+                                    "collect the factors anew", layer=facts.name)  # fmt: skip
+        self.tensors |= tensors
+        metrics = ExportMetrics(
+            entries=tuple(tensors),
+            count=count,
+            cut_share=numbers.get("cut_share"),
+            damping=numbers.get("damping"),
+            condition=numbers.get("condition"),
+        )
+        self._layers[facts.name] = {
+            "digest_A": digest(factors.A),
+            "digest_G": digest(factors.G),
+            "count": count,
+            **{name: value for name, value in numbers.items() if value is not None},
+        }
+        return metrics
+
+    def require_room(self, guard: Guard) -> None:
+        """Refuse a file that does not fit into memory before anything is read.
+
+        Raises:
+            BudgetExceeded: If its tensors, and those of one layer beside them, are more than is free.
+        """
+        each = [self.bytes_of(facts) for facts in self.exported]
+        needed = sum(each) + 3 * max(each, default=0)
+        if not guard.fits(host_bytes=needed):
+            free = readable_bytes(guard.free_bytes("host"))
+            raise BudgetExceeded(
+                f"{self.name} takes {readable_bytes(needed)} of host memory while it is made, and {free} are free; "
+                "give the job more (`memory.host`), or export fewer layers at a time (`export.without`)",
+                pointer="/memory/host",
+            )
+
+    def metadata(self) -> dict[str, str]:
+        """Return what the file says of itself: the convention, coverage, counts and digests, as JSON texts."""
+        whole = self.whole
+        covered = whole.covered_parameters
+        said: dict[str, Any] = {
+            "coverage": {
+                "trainable_parameters": whole.trainable_parameters,
+                "covered_parameters": covered,
+                "not_covered": {layer.name: layer.reason for layer in whole.declared},
+            },
+            "left_out": sorted(self.left_out),
+            "layers": self._layers,
+            "examples": whole.examples,
+            "fisher": whole.collection.fisher,
+            "sharing": whole.collection.sharing,
+            "model_sha256": None if whole.counted is None else whole.counted.model,
+        }
+        texts = {name: json.dumps(value, sort_keys=True, separators=(",", ":")) for name, value in said.items()}
+        return {"format": f"kronoscope-export-{self.format}/1", "convention": self.convention, **texts}
+
+    def _require_layers(self) -> None:
+        reasons = {facts.name: why for facts in self.exported if (why := self._reason(facts)) is not None}
+        if reasons:
+            named = "; ".join(f"`{name}` {why}" for name, why in [*reasons.items()][:_NAMED])
+            more = f"; and {len(reasons) - _NAMED} more" if len(reasons) > _NAMED else ""
+            listed = ", ".join(json.dumps(name) for name in [*reasons][:_NAMED])
+            raise ExportRefused(
+                f"{self.format} cannot hold {len(reasons)} of {len(self.exported)} layers: {named}{more}. To export "
+                f"the others, leave these out by name: `export.without: [{listed}{', …' if more else ''}]`",
+                layer=next(iter(reasons)),
+                pointer="/export/without",
+            )
+        if not self.exported:
+            raise ExportRefused("`without` leaves no layer to export", pointer="/export/without")
+
+    def _reason(self, facts: LayerFacts) -> str | None:
+        if facts.module == GIVEN_MATRIX:
+            return "is a matrix of your own, not a layer"
+        return self.why_not(facts)
+
+
+def activation_refusal(facts: LayerFacts) -> str | None:
+    """Return why a layer has no second moment of its inputs, over all positions, as a matrix; None where it has one."""
+    if facts.form == "diagonal":
+        return "has its A as a diagonal alone (the counts of a table's entries)"
+    if facts.form != "kronecker":
+        return "has no A: its block is kept as it is"
+    if NEAREST in facts.why:
+        return "is head and table in one, and its A belongs to the nearest product of both, not to its inputs"
+    if facts.sharing == "reduce" and (facts.sums is None or facts.positions != facts.sums.rows_A):
+        return (
+            "was collected with `sharing: reduce`, which averages its inputs over positions; collect it with `expand`"
+        )
+    return None
+
+
+def module_refusal(facts: LayerFacts) -> str | None:
+    """Return why a layer is not a module that its weight belongs to; None where it is one."""
+    if weight_module(facts) is None:
+        return "is not the whole weight of a module, and the format knows layers by the names of modules"
+    return None
+
+
+def count_refusal(facts: LayerFacts) -> str | None:
+    """Return why the sums of a layer cannot be had; None where its counts are known."""
+    if facts.sums is None or facts.sums.weight_G <= 0 or (facts.sums.weight_A <= 0 and facts.form == "kronecker"):
+        return "has no counts (a moving average, or factors of an earlier version), so that its sums are not known"
+    return None
+
+
+def gradient_refusal(whole: FactorSet, facts: LayerFacts) -> str | None:
+    """Return why a layer has no G as a matrix; None where it has one."""
+    if whole.collection.fisher == "forward_only":
+        return "was collected with `fisher: forward_only`, which has no G"
+    if facts.representation_G == "diagonal_sketch":
+        return "has a G of which the diagonal or a sketch alone is kept"
+    if facts.form == "diagonal_block":
+        return "has the diagonal of its block alone"
+    return None
+
+
+def own_weight(facts: LayerFacts) -> Window | None:
+    """Return the window that shows the whole weight of a layer's module; None where there is no such parameter.
+
+    It is found by its place, not by its name: one parameter, all columns but the bias's, from its first number on.
+    """
+    columns = facts.in_dim - facts.bias
+    for window in facts.windows or ():
+        whole = (window.top, window.left, window.height, window.width) == (0, 0, facts.out_dim, columns)
+        if whole and window.offset == 0 and window.last == facts.out_dim * columns - 1:
+            return window
+    return None
+
+
+def weight_module(facts: LayerFacts) -> str | None:
+    """Return the name of the module that holds a layer's weight; None where the weight is not one of its own."""
+    window = own_weight(facts)
+    module, _, name = ("", "", "") if window is None else window.parameter.rpartition(".")
+    return module if name == "weight" else None
+
+
+def without_bias(facts: LayerFacts, activation: Tensor) -> tuple[Tensor, float | None]:
+    """Cut the bias's row and column off A.
+
+    Args:
+        activation: A (in_dim, in_dim), float32 or float64.
+
+    Returns:
+        A of the weights alone, contiguous, and the share of the norm that was cut off; None where nothing was.
+    """
+    if not facts.bias:
+        return activation.contiguous(), None
+    kept = activation[:-1, :-1].contiguous()
+    whole = float(torch.linalg.vector_norm(activation, dtype=torch.float64))
+    cut = 2 * float(activation[:-1, -1].double().square().sum()) + float(activation[-1, -1]) ** 2
+    return kept, cut**0.5 / whole if whole > 0 else None
+
+
+def dense_gradient(factors: Factors) -> Tensor:
+    """Return G (out_dim, out_dim) as a matrix.
+
+    Raises:
+        ExportRefused: If what is kept is not G itself.
+    """
+    side = factors.G
+    if isinstance(side, Structured) and (side.approximate or not side.complete):
+        raise ExportRefused(f"layer `{factors.layer}` has a G that is kept as `{side.kind}`, which is not G itself; "
+                            "leave it out by `export.without`", layer=factors.layer)  # fmt: skip
+    return factors.widened_G
+
+
+def item_bytes(whole: FactorSet) -> int:
+    """Return the bytes of a number of the file: those of the factors, at least four."""
+    return 8 if whole.collection.dtype == "float64" else 4
+
+
+def _fits(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(_fits_one(name, pattern.split("*")) for pattern in patterns)
+
+
+def _fits_one(name: str, parts: list[str]) -> bool:
+    """Whether a name is these parts with anything between them; in one go, however many there are."""
+    first, *others = parts
+    if not others:
+        return name == first
+    if not name.startswith(first):
+        return False
+    place = len(first)
+    for part in others[:-1]:
+        found = name.find(part, place)
+        if found < 0:
+            return False
+        place = found + len(part)
+    return len(name) - len(others[-1]) >= place and name.endswith(others[-1])

@@ -1,0 +1,220 @@
+"""Files of A and G: the sums and counts of kronfluence, and the Kronecker factors of laplace-torch."""
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from engine.analyses.exports.exported_file import (
+    ExportedFile,
+    ExportRefused,
+    activation_refusal,
+    count_refusal,
+    dense_gradient,
+    gradient_refusal,
+    item_bytes,
+    module_refusal,
+    own_weight,
+    weight_module,
+    without_bias,
+)
+from engine.analyses.exports.file_layouts import save_with_torch, write_zip
+from engine.factors.factor_set import FactorSet, LayerFacts, ParameterShape
+from engine.factors.kronecker_factors import Factors
+from engine.layers.parameter_slice import Window
+from engine.tensor_file import tensor_file_parts
+from engine.workspace import Sink
+
+
+class KronfluenceFile(ExportedFile):
+    """The folder of kronfluence's covariances, one tensor for each module in each of its four files."""
+
+    format = "kronfluence"
+    media_type = "application/zip"
+    convention = (
+        "sums, not means: activation_covariance is the sum of a·aᵀ, gradient_covariance that of g·gᵀ, g the gradient "
+        "of the summed loss, with the bias as the last column of a; both counts are those of the positions."
+    )
+    _sides = ("activation_covariance", "gradient_covariance")
+
+    @override
+    def why_not(self, facts: LayerFacts) -> str | None:
+        natural = own_weight(facts)
+        if natural is not None and not _is_natural(natural, facts):
+            return "holds its weight as the transpose of a linear layer's, which kronfluence does not track"
+        return (
+            activation_refusal(facts)
+            or module_refusal(facts)
+            or count_refusal(facts)
+            or gradient_refusal(self.whole, facts)
+        )
+
+    @override
+    def tensors_of(self, facts: LayerFacts, factors: Factors) -> tuple[dict[str, Tensor], dict[str, float | None]]:
+        if facts.sums is None:
+            raise ValueError(f"layer {facts.name} has no counts")
+        module = weight_module(facts)
+        counted = torch.tensor([round(facts.sums.weight_A)])
+        tensors = {
+            f"activation_covariance/{module}": factors.widened_A * facts.sums.weight_A,
+            f"gradient_covariance/{module}": dense_gradient(factors) * facts.sums.weight_G,
+            **{f"num_{side}_processed/{module}": counted.clone() for side in self._sides},
+        }
+        return tensors, {}
+
+    @override
+    def bytes_of(self, facts: LayerFacts) -> int:
+        return (facts.in_dim**2 + facts.out_dim**2) * item_bytes(self.whole)
+
+    @override
+    def write(self, file: Sink) -> None:
+        metadata = self.metadata()
+        arguments = {"strategy": "ekfac", "use_empirical_fisher": self.whole.collection.fisher == "empirical"}
+
+        def members() -> Iterator[tuple[str, Iterable[bytes]]]:
+            yield "factor_arguments.json", [json.dumps(arguments, sort_keys=True).encode()]
+            for name in (*self._sides, *(f"num_{side}_processed" for side in self._sides)):
+                own = {
+                    key.removeprefix(f"{name}/"): each
+                    for key, each in self.tensors.items()
+                    if key.startswith(f"{name}/")
+                }
+                yield f"{name}.safetensors", tensor_file_parts(own, metadata)
+
+        write_zip(file, members())
+
+
+class LaplaceFile(ExportedFile):
+    """The state of a `KronLaplace` but for `mean` and `loss`, which are the model's and the data's."""
+
+    format = "laplace"
+    media_type = "application/octet-stream"
+    convention = (
+        "H lists, for each trainable parameter in the order of the model, its Kronecker factors: of the sum over all "
+        "examples, not the mean. A weight has G and A without the bias's row and column, a bias has G, since "
+        "laplace-torch has no joint block of both; what is cut off is cut_share of the layer. The keys mean and loss "
+        "are missing: they are parameters_to_vector(model.parameters()) and the summed loss."
+    )
+
+    def __init__(self, *arguments: Any) -> None:  # noqa: ANN401 - those of ExportedFile
+        self._owners: dict[str, tuple[LayerFacts, Window]] = {}
+        super().__init__(*arguments)
+        self._require_parameters()
+
+    @override
+    def why_not(self, facts: LayerFacts) -> str | None:
+        for parameter in facts.parameters:
+            window = _whole_parameter(facts, parameter, self.whole)
+            if window is None:
+                return (
+                    f"is a part of `{parameter}`, or shares it with another layer, and the format has one entry for it"
+                )
+            self._owners[parameter] = (facts, window)
+        return count_refusal(facts) or gradient_refusal(self.whole, facts)
+
+    @override
+    def tensors_of(self, facts: LayerFacts, factors: Factors) -> tuple[dict[str, Tensor], dict[str, float | None]]:
+        if facts.sums is None:
+            raise ValueError(f"layer {facts.name} has no counts")
+        scale = facts.sums.weight_G
+        if self.params.likelihood == "regression":
+            # `mse` is the mean over outputs without ½, and laplace-torch takes half the sum
+            scale *= (self.params.outputs or 1) / 2
+        gradient = dense_gradient(factors) * scale
+        if facts.form == "block":
+            return self._blocks(facts, gradient)
+        activation = factors.widened_A
+        tensors: dict[str, Tensor] = {}
+        cut = None
+        for parameter in facts.parameters:
+            window = self._owners[parameter][1]
+            if window.width == 1 and facts.bias and window.left == facts.in_dim - 1:
+                tensors[f"{parameter}/0"] = gradient * float(activation[-1, -1])
+                continue
+            kept, cut = without_bias(facts, activation) if activation.ndim == 2 else (activation, None)
+            pair = [gradient, kept] if _is_natural(window, facts) else [kept, gradient]
+            tensors |= {f"{parameter}/{place}": each for place, each in enumerate(pair)}
+        return tensors, {"cut_share": cut}
+
+    def _blocks(self, facts: LayerFacts, block: Tensor) -> tuple[dict[str, Tensor], dict[str, float | None]]:
+        """Cut a block of several parameters into one for each."""
+        tensors: dict[str, Tensor] = {}
+        rest = block.clone()
+        for parameter in facts.parameters:
+            window = self._owners[parameter][1]
+            rows = slice(window.top, window.top + window.height)
+            tensors[f"{parameter}/0"] = block[rows, rows].contiguous()
+            rest[rows, rows] = 0
+        whole = float(torch.linalg.vector_norm(block))
+        cut = float(torch.linalg.vector_norm(rest))
+        return tensors, {"cut_share": cut / whole if len(tensors) > 1 and whole > 0 else None}
+
+    @override
+    def bytes_of(self, facts: LayerFacts) -> int:
+        of_A = facts.in_dim if facts.form == "diagonal" else facts.in_dim**2
+        return (of_A + facts.out_dim**2 * (1 + facts.bias)) * item_bytes(self.whole)
+
+    @override
+    def write(self, file: Sink) -> None:
+        order = [each.name for each in self.whole.parameters or ()]
+        factors = [[self.tensors[key] for key in (f"{name}/0", f"{name}/1") if key in self.tensors] for name in order]
+        state = {
+            "H": factors,
+            "prior_mean": 0.0,
+            "prior_precision": torch.ones(1),
+            "sigma_noise": torch.ones(1),
+            "n_data": self.whole.examples,
+            "n_outputs": self.params.outputs,
+            "likelihood": self.params.likelihood,
+            "temperature": 1.0,
+            "enable_backprop": False,
+            "cls_name": "KronLaplace",
+            "parameters": order,
+            "kronoscope": self.metadata(),
+        }
+        save_with_torch(state, file)
+
+    def _require_parameters(self) -> None:
+        if self.whole.parameters is None:
+            raise ExportRefused("these factors are of an earlier version, which did not record the order of the "
+                                "parameters; collect them anew", pointer="/factors")  # fmt: skip
+        missing = [each.name for each in self.whole.parameters if each.name not in self._owners]
+        if missing:
+            named = ", ".join(f"`{name}`" for name in missing[:8])
+            raise ExportRefused(
+                f"laplace-torch takes a block for every trainable parameter, and {len(missing)} have none here, or are "
+                f"left out: {named}; set `requires_grad` to False for them before collecting, and in laplace-torch",
+                pointer="/export/without",
+            )
+
+
+def _is_natural(window: Window, facts: LayerFacts) -> bool:
+    """Whether the parameter's numbers, in their order, are the layer's matrix row by row."""
+    strides, width = [], 1
+    for size in reversed(window.shape):
+        strides.append(width)
+        width *= size
+    ours = [stride for stride, size in zip(reversed(window.strides), reversed(window.shape), strict=True) if size > 1]
+    natural = [stride for stride, size in zip(strides, reversed(window.shape), strict=True) if size > 1]
+    return ours == natural or facts.out_dim == 1
+
+
+def _whole_parameter(facts: LayerFacts, parameter: str, whole: FactorSet) -> Window | None:
+    """The window of a layer that shows all of a parameter; None where there is none, or another layer has one too."""
+    shapes = {each.name: each for each in whole.parameters or ()}
+    windows = [each for each in facts.windows or () if each.parameter == parameter]
+    others = [each.name for each in whole.layers if each.ordinal != facts.ordinal and parameter in each.parameters]
+    if len(windows) != 1 or others or parameter not in shapes:
+        return None
+    (window,) = windows
+    return window if window.offset == 0 and window.last == _count(shapes[parameter]) - 1 else None
+
+
+def _count(shape: ParameterShape) -> int:
+    count = 1
+    for size in shape.shape:
+        count *= size
+    return count

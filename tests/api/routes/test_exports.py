@@ -1,0 +1,83 @@
+"""Exports over HTTP: of one's own jobs alone, by the rules of a submission, and not before they are there."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from jobs.tenancy.api_keys import verify_key
+from tests.api import seeding
+from tests.api.conftest import Keyed
+from tests.api.expect import problem
+from tests.api.server import KEY_SECRET
+
+LAPLACE = {"outputs": 10}
+
+
+@pytest.fixture
+def job(keyed: Keyed) -> str:
+    """A succeeded job that kept its factors."""
+    holder = verify_key(keyed.engine, KEY_SECRET, keyed.key)
+    assert holder is not None
+    return seeding.finished(keyed.engine, keyed.artifacts, holder.tenant_id, with_factors=True)
+
+
+def test_an_export_is_a_job_that_repeated_requests_share(ours: httpx.Client, job: str) -> None:
+    answer = ours.post(f"/v1/jobs/{job}/exports/laplace", params=LAPLACE)
+    assert answer.status_code == 202, answer.text
+    made = answer.json()
+    assert answer.headers["location"] == f"/v1/jobs/{made['id']}"
+    assert (made["kinds"], made["document"]["factors"]["job"]) == (["export"], job)
+    assert made["document"]["export"] == {
+        "format": "laplace", "without": [], "likelihood": "classification", "outputs": 10,
+    }  # fmt: skip
+    assert ours.post(f"/v1/jobs/{job}/exports/laplace", params=LAPLACE).json()["id"] == made["id"]
+    # other options are another file
+    other = ours.post(f"/v1/jobs/{job}/exports/laplace", params={"outputs": 11})
+    assert other.json()["id"] != made["id"]
+    early = ours.get(f"/v1/jobs/{job}/exports/laplace", params=LAPLACE)
+    said = problem(early, 409)
+    assert f"job {made['id']}, which writes the file, is queued" in str(said["detail"])
+    # one that was cancelled is made again
+    assert ours.post(f"/v1/jobs/{made['id']}:cancel").status_code == 202
+    again = ours.post(f"/v1/jobs/{job}/exports/laplace", params=LAPLACE)
+    assert again.status_code == 202
+    assert again.json()["id"] != made["id"]
+
+
+def test_a_job_of_others_is_none(theirs: httpx.Client, job: str) -> None:
+    random = "0" * len(job)
+    for method in ("GET", "POST"):
+        answers = [theirs.request(method, f"/v1/jobs/{each}/exports/gptq") for each in (job, random)]
+        assert [each.status_code for each in answers] == [404, 404]
+        first, second = (each.json() for each in answers)
+        assert {name: value for name, value in first.items() if name not in ("instance", "request_id")} == {
+            name: value for name, value in second.items() if name not in ("instance", "request_id")
+        }
+
+
+def test_nothing_was_exported_yet(ours: httpx.Client, job: str) -> None:
+    problem(ours.get(f"/v1/jobs/{job}/exports/gptq"), 404)
+
+
+@pytest.mark.parametrize(
+    ("named", "params", "pointer"),
+    [
+        ("onnx", {}, None),
+        ("laplace", {}, "/export/outputs"),
+        ("gptq", {"outputs": 3}, "/export/outputs"),
+        ("laplace", {"outputs": 0}, "/export/outputs"),
+        ("gptq", {"without": [""]}, "/export/without"),
+        ("laplace", {"outputs": 3, "likelihood": "poisson"}, "/export/likelihood"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_stored(
+    ours: httpx.Client, job: str, named: str, params: dict[str, Any], pointer: str | None
+) -> None:
+    for method in ("POST", "GET"):
+        answer = ours.request(method, f"/v1/jobs/{job}/exports/{named}", params=params)
+        assert answer.status_code == 422, answer.text
+        if pointer is not None:
+            assert answer.json()["errors"][0]["pointer"] == pointer
+    stored = ours.get("/v1/jobs", params={"kind": "export"}).json()["items"]
+    assert not [each for each in stored if each["document"]["factors"]["job"] == job]
