@@ -6,6 +6,7 @@ its import and one word below.
 """
 
 import dataclasses
+from functools import cache
 from typing import Any, Literal
 
 from catalog.analyses.analysis import Analysis, AnalysisStage
@@ -65,7 +66,8 @@ DOCUMENT: type[JobDocument] = dataclasses.make_dataclass(
     [
         ("kind", _KIND | tuple[_KIND, ...]),
         *(
-            (kind, analysis.params, dataclasses.field(default_factory=analysis.params))
+            # records cannot change: one of the defaults serves all documents
+            (kind, analysis.params, dataclasses.field(default_factory=cache(analysis.params)))
             for kind, analysis in ANALYSES.items()
             if analysis.params is not None
         ),

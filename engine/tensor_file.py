@@ -1,11 +1,13 @@
-"""Tensor files: tensors streamed one by one in the safetensors layout.
+"""Streamed files: tensors one by one in the safetensors layout, and the port for files of other kinds.
 
-The library's own writer wants all of them in memory, and copies.
+The library's own writer wants all tensors in memory, and copies.
 """
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,14 +26,39 @@ _DTYPES = {
 }
 
 
+class Sink(Protocol):
+    """A file that is written from its beginning to its end."""
+
+    def write(self, data: bytes, /) -> int:
+        """Write bytes; returns their count."""
+
+    def flush(self) -> None:
+        """Hand on what was written."""
+
+
+class Files(Protocol):
+    """A place for files of other kinds than ``Artifacts`` knows."""
+
+    def writing(self, name: str, media_type: str) -> AbstractContextManager[Sink]:
+        """Write a file, atomically.
+
+        Args:
+            name: Name of the file.
+            media_type: Its type, such as `application/zip`.
+
+        Returns:
+            A context with the file, which is kept unless it ends with an error.
+        """
+
+
 def tensor_file_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes]:
-    """Yield the bytes of a safetensors file.
+    """Return the bytes of a safetensors file.
 
     Args:
         tensors: Tensors by name, any shape, of a dtype that safetensors has.
         metadata: Text for the file's header.
 
-    Yields:
+    Returns:
         Parts of at most 16 MiB, after the header. Equal tensors give equal bytes, in whatever order they come.
 
     Memory:
@@ -51,9 +78,8 @@ def tensor_file_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for _, tensor in ordered:
-        yield from tensor_bytes(tensor)
+    begin = len(text).to_bytes(8, "little") + text
+    return itertools.chain([begin], *(tensor_bytes(tensor) for _, tensor in ordered))
 
 
 def tensor_bytes(tensor: Tensor) -> Iterator[bytes]:

@@ -17,7 +17,6 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -37,6 +36,7 @@ from engine.memory.device_speed import DeviceSpeed
 from engine.memory.guard import Guard
 from engine.memory.memory_curve import MemoryCurve
 from engine.memory.plan import Chosen, Plan, Stage
+from engine.tensor_file import Files
 
 T = TypeVar("T")
 
@@ -64,11 +64,10 @@ class Artifacts(Protocol):
         """
 
     def save_json(self, name: str, value: object) -> None:
-        """Write a table, atomically.
+        """Write a table of anything that JSON can hold, atomically.
 
         Args:
             name: Name of the file.
-            value: Anything that JSON can hold.
         """
 
     def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was written
@@ -89,31 +88,6 @@ class Artifacts(Protocol):
 
         Args:
             name: Name of the file; nothing happens where nothing has it.
-        """
-
-
-class Sink(Protocol):
-    """A file that is written from its beginning to its end."""
-
-    def write(self, data: bytes, /) -> int:
-        """Write bytes; returns their count."""
-
-    def flush(self) -> None:
-        """Hand on what was written."""
-
-
-class Files(Protocol):
-    """A place for files of other kinds than ``Artifacts`` knows."""
-
-    def writing(self, name: str, media_type: str) -> AbstractContextManager[Sink]:
-        """Write a file, atomically.
-
-        Args:
-            name: Name of the file.
-            media_type: Its type, such as `application/zip`.
-
-        Returns:
-            A context with the file, which is kept unless it ends with an error.
         """
 
 
@@ -355,8 +329,7 @@ class Ports:
     files: Files | None = None
     """The same place for files of other kinds; None where they are not kept."""
     scratch: Artifacts | None = None
-    """Place of factors that do not fit into memory together, and of checkpoints;
-    without it, factors must fit and nothing is resumed."""
+    """Place of factors that do not fit into memory together, and of checkpoints; None has neither."""
     cache: FactorCache | None = None
     """Factors of the same collection, from an earlier job or for the next one."""
     report: Callable[[str, int, int | None, str], None] = _ignore

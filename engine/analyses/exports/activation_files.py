@@ -21,8 +21,7 @@ from engine.analyses.exports.file_layouts import member_name, npz_bytes, save_wi
 from engine.analyses.exports.solving_factor import solving_factor
 from engine.factors.factor_set import LayerFacts
 from engine.factors.kronecker_factors import Factors
-from engine.tensor_file import MEDIA_TYPE, tensor_file_parts
-from engine.workspace import Sink
+from engine.tensor_file import MEDIA_TYPE, Sink, tensor_file_parts
 
 
 class GptqFile(ExportedFile):

@@ -17,7 +17,7 @@ from engine.layers.tied import NEAREST
 from engine.linalg.linear_operator import Structured
 from engine.memory.guard import Guard
 from engine.memory.plan import readable_bytes
-from engine.workspace import Sink
+from engine.tensor_file import Sink
 
 _NAMED = 8
 """Layers that a refusal names with their reasons; all are counted."""

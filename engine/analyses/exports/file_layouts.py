@@ -9,8 +9,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from engine.tensor_file import tensor_bytes
-from engine.workspace import Sink
+from engine.tensor_file import Sink, tensor_bytes
 
 _MOMENT = (1980, 1, 1, 0, 0, 0)
 """The time of every member: that of the writing would make each file another one."""

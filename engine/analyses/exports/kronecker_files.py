@@ -25,8 +25,7 @@ from engine.analyses.exports.file_layouts import save_with_torch, write_zip
 from engine.factors.factor_set import FactorSet, LayerFacts, ParameterShape
 from engine.factors.kronecker_factors import Factors
 from engine.layers.parameter_slice import Window
-from engine.tensor_file import tensor_file_parts
-from engine.workspace import Sink
+from engine.tensor_file import Sink, tensor_file_parts
 
 
 class KronfluenceFile(ExportedFile):

@@ -20,8 +20,7 @@ from typing_extensions import override
 
 from catalog.record import plain
 from engine.memory.plan import readable_bytes
-from engine.tensor_file import MEDIA_TYPE, tensor_file_parts
-from engine.workspace import Sink
+from engine.tensor_file import MEDIA_TYPE, Sink, tensor_file_parts
 from worker.execution.files.open_files import OpenFolder, ReadableFile
 from worker.execution.files.safetensors_header import read_header
 from worker.execution.refusal import Refusal, storable_text
