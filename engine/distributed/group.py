@@ -28,9 +28,11 @@ TIMEOUT_SECONDS = 1800.0
 """How long a rank waits without a sign of life, unless another time is given."""
 _WATCHDOG = 3  # times that, after which NCCL's ends the process: of a silent rank we are to tell before
 _LOOK_SECONDS = 0.5
+_LINGER_SECONDS = 2.0
+_STORE = "KRONOSCOPE_RANK_STORE"
 """How often a rank that waits looks for notes."""
 _VARIABLES = ("RANK", "WORLD_SIZE")
-_MEETING_PLACES = (("MASTER_ADDR", "MASTER_PORT"), ("KRONOSCOPE_RANK_STORE",))
+_MEETING_PLACES = (("MASTER_ADDR", "MASTER_PORT"), (_STORE,))
 """Variables that tell ranks where they meet: at a port, as torch's launcher says, or in a file, which no other user of
 the machine can come to."""
 
@@ -89,6 +91,8 @@ class Ranks:
         except RuntimeError as error:
             raise RankFailed(f"rank 0 of {self.size}, which keeps the notes of all, is gone: {error}") from error
         if note is not None and note["rank"] != self.rank:
+            with contextlib.suppress(RuntimeError):
+                self.store.set(f"told/{self.rank}", "1")
             if note["error"] == StopRequested.__name__:
                 raise StopRequested(f"rank {note['rank']} was asked to stop")
             raise RankFailed(
@@ -105,10 +109,12 @@ class Ranks:
             yield
         except RankFailed:
             _forget_groups()
+            self._linger()
             raise
         except BaseException as error:
             _forget_groups()
             self._post(error)
+            self._linger()
             raise
 
     def _post(self, error: BaseException) -> None:
@@ -126,11 +132,16 @@ class Ranks:
             # the first to fail is the one to be named
             self.store.compare_set("failed", "", json.dumps(note))
 
-    def meet(self, operation: str) -> None:
-        """Wait until every rank has come to this point.
+    def _linger(self) -> None:
+        """Keep the notes for a moment, where they end with this process: the others are still to read who failed."""
+        others, deadline = [f"told/{rank}" for rank in range(1, self.size)], time.monotonic() + _LINGER_SECONDS
+        holds = self.rank == 0 and not os.environ.get(_STORE)
+        with contextlib.suppress(RuntimeError):
+            while holds and not self.store.check(others) and time.monotonic() < deadline:
+                time.sleep(0.01)
 
-        Args:
-            operation: What follows, for messages.
+    def meet(self, operation: str) -> None:
+        """Wait until every rank has come to this point, before the operation that is named.
 
         Raises:
             RankFailed: If one has failed instead.
@@ -222,12 +233,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def naming(self, operation: str, layer: str | None = None) -> Iterator[None]:
-        """Turn an error of the backend into one that names rank, operation and layer.
-
-        Args:
-            operation: Name of the operation.
-            layer: The layer that it is made for.
-        """
+        """Turn an error of the backend into one that names rank, operation and the layer that it is made for."""
         try:
             yield
         except RuntimeError as error:
@@ -273,14 +279,7 @@ class Ranks:
             work.wait()
 
     def group_of(self, device: torch.device) -> Any:  # noqa: ANN401 - torch's own type
-        """Return the process group that moves tensors of a device.
-
-        Args:
-            device: Where the tensors stand.
-
-        Returns:
-            The host's group, or the accelerated one.
-        """
+        """Return the process group that moves tensors of a device: the host's, or the accelerated one."""
         return self.host if device.type == "cpu" else self.accelerated
 
 
@@ -324,7 +323,7 @@ def start(device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Ran
             torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-        place, limit = os.environ.get("KRONOSCOPE_RANK_STORE"), dt.timedelta(seconds=timeout_seconds)
+        place, limit = os.environ.get(_STORE), dt.timedelta(seconds=timeout_seconds)
         earlier = own_sockets()
         own: dict[str, Any] = {"timeout": limit * _WATCHDOG, "device_id": device} if cuda else {"timeout": limit}
         try:
