@@ -94,7 +94,7 @@ def run_pass(
     ranks = workspace.machine.ranks
     turns = Turns.of(ranks, collection.update_freq)
     collector.scale = job.precision.loss_scale(cursor.loss_scale, cursor.steady)
-    with locate_nan(job.model, job.task) as current, collector.attached(), torch.enable_grad(), _unused(state):
+    with locate_nan(job.model, job.task) as current, _unused(state), collector.attached(), torch.enable_grad():
         current.read = cursor.read
         for arrived in stream:
             workspace.ports.raise_if_cancelled()
