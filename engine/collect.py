@@ -330,6 +330,7 @@ def _finished(
         ),
         trainable_parameters=numbers,
         parameters=tuple(trainable),
+        loss=job.task.likelihood,
         examples=state.examples,
         entered=state.entered,
         updates=state.updates,

@@ -23,7 +23,7 @@ class ExportChoices(TypedDict, total=False):
     kappa_max: float
     """Largest condition number of GPTQ's damped Hessian, 1e6 without it."""
     likelihood: Literal["classification", "regression"]
-    """That of laplace-torch, `classification` without it."""
+    """That of laplace-torch, which `laplace` needs."""
     outputs: int
     """The number of the model's outputs, which `laplace` needs."""
 

@@ -1,7 +1,7 @@
 """Exports over HTTP: a job's factors as a file of another tool, which a worker writes as artifact of a small job."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Response
@@ -20,10 +20,8 @@ from catalog.requests.job import JobDocument
 from catalog.responses.views import JobView
 from jobs.codec import document_json, parse_document, sha256_of
 from jobs.records import Job
-from jobs.repository.submission import submitted_earlier
-
-_MOST_ATTEMPTS = 100
-_UNDONE = ("failed", "cancelled")
+from jobs.repository.results import read_artifact
+from jobs.repository.submission import submitted_under
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/exports", tags=["artifacts"])
 
@@ -35,8 +33,12 @@ class ExportChoices:
     without: Annotated[
         list[str] | None, Query(description="Layers to leave out, by name; `*` stands for any characters.")
     ] = None
-    likelihood: Annotated[str, Query(description="Of `laplace`: `classification` or `regression`.")] = "classification"
-    outputs: Annotated[int | None, Query(description="Of `laplace`: the number of the model's outputs.")] = None
+    likelihood: Annotated[
+        str | None, Query(description="Of `laplace`, which needs it: `classification` or `regression`.")
+    ] = None
+    outputs: Annotated[
+        int | None, Query(description="Of `laplace`, which needs it: the number of the model's outputs.")
+    ] = None
 
     def document(self, job_id: str, named: ExportFormat) -> JobDocument:
         """Return the document of the job that writes the file.
@@ -71,7 +73,7 @@ async def create(
     """Write a job's factors as a file of another tool; returns the job that does so, or that has done so already."""
     await run_in_threadpool(owned_job, service, caller.tenant_id, job_id)
     document = await run_in_threadpool(choices.document, job_id, format)
-    key, _ = await run_in_threadpool(_latest, service, caller.tenant_id, document)
+    key = await run_in_threadpool(_key_of, service, caller.tenant_id, document, format)
     return await accept(service, caller, document, key)
 
 
@@ -93,30 +95,48 @@ async def read(
     """The file that the same request with POST has had written."""
     await run_in_threadpool(owned_job, service, caller.tenant_id, job_id)
     document = await run_in_threadpool(choices.document, job_id, format)
-    _, job = await run_in_threadpool(_latest, service, caller.tenant_id, document)
-    if job is None:
-        raise not_found("these factors were not exported so; send the same request with POST")
-    if job.state != "succeeded":
+    made = await run_in_threadpool(submitted_under, service.engine, caller.tenant_id, _prefix(document))
+    good = await run_in_threadpool(_good, service, caller.tenant_id, made, format)
+    if good is not None and good.state == "succeeded":
+        return await download(good.id, _file(format), caller, service, options)
+    if good is not None:
         raise Refusal(
             409,
             "export-not-ready",
             "The export is not ready",
-            f"job {job.id}, which writes the file, is {job.state}; ask again once it has succeeded",
+            f"job {good.id}, which writes the file, is {good.state}; ask again once it has succeeded",
             headers={"retry-after": "2"},
         )
-    return await download(job.id, f"export/{EXPORT_FILES[format]}", caller, service, options)
+    ended = f"job {made[-1].id}, which was to write the file, is {made[-1].state}" if made else "it was not exported so"
+    raise not_found(f"the file is not there: {ended}; send the same request with POST")
 
 
-def _latest(service: Service, tenant_id: str, document: JobDocument) -> tuple[str, Job | None]:
-    """Return the idempotency key of the next such job, or of the last one where that is good, and the last one."""
-    digest = sha256_of(document_json(document))
-    last = None
-    for attempt in range(_MOST_ATTEMPTS):
-        key = f"export/{digest}/{attempt}"
-        found = submitted_earlier(service.engine, tenant_id, document, key)
-        if found is None:
-            return key, last
-        last = found.job
-        if last.state not in _UNDONE:
-            break
-    return key, last
+def _file(format: ExportFormat) -> str:  # noqa: A002 - the path's own word
+    return f"export/{EXPORT_FILES[format]}"
+
+
+def _prefix(document: JobDocument) -> str:
+    """Begin the idempotency keys of all jobs of a document, each of which is tried once."""
+    return f"export/{sha256_of(document_json(document))}/"
+
+
+def _key_of(service: Service, tenant_id: str, document: JobDocument, format: ExportFormat) -> str:  # noqa: A002
+    """Return the key of the job that writes the file or has written it; a new one where none does."""
+    prefix = _prefix(document)
+    made = submitted_under(service.engine, tenant_id, prefix)
+    good = _good(service, tenant_id, made, format)
+    last = made[-1] if made else None
+    key = last.idempotency_key if good is None and last is not None else None
+    if good is not None and good.idempotency_key is not None:
+        return good.idempotency_key
+    return f"{prefix}{0 if key is None else int(key.removeprefix(prefix)) + 1}"
+
+
+def _good(service: Service, tenant_id: str, made: Sequence[Job], format: ExportFormat) -> Job | None:  # noqa: A002
+    """Return the newest of these jobs that has the file, or may come to have it."""
+    for job in reversed(made):
+        if job.state in ("failed", "cancelled", "cancelling"):
+            continue
+        if job.state != "succeeded" or read_artifact(service.engine, tenant_id, job.id, _file(format)) is not None:
+            return job
+    return None

@@ -31,8 +31,9 @@ class ExportParams:
     without: tuple[str, ...] = ()
     """Layers to leave out, by name; `*` stands for any characters. Without it a layer that the format cannot hold is
     refused by name."""
-    likelihood: Literal["classification", "regression"] = "classification"
-    """That of laplace-torch: `regression` for factors of the loss `mse`."""
+    likelihood: Literal["classification", "regression"] | None = None
+    """That of laplace-torch, which `laplace` needs: `classification` for factors of `cross_entropy`, `regression` for
+    those of `mse`."""
     outputs: int | None = None
     """The number of the model's outputs, which `laplace` needs."""
 
@@ -44,16 +45,14 @@ class ExportParams:
             raise FieldError("without", "holds an empty name; give names of layers")
         if self.outputs is not None and self.outputs < 1:
             raise FieldError("outputs", f"is {self.outputs}; give the number of the model's outputs, 1 or more")
-        for name, value, default in (
-            ("outputs", self.outputs, None),
-            ("likelihood", self.likelihood, "classification"),
-        ):
-            if self.format != "laplace" and value != default:
+        for name, value in (("outputs", self.outputs), ("likelihood", self.likelihood)):
+            if self.format != "laplace" and value is not None:
                 raise FieldError(
                     name, f"is an option of `format: laplace`, and `{self.format}` is asked for; leave it out"
                 )
-        if self.format == "laplace" and self.outputs is None:
-            raise FieldError("outputs", "is missing; `laplace` needs the number of the model's outputs")
+            if self.format == "laplace" and value is None:
+                wanted = "the number of the model's outputs" if name == "outputs" else "classification or regression"
+                raise FieldError(name, f"is missing; `laplace` needs {wanted}")
 
     @property
     def decomposition(self) -> Literal["none"]:

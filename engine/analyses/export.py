@@ -2,16 +2,19 @@
 
 from pathlib import PurePosixPath
 
+import torch
 from typing_extensions import override
 
 from catalog.analyses.export import ExportMetrics, ExportParams, ExportSummary
-from engine.analyses.exports.exported_file import ExportedFile
+from engine.analyses.exports.exported_file import ExportedFile, is_named
 from engine.analyses.exports.formats import FORMATS
+from engine.analyses.exports.solving_factor import SOLVING_BYTES
 from engine.analyses.layer_analysis import LayerAnalysis
 from engine.errors import NoConditionNumber
 from engine.measurement.layer_measurement import Measured
 from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob, term
 
+KIND = "export"
 FOLDER = PurePosixPath("export")
 
 
@@ -22,7 +25,7 @@ class Export(LayerAnalysis[ExportParams]):
         All matrices of the file, and three of one layer.
     """
 
-    kind = "export"
+    kind = KIND
     _file: ExportedFile
 
     @override
@@ -67,17 +70,26 @@ class Export(LayerAnalysis[ExportParams]):
     @staticmethod
     @override
     def cost(params: ExportParams, job: PlannedJob) -> Cost:
-        terms, kept, operations = job.carried("export"), 0, 0
+        terms, kept, operations = job.carried(KIND), 0, 0
+        wide = max(job.stored.itemsize, torch.float32.itemsize)
         for layer in job.probe.layers:
-            terms += job.read_back(layer, "export", copies=1)
-            n, m = layer.in_dim, layer.out_dim
-            each = layer.groups * (12 * n * n if params.format == "gptq" else 8 * (n * n + m * m))
-            terms.append(term("exported matrices", "Σ as written", each, "host", "export", layer.name))
-            kept += each
-            operations += layer.groups * (12 * n**3 if params.format == "gptq" else 0)
-        seconds = {"export": operations / job.work.pace.operations_per_second}
+            groups = sum(not is_named(part, params.without) for part in layer.parts)
+            if not groups or (layer.form != "kronecker" and params.format != "laplace"):
+                continue
+            a, g = layer.in_dim**2, layer.out_dim**2
+            each = {
+                "gptq": (wide + torch.float64.itemsize) * a,
+                "laplace": wide * ((a if layer.form == "kronecker" else layer.in_dim) + 2 * g),
+                "kronfluence": wide * (a + g),
+            }.get(params.format, wide * a)
+            kept += groups * each
+            terms += job.read_back(layer, KIND, copies=1)
+            work = SOLVING_BYTES * a if params.format == "gptq" else 3 * each
+            terms.append(term("exported layer", "while it is made", work, "host", KIND, layer.name))
+            operations += groups * (12 * layer.in_dim**3 if params.format == "gptq" else each)
+        terms.append(term("exported file", "Σ as written", kept, "host", KIND))
         return Cost(
             terms=tuple(terms),
-            seconds=seconds,
+            seconds={KIND: operations / job.work.pace.operations_per_second},
             kept=(KeptFiles(name="exported file", formula="Σ as written", size_bytes=kept),),
         )

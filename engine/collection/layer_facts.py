@@ -75,6 +75,8 @@ def layer_facts(found: LayerStatistics, group: int, around: Surroundings) -> Lay
         rows_place=found.representation.place(around.sums),
         trace_standard_error=None if weighted or not found.standard_errors else found.standard_errors[group],
         sums=None if weighted else layer_sums(found, group),
+        holders=layer.holders,
+        frozen_bias=not layer.bias and getattr(layer.module, "bias", None) is not None,
     )
     return dataclasses.replace(own, **_proved(around, found.layer), **_varied(around.collection, found, group))
 

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from catalog import ANALYSES
 from catalog.requests.collection import Collection
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.probability_rows import ProbabilityRows
@@ -80,11 +81,14 @@ def keep_factors(
 
 
 def leaves_once(workspace: Workspace) -> bool:
-    """Return whether factors stay on the device until they are written, since nothing but that is done with them."""
+    """Return whether factors stay on the device until they are written, since nothing but that is done with them.
+
+    Of other analyses even those without a decomposition read a layer's factors again.
+    """
     options, inputs = workspace.options, workspace.inputs
     return (
         workspace.machine.device.type != "cpu"
-        and options.decomposition == "none"
+        and all(ANALYSES[kind].keeps_factors for kind in options.kinds)
         and not options.collection.ekfac
         and inputs.part is None
         and workspace.machine.ranks is None

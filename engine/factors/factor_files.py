@@ -214,6 +214,7 @@ def read_factors(artifacts: Artifacts) -> FactorSet:
         updates=counts.updates,
         passes=counts.passes,
         parameters=index.parameters,
+        loss=counts.loss,
     )
 
 

@@ -63,6 +63,7 @@ class CollectionCounts:
     accumulation_precision: str = "ieee"
     accumulation_fallback: str | None = None
     loss_scale: float | None = None
+    loss: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

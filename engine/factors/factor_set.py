@@ -183,6 +183,10 @@ class LayerFacts:
     """Positions of the layer's matrix entries in the parameters; None where they are not known."""
     sums: LayerSums | None = None
     """Sums that a merge with factors of other examples takes; None of a collection that did not keep them."""
+    holders: tuple[str, ...] = ()
+    """Modules that hold the parameters; empty of a collection that did not keep it."""
+    frozen_bias: bool = False
+    """Whether the module adds a bias that is not trained, and that A has no column for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +264,8 @@ class FactorSet:
     """Which examples these are; None of a collection that did not keep it."""
     entered: EnteredExamples | None = None
     """The examples that entered, by their digest; None of a collection that did not keep it, and of a merged one."""
+    loss: str | None = None
+    """The task's loss; None of a collection that did not keep it."""
     owners: Mapping[int, int] | None = None
     """The only rank that has the factors of each layer, by ordinal; None where this process has all of them."""
 

@@ -21,7 +21,7 @@ from jobs.errors import (
     JobNotFound,
 )
 from jobs.queue.fence import append_event, draw, post_wakeup
-from jobs.records import Submitted
+from jobs.records import Job, Submitted
 from jobs.repository.row_records import job_record
 from jobs.scheduling.deadlines import deadline_of, require_in_time, stored_schedule
 from jobs.scheduling.fair_share import AHEAD
@@ -132,6 +132,26 @@ def submitted_earlier(
     with reading(engine, tenant_id) as connection:
         stored = _stored_key(idempotency_key, estimate=estimate)
         return _earlier(connection, tenant_id, stored, sha256_of(document_json(document)), (document.name, asked))
+
+
+def submitted_under(engine: Engine, tenant_id: str, prefix: str) -> tuple[Job, ...]:
+    """Return the jobs whose idempotency keys begin alike.
+
+    Args:
+        engine: The ledger's database.
+        tenant_id: The tenant who asks.
+        prefix: The beginning of the keys.
+
+    Returns:
+        The jobs, the oldest first.
+    """
+    with reading(engine, tenant_id) as connection:
+        rows = connection.execute(
+            select(jobs)
+            .where(jobs.c.tenant_id == tenant_id, jobs.c.idempotency_key.startswith(prefix, autoescape=True))
+            .order_by(jobs.c.created_at, jobs.c.id)
+        )
+        return tuple(job_record(row) for row in rows)
 
 
 def _earlier(

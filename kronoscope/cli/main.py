@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 
 from catalog import ANALYSES
-from catalog.analyses.export import EXPORT_FILES
+from catalog.analyses.export import EXPORT, EXPORT_FILES
 from catalog.record import plain
 from catalog.responses.coverage import assess_coverage
 from kronoscope.cli import job_commands
@@ -215,29 +215,53 @@ def export(
     without: Annotated[
         list[str] | None, typer.Option(help="A layer to leave out, by name; * stands for any characters. Repeatable.")
     ] = None,
-    outputs: Annotated[int | None, typer.Option(help="The number of the model's outputs, for laplace.")] = None,
+    likelihood: Annotated[
+        str | None,
+        typer.Option(parser=one_of(("classification", "regression")), help="For laplace: that of the loss."),
+    ] = None,
+    outputs: Annotated[int | None, typer.Option(help="For laplace: the number of the model's outputs.")] = None,
     settings: Settings = None,
     url: Url = None,
 ) -> None:
     """Write the factors of a job, or of a folder, as a file that another tool reads."""
-    options = {"format": to, "without": without or [], "outputs": outputs}
+    options = {"format": to, "without": without or [], "likelihood": likelihood, "outputs": outputs}
     name = f"export/{EXPORT_FILES[to]}"  # type: ignore[index] # the parser takes no other words
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".part-") as folder:
-        if Path(source).is_dir() or "/" in source:
-            wanted = {"kind": "export", "factors": {"path": str(Path(source).absolute())}, "export": options}
-            wanted = change_document(wanted, settings or (), "the export")
-            with display_for(message_console()) as display:
-                outcome = run_job(_request(wanted, None, offline=True), Path(folder) / "run", display)
-            _require_success(outcome)
-            made = Path(folder) / "run" / "artifacts" / name
-        else:
-            with Client(url) as client:
-                wanted = {"kind": "export", "factors": {"job": client.full_id(source)}, "export": options}
-                wanted = change_document(wanted, settings or (), "the export")
-                made = job_commands.fetch(client, wanted, name, Path(folder))
-        _place_export(made, output)
+    is_folder = Path(source).is_dir() or "/" in source
+    unpacked = name.endswith(".zip") and output.suffix != ".zip"
+    _require_place(output, unpacked=unpacked)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=".part-") as folder:
+            factors = {"path": str(Path(source).absolute())}
+            if not is_folder:
+                with Client(url) as client:
+                    factors = {"job": client.full_id(source)}
+            asked: dict[str, Any] = {"kind": EXPORT.kind, "factors": factors, EXPORT.kind: options}
+            wanted: dict[str, Any] = change_document(asked, settings or (), "the export")
+            if (
+                any(wanted.get(name) != asked[name] for name in ("kind", "factors"))
+                or wanted[EXPORT.kind].get("format") != to
+            ):
+                fail(
+                    USAGE, ["--set changes `kind`, `factors` or `export.format`; give another source, or another --to"]
+                )
+            made = _export_here(wanted, name, Path(folder)) if is_folder else _export_there(wanted, name, folder, url)
+            _place(made, output, unpacked=unpacked)
+    except OSError as error:
+        fail(USAGE, [f"--output {output}: {error.strerror or error}; name a file in a folder that you may write"])
     result_console().print(f"{to} in {output}", soft_wrap=True)
+
+
+def _export_here(wanted: dict[str, Any], name: str, folder: Path) -> Path:
+    with display_for(message_console()) as display:
+        outcome = run_job(_request(wanted, None, offline=True), folder / "run", display)
+    _require_success(outcome)
+    return folder / "run" / "artifacts" / name
+
+
+def _export_there(wanted: dict[str, Any], name: str, folder: str, url: str | None) -> Path:
+    with Client(url) as client:
+        return job_commands.fetch(client, wanted, name, Path(folder))
 
 
 @app.command("version", epilog=epilog("kronoscope version"))
@@ -246,20 +270,19 @@ def show_version() -> None:
     print_version(asked=True)
 
 
-def _place_export(made: Path, output: Path) -> None:
-    """Move an exported file to its place; the files of a zip go into a folder, unless a zip is asked for.
+def _require_place(output: Path, *, unpacked: bool) -> None:
+    """Refuse a place that the export cannot come to, before it is made."""
+    if unpacked and output.exists() and (not output.is_dir() or any(output.iterdir())):
+        fail(USAGE, [f"{output} exists and is no empty folder; name another, or a file that ends in .zip"])
+    if not unpacked and output.is_dir():
+        fail(USAGE, [f"{output} is a folder; name a file in it"])
 
-    Args:
-        made: The file.
-        output: Its place, which is replaced if it is a file; a folder that exists must be empty.
-    """
-    if made.suffix != ".zip" or output.suffix == ".zip":
-        if output.is_dir():
-            fail(USAGE, [f"{output} is a folder; name a file, such as {output / made.name}"])
+
+def _place(made: Path, output: Path, *, unpacked: bool) -> None:
+    """Move an exported file to its place, the files of a zip into a folder."""
+    if not unpacked:
         made.replace(output)
         return
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        fail(USAGE, [f"{output} exists and is no empty folder; name another, or a file that ends in .zip"])
     folder = made.with_suffix("")
     with zipfile.ZipFile(made) as archive:
         archive.extractall(folder)

@@ -27,7 +27,7 @@ def export_all(folder: Path) -> None:
     with zipfile.ZipFile(folder / "kronfluence") as archive:
         archive.extractall(folder / "factors_mine")
     ggn = measure(net(), [examples()], task="classification", kinds="factors", collection={"fisher": "type2"})
-    ggn.factors.export("laplace", folder / "laplace", outputs=CLASSES)
+    ggn.factors.export("laplace", folder / "laplace", outputs=CLASSES, likelihood="classification")
     found = {name: solving_factor(hessian, 1e6) for name, hessian in hessians().items()}
     dampings = {
         name: torch.tensor(each.damping, dtype=torch.float64) for name, each in found.items() if each is not None

@@ -13,14 +13,14 @@ from engine.analyses.exports.exported_file import (
     activation_refusal,
     count_refusal,
     item_bytes,
-    module_refusal,
-    weight_module,
+    require_finite,
     without_bias,
 )
 from engine.analyses.exports.file_layouts import member_name, npz_bytes, save_with_torch, write_zip
-from engine.analyses.exports.solving_factor import solving_factor
+from engine.analyses.exports.solving_factor import SOLVING_BYTES, solving_factor
 from engine.factors.factor_set import LayerFacts
 from engine.factors.kronecker_factors import Factors
+from engine.linalg.eigensolvers import LARGEST
 from engine.tensor_file import MEDIA_TYPE, Sink, tensor_file_parts
 
 
@@ -38,12 +38,15 @@ class GptqFile(ExportedFile):
 
     @override
     def why_not(self, facts: LayerFacts) -> str | None:
+        if facts.in_dim > LARGEST:
+            return f"has {facts.in_dim:,} inputs, and eigensolvers take {LARGEST:,} rows"
         return activation_refusal(facts)
 
     @override
     def tensors_of(self, facts: LayerFacts, factors: Factors) -> tuple[dict[str, Tensor], dict[str, float | None]]:
         kept, cut = without_bias(facts, factors.widened_A)
         hessian = 2 * kept
+        require_finite(facts, "hessian", hessian)
         found = solving_factor(hessian, self.kappa_max) if self.kappa_max is not None else None
         if found is None:
             raise ExportRefused(
@@ -58,6 +61,10 @@ class GptqFile(ExportedFile):
     @override
     def bytes_of(self, facts: LayerFacts) -> int:
         return facts.in_dim**2 * (8 + item_bytes(self.whole))
+
+    @override
+    def work_bytes(self, facts: LayerFacts) -> int:
+        return SOLVING_BYTES * facts.in_dim**2
 
     @override
     def write(self, file: Sink) -> None:
@@ -77,12 +84,12 @@ class CordaFile(ExportedFile):
 
     @override
     def why_not(self, facts: LayerFacts) -> str | None:
-        return activation_refusal(facts) or module_refusal(facts)
+        return activation_refusal(facts) or self.module_refusal(facts)
 
     @override
     def tensors_of(self, facts: LayerFacts, factors: Factors) -> tuple[dict[str, Tensor], dict[str, float | None]]:
         kept, cut = without_bias(facts, factors.widened_A)
-        return {weight_module(facts) or "": kept}, {"cut_share": cut}
+        return {self.module_of(facts) or "": kept}, {"cut_share": cut}
 
     @override
     def bytes_of(self, facts: LayerFacts) -> int:
@@ -101,7 +108,7 @@ class SecondMomentFile(ExportedFile):
     media_type = "application/zip"
     convention = (
         "mom2.mom2 is the sum of a·aᵀ over mom2.count positions, without the bias: divided by the count it is A, the "
-        "second moment that ROME and MEMIT invert."
+        "second moment that ROME and MEMIT invert. sample_size is the number of examples: their `mom2_n_samples`."
     )
 
     @override
@@ -126,6 +133,7 @@ class SecondMomentFile(ExportedFile):
                     "mom2.constructor": "util.runningstats.SecondMoment()",
                     "mom2.count": torch.tensor(round(_count(facts))),
                     "mom2.mom2": self.tensors[facts.name],
+                    "sample_size": torch.tensor(self.whole.examples),
                 }
                 yield member_name(facts.name, facts.ordinal, ".npz"), [npz_bytes(entries)]
 

@@ -1,7 +1,9 @@
 """A file of another tool: which layers it can hold, what it takes of each, and how it says what its numbers mean."""
 
 import json
+import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from catalog.analyses.export import EXPORT_FILES, ExportFormat, ExportMetrics, ExportParams
-from engine.errors import BudgetExceeded, UsageError
+from engine.errors import BrokenFactors, BudgetExceeded, UsageError
 from engine.factors.factor_set import GIVEN_MATRIX, FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Factors, digest
 from engine.layers.parameter_slice import Window
@@ -17,8 +19,10 @@ from engine.layers.tied import NEAREST
 from engine.linalg.linear_operator import Structured
 from engine.memory.guard import Guard
 from engine.memory.plan import readable_bytes
+from engine.operators.parameter_space import ParameterSpace
 from engine.tensor_file import Sink
 
+_MOST_COUNT = 2.0**53
 _NAMED = 8
 """Layers that a refusal names with their reasons; all are counted."""
 
@@ -53,14 +57,17 @@ class ExportedFile(ABC):
         self.whole = whole
         self.params = params
         self.kappa_max = kappa_max
-        self.left_out = {facts.name for facts in whole.layers if _fits(facts.name, params.without)}
+        self.left_out = {facts.name for facts in whole.layers if is_named(facts.name, params.without)}
         for pattern in params.without:
-            if not any(_fits(facts.name, (pattern,)) for facts in whole.layers):
+            if not any(is_named(facts.name, (pattern,)) for facts in whole.layers):
                 raise ExportRefused(f"`without` holds {pattern[:200]!r}, which is the name of no layer that is covered",
                                     pointer="/export/without")  # fmt: skip
         self.tensors: dict[str, Tensor] = {}
         """The contents, by the names that the tool knows them by."""
         self._layers: dict[str, Mapping[str, Any]] = {}
+        self._numbers = {each.name: math.prod(each.shape) for each in whole.parameters or ()}
+        self._uses = Counter(name for facts in whole.layers for name in facts.parameters)
+        self._require_sound()
         self._require_layers()
 
     @property
@@ -85,6 +92,10 @@ class ExportedFile(ABC):
     def bytes_of(self, facts: LayerFacts) -> int:
         """Return the bytes of those tensors."""
 
+    def work_bytes(self, facts: LayerFacts) -> int:
+        """Return the bytes that are held beside the file while a layer's tensors are made."""
+        return 3 * self.bytes_of(facts)
+
     @abstractmethod
     def write(self, file: Sink) -> None:
         """Write the file, once all layers are added."""
@@ -101,14 +112,12 @@ class ExportedFile(ABC):
         Raises:
             ExportRefused: If a number of it cannot be had.
         """
-        count = None if facts.sums is None else facts.sums.weight_A
+        count = facts.sums.weight_A if facts.sums is not None and facts.form == "kronecker" else None
         if facts.name in self.left_out:
             return ExportMetrics(entries=(), count=count, cut_share=None, damping=None, condition=None)
         tensors, numbers = self.tensors_of(facts, factors)
         for key, tensor in tensors.items():
-            if not bool(torch.isfinite(tensor).all()):
-                raise ExportRefused(f"layer `{facts.name}`: `{key}` holds NaN or Inf in the precision of the file; "
-                                    "collect the factors anew", layer=facts.name)  # fmt: skip
+            require_finite(facts, key, tensor)
         self.tensors |= tensors
         metrics = ExportMetrics(
             entries=tuple(tensors),
@@ -132,7 +141,7 @@ class ExportedFile(ABC):
             BudgetExceeded: If its tensors, and those of one layer beside them, are more than is free.
         """
         each = [self.bytes_of(facts) for facts in self.exported]
-        needed = sum(each) + 3 * max(each, default=0)
+        needed = sum(each) + max(map(self.work_bytes, self.exported), default=0)
         if not guard.fits(host_bytes=needed):
             free = readable_bytes(guard.free_bytes("host"))
             raise BudgetExceeded(
@@ -161,6 +170,49 @@ class ExportedFile(ABC):
         texts = {name: json.dumps(value, sort_keys=True, separators=(",", ":")) for name, value in said.items()}
         return {"format": f"kronoscope-export-{self.format}/1", "convention": self.convention, **texts}
 
+    def own_window(self, facts: LayerFacts, parameter: str | None = None) -> Window | None:
+        """Return the window in which a layer shows the whole of a parameter; None where it shows a part, or shares it.
+
+        It is found by its place and size, not by a name.
+
+        Args:
+            parameter: The parameter; None for the one that is all of the layer's matrix but the bias's column.
+        """
+        columns = facts.in_dim - facts.bias
+        for window in facts.windows or ():
+            weight = (window.top, window.left, window.height, window.width) == (0, 0, facts.out_dim, columns)
+            if weight if parameter is None else window.parameter == parameter:
+                whole = window.offset == 0 and window.last == self._numbers.get(window.parameter, 0) - 1
+                alone = sum(each.parameter == window.parameter for each in facts.windows or ()) == 1
+                return window if whole and alone and self._uses[window.parameter] == 1 else None
+        return None
+
+    def module_of(self, facts: LayerFacts) -> str | None:
+        """Return the one module that holds a layer's whole weight; None where there are several, or none."""
+        window = self.own_window(facts)
+        module, _, name = ("", "", "") if window is None else window.parameter.rpartition(".")
+        return module if name == "weight" and len(facts.holders) < 2 else None
+
+    def module_refusal(self, facts: LayerFacts) -> str | None:
+        """Return why a layer is not a module that its weight belongs to; None where it is one."""
+        if len(facts.holders) > 1:
+            held = ", ".join(f"`{name}`" for name in facts.holders[:4])
+            return f"is the weight of {held}, and its A that of all their inputs together"
+        if self.module_of(facts) is None:
+            return "is not the whole weight of a module, and the format knows layers by the names of modules"
+        return None
+
+    def _require_sound(self) -> None:
+        """Refuse a damaged index before its numbers are used."""
+        space = None if self.whole.parameters is None else ParameterSpace.of(self.whole)
+        names = Counter(facts.name for facts in self.whole.layers)
+        twice = next((name for name, count in names.items() if count > 1), None)
+        if twice is not None:
+            raise BrokenFactors(f"two layers are named `{twice}`; collect the factors again", pointer="/factors")
+        for facts in self.whole.layers:
+            if space is not None and facts.windows is not None:
+                space.require_windows(facts)
+
     def _require_layers(self) -> None:
         reasons = {facts.name: why for facts in self.exported if (why := self._reason(facts)) is not None}
         if reasons:
@@ -188,6 +240,8 @@ def activation_refusal(facts: LayerFacts) -> str | None:
         return "has its A as a diagonal alone (the counts of a table's entries)"
     if facts.form != "kronecker":
         return "has no A: its block is kept as it is"
+    if facts.in_dim == facts.bias:
+        return "has a bias alone that is trained, and no A of its inputs"
     if NEAREST in facts.why:
         return "is head and table in one, and its A belongs to the nearest product of both, not to its inputs"
     if facts.sharing == "reduce" and (facts.sums is None or facts.positions != facts.sums.rows_A):
@@ -197,16 +251,11 @@ def activation_refusal(facts: LayerFacts) -> str | None:
     return None
 
 
-def module_refusal(facts: LayerFacts) -> str | None:
-    """Return why a layer is not a module that its weight belongs to; None where it is one."""
-    if weight_module(facts) is None:
-        return "is not the whole weight of a module, and the format knows layers by the names of modules"
-    return None
-
-
 def count_refusal(facts: LayerFacts) -> str | None:
     """Return why the sums of a layer cannot be had; None where its counts are known."""
-    if facts.sums is None or facts.sums.weight_G <= 0 or (facts.sums.weight_A <= 0 and facts.form == "kronecker"):
+    sums = facts.sums
+    counts = [] if sums is None else [sums.weight_G, *([sums.weight_A] if facts.form == "kronecker" else [])]
+    if not counts or not all(0 < each < _MOST_COUNT for each in counts):
         return "has no counts (a moving average, or factors of an earlier version), so that its sums are not known"
     return None
 
@@ -220,26 +269,6 @@ def gradient_refusal(whole: FactorSet, facts: LayerFacts) -> str | None:
     if facts.form == "diagonal_block":
         return "has the diagonal of its block alone"
     return None
-
-
-def own_weight(facts: LayerFacts) -> Window | None:
-    """Return the window that shows the whole weight of a layer's module; None where there is no such parameter.
-
-    It is found by its place, not by its name: one parameter, all columns but the bias's, from its first number on.
-    """
-    columns = facts.in_dim - facts.bias
-    for window in facts.windows or ():
-        whole = (window.top, window.left, window.height, window.width) == (0, 0, facts.out_dim, columns)
-        if whole and window.offset == 0 and window.last == facts.out_dim * columns - 1:
-            return window
-    return None
-
-
-def weight_module(facts: LayerFacts) -> str | None:
-    """Return the name of the module that holds a layer's weight; None where the weight is not one of its own."""
-    window = own_weight(facts)
-    module, _, name = ("", "", "") if window is None else window.parameter.rpartition(".")
-    return module if name == "weight" else None
 
 
 def without_bias(facts: LayerFacts, activation: Tensor) -> tuple[Tensor, float | None]:
@@ -257,6 +286,20 @@ def without_bias(facts: LayerFacts, activation: Tensor) -> tuple[Tensor, float |
     whole = float(torch.linalg.vector_norm(activation, dtype=torch.float64))
     cut = 2 * float(activation[:-1, -1].double().square().sum()) + float(activation[-1, -1]) ** 2
     return kept, cut**0.5 / whole if whole > 0 else None
+
+
+def require_finite(facts: LayerFacts, name: str, tensor: Tensor) -> None:
+    """Refuse a tensor of a file that is not finite.
+
+    Raises:
+        ExportRefused: With the layer and the tensor.
+    """
+    if not bool(torch.isfinite(tensor).all()):
+        raise ExportRefused(
+            f"layer `{facts.name}`: `{name}` holds NaN or Inf in the precision of the file; collect the factors anew, "
+            "with `collection.dtype: float64` where their numbers are very large",
+            layer=facts.name,
+        )
 
 
 def dense_gradient(factors: Factors) -> Tensor:
@@ -277,7 +320,8 @@ def item_bytes(whole: FactorSet) -> int:
     return 8 if whole.collection.dtype == "float64" else 4
 
 
-def _fits(name: str, patterns: tuple[str, ...]) -> bool:
+def is_named(name: str, patterns: tuple[str, ...]) -> bool:
+    """Return whether a layer's name is one of these, in which `*` stands for any characters."""
     return any(_fits_one(name, pattern.split("*")) for pattern in patterns)
 
 

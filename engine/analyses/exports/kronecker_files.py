@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,16 +16,15 @@ from engine.analyses.exports.exported_file import (
     dense_gradient,
     gradient_refusal,
     item_bytes,
-    module_refusal,
-    own_weight,
-    weight_module,
     without_bias,
 )
 from engine.analyses.exports.file_layouts import save_with_torch, write_zip
-from engine.factors.factor_set import FactorSet, LayerFacts, ParameterShape
+from engine.factors.factor_set import LayerFacts
 from engine.factors.kronecker_factors import Factors
 from engine.layers.parameter_slice import Window
 from engine.tensor_file import Sink, tensor_file_parts
+
+_LOSSES = {"classification": "cross_entropy", "regression": "mse"}
 
 
 class KronfluenceFile(ExportedFile):
@@ -41,12 +40,14 @@ class KronfluenceFile(ExportedFile):
 
     @override
     def why_not(self, facts: LayerFacts) -> str | None:
-        natural = own_weight(facts)
-        if natural is not None and not _is_natural(natural, facts):
+        window = self.own_window(facts)
+        if window is not None and _orientation(window, facts) != "natural":
             return "holds its weight as the transpose of a linear layer's, which kronfluence does not track"
+        if facts.frozen_bias:
+            return "adds a bias that is not trained, which kronfluence counts as a column of the inputs"
         return (
             activation_refusal(facts)
-            or module_refusal(facts)
+            or self.module_refusal(facts)
             or count_refusal(facts)
             or gradient_refusal(self.whole, facts)
         )
@@ -55,7 +56,7 @@ class KronfluenceFile(ExportedFile):
     def tensors_of(self, facts: LayerFacts, factors: Factors) -> tuple[dict[str, Tensor], dict[str, float | None]]:
         if facts.sums is None:
             raise ValueError(f"layer {facts.name} has no counts")
-        module = weight_module(facts)
+        module = self.module_of(facts)
         counted = torch.tensor([round(facts.sums.weight_A)])
         tensors = {
             f"activation_covariance/{module}": factors.widened_A * facts.sums.weight_A,
@@ -102,15 +103,18 @@ class LaplaceFile(ExportedFile):
         self._owners: dict[str, tuple[LayerFacts, Window]] = {}
         super().__init__(*arguments)
         self._require_parameters()
+        self._require_loss()
 
     @override
     def why_not(self, facts: LayerFacts) -> str | None:
         for parameter in facts.parameters:
-            window = _whole_parameter(facts, parameter, self.whole)
+            window = self.own_window(facts, parameter)
             if window is None:
                 return (
                     f"is a part of `{parameter}`, or shares it with another layer, and the format has one entry for it"
                 )
+            if window.width > 1 and facts.form != "block" and _orientation(window, facts) is None:
+                return f"holds `{parameter}` in another order than that of a matrix or its transpose"
             self._owners[parameter] = (facts, window)
         return count_refusal(facts) or gradient_refusal(self.whole, facts)
 
@@ -120,8 +124,9 @@ class LaplaceFile(ExportedFile):
             raise ValueError(f"layer {facts.name} has no counts")
         scale = facts.sums.weight_G
         if self.params.likelihood == "regression":
-            # `mse` is the mean over outputs without ½, and laplace-torch takes half the sum
-            scale *= (self.params.outputs or 1) / 2
+            # `mse` is the mean over outputs without ½, and laplace-torch takes half the sum; squared gradients twice
+            half = (self.params.outputs or 1) / 2
+            scale *= half**2 if self.whole.collection.fisher == "empirical" else half
         gradient = dense_gradient(factors) * scale
         if facts.form == "block":
             return self._blocks(facts, gradient)
@@ -134,7 +139,7 @@ class LaplaceFile(ExportedFile):
                 tensors[f"{parameter}/0"] = gradient * float(activation[-1, -1])
                 continue
             kept, cut = without_bias(facts, activation) if activation.ndim == 2 else (activation, None)
-            pair = [gradient, kept] if _is_natural(window, facts) else [kept, gradient]
+            pair = [gradient, kept] if _orientation(window, facts) == "natural" else [kept, gradient]
             tensors |= {f"{parameter}/{place}": each for place, each in enumerate(pair)}
         return tensors, {"cut_share": cut}
 
@@ -176,6 +181,16 @@ class LaplaceFile(ExportedFile):
         }
         save_with_torch(state, file)
 
+    def _require_loss(self) -> None:
+        """Refuse a likelihood that is not that of the loss which the factors were collected with."""
+        expected = _LOSSES[self.params.likelihood or "classification"]
+        if self.whole.loss not in (None, expected):
+            raise ExportRefused(
+                f"`likelihood` is `{self.params.likelihood}`, whose loss is `{expected}`, and the factors are those of "
+                f"`{self.whole.loss}`; laplace-torch has `classification` for `cross_entropy`, `regression` for `mse`",
+                pointer="/export/likelihood",
+            )
+
     def _require_parameters(self) -> None:
         if self.whole.parameters is None:
             raise ExportRefused("these factors are of an earlier version, which did not record the order of the "
@@ -190,30 +205,15 @@ class LaplaceFile(ExportedFile):
             )
 
 
-def _is_natural(window: Window, facts: LayerFacts) -> bool:
-    """Whether the parameter's numbers, in their order, are the layer's matrix row by row."""
-    strides, width = [], 1
-    for size in reversed(window.shape):
-        strides.append(width)
-        width *= size
-    ours = [stride for stride, size in zip(reversed(window.strides), reversed(window.shape), strict=True) if size > 1]
-    natural = [stride for stride, size in zip(strides, reversed(window.shape), strict=True) if size > 1]
-    return ours == natural or facts.out_dim == 1
-
-
-def _whole_parameter(facts: LayerFacts, parameter: str, whole: FactorSet) -> Window | None:
-    """The window of a layer that shows all of a parameter; None where there is none, or another layer has one too."""
-    shapes = {each.name: each for each in whole.parameters or ()}
-    windows = [each for each in facts.windows or () if each.parameter == parameter]
-    others = [each.name for each in whole.layers if each.ordinal != facts.ordinal and parameter in each.parameters]
-    if len(windows) != 1 or others or parameter not in shapes:
-        return None
-    (window,) = windows
-    return window if window.offset == 0 and window.last == _count(shapes[parameter]) - 1 else None
-
-
-def _count(shape: ParameterShape) -> int:
-    count = 1
-    for size in shape.shape:
-        count *= size
-    return count
+def _orientation(window: Window, facts: LayerFacts) -> Literal["natural", "transposed"] | None:
+    """Whether a parameter's numbers are the layer's matrix row by row, or that of its transpose; None for neither."""
+    joined: list[tuple[int, int]] = []
+    for size, stride in zip(window.shape, window.strides, strict=True):
+        if size > 1 and joined and joined[-1][1] == size * stride:
+            # neighbours that follow each other are one dimension
+            joined[-1] = (joined[-1][0] * size, stride)
+        elif size > 1:
+            joined.append((size, stride))
+    if joined in ([], [(window.height * window.width, 1)]):
+        return "natural"
+    return "transposed" if joined == [(facts.out_dim, 1), (window.width, facts.out_dim)] else None

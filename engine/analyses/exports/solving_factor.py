@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SOLVING_BYTES = 48
+"""Bytes for each number of a Hessian while its factor is made: six matrices in float64."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SolvingFactor:
@@ -29,7 +32,8 @@ class SolvingFactor:
 def solving_factor(hessian: Tensor, kappa_max: float) -> SolvingFactor | None:
     """Return the Cholesky factor of the inverse of a Hessian with the least damping that bounds its condition number.
 
-    ``λ = max(0, (λ_max − κ λ_min) / (κ − 1))`` is the smallest with ``(λ_max + λ) / (λ_min + λ) ≤ κ``.
+    ``λ = max(0, (λ_max − κ λ_min) / (κ − 1))`` is the smallest with ``(λ_max + λ) / (λ_min + λ) ≤ κ``. Where float64
+    does not resolve so large a κ, it is doubled until the factorisation succeeds.
 
     Args:
         hessian: H (n, n), symmetric, of any float dtype; its eigenvalues may be negative by rounding.
@@ -42,7 +46,7 @@ def solving_factor(hessian: Tensor, kappa_max: float) -> SolvingFactor | None:
         ValueError: If κ is not above 1.
 
     Memory:
-        Three matrices of the shape of H in float64.
+        ``SOLVING_BYTES`` for each number of H.
     """
     if not kappa_max > 1:
         raise ValueError(f"a condition number is above 1 (got {kappa_max})")
@@ -52,12 +56,25 @@ def solving_factor(hessian: Tensor, kappa_max: float) -> SolvingFactor | None:
     if not largest > 0:
         return None
     damping = max(0.0, (largest - kappa_max * least) / (kappa_max - 1))
-    damped = matrix + damping * torch.eye(matrix.shape[0], dtype=torch.float64, device=matrix.device)
     # the factorisation from the last row to the first: that of the matrix turned by half a circle, turned back
-    upper = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
-    identity = torch.eye(matrix.shape[0], dtype=torch.float64, device=matrix.device)
+    turned = matrix.flip(0, 1)
+    del matrix
+    upper, failed = torch.linalg.cholesky_ex(_damped(turned, damping))
+    while int(failed):
+        # a condition number beyond what float64 resolves
+        damping = max(2 * damping, len(turned) * torch.finfo(torch.float64).eps * largest)
+        upper, failed = torch.linalg.cholesky_ex(_damped(turned, damping))
+    del turned
+    upper = upper.flip(0, 1)
+    identity = torch.eye(upper.shape[0], dtype=torch.float64, device=upper.device)
     return SolvingFactor(
         upper=torch.linalg.solve_triangular(upper, identity, upper=True),
         damping=damping,
         condition=largest / least if least > torch.finfo(torch.float64).eps * largest else None,
     )
+
+
+def _damped(matrix: Tensor, damping: float) -> Tensor:
+    damped = matrix.clone()
+    damped.diagonal().add_(damping)
+    return damped

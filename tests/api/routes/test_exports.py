@@ -11,7 +11,7 @@ from tests.api.conftest import Keyed
 from tests.api.expect import problem
 from tests.api.server import KEY_SECRET
 
-LAPLACE = {"outputs": 10}
+LAPLACE = {"outputs": 10, "likelihood": "classification"}
 
 
 @pytest.fixture
@@ -33,16 +33,21 @@ def test_an_export_is_a_job_that_repeated_requests_share(ours: httpx.Client, job
     }  # fmt: skip
     assert ours.post(f"/v1/jobs/{job}/exports/laplace", params=LAPLACE).json()["id"] == made["id"]
     # other options are another file
-    other = ours.post(f"/v1/jobs/{job}/exports/laplace", params={"outputs": 11})
+    other = ours.post(f"/v1/jobs/{job}/exports/laplace", params={**LAPLACE, "outputs": 11})
     assert other.json()["id"] != made["id"]
     early = ours.get(f"/v1/jobs/{job}/exports/laplace", params=LAPLACE)
     said = problem(early, 409)
     assert f"job {made['id']}, which writes the file, is queued" in str(said["detail"])
-    # one that was cancelled is made again
+    # one that was cancelled is made again; until then its file is not to come
     assert ours.post(f"/v1/jobs/{made['id']}:cancel").status_code == 202
+    gone = ours.get(f"/v1/jobs/{job}/exports/laplace", params=LAPLACE)
+    assert f"job {made['id']}, which was to write the file, is cancelled" in str(problem(gone, 404)["detail"])
     again = ours.post(f"/v1/jobs/{job}/exports/laplace", params=LAPLACE)
     assert again.status_code == 202
     assert again.json()["id"] != made["id"]
+    # a job that is deleted in between hides none of the others
+    assert ours.delete(f"/v1/jobs/{made['id']}").status_code == 204
+    assert ours.post(f"/v1/jobs/{job}/exports/laplace", params=LAPLACE).json()["id"] == again.json()["id"]
 
 
 def test_a_job_of_others_is_none(theirs: httpx.Client, job: str) -> None:
@@ -66,7 +71,8 @@ def test_nothing_was_exported_yet(ours: httpx.Client, job: str) -> None:
         ("onnx", {}, None),
         ("laplace", {}, "/export/outputs"),
         ("gptq", {"outputs": 3}, "/export/outputs"),
-        ("laplace", {"outputs": 0}, "/export/outputs"),
+        ("laplace", {**LAPLACE, "outputs": 0}, "/export/outputs"),
+        ("laplace", {"outputs": 3}, "/export/likelihood"),
         ("gptq", {"without": [""]}, "/export/without"),
         ("laplace", {"outputs": 3, "likelihood": "poisson"}, "/export/likelihood"),
     ],

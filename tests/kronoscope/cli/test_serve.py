@@ -410,7 +410,9 @@ def test_an_export_that_cannot_be_says_why_and_leaves_nothing(kronoscope: Run, f
             ("--to", "gptq", "--set", "stabilisation.kappa_max=null", "--output", "x"),
             "`stabilisation.kappa_max` is null",
         ),
-        (("--to", "gptq", "--output", "out"), "out is a folder; name a file, such as out/gptq.safetensors"),
+        (("--to", "gptq", "--output", "out"), "out is a folder; name a file in it"),
+        (("--to", "gptq", "--set", "export.format=corda", "--output", "x"), "--set changes `kind`, `factors`"),
+        (("--to", "gptq", "--output", "job.yaml/x"), "name a file in a folder that you may write"),
         (("--to", "mom2", "--output", "out"), "out exists and is no empty folder"),
     ):
         done = kronoscope("export", "out", *words)

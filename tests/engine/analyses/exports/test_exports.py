@@ -4,7 +4,9 @@ import io
 import json
 import re
 import zipfile
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,13 @@ from safetensors.torch import load, load_file
 from torch import Tensor, nn
 
 from engine.analyses.exports.exported_file import ExportRefused
+from engine.collection.normalise import leaves_once
+from engine.errors import BrokenFactors
+from engine.workspace import JobOptions
 from kronoscope.local import LayersFactors, Measurement, OptionRefused, measure
 
 FLOAT64 = {"dtype": "float64", "fisher": "empirical", "exact_trace": False}
+LAPLACE: dict[str, Any] = {"outputs": 4, "likelihood": "classification"}
 A_ONLY = ("gptq", "corda", "mom2")
 BOTH = ("laplace", "kronfluence")
 Read = dict[str, Any]
@@ -116,6 +122,8 @@ def test_mom2_has_sums_and_counts_as_numpy_reads_them(tmp_path: Path) -> None:
             assert int(found["mom2.count"]) == count
             assert np.allclose(found["mom2.mom2"], cut(a, name).numpy(), rtol=1e-12)
             assert str(found["mom2.constructor"]) == "util.runningstats.SecondMoment()"
+            # their loader takes a file whose sample size is the one asked for
+            assert int(found["sample_size"]) == 20
 
 
 def test_kronfluence_has_sums_with_the_bias_last(tmp_path: Path) -> None:
@@ -177,7 +185,7 @@ def test_laplace_knows_parameters_that_are_stored_as_transposes(tmp_path: Path) 
 
     images, labels = torch.randn(9, 5).double(), torch.randint(3, (9,))
     made = measure(Transposed(), [(images, labels)], task="classification", kinds="factors", collection=FLOAT64)
-    made.factors.export("laplace", tmp_path / "state.pt", outputs=3)
+    made.factors.export("laplace", tmp_path / "state.pt", outputs=3, likelihood="classification")
     ((left, right),) = torch.load(tmp_path / "state.pt", weights_only=True)["H"]
     assert (left.shape, right.shape) == ((5, 5), (3, 3))
     assert torch.allclose(left, images.T @ images / 9)
@@ -240,20 +248,20 @@ def test_averages_of_positions_are_no_second_moments_of_them(tmp_path: Path) -> 
 def test_a_moving_average_has_no_sums(tmp_path: Path) -> None:
     factors = collected(ema_decay=0.9).factors
     for named in ("mom2", "kronfluence", "laplace"):
-        said = refusal(factors, named, tmp_path, **({"outputs": 4} if named == "laplace" else {}))
+        said = refusal(factors, named, tmp_path, **(LAPLACE if named == "laplace" else {}))
         assert "has no counts (a moving average" in said
 
 
 def test_without_gradients_there_is_no_g(tmp_path: Path) -> None:
     factors = collected(fisher="forward_only").factors
     for named in BOTH:
-        said = refusal(factors, named, tmp_path, **({"outputs": 4} if named == "laplace" else {}))
+        said = refusal(factors, named, tmp_path, **(LAPLACE if named == "laplace" else {}))
         assert "`fisher: forward_only`, which has no G" in said
     factors.export("gptq", tmp_path / "file")
 
 
 def test_laplace_takes_every_parameter_or_says_which_it_lacks(tmp_path: Path) -> None:
-    said = refusal(collected().factors, "laplace", tmp_path, outputs=4, without=["3"])
+    said = refusal(collected().factors, "laplace", tmp_path, without=["3"], **LAPLACE)
     assert "2 have none here, or are left out: `3.weight`, `3.bias`" in said
 
 
@@ -273,8 +281,9 @@ def test_names_that_fit_nothing_or_everything_are_refused(tmp_path: Path, option
     [
         ("onnx", {}, "format"),
         ("laplace", {}, "`laplace` needs the number of the model's outputs"),
+        ("laplace", {"outputs": 3}, "`laplace` needs classification or regression"),
         ("gptq", {"outputs": 3}, "is an option of `format: laplace`"),
-        ("laplace", {"outputs": 0}, "is 0; give the number"),
+        ("laplace", {**LAPLACE, "outputs": 0}, "is 0; give the number"),
         ("gptq", {"kappa_max": 1.0}, "`kappa_max` is 1.0; take a number above 1"),
         ("gptq", {"kappa_max": "much"}, "kappa_max"),
         ("gptq", {"likelihood": "poisson"}, "likelihood"),
@@ -295,7 +304,7 @@ def test_inputs_of_zeros_have_nothing_to_solve_with(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("named", [*A_ONLY, *BOTH])
 def test_the_same_factors_give_the_same_bytes(tmp_path: Path, named: Any) -> None:
-    options = {"outputs": 4} if named == "laplace" else {}
+    options = LAPLACE if named == "laplace" else {}
     first, second = (written(collected().factors, named, tmp_path, **options).read_bytes() for _ in range(2))
     assert first == second
 
@@ -328,7 +337,7 @@ def test_laplace_cuts_the_block_of_a_normalisation_between_its_parameters(tmp_pa
     net = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2)).double()
     inputs, labels = torch.randn(10, 3).double(), torch.randint(2, (10,))
     made = measure(net, [(inputs, labels)], task="classification", kinds="factors", collection=FLOAT64)
-    rows = made.factors.export("laplace", tmp_path / "state.pt", outputs=2)
+    rows = made.factors.export("laplace", tmp_path / "state.pt", outputs=2, likelihood="classification")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     assert state["parameters"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
     gradients = []
@@ -342,3 +351,129 @@ def test_laplace_cuts_the_block_of_a_normalisation_between_its_parameters(tmp_pa
         part = slice(3 * place, 3 * place + 3)
         assert torch.allclose(found, block[part, part], rtol=1e-10, atol=1e-13)
     assert rows["0"].cut_share == pytest.approx(float(2**0.5 * block[:3, 3:].norm() / block.norm()), rel=1e-9)
+
+
+def test_squared_gradients_of_a_regression_are_those_of_half_the_squared_error(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    net = nn.Linear(3, 4, bias=False).double()
+    inputs = torch.ones(6, 3).double() * torch.tensor([1.0, 2.0, -1.0]).double()
+    targets = torch.randn(6, 4).double()
+    made = measure(net, [(inputs, targets)], task="regression", kinds="factors", collection=FLOAT64)
+    made.factors.export("laplace", tmp_path / "state.pt", outputs=4, likelihood="regression")
+    ((left, right),) = torch.load(tmp_path / "state.pt", weights_only=True)["H"]
+    total = torch.zeros(12, 12).double()
+    for each, target in zip(inputs, targets, strict=True):
+        gradient = torch.outer(net(each).detach() - target, each).flatten()
+        total += torch.outer(gradient, gradient)
+    assert torch.allclose(torch.kron(left, right), total, rtol=1e-10, atol=1e-12)
+
+
+def test_another_likelihood_than_that_of_the_loss_is_refused(tmp_path: Path) -> None:
+    said = refusal(collected().factors, "laplace", tmp_path, outputs=4, likelihood="regression")
+    assert "`likelihood` is `regression`, whose loss is `mse`, and the factors are those of `cross_entropy`" in said
+
+
+class Sliced(nn.Module):
+    """A linear map of which a part is used, a convolution of two groups, and two modules of one weight."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.a = nn.Linear(6, 6, bias=what == "frozen bias")
+        self.b = nn.Linear(6, 6, bias=False)
+        self.c = nn.Conv1d(6, 6, 1, groups=2, bias=False)
+        if what == "shared":
+            self.b.weight = self.a.weight
+        if what == "frozen bias":
+            assert self.a.bias is not None
+            self.a.bias.requires_grad_(False)
+        if what == "bias alone":
+            self.a = nn.Linear(6, 6)
+            self.a.weight.requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.what == "slice":
+            return self.b(nn.functional.pad(nn.functional.linear(inputs, self.a.weight[:4]), (0, 2)))  # type: ignore[no-any-return]
+        if self.what == "groups":
+            return self.b(self.c(inputs[:, :, None])[:, :, 0])  # type: ignore[no-any-return]
+        return self.b(self.a(inputs).tanh())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("what", "named", "said"),
+    [
+        ("slice", "corda", "is not the whole weight of a module"),
+        ("slice", "kronfluence", "is not the whole weight of a module"),
+        ("groups", "kronfluence", "is not the whole weight of a module"),
+        ("shared", "corda", "is the weight of `a`, `b`, and its A that of all their inputs together"),
+        ("shared", "kronfluence", "is the weight of `a`, `b`"),
+        ("frozen bias", "kronfluence", "adds a bias that is not trained"),
+        ("bias alone", "gptq", "has a bias alone that is trained"),
+        ("bias alone", "mom2", "has a bias alone that is trained"),
+    ],
+)
+def test_what_is_no_module_s_own_weight_is_refused_by_its_place(
+    tmp_path: Path, what: str, named: str, said: str
+) -> None:
+    torch.manual_seed(6)
+    data = [(torch.randn(9, 6), torch.randint(6, (9,)))]
+    made = measure(Sliced(what), data, task="classification", kinds="factors", collection={"fisher": "empirical"})
+    assert said in refusal(made.factors, named, tmp_path)
+
+
+def test_laplace_knows_no_parameter_in_a_third_order(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.ConvTranspose2d(2, 3, 2, bias=False), nn.Flatten(), nn.Linear(27, 2))
+    data = [(torch.randn(5, 2, 2, 2), torch.randint(2, (5,)))]
+    made = measure(net, data, task="classification", kinds="factors", collection={"fisher": "empirical"})
+    said = refusal(made.factors, "laplace", tmp_path, outputs=2, likelihood="classification")
+    assert "holds `0.weight` in another order than that of a matrix or its transpose" in said
+
+
+def test_numbers_beyond_the_precision_of_the_file_are_said(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2))
+    with torch.no_grad():
+        net[0].weight.mul_(1e-25)  # type: ignore[operator]
+    # squares of 2.2e38, within float32, and twice that beyond
+    made = measure(net, [(torch.full((1, 3), 1.5e19), torch.zeros(1, dtype=torch.int64))], task="classification",
+                   kinds="factors", collection={"fisher": "empirical"})  # fmt: skip
+    said = refusal(made.factors, "gptq", tmp_path, without=["1"])
+    assert "layer `0`: `hessian` holds NaN or Inf in the precision of the file" in said
+
+
+@pytest.mark.parametrize("kappa", [1e16, 1e30])
+def test_a_condition_number_that_float64_does_not_resolve_is_lowered(tmp_path: Path, kappa: float) -> None:
+    rows = collected().factors.export("gptq", tmp_path / "file", kappa_max=kappa)
+    tensors = load_file(tmp_path / "file")
+    # 48 columns of 20 examples
+    hessian = tensors["3.hessian"] + (rows["3"].damping or 0) * torch.eye(48).double()
+    assert (rows["3"].damping or 0) > 0
+    upper = tensors["3.cholesky_inverse"]
+    assert torch.isfinite(upper).all()
+    assert float((upper @ hessian @ upper.T - torch.eye(48).double()).norm()) < 1
+
+
+def test_a_damaged_index_is_refused_before_its_numbers_are_used(tmp_path: Path) -> None:
+    whole = collected().factors.collected
+    first, *others = whole.layers
+    assert first.windows is not None
+    assert first.sums is not None
+    far = replace(first.windows[0], offset=10**9)
+    for damaged, said in (
+        (replace(first, windows=(far,)), "places its numbers outside of"),
+        (replace(first, name=others[0].name), "two layers are named `3`"),
+        (replace(first, sums=replace(first.sums, weight_A=1e30)), "has no counts"),
+    ):
+        factors = LayersFactors(replace(whole, layers=(damaged, *others)))
+        with pytest.raises((ExportRefused, BrokenFactors), match=re.escape(said)):
+            factors.export("kronfluence", tmp_path / "never")
+
+
+def test_factors_that_are_read_again_stay_until_then() -> None:
+    """On a GPU factors are let go of once they are written, where the collection is all that is asked for."""
+    for kinds, leaves in ((("factors",), True), (("factors", "export"), False), (("factors", "compression"), False)):
+        made: Any = SimpleNamespace(
+            options=JobOptions(kinds=kinds, decomposition="none"),
+            inputs=SimpleNamespace(part=None),
+            machine=SimpleNamespace(device=torch.device("cuda"), ranks=None),
+        )
+        assert leaves_once(made) == leaves
