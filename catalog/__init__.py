@@ -18,6 +18,7 @@ from catalog.analyses.factors import FACTORS
 from catalog.analyses.fewshot_training import FEWSHOT_TRAINING
 from catalog.analyses.natural_gradient import NATURAL_GRADIENT
 from catalog.analyses.reconstruction import RECONSTRUCTION
+from catalog.analyses.sensitivity import SENSITIVITY
 from catalog.analyses.spectrum import SPECTRUM
 from catalog.requests.job import JobDocument
 
@@ -33,6 +34,7 @@ ANALYSES: dict[str, Analysis] = {
         COMPRESSION,
         FEWSHOT_TRAINING,
         EXPORT,
+        SENSITIVITY,
     )
 }
 

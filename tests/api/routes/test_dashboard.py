@@ -569,6 +569,8 @@ def test_the_pages_script_holds_what_the_catalog_says(page: Page) -> None:
         "factors",
         "compression",
         "fewshot_training",
+        "export",
+        "sensitivity",
     ]
     assert {"short", "line", "joined"}.isdisjoint(
         name for each in told.values() for part in (*each["columns"], *each["figures"]) for name in part

@@ -26,6 +26,7 @@ PHRASES: list[tuple[str, dict[str, Any], str]] = [
     ("fewshot_training", {}, "the accuracy of FSCT_cosine on Conv4 over 600 test episodes of 5 classes"),
     ("fewshot_training", {"num_epoch": 2, "optimiser": "SGD"}, "after 2 epochs of 200 episodes with SGD"),
     ("export", {}, "the factors in the format of gptq"),
+    ("sensitivity", {"formats": ["int8", "2:4"]}, "of each layer's weights in int8 and 2:4"),
     ("export", {"format": "mom2"}, "the factors in the format of mom2"),
     ("compression", {"structure": "block_sss", "tolerance": 0.01}, "matrix for each factor A and G within a relative"),
 ]  # fmt: skip
