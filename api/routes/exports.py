@@ -95,7 +95,7 @@ async def read(
     """The file that the same request with POST has had written."""
     await run_in_threadpool(owned_job, service, caller.tenant_id, job_id)
     document = await run_in_threadpool(choices.document, job_id, format)
-    made = await run_in_threadpool(submitted_under, service.engine, caller.tenant_id, _prefix(document))
+    made = await run_in_threadpool(submitted_under, service.engine, caller.tenant_id, document, _prefix(document))
     good = await run_in_threadpool(_good, service, caller.tenant_id, made, format)
     if good is not None and good.state == "succeeded":
         return await download(good.id, _file(format), caller, service, options)
@@ -123,13 +123,13 @@ def _prefix(document: JobDocument) -> str:
 def _key_of(service: Service, tenant_id: str, document: JobDocument, format: ExportFormat) -> str:  # noqa: A002
     """Return the key of the job that writes the file or has written it; a new one where none does."""
     prefix = _prefix(document)
-    made = submitted_under(service.engine, tenant_id, prefix)
+    made = submitted_under(service.engine, tenant_id, document, prefix)
     good = _good(service, tenant_id, made, format)
-    last = made[-1] if made else None
-    key = last.idempotency_key if good is None and last is not None else None
     if good is not None and good.idempotency_key is not None:
         return good.idempotency_key
-    return f"{prefix}{0 if key is None else int(key.removeprefix(prefix)) + 1}"
+    # a caller's own key may begin alike, and go on with anything
+    rests = [(job.idempotency_key or "").removeprefix(prefix) for job in made]
+    return f"{prefix}{1 + max((int(rest) for rest in rests if rest.isdecimal() and len(rest) < 10), default=-1)}"
 
 
 def _good(service: Service, tenant_id: str, made: Sequence[Job], format: ExportFormat) -> Job | None:  # noqa: A002

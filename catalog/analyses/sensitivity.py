@@ -19,9 +19,10 @@ class SensitivityParams:
     """Options of the sensitivity."""
 
     formats: tuple[WeightFormat, ...] = ("int8", "int4", "int4_group", "fp8", "2:4")
-    """Formats that are tried on each layer. `int8`, `int4`: rounded, with a scale for each row; `int4_group`: with one
-    for each `group` columns of a row; `fp8`: E4M3 with a scale for each row; `2:4`: the two largest of each four
-    columns; `low_rank`: of `rank`. Scales and what is not rounded are counted as 16 bits."""
+    """Formats that are tried on each layer. `int8`, `int4`: rounded, with a scale for each row (an output, or an entry
+    of a table); `int4_group`: with one for each `group` columns of a row; `fp8`: E4M3 with a scale for each row; `2:4`:
+    the two largest of each four columns; `low_rank`: of `rank`. Scales and what is not rounded are counted as 16
+    bits."""
     group: int = 128
     """Columns of a group of `int4_group`."""
     rank: int = 16
@@ -65,7 +66,7 @@ class FormatChange:
     quadratic: float
     """½ tr(G δW A δWᵀ)."""
     linear: float
-    """gᵀδW, g the gradient of the mean loss at the data's labels; 0 of a task without labels."""
+    """gᵀδW, g the gradient of the mean loss at the data's labels; 0 of an embedding, which has none."""
     predicted: float
     """Their sum: the predicted change of the mean loss."""
 

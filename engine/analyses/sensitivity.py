@@ -1,7 +1,7 @@
 """`sensitivity`: the second-order change of the loss by K-FAC, of each layer's weights in each format.
 
 For a change δW of a layer's weights the mean loss changes by about ``gᵀδW + ½ tr(G δW A δWᵀ)``, g its gradient at the
-data's labels. Of a linear model under `mse` this is the change itself.
+data's labels. Of a linear model under `mse` and `fisher: type2` this is the change itself.
 
 References:
     LeCun, Denker & Solla (1990), Optimal brain damage
@@ -10,6 +10,7 @@ References:
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -22,10 +23,12 @@ from catalog.analyses.sensitivity import (
     SensitivityMetrics,
     SensitivityParams,
     SensitivitySummary,
+    WeightFormat,
 )
 from catalog.requests.inputs import EMBEDDINGS
+from engine.analyses.costs.natural_gradient import gradient_pass_terms
 from engine.analyses.layer_analysis import LayerAnalysis
-from engine.analyses.metrics.format_choice import FormatChoice, choose_formats
+from engine.analyses.metrics.format_choice import STATES_BYTES, FormatChoice, choose_formats
 from engine.analyses.metrics.weight_formats import format_bytes, in_format
 from engine.collection.ranks.joined_job import require_one_rank
 from engine.errors import UsageError
@@ -45,8 +48,8 @@ class Sensitivity(LayerAnalysis[SensitivityParams]):
     """The predicted change of each layer in each format, and the formats within the budget.
 
     Memory:
-        Weights and gradient once each; of one layer its factors, and three matrices of its numbers in float64 for each
-        format and three more; while the gradient is taken, the graph of a slice.
+        Weights and gradient once each; of one layer its factors, and eight matrices of its numbers in float64; while
+        the gradient is taken, the graph of a slice; while formats are chosen, ``STATES_BYTES``.
     """
 
     kind = KIND
@@ -59,6 +62,12 @@ class Sensitivity(LayerAnalysis[SensitivityParams]):
                 "stored factors hold no weights to change; give `model`, `data` and `task` in place of `factors`",
                 pointer="/sensitivity",
             )
+        if self.workspace.options.collection.fisher == "forward_only":
+            raise UsageError(
+                "`collection.fisher` is `forward_only`, which has no G, and so no change of the loss; take `mc` or "
+                "`type2`",
+                pointer="/collection/fisher",
+            )
         require_one_rank(self.workspace, KIND)
 
     @override
@@ -66,10 +75,11 @@ class Sensitivity(LayerAnalysis[SensitivityParams]):
         inputs, machine = self.workspace.inputs, self.workspace.machine
         if inputs.model is None or inputs.task is None:
             raise ValueError("`require` asks for a model and a task")
-        self._operator = KroneckerOperator(
-            self.whole, OperatorOptions(device=machine.device, guard=machine.guard, resident_bytes=0)
-        )
-        self._space: ParameterSpace = self._operator.space
+        self._space = ParameterSpace.of(self.whole)
+        tried = [facts.name for facts in self.whole.layers if _kept_since(facts) is None]
+        if tried:
+            options = OperatorOptions(device=machine.device, guard=machine.guard, resident_bytes=0)
+            self._operator = KroneckerOperator(self.whole, options, tried)
         named = dict(inputs.model.named_parameters())
         self._weights = self._space.flatten({each.name: named[each.name].to("cpu") for each in self._space.parameters})
         self._steps = 0
@@ -90,7 +100,9 @@ class Sensitivity(LayerAnalysis[SensitivityParams]):
 
     @property
     def _budget_bytes(self) -> int | None:
-        return None if self.params.budget is None else int(self.params.budget * self._bytes_16)
+        # as it is written: 0.29 of 100 bytes is 29, and 28 in floating point
+        share = None if self.params.budget is None else Fraction(str(self.params.budget))
+        return None if share is None else math.floor(share * self._bytes_16)
 
     def _require_budget(self) -> None:
         """Refuse a budget that no choice of formats meets: bytes follow from shapes alone."""
@@ -110,9 +122,11 @@ class Sensitivity(LayerAnalysis[SensitivityParams]):
                 pointer="/sensitivity/budget",
             )
 
-    def _bytes_in(self, facts: LayerFacts, name: str) -> int:
+    def _bytes_in(self, facts: LayerFacts, name: WeightFormat) -> int:
         bias = 2 * facts.out_dim if facts.bias else 0
-        return format_bytes(facts.out_dim, facts.in_dim - facts.bias, name, self.params) + bias  # type: ignore[arg-type]
+        shape = facts.out_dim, facts.in_dim - facts.bias
+        rows, columns = shape[::-1] if _is_table(facts) else shape
+        return format_bytes(rows, columns, name, self.params) + bias
 
     @override
     def layer(self, layer: Measured) -> SensitivityMetrics:
@@ -129,31 +143,35 @@ class Sensitivity(LayerAnalysis[SensitivityParams]):
         )
 
     def _changes(self, layer: Measured) -> tuple[FormatChange, ...]:
-        facts, device = layer.facts, self.workspace.machine.device
+        facts = layer.facts
         columns = facts.in_dim - facts.bias
-        whole = self._matrix(facts, self._weights)
-        weights = whole[:, :columns]
-        deltas = torch.zeros(facts.out_dim, len(self.params.formats), facts.in_dim, dtype=torch.float64, device=device)
-        for place, name in enumerate(self.params.formats):
-            deltas[:, place, :columns] = in_format(weights, name, self.params) - weights
-        curved = layer.status == "covered"
-        applied = self._operator.layer(facts.name).apply(deltas) if curved else torch.zeros_like(deltas)
-        quadratic = 0.5 * (deltas * applied).sum(dim=(0, 2))
-        linear = torch.zeros(len(self.params.formats), dtype=torch.float64)
-        if self._gradient is not None:
-            linear = (deltas * self._matrix(facts, self._gradient)[:, None, :]).sum(dim=(0, 2))
-        norm = float(weights.norm())
-        return tuple(
-            FormatChange(
-                format=name,
-                total_bytes=self._bytes_in(facts, name),
-                relative_error=float(deltas[:, place].norm()) / norm if norm > 0 else 0.0,
-                quadratic=float(quadratic[place]),
-                linear=float(linear[place]),
-                predicted=float(quadratic[place]) + float(linear[place]),
+        weights = self._matrix(facts, self._weights)[:, :columns]
+        gradient = None if self._gradient is None else self._matrix(facts, self._gradient)[:, :columns]
+        norm, found = float(weights.norm()), []
+        for name in self.params.formats:
+            # one vector of a table is a row of its parameter
+            own = (
+                in_format(weights.mT.contiguous(), name, self.params).mT
+                if _is_table(facts)
+                else in_format(weights, name, self.params)
             )
-            for place, name in enumerate(self.params.formats)
-        )
+            delta = torch.zeros(facts.out_dim, 1, facts.in_dim, dtype=torch.float64, device=weights.device)
+            delta[:, 0, :columns] = own - weights
+            quadratic = 0.0
+            if layer.status == "covered":
+                quadratic = 0.5 * float((delta * self._operator.layer(facts.name).apply(delta)).sum())
+            linear = 0.0 if gradient is None else float((delta[:, 0, :columns] * gradient).sum())
+            found.append(
+                FormatChange(
+                    format=name,
+                    total_bytes=self._bytes_in(facts, name),
+                    relative_error=float(delta.norm()) / norm if norm > 0 else 0.0,
+                    quadratic=quadratic,
+                    linear=linear,
+                    predicted=quadratic + linear,
+                )
+            )
+        return tuple(found)
 
     def _matrix(self, facts: LayerFacts, flat: Tensor) -> Tensor:
         """The layer's matrix (out_dim, in_dim) of a vector, float64."""
@@ -186,7 +204,8 @@ class Sensitivity(LayerAnalysis[SensitivityParams]):
         if budget is None:
             return None
         options = [[(row.bytes_16, 0.0), *((each.total_bytes, each.predicted) for each in row.changes)] for row in rows]
-        return choose_formats(options, budget - self._bytes_16 + sum(row.bytes_16 for row in rows))
+        within = budget - self._bytes_16 + sum(row.bytes_16 for row in rows)
+        return choose_formats(options, within, self.workspace.ports.raise_if_cancelled)
 
     @staticmethod
     @override
@@ -194,12 +213,16 @@ class Sensitivity(LayerAnalysis[SensitivityParams]):
         model, item = job.workspace.inputs.model, job.probe.dtype.itemsize
         trainable = 0 if model is None else item * sum(each.numel() for each in model.parameters())
         terms = [*job.carried(KIND), term("weights and gradient", "2 · P", 2 * trainable, "host", KIND)]
+        task = job.workspace.inputs.task
+        if task is not None and task.type not in EMBEDDINGS:
+            terms += gradient_pass_terms(job, trainable, KIND)
+        if params.budget is not None:
+            terms.append(term("states of the choice", "5 · states · layers", STATES_BYTES, "host", KIND))
         operations = 0
         for layer in job.probe.layers:
             count = layer.in_dim * layer.out_dim
             terms += job.read_back(layer, KIND, copies=1)
-            size = 8 * count * (3 * len(params.formats) + 3)
-            terms.append(term("changes", "(3 · formats + 3) · in · out · 8", size, job.place, KIND, layer.name))
+            terms.append(term("changes", "8 · in · out · 8", 64 * count, job.place, KIND, layer.name))
             operations += layer.groups * 2 * len(params.formats) * count * (layer.in_dim + layer.out_dim)
         work = job.work
         seconds = operations / work.pace.operations_per_second + work.examples * work.example_seconds
@@ -210,9 +233,18 @@ def _kept_since(facts: LayerFacts) -> str | None:
     """Why a layer's weights keep their 16 bits; None where formats are tried on them."""
     if facts.form not in ("kronecker", "diagonal"):
         return "its parameters are no matrix"
+    if facts.in_dim == facts.bias:
+        return "its bias alone is trained"
+    if facts.windows is None:
+        return "it is not known where its numbers stand in the parameters"
     if facts.representation_G == "diagonal_sketch":
         return "a sketch of its G is kept, which is near it and not it"
     return None
+
+
+def _is_table(facts: LayerFacts) -> bool:
+    """Whether a layer's columns are the rows of its parameter: its A is diagonal, the counts of a table's entries."""
+    return facts.form == "diagonal"
 
 
 def _names(row: SensitivityMetrics) -> list[str]:

@@ -129,6 +129,7 @@ class Ranks:
             "pointer": error.pointer if known and isinstance(error, EngineError) else None,
         }
         with contextlib.suppress(RuntimeError):
+            self.store.set(f"told/{self.rank}", "1")
             # the first to fail is the one to be named
             self.store.compare_set("failed", "", json.dumps(note))
 

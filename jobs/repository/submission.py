@@ -134,12 +134,13 @@ def submitted_earlier(
         return _earlier(connection, tenant_id, stored, sha256_of(document_json(document)), (document.name, asked))
 
 
-def submitted_under(engine: Engine, tenant_id: str, prefix: str) -> tuple[Job, ...]:
-    """Return the jobs whose idempotency keys begin alike.
+def submitted_under(engine: Engine, tenant_id: str, document: JobDocument, prefix: str) -> tuple[Job, ...]:
+    """Return the jobs of a document whose idempotency keys begin alike.
 
     Args:
         engine: The ledger's database.
         tenant_id: The tenant who asks.
+        document: Their document.
         prefix: The beginning of the keys.
 
     Returns:
@@ -148,7 +149,11 @@ def submitted_under(engine: Engine, tenant_id: str, prefix: str) -> tuple[Job, .
     with reading(engine, tenant_id) as connection:
         rows = connection.execute(
             select(jobs)
-            .where(jobs.c.tenant_id == tenant_id, jobs.c.idempotency_key.startswith(prefix, autoescape=True))
+            .where(
+                jobs.c.tenant_id == tenant_id,
+                jobs.c.document_sha256 == sha256_of(document_json(document)),
+                jobs.c.idempotency_key.startswith(prefix, autoescape=True),
+            )
             .order_by(jobs.c.created_at, jobs.c.id)
         )
         return tuple(job_record(row) for row in rows)

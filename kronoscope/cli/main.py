@@ -238,13 +238,11 @@ def export(
                     factors = {"job": client.full_id(source)}
             asked: dict[str, Any] = {"kind": EXPORT.kind, "factors": factors, EXPORT.kind: options}
             wanted: dict[str, Any] = change_document(asked, settings or (), "the export")
-            if (
-                any(wanted.get(name) != asked[name] for name in ("kind", "factors"))
-                or wanted[EXPORT.kind].get("format") != to
-            ):
-                fail(
-                    USAGE, ["--set changes `kind`, `factors` or `export.format`; give another source, or another --to"]
-                )
+            own, kept = wanted.get(EXPORT.kind), ("kind", "factors")
+            changed = any(wanted.get(each) != asked[each] for each in kept)
+            if changed or not isinstance(own, dict) or own.get("format") != to:
+                said = "--set changes `kind`, `factors` or `export.format`; give another source, or another --to"
+                fail(USAGE, [said])
             made = _export_here(wanted, name, Path(folder)) if is_folder else _export_there(wanted, name, folder, url)
             _place(made, output, unpacked=unpacked)
     except OSError as error:

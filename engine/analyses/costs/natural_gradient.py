@@ -35,7 +35,7 @@ def natural_gradient_cost(params: NaturalGradientParams, job: PlannedJob) -> Cos
             term("kept directions", "k · P", kept, "disk", _STAGE),
         ]
     terms.append(term("inputs of gradient rows", "Σ T · in", _row_inputs(job, params), "host", _STAGE))
-    passing = [] if params.gradient is not None else _pass_terms(job, trainable)
+    passing = [] if params.gradient is not None else gradient_pass_terms(job, trainable, _STAGE)
     layers = [each for layer in job.probe.layers for each in _layer_terms(layer, job, params)]
     for where in BUDGETED[::-1]:
         largest: dict[str | None, int] = {}
@@ -90,15 +90,21 @@ def _row_inputs(job: PlannedJob, params: NaturalGradientParams) -> int:
     )
 
 
-def _pass_terms(job: PlannedJob, trainable: int) -> list[Term]:
+def gradient_pass_terms(job: PlannedJob, trainable: int, stage: str) -> list[Term]:
+    """Return the bytes of the pass that takes the data's gradient.
+
+    Args:
+        trainable: Bytes of every trainable number once.
+        stage: The stage of the plan that the pass belongs to.
+    """
     found = [
-        replace(each, stage=_STAGE, source="estimated")
+        replace(each, stage=stage, source="estimated")
         for each in job.plan.terms
         if each.stage == "collection" and each.name in ("activations", "gradients", "outputs") and each.layer is None
     ]
     # one of them is the gradient itself where that is on the host
     numbers = 2 * trainable if job.place == "device" else trainable
-    return [*found, term("sums of gradients", "2 · P: the sum, and what enters it", numbers, job.place, _STAGE)]
+    return [*found, term("sums of gradients", "2 · P: the sum, and what enters it", numbers, job.place, stage)]
 
 
 def _layer_terms(layer: TreatedLayer, job: PlannedJob, params: NaturalGradientParams) -> list[Term]:

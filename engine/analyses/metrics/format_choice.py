@@ -6,13 +6,16 @@ near each other in bytes are represented by the one with the smallest change, an
 counted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 MOST_STATES = 2**16
+STATES_BYTES = 2**28
+"""The most that the states of all layers may take; with more layers each has fewer."""
+_STATE_BYTES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,18 +31,21 @@ class FormatChoice:
     """The choice is at least as good as the best within so many bytes less than the budget; 0 is the best itself."""
 
 
-def choose_formats(options: Sequence[Sequence[tuple[int, float]]], budget_bytes: int) -> FormatChoice | None:
+def choose_formats(
+    options: Sequence[Sequence[tuple[int, float]]], budget_bytes: int, raise_if_cancelled: Callable[[], None]
+) -> FormatChoice | None:
     """Choose an option for each layer.
 
     Args:
         options: Bytes and change of each option of each layer.
         budget_bytes: The most that all together may take.
+        raise_if_cancelled: Called before each layer.
 
     Returns:
         The choice, the same one for the same numbers; None where not even the smallest options fit.
 
     Memory:
-        Five bytes for each state of each layer, and some twenty for each state and option of one.
+        At most ``STATES_BYTES``, and some twenty bytes for each state and option of one layer.
     """
     rest = [0]
     for each in reversed(options):
@@ -49,14 +55,15 @@ def choose_formats(options: Sequence[Sequence[tuple[int, float]]], budget_bytes:
         return None
     sizes, changes = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
     path: list[tuple[Tensor, Tensor]] = []
-    slack = 0
+    slack, most = 0, max(2, min(MOST_STATES, STATES_BYTES // (_STATE_BYTES * max(1, len(options)))))
     for place, each in enumerate(options):
+        raise_if_cancelled()
         own_sizes = torch.tensor([size for size, _ in each], dtype=torch.int64)
         own_changes = torch.tensor([change for _, change in each], dtype=torch.float64)
         grown_sizes, grown_changes = (sizes[:, None] + own_sizes).flatten(), (changes[:, None] + own_changes).flatten()
         kept = _unbeaten(grown_sizes, grown_changes, budget_bytes - rest[place + 1])
-        if len(kept) > MOST_STATES:
-            kept, width = _thinned(kept, grown_sizes)
+        if len(kept) > most:
+            kept, width = _thinned(kept, grown_sizes, most)
             slack += width
         sizes, changes = grown_sizes[kept], grown_changes[kept]
         path.append(((kept // len(each)).to(torch.int32), (kept % len(each)).to(torch.uint8)))
@@ -79,10 +86,10 @@ def _unbeaten(sizes: Tensor, changes: Tensor, most: int) -> Tensor:
     return there[own < before]
 
 
-def _thinned(kept: Tensor, sizes: Tensor) -> tuple[Tensor, int]:
+def _thinned(kept: Tensor, sizes: Tensor, most: int) -> tuple[Tensor, int]:
     """Keep of neighbours in bytes the one with the smallest change, which is the last; and the first of all."""
     own = sizes[kept]
-    width = -(-int(own[-1] - own[0] + 1) // (MOST_STATES // 2))
+    width = -(-int(own[-1] - own[0] + 1) // max(1, most // 2))
     bucket = (own - own[0]) // width
     last = torch.cat([bucket[1:] != bucket[:-1], torch.ones(1, dtype=torch.bool)])
     last[0] = True

@@ -5,6 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
+from jobs.codec import sha256_of
 from jobs.tenancy.api_keys import verify_key
 from tests.api import seeding
 from tests.api.conftest import Keyed
@@ -48,6 +49,21 @@ def test_an_export_is_a_job_that_repeated_requests_share(ours: httpx.Client, job
     # a job that is deleted in between hides none of the others
     assert ours.delete(f"/v1/jobs/{made['id']}").status_code == 204
     assert ours.post(f"/v1/jobs/{job}/exports/laplace", params=LAPLACE).json()["id"] == again.json()["id"]
+
+
+def test_keys_of_a_caller_s_own_that_begin_alike_are_no_exports(ours: httpx.Client, job: str) -> None:
+    path = f"/v1/jobs/{job}/exports/corda"
+    first = ours.post(path).json()
+    digest = sha256_of(first["document"])
+    for rest, document in (("x", first["document"]), ("99999999999", first["document"])):
+        headers = {"idempotency-key": f"export/{digest}/{rest}"}
+        own = ours.post("/v1/jobs", json=document, headers=headers)
+        assert own.status_code == 202, own.text
+        assert ours.post(f"/v1/jobs/{own.json()['id']}:cancel").status_code == 202
+    assert ours.post(f"/v1/jobs/{first['id']}:cancel").status_code == 202
+    again = ours.post(path)
+    assert again.status_code == 202, again.text
+    assert again.json()["id"] != first["id"]
 
 
 def test_a_job_of_others_is_none(theirs: httpx.Client, job: str) -> None:

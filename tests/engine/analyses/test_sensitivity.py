@@ -15,6 +15,11 @@ from engine.analyses.metrics.weight_formats import format_bytes, in_format
 from engine.errors import UsageError
 from kronoscope.local import Measurement, OptionRefused, measure
 
+
+def ignore() -> None:
+    """Nothing is cancelled."""
+
+
 FORMATS = ("int8", "int4", "int4_group", "fp8", "2:4", "low_rank")
 OPTIONS: dict[str, Any] = {"formats": FORMATS, "group": 4, "rank": 2}
 FLOAT64 = {"dtype": "float64", "fisher": "type2"}
@@ -161,14 +166,14 @@ def test_the_choice_is_that_of_trying_all(seed: int) -> None:
         for chosen in itertools.product(*options)
         if sum(size for size, _ in chosen) <= budget
     )
-    found = choose_formats(options, budget)
+    found = choose_formats(options, budget, ignore)
     assert found is not None
     picked = [each[place] for each, place in zip(options, found.chosen, strict=True)]
     assert found.total_bytes == sum(size for size, _ in picked) <= budget
     assert found.total == pytest.approx(sum(change for _, change in picked), abs=1e-12)
     assert found.total == pytest.approx(best, abs=1e-12)
     assert found.slack_bytes == 0
-    assert choose_formats(options, least - 1) is None
+    assert choose_formats(options, least - 1, ignore) is None
 
 
 def test_with_too_many_states_the_choice_says_how_near_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,12 +181,12 @@ def test_with_too_many_states_the_choice_says_how_near_it_is(monkeypatch: pytest
     draw = random.Random(0)
     options = [[(draw.randint(1, 10**6), draw.uniform(0, 1)) for _ in range(4)] for _ in range(40)]
     budget = sum(sorted(size for size, _ in each)[1] for each in options)
-    near = choose_formats(options, budget)
+    near = choose_formats(options, budget, ignore)
     assert near is not None
     assert near.total_bytes <= budget
     assert near.slack_bytes > 0
     monkeypatch.setattr(format_choice, "MOST_STATES", 2**16)
-    best, less = choose_formats(options, budget), choose_formats(options, budget - near.slack_bytes)
+    best, less = choose_formats(options, budget, ignore), choose_formats(options, budget - near.slack_bytes, ignore)
     assert best is not None
     assert best.slack_bytes == 0
     assert best.total <= near.total
@@ -237,3 +242,55 @@ def test_two_runs_give_the_same_rows() -> None:
         return [row.metrics for row in made.layers], made.summary["sensitivity"]
 
     assert rows() == rows()
+
+
+@pytest.mark.parametrize("layers", [1, 3000])
+def test_the_states_of_many_layers_keep_within_their_bytes(monkeypatch: pytest.MonkeyPatch, layers: int) -> None:
+    monkeypatch.setattr(format_choice, "STATES_BYTES", 2**20)
+    draw = random.Random(1)
+    options = [[(draw.randint(1, 10**6), draw.uniform(0, 1)) for _ in range(3)] for _ in range(layers)]
+    budget = sum(sorted(size for size, _ in each)[1] for each in options)
+    found = choose_formats(options, budget, ignore)
+    assert found is not None
+    assert found.total_bytes <= budget
+    assert len(found.chosen) == layers
+
+
+def test_a_layer_of_which_the_bias_alone_is_trained_keeps_its_bits() -> None:
+    net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    net[0].weight.requires_grad_(False)  # type: ignore[operator, union-attr]
+    made = predicted(net, [(torch.randn(8, 4), torch.randint(2, (8,)))], "classification", budget=1.0)
+    assert made.of("sensitivity")["0"].metrics.kept_since == "its bias alone is trained"
+    assert made.of("sensitivity")["2"].metrics.kept_since is None
+    alone = nn.Sequential(nn.LayerNorm(4), nn.Flatten())
+    rows = predicted(alone, [(torch.randn(8, 4), torch.randint(4, (8,)))], "classification").of("sensitivity")
+    assert rows["0"].metrics.changes == ()
+
+
+def test_a_table_is_rounded_vector_by_vector() -> None:
+    torch.manual_seed(6)
+    net = nn.Sequential(nn.Embedding(7, 8), nn.Flatten(), nn.Linear(16, 3)).double()
+    ids, labels = torch.randint(7, (30, 2)), torch.randint(3, (30,))
+    made = predicted(net, [(ids, labels)], "classification")
+    table = net[0].weight.detach()  # type: ignore[operator, union-attr]
+    for change in made.of("sensitivity")["0"].metrics.changes:
+        own = in_format(table, change.format, SensitivityParams(**OPTIONS)) - table  # type: ignore[arg-type]
+        assert change.relative_error == pytest.approx(float(own.norm() / table.norm()), rel=1e-12)
+        assert change.total_bytes == format_bytes(7, 8, change.format, SensitivityParams(**OPTIONS))
+
+
+def test_without_a_g_there_is_no_change_of_the_loss() -> None:
+    data = [(torch.randn(4, 3), torch.randint(2, (4,)))]
+    with pytest.raises(UsageError, match="which has no G, and so no change of the loss"):
+        measure(
+            nn.Linear(3, 2), data, task="classification", kinds="sensitivity", collection={"fisher": "forward_only"}
+        )
+
+
+def test_a_share_is_taken_as_it_is_written() -> None:
+    net = nn.Linear(24, 2, bias=False)  # 96 bytes in 16 bits
+    made = predicted(net, [(torch.randn(9, 24), torch.randint(2, (9,)))], "classification", budget=0.58)
+    assert made.summary["sensitivity"].budget_bytes == 55
+    net = nn.Linear(25, 2, bias=False)  # 100 bytes, of which 0.58 is 58 and 57.99… in floating point
+    made = predicted(net, [(torch.randn(9, 25), torch.randint(2, (9,)))], "classification", budget=0.58)
+    assert made.summary["sensitivity"].budget_bytes == 58
