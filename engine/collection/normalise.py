@@ -88,6 +88,7 @@ def leaves_once(workspace: Workspace) -> bool:
     options, inputs = workspace.options, workspace.inputs
     return (
         workspace.machine.device.type != "cpu"
+        and options.decomposition == "none"
         and all(ANALYSES[kind].keeps_factors for kind in options.kinds)
         and not options.collection.ekfac
         and inputs.part is None
