@@ -35,6 +35,28 @@ _CONTENT: dict[str, Any] = {
     "*/*": {},
 }
 
+FILE_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The file",
+        "content": _CONTENT,
+        "headers": {
+            "ETag": {"description": "SHA-256 in hex", "schema": {"type": "string"}},
+            "Digest": {"description": "SHA-256 in base64 (RFC 3230)", "schema": {"type": "string"}},
+            "Repr-Digest": {"description": "The same (RFC 9530)", "schema": {"type": "string"}},
+        },
+    },
+    206: {"description": "The part that `Range` names", "content": _CONTENT},
+    307: {
+        "description": "Fetch the file from the store itself, within minutes and without your key",
+        "headers": {
+            "Location": {"description": "Its signed address", "schema": {"type": "string"}},
+            "Digest": {"description": "SHA-256 in base64 (RFC 3230), to verify", "schema": {"type": "string"}},
+        },
+    },
+    304: {"description": "Still the file of `If-None-Match`"},
+}
+"""Answers to a request for a file."""
+
 router = APIRouter(prefix="/v1/jobs/{job_id}/artifacts", tags=["artifacts"])
 
 
@@ -62,27 +84,7 @@ def list_all(job_id: str, caller: Reader, service: ServiceOf) -> ArtifactListVie
     methods=["GET"],
     summary="Download a file",
     response_class=Response,
-    responses={
-        200: {
-            "description": "The file",
-            "content": _CONTENT,
-            "headers": {
-                "ETag": {"description": "SHA-256 in hex", "schema": {"type": "string"}},
-                "Digest": {"description": "SHA-256 in base64 (RFC 3230)", "schema": {"type": "string"}},
-                "Repr-Digest": {"description": "The same (RFC 9530)", "schema": {"type": "string"}},
-            },
-        },
-        206: {"description": "The part that `Range` names", "content": _CONTENT},
-        307: {
-            "description": "Fetch the file from the store itself, within minutes and without your key",
-            "headers": {
-                "Location": {"description": "Its signed address", "schema": {"type": "string"}},
-                "Digest": {"description": "SHA-256 in base64 (RFC 3230), to verify", "schema": {"type": "string"}},
-            },
-        },
-        304: {"description": "Still the file of `If-None-Match`"},
-        **error_responses(404, 416),
-    },
+    responses={**FILE_RESPONSES, **error_responses(404, 416)},
 )
 async def download(
     job_id: str, name: str, caller: Reader, service: ServiceOf, options: Annotated[DownloadOptions, Depends()]

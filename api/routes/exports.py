@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from api.problem_details import Refusal, not_found
 from api.requests.auth import Reader, Submitter
 from api.requests.openapi import error_responses
-from api.routes.artifacts import DownloadOptions, download
+from api.routes.artifacts import FILE_RESPONSES, DownloadOptions, download
 from api.routes.jobs import accept
 from api.routes.results import owned_job
 from api.service import Service, ServiceOf
@@ -82,7 +82,7 @@ async def create(
     operation_id="download_export",
     summary="Download exported factors",
     response_class=Response,
-    responses={200: {"description": "The file", "content": {"*/*": {}}}, **error_responses(404, 409, 416, 422)},
+    responses={**FILE_RESPONSES, **error_responses(404, 409, 416, 422)},
 )
 async def read(
     job_id: str,
