@@ -127,7 +127,7 @@ def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
     if plan.get("pace"):
         yield f"seconds: {_PACES[pace_of(plan)]}"
     if whole := written_range(plan.get("seconds"), plan.get("seconds_range")):
-        yield f"whole job: {whole}, of which {rounded_seconds(plan['start_seconds'])} s had passed when it was planned"
+        yield f"whole job: {whole}{_passed(plan.get('start_seconds'))}"
     if speeds := plan.get("thread_speeds"):
         tried = ", ".join(f"{format_number(speeds[each] / 1e9)} with {each}" for each in sorted(speeds, key=int))
         yield f"threads: {plan['threads']}, with which products are fastest now ({tried}; 10⁹ operations a second)"
@@ -151,6 +151,11 @@ def plan_lines(plan: Mapping[str, Any]) -> Iterator[str]:
         yield f"not measured, as no {plan['device']} device is here: " + "; ".join(plan["unmeasured"])
     if plan.get("assumed"):
         yield "assumed, as no weight was read: " + "; ".join(plan["assumed"])
+
+
+def _passed(start_seconds: float | None) -> str:
+    """The part that had passed when the plan was made; empty where it was made of shapes, by no job."""
+    return f", of which {rounded_seconds(start_seconds)} s had passed when it was planned" if start_seconds else ""
 
 
 def _uncounted_lines(plan: Mapping[str, Any]) -> Iterator[str]:

@@ -144,3 +144,10 @@ def test_the_threads_that_were_chosen_stand_beside_those_that_were_tried() -> No
             "threads": 1, "thread_speeds": {"2": 1e9, "1": 4e9}}  # fmt: skip
     said = "threads: 1, with which products are fastest now (4 with 1, 1 with 2; 10⁹ operations a second)"
     assert said in list(plan_lines(plan))
+
+
+@pytest.mark.parametrize(("start", "passed"), [(0.0, ""), (3.76, ", of which 3.8 s had passed when it was planned")])
+def test_what_had_passed_is_said_where_anything_had(start: float, passed: str) -> None:
+    plan = {"why": "one pass", "device_peak_bytes": 0, "host_peak_bytes": 0, "disk_peak_bytes": 0,
+            "seconds": 40.0, "seconds_range": [20.0, 80.0], "start_seconds": start}  # fmt: skip
+    assert f"whole job: 40 s (20 to 80){passed}" in list(plan_lines(plan))
