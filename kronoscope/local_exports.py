@@ -12,7 +12,7 @@ from engine.factors.factor_set import FactorSet
 from kronoscope.local_inputs import OptionRefused, options_record, refusing
 
 Exported = Mapping[str, ExportMetrics]
-"""What a file holds of each layer, by its name."""
+"""Entries and figures of each layer in a file, by its name."""
 
 
 class ExportChoices(TypedDict, total=False):

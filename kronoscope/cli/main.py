@@ -271,7 +271,7 @@ def show_version() -> None:
 def _require_place(output: Path, *, unpacked: bool) -> None:
     """Refuse a place that the export cannot come to, before it is made."""
     if unpacked and output.exists() and (not output.is_dir() or any(output.iterdir())):
-        fail(USAGE, [f"{output} exists and is no empty folder; name another, or a file that ends in .zip"])
+        fail(USAGE, [f"{output} exists and is not an empty folder; name another, or a file that ends in .zip"])
     if not unpacked and output.is_dir():
         fail(USAGE, [f"{output} is a folder; name a file in it"])
 

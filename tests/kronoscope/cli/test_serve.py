@@ -414,7 +414,7 @@ def test_an_export_that_cannot_be_says_why_and_leaves_nothing(kronoscope: Run, f
         (("--to", "gptq", "--set", "export.format=corda", "--output", "x"), "--set changes `kind`, `factors`"),
         (("--to", "gptq", "--set", "export=null", "--output", "x"), "--set changes `kind`, `factors`"),
         (("--to", "gptq", "--output", "job.yaml/x"), "name a file in a folder that you may write"),
-        (("--to", "mom2", "--output", "out"), "out exists and is no empty folder"),
+        (("--to", "mom2", "--output", "out"), "out exists and is not an empty folder"),
     ):
         done = kronoscope("export", "out", *words)
         assert done.returncode == 2, done.stderr

@@ -61,7 +61,7 @@ def convert(
     for key, (converter, sources) in groups.items():
         make = partial(_joined, converter, key, sources, model)
         stored = [name for _, name in sources]
-        # what is made of integers is no weight; whoever copies it refuses it
+        # integers make no weight, and the copy of them is refused
         dtype = min({found.entries[name].dtype for name in stored} - FLOATING, default="F32")
         shapes = _shapes(make, found, sources, pointer)
         for name in stored:

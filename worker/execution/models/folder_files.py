@@ -109,8 +109,8 @@ def _tell_further_steps(file: OpenFile | None, context: LoaderContext) -> None:
     types = [each for each in steps if isinstance(each, str)]
     if not 1 <= len(types) == len(steps) <= _MOST_STEPS:
         context.notice(
-            f"`modules.json` is no list of 1 to {_MOST_STEPS} steps, each with a `type`, so it is not known what the "
-            "encoder does besides; `sentence_embedding` measures the mean over the tokens that are not padding"
+            f"`modules.json` is not a list of 1 to {_MOST_STEPS} steps, each with a `type`, so it is not known what "
+            "the encoder does besides; `sentence_embedding` measures the mean over the tokens that are not padding"
         )
         return
     known = [(each, _STEP.fullmatch(each)) for each in types]

@@ -146,7 +146,7 @@ def test_kronfluence_has_sums_with_the_bias_last(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("task", ["classification", "regression"])
 def test_laplace_has_the_sum_over_examples_in_the_order_of_the_parameters(tmp_path: Path, task: str) -> None:
-    """Of one linear layer the product is the Gauss-Newton matrix itself, where every example has one activation."""
+    """The product of one linear layer is the Gauss-Newton matrix itself, where every example has one activation."""
     torch.manual_seed(1)
     net = nn.Linear(4, 3).double()
     inputs = torch.ones(7, 4).double() * torch.tensor([1.0, -2.0, 0.5, 3.0]).double()

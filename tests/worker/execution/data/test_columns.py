@@ -229,7 +229,7 @@ AS_WRITTEN: dict[str, tuple[list[str], tuple[str, ...], Any]] = {
     "names with leading zeros": (["01", "02"], ("01", "02", "03"), "holds 01, which is the number of one class"),
     "names with a point": (["1.0", "2.0"], ("1.0", "2.0", "3.0"), r"holds 1\.0, which is the number of one class"),
     "numbers with a point, of names without": (["1.0", "2.0"], ("1", "2", "3"), "name of class 0; give JSON lines"),
-    "a number that is no name, and one that is": (["0", "1"], ("1", "2", "3"), "name of class 0; give JSON lines"),
+    "a number beside one that is a name": (["0", "1"], ("1", "2", "3"), "name of class 0; give JSON lines"),
     "names that no number is": (["00x", "01x"], ("00x", "01x"), [0, 1]),
     "names between classes": (["1.5", "0.5"], ("0.5", "1.5"), [1, 0]),
     "names that are dates": (["2024-05-01", "2024-04-01"], (), [1, 0]),

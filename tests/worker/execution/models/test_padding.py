@@ -87,7 +87,7 @@ def test_a_text_has_the_same_logits_beside_a_longer_one(family: str, saved: Call
 def test_a_text_that_ends_with_what_would_pad_is_read_to_its_end(
     family: str, ends: dict[str, Any], end: str, saved: Callable[..., Path]
 ) -> None:
-    """Of a checkpoint that names no padding, by transformers itself with each text alone."""
+    """Logits of a checkpoint that names no padding, by transformers itself with each text alone."""
     transformers = importlib.import_module("transformers")
     name, fields = CONFIGS[family]
     config = getattr(transformers, name)(**{key: each for key, each in fields.items() if "eos" not in key} | ends)

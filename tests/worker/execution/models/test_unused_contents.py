@@ -253,9 +253,9 @@ def test_the_pooling_of_a_sentence_encoder_is_a_notice_where_it_is_not_the_mean(
         (["sentence_transformers.models.Transformer", "sentence_transformers.models.Normalize"], "own `Normalize`,"),
         (["custom_st.Transformer"], "own `custom_st.Transformer`,"),
         (["sentence_transformers.\n.Pooling"], "own 'sentence_transformers.\\n.Pooling',"),
-        ([None], "no list of 1 to 32 steps"),
-        ([], "no list of 1 to 32 steps"),
-        (["sentence_transformers.models.Pooling"] * 33, "no list of 1 to 32 steps"),
+        ([None], "not a list of 1 to 32 steps"),
+        ([], "not a list of 1 to 32 steps"),
+        (["sentence_transformers.models.Pooling"] * 33, "not a list of 1 to 32 steps"),
     ],
 )
 def test_a_further_step_of_a_sentence_encoder_is_a_notice(saved: Saved, types: list[Any], said: str | None) -> None:
@@ -275,7 +275,7 @@ def test_a_list_of_steps_that_cannot_be_read_is_a_notice(saved: Saved, text: str
     (folder / "modules.json").write_text(text)
     _, notes = loaded(folder)
     assert len(notes.notices) == 1
-    assert "no list of 1 to 32 steps" in notes.notices[0]
+    assert "not a list of 1 to 32 steps" in notes.notices[0]
 
 
 def test_the_preprocessing_of_images_is_a_notice(saved: Saved) -> None:

@@ -76,7 +76,7 @@ def test_a_plan_says_what_it_is_of_and_counts_the_merge(runner: Runner) -> None:
     assert stored == {"merge", "factors of the pieces"}
 
     def seconds(first: Any, **options: Any) -> float:
-        """Of three moments the quietest: each plan is by the speed that the machine has at its own."""
+        """The quietest of three moments: each plan is by the speed that the machine has at its own."""
         plans = first, plan(**options), plan(**options)
         return min(float(each["stages"]["collection"]["seconds"]) for each in plans)
 
