@@ -108,7 +108,7 @@ _COLUMNS = (
            "percent", optional=True),
 )  # fmt: skip
 _FIGURES = (
-    Figure("Exported", "{layers}", ("{left_out:part} left out", "of {layers:layer|layers}"), "{convention}",
+    Figure("Exported", "{layers}", "{left_out} left out", "{convention}",
            "{layers:layer|layers} in {file}"),
     Figure("Size", "{total_bytes:bytes}", "{format}", "Bytes of the tensors in the file."),
 )  # fmt: skip

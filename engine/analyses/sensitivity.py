@@ -28,7 +28,7 @@ from catalog.analyses.sensitivity import (
 from catalog.requests.inputs import EMBEDDINGS
 from engine.analyses.costs.natural_gradient import gradient_pass_terms
 from engine.analyses.layer_analysis import LayerAnalysis
-from engine.analyses.metrics.format_choice import STATES_BYTES, FormatChoice, choose_formats
+from engine.analyses.metrics.format_choice import FormatChoice, choose_formats, states_bytes
 from engine.analyses.metrics.weight_formats import format_bytes, in_format
 from engine.collection.ranks.joined_job import require_one_rank
 from engine.errors import UsageError
@@ -49,7 +49,7 @@ class Sensitivity(LayerAnalysis[SensitivityParams]):
 
     Memory:
         Weights and gradient once each; of one layer its factors, and eight matrices of its numbers in float64; while
-        the gradient is taken, the graph of a slice; while formats are chosen, ``STATES_BYTES``.
+        the gradient is taken, the graph of a slice; while formats are chosen, ``states_bytes``.
     """
 
     kind = KIND
@@ -217,7 +217,8 @@ class Sensitivity(LayerAnalysis[SensitivityParams]):
         if task is not None and task.type not in EMBEDDINGS:
             terms += gradient_pass_terms(job, trainable, KIND)
         if params.budget is not None:
-            terms.append(term("states of the choice", "5 · states · layers", STATES_BYTES, "host", KIND))
+            states = states_bytes(sum(layer.groups for layer in job.probe.layers))
+            terms.append(term("states of the choice", "5 · states · layers", states, "host", KIND))
         operations = 0
         for layer in job.probe.layers:
             count = layer.in_dim * layer.out_dim

@@ -31,6 +31,11 @@ class FormatChoice:
     """The choice is at least as good as the best within so many bytes less than the budget; 0 is the best itself."""
 
 
+def states_bytes(layers: int) -> int:
+    """Return the most bytes that the states of so many layers take."""
+    return min(STATES_BYTES, _STATE_BYTES * MOST_STATES * layers)
+
+
 def choose_formats(
     options: Sequence[Sequence[tuple[int, float]]], budget_bytes: int, raise_if_cancelled: Callable[[], None]
 ) -> FormatChoice | None:

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load, load_file
 from torch import Tensor, nn
 
+from catalog.analyses.export import EXPORT
 from engine.analyses.exports.exported_file import ExportRefused
 from engine.collection.normalise import leaves_once
 from engine.errors import BrokenFactors
@@ -328,6 +329,7 @@ def test_as_an_analysis_it_leaves_the_file_and_a_row_for_each_layer() -> None:
     summary = made.summary["export"]
     assert (summary.format, summary.file, summary.layers, summary.left_out) == ("corda", "export/corda.pt", 2, 1)
     assert summary.total_bytes == 8 * (48**2 + 5**2)
+    assert EXPORT.figures[0].note == "{left_out} left out"  # a count, which forms of shares would write as 100 %
     loaded = torch.load(io.BytesIO(made.artifacts._kept["export/corda.pt"]), weights_only=True)  # type: ignore[attr-defined]
     assert loaded.keys() == {"3", "5", "kronoscope."}
 
