@@ -16,6 +16,7 @@ from catalog.analyses.compression import COMPRESSION
 from catalog.analyses.export import EXPORT
 from catalog.analyses.factors import FACTORS
 from catalog.analyses.fewshot_training import FEWSHOT_TRAINING
+from catalog.analyses.influence import INFLUENCE
 from catalog.analyses.natural_gradient import NATURAL_GRADIENT
 from catalog.analyses.reconstruction import RECONSTRUCTION
 from catalog.analyses.sensitivity import SENSITIVITY
@@ -35,6 +36,7 @@ ANALYSES: dict[str, Analysis] = {
         FEWSHOT_TRAINING,
         EXPORT,
         SENSITIVITY,
+        INFLUENCE,
     )
 }
 

@@ -191,6 +191,8 @@ class ModelInputs:
     """Decompositions of layers of the merged factors, which pieces of a divided job have made."""
     gradient: Mapping[str, Tensor] | None = None
     """A gradient of the caller's by parameter, on the host, in place of that of the data."""
+    query: "ModelInputs | None" = None
+    """The data whose losses an analysis explains."""
     images: ImageData | None = None
     """Images in classes, in place of model, batches and task."""
     stored_against: Artifacts | None = None
@@ -207,13 +209,10 @@ class ModelInputs:
         return self.stored is not None or bool(self.stored_pieces)
 
     def foreseen_examples(self, ranks: Ranks | None) -> int | None:
-        """Return how many examples enter the factors together.
+        """Return how many examples enter the factors together, of all ranks; None where that is not known.
 
         Args:
             ranks: The ranks; None where there is one, or where several are only planned.
-
-        Returns:
-            The examples of all ranks; None where they are not known.
         """
         return self.whole_examples if ranks is None and self.examples_of_all is None else self.examples_of_all
 

@@ -60,10 +60,12 @@ from kronoscope.local_inputs import (
     kinds_tuple,
     options_record,
     params_records,
+    query_inputs,
     repeatable,
     require_document,
     scale_inputs,
     task_record,
+    with_query,
 )
 from kronoscope.local_losses import TorchLoss, loss_task
 from kronoscope.local_operator import IllConditionedWarning, Operator, OperatorChoices, open_operator
@@ -164,6 +166,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     memory: Memory | Mapping[str, Any] | None = None,
     params: Mapping[str, Any] | None = None,
     pixels: Pixels | Mapping[str, Any] | None = None,
+    query: Batches | None = None,
     report: Callable[[str, int, int | None, str], None] | None = None,
 ) -> Measurement:
     """Run analyses on a model in this process; the model and its gradients are left as they were.
@@ -184,6 +187,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
         memory: Budgets; none is held where this is left out.
         params: Each analysis's options, a record or a mapping of its fields, by kind.
         pixels: How uint8 images become floats, such as ``{"scale": 1 / 255}``: ``(x · scale − mean) / deviation``.
+        query: The examples that `influence` explains, as ``batches``.
         report: Receives ``(stage, done, total, unit)``; where it is left out, a terminal or notebook shows the progress
             of what takes longer than a second.
 
@@ -203,7 +207,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     asked = kinds_tuple(kinds)
     likelihood = loss_task(task) or task_record(task)
     limits = options_record(Memory, memory, "memory")
-    options = params_records(asked, params)
+    options = with_query(params_records(asked, params), query)
     scaling = None if pixels is None else options_record(Pixels, pixels, "pixels")
     job_options = JobOptions(
         collection=options_record(Collection, collection, "collection"),
@@ -220,6 +224,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     stored_against, gradient = open_against(options), open_gradient(options)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     source = repeatable(batches) if scaling is None else scale_inputs(repeatable(batches), scaling)
+    explained = None if query is None else query_inputs(query, scaling)
     plan: dict[str, Any] = {}
     noticed: list[str] = []
     budget = MemoryBudget.unlimited() if memory is None else MemoryBudget.measure(limits, device)
@@ -230,6 +235,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
             task=likelihood,
             examples=source.examples,
             gradient=gradient,
+            query=explained,
             stored_against=stored_against,
         ),
         options=job_options,

@@ -17,7 +17,7 @@ from catalog.requests.inputs import DataFactory, ModelFactory, Task, TaskType
 from engine.errors import UsageError
 from engine.model.batches import count_examples, map_tensors, tensors
 from engine.model.examples import read_chunks, scale_pixels
-from engine.workspace import JobOptions
+from engine.workspace import JobOptions, ModelInputs
 
 Batches = (
     Iterable[tuple[Any, ...]]
@@ -72,6 +72,34 @@ def scale_inputs(source: Source, pixels: Pixels) -> Source:
         The chunks.
     """
     return dataclasses.replace(source, read=lambda: (_scale_chunk(chunk, pixels) for chunk in source.read()))
+
+
+def query_inputs(query: Batches, pixels: Pixels | None) -> ModelInputs:
+    """Return the examples that an analysis explains."""
+    source = repeatable(query) if pixels is None else scale_inputs(repeatable(query), pixels)
+    return ModelInputs(batches=source.read, examples=source.examples)
+
+
+def with_query(options: Mapping[str, Any], query: Batches | None) -> dict[str, Any]:
+    """Note in the options of the analyses that explain examples that a notebook gives them itself.
+
+    Args:
+        options: The options of each analysis, by kind.
+        query: The examples; None where there are none.
+
+    Returns:
+        The options.
+
+    Raises:
+        OptionRefused: If no analysis explains examples.
+    """
+    takers = {kind: each for kind, each in options.items() if hasattr(each, "query")}
+    if query is None:
+        return dict(options)
+    if not takers:
+        raise OptionRefused("`query` holds examples for `influence`; add it to `kinds`, or leave `query` out")
+    given = DataFactory(source="factory", factory="notebook:query")
+    return {**options, **{kind: dataclasses.replace(each, query=given) for kind, each in takers.items()}}
 
 
 def _scale_chunk(chunk: Any, pixels: Pixels) -> Any:  # noqa: ANN401 - a caller's own

@@ -66,7 +66,9 @@ def admit(document: JobDocument, settings: Settings, engine: Engine, tenant_id: 
 
 
 def _inputs(document: JobDocument, settings: Settings, tenant_id: str) -> Iterator[Complaint]:
-    for name, source in (("model", document.model), ("data", document.data)):
+    asked = document.given("query")
+    query = () if asked is None else ((f"{asked[0]}/query", asked[1]),)
+    for name, source in (("model", document.model), ("data", document.data), *query):
         if isinstance(source, (UploadedModel, UploadedData)):
             yield _complaint(
                 f"/{name}/source", "not_available", "`upload` is not part of this service yet; take another source"
@@ -129,7 +131,7 @@ def _listed_path(pointer: str, path: str, allowed: tuple[str, ...]) -> Iterator[
 def _hub(
     name: str, source: HuggingFaceModel | HuggingFaceData, settings: Settings, allowed: tuple[str, ...]
 ) -> Iterator[Complaint]:
-    if name == "data" and is_path(source.id):
+    if name != "model" and is_path(source.id):
         yield from _listed_path(f"/{name}/id", source.id, allowed)
         return
     if not _HUB_ID.fullmatch(source.id) or ".." in source.id:

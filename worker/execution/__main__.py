@@ -59,7 +59,7 @@ from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.frame_pipe import FramePipe
 from worker.execution.input_digests import InputDigests, factors_digest
 from worker.execution.job_inputs import (
-    load_data,
+    enter_data,
     load_model,
     open_against,
     open_factors,
@@ -287,9 +287,7 @@ def _open_model(attempt: _Attempt) -> InputDigests | Finished | Divided:
         if workspace.inputs.gradient is not None:
             require_fit(workspace.inputs.gradient, list_parameters(loaded.model))
     with workspace.machine.operation("data"):
-        data = load_data(document, loaded, context)
-    workspace.inputs.batches, workspace.inputs.examples = data.batches, data.examples
-    workspace.inputs.labels = data.labels
+        data = enter_data(document, loaded, context, workspace.inputs)
     if assignment.estimate:
         workspace.inputs.model = loaded.model
         part = plan_part(document, data, workspace.inputs)

@@ -17,7 +17,7 @@ from catalog.requests.assignment import Assignment
 from catalog.requests.inputs import BuiltinModel
 from catalog.requests.job import JobDocument
 from engine.memory.plan import readable_bytes
-from engine.workspace import Artifacts
+from engine.workspace import Artifacts, ModelInputs
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import DataStream
 from worker.execution.data.validation import validate_chunks
@@ -139,7 +139,43 @@ def load_model(document: JobDocument, context: LoaderContext) -> LoadedModel:
 
 def load_data(document: JobDocument, loaded: LoadedModel, context: LoaderContext) -> DataStream:
     """Open the data that the document names."""
-    source: Any = document.data
+    return _stream(document.data, document, document.collection.batch_size, loaded, context)
+
+
+def enter_data(document: JobDocument, loaded: LoadedModel, context: LoaderContext, inputs: ModelInputs) -> DataStream:
+    """Give the workspace the data that the document names, and the examples that an analysis of it explains.
+
+    Args:
+        inputs: Takes both.
+
+    Returns:
+        The data.
+
+    Raises:
+        Refusal: If one of them cannot be read, or fits neither model nor task.
+    """
+    data = load_data(document, loaded, context)
+    inputs.batches, inputs.examples, inputs.labels = data.batches, data.examples, data.labels
+    asked = document.given("query")
+    if asked is not None:
+        kind, source = asked
+        try:
+            query = _stream(source, document, getattr(document, kind).block, loaded, context)
+        except Refusal as refused:
+            # the loaders know of one source of data
+            refused.pointer = f"/{kind}/query{(refused.pointer or '').removeprefix('/data')}"
+            raise
+        inputs.query = ModelInputs(batches=query.batches, examples=query.examples)
+    return data
+
+
+def _stream(
+    source: Any,  # noqa: ANN401 - any of the catalog's
+    document: JobDocument,
+    batch_size: int,
+    loaded: LoadedModel,
+    context: LoaderContext,
+) -> DataStream:
     loader = DATA_SOURCES.get(source.source)
     if loader is None or document.task is None:
         raise Refusal(
@@ -151,7 +187,7 @@ def load_data(document: JobDocument, loaded: LoadedModel, context: LoaderContext
     request = DataRequest(
         task=document.task,
         loaded=loaded,
-        batch_size=document.collection.batch_size,
+        batch_size=batch_size,
         seed=document.collection.seed,
         context=context,
     )

@@ -27,6 +27,8 @@ PHRASES: list[tuple[str, dict[str, Any], str]] = [
     ("fewshot_training", {"num_epoch": 2, "optimiser": "SGD"}, "after 2 epochs of 200 episodes with SGD"),
     ("export", {}, "the factors in the format of gptq"),
     ("sensitivity", {"formats": ["int8", "2:4"]}, "of each layer's weights in int8 and 2:4"),
+    ("influence", {"of": "ggn"}, "with the damped inverse of the Gauss-Newton matrix, by conjugate gradients"),
+    ("influence", {}, "of each training example on the loss of each query, with the damped inverse of K-FAC"),
     ("export", {"format": "mom2"}, "the factors in the format of mom2"),
     ("compression", {"structure": "block_sss", "tolerance": 0.01}, "matrix for each factor A and G within a relative"),
 ]  # fmt: skip

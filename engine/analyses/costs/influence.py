@@ -1,0 +1,46 @@
+"""Influence, its bytes and seconds: vectors of a block of queries, one layer solved at a time, and passes for scores.
+
+A block holds its gradients, what has been solved, and the copies of a layer; the search of `ggn` its directions and
+residuals too. Scores are held while a block is written.
+"""
+
+from catalog.analyses.influence import InfluenceParams
+from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob, term
+
+_STAGE = "influence"
+_VECTORS = {"kfac": 3, "ekfac": 3, "ggn": 12}
+"""Vectors of P numbers for each query of a block."""
+_OF_A_PRODUCT = 3
+"""Passes that a product with the Gauss-Newton matrix takes, beside one with a gradient."""
+
+
+def influence_cost(params: InfluenceParams, job: PlannedJob) -> Cost:
+    """Return the bytes and the seconds of the influence."""
+    workspace, item = job.workspace, job.probe.dtype.itemsize
+    model, query = workspace.inputs.model, workspace.inputs.query
+    trainable = 0 if model is None else item * sum(each.numel() for each in model.parameters())
+    queries = params.block if query is None else query.examples or params.block
+    block, work = min(params.block, queries), job.work
+    kept = item * queries * work.examples * (1 + len(params.groups))
+    vectors = _VECTORS[params.of]
+    terms = [
+        *job.carried(_STAGE),
+        term("vectors of queries", f"{vectors} · block · P", vectors * block * trainable, job.place, _STAGE),
+        term("scores", "3 · block · examples · groups", 3 * kept * block // queries, "host", _STAGE),
+    ]
+    numbers = 0
+    for layer in job.probe.layers:
+        own = layer.in_dim * layer.out_dim
+        size = 8 * (3 * block * own + layer.in_dim**2 + layer.out_dim**2)
+        terms += job.read_back(layer, _STAGE, copies=1)
+        terms.append(term("solved", "8 · (3 · block · in · out + in² + out²)", size, job.place, _STAGE, layer.name))
+        numbers += layer.groups * own
+    passes = -(-queries // block)
+    gradients = passes * work.examples + 2 * queries
+    if params.of == "ggn":
+        gradients += _OF_A_PRODUCT * params.iterations * queries * work.examples
+    slices = passes * -(-work.examples // work.batch) + queries
+    seconds = gradients * work.example_seconds + slices * work.slice_seconds
+    seconds += 2 * queries * work.examples * numbers / work.pace.operations_per_second
+    files = KeptFiles(name="scores", formula="queries · examples · groups", size_bytes=kept)
+    return Cost(terms=tuple(terms), seconds={_STAGE: seconds}, kept=(files,))

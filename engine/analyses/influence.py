@@ -1,0 +1,385 @@
+"""`influence`: scores ``−g_qᵀ (C + λ)⁻¹ g_n`` of each query q and training example n, block by block of queries.
+
+A block's gradients are taken one example at a time, solved with the damped curvature, and multiplied by the gradients
+of all training examples in one pass over the data. The pass is proven on the queries themselves: it must give the
+inner products that plain autograd gives.
+
+References:
+    Koh & Liang (2017), Understanding black-box predictions via influence functions
+    Grosse et al. (2023), Studying large language model generalization with influence functions
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from catalog.analyses.influence import (
+    InfluenceMetrics,
+    InfluenceParams,
+    InfluenceSummary,
+    QueryInfluence,
+    ScoredExample,
+)
+from engine.accumulation.score_statistics import ScoreStatistics
+from engine.analyses.costs.influence import influence_cost
+from engine.analyses.layer_analysis import LayerAnalysis
+from engine.analyses.scored_queries import ScoredQueries, recall, remember
+from engine.collect import prepare_collection
+from engine.collection.pass_job import PassJob
+from engine.collection.probe import ProbedModel
+from engine.collection.ranks.joined_job import require_one_rank
+from engine.errors import EmptyData, ModelRefused, UsageError
+from engine.factors.factor_set import LayerFacts
+from engine.layers.layer import TreatedLayer
+from engine.measurement.layer_measurement import Measured
+from engine.memory.memory_curve import MemoryCurve
+from engine.model.batches import Batch, make_batches
+from engine.model.example_digests import EnteredExamples
+from engine.operators.conjugate_gradients import Solved, solve
+from engine.operators.example_scores import example_gradients, of_examples, score_examples
+from engine.operators.kronecker.layer_store import OperatorOptions
+from engine.operators.kronecker_operator import KroneckerOperator
+from engine.operators.parameter_space import ParameterSpace
+from engine.operators.products import ExactCurvature
+from engine.workspace import JobResults, Workspace
+
+KIND = "influence"
+FOLDER = "influence"
+FORMAT = "kronoscope-influence/1"
+ALL = "scores"
+_PROOF = {torch.float32: 1e-3, torch.float64: 1e-9}
+"""Difference of a score by both routes that rounding may bring, of the product of the two vectors' lengths."""
+
+
+@dataclass(kw_only=True)
+class _Block:
+    """A block of queries: gradients, and the same solved with the damped curvature."""
+
+    rows: Tensor
+    """(B, P), on the host."""
+    vectors: dict[str, Tensor] = field(default_factory=dict)
+    """The solved gradients of each covered layer, shape (B, out_dim, in_dim), by its name."""
+    gram: Tensor
+    """⟨v_i, g_j⟩ over the covered layers, shape (B, B), float64."""
+    lengths: Tensor
+    """Squared lengths of v and g over the same, shape (2, B), float64."""
+    solved: Solved | None = None
+    squares: list[float] = field(default_factory=list)
+    inner: list[float] = field(default_factory=list)
+
+
+class Influence(LayerAnalysis[InfluenceParams]):
+    """The scores of every query and training example.
+
+    Memory:
+        Three vectors of all parameters for each query of a block, twelve for `ggn`; one layer's eigenvectors; the
+        block's scores; the graph of a slice.
+    """
+
+    kind = KIND
+    cost = staticmethod(influence_cost)
+
+    @override
+    def require(self) -> None:
+        inputs = self.workspace.inputs
+        if inputs.model is None or inputs.batches is None or inputs.task is None:
+            raise UsageError(
+                "stored factors hold no model to take gradients of; give `model`, `data` and `task` in place of "
+                "`factors`: the cache gives the factors of the same collection",
+                pointer="/influence",
+            )
+        if inputs.query is None:
+            raise UsageError(
+                "there are no queries; give `influence.query`, or `query=` in a notebook", pointer="/influence/query"
+            )
+        require_one_rank(self.workspace, KIND)
+        self._named_groups([name.rpartition(".")[0] for name, _ in inputs.model.named_parameters()])
+
+    @override
+    def prepare(self) -> None:
+        self._space = ParameterSpace.of(self.whole)
+        self._groups = self._named_groups([facts.name for facts in self.whole.layers])
+        self._listed: list[QueryInfluence] = []
+        self._artifacts: list[str] = []
+        self._blocks: list[ScoredQueries] = []
+        self._queries, self._examples, self._steps = 0, 0, 0
+        self._entered = EnteredExamples()
+        machine = self.workspace.machine
+        free = machine.guard.free_bytes("host") // 4
+        self._operator = KroneckerOperator(
+            self.whole,
+            OperatorOptions(
+                of="ekfac" if self.params.of == "ekfac" else "kfac",
+                kind="exact",
+                stabilisation=self.workspace.options.stabilisation,
+                device=machine.device,
+                guard=machine.guard,
+                resident_bytes=free,
+            ),
+        )
+        with machine.operation("influence", KIND), prepare_collection(self._apart()) as (planned, _):
+            probed = planned.probed.for_passes(planned.plan.chosen, None)
+            job = dataclasses.replace(probed.job, entered=self._all_entered)
+            for number, batch in enumerate(self._query_batches()):
+                self._block(number, job.moved(batch), job, probed)
+        if not self._queries:
+            raise EmptyData("the query holds no examples", pointer="/influence/query")
+
+    def _apart(self) -> Workspace:
+        """The same job as a collection of the data's own gradients, which announces no plan of its own."""
+        workspace = self.workspace
+        collection = dataclasses.replace(
+            workspace.options.collection, fisher="empirical", ekfac=False, nested=False, ema_decay=None, update_freq=1,
+            exact_trace=False,
+        )  # fmt: skip
+        return dataclasses.replace(
+            workspace,
+            options=dataclasses.replace(workspace.options, collection=collection, kinds=(), params={}),
+            ports=dataclasses.replace(workspace.ports, announce_plan=lambda _: None, scratch=None),
+            machine=dataclasses.replace(workspace.machine, curve=MemoryCurve()),
+            results=JobResults(),
+        )
+
+    @property
+    def _all_entered(self) -> EnteredExamples | None:
+        """The examples of the collection, where it let all of the data enter."""
+        collection = self.whole.collection
+        ordered = collection.ema_decay is not None or collection.nested
+        return None if ordered or collection.update_freq > 1 else self.whole.entered
+
+    def _query_batches(self) -> Iterator[Batch]:
+        query = self.workspace.inputs.query
+        if query is None or query.batches is None:
+            raise ValueError("`require` asks for queries")
+        return make_batches(query.batches(), self.params.block)
+
+    def _named_groups(self, known: Sequence[str]) -> dict[str, frozenset[str]]:
+        """The layers of each group, of those that are known, with all of them first."""
+        found = {ALL: frozenset(known)}
+        for name, wanted in self.params.groups.items():
+            own = [
+                layer
+                for layer in known
+                if any(layer == each or layer.startswith((f"{each}.", f"{each}[")) for each in wanted)
+            ]
+            if not own:
+                raise UsageError(
+                    f"`influence.groups` names {', '.join(f'`{each}`' for each in wanted)} as `{name}`, of which no "
+                    f"layer is a part; the layers are {', '.join(f'`{each}`' for each in dict.fromkeys(known))}"[:1000],
+                    pointer="/influence/groups",
+                )
+            found[f"{ALL}.{name}"] = frozenset(own)
+        return found
+
+    def _block(self, number: int, batch: Batch, job: PassJob, probed: ProbedModel) -> None:
+        """Score one block of queries, or take it over from an earlier attempt."""
+        entered = EnteredExamples().added(batch, job.task, None)
+        self._entered = self._entered.joined(entered)
+        found = recall(self.workspace, number, entered.content)
+        if found is None:
+            found = self._scored(batch, job, probed, entered.content)
+            remember(self.workspace, number, *found)
+        else:
+            self.workspace.ports.log("info", f"queries from {self._queries} on were scored by an earlier attempt")
+        block, scores = found
+        name = f"{FOLDER}/scores-{number:05d}.safetensors"
+        metadata = {"format": FORMAT, "of": self.params.of, "first_query": str(self._queries)}
+        self.workspace.ports.artifacts.save_tensors(name, scores, metadata)
+        self._artifacts.append(name)
+        self._blocks.append(block)
+        self._list(block, scores[ALL])
+        self._queries += batch.size
+        self._examples = scores[ALL].shape[1]
+
+    def _scored(
+        self, batch: Batch, job: PassJob, probed: ProbedModel, entered: str
+    ) -> tuple[ScoredQueries, dict[str, Tensor]]:
+        names = tuple(each.name for each in self._space.parameters)
+        block = self._solved(example_gradients(job, batch, names))
+        statistics = _statistics(probed.survey.treated, block.vectors)
+        proof, _ = score_examples(of_examples(job, batch), statistics, {ALL: self._groups[ALL]}, self._report)
+        difference = _prove(block, proof[ALL], job.dtype)
+        scores, terms = score_examples(job, statistics, self._groups, self._report)
+        scored = ScoredQueries(
+            entered=entered,
+            self_influences=block.gram.diagonal().tolist(),
+            residuals=None if block.solved is None else list(block.solved.residuals),
+            iterations=None if block.solved is None else list(block.solved.iterations),
+            difference=difference,
+            terms=terms,
+            squares=block.squares,
+            inner=block.inner,
+        )
+        return scored, {name: own.neg_() for name, own in scores.items()}
+
+    def _solved(self, rows: Tensor) -> _Block:
+        """Solve a block's gradients with the damped curvature."""
+        count = rows.shape[0]
+        block = _Block(
+            rows=rows,
+            gram=torch.zeros(count, count, dtype=torch.float64),
+            lengths=torch.zeros(2, count, dtype=torch.float64),
+        )
+        if self.params.of == "ggn":
+            block.solved = self._searched(rows)
+        for facts in self.whole.layers:
+            self.workspace.ports.raise_if_cancelled()
+            own, operator = self._gathered(facts, rows), self._operator.layer(facts.name)
+            if block.solved is None:
+                solved = operator.apply(own, -1.0)
+            else:
+                solved = self._gathered(facts, block.solved.solutions.mT)
+            products = torch.einsum("oki,oji->kj", solved.double(), own.double()).to("cpu")
+            block.gram += products
+            squares = own.square().sum((0, 2), dtype=torch.float64).to("cpu")
+            block.lengths += torch.stack([solved.square().sum((0, 2), dtype=torch.float64).to("cpu"), squares])
+            block.squares.append(float(squares.sum()))
+            block.inner.append(float(products.diagonal().sum()))
+            block.vectors[facts.name] = solved.transpose(0, 1).contiguous()
+        return block
+
+    def _gathered(self, facts: LayerFacts, rows: Tensor) -> Tensor:
+        """A layer's matrices (out_dim, B, in_dim) of flat vectors (B, P), on the device."""
+        device = self.workspace.machine.device
+        return torch.cat([self._space.gather(facts, row[:, None].contiguous(), device=device) for row in rows], 1)
+
+    def _searched(self, rows: Tensor) -> Solved:
+        """Solve with the exact Gauss-Newton matrix of the covered parameters, preconditioned with their factors."""
+        workspace, whole = self.workspace, self.whole
+        job = dataclasses.replace(
+            PassJob.of(workspace, workspace.machine.device),
+            collection=whole.collection,
+            dtype=rows.dtype,
+            micro_batch=whole.micro_batch,
+            entered=whole.entered,
+        )
+        exact = ExactCurvature(
+            job=job.settled(), of="ggn", updates=whole.updates, report=self._report, parameters=self._space.parameters,
+            what="the solution", remedy="take `influence.of: kfac`", pointer="/influence/of",
+        )  # fmt: skip
+        damping, covered = torch.zeros(2, self._space.size, 1, dtype=rows.dtype)
+        for facts in whole.layers:
+            ones = torch.ones(facts.out_dim, 1, facts.in_dim, dtype=rows.dtype)
+            self._space.scatter(facts, ones, covered)
+            self._space.scatter(facts, ones * (self._operator.layer(facts.name).damping.joint or 0.0), damping)
+
+        def multiply(vectors: Tensor) -> Tensor:
+            product: Tensor = exact.product(vectors) * covered + damping * vectors
+            return product
+
+        with exact.prepared():
+            inverse = self._operator.inverse().matvec
+            right = rows.mT * covered
+            return solve(multiply, inverse, right, tolerance=self.params.tolerance, most=self.params.iterations)
+
+    def _list(self, block: ScoredQueries, scores: Tensor) -> None:
+        """Note what the summary lists of a block's queries."""
+        count = min(self.params.top, scores.shape[1])
+        for place, own in enumerate(scores[: max(0, self.params.listed - self._queries)]):
+            lowest, highest = (_listed(own, count, largest=largest) for largest in (False, True))
+            residual = None if block.residuals is None else block.residuals[place]
+            self._listed.append(
+                QueryInfluence(
+                    query=self._queries + place,
+                    self_influence=block.self_influences[place],
+                    residual=residual,
+                    iterations=None if block.iterations is None else block.iterations[place],
+                    converged=residual is None or residual <= self.params.tolerance,
+                    lowest=lowest[0].example,
+                    lowest_score=lowest[0].score,
+                    highest=highest[0].example,
+                    highest_score=highest[0].score,
+                    lowering=lowest,
+                    raising=highest,
+                )
+            )
+
+    def _report(self) -> None:
+        self._steps += 1
+        self.workspace.ports.report(KIND, self._steps, None, "batches")
+
+    @override
+    def layer(self, layer: Measured) -> InfluenceMetrics:
+        place = self.whole.layers.index(layer.facts)
+        inner = math.fsum(block.inner[place] for block in self._blocks)
+        total = math.fsum(each for block in self._blocks for each in block.inner)
+        return InfluenceMetrics(
+            gradient_norm=math.sqrt(math.fsum(block.squares[place] for block in self._blocks) / self._queries),
+            damping=self._operator.layer(layer.facts.name).damping.joint,
+            self_influence=inner / self._queries,
+            share=inner / total if total > 0 else None,
+        )
+
+    @override
+    def report(self, done: int) -> None:
+        self._report()
+
+    @override
+    def summary(self) -> InfluenceSummary:
+        residuals = [each for block in self._blocks for each in block.residuals or ()]
+        unconverged = [each for each in residuals if not each <= self.params.tolerance]
+        if unconverged:
+            self.workspace.ports.log(
+                "warning",
+                f"{len(unconverged)} of {self._queries} queries did not converge in {self.params.iterations} "
+                f"iterations (worst residual {max(unconverged):.2g}): their scores are as good as that; raise "
+                "`influence.iterations` or `stabilisation.damping`",
+            )
+        return InfluenceSummary(
+            coverage=self.coverage,
+            layers=len(self.whole.layers),
+            of=self.params.of,
+            queries=self._queries,
+            examples=self._examples,
+            loss_terms=self._blocks[-1].terms,
+            query_digest=self._entered.content,
+            hooked_difference=max(block.difference for block in self._blocks),
+            unconverged=len(unconverged),
+            worst_residual=max(residuals, default=None),
+            artifacts=tuple(self._artifacts),
+            listed=tuple(self._listed),
+        )
+
+
+def _statistics(treated: Sequence[TreatedLayer], vectors: dict[str, Tensor]) -> list[ScoreStatistics]:
+    """The covered layers with their vectors, which are taken over."""
+    found = []
+    for layer in treated:
+        if layer.parts[0] not in vectors:
+            continue
+        own = torch.stack([vectors.pop(part) for part in layer.parts], 1)
+        if layer.form == "diagonal":
+            own = own.mT.contiguous()
+        found.append(ScoreStatistics(layer=layer, sharing="expand", vectors=own))
+    if vectors:
+        raise ModelRefused(
+            f"layer `{next(iter(vectors))}` was collected, and is not found now; give the same model",
+            pointer="/model",
+        )
+    return found
+
+
+def _prove(block: _Block, found: Tensor, dtype: torch.dtype) -> float:
+    """Require that the pass over the data gives the products that plain autograd gives; return the difference."""
+    lengths = block.lengths.sqrt()
+    scale = lengths[0][:, None] * lengths[1][None, :]
+    worst = float(((found.double() - block.gram).abs() / torch.where(scale > 0, scale, torch.ones_like(scale))).max())
+    if not worst <= _PROOF[dtype]:
+        raise ModelRefused(
+            f"the gradients of the queries by the layers' rows differ from plain autograd's by {worst:.2g} of their "
+            "lengths, so scores would be wrong; look for examples that meet within the model in a batch, or take "
+            "`collection.dtype: float64`",
+            pointer="/model",
+        )
+    return worst
+
+
+def _listed(scores: Tensor, count: int, *, largest: bool) -> tuple[ScoredExample, ...]:
+    """The examples with the lowest or highest scores (N,), the first of equal ones first."""
+    order = torch.argsort(scores, descending=largest, stable=True)[:count].tolist()
+    return tuple(ScoredExample(example=each, score=float(scores[each])) for each in order)
