@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from engine.analyses.exports.solving_factor import solving_factor
 from kronoscope.local import measure
-from tests.consumers.nets import CLASSES, examples, hessians, net
+from tests.consumers.nets import CLASSES, DAMPING, QUERIES, examples, hessians, net
 
 CONSUMERS = ("gptq", "corda", "laplace", "kronfluence")
 
@@ -26,6 +26,13 @@ def export_all(folder: Path) -> None:
         made.factors.export(named, folder / named)  # type: ignore[arg-type]
     with zipfile.ZipFile(folder / "kronfluence") as archive:
         archive.extractall(folder / "factors_mine")
+    inputs, labels = examples()
+    scored = measure(
+        net(), [(inputs, labels)], query=(inputs[:QUERIES], labels[:QUERIES]), task="classification", kinds="influence",
+        collection={"fisher": "empirical", "ekfac": True},
+        stabilisation={"damping": DAMPING, "damping_mode": "absolute"}, params={"influence": {"of": "ekfac"}},
+    )  # fmt: skip
+    save_file(scored.artifacts.load_tensors("influence/scores-00000.safetensors"), folder / "influence.safetensors")
     ggn = measure(net(), [examples()], task="classification", kinds="factors", collection={"fisher": "type2"})
     ggn.factors.export("laplace", folder / "laplace", outputs=CLASSES, likelihood="classification")
     found = {name: solving_factor(hessian, 1e6) for name, hessian in hessians().items()}

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 
 CLASSES = 5
+QUERIES, DAMPING = 20, 1e-3
+"""Of the influence: the first examples, and λ."""
 
 
 def net() -> nn.Sequential:

@@ -1,4 +1,4 @@
-"""kronfluence reads the exported folder, and its sums are those of a run of its own."""
+"""kronfluence reads the exported folder: its sums are those of a run of its own, and so are the scores of influence."""
 
 import sys
 import tempfile
@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from kronfluence.analyzer import Analyzer, prepare_model
-from kronfluence.arguments import FactorArguments
+from kronfluence.arguments import FactorArguments, ScoreArguments
 from kronfluence.factor.covariance import load_covariance_matrices
 from kronfluence.task import Task
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 sys.path.insert(0, sys.argv[2])
-from nets import examples, net
+from nets import DAMPING, QUERIES, examples, net
 
 
 class Classification(Task):
@@ -37,6 +38,17 @@ def main() -> None:
             factors_name="own", dataset=data, factor_args=arguments, per_device_batch_size=32
         )
         own = analyzer.load_covariance_matrices(factors_name="own")
+        analyzer.fit_all_factors(factors_name="all", dataset=data, factor_args=arguments, per_device_batch_size=32)
+        analyzer.compute_pairwise_scores(
+            "scores", "all", torch.utils.data.Subset(data, range(QUERIES)), data, per_device_query_batch_size=QUERIES,
+            per_device_train_batch_size=32, score_args=ScoreArguments(damping_factor=DAMPING),
+        )  # fmt: skip
+        scores = analyzer.load_pairwise_scores("scores")["all_modules"]
+    differs = (
+        load_file(Path(sys.argv[1]) / "influence.safetensors")["scores"] + scores
+    ).abs().max() / scores.abs().max()
+    print(f"  EK-FAC influence differs by {float(differs):.2g} of the largest score")
+    assert differs <= 1e-5
     ours = load_covariance_matrices(Path(sys.argv[1]) / "factors_mine")
     worst = 0.0
     assert own.keys() == ours.keys()
