@@ -191,6 +191,8 @@ class ModelInputs:
     """Decompositions of layers of the merged factors, which pieces of a divided job have made."""
     gradient: Mapping[str, Tensor] | None = None
     """A gradient of the caller's by parameter, on the host, in place of that of the data."""
+    text_of: Callable[[int], str] | None = None
+    """Returns the text of an example by its place in the data, where texts are asked for and are there."""
     query: "ModelInputs | None" = None
     """The data whose losses an analysis explains."""
     images: ImageData | None = None
@@ -251,13 +253,10 @@ class JobOptions:
         return all(ANALYSES[kind].layerwise for kind in self.kinds)
 
     def asks(self, name: str) -> bool:
-        """Return whether the options of an analysis ask for something.
+        """Return whether the options of an analysis ask for something, neither by false nor by null.
 
         Args:
             name: A property of an options record.
-
-        Returns:
-            True where one has it, neither false nor null.
         """
         return any(getattr(self.of(kind), name, None) not in (None, False) for kind in self.kinds)
 

@@ -23,6 +23,8 @@ class InfluenceParams:
     of: Literal["kfac", "ekfac", "ggn"] = "kfac"
     """C. `kfac`: G ⊗ A; `ekfac`: its eigenvectors with EK-FAC's eigenvalues, for `collection.ekfac`; `ggn`: the exact
     Gauss-Newton matrix of all layers together, by conjugate gradients preconditioned with G ⊗ A."""
+    texts: bool | None = None
+    """Whether the summary quotes the texts of what it lists, of data that are texts: 500 characters of each."""
     top: int = 10
     """Training examples with the lowest, and as many with the highest scores, that are listed for a query."""
     listed: int = 16
@@ -122,6 +124,8 @@ class ScoredExample:
     score: float
     """The change of the query's loss with the example's weight, per unit of 1/W: negative where more of it lowers the
     loss."""
+    text: str | None
+    """Its text; null but for `texts`."""
 
 
 @record
@@ -130,6 +134,8 @@ class QueryInfluence:
 
     query: int
     """Its position in `query`, from 0."""
+    text: str | None
+    """Its text; null but for `texts`."""
     self_influence: float
     """gᵀ(C + λ)⁻¹g of its own gradient."""
     residual: float | None
@@ -138,14 +144,6 @@ class QueryInfluence:
     """Iterations of conjugate gradients; null but for `ggn`."""
     converged: bool
     """Whether the residual is within `tolerance`; true but for `ggn`."""
-    lowest: int
-    """The example that lowers its loss most."""
-    lowest_score: float
-    """The score of that example."""
-    highest: int
-    """The example that raises its loss most."""
-    highest_score: float
-    """The score of that example."""
     lowering: tuple[ScoredExample, ...]
     """The lowest scores, in order."""
     raising: tuple[ScoredExample, ...]
@@ -196,8 +194,6 @@ _FIGURES = (
     Figure("Queries", "{queries:count}", "{examples:count} training examples",
            "Scores −g_qᵀ(C + λ)⁻¹g_n of every query and example; negative where more of the example lowers the loss.",
            "{queries:query|queries} against {examples:count} examples"),
-    Figure("Query {query}", "{lowest}", "lowers its loss most ({lowest_score:3}); {highest} raises it most "
-           "({highest_score:3})", "Positions in the training data; the files hold every score.", each="listed"),
     Figure("Worst residual", "{worst_residual:2}", "{unconverged:count} above the tolerance",
            "‖(C + λ)x − g‖ / ‖g‖ of conjugate gradients, each solution multiplied anew.",
            "worst residual {worst_residual:2}"),

@@ -46,9 +46,10 @@ from engine.operators.kronecker.layer_store import OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
 from engine.operators.parameter_space import ParameterSpace
 from engine.operators.products import ExactCurvature
-from engine.workspace import JobResults, Workspace
+from engine.workspace import JobResults, ModelInputs, Workspace
 
 KIND = "influence"
+_CHARACTERS = 500
 FOLDER = "influence"
 FORMAT = "kronoscope-influence/1"
 ALL = "scores"
@@ -281,23 +282,27 @@ class Influence(LayerAnalysis[InfluenceParams]):
         """Note what the summary lists of a block's queries."""
         count = min(self.params.top, scores.shape[1])
         for place, own in enumerate(scores[: max(0, self.params.listed - self._queries)]):
-            lowest, highest = (_listed(own, count, largest=largest) for largest in (False, True))
             residual = None if block.residuals is None else block.residuals[place]
             self._listed.append(
                 QueryInfluence(
                     query=self._queries + place,
+                    text=_quoted(self.workspace.inputs.query, self._queries + place),
                     self_influence=block.self_influences[place],
                     residual=residual,
                     iterations=None if block.iterations is None else block.iterations[place],
                     converged=residual is None or residual <= self.params.tolerance,
-                    lowest=lowest[0].example,
-                    lowest_score=lowest[0].score,
-                    highest=highest[0].example,
-                    highest_score=highest[0].score,
-                    lowering=lowest,
-                    raising=highest,
+                    lowering=self._extreme(own, count, largest=False),
+                    raising=self._extreme(own, count, largest=True),
                 )
             )
+
+    def _extreme(self, scores: Tensor, count: int, *, largest: bool) -> tuple[ScoredExample, ...]:
+        """The examples with the lowest or highest scores (N,), the first of equal ones first."""
+        order = torch.argsort(scores, descending=largest, stable=True)[:count].tolist()
+        inputs = self.workspace.inputs
+        return tuple(
+            ScoredExample(example=each, score=float(scores[each]), text=_quoted(inputs, each)) for each in order
+        )
 
     def _report(self) -> None:
         self._steps += 1
@@ -379,7 +384,8 @@ def _prove(block: _Block, found: Tensor, dtype: torch.dtype) -> float:
     return worst
 
 
-def _listed(scores: Tensor, count: int, *, largest: bool) -> tuple[ScoredExample, ...]:
-    """The examples with the lowest or highest scores (N,), the first of equal ones first."""
-    order = torch.argsort(scores, descending=largest, stable=True)[:count].tolist()
-    return tuple(ScoredExample(example=each, score=float(scores[each])) for each in order)
+def _quoted(inputs: ModelInputs | None, place: int) -> str | None:
+    """The text of an example, on one line; None where texts are not asked for."""
+    if inputs is None or inputs.text_of is None:
+        return None
+    return "".join(each if each.isprintable() else " " for each in inputs.text_of(place)[:_CHARACTERS])

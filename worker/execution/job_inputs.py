@@ -156,6 +156,7 @@ def enter_data(document: JobDocument, loaded: LoadedModel, context: LoaderContex
     """
     data = load_data(document, loaded, context)
     inputs.batches, inputs.examples, inputs.labels = data.batches, data.examples, data.labels
+    inputs.text_of = data.text_of
     asked = document.given("query")
     if asked is not None:
         kind, source = asked
@@ -165,7 +166,7 @@ def enter_data(document: JobDocument, loaded: LoadedModel, context: LoaderContex
             # the loaders know of one source of data
             refused.pointer = f"/{kind}/query{(refused.pointer or '').removeprefix('/data')}"
             raise
-        inputs.query = ModelInputs(batches=query.batches, examples=query.examples)
+        inputs.query = ModelInputs(batches=query.batches, examples=query.examples, text_of=query.text_of)
     return data
 
 
@@ -184,12 +185,14 @@ def _stream(
             code="unsupported_source",
         )
     context.report("data", 0, None, "sources")
+    texts = document.given("texts")
     request = DataRequest(
         task=document.task,
         loaded=loaded,
         batch_size=batch_size,
         seed=document.collection.seed,
         context=context,
+        texts=texts is not None and texts[1],
     )
     stream: DataStream = resolve(loader)(source, request)
     context.checkpoint()

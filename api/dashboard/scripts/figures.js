@@ -100,6 +100,29 @@ function besideExact(exact) {
   return h("p", { class: "small" }, `${trace}${top}.`);
 }
 
+/** The training examples that lower and raise the loss of each listed query most. */
+function queries(summary) {
+  if (!summary.listed?.[0]?.lowering) return null;
+  const example = (each) => h("li", {}, `${each.example} (${number(each.score)})`, each.text ? h("span", { class: "muted" }, ` ${each.text}`) : null);
+  const row = (query) =>
+    h(
+      "tr",
+      {},
+      h("th", { scope: "row" }, `${query.query}`, query.text ? h("span", { class: "muted small" }, ` ${query.text}`) : null, query.converged ? null : h("span", { class: "muted small" }, ` residual ${number(query.residual)}`)),
+      [query.lowering, query.raising].map((list) => h("td", {}, h("ul", { class: "meanings small" }, list.map(example)))),
+    );
+  const heads = ["Query", "Lower its loss", "Raise its loss"].map((text) => h("th", { scope: "col" }, text));
+  const rows = summary.listed.map(row);
+  const more = summary.queries > rows.length ? `The first ${number(rows.length)} of ${number(summary.queries)} queries; the files hold all scores. ` : "";
+  return h(
+    "details",
+    {},
+    h("summary", {}, "Training examples of each query"),
+    h("p", { class: "muted small" }, `${more}Places in the data, from 0, with their scores.`),
+    h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Training examples of each query" }, h("table", { class: "plain" }, h("thead", {}, h("tr", {}, heads)), h("tbody", {}, rows))),
+  );
+}
+
 function notes(summary) {
   if (!("logdet_damped" in summary)) return null;
   const parts = [
@@ -145,6 +168,7 @@ export function figuresCard(kind, summary, title, part) {
       ),
     ),
     meaning(figures),
+    queries(summary),
     notes(summary),
   );
 }

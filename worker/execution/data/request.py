@@ -17,3 +17,5 @@ class DataRequest:
     """Texts are padded to the longest of this many; tensors are re-sliced to it by the engine."""
     seed: int
     context: LoaderContext
+    texts: bool = False
+    """Whether the texts are asked for by their places, beside their tokens."""

@@ -20,3 +20,5 @@ class DataStream:
     """How many there are, where it is known beforehand."""
     labels: Callable[[], Iterator[tuple[Tensor, Tensor]]] | None = None
     """The targets (n, …) with the indices (n,) of their examples, where they can be read without the inputs."""
+    text_of: Callable[[int], str] | None = None
+    """Returns the text of an example by its place, where texts are asked for and are there."""

@@ -95,6 +95,7 @@ def text_stream(
         # where batches are cut short, they do not begin at multiples of their size
         examples=len(encoded) if reads_mask(vocabulary) else None,
         labels=None if given is None else lambda: iter([_labels(encoded, given, request)]),
+        text_of=(lambda place: _joined(texts[encoded[place].place], " ")) if request.texts else None,
     )
 
 
@@ -190,8 +191,8 @@ def _encode(
         request.context.report("data", start, len(texts), "texts")
 
 
-def _joined(text: Text) -> str:
-    return text if isinstance(text, str) else "".join(text)
+def _joined(text: Text, between: str = "") -> str:
+    return text if isinstance(text, str) else between.join(text)
 
 
 def _next_texts(texts: Sequence[Text], start: int) -> Sequence[Text]:
