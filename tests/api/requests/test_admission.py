@@ -189,6 +189,23 @@ def _other_tenant(engine: Engine) -> str:
     return caller.tenant_id
 
 
+def test_queries_are_of_a_source_that_the_operator_lists(ledger: Engine, tmp_path: Path) -> None:
+    listed = settings(tmp_path, allowed_directories=(str(tmp_path),))
+
+    def given(query: dict[str, Any]) -> dict[str, Any]:
+        return {**seeding.DOCUMENT, "kind": "influence", "influence": {"query": query}}
+
+    assert refused(ledger, listed, given({"source": "builtin", "name": "digits"})) == {}
+    assert refused(ledger, listed, given({"source": "file", "path": f"{tmp_path}/q.jsonl"})) == {}
+    for path in (f"{tmp_path}/../q.jsonl", "q.jsonl", "/etc/passwd.txt"):
+        found = refused(ledger, listed, given({"source": "file", "path": path}))
+        assert found == {"/influence/query/path": "not_allowed"}
+    factory = {"source": "factory", "factory": "os:listdir"}
+    assert refused(ledger, listed, given(factory)) == {"/influence/query/factory": "not_allowed"}
+    hub = {"source": "huggingface", "id": "someone/data"}
+    assert refused(ledger, listed, given(hub)) == {"/influence/query/id": "not_in_store"}
+
+
 def test_a_gradient_lies_in_a_folder_that_the_operator_lists(ledger: Engine, tmp_path: Path) -> None:
     listed = settings(tmp_path, allowed_directories=(str(tmp_path),))
 

@@ -13,6 +13,7 @@ from jobs.repository.submission import submit
 from tests.api import seeding
 from tests.api.conftest import Embedded
 from tests.api.routes.test_dashboard import browser, faultless_tab  # noqa: F401
+from tests.api.routes.test_influence_page import explained  # noqa: F401
 from tests.api.routes.test_layer_page import deep  # noqa: F401
 
 pytestmark = pytest.mark.browser
@@ -26,7 +27,7 @@ LOOKS = [
 
 
 @pytest.fixture(scope="module")
-def views(embedded: Embedded, deep: str) -> dict[str, str]:  # noqa: F811
+def views(embedded: Embedded, deep: str, explained: str) -> dict[str, str]:  # noqa: F811
     """What each view must show before it is looked at, by its address."""
     ledger, files, tenant = embedded.engine, embedded.artifacts, LOCAL_TENANT
     cancelled = seeding.running(ledger, tenant)
@@ -39,6 +40,7 @@ def views(embedded: Embedded, deep: str) -> dict[str, str]:  # noqa: F811
         "/#/": "main table tbody tr",
         "/#/new": "main textarea",
         **{f"/#/jobs/{job_id}": ".depth svg" for job_id in drawn},
+        f"/#/jobs/{explained}": "main details summary",
         **{f"/#/jobs/{job_id}": "main h1" for job_id in told},
     }
 
