@@ -191,12 +191,12 @@ _COLUMNS = (
     Column("metrics.damping", "λ", "λ", "Damping, in absolute numbers", form="magnitude"),
 )  # fmt: skip
 _FIGURES = (
-    Figure("Queries", "{queries:count}", "{examples:count} training examples",
+    Figure("Queries", "{queries:count}",
+           ("{examples:count} training examples; worst residual {worst_residual:2}, {unconverged:count} unconverged",
+            "{examples:count} training examples"),
            "Scores −g_qᵀ(C + λ)⁻¹g_n of every query and example; negative where more of the example lowers the loss.",
            "{queries:query|queries} against {examples:count} examples"),
-    Figure("Worst residual", "{worst_residual:2}", "{unconverged:count} above the tolerance",
-           "‖(C + λ)x − g‖ / ‖g‖ of conjugate gradients, each solution multiplied anew.",
-           "worst residual {worst_residual:2}"),
+    Figure(line="worst residual {worst_residual:2}"),
 )  # fmt: skip
 
 

@@ -119,7 +119,7 @@ function queries(summary) {
     {},
     h("summary", {}, "Training examples of each query"),
     h("p", { class: "muted small" }, `${more}Places in the data, from 0, with their scores.`),
-    h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Training examples of each query" }, h("table", { class: "plain" }, h("thead", {}, h("tr", {}, heads)), h("tbody", {}, rows))),
+    h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Training examples of each query" }, h("table", { class: "plain texts" }, h("thead", {}, h("tr", {}, heads)), h("tbody", {}, rows))),
   );
 }
 
