@@ -14,6 +14,7 @@ from catalog.analyses.analysis import RefusedAnalysis
 from catalog.frames import AppliedAdapter, Reading
 from catalog.record import record
 from catalog.responses.layer_record import LayerRecord, Observed
+from catalog.responses.reproduction import Reproduction
 
 _SCHEMAS = "#/components/schemas/"
 _PREFIX = "Stored"
@@ -79,6 +80,8 @@ class Manifest:
     """How the data were read."""
     adapters: tuple[AppliedAdapter, ...]
     """The adapter that was applied to the model, with its base and digests; empty where there was none."""
+    reproduction: Reproduction | None
+    """The comparison with the job that `reproduces` of the document names."""
 
 
 @record

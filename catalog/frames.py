@@ -16,6 +16,7 @@ from catalog.record_reader import read
 from catalog.requests.cached_factors import CachedFile
 from catalog.requests.data_sources import Pixels
 from catalog.responses.caller_frame import CallerFrame
+from catalog.responses.reproduction import Reproduction
 
 MAX_FRAME_BYTES = 8 * 2**20
 _MOST_WARNING = 500
@@ -180,6 +181,8 @@ class Finished:
     adapters: tuple[AppliedAdapter, ...] = ()
     """The adapter that was applied to the model; empty where there was none, and for a job of pieces, whose manifests
     have it."""
+    reproduction: Reproduction | None = None
+    """The comparison with the run that the document reproduces, which the parent makes."""
 
 
 @record

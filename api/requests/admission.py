@@ -14,6 +14,7 @@ from sqlalchemy import Engine, select
 from api.settings import Settings
 from catalog.analyses.compare_curvature import AgainstReference
 from catalog.field_errors import Complaint
+from catalog.record import canonical_json
 from catalog.requests.data_sources import DataFile, ImageSplits
 from catalog.requests.extending import ExtendsReference
 from catalog.requests.inputs import (
@@ -28,6 +29,8 @@ from catalog.requests.inputs import (
     is_path,
 )
 from catalog.requests.job import FactorsReference, JobDocument
+from catalog.responses.reproduction import reason_unreproducible
+from jobs.codec import document_json, parse_document
 from jobs.errors import DocumentRefused
 from jobs.repository.results import read_artifact
 from jobs.repository.store import read_job
@@ -56,6 +59,7 @@ def admit(document: JobDocument, settings: Settings, engine: Engine, tenant_id: 
         *_inputs(document, settings, tenant_id),
         *_factors(document, engine, tenant_id, settings),
         *_files(document, settings, tenant_id),
+        *_reproduced(document, engine, tenant_id),
     )
     if complaints:
         raise DocumentRefused(complaints)
@@ -195,6 +199,22 @@ def _files(document: JobDocument, settings: Settings, tenant_id: str) -> Iterato
         if given is not None:
             path = getattr(given[1], "path", given[1])
             yield from _listed_path(f"/{given[0]}/{field}", path, settings.directories_of(tenant_id))
+
+
+def _reproduced(document: JobDocument, engine: Engine, tenant_id: str) -> Iterator[Complaint]:
+    if document.reproduces is None:
+        return
+    job = read_job(engine, tenant_id, document.reproduces)
+    if job is None:
+        yield _complaint("/reproduces", "not_found", "is not the id of one of your jobs")
+    elif job.parent_id is not None:
+        yield _complaint("/reproduces", "piece", f"names a piece of job {job.parent_id}; reproduce that one")
+    else:
+        # read anew, with the defaults of this version
+        then = document_json(parse_document(canonical_json(job.document).encode()))
+        why = reason_unreproducible(job.state, job.manifest, then, document_json(document))
+        if why is not None:
+            yield _complaint("/reproduces", "not_reproducible", why)
 
 
 def _complaint(pointer: str, code: str, message: str) -> Complaint:

@@ -45,7 +45,8 @@ def job_view(job: Job, placement: PlacementView | None = None, pieces: tuple[Pie
     """
     here = f"/v1/jobs/{job.id}"
     parts = ("results", "layers", "log", "events", "artifacts")
-    divided = {} if job.parent_id is None else {"parent": f"/v1/jobs/{job.parent_id}"}
+    named = {"parent": job.parent_id, "reproduces": job.document.get("reproduces")}
+    others = {name: f"/v1/jobs/{other}" for name, other in named.items() if other is not None}
     return _filled(
         JobView,
         vars(job),
@@ -59,7 +60,7 @@ def job_view(job: Job, placement: PlacementView | None = None, pieces: tuple[Pie
         parent=job.parent_id,
         piece=None if job.piece is None else read_piece(job.piece),
         pieces=None if pieces is None else tuple(map(piece_view, pieces)),
-        links={"self": here, **{part: f"{here}/{part}" for part in parts}, "cancel": f"{here}:cancel", **divided},
+        links={"self": here, **{part: f"{here}/{part}" for part in parts}, "cancel": f"{here}:cancel", **others},
     )
 
 

@@ -19,6 +19,7 @@ from api.requests.job_filter import JobFilter
 from api.requests.long_poll import check_wait, wait_for_job
 from api.requests.openapi import document_body, error_responses, schedule_body
 from api.requests.response_bodies import job_view
+from api.routes.results import owned_job
 from api.service import Service, ServiceOf
 from catalog.record import record
 from catalog.requests.job import JobDocument
@@ -254,6 +255,26 @@ def cancel(job_id: str, caller: Submitter, service: ServiceOf) -> Response:
     An ended job stays as it is. A divided job is cancelled with its pieces, and a piece with its job.
     """
     return _placed(service, request_cancel(service.engine, caller.tenant_id, job_id, caller.key), 202)
+
+
+@router.post(
+    "/{job_id}:reproduce",
+    operation_id="reproduce_job",
+    status_code=202,
+    response_model=JobView,
+    summary="Reproduce a job",
+    responses=error_responses(404, 422, 429),
+)
+async def reproduce(
+    job_id: str,
+    caller: Submitter,
+    service: ServiceOf,
+    idempotency_key: Annotated[str | None, Header(description="The same key gives the same job.")] = None,
+) -> Response:
+    """Compute a succeeded job again, without cached factors; `reproduction` of the new job's manifest compares them."""
+    job = await run_in_threadpool(owned_job, service, caller.tenant_id, job_id)
+    again = json.dumps({**job.document, "name": job.name, "reproduces": job.id}).encode()
+    return await accept(service, caller, await run_in_threadpool(parse_document, again), idempotency_key)
 
 
 @router.put(

@@ -51,6 +51,8 @@ def reason_uncached(document: Mapping[str, Any]) -> str | None:
         return "`collection.nested` keeps statistics beside the factors"
     if document.get("cache") == "off":
         return "`cache` is `off`"
+    if document.get("reproduces"):
+        return "it computes again what another job has computed"
     if document.get("factors") or document.get("extends"):
         return "it reads the factors of another job"
     return None

@@ -91,6 +91,9 @@ class JobDocument:
     world_size: int = 1
     """Devices of one node that compute the job together, each with a process of its own (a rank) that measures every
     `world_size`-th batch. On a node without a GPU the ranks share its processors and its memory."""
+    reproduces: str | None = None
+    """Id of a succeeded job of this document that is computed again, by its plan and without cached factors; the
+    manifest's `reproduction` compares the two. In the foreground the folder of a run."""
     schedule: Schedule = option(Schedule)
     """Before which of your jobs it goes, and until when it may take; no part of the stored document."""
 

@@ -94,6 +94,11 @@ def submit(
                 "data_factory": data_factory,
                 "created_at": ledger_now(),
                 "queued_at": ledger_now(),
+                **(
+                    {}
+                    if estimate or document.reproduces is None
+                    else _replayed(connection, tenant_id, document.reproduces)
+                ),
             },
         )
         if job_id is None:
@@ -132,6 +137,16 @@ def submitted_earlier(
     with reading(engine, tenant_id) as connection:
         stored = _stored_key(idempotency_key, estimate=estimate)
         return _earlier(connection, tenant_id, stored, sha256_of(document_json(document)), (document.name, asked))
+
+
+def _replayed(connection: Connection, tenant_id: str, original_id: str) -> dict[str, Any]:
+    """Return the fields of a reproduced job that the new one has from the start: its numbers are promised for them."""
+    query = select(jobs).where(jobs.c.tenant_id == tenant_id, jobs.c.id == original_id)
+    row = connection.execute(query).one_or_none()
+    if row is None:
+        return {}
+    threads = {"threads": (row.manifest or {}).get("environment", {}).get("threads")}  # of a job without a plan
+    return {"plan": row.plan or threads, "device_class": row.device_class, "needs_bytes": row.needs_bytes}
 
 
 def submitted_under(engine: Engine, tenant_id: str, document: JobDocument, prefix: str) -> tuple[Job, ...]:

@@ -193,16 +193,21 @@ def _submit(
 
 def fetch(client: Client, document: dict[str, Any], name: str, folder: Path) -> Path:
     """Submit a job, follow it to its end and download one of its files; end the command where the job ends badly."""
-    submitted = client.submit(document)
-    with display_for(message_console()) as display:
+    results = finish(client, client.submit(document))
+    artifact = next((each for each in results.artifacts if each.name == name), None)
+    if artifact is None:
+        fail(INTERNAL, [f"job {results.job.id} has left no {name}"])
+    return client.download(results.job.id, artifact, folder)
+
+
+def finish(client: Client, submitted: JobView, *, silent: bool = False) -> ResultsView:
+    """Follow a job to its end and return its results; end the command where the job ends badly."""
+    with display_for(message_console(), silent=silent) as display:
         for job in client.follow(submitted.id):
             show_progress(job, display)
             if job.ended and job.state != "succeeded":
                 _end_as(job)
-    artifact = next((each for each in client.results(submitted.id).artifacts if each.name == name), None)
-    if artifact is None:
-        fail(INTERNAL, [f"job {submitted.id} has left no {name}"])
-    return client.download(submitted.id, artifact, folder)
+    return client.results(submitted.id)
 
 
 def watch(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
@@ -361,6 +366,8 @@ def _show_tables(found: ResultsView, rows: list[Layer], curve: Mapping[str, Any]
     for notice in job.notices or ():
         message_console().print(f"warning: {notice}", soft_wrap=True, markup=False)
     show_results(result_console(), rows, found.summary, job.kinds, curve, job.coverage, refused=job.refused)
+    for sentence in ((found.manifest or {}).get("reproduction") or {}).get("sentences", ()):
+        write_line(sentence)
 
 
 def _download(client: Client, results: ResultsView, folder: Path, *, overwrite: bool, silent: bool) -> None:

@@ -25,8 +25,9 @@ from kronoscope.cli.exit_codes import CATEGORIES, FATAL, STOPPED, USAGE, fail, r
 from kronoscope.cli.extras import require_extra
 from kronoscope.cli.keys import keys
 from kronoscope.cli.options import AsJson, Document, JobOrFolder, Offline, Settings, Store, Url, epilog, one_of
-from kronoscope.cli.output import message_console, outlast_reader, print_json, result_console, write_error
+from kronoscope.cli.output import message_console, outlast_reader, print_json, result_console, write_error, write_line
 from kronoscope.cli.plan_options import Budget, Device
+from kronoscope.cli.run_folder import read_json, read_run
 from kronoscope.cli.run_job import Outcome, run_job
 from kronoscope.cli.serve import FactoryWrong, exec_module, require_factories, serve_embedded
 from kronoscope.cli.tenants import tenants
@@ -260,6 +261,45 @@ def _export_here(wanted: dict[str, Any], name: str, folder: Path) -> Path:
 def _export_there(wanted: dict[str, Any], name: str, folder: str, url: str | None) -> Path:
     with Client(url) as client:
         return job_commands.fetch(client, wanted, name, Path(folder))
+
+
+@app.command(epilog=epilog("kronoscope reproduce digits --output digits-again"))
+def reproduce(
+    source: JobOrFolder,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Of a folder: the new run's; default: FOLDER-reproduced.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Of a folder: computing threads; default: those of the run.")
+    ] = None,
+    store: Store = None,
+    offline: Offline = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the results of an earlier run there.")] = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute a job again without its factors, and say where it differs (exit code 4 if it does)."""
+    if not (Path(source).is_dir() or "/" in source):
+        with Client(url) as client:
+            name = client.full_id(source)
+            found = job_commands.finish(client, client.rerun(name, {"reproduces": name}), silent=as_json)
+    else:
+        folder = Path(source).absolute()
+        place = output or folder.with_name(f"{folder.name}-reproduced")
+        document = {**(read_json(folder, "job.json").get("document") or {}), "reproduces": str(folder)}
+        request = _request(document, store, offline=offline) | {"threads": threads, "replace": force}
+        with display_for(message_console(), silent=as_json) as display:
+            _require_success(run_job(request, place, display))
+        found = read_run(place)[0]
+    comparison = (found.manifest or {}).get("reproduction")
+    if comparison is None:
+        fail(FATAL, [f"the job that was reproduced is deleted or damaged; {found.job.id} has the new results"])
+    if as_json:
+        print_json({"job": found.job.id, **comparison})
+    else:
+        write_line("\n".join([*comparison["sentences"], f"the new results are those of {found.job.id}"]))
+    if not comparison["equal"]:
+        raise typer.Exit(FATAL)
 
 
 @app.command("version", epilog=epilog("kronoscope version"))

@@ -24,6 +24,7 @@ _MANIFEST = (
     "refused",
     "reading",
     "adapters",
+    "reproduction",
 )
 
 
@@ -33,7 +34,7 @@ class NoRun(ValueError):
 
 def read_run(folder: Path) -> tuple[ResultsView, list[Layer]]:
     """Read what a run has written."""
-    job, results = _json(folder, "job.json"), _json(folder, "results.json")
+    job, results = read_json(folder, "job.json"), read_json(folder, "results.json")
     if job.get("format") != _FORMAT:
         raise NoRun(f"{folder / 'job.json'} is not of the format {_FORMAT}; give the folder of a `kronoscope run`")
     try:
@@ -69,7 +70,8 @@ def read_run(folder: Path) -> tuple[ResultsView, list[Layer]]:
     return made, [build_layer(row) for row in results.get("layers") or ()]
 
 
-def _json(folder: Path, name: str) -> Mapping[str, Any]:
+def read_json(folder: Path, name: str) -> Mapping[str, Any]:
+    """Read one of the files of a run."""
     try:
         value = json.loads((folder / name).read_bytes())
     except FileNotFoundError as error:

@@ -29,8 +29,10 @@ from catalog.record import FieldError
 from catalog.record_reader import read
 from catalog.requests.assignment import Assignment
 from catalog.requests.schedule import Schedule
+from catalog.responses.reproduction import name_inputs
 from worker.foreground.cache_rows import RunCache
 from worker.foreground.child_run import Last, Stopper, run_child, trouble
+from worker.foreground.original_run import read_original
 from worker.foreground.output_folder import OutputFolder, OutputRefused
 from worker.foreground.piece_runs import PieceRuns
 from worker.process.child_process import EXECUTION
@@ -102,11 +104,16 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
     }
     try:
         assignment: Assignment = read(Assignment, stated, "")
+        original = read_original(document, output)
         folder = OutputFolder(output, document, replace=request.get("replace") is True)
     except FieldError as error:
         return _refuse(echo, str(error), code="invalid_request")
     except OutputRefused as error:
         return _refuse(echo, str(error), code="output_refused")
+    folder.original = original
+    if original is not None:
+        threads = assignment.threads or original.manifest["environment"]["threads"]
+        assignment = replace(assignment, threads=threads, choose_threads=False)
     cache = RunCache(request, folder.artifacts)
     assignment = replace(assignment, artifacts=folder.artifacts, scratch=folder.scratch, cache=cache.told())
     overdue = threading.Event()
@@ -125,7 +132,9 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
     # what a killed run was divided into stays so
     last: Last | None = rounds.run()
     while last is None:
-        ended = attempt(replace(assignment, **rounds.finished(), plan=folder.plan), keep)
+        ended = attempt(
+            replace(assignment, **rounds.finished(), plan=folder.plan or (original and original.plan)), keep
+        )
         if isinstance(ended, Divided):
             folder.take(ended)
             last = rounds.run()
@@ -155,6 +164,8 @@ def _keeper(folder: OutputFolder, cache: RunCache, echo: Echo, formatter: LogFor
 
 
 def _end(folder: OutputFolder, last: Last, echo: Echo) -> int:
+    if isinstance(last, Failed) and last.category == "usage" and folder.original is not None:
+        last = replace(last, message=last.message + name_inputs(folder.original.manifest))
     failure = last if isinstance(last, Failed) else None
     state = "succeeded" if isinstance(last, Finished) else "failed" if failure else "cancelled"
     try:

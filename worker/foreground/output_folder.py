@@ -16,6 +16,8 @@ from typing import IO, Any
 
 from catalog.frames import ArtifactWritten, Divided, Failed, Finished, Frame, LayerDone, Planned, Started, Summarised
 from catalog.record import canonical_json, plain
+from catalog.responses.reproduction import Run, compare_runs
+from worker.foreground.original_run import run_of
 from worker.process.artifact_check import require_artifact
 
 _FORMAT = "kronoscope.run/1"
@@ -42,6 +44,8 @@ class OutputFolder:
         continued from its files, by its plan."""
         self.piece_folders = self.path / _PIECES
         """Folder in which the pieces of a divided job are computed."""
+        self.original: Run | None = None
+        """The run that this one reproduces."""
         killed = self._killed_run(document)
         self.plan: dict[str, Any] | None = None if killed is None else killed["plan"]
         divided = {} if killed is None else {name: killed.get(name) or [] for name in ("pieces", "artifacts")}
@@ -101,6 +105,9 @@ class OutputFolder:
             case Finished():
                 self._drop_bases()
                 self._job |= {name: value for name, value in plain(frame).items() if name != "frame"}
+                if self.original is not None:
+                    run = run_of("", self._job, {"summary": self._summary, "layers": self._rows})
+                    self._job["reproduction"] = plain(compare_runs(self.original, run))
             case _:
                 pass
 

@@ -73,6 +73,7 @@ from worker.supervision.checkpoint_upload import ScratchMirror
 from worker.supervision.child_output import ChildOutput
 from worker.supervision.frame_writer import AttemptTerms, LedgerSink, Misplaced
 from worker.supervision.job_logger import job_logger
+from worker.supervision.job_reproduction import with_original
 from worker.supervision.lease_monitor import LeaseWatch, StopReason
 from worker.supervision.retrying_object_store import Interrupted, RetryingObjectStore
 from worker.supervision.stage_factors import FactorsUnavailable, lay_out_factors
@@ -314,7 +315,8 @@ class Supervisor:
     def _end(self, last: Frame | None, tail: str | None) -> None:
         reason = self._watch.reason
         if isinstance(last, Finished):
-            state = self._sink.write(lambda: attempt_endings.finish(self._engine, self._claim, last))
+            finished = self._sink.write(lambda: with_original(self._engine, self._folder, self._claim, last))
+            state = self._sink.write(lambda: attempt_endings.finish(self._engine, self._claim, finished))
         elif isinstance(last, Divided):
             state = self._sink.write(lambda: divide(self._engine, self._claim, last, self._devices))
         elif isinstance(last, Failed) and last.code in LOST_PARTS:
@@ -388,7 +390,8 @@ class Supervisor:
         return state
 
     def _fail(self, failure: Failed, tail: str | None, *, retry_later: bool = False) -> State:
-        failure = with_detail(failure, tail)
+        said = with_detail(failure, tail)
+        failure = self._sink.write(lambda: with_original(self._engine, self._folder, self._claim, said))
         self._log.warning("attempt failed", **{name: value for name, value in vars(failure).items() if name != "frame"})
         waits = self._settings.disk_pause_seconds * 2**self._claim.failures
         pause = pause_after(failure, waits, retry_later=retry_later)

@@ -104,6 +104,18 @@ export function noticesCard(job) {
   );
 }
 
+/** Whether a job that reproduces another is equal to it, or where they differ. */
+export function reproductionCard(reproduction) {
+  if (!reproduction) return null;
+  return h(
+    "section",
+    { class: reproduction.equal ? "notice" : "notice warn", role: "status", "aria-label": "Reproduction" },
+    h("strong", {}, reproduction.equal ? "The same numbers again" : "Other numbers than before"),
+    h("ul", {}, reproduction.sentences.map((each) => h("li", {}, ...withCode(each)))),
+    h("p", { class: "small" }, h("a", { href: `#/jobs/${reproduction.of}` }, "The job that was reproduced")),
+  );
+}
+
 /** What is known of the parameters: a bar of the forms, and a line for each with its share; the shares add up to 100. */
 export function coverageCard(counts, coverage) {
   const forms = coverage.parts.filter((part) => part.kind !== "not_covered");

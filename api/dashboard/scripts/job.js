@@ -2,7 +2,7 @@
 
 import { ANALYSES } from "./analyses.js";
 import { allPages, cancel, fullId, get, watchJob } from "./api.js";
-import { coverageCard, noticesCard, partialCard, partSentence, refusedCard } from "./coverage.js";
+import { coverageCard, noticesCard, partialCard, partSentence, refusedCard, reproductionCard } from "./coverage.js";
 import { h, replace, unpressed } from "./dom.js";
 import { number } from "./format.js";
 import { cancelledCard, failureCard, filesCard, heading, placementCard } from "./job_parts.js";
@@ -129,7 +129,7 @@ export async function showJob(main, shownId, signal) {
     finalShown = true;
     const results = await again(() => get(`${base}/results`, signal));
     await unpressed();
-    replace(summary, ...summaryParts(results, titles, job));
+    replace(summary, reproductionCard(results.manifest?.reproduction), ...summaryParts(results, titles, job));
     replace(files, filesCard(job, base, results));
     const summaries = Object.values(results.summary ?? {});
     showModelSpectrum(model, summaries.find((each) => each?.model), signal);

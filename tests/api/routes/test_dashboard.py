@@ -1,6 +1,7 @@
 """The page in a real browser: no console error, no breach of its own policy, everything it promises to show."""
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -17,10 +18,11 @@ from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Route, e
 from api.routes import dashboard
 from api.routes.dashboard import analyses_script
 from catalog import ANALYSES
-from catalog.frames import layer_frame
+from catalog.frames import Finished, layer_frame
 from jobs.codec import parse_document
 from jobs.devices.registry import Device, Worker, pause, register
 from jobs.devices.registry import remove as forget
+from jobs.objects.artifacts import ArtifactFolder
 from jobs.queue import attempt_endings, attempt_writes
 from jobs.records import LOCAL_TENANT
 from jobs.repository.store import read_job, request_cancel
@@ -30,6 +32,7 @@ from tests.api import seeding
 from tests.api.conftest import Embedded, Keyed
 from tests.machine.stopwatch import until
 from tests.sharpness import ROW, SHARPNESS
+from worker.supervision.job_reproduction import with_original
 
 pytestmark = pytest.mark.browser
 
@@ -185,6 +188,29 @@ def test_what_was_not_read_as_it_stands_is_a_notice_on_the_page(page: Page, embe
     page.goto(f"/#/jobs/{job_id}")
     notices = page.get_by_label("Notices of the inputs")
     expect(notices).to_contain_text("3 of 4 texts are longer than 12 tokens and are cut there")
+
+
+def reproduced(embedded: Embedded, original: str | None, digest: str) -> str:
+    """A job that has succeeded, and says that it reproduces another."""
+    claim = seeding.claimed(embedded.engine, LOCAL_TENANT)
+    seeding.write_rows(embedded.engine, embedded.artifacts, claim)
+    seeding.summarise(embedded.engine, claim)
+    told = dataclasses.replace(claim, document={**claim.document, "reproduces": original})
+    folder, last = ArtifactFolder(embedded.artifacts), Finished(model_sha256=digest * 64)
+    attempt_endings.finish(embedded.engine, claim, with_original(embedded.engine, folder, told, last))
+    return claim.job_id
+
+
+def test_a_job_that_reproduces_another_says_whether_it_does(page: Page, embedded: Embedded) -> None:
+    first = reproduced(embedded, None, "a")
+    card = page.get_by_role("status", name="Reproduction")
+    for digest, said in (("a", "The same numbers again"), ("b", f"model_sha256: {'a' * 64} then, {'b' * 64} now")):
+        page.goto(f"/#/jobs/{reproduced(embedded, first, digest)}")
+        expect(card).to_contain_text(said)
+    card.get_by_role("link").click()
+    expect(page).to_have_url(re.compile(f"#/jobs/{first}$"))
+    expect(page.locator(".figure-card").first).to_be_visible()
+    expect(card).to_have_count(0)
 
 
 def test_a_refused_analysis_does_not_look_like_a_success(page: Page, embedded: Embedded) -> None:
