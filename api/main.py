@@ -44,6 +44,7 @@ from api.routes import (
     jobs,
     metrics,
     results,
+    uploads,
 )
 from api.service import Service
 from api.settings import Settings
@@ -114,6 +115,7 @@ def create_app(settings: Settings) -> FastAPI:
     exception_handlers.install(app)
     for room in (jobs, events, results, artifacts, exports, estimates, analyses, devices, health, metrics, dashboard):
         app.include_router(room.router)
+    app.include_router(uploads.router)
 
     @app.get("/openapi.json", include_in_schema=False)
     def openapi(_: Reader) -> JSONResponse:

@@ -19,6 +19,7 @@ from catalog.field_errors import Complaint, complaints
 from catalog.record import canonical_json, plain
 from catalog.requests.job import JobDocument
 from catalog.requests.schedule import Schedule
+from catalog.requests.uploads import UploadDocument
 from jobs.errors import DocumentRefused
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ MAX_VALUES = 20_000
 _MAX_REPORTED = 20
 _ADAPTER: TypeAdapter[JobDocument] = TypeAdapter(DOCUMENT)
 _SCHEDULE: TypeAdapter[Schedule] = TypeAdapter(Schedule)
+_UPLOAD: TypeAdapter[UploadDocument] = TypeAdapter(UploadDocument)
 # strings are skipped whole; one that never ends is swallowed to the end, which keeps the scan linear
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -75,6 +77,11 @@ def parse_schedule(raw: bytes) -> Schedule:
         DocumentRefused: If it is not valid; with one complaint per field.
     """
     return _parsed(raw, _SCHEDULE, Schedule)
+
+
+def parse_upload(raw: bytes) -> UploadDocument:
+    """Parse and validate the declaration of an upload, as `parse_schedule` does a schedule."""
+    return _parsed(raw, _UPLOAD, UploadDocument)
 
 
 def _parsed(raw: bytes, adapter: TypeAdapter[T], shape: type) -> T:

@@ -11,7 +11,8 @@
     │   ├── JobNotFound          absent, or another tenant's: the same answer
     │   ├── JobStillActive       delete before cancel
     │   ├── PageRefused          a sort key, limit or cursor that means nothing
-    │   └── QuotaExceeded        the tenant's files take all that they may
+    │   ├── QuotaExceeded        the tenant's files take all that they may
+    │   └── UploadRefused        sent by two at once, or other than declared
     ├── TransientError       we, by trying again
     │   ├── LedgerUnavailable    the database does not answer
     │   ├── StoreUnavailable     the store of artifacts does not answer
@@ -131,6 +132,14 @@ class DiskTooSmall(UsageError):
 
 class QueueFull(UsageError):
     """A tenant has as many queued jobs as it may, or documents of as many bytes."""
+
+
+class UploadRefused(UsageError):
+    """A part of an upload that another writer sends, or that is other than what was declared."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class LedgerUnavailable(TransientError):

@@ -12,6 +12,8 @@ from celery import Celery
 from sqlalchemy import Engine
 
 from jobs.metrics.counters import note_round
+from jobs.objects.artifacts import open_artifacts
+from jobs.objects.uploads import sweep_uploads
 from jobs.queue.broker_backlog import BrokerBacklog
 from jobs.queue.outbox import relay
 from jobs.queue.reaper import end_overdue, reap_expired
@@ -108,7 +110,7 @@ class Maintenance:
         return "relay" in self._failing
 
     def _run(self) -> None:
-        next_relay = next_reap = time.monotonic()
+        next_relay = next_reap = next_sweep = time.monotonic()
         while not self._stopping:
             if self._wakeups is not None and (self._wake.is_set() or time.monotonic() >= next_relay):
                 self._wake.clear()
@@ -118,6 +120,9 @@ class Maintenance:
                 self._attempt("reaper")
                 self._attempt("note of keys")
                 next_reap = time.monotonic() + self._settings.reaper_seconds
+            if time.monotonic() >= next_sweep:
+                self._attempt("sweep of uploads")
+                next_sweep = time.monotonic() + self._settings.sweep_seconds
             due = next_reap if self._wakeups is None else min(next_reap, next_relay)
             self._wake.wait(max(0.05, due - time.monotonic()))
         if not self._failing:  # a database that is away would hold up the end
@@ -128,6 +133,9 @@ class Maintenance:
             if name == "relay":
                 self._relay()
                 note_round(self._engine, "relay")
+            elif name == "sweep of uploads":
+                # what is staged is on this machine, where no worker may be
+                sweep_uploads(self._engine, open_artifacts(self._settings), self._settings.retention_days)
             elif name == "note of keys":
                 self.key_uses.write(self._engine, every=self._stopping)
             else:

@@ -14,8 +14,8 @@ from sqlalchemy import Engine, select
 from api.settings import Settings
 from catalog.analyses.compare_curvature import AgainstReference
 from catalog.field_errors import Complaint
-from catalog.record import canonical_json
-from catalog.requests.data_sources import DataFile, ImageSplits
+from catalog.record import FieldError, canonical_json
+from catalog.requests.data_sources import DataFile, ImageSplits, UploadedData
 from catalog.requests.extending import ExtendsReference
 from catalog.requests.inputs import (
     AdaptableModel,
@@ -24,7 +24,6 @@ from catalog.requests.inputs import (
     HuggingFaceData,
     HuggingFaceModel,
     ModelFactory,
-    UploadedData,
     UploadedModel,
     is_path,
 )
@@ -32,6 +31,8 @@ from catalog.requests.job import FactorsReference, JobDocument
 from catalog.responses.reproduction import reason_unreproducible
 from jobs.codec import document_json, parse_document
 from jobs.errors import DocumentRefused
+from jobs.objects.artifacts import ArtifactFolder
+from jobs.objects.uploads import Uploads
 from jobs.repository.results import read_artifact
 from jobs.repository.store import read_job
 from jobs.scheduling.deadlines import require_in_time
@@ -55,8 +56,9 @@ def admit(document: JobDocument, settings: Settings, engine: Engine, tenant_id: 
     Raises:
         DocumentRefused: With a complaint for each source that this service does not take, or for the deadline.
     """
+    uploads = Uploads(engine, ArtifactFolder(settings.ledger.artifact_root), tenant_id)
     complaints = (
-        *_inputs(document, settings, tenant_id),
+        *_inputs(document, settings, uploads, tenant_id),
         *_factors(document, engine, tenant_id, settings),
         *_files(document, settings, tenant_id),
         *_reproduced(document, engine, tenant_id),
@@ -69,14 +71,12 @@ def admit(document: JobDocument, settings: Settings, engine: Engine, tenant_id: 
         require_in_time(document.schedule.deadline_at, now)
 
 
-def _inputs(document: JobDocument, settings: Settings, tenant_id: str) -> Iterator[Complaint]:
+def _inputs(document: JobDocument, settings: Settings, uploads: Uploads, tenant_id: str) -> Iterator[Complaint]:
     asked = document.given("query")
     query = () if asked is None else ((f"{asked[0]}/query", asked[1]),)
     for name, source in (("model", document.model), ("data", document.data), *query):
         if isinstance(source, (UploadedModel, UploadedData)):
-            yield _complaint(
-                f"/{name}/source", "not_available", "`upload` is not part of this service yet; take another source"
-            )
+            yield from _uploaded(name, source, uploads)
         elif isinstance(source, (ModelFactory, DataFactory)):
             yield from _listed_factory(f"/{name}/factory", source.factory, settings.factories_of(tenant_id))
         elif isinstance(source, (DirectoryModel, DataFile, ImageSplits)):
@@ -84,6 +84,21 @@ def _inputs(document: JobDocument, settings: Settings, tenant_id: str) -> Iterat
         elif isinstance(source, (HuggingFaceModel, HuggingFaceData)):
             yield from _hub(name, source, settings, settings.directories_of(tenant_id))
     yield from _adapter(document, settings, tenant_id)
+
+
+def _uploaded(name: str, source: UploadedModel | UploadedData, uploads: Uploads) -> Iterator[Complaint]:
+    upload = uploads.find(source.id, use=True)
+    if upload is None or upload.kind != name:
+        yield _complaint(
+            f"/{name}/id", "not_found", f"is not a {name} upload of yours; make one with `submit --upload`"
+        )
+    elif not upload.complete:
+        yield _complaint(f"/{name}/id", "unfinished", "names an upload that is not complete; send the rest of it first")
+    elif isinstance(source, UploadedData):
+        try:
+            source.require_fit(upload.files[0].name)
+        except FieldError as error:
+            yield _complaint(f"/data/{error.field}", "invalid_value", error.message)
 
 
 def _adapter(document: JobDocument, settings: Settings, tenant_id: str) -> Iterator[Complaint]:

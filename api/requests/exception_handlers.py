@@ -37,6 +37,7 @@ from jobs.errors import (
     QueueFull,
     QuotaExceeded,
     TransientError,
+    UploadRefused,
 )
 
 _log = logging.getLogger("kronoscope.api")
@@ -87,6 +88,10 @@ def _queue_full(error: QueueFull) -> Refusal:
     return Refusal(429, "queue-full", "Too many jobs wait", str(error), headers=headers)
 
 
+def _upload(error: UploadRefused) -> Refusal:
+    return Refusal(422 if error.code == "digest" else 409, f"upload-{error.code}", "Upload not accepted", str(error))
+
+
 def _damaged(_: ArtifactDamaged) -> Refusal:
     return Refusal(
         500, "artifact-damaged", "The file is damaged", "the stored file is not what was recorded, so it is not served"
@@ -104,6 +109,7 @@ _LEDGER: tuple[tuple[type[LedgerError], Callable[[Any], Refusal]], ...] = (
     (PageRefused, lambda error: invalid_parameter(error.parameter, str(error))),
     (QuotaExceeded, _over_quota),
     (QueueFull, _queue_full),
+    (UploadRefused, _upload),
     (TransientError, _unavailable),
     (ArtifactDamaged, _damaged),
 )

@@ -18,6 +18,7 @@ from api.requests.examples import EXAMPLES
 from api.stored_records import describe_stored_values, stored_template
 from catalog import DOCUMENT
 from catalog.requests.job import JobDocument
+from catalog.requests.uploads import UploadDocument
 
 _SCHEMAS = "#/components/schemas/"
 _TEMPLATE = _SCHEMAS + "{model}"
@@ -26,6 +27,7 @@ _MAKING = threading.Lock()
 _PATH_PARAMETERS = {
     "job_id": "The job's id.",
     "estimate_id": "The estimate's id.",
+    "upload_id": "The upload's id.",
     "kind": "The analysis, as in the menu.",
     "name": "The name, as the list gives it; it may hold slashes.",
     "format": "The tool that reads the file.",
@@ -39,6 +41,7 @@ _ERRORS = {
     405: "The address does not take this method",
     408: "The body did not arrive in time",
     409: "The job's state does not allow it",
+    411: "The body has no Content-Length",
     413: "The body is too large",
     415: "The body is not JSON, or is compressed",
     416: "The range is outside the file",
@@ -46,6 +49,7 @@ _ERRORS = {
     429: "The key, the address (without a valid key) or the tenant asks too often or too much; see Retry-After",
     500: "The service failed; its operator finds the request by `instance`",
     503: "A part of the service does not answer, or has no room; see Retry-After",
+    507: "The disk of the service is full",
 }
 _SCRAPER = {
     "type": "http",
@@ -56,6 +60,7 @@ _TAGS = {
     "jobs": "Submit, read, list, reschedule, cancel and delete jobs, and follow their events.",
     "results": "Summaries, rows of layers and the reproducibility log of a job.",
     "artifacts": "Files of a job.",
+    "uploads": "Models and data that jobs name by an id.",
     "estimates": "Memory and seconds of a job that does not run.",
     "analyses": "The menu: every analysis with its options, metrics and summary.",
     "devices": "Devices of the workers.",
@@ -122,6 +127,11 @@ def schedule_body() -> dict[str, Any]:
     }
 
 
+_UPLOAD = {"application/json": {"schema": {"$ref": _SCHEMAS + "UploadDocument"}}}
+UPLOAD_BODY = {"requestBody": {"required": True, "content": _UPLOAD}}
+"""The OpenAPI entry of a request body that declares an upload."""
+
+
 def document_schema(ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
     """Return the JSON schema of the job document, with a description of every field."""
     schema = TypeAdapter(DOCUMENT).json_schema(ref_template=ref_template)
@@ -165,6 +175,7 @@ def _make_document(app: FastAPI) -> dict[str, Any]:
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for name, schema in (
         ("JobDocument", document_schema(_TEMPLATE)),
+        ("UploadDocument", TypeAdapter(UploadDocument).json_schema(ref_template=_TEMPLATE)),
         ("ProblemDocument", TypeAdapter(ProblemDocument).json_schema(ref_template=_TEMPLATE)),
     ):
         schemas.update(schema.pop("$defs", {}))

@@ -71,6 +71,10 @@ class Assignment:
     factors_path: Path | None = None
     against_path: Path | None = None
     """The folder of the factors that a comparison names, where the parent laid it out."""
+    model_path: Path | None = None
+    """The folder of an upload that the document names as its model."""
+    data_path: Path | None = None
+    """The same of its data."""
     cache: Path | None = None
     """The folder in which the parent lays out cached factors that it is asked for; None where it has none."""
     cache_bytes: int = 0

@@ -11,7 +11,6 @@ from catalog.requests.inputs import (
     DataFactory,
     HuggingFaceData,
     SyntheticData,
-    UploadedData,
     require_path,
     require_positive,
 )
@@ -48,14 +47,9 @@ class Pixels:
 
 
 @record
-class DataFile:
-    """A file: `.jsonl`, `.csv` or `.parquet` with columns of texts, `.txt` (a text each line), or tensors."""
+class FileOptions:
+    """The options of a file of data."""
 
-    source: Literal["file"]
-    """Tells this source from the others: `file`."""
-    path: str
-    """The file. A `.safetensors` holds `inputs` and `targets`, or uint8 `images` (N, channels, rows, columns) and
-    `labels` (N,)."""
     limit: int | None = None
     """Take only the first `limit` examples."""
     sequence_length: int = 128
@@ -70,25 +64,50 @@ class DataFile:
     pixels: Pixels | None = None
     """How uint8 images become floats; null leaves numbers as they are."""
 
-    def __post_init__(self) -> None:
-        """Refuse an empty path, sizes below one, and options that the kind of file has no use for."""
-        require_path("path", self.path)
+    def require_fit(self, name: str) -> None:
+        """Refuse sizes below one, and options that the kind of a file, by its name, has no use for."""
         require_positive("limit", self.limit)
         require_positive("sequence_length", self.sequence_length)
-        suffix = PurePath(self.path).suffix.lower()
-        keys = {name: getattr(self, name) for name in ("text_key", "pair_key", "label_key")}
-        named = [name for name, key in keys.items() if key is not None]
+        suffix = PurePath(name).suffix.lower()
+        keys = {each: getattr(self, each) for each in ("text_key", "pair_key", "label_key")}
+        named = [each for each, key in keys.items() if key is not None]
         if named and suffix not in _TABLES:
             raise FieldError(
                 named[0], f"names a column, and `{suffix}` has none; leave it out, or give {', '.join(_TABLES)}"
             )
         if self.pair_key is not None and self.text_key is None:
             raise FieldError("pair_key", "names the other halves; name the texts too (`text_key`)")
-        for place, name in enumerate(named):
-            if keys[name] in [keys[other] for other in named[:place]]:
-                raise FieldError(name, f"is `{keys[name]}`, which another field names; give another column")
+        for place, each in enumerate(named):
+            if keys[each] in [keys[other] for other in named[:place]]:
+                raise FieldError(each, f"is `{keys[each]}`, which another field names; give another column")
         if self.pixels is not None and suffix != ".safetensors":
             raise FieldError("pixels", f"are of images, which `{suffix}` does not hold; give a `.safetensors` file")
+
+
+@record
+class DataFile(FileOptions):
+    """A file: `.jsonl`, `.csv` or `.parquet` with columns of texts, `.txt` (a text each line), or tensors."""
+
+    source: Literal["file"]
+    """Tells this source from the others: `file`."""
+    path: str
+    """The file. A `.safetensors` holds `inputs` and `targets`, or uint8 `images` (N, channels, rows, columns) and
+    `labels` (N,)."""
+
+    def __post_init__(self) -> None:
+        """Refuse an empty path, and options that do not fit it."""
+        require_path("path", self.path)
+        self.require_fit(self.path)
+
+
+@record
+class UploadedData(FileOptions):
+    """A file of data uploaded to this service."""
+
+    source: Literal["upload"]
+    """Tells this source from the others: `upload`."""
+    id: str
+    """The id that the upload gave."""
 
 
 @record

@@ -99,7 +99,7 @@ class DirectoryModel(AdaptableModel):
 
 
 @record
-class UploadedModel:
+class UploadedModel(AdaptableModel):
     """A model uploaded to this service."""
 
     source: Literal["upload"]
@@ -176,16 +176,6 @@ class HuggingFaceData:
             raise FieldError("pair_column", f"is `{self.pair_column}`, which another field names; give another column")
         require_positive("limit", self.limit)
         require_positive("sequence_length", self.sequence_length)
-
-
-@record
-class UploadedData:
-    """A data set uploaded to this service."""
-
-    source: Literal["upload"]
-    """Tells this source from the others: `upload`."""
-    id: str
-    """The id that the upload gave."""
 
 
 @record

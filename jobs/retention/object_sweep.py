@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from sqlalchemy import Engine, select
+from sqlalchemy import Engine, select, union_all
 
 from jobs.lifecycle import HELD
 from jobs.objects import job_folders
@@ -20,7 +20,7 @@ from jobs.objects.object_store import MARKS
 from jobs.records import Artifact
 from jobs.schema.database import reading
 from jobs.schema.identifiers import is_id
-from jobs.schema.tables import artifacts, jobs
+from jobs.schema.tables import artifacts, jobs, upload_files
 
 _AT_ONCE = 200
 _MARK_SECONDS = 600.0
@@ -92,11 +92,11 @@ def _sweep_marks(folder: ArtifactFolder, limit: float) -> None:
 def _remove_unlisted(engine: Engine, folder: ArtifactFolder, keys: list[str], limit: float) -> int:
     tenants = {key.split("/")[1] for key in keys}
     with reading(engine) as connection:
-        listed = set(
-            connection.execute(
-                select(artifacts.c.uri).where(artifacts.c.tenant_id.in_(tenants), artifacts.c.uri.in_(keys))
-            ).scalars()
-        )
+        naming = [
+            select(each.c.uri).where(each.c.tenant_id.in_(tenants), each.c.uri.in_(keys))
+            for each in (artifacts, upload_files)
+        ]
+        listed = set(connection.execute(union_all(*naming)).scalars())
     return sum(folder.store.delete(key, older_than=limit) for key in keys if key not in listed)
 
 

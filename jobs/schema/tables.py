@@ -206,6 +206,22 @@ artifacts = Table(
     Index(None, "tenant_id", "uri"),
 )
 
+upload_files = Table(
+    "upload_files",
+    metadata,
+    Column("upload_id", _Id, primary_key=True),
+    Column("name", String(128), primary_key=True),
+    _tenant(),
+    Column("kind", String(8), nullable=False),
+    Column("sha256", _Sha256, nullable=False),
+    Column("size_bytes", BigInteger, nullable=False),  # reserved in the tenant's quota from the declaration on
+    Column("uri", Text, nullable=False),  # key of the object that it becomes
+    Column("changed_at", Moment(), nullable=False),  # declared, sent to, or named by a job
+    Column("stored_at", Moment()),
+    Column("completed_at", Moment()),  # of all files of the upload at once
+    Index(None, "tenant_id", "uri"),
+)
+
 cached_factors = Table(
     "cached_factors",
     metadata,

@@ -8,13 +8,13 @@ running at once at the most.
 
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Text, cast, func, select, update
+from sqlalchemy import Connection, Engine, Text, cast, func, select, union, update
 
 from catalog.record import record
 from jobs.errors import QueueFull, QuotaExceeded
 from jobs.objects.artifacts import object_key
 from jobs.schema.database import reading, writing
-from jobs.schema.tables import artifacts, jobs, tenants
+from jobs.schema.tables import artifacts, jobs, tenants, upload_files
 
 _BYTES = "bytes"
 
@@ -100,6 +100,12 @@ def require_room_for(
             raise QuotaExceeded(used, quota, size_bytes)
 
 
+def lock_usage(connection: Connection, tenant_id: str, default_bytes: int | None) -> tuple[int, int | None]:
+    """Return a tenant's bytes and its quota; until the transaction ends, others wait here with theirs."""
+    connection.execute(select(tenants.c.id).where(tenants.c.id == tenant_id).with_for_update())
+    return _used(connection, tenant_id), _quota_of(connection, tenant_id, default_bytes)
+
+
 def require_place(engine: Engine, tenant_id: str, most_jobs: int, most_bytes: int) -> None:
     """Refuse a submission of a tenant whose queued jobs are as many, or as long, as they may be.
 
@@ -132,13 +138,12 @@ def require_place(engine: Engine, tenant_id: str, most_jobs: int, most_bytes: in
 
 def _used(connection: Connection, tenant_id: str) -> int:
     """The bytes of a tenant's files, and of the checkpoints of its jobs between two attempts."""
-    kept = (
-        select(artifacts.c.uri, artifacts.c.size_bytes).where(artifacts.c.tenant_id == tenant_id).distinct().subquery()
-    )
+    listing = (artifacts, upload_files)
+    kept = union(*(select(each.c.uri, each.c.size_bytes).where(each.c.tenant_id == tenant_id) for each in listing))
     left = select(jobs.c.checkpoint_bytes).where(
         jobs.c.tenant_id == tenant_id, jobs.c.state == "queued", jobs.c.checkpoint_bytes > 0
     )
-    files = connection.execute(select(func.coalesce(func.sum(kept.c.size_bytes), 0))).scalar_one()
+    files = connection.execute(select(func.coalesce(func.sum(kept.subquery().c.size_bytes), 0))).scalar_one()
     return int(files) + sum(map(int, connection.execute(left).scalars()))
 
 

@@ -17,7 +17,9 @@ from typing import Any, NoReturn
 import ruamel.yaml
 from ruamel.yaml.error import YAMLError
 
+from kronoscope.client.client import Client
 from kronoscope.client.document_fields import set_field
+from kronoscope.display.progress import Display
 
 MAX_DOCUMENT_BYTES = 256 * 1024
 _MAX_VALUES = 20_000
@@ -194,3 +196,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number; take a finite number")
+
+
+def with_upload(client: Client, document: dict[str, Any], path: Path, display: Display) -> dict[str, Any]:
+    """Send a folder or file, and return the document with it as model or data; other options of the block stay."""
+    sent = client.upload(path, lambda done, total: display.update(f"upload {path.name}", done, total, "bytes"))
+    rest = sorted({each.name for each in path.glob("*") if each.is_file()} - {each.name for each in sent.files})
+    if rest:
+        display.line(f"not sent: {', '.join(rest)}")
+    sources = ("source", "path", "id", "name", "revision", "factory", "kwargs", "split")
+    block = {name: value for name, value in (document.get(sent.kind) or {}).items() if name not in sources}
+    return {**document, sent.kind: {**block, "source": "upload", "id": sent.id}}

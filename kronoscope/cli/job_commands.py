@@ -16,7 +16,7 @@ from catalog.record import plain
 from catalog.responses.coverage import kinds_of
 from catalog.responses.remaining_time import written_remaining
 from catalog.responses.views import ArtifactView, JobView, ResultsView
-from kronoscope.cli.documents import DocumentUnreadable, change_document, edit_document, read_document
+from kronoscope.cli.documents import DocumentUnreadable, change_document, edit_document, read_document, with_upload
 from kronoscope.cli.exit_codes import CATEGORIES, FATAL, INTERNAL, STOPPED, USAGE, fail, require_whole, trace_lines
 from kronoscope.cli.options import AsJson, Document, JobId, JobOrFolder, Settings, Url, complete
 from kronoscope.cli.output import message_console, print_json, result_console, write_error, write_line
@@ -127,6 +127,9 @@ def submit(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     validate_only: Annotated[
         bool, typer.Option("--validate-only", help="Check everything and submit nothing.")
     ] = False,
+    upload: Annotated[
+        list[Path] | None, typer.Option(help="Send a model's folder, or a file of data, and measure that.")
+    ] = None,
     idempotency_key: Annotated[str | None, typer.Option(help="The same key and document give the same job.")] = None,
     priority: Priority = None,
     deadline: Deadline = None,
@@ -139,6 +142,9 @@ def submit(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     if name is not None:
         wanted = {**wanted, "name": name}
     with Client(url) as client:
+        for path in upload or ():
+            with display_for(message_console(), silent=as_json) as display:
+                wanted = with_upload(client, wanted, path, display)
         if validate_only:
             checked = client.validate(wanted)
             print_json(checked) if as_json else result_console().print("the document is valid; nothing was submitted")

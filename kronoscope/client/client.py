@@ -6,7 +6,7 @@ Every method raises ``ClientError``, with the service's own sentences, where the
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import httpx
 
+from catalog.requests.uploads import UploadView
 from catalog.responses.device_views import DeviceView
 from catalog.responses.estimate_view import EstimateView
 from catalog.responses.views import ArtifactView, EventView, JobView, ResultsView
@@ -26,6 +27,7 @@ from kronoscope.client.event_stream import follow_events
 from kronoscope.client.responses import Layer, build, build_layer, build_results
 from kronoscope.client.retry import RetryWindow
 from kronoscope.client.short_ids import find_full_id
+from kronoscope.client.uploads import send_upload
 
 __all__ = ["DEFAULT_URL", "Client", "ClientError", "DownloadFailed", "ServiceUnreachable"]
 
@@ -77,6 +79,14 @@ class Client:
         """
         headers = _idempotent(idempotency_key)
         return build(JobView, self._connection.call("POST", "/v1/jobs", json=dict(document), headers=headers))
+
+    def upload(self, path: Path, report: Callable[[int, int], None] = lambda _sent, _total: None) -> UploadView:
+        """Send a model's folder or a file of data, or the rest of it; documents name it as `{source: upload, id: …}`.
+
+        Args:
+            report: Receives the sent bytes and those in all.
+        """
+        return send_upload(self._connection, path, report)
 
     def estimate(self, document: Mapping[str, Any], *, idempotency_key: str | None = None) -> EstimateView:
         """Estimate what a job would take, without running it; wait until a worker has planned it.
@@ -163,9 +173,6 @@ class Client:
 
         Args:
             wait_seconds: How long to wait until it has ended, at most 30; 0 returns it as it is.
-
-        Returns:
-            The job, ended or not.
         """
         return build(
             JobView,
@@ -328,14 +335,7 @@ class Client:
         )
 
     def log(self, job_id: str) -> str:
-        """Return a job's reproducibility log.
-
-        Args:
-            job_id: The job's id.
-
-        Returns:
-            JSON lines, one record per layer.
-        """
+        """Return a job's reproducibility log: JSON lines, one record per layer."""
         return self._connection.send("GET", f"{_path(job_id)}/log").text
 
     def memory_curve(self, results: ResultsView) -> Mapping[str, Any] | None:
@@ -354,7 +354,6 @@ class Client:
         """Download a file; it appears under its name only once its digest has been checked.
 
         Args:
-            job_id: The job's id.
             artifact: The file, from the list in the job's results.
             folder: Where to put it; subfolders of its name are made.
 

@@ -111,6 +111,7 @@ MODEL_SOURCES = {
     "directory": "worker.execution.models.checkpoint:load",
     "factory": "worker.execution.models.factory:load",
     "huggingface": "worker.execution.models.huggingface:load",
+    "upload": "worker.execution.models.checkpoint:load_uploaded",
 }
 DATA_SOURCES = {
     "builtin": "worker.execution.data.builtin:load",
@@ -118,6 +119,7 @@ DATA_SOURCES = {
     "file": "worker.execution.data.file:load",
     "huggingface": "worker.execution.data.huggingface:load",
     "synthetic": "worker.execution.data.synthetic:load",
+    "upload": "worker.execution.data.file:load_uploaded",
 }
 
 

@@ -27,6 +27,10 @@ class LoaderContext:
     """Folders in which factories are looked for, after everything installed."""
     factories: tuple[str, ...] = ("*",)
     directories: tuple[str, ...] = ("*",)
+    model_path: Path | None = None
+    """Folder of the upload that is the model; None where none is, or nothing laid it out."""
+    data_path: Path | None = None
+    """Folder of the upload that is the data."""
     most_bytes: int = 2**62
     """Bytes of host memory that models and data may take while they are loaded."""
     shapes_only: bool = False
@@ -52,6 +56,17 @@ class LoaderContext:
     def byte_count(self, pointer: str) -> ByteCount:
         """Return a count of what a loader holds, which begins at 0."""
         return ByteCount(most_bytes=self.most_bytes, pointer=pointer, checkpoint=self.checkpoint)
+
+    def upload(self, block: str) -> OpenFolder:
+        """Return the folder of the upload that a block of the document names."""
+        path: Path | None = getattr(self, f"{block}_path")
+        if path is None:
+            raise Refusal(
+                "is an upload of a service; in the foreground name its folder or file on this machine",
+                pointer=f"/{block}/id",
+                code="unsupported_source",
+            )
+        return OpenFolder.by_itself(path, f"/{block}/id")
 
     def open_path(self, path: str, pointer: str) -> OpenFile | OpenFolder:
         """Open a file or folder that the job may read, with links followed as far as they stay in an allowed folder."""

@@ -1,4 +1,4 @@
-"""Factors of earlier jobs, laid out for the child of a later one.
+"""Factors of earlier jobs, and uploads, laid out for the child of a later one.
 
 They are brought, each verified, from the store into one folder inside the later attempt's, so that
 they stay if the earlier job is deleted meanwhile.
@@ -14,7 +14,8 @@ from sqlalchemy import Engine
 from catalog.frames import Failed
 from catalog.record import plain
 from catalog.requests.assignment import ExtendedJob
-from jobs.objects.artifacts import ArtifactFolder
+from jobs.objects.artifacts import ArtifactFolder, object_key
+from jobs.objects.uploads import Uploads
 from jobs.records import Claim
 from jobs.repository.results import list_artifacts
 from jobs.repository.store import read_job
@@ -26,13 +27,13 @@ _INDEX = "factors/factors.index.json"
 class FactorsUnavailable(Exception):
     """The document names factors that cannot be had; `failure` says it to the caller."""
 
-    def __init__(self, message: str, pointer: str) -> None:
+    def __init__(self, message: str, pointer: str, field: str = "job", code: str = "factors_unavailable") -> None:
         super().__init__(message)
         self.failure = Failed(
             category="usage",
-            code="factors_unavailable",
+            code=code,
             message=message,
-            pointer=f"{pointer}/job",
+            pointer=f"{pointer}/{field}",
             layer=None,
             detail=None,
         )
@@ -114,3 +115,21 @@ def _lay_out(
         target.parent.mkdir(parents=True, exist_ok=True)
         folder.fetch(each, target)
     return place / "factors"
+
+
+def lay_out_uploads(engine: Engine, folder: ArtifactFolder, claim: Claim) -> dict[str, Path]:
+    """Lay out the uploads that the claim's document names, each file verified, by fields of the assignment."""
+    fields: dict[str, Path] = {}
+    for block in ("model", "data"):
+        source = claim.document.get(block) or {}
+        if source.get("source") != "upload":
+            continue
+        upload = Uploads(engine, folder, claim.tenant_id).find(str(source["id"]))
+        if upload is None or not upload.complete:
+            raise FactorsUnavailable("names an upload that is deleted; upload it again", f"/{block}", "id", "not_found")
+        place = fields[f"{block}_path"] = folder.attempt_dir(claim.job_id, claim.fence) / "uploads" / block
+        for each in upload.files:
+            (place / each.name).parent.mkdir(parents=True, exist_ok=True)
+            key = object_key(claim.tenant_id, each.sha256)
+            folder.store.fetch(key, place / each.name, sha256=each.sha256, size_bytes=each.size_bytes)
+    return fields

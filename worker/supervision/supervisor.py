@@ -76,7 +76,7 @@ from worker.supervision.job_logger import job_logger
 from worker.supervision.job_reproduction import with_original
 from worker.supervision.lease_monitor import LeaseWatch, StopReason
 from worker.supervision.retrying_object_store import Interrupted, RetryingObjectStore
-from worker.supervision.stage_factors import FactorsUnavailable, lay_out_factors
+from worker.supervision.stage_factors import FactorsUnavailable, lay_out_factors, lay_out_uploads
 from worker.supervision.stage_pieces import lay_out_pieces
 
 _OUTPUT_LINE_BYTES = 1_000
@@ -267,6 +267,7 @@ class Supervisor:
         place = self._folder.attempt_dir(*self.held, self._settings.confinement(self._claim.user_number).user)
         factors = lay_out_factors(self._engine, self._folder, self._claim)
         pieces = lay_out_pieces(self._engine, self._folder, self._claim)
+        pieces |= lay_out_uploads(self._engine, self._folder, self._claim)
         self._devices = int(pieces.get("devices", 1))
         self._slots = 1 if self._copies is not None else count_slots(self._engine)
         if self._watch.reason is None:  # else no child will read it

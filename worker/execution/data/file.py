@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from catalog.record import plain
-from catalog.requests.data_sources import DataFile
+from catalog.requests.data_sources import DataFile, FileOptions, UploadedData
 from engine.model.examples import scale_pixels
 from worker.execution.data.byte_count import ByteCount
 from worker.execution.data.forward_inputs import model_inputs, require_arguments
@@ -49,7 +49,17 @@ def load(source: DataFile, request: DataRequest) -> DataStream:
     if not isinstance(path, OpenFile):
         raise Refusal(f"{source.path} is a folder; give a file", pointer=_POINTER)
     # the name that was given decides: what a link points to may be called anything
-    suffix = Path(source.path).suffix.lower()
+    return _open(path, Path(source.path).suffix.lower(), source, request)
+
+
+def load_uploaded(source: UploadedData, request: DataRequest) -> DataStream:
+    """Open the file that the parent has laid out."""
+    folder = request.context.upload("data")
+    (path,) = (file for file in map(folder.file, folder.names()) if file is not None)
+    return _open(path, path.suffix, source, request)
+
+
+def _open(path: OpenFile, suffix: str, source: FileOptions, request: DataRequest) -> DataStream:
     if suffix == ".safetensors":
         return _tensor_file(path, source, request)
     if suffix in (".csv", ".parquet"):
@@ -67,7 +77,7 @@ def load(source: DataFile, request: DataRequest) -> DataStream:
     return text_stream(texts, labels, source.sequence_length, request, _POINTER)
 
 
-def _table(path: OpenFile, source: DataFile, request: DataRequest) -> DataStream:
+def _table(path: OpenFile, source: FileOptions, request: DataRequest) -> DataStream:
     """Texts and labels of columns."""
     names, task = column_names(path, request.context.byte_count(_POINTER)), request.task.type
     if task == "token_classification":
@@ -87,7 +97,7 @@ def _table(path: OpenFile, source: DataFile, request: DataRequest) -> DataStream
     return table_stream(table, columns, labels, path.name, source.sequence_length)
 
 
-def _tensor_file(path: OpenFile, source: DataFile, request: DataRequest) -> DataStream:
+def _tensor_file(path: OpenFile, source: FileOptions, request: DataRequest) -> DataStream:
     """Rows of `inputs` (or of `images`, or of `input_ids` and its companions) with `targets`.
 
     Memory:
@@ -176,7 +186,7 @@ def _text_lines(path: OpenFile, limit: int | None, count: ByteCount) -> list[str
     return texts
 
 
-def _json_lines(path: OpenFile, source: DataFile, request: DataRequest) -> tuple[list[Text], list[float] | None]:
+def _json_lines(path: OpenFile, source: FileOptions, request: DataRequest) -> tuple[list[Text], list[float] | None]:
     """The texts of a file's lines, or pairs of them, with their labels; what else a line holds is listed."""
     task, count = request.task.type, request.context.byte_count(_POINTER)
     count.allow_file(path)
@@ -209,7 +219,7 @@ def _json_lines(path: OpenFile, source: DataFile, request: DataRequest) -> tuple
     return texts, labels.numbers() if len(labels) else None
 
 
-def _tagged_lines(path: OpenFile, source: DataFile, request: DataRequest) -> list[TaggedWords]:
+def _tagged_lines(path: OpenFile, source: FileOptions, request: DataRequest) -> list[TaggedWords]:
     """The words of a file's lines with their tags; what else a line holds is listed."""
     fields = (source.text_key or WORDS, source.label_key or TAGS)
     texts, there, count = [], dict[str, None](), request.context.byte_count(_POINTER)
@@ -240,7 +250,7 @@ def _object(line: str, where: str, wanted: str) -> dict[str, Any]:
 
 
 def _chosen(
-    there: Mapping[str, None], before: TextFields | None, source: DataFile, task: str, where: str
+    there: Mapping[str, None], before: TextFields | None, source: FileOptions, task: str, where: str
 ) -> TextFields:
     """The fields that are read, where one more line shows what there is."""
     if len(there) > _MOST_FIELDS:

@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import nn
 
-from catalog.requests.inputs import DirectoryModel, Task
+from catalog.requests.inputs import DirectoryModel, Task, UploadedModel
 from engine.memory.plan import readable_bytes
 from worker.execution.data.labels import class_names
 from worker.execution.files.open_files import OpenFile, OpenFolder
@@ -96,6 +96,12 @@ def load(source: DirectoryModel, task: Task, context: LoaderContext) -> LoadedMo
     if not isinstance(folder, OpenFolder):
         raise Refusal(f"{source.path} is a file; give the folder that holds it", pointer="/model/path")
     return load_checkpoint(folder, task, context, "/model/path", open_adapter(source, folder.name, context))
+
+
+def load_uploaded(source: UploadedModel, task: Task, context: LoaderContext) -> LoadedModel:
+    """Load a model of which the parent has laid out the files."""
+    adapter = open_adapter(source, "the upload", context)
+    return load_checkpoint(context.upload("model"), task, context, "/model/id", adapter)
 
 
 def load_checkpoint(

@@ -160,6 +160,8 @@ def make_context(
         paths=assignment.paths,
         factories=assignment.allowed.factories,
         directories=assignment.allowed.directories,
+        model_path=assignment.model_path,
+        data_path=assignment.data_path,
         report=pipe.report,
         checkpoint=checkpoint.checkpoint,
         log=pipe.log,

@@ -7,7 +7,7 @@ measured if it were read (the other half of a pair, token ids, a weight) is refu
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from catalog.requests.data_sources import DataFile
+from catalog.requests.data_sources import FileOptions
 from catalog.requests.inputs import EMBEDDINGS
 from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal, names
@@ -41,7 +41,7 @@ class TextFields:
     label: str | None
 
 
-def choose_fields(there: Sequence[str], task: str, pointer: str, source: DataFile) -> TextFields:
+def choose_fields(there: Sequence[str], task: str, pointer: str, source: FileOptions) -> TextFields:
     """Choose the fields of a row that are read: those that the document names, else by their usual names.
 
     Raises:
@@ -64,7 +64,7 @@ def choose_fields(there: Sequence[str], task: str, pointer: str, source: DataFil
     return chosen
 
 
-def _choose(there: Sequence[str], task: str, pointer: str, source: DataFile) -> TextFields:
+def _choose(there: Sequence[str], task: str, pointer: str, source: FileOptions) -> TextFields:
     require_no_tensors(there, pointer)
     for field in ("text_key", "pair_key", "label_key"):
         name = getattr(source, field)

@@ -1,0 +1,139 @@
+"""Uploads over HTTP: files are declared, sent in parts that may break off, and named by jobs once all are proved."""
+
+import asyncio
+import errno
+import re
+import shutil
+from typing import BinaryIO
+
+from fastapi import APIRouter, Request, Response
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+
+from api.problem_details import Refusal, not_found
+from api.requests.auth import Reader, Submitter
+from api.requests.body import read_document_body
+from api.requests.openapi import UPLOAD_BODY, error_responses
+from api.service import Service, ServiceOf
+from catalog.requests.uploads import UploadedFile, UploadView
+from jobs.codec import parse_upload
+from jobs.errors import UploadRefused
+from jobs.objects.uploads import Uploads
+from jobs.records import Caller
+
+router = APIRouter(prefix="/v1/uploads", tags=["uploads"])
+
+_RANGE = re.compile(r"bytes ([0-9]{1,15})-([0-9]{1,15})/([0-9]{1,15})")
+_CREATE_ERRORS = error_responses(408, 413, 415, 507)
+_SEND_ERRORS = error_responses(404, 408, 409, 411, 413, 415, 507)
+
+
+@router.post("", operation_id="create_upload", status_code=201, responses=_CREATE_ERRORS, openapi_extra=UPLOAD_BODY)
+async def create_upload(request: Request, caller: Submitter, service: ServiceOf) -> UploadView:
+    """Declare the files of a model or of data, and reserve their bytes; the same again finds how far it has come."""
+    settings = service.settings
+    raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
+    document = await run_in_threadpool(parse_upload, raw)
+    _require_room(service, sum(each.size_bytes for each in document.files))
+    declare = _uploads(service, caller).declare
+    upload_id = await run_in_threadpool(declare, document, settings.ledger.stored_bytes)
+    return await run_in_threadpool(_owned, service, caller, upload_id)
+
+
+@router.get("/{upload_id}", operation_id="read_upload", responses=error_responses(404))
+def read_upload(upload_id: str, caller: Reader, service: ServiceOf) -> UploadView:
+    """The files of an upload, and how far each has come."""
+    return _owned(service, caller, upload_id)
+
+
+@router.put("/{upload_id}/{name:path}", operation_id="send_file", responses=_SEND_ERRORS)
+async def send_file(upload_id: str, name: str, request: Request, caller: Submitter, service: ServiceOf) -> UploadView:
+    """Send a file, or the part of it that `Content-Range` names; what comes of a part that breaks off is kept."""
+    upload = await run_in_threadpool(_owned, service, caller, upload_id, use=True)
+    first, length = _part(request, _file(upload, name))
+    _require_room(service, length)
+    uploads = _uploads(service, caller)
+    with uploads.writer(upload.id, name) as part:
+        # as no other writer leaves it behind any more
+        file = _file(await run_in_threadpool(_owned, service, caller, upload_id), name)
+        if first != file.received_bytes:
+            come = f"{file.received_bytes:,} of the {file.size_bytes:,} bytes of {name} have come"
+            raise UploadRefused("offset", f"{come}; go on there")
+        try:
+            await _receive(request, part, length, service.settings.body_seconds)
+            if first + length == file.size_bytes:
+                await run_in_threadpool(uploads.store, upload.id, file)
+        except OSError as error:
+            raise _full() if error.errno in (errno.ENOSPC, errno.EDQUOT) else error from error
+    return await run_in_threadpool(_owned, service, caller, upload_id)
+
+
+@router.post("/{upload_id}:complete", operation_id="complete_upload", responses=error_responses(404, 409))
+def complete_upload(upload_id: str, caller: Submitter, service: ServiceOf) -> UploadView:
+    """Let jobs name an upload, once all of it has come."""
+    _uploads(service, caller).complete(_owned(service, caller, upload_id))
+    return _owned(service, caller, upload_id)
+
+
+@router.delete("/{upload_id}", operation_id="delete_upload", status_code=204, responses=error_responses(404))
+def delete_upload(upload_id: str, caller: Submitter, service: ServiceOf) -> Response:
+    """Delete an upload, and free its bytes; a job that names it and has not begun will fail."""
+    _uploads(service, caller).remove(_owned(service, caller, upload_id).id)
+    return Response(status_code=204)
+
+
+def _part(request: Request, file: UploadedFile) -> tuple[int, int]:
+    """Return the first byte and the length of what a request sends, by its headers."""
+    declared = request.headers.get("content-length", "")
+    if not declared.isdecimal() or len(declared) > 15:
+        raise Refusal(411, "length-required", "A length is needed", "send the bytes with their Content-Length")
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise Refusal(415, "unsupported-media-type", "Unsupported media type", "send the bytes uncompressed")
+    length = int(declared)
+    whole = f"bytes 0-{file.size_bytes - 1}/{file.size_bytes}"
+    span = _RANGE.fullmatch(request.headers.get("content-range", whole))
+    first, last, size = (0, -1, -1) if span is None else map(int, span.groups())
+    if (last - first + 1, size) != (length, file.size_bytes) or not first <= last < size:
+        named = f"`Content-Range: bytes FIRST-LAST/{file.size_bytes}`"
+        message = f"{file.name} was declared with {file.size_bytes:,} bytes; send all of them, or a part with {named}"
+        raise Refusal(413, "body-too-large", "Not a part of the file", message)
+    return first, length
+
+
+async def _receive(request: Request, part: BinaryIO, length: int, seconds: float) -> None:
+    """Write the body as it comes; what was written stays, however it ends."""
+    try:
+        async with asyncio.timeout(seconds):
+            async for chunk in request.stream():
+                await run_in_threadpool(part.write, chunk)
+    except (TimeoutError, ClientDisconnect):
+        message = f"not all of its {length:,} bytes came within {seconds:g} s; go on where the file has come to"
+        raise Refusal(408, "body-timeout", "The body broke off", message, headers={"connection": "close"}) from None
+
+
+def _require_room(service: Service, more_bytes: int) -> None:
+    if shutil.disk_usage(service.settings.ledger.artifact_root).free - more_bytes < service.settings.disk_floor_bytes:
+        raise _full()
+
+
+def _full() -> Refusal:
+    message = "the disk of the service is full; what has come is kept for a day: go on later, or ask its operator"
+    return Refusal(507, "disk-full", "The service has no room", message, headers={"retry-after": "300"})
+
+
+def _uploads(service: Service, caller: Caller) -> Uploads:
+    return Uploads(service.engine, service.artifacts, caller.tenant_id)
+
+
+def _owned(service: Service, caller: Caller, upload_id: str, *, use: bool = False) -> UploadView:
+    upload = _uploads(service, caller).find(upload_id, use=use)
+    if upload is None:
+        raise not_found("there is no such upload")
+    return upload
+
+
+def _file(upload: UploadView, name: str) -> UploadedFile:
+    for file in upload.files:
+        if file.name == name:
+            return file
+    raise not_found("the upload was not declared with a file of this name")

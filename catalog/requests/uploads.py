@@ -1,0 +1,86 @@
+"""Uploads: the files of a model, or a file of data, as they are declared and as far as they have come."""
+
+import re
+from typing import Literal
+
+from catalog.record import FieldError, record
+
+_MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json",
+                "preprocessor_config.json", "modules.json", "1_Pooling/config.json")  # fmt: skip
+_DATA_SUFFIXES = (".safetensors", ".jsonl", ".csv", ".parquet", ".txt")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_MOST_FILES = 500
+_MOST_BYTES = 2**44
+UploadKind = Literal["model", "data"]
+
+
+@record
+class DeclaredFile:
+    """A file that is to be sent."""
+
+    name: str
+    """Of a model `config.json`, `*.safetensors` and the like; of data any with a suffix that is read."""
+    size_bytes: int
+    """Its length."""
+    sha256: str
+    """Its SHA-256, in 64 hexadecimal digits."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes and digests that cannot be."""
+        if not 1 <= self.size_bytes <= _MOST_BYTES:
+            raise FieldError("size_bytes", f"is {self.size_bytes:,}; send files of 1 to {_MOST_BYTES:,} bytes")
+        if not _SHA256.fullmatch(self.sha256):
+            raise FieldError("sha256", "must be 64 hexadecimal digits in lower case, as `sha256sum` prints them")
+
+
+@record
+class UploadDocument:
+    """The declaration of an upload; the same one again finds the upload that it made."""
+
+    kind: UploadKind
+    """The block of a job document that will name it."""
+    files: tuple[DeclaredFile, ...]
+    """All files, each by a name of its own; data are one file."""
+
+    def __post_init__(self) -> None:
+        """Refuse names that no loader reads, or that stand twice."""
+        most = 1 if self.kind == "data" else _MOST_FILES
+        if not 1 <= len(self.files) <= most:
+            raise FieldError("files", f"lists {len(self.files):,} files; an upload of {self.kind} has 1 to {most}")
+        taken = ", ".join(_DATA_SUFFIXES if self.kind == "data" else (*_MODEL_FILES, "*.safetensors"))
+        names = [file.name for file in self.files]
+        for name in names:
+            if not is_read(self.kind, name):
+                remedy = "unpack archives, convert pickles to safetensors, leave other files out"
+                raise FieldError("files", f"lists {name[:80]!r}, which is not read: it takes {taken}; {remedy}")
+            if names.count(name) > 1:
+                raise FieldError("files", f"lists {name!r} twice; list each file once")
+
+
+@record
+class UploadedFile(DeclaredFile):
+    """A file that is being sent."""
+
+    received_bytes: int
+    """How much of it has come: where to go on."""
+
+
+@record
+class UploadView:
+    """An upload as far as it has come."""
+
+    id: str
+    """The id by which a job document names it."""
+    kind: UploadKind
+    """The block of the document that may."""
+    complete: bool
+    """Whether jobs may name it."""
+    files: tuple[UploadedFile, ...]
+    """Its files, by name."""
+
+
+def is_read(kind: UploadKind, name: str) -> bool:
+    """Return whether the loaders read a file of this name."""
+    suffixes = _DATA_SUFFIXES if kind == "data" else ".safetensors"
+    return (kind == "model" and name in _MODEL_FILES) or (bool(_NAME.fullmatch(name)) and name.endswith(suffixes))

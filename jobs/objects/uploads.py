@@ -1,0 +1,191 @@
+"""Uploads of a tenant: files that come in parts, and are objects like those of jobs once their digest is proved.
+
+::
+
+    root/uploads/<id>/<name>          staged by the API; its one writer holds a lock, which ends with its process
+    objects/<tenant>/<aa>/<sha256>    a file of which all has come, where all machines of the service find it
+
+The id is a digest of tenant and declaration: the same declaration finds its upload again.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from sqlalchemy import Engine, and_, delete, func, or_, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from catalog.record import plain
+from catalog.requests.uploads import UploadDocument, UploadedFile, UploadView
+from jobs.codec import sha256_of
+from jobs.errors import ArtifactDamaged, QuotaExceeded, UploadRefused
+from jobs.lifecycle import TERMINAL
+from jobs.objects.artifacts import ArtifactFolder, object_key
+from jobs.schema.clock import ledger_now
+from jobs.schema.database import reading, writing
+from jobs.schema.tables import jobs, upload_files
+from jobs.tenancy.quotas import lock_usage
+
+_FOLDER = "uploads"
+_DAY_SECONDS = 86_400
+_MOST_UNFINISHED = 5_000
+_FOREVER_DAYS = 36_500.0
+_F = upload_files.c
+
+
+class Uploads:
+    """The uploads of one tenant, with what is staged of them on this machine."""
+
+    def __init__(self, engine: Engine, folder: ArtifactFolder, tenant_id: str) -> None:
+        self._engine, self._folder, self._tenant_id = engine, folder, tenant_id
+
+    def declare(self, document: UploadDocument, default_bytes: int | None) -> str:
+        """List what will be sent, or find what was declared before, and return its id.
+
+        Args:
+            document: The declaration.
+            default_bytes: The quota of tenants without one of their own; None for no limit.
+
+        Raises:
+            QuotaExceeded: If it does not fit; nothing is listed then.
+            UploadRefused: If too much was declared and never completed.
+        """
+        files = sorted(map(plain, document.files), key=lambda each: str(each["name"]))
+        upload_id = sha256_of([self._tenant_id, document.kind, files])[:32]
+        own = {"upload_id": upload_id, "tenant_id": self._tenant_id, "kind": document.kind, "changed_at": ledger_now()}
+        rows = [{**own, **each, "uri": object_key(self._tenant_id, each["sha256"])} for each in files]
+        with writing(self._engine, self._tenant_id) as connection:
+            before, quota = lock_usage(connection, self._tenant_id, default_bytes)
+            insert = (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(upload_files)
+            again = {"index_elements": [_F.upload_id, _F.name], "set_": {"changed_at": ledger_now()}}
+            connection.execute(insert.values(rows).on_conflict_do_update(**again))
+            after, _ = lock_usage(connection, self._tenant_id, default_bytes)
+            if quota is not None and after > max(quota, before):
+                raise QuotaExceeded(before, quota, after - before)
+            unfinished = (_F.tenant_id == self._tenant_id, _F.completed_at.is_(None))
+            if connection.execute(select(func.count()).where(*unfinished)).scalar_one() > _MOST_UNFINISHED:
+                raise UploadRefused("limit", f"you have {_MOST_UNFINISHED:,} unfinished files; complete or delete some")
+        return upload_id
+
+    def find(self, upload_id: str, *, use: bool = False) -> UploadView | None:
+        """Return an upload, or None; if it is used, the time for which it is kept begins anew."""
+        own = (_F.tenant_id == self._tenant_id, _F.upload_id == upload_id)
+        with (writing if use else reading)(self._engine, self._tenant_id) as connection:
+            if use:
+                connection.execute(update(upload_files).where(*own).values(changed_at=ledger_now()))
+            rows = connection.execute(select(upload_files).where(*own).order_by(_F.name)).all()
+        if not rows:
+            return None
+        files = []
+        for row in rows:
+            received = row.size_bytes if row.stored_at is not None else _size(self._staged(upload_id, row.name))
+            declared = {"name": row.name, "size_bytes": row.size_bytes, "sha256": row.sha256}
+            files.append(UploadedFile(**declared, received_bytes=received))
+        complete = all(row.completed_at is not None for row in rows)
+        return UploadView(id=upload_id, kind=rows[0].kind, complete=complete, files=tuple(files))
+
+    @contextlib.contextmanager
+    def writer(self, upload_id: str, name: str) -> Iterator[BinaryIO]:
+        """Open what has come of a file, to write on at its end as the only one who does.
+
+        Raises:
+            UploadRefused: If another one writes to it.
+        """
+        path = self._staged(upload_id, name)
+        (self._folder.root / _FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as part:
+            try:
+                fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_named = os.path.samestat(os.fstat(part.fileno()), path.stat())
+            except OSError:
+                is_named = False
+            if not is_named:
+                raise UploadRefused("busy", f"another request sends {name} now; go on once it has ended")
+            try:
+                yield part
+            finally:
+                if not os.fstat(part.fileno()).st_size:
+                    path.unlink(missing_ok=True)
+
+    def store(self, upload_id: str, file: UploadedFile) -> None:
+        """Make an object of a file of which all has come, as its writer.
+
+        Raises:
+            UploadRefused: If its digest is another; what has come is dropped.
+            OSError: If a disk is full; what has come stays.
+        """
+        path = self._staged(upload_id, file.name)
+        try:
+            key = object_key(self._tenant_id, file.sha256)
+            self._folder.store.put(key, path, sha256=file.sha256, size_bytes=file.size_bytes)
+        except ArtifactDamaged as error:
+            path.unlink(missing_ok=True)
+            message = f"{file.name} has another SHA-256 than was declared, and was dropped; send it from its beginning"
+            raise UploadRefused("digest", message) from error
+        own = (_F.tenant_id == self._tenant_id, _F.upload_id == upload_id, _F.name == file.name)
+        with writing(self._engine, self._tenant_id) as connection:
+            connection.execute(update(upload_files).where(*own).values(stored_at=ledger_now()))
+        path.unlink(missing_ok=True)
+
+    def complete(self, upload: UploadView) -> None:
+        """Let jobs name an upload.
+
+        Raises:
+            UploadRefused: If a part is missing.
+        """
+        for file in upload.files:
+            if file.received_bytes < file.size_bytes:
+                come = f"{file.received_bytes:,} of the {file.size_bytes:,} bytes of {file.name} have come"
+                raise UploadRefused("incomplete", f"{come}; send the others")
+            if self._staged(upload.id, file.name).exists():  # its sender was cut before it was stored
+                with self.writer(upload.id, file.name):
+                    self.store(upload.id, file)
+        own = (_F.tenant_id == self._tenant_id, _F.upload_id == upload.id, _F.completed_at.is_(None))
+        with writing(self._engine, self._tenant_id) as connection:
+            connection.execute(update(upload_files).where(*own).values(completed_at=ledger_now()))
+
+    def remove(self, upload_id: str) -> None:
+        """Delete an upload, which frees its bytes; its objects follow with the next sweep."""
+        with writing(self._engine, self._tenant_id) as connection:
+            own = (_F.tenant_id == self._tenant_id, _F.upload_id == upload_id)
+            connection.execute(delete(upload_files).where(*own))
+        shutil.rmtree(self._staged(upload_id, ""), ignore_errors=True)
+
+    def _staged(self, upload_id: str, name: str) -> Path:
+        return self._folder.root / _FOLDER / upload_id / name
+
+
+def sweep_uploads(engine: Engine, folder: ArtifactFolder, days: float | None) -> int:
+    """Delete uploads that were not finished within a day, and complete ones after days without use by any job.
+
+    Args:
+        engine: The ledger's database, of all tenants.
+        folder: The artifacts of this machine; what is staged there of no unfinished upload is deleted.
+        days: The days of ended jobs; None keeps complete uploads.
+
+    Returns:
+        The number of deleted files.
+    """
+    kept_seconds = (_FOREVER_DAYS if days is None else days) * _DAY_SECONDS
+    unfinished = _F.completed_at.is_(None)
+    old = or_(and_(unfinished, _F.changed_at < ledger_now(-_DAY_SECONDS)), _F.changed_at < ledger_now(-kept_seconds))
+    named = [func.coalesce(jobs.c.document[(block, "id")].as_string(), "") for block in ("model", "data")]
+    unused = [_F.upload_id.not_in(select(each).where(jobs.c.state.not_in(TERMINAL))) for each in named]
+    with writing(engine) as connection:
+        deleted = connection.execute(delete(upload_files).where(old, *unused)).rowcount
+        staged = set(connection.execute(select(_F.upload_id).where(unfinished)).scalars())
+    for each in (folder.root / _FOLDER).glob("*"):
+        if each.name not in staged:
+            shutil.rmtree(each, ignore_errors=True)
+    return deleted
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0

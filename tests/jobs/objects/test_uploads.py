@@ -1,0 +1,60 @@
+"""Uploads over each store: what one machine has taken in parts, another lays out for its jobs."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Engine
+
+from catalog.requests.uploads import DeclaredFile, UploadDocument
+from jobs.errors import UploadRefused
+from jobs.objects.artifacts import ArtifactFolder
+from jobs.objects.s3_store import S3Objects
+from jobs.objects.uploads import Uploads
+from jobs.records import LOCAL_TENANT, Claim
+from worker.supervision.stage_factors import FactorsUnavailable, lay_out_uploads
+
+CONTENT = bytes(range(256)) * 500
+FILES = {"config.json": b"{}", "1_Pooling/config.json": b"{ }", "model.safetensors": CONTENT}
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def machines(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[ArtifactFolder, ArtifactFolder]:
+    """The artifacts as the API's machine has them and as a worker's does: one folder, or a bucket and two disks."""
+    if request.param == "folder":
+        return ArtifactFolder(tmp_path), ArtifactFolder(tmp_path)
+    store = S3Objects(request.getfixturevalue("bucket"))
+    return ArtifactFolder(tmp_path / "api", store), ArtifactFolder(tmp_path / "worker", store)
+
+
+def named(claim: Claim, upload_id: str) -> Claim:
+    fields = {**vars(claim), "document": {**claim.document, "model": {"source": "upload", "id": upload_id}}}
+    return Claim(**fields)
+
+
+def test_what_one_machine_took_another_lays_out(
+    ledger: Engine, held: object, machines: tuple[ArtifactFolder, ...]
+) -> None:
+    api, worker = machines
+    uploads = Uploads(ledger, api, LOCAL_TENANT)
+    files = [
+        DeclaredFile(name=name, size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+        for name, content in FILES.items()
+    ]
+    upload_id = uploads.declare(UploadDocument(kind="model", files=tuple(files)), None)
+    claim = named(held(), upload_id)  # type: ignore[operator] # the fixture's function
+    for name, content in FILES.items():
+        with uploads.writer(upload_id, name) as part:
+            part.write(content)
+    with pytest.raises(FactorsUnavailable, match="upload it again"):
+        lay_out_uploads(ledger, worker, claim)
+    found = uploads.find(upload_id)
+    assert found is not None
+    uploads.complete(found)
+    place = lay_out_uploads(ledger, worker, claim)["model_path"]
+    assert {each.relative_to(place).as_posix(): each.read_bytes() for each in place.rglob("*.*")} == FILES
+    with uploads.writer(upload_id, "config.json"), pytest.raises(UploadRefused, match="another request sends"):
+        uploads.writer(upload_id, "config.json").__enter__()
+    uploads.remove(upload_id)
+    with pytest.raises(FactorsUnavailable, match="upload it again"):
+        lay_out_uploads(ledger, worker, claim)
