@@ -126,7 +126,7 @@ test-clients: $(STAMP) ## generate a Python and a TypeScript client from the API
 	@npm install --prefix .clients --no-audit --no-fund --silent openapi-typescript@7.13.0 typescript@5.9.3
 	@OMP_NUM_THREADS=1 $(PY) -m tests.api.typed_clients .clients
 
-test-consumers: $(STAMP) ## export factors, and have llmcompressor, PEFT, laplace-torch and kronfluence read them (5 minutes the first time)
+test-consumers: $(STAMP) ## export factors, and have llmcompressor, PEFT, laplace-torch, kronfluence, MLflow and W&B read them (5 minutes the first time)
 	@[ -x .consumers/bin/python ] || { echo "==> Making .consumers, an environment of its own"; $(PYTHON) -m venv .consumers; }
 	@.consumers/bin/python -m pip install --quiet --disable-pip-version-check -r tests/consumers/requirements.txt
 	@.consumers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/consumers/consumers.txt

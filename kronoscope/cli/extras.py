@@ -2,7 +2,7 @@
 
 import importlib.util
 
-_EXTRAS = {"api": "fastapi", "ledger": "sqlalchemy", "worker": "transformers"}
+_EXTRAS = {"api": "fastapi", "ledger": "sqlalchemy", "worker": "transformers", "mlflow": "mlflow", "wandb": "wandb"}
 """Each extra by a package that it alone brings."""
 
 
@@ -14,7 +14,7 @@ def require_extra(*extras: str, command: str) -> None:
     """Refuse a command whose packages are not installed.
 
     Args:
-        extras: Of `api`, `ledger` and `worker`.
+        extras: Of `api`, `ledger`, `worker`, `mlflow` and `wandb`.
         command: As the caller has written it.
 
     Raises:

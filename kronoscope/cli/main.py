@@ -31,6 +31,7 @@ from kronoscope.cli.run_folder import read_json, read_run
 from kronoscope.cli.run_job import Outcome, run_job
 from kronoscope.cli.serve import FactoryWrong, exec_module, require_factories, serve_embedded
 from kronoscope.cli.tenants import tenants
+from kronoscope.cli.trackers import TRACKERS, track
 from kronoscope.cli.worker import worker
 from kronoscope.client.client import Client
 from kronoscope.client.responses import build_layer, build_summary
@@ -205,13 +206,21 @@ app.command(epilog=epilog("kronoscope autoscale --launcher slurm --classes class
 app.command(epilog=epilog("kronoscope devices --url http://127.0.0.1:8000"))(devices)
 
 
+_EXPORTED = (*EXPORT_FILES, *TRACKERS)
+
+
 @app.command(epilog=epilog("kronoscope export digits --to corda --without 'conv*' --output corda.pt"))
 def export(
     source: JobOrFolder,
-    to: Annotated[str, typer.Option(parser=one_of((*EXPORT_FILES,)), help=f"One of {', '.join(EXPORT_FILES)}.")],
-    output: Annotated[
-        Path,
-        typer.Option("--output", "-o", help="The file; of kronfluence and mom2 a folder, or a file that ends in .zip."),
+    to: Annotated[str, typer.Option(parser=one_of(_EXPORTED), help=f"One of {', '.join(_EXPORTED)}.")],
+    target: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            help="The file; of kronfluence and mom2 a folder, or a file that ends in .zip; of mlflow a folder or a "
+            "tracking URI, of wandb a folder.",
+        ),
     ],
     without: Annotated[
         list[str] | None, typer.Option(help="A layer to leave out, by name; * stands for any characters. Repeatable.")
@@ -224,7 +233,14 @@ def export(
     settings: Settings = None,
     url: Url = None,
 ) -> None:
-    """Write the factors of a job, or of a folder, as a file that another tool reads."""
+    """Write the factors of a job, or of a folder, as a file that another tool reads, or the results for a tracker."""
+    if to in TRACKERS:
+        if without or likelihood or outputs or settings:
+            fail(USAGE, [f"--to {to} writes results, and the other options are of factors; leave them out"])
+        track(source, to, target, url)
+        result_console().print(f"{to} in {target}", soft_wrap=True)
+        return
+    output = Path(target)
     options = {"format": to, "without": without or [], "likelihood": likelihood, "outputs": outputs}
     name = f"export/{EXPORT_FILES[to]}"  # type: ignore[index] # the parser takes no other words
     is_folder = Path(source).is_dir() or "/" in source

@@ -16,7 +16,7 @@ from engine.analyses.exports.solving_factor import solving_factor
 from kronoscope.local import measure
 from tests.consumers.nets import CLASSES, DAMPING, QUERIES, examples, hessians, net
 
-CONSUMERS = ("gptq", "corda", "laplace", "kronfluence")
+CONSUMERS = ("gptq", "corda", "laplace", "kronfluence", "mlflow", "wandb")
 
 
 def export_all(folder: Path) -> None:
