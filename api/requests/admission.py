@@ -87,10 +87,10 @@ def _inputs(document: JobDocument, settings: Settings, uploads: Uploads, tenant_
 
 
 def _uploaded(name: str, source: UploadedModel | UploadedData, uploads: Uploads) -> Iterator[Complaint]:
-    upload = uploads.find(source.id, use=True)
-    if upload is None or upload.kind != name:
+    upload, kind = uploads.find(source.id, use=True), "model" if name == "model" else "data"
+    if upload is None or upload.kind != kind:
         yield _complaint(
-            f"/{name}/id", "not_found", f"is not a {name} upload of yours; make one with `submit --upload`"
+            f"/{name}/id", "not_found", f"is not a {kind} upload of yours; make one with `submit --upload`"
         )
     elif not upload.complete:
         yield _complaint(f"/{name}/id", "unfinished", "names an upload that is not complete; send the rest of it first")
@@ -98,7 +98,7 @@ def _uploaded(name: str, source: UploadedModel | UploadedData, uploads: Uploads)
         try:
             source.require_fit(upload.files[0].name)
         except FieldError as error:
-            yield _complaint(f"/data/{error.field}", "invalid_value", error.message)
+            yield _complaint(f"/{name}/{error.field}", "invalid_value", error.message)
 
 
 def _adapter(document: JobDocument, settings: Settings, tenant_id: str) -> Iterator[Complaint]:

@@ -75,6 +75,8 @@ class Assignment:
     """The folder of an upload that the document names as its model."""
     data_path: Path | None = None
     """The same of its data."""
+    query_path: Path | None = None
+    """The same of the query of an influence."""
     cache: Path | None = None
     """The folder in which the parent lays out cached factors that it is asked for; None where it has none."""
     cache_bytes: int = 0

@@ -19,6 +19,7 @@ from typing import BinaryIO
 from sqlalchemy import Engine, and_, delete, func, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
+from catalog import ANALYSES
 from catalog.record import plain
 from catalog.requests.uploads import UploadDocument, UploadedFile, UploadView
 from jobs.codec import sha256_of
@@ -30,6 +31,12 @@ from jobs.schema.database import reading, writing
 from jobs.schema.tables import jobs, upload_files
 from jobs.tenancy.quotas import lock_usage
 
+_NAMED = (
+    ("model", "id"),
+    ("data", "id"),
+    *((kind, "query", "id") for kind, each in ANALYSES.items() if hasattr(each.params, "query")),
+)
+"""Fields of a document that name uploads."""
 _FOLDER = "uploads"
 _DAY_SECONDS = 86_400
 _MOST_UNFINISHED = 5_000
@@ -174,7 +181,7 @@ def sweep_uploads(engine: Engine, folder: ArtifactFolder, days: float | None) ->
     kept_seconds = (_FOREVER_DAYS if days is None else days) * _DAY_SECONDS
     unfinished = _F.completed_at.is_(None)
     old = or_(and_(unfinished, _F.changed_at < ledger_now(-_DAY_SECONDS)), _F.changed_at < ledger_now(-kept_seconds))
-    named = [func.coalesce(jobs.c.document[(block, "id")].as_string(), "") for block in ("model", "data")]
+    named = [func.coalesce(jobs.c.document[path].as_string(), "") for path in _NAMED]
     unused = [_F.upload_id.not_in(select(each).where(jobs.c.state.not_in(TERMINAL))) for each in named]
     with writing(engine) as connection:
         deleted = connection.execute(delete(upload_files).where(old, *unused)).rowcount

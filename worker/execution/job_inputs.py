@@ -163,7 +163,7 @@ def enter_data(document: JobDocument, loaded: LoadedModel, context: LoaderContex
     if asked is not None:
         kind, source = asked
         try:
-            query = _stream(source, document, getattr(document, kind).block, loaded, context)
+            query = _stream(source, document, getattr(document, kind).block, loaded, context, upload="query")
         except Refusal as refused:
             # the loaders know of one source of data
             refused.pointer = f"/{kind}/query{(refused.pointer or '').removeprefix('/data')}"
@@ -178,6 +178,7 @@ def _stream(
     batch_size: int,
     loaded: LoadedModel,
     context: LoaderContext,
+    upload: str = "data",
 ) -> DataStream:
     loader = DATA_SOURCES.get(source.source)
     if loader is None or document.task is None:
@@ -194,6 +195,7 @@ def _stream(
         batch_size=batch_size,
         seed=document.collection.seed,
         context=context,
+        upload=upload,
         texts=texts is not None and texts[1],
     )
     stream: DataStream = resolve(loader)(source, request)

@@ -31,6 +31,8 @@ class LoaderContext:
     """Folder of the upload that is the model; None where none is, or nothing laid it out."""
     data_path: Path | None = None
     """Folder of the upload that is the data."""
+    query_path: Path | None = None
+    """Folder of the upload that is the query."""
     most_bytes: int = 2**62
     """Bytes of host memory that models and data may take while they are loaded."""
     shapes_only: bool = False

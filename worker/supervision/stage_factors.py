@@ -120,13 +120,17 @@ def _lay_out(
 def lay_out_uploads(engine: Engine, folder: ArtifactFolder, claim: Claim) -> dict[str, Path]:
     """Lay out the uploads that the claim's document names, each file verified, by fields of the assignment."""
     fields: dict[str, Path] = {}
-    for block in ("model", "data"):
-        source = claim.document.get(block) or {}
-        if source.get("source") != "upload":
+    options = [(f"{kind}/query", (claim.document.get(kind) or {}).get("query")) for kind in claim.kinds]
+    named = [*((block, claim.document.get(block)) for block in ("model", "data")), *options]
+    for pointer, source in named:
+        if not isinstance(source, Mapping) or source.get("source") != "upload":
             continue
+        block = pointer.rpartition("/")[2]
         upload = Uploads(engine, folder, claim.tenant_id).find(str(source["id"]))
         if upload is None or not upload.complete:
-            raise FactorsUnavailable("names an upload that is deleted; upload it again", f"/{block}", "id", "not_found")
+            raise FactorsUnavailable(
+                "names an upload that is deleted; upload it again", f"/{pointer}", "id", "not_found"
+            )
         place = fields[f"{block}_path"] = folder.attempt_dir(claim.job_id, claim.fence) / "uploads" / block
         for each in upload.files:
             (place / each.name).parent.mkdir(parents=True, exist_ok=True)

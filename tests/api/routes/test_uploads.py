@@ -300,8 +300,9 @@ def test_what_is_not_finished_within_a_day_is_swept(keyed: Keyed, ours: httpx.Cl
     assert not (keyed.artifacts / "uploads" / upload_id).exists()
 
 
+@pytest.mark.parametrize("block", ["data", "query"])
 def test_complete_ones_stay_for_the_days_of_ended_jobs_and_while_a_job_names_them(
-    keyed: Keyed, ours: httpx.Client, fresh: str
+    keyed: Keyed, ours: httpx.Client, fresh: str, block: str
 ) -> None:
     name, upload_id = name_of(ours, fresh), fresh.rpartition("/")[2]
     ours.put(f"{fresh}/{name}", content=CONTENT)
@@ -311,7 +312,10 @@ def test_complete_ones_stay_for_the_days_of_ended_jobs_and_while_a_job_names_the
     sweep_uploads(keyed.engine, folder, None)
     assert ours.get(fresh).status_code == 200
     age(keyed.engine, upload_id, 31 * DAY)
-    named = {**DOCUMENT, "data": {"source": "upload", "id": upload_id}}
+    source = {"source": "upload", "id": upload_id}
+    named = {**DOCUMENT, "data": source}
+    if block == "query":
+        named = {**DOCUMENT, "kind": "influence", "influence": {"query": source}}
     job = submit(keyed.engine, tenant_of(keyed, keyed.key), parse_document(raw(named)))
     sweep_uploads(keyed.engine, folder, 30)
     assert ours.get(fresh).status_code == 200

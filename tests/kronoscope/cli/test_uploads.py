@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import save_file
 
 from catalog.responses.layer_record import LayerRecord
 from kronoscope.client import Client, ClientError
@@ -15,6 +16,7 @@ from tests.kronoscope.cli.test_input_notices import JOB, Run
 from tests.kronoscope.cli.test_input_notices import model as model  # noqa: PLC0414 - a fixture
 from tests.kronoscope.cli.test_serve import home as home  # noqa: PLC0414 - a fixture
 from tests.kronoscope.cli.test_serve import url as url  # noqa: PLC0414 - a fixture
+from worker.execution.data.bundled import digits
 
 
 class Cutting:
@@ -116,6 +118,33 @@ def test_a_model_and_data_that_broke_off_are_gone_on_with_and_measured_as_on_the
             client.rerun(job["id"])
     said = kronoscope("submit", "bare.yaml", "--upload", "model", "--validate-only", "--url", url)
     assert "not sent: generation_config.json" in said.stderr + said.stdout
+
+
+def test_queries_come_by_upload_too(folder: Path, kronoscope: Run, url: str) -> None:
+    images, labels = (each[1000:1005] for each in digits())
+    save_file({"inputs": images.contiguous(), "targets": labels.contiguous()}, folder / "asked.safetensors")
+    document = {
+        "kind": "influence",
+        "model": {"source": "builtin", "name": "digits_mlp"},
+        "data": {"source": "builtin", "name": "digits", "limit": 40},
+        "task": {"type": "classification"},
+        "influence": {"query": {"source": "file", "path": "asked.safetensors"}},
+    }
+    (folder / "asked.yaml").write_text(json.dumps(document))
+    done = kronoscope("run", "asked.yaml", "--output", "asked")
+    assert done.returncode == 0, done.stderr
+    ran = json.loads((folder / "asked" / "job.json").read_text())
+    with Client(url) as client:
+        made = client.upload(folder / "asked.safetensors")
+        named = document | {"influence": {"query": {"source": "upload", "id": made.id}}}
+        job = client.submit(named)
+        *_, ended = client.follow(job.id)
+        assert ended.state == "succeeded", ended.failure
+        found = {each.name: each.sha256 for each in client.results(job.id).artifacts}
+        name = "influence/scores-00000.safetensors"
+        assert found[name] == {each["name"]: each["sha256"] for each in ran["artifacts"]}[name]
+        with pytest.raises(ClientError, match="is not a data upload of yours"):
+            client.submit(document | {"influence": {"query": {"source": "upload", "id": "0" * 32}}})
 
 
 @pytest.mark.parametrize("name", ["model.zip", "weights.bin", "notes.md", "absent.csv"])

@@ -17,5 +17,7 @@ class DataRequest:
     """Texts are padded to the longest of this many; tensors are re-sliced to it by the engine."""
     seed: int
     context: LoaderContext
+    upload: str = "data"
+    """The upload that the source means, where it means one, as the parent has laid it out."""
     texts: bool = False
     """Whether the texts are asked for by their places, beside their tokens."""

@@ -162,6 +162,7 @@ def make_context(
         directories=assignment.allowed.directories,
         model_path=assignment.model_path,
         data_path=assignment.data_path,
+        query_path=assignment.query_path,
         report=pipe.report,
         checkpoint=checkpoint.checkpoint,
         log=pipe.log,
