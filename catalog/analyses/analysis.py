@@ -268,6 +268,44 @@ class CoveragePart:
 
 
 @record
+class StarvedExpert:
+    """An expert's layer with a factor that fewer rows entered than it has columns: singular by counting."""
+
+    layer: str
+    """Its name."""
+    tokens: int
+    """Positions that its router sent to it."""
+    factor: str
+    """`A` or `G`: the one that lacks the most."""
+    rank_bound: int
+    """The most that the factor's rank can be: the rows that entered it."""
+    columns: int
+    """Columns of the factor, that of ones included."""
+    times_more: float
+    """How many times as many data, routed alike, bring as many rows as columns."""
+
+
+@record
+class ExpertTokens:
+    """The tokens that experts were sent; those of each stand in its layers' records, as `positions`."""
+
+    layers: int
+    """Layers of experts, with those that no token reached."""
+    fewest: int
+    """Tokens of the layer that got the fewest."""
+    most: int
+    """Tokens of the layer that got the most."""
+    starved: int
+    """Layers that tokens reached, but too few for full rank."""
+    most_starved: tuple[StarvedExpert, ...]
+    """The first eight of them, the one that needs the most data first."""
+    unreached: int
+    """Layers that no token reached."""
+    unreached_layers: tuple[str, ...]
+    """The first 64 of them by name."""
+
+
+@record
 class Coverage(Brief):
     """Every trainable parameter is covered or declared; nothing is skipped silently."""
 
@@ -294,3 +332,5 @@ class Coverage(Brief):
     """Batches that the self-check looked at, and how; null where `examples_checked` is."""
     parts: tuple[CoveragePart, ...] | None = None
     """The same parameters by the form in which their curvature is kept, and by reason; null in older summaries."""
+    experts: ExpertTokens | None = None
+    """The tokens that each expert was sent; null of a model without experts, and in older summaries."""

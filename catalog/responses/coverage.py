@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from catalog.analyses.analysis import CoverageKind, CoveragePart, NamedParameters
+from catalog.analyses.analysis import CoverageKind, CoveragePart, ExpertTokens, NamedParameters
 from catalog.record import FieldError, plain, record
 from catalog.record_reader import read
 
@@ -99,6 +99,8 @@ class CoverageView:
     parts: tuple[CoverageShare, ...] = ()
     """All trainable parameters by the form in which their curvature is kept: `block`, `diagonal`, `sketched`, and what
     is not covered by reason, the largest first."""
+    experts: ExpertTokens | None = None
+    """The tokens that experts were sent, and which got too few; null of a model without experts."""
 
     def percent(self, *kinds: CoverageKind) -> float:
         """Return the percentage of the parameters that are kept in one of these forms."""
@@ -141,6 +143,7 @@ def assess_coverage(summary: Mapping[str, Any] | None, min_coverage: float | Non
         not_measured=tuple(missing),
         message=_sentence(percent, trainable, missing, parts) if missing else None,
         parts=parts,
+        experts=_stored(ExpertTokens | None, counts.get("experts"), "experts", None),
     )
 
 
@@ -277,10 +280,7 @@ def apportion(counts: Sequence[int], units: int) -> list[int]:
 
 def _parts(counts: Mapping[str, Any], share: float, trainable: int) -> tuple[CoveragePart, ...]:
     """Return the parts that a summary counts; of one without, what is covered as one part."""
-    try:
-        stored = read(tuple[CoveragePart, ...], counts.get("parts") or (), "parts")
-    except FieldError:
-        stored = ()  # of another version, or of a job that wrote its summary itself
+    stored = _stored(tuple[CoveragePart, ...], counts.get("parts") or (), "parts", ())
     if stored:
         return tuple(stored)
     blank: dict[str, Any] = {"layers": 0, "named": ()}
@@ -290,6 +290,13 @@ def _parts(counts: Mapping[str, Any], share: float, trainable: int) -> tuple[Cov
         CoveragePart(kind="covered", reason=None, parameters=covered, **blank),
         *(CoveragePart(kind="not_covered", reason=each, parameters=count, **blank) for each, count in reasons.items()),
     )
+
+
+def _stored(annotation: Any, value: Any, name: str, otherwise: Any) -> Any:  # noqa: ANN401 - as `read`
+    try:
+        return read(annotation, value, name)
+    except FieldError:
+        return otherwise  # of another version, or of a job that wrote its summary itself
 
 
 def _coverage(summary: Any) -> Mapping[str, Any] | None:  # noqa: ANN401 - a record, or JSON of any analysis

@@ -74,6 +74,10 @@ class LayerRecord:
     """T over all ranks."""
     terms: int | None
     """Loss terms that entered G."""
+    rank_bound_A: int | None = None
+    """The most that A's rank can be: min(rows that entered it, `in_dim`); null where no count of rows bounds it."""
+    rank_bound_G: int | None = None
+    """The same of G and `out_dim`."""
     exact_trace: float | None
     """Trace of the layer's block of the curvature of the mean loss itself, from each example's squared gradient."""
     kronecker_trace: float | None

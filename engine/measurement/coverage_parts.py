@@ -19,6 +19,7 @@ from catalog.responses.layer_record import LayerRecord
 from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.layers.coverage import DeclaredLayer
 from engine.layers.coverage_check import count_by_reason
+from engine.measurement.expert_tokens import expert_tokens
 
 _MOST_ROWS = 8
 _MOST_NAMES = 4
@@ -49,6 +50,7 @@ def coverage(whole: FactorSet, records: Mapping[int, LayerRecord] | None = None)
         else None,
         looked_at=whole.looked_at,
         parts=_parts(whole, records or {}),
+        experts=expert_tokens(whole),
     )
 
 

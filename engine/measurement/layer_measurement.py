@@ -260,7 +260,6 @@ def _measure(
     taken = factorise_rows(workspace, factors, damped.G)
     smaller = smaller_sizes(workspace, whole, facts, keep_factors=keep_factors)
     after, refused = held_bytes(workspace.machine.device), refused_rungs({"A": side_a, "G": side_g})
-    observed = observe(begun, before, after, workspace, whole, refused)
     complete = MeasuredSize(
         examples=whole.examples,
         spectrum_A=spectrum_a,
@@ -310,6 +309,8 @@ def _measure(
             positions_local=_positions_local(facts),
             positions=facts.positions,
             terms=facts.terms,
+            rank_bound_A=None if facts.rank_bound_A is None else min(facts.rank_bound_A, facts.in_dim),
+            rank_bound_G=None if facts.rank_bound_G is None else min(facts.rank_bound_G, facts.out_dim),
             exact_trace=facts.exact_trace,
             kronecker_trace=kronecker_trace,
             trace_ratio=kronecker_trace / facts.exact_trace if facts.exact_trace else None,
@@ -362,7 +363,7 @@ def _measure(
             nondeterministic=whole.nondeterministic,
             planned_peak_bytes=whole.planned_peak_bytes,
         ),
-        observed=observed,
+        observed=observe(begun, before, after, workspace, whole, refused),
         metadata_G=factors.G.metadata() if isinstance(factors.G, Structured) else {},
     )
 

@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 
-from catalog.analyses.analysis import RefusedAnalysis
+from catalog.analyses.analysis import ExpertTokens, RefusedAnalysis
 from catalog.responses.coverage import CoverageView, describe_kinds, name_parameters
 from kronoscope.display.printable import printable
 
 
 def coverage_lines(measured: CoverageView | None) -> list[str]:
-    """Return in which forms the model was measured, where not all of it as full blocks, and what was not measured."""
+    """Return its experts, the forms in which the model was measured, where not all as full blocks, and what was not."""
+    lines = [] if measured is None or measured.experts is None else _expert_lines(measured.experts)
     if measured is None or measured.percent("block", "covered") == 100:
-        return []
-    lines = [f"coverage: {describe_kinds(measured)}"]
+        return lines
+    lines.append(f"coverage: {describe_kinds(measured)}")
     for part in measured.parts:
         if part.kind != "not_covered" and part.named:
             named = printable(name_parameters(part.named, part.layers), lines=False)
@@ -27,6 +28,18 @@ def coverage_lines(measured: CoverageView | None) -> list[str]:
     accept = f"  or accept the part: collection.min_coverage: {int(measured.measured_share * 1000) / 1000:g}"
     message = printable(measured.message, lines=False)
     return [*lines, f"{heading}: {message}", *remedies, *([accept] if measured.status == "partial" else [])]
+
+
+def _expert_lines(experts: ExpertTokens) -> list[str]:
+    few = f"{experts.fewest:,} to {experts.most:,} tokens each; {experts.starved:,} of them too few for full rank"
+    lines = [f"experts: {experts.layers:,} layers were sent {few}"]
+    for each in experts.most_starved:
+        rank = f"rank of {each.factor} at most {each.rank_bound:,} of {each.columns:,}"
+        lines.append(f"  {each.layer}: T = {each.tokens:,}, {rank}; needs {each.times_more:.3g} times as many data")
+    more = experts.unreached - len(experts.unreached_layers)
+    rest = f" and {more:,} more" if more else ""
+    lines += [f"  no token reached: {', '.join(experts.unreached_layers)}{rest}"] if experts.unreached else []
+    return [printable(line, lines=False) for line in lines]
 
 
 def refused_lines(refused: Sequence[RefusedAnalysis] | None) -> list[str]:

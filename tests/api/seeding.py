@@ -211,6 +211,21 @@ def of_diagonals(engine: Engine, root: Path | ArtifactFolder, tenant_id: str) ->
     return claim.job_id
 
 
+def of_experts(engine: Engine, root: Path | ArtifactFolder, tenant_id: str) -> str:
+    """A job that is done, of whose ten experts' layers nine are starved and one, with markup in its name, is idle."""
+    claim = claimed(engine, tenant_id, DOCUMENT)
+    write_rows(engine, root, claim)
+    starved = [
+        {"layer": f"experts.{at}", "tokens": at, "factor": "A", "rank_bound": at, "columns": 64, "times_more": 64 / at}
+        for at in range(1, 9)
+    ]
+    experts = {"layers": 10, "fewest": 0, "most": 9, "starved": 9, "most_starved": starved}
+    idle = {"unreached": 1, "unreached_layers": ["<b>experts</b>.down_proj[9]"]}
+    summarise(engine, claim, experts={**experts, **idle})
+    attempt_endings.finish(engine, claim)
+    return claim.job_id
+
+
 def part(kind: CoverageKind, reason: str | None, parameters: int, *named: NamedParameters) -> CoveragePart:
     return CoveragePart(kind=kind, reason=reason, parameters=parameters, layers=max(1, len(named)), named=named)
 

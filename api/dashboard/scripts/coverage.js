@@ -153,3 +153,31 @@ export function coverageCard(counts, coverage) {
     identityLine(counts),
   );
 }
+
+/** What the experts of a model were sent: a line on all, a table of the most starved ones, the names of those not reached. */
+export function expertsCard(experts) {
+  if (!experts) return null;
+  const heads = ["Layer", "Tokens", "Rank at most", "Data for full rank"];
+  const rows = experts.most_starved.map((each) => [
+    h("code", {}, each.layer),
+    number(each.tokens),
+    `${number(each.rank_bound)} of ${number(each.columns)} (${each.factor})`,
+    `${number(each.times_more)} ×`,
+  ]);
+  const more = experts.starved - rows.length;
+  const unnamed = experts.unreached - experts.unreached_layers.length;
+  const others = [more > 0 ? `${number(more)} more ${more === 1 ? "is" : "are"} starved.` : null, experts.unreached ? ["No token reached ", ...withCode(experts.unreached_layers.map((name) => `\`${name}\``).join(", ")), unnamed ? ` and ${number(unnamed)} more.` : "."] : null];
+  return h(
+    "section",
+    { class: "card stack tight", "aria-label": "Experts" },
+    h("div", { class: "row apart" }, h("h2", {}, "Experts"), h("span", { class: "muted small" }, `${several(experts.layers, "layer")}, ${number(experts.starved)} starved, ${number(experts.unreached)} not reached`)),
+    h("p", {}, `Each layer of an expert was sent ${number(experts.fewest)} to ${number(experts.most)} tokens.`),
+    rows.length
+      ? [
+          h("p", { class: "muted small" }, "A factor that fewer rows entered than it has columns is singular by count:"),
+          h("div", { class: "scroll", role: "region", tabindex: 0, "aria-label": "Starved experts" }, h("table", {}, h("thead", {}, h("tr", {}, heads.map((head, index) => h("th", { scope: "col", class: index ? "numeric" : null }, head)))), h("tbody", {}, rows.map((cells) => h("tr", {}, cells.map((cell, index) => h("td", { class: index ? "numeric" : null }, cell))))))),
+        ]
+      : null,
+    others.filter(Boolean).map((each) => h("p", {}, each)),
+  );
+}

@@ -22,6 +22,7 @@ function facts(row) {
     ["Clipped in A", clipped(record.clipped_A, record.in_dim)],
     ["Clipped in G", clipped(record.clipped_G, record.out_dim)],
     ["Positions, terms", pair(record.positions, record.terms)],
+    ["Rank of A, G at most", pair(record.rank_bound_A, record.rank_bound_G)],
   ];
 }
 

@@ -2,7 +2,7 @@
 
 import { ANALYSES } from "./analyses.js";
 import { allPages, cancel, fullId, get, watchJob } from "./api.js";
-import { coverageCard, noticesCard, partialCard, partSentence, refusedCard, reproductionCard } from "./coverage.js";
+import { coverageCard, expertsCard, noticesCard, partialCard, partSentence, refusedCard, reproductionCard } from "./coverage.js";
 import { h, replace, unpressed } from "./dom.js";
 import { number } from "./format.js";
 import { cancelledCard, failureCard, filesCard, heading, placementCard } from "./job_parts.js";
@@ -44,7 +44,7 @@ function summaryParts(results, titles, job) {
   // in the order of the document, with the collection's own summary last
   const last = (kind) => ANALYSES[kind]?.damped === false;
   summaries.sort(([a], [b]) => last(a) - last(b) || kinds.indexOf(a) - kinds.indexOf(b));
-  return [...summaries.map(([kind, summary]) => figuresCard(kind, summary, titles.get(kind) ?? kind, partSentence(job.coverage))), coverage && job.coverage ? coverageCard(coverage, job.coverage) : null];
+  return [...summaries.map(([kind, summary]) => figuresCard(kind, summary, titles.get(kind) ?? kind, partSentence(job.coverage))), coverage && job.coverage ? coverageCard(coverage, job.coverage) : null, expertsCard(job.coverage?.experts)];
 }
 
 export async function showJob(main, shownId, signal) {

@@ -33,6 +33,7 @@ def views(embedded: Embedded, deep: str, explained: str) -> dict[str, str]:  # n
     cancelled = seeding.running(ledger, tenant)
     attempt_endings.end_cancelled(ledger, cancelled)
     drawn = {seeding.finished(ledger, files, tenant), seeding.partly_measured(ledger, files, tenant), deep}
+    drawn |= {seeding.of_experts(ledger, files, tenant)}
     drawn |= {seeding.of_diagonals(ledger, files, tenant), seeding.partly_refused(ledger, files, tenant)}
     told = {seeding.failed(ledger, tenant), seeding.failed_in_factory(ledger, tenant), cancelled.job_id}
     told |= {seeding.running(ledger, tenant).job_id, submit(ledger, tenant, parse_document(seeding.raw())).job.id}

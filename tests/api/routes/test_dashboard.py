@@ -173,6 +173,21 @@ def test_a_model_of_diagonals_does_not_look_like_one_of_blocks(page: Page, embed
     expect(pill).to_be_visible()
 
 
+def test_starved_experts_and_those_that_no_token_reached_are_named(page: Page, embedded: Embedded) -> None:
+    job_id = seeding.of_experts(embedded.engine, embedded.artifacts, LOCAL_TENANT)
+    experts = page.request.get(f"/v1/jobs/{job_id}").json()["coverage"]["experts"]
+    assert (experts["starved"], len(experts["most_starved"]), experts["unreached"]) == (9, 8, 1)
+    page.goto(f"/#/jobs/{job_id}")
+    card = page.get_by_role("region", name="Experts", exact=True)
+    expect(card).to_contain_text("10 layers, 9 starved, 1 not reached")
+    expect(card).to_contain_text("was sent 0 to 9 tokens.")
+    rows = card.locator("tbody tr")
+    expect(rows).to_have_count(8)
+    expect(rows.first.locator("td")).to_have_text(["experts.1", "1", "1 of 64 (A)", "64 ×"])
+    expect(card).to_contain_text("1 more is starved.")
+    expect(card).to_contain_text("No token reached <b>experts</b>.down_proj[9].")
+
+
 def test_where_a_factory_raised_stands_on_the_page(page: Page, embedded: Embedded) -> None:
     page.goto(f"/#/jobs/{seeding.failed_in_factory(embedded.engine, LOCAL_TENANT)}")
     card = page.get_by_role("alert", name="Failure")
