@@ -35,6 +35,7 @@ from api.requests.query_parameters import refuse_unknown_parameters
 from api.routes import (
     analyses,
     artifacts,
+    comparison,
     dashboard,
     devices,
     estimates,
@@ -113,7 +114,8 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(AuditMiddleware, addresses=table.addresses, refused_lines=refused_lines)
     app.add_middleware(RequestMetricsMiddleware, request_metrics=request_metrics)
     exception_handlers.install(app)
-    for room in (jobs, events, results, artifacts, exports, estimates, analyses, devices, health, metrics, dashboard):
+    rooms = (jobs, comparison, events, results, artifacts, exports, estimates, analyses, devices, health, metrics)
+    for room in (*rooms, dashboard):
         app.include_router(room.router)
     app.include_router(uploads.router)
 

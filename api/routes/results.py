@@ -135,7 +135,7 @@ def owned_job(service: Service, tenant_id: str, job_id: str) -> Job:
 
 
 @router.get("/results", operation_id="read_results", summary="Summary and manifest", responses=error_responses(404))
-def results(job_id: str, caller: Reader, service: ServiceOf) -> ResultsView:
+def read_results(job_id: str, caller: Reader, service: ServiceOf) -> ResultsView:
     """The summary of each analysis, the environment in which it was computed, and links to layers and files."""
     job = owned_job(service, caller.tenant_id, job_id)
     files = list_artifacts(service.engine, caller.tenant_id, job_id)
@@ -255,7 +255,8 @@ def _download(chunks: Iterator[str], media_type: str, name: str) -> StreamingRes
     return StreamingResponse(all_chunks(), media_type=media_type, headers=headers)
 
 
-def _pages(service: Service, job: Job, chosen: Selection) -> Iterator[tuple[LayerRow, ...]]:
+def row_pages(service: Service, job: Job, chosen: Selection) -> Iterator[tuple[LayerRow, ...]]:
+    """Yield all layer rows of a job, in pages."""
     after = None
     limit = _PAGE if job.archived_at is None else _ARCHIVED_PAGE
     while True:
@@ -267,7 +268,7 @@ def _pages(service: Service, job: Job, chosen: Selection) -> Iterator[tuple[Laye
 
 
 def _lines(service: Service, job: Job, chosen: Selection, line: Callable[[LayerRow], str]) -> Iterator[str]:
-    for rows in _pages(service, job, chosen):
+    for rows in row_pages(service, job, chosen):
         yield "".join(line(row) for row in rows)
 
 
@@ -299,7 +300,7 @@ def _table(service: Service, job: Job, chosen: Selection) -> Iterator[str]:
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\r\n")
     writer.writerow([*fixed, *metrics, "seconds", "sha256"])
-    for rows in _pages(service, job, chosen):
+    for rows in row_pages(service, job, chosen):
         for row in rows:
             view = layer_view(row)
             values = [getattr(view, name) for name in fixed]

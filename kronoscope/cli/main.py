@@ -19,6 +19,7 @@ from catalog.record import plain
 from catalog.responses.coverage import assess_coverage
 from kronoscope.cli import job_commands
 from kronoscope.cli.autoscale import autoscale
+from kronoscope.cli.compare import compare_jobs
 from kronoscope.cli.devices import devices
 from kronoscope.cli.documents import change_document, read_document
 from kronoscope.cli.exit_codes import CATEGORIES, FATAL, STOPPED, USAGE, fail, require_whole, run_command, trace_lines
@@ -149,6 +150,7 @@ for _name, _command, _arguments in (
     ("results", job_commands.results, "0f3a9c217b44 --download files"),
     ("cancel", job_commands.cancel, "0f3a9c217b44"),
     ("jobs", job_commands.list_jobs, "--state failed --since 2d"),
+    ("compare", compare_jobs, "0f3a9c217b44 8d21e07c5a19 --metric trace"),
 ):
     app.command(_name, epilog=epilog(f"kronoscope {_name} {_arguments}"))(_command)
 
