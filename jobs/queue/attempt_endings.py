@@ -21,7 +21,8 @@ from catalog.responses.coverage import assess_coverage
 from jobs.codec import sha256_of
 from jobs.lifecycle import State, ending
 from jobs.metrics.counters import add, add_failure
-from jobs.queue.division import draw_parent, forget_files_of_pieces, progress_between, tell_parent
+from jobs.queue.children import draw_parent
+from jobs.queue.division import forget_files_of_pieces, progress_between, tell_parent
 from jobs.queue.fence import by_holder, draw_fenced, move
 from jobs.records import Claim
 from jobs.schema.clock import ledger_now

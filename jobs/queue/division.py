@@ -19,40 +19,35 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Engine, Row, and_, delete, exists, insert, not_, or_, select
+from sqlalchemy import Connection, Engine, Row, and_, delete, exists, not_, or_, select
 
 from catalog.frames import Divided
 from catalog.record import FieldError, plain
 from catalog.requests.estimate import ESTIMATE
-from catalog.requests.job import MAX_NAME
 from catalog.requests.pieces import Piece, most_pieces_of, read_piece
 from jobs.lifecycle import TERMINAL, State, ending
 from jobs.metrics.counters import add, add_failure
-from jobs.queue.fence import append_event, by_holder, cancel_queued, change, draw, draw_fenced, move
+from jobs.queue.children import (
+    LEFT_TO_CHILDREN,
+    any_child,
+    cancel_pieces,
+    child_name,
+    draw_parent,
+    insert_children,
+    move_again,
+)
+from jobs.queue.fence import append_event, by_holder, draw, draw_fenced, move
 from jobs.queue.piece_progress import note_success, progress_of_round
 from jobs.records import Claim
-from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
-from jobs.schema.identifiers import new_id
-from jobs.schema.tables import artifacts, job_events, jobs, outbox
+from jobs.schema.tables import artifacts, jobs
 
 _log = logging.getLogger("kronoscope.jobs")
 
-_LEFT_TO_CHILDREN = ("waiting", "cancelling")
-"""States of a parent in which its children decide what becomes of it."""
-_INHERITED = (
-    *("tenant_id", "kind", "document", "document_sha256", "priority", "deadline_at", "world_size", "needs_bytes"),
-    *("device_class", "model_factory", "data_factory", "max_failures", "plan"),
-    "queued_at",  # pieces take their parent's place in the queue: what was submitted later comes after them
-)
 _AT_ONCE = 500
 _BAD = "broken_child"
 _BASES = "factors/bases/"
 """Folder of the eigenbases that a job stores of its merged factors, for pieces that correct eigenvalues."""
-
-
-class ParentBusy(Exception):
-    """Another transaction holds the parent's row."""
 
 
 @by_holder
@@ -89,22 +84,13 @@ def divide(engine: Engine, claim: Claim, frame: Divided, devices: int = 1) -> St
             add_failure(connection, "fatal", _BAD, ends_job=True)
             tell_parent(connection, parent, drawn, "failed", failure)
             return "failed"
-        _insert_children(connection, drawn, pieces)
+        insert_children(
+            connection, drawn, [{"piece": plain(each), "name": child_name(drawn.name, each.title)} for each in pieces]
+        )
         begun = progress_of_round(drawn.document, [(piece, "queued", None) for piece in pieces])
         progress = begun | {"updated_at": drawn.now.isoformat()}
         move(connection, drawn, "waiting", {"progress": progress}, reason=f"{frame.round}: {len(pieces)} pieces")
         return "waiting"
-
-
-def draw_parent(connection: Connection, parent_id: str | None, *, skip_locked: bool = False) -> Row[Any] | None:
-    """Lock the parent of a job that is about to end, before the job itself is locked."""
-    if parent_id is None:
-        return None
-    if skip_locked:
-        free = select(jobs.c.id).where(jobs.c.id == parent_id).with_for_update(skip_locked=True, key_share=True)
-        if connection.execute(free).one_or_none() is None:
-            raise ParentBusy(parent_id)
-    return draw(connection, jobs.c.id == parent_id, jobs.c.state.in_(_LEFT_TO_CHILDREN))
 
 
 def tell_parent(
@@ -124,31 +110,11 @@ def tell_parent(
         note_success(connection, parent, read_piece(drawn.piece))
     if state == "failed" and parent.state == "waiting":
         _fail_with(connection, parent, drawn, failure or {})
-    elif parent.state == "waiting" and not _any_piece(connection, parent.id, jobs.c.state != "succeeded"):
+    elif parent.state == "waiting" and not any_child(connection, parent.id, jobs.c.state != "succeeded"):
         progress = _whole_round(connection, parent, drawn.piece["round"])
-        _move_again(connection, parent, "queued", {"progress": progress}, "all pieces have succeeded")
-    elif parent.state == "cancelling" and not _any_piece(connection, parent.id, jobs.c.state.not_in(TERMINAL)):
-        _move_again(connection, parent, "cancelled", {}, None)
-
-
-def cancel_pieces(connection: Connection, parent_id: str, reason: str) -> bool:
-    """Cancel the pieces of a locked job that have not ended: queued ones at once, running ones by asking.
-
-    Args:
-        connection: A connection with an open transaction, in which the parent's row is locked.
-        reason: The reason, for the pieces' history.
-
-    Returns:
-        Whether there are pieces that have yet to stop.
-    """
-    cancel_queued(connection, jobs.c.parent_id == parent_id, reason)
-    running = (jobs.c.parent_id == parent_id, jobs.c.state == "running")
-    for piece_id in connection.execute(select(jobs.c.id).where(*running).order_by(jobs.c.id)).scalars().all():
-        drawn = draw(connection, jobs.c.id == piece_id, *running)
-        if drawn is not None:
-            change(connection, drawn, {"cancel_requested_at": ledger_now()})
-            move(connection, drawn, "cancelling", reason=reason)
-    return _any_piece(connection, parent_id, jobs.c.state.not_in(TERMINAL))
+        move_again(connection, parent, "queued", {"progress": progress}, "all pieces have succeeded")
+    elif parent.state == "cancelling" and not any_child(connection, parent.id, jobs.c.state.not_in(TERMINAL)):
+        move_again(connection, parent, "cancelled", {}, None)
 
 
 def forget_files_of_pieces(connection: Connection, drawn: Row[Any]) -> None:
@@ -171,7 +137,7 @@ def settle_stranded(engine: Engine) -> int:
     piece = jobs.alias("piece")
     of_it = piece.c.parent_id == jobs.c.id
     stranded = and_(
-        jobs.c.state.in_(_LEFT_TO_CHILDREN),
+        jobs.c.state.in_(LEFT_TO_CHILDREN),
         jobs.c.lease_owner.is_(None),
         exists().where(of_it),
         or_(
@@ -197,14 +163,14 @@ def _settle(connection: Connection, parent: Row[Any]) -> None:
     pieces = connection.execute(select(jobs).where(jobs.c.parent_id == parent.id).order_by(jobs.c.id)).all()
     failed = next((piece for piece in pieces if piece.state == "failed"), None)
     if parent.state == "cancelling":
-        _move_again(connection, parent, "cancelled", {}, None)
+        move_again(connection, parent, "cancelled", {}, None)
     elif failed is not None:
         _fail_with(connection, parent, failed, failed.failure or {})
     elif all(piece.state == "succeeded" for piece in pieces):
         progress = _whole_round(connection, parent, pieces[-1].piece["round"])
-        _move_again(connection, parent, "queued", {"progress": progress}, "all pieces have succeeded")
+        move_again(connection, parent, "queued", {"progress": progress}, "all pieces have succeeded")
     else:
-        _move_again(connection, parent, "cancelled", {}, "its pieces were cancelled")
+        move_again(connection, parent, "cancelled", {}, "its pieces were cancelled")
 
 
 def piece_event(drawn: Row[Any], state: State) -> dict[str, Any]:
@@ -253,62 +219,14 @@ def _bad_division(why: str) -> dict[str, Any]:
     }
 
 
-def _insert_children(connection: Connection, drawn: Row[Any], pieces: list[Piece]) -> None:
-    """Insert all children with their first events and wake-ups; one statement holds up to 500 of them."""
-    inherited = {name: getattr(drawn, name) for name in _INHERITED}
-    now, first = drawn.now, {"state": "queued", "attempt": 0}
-    rows = [
-        inherited
-        | {
-            "id": new_id(),
-            "parent_id": drawn.id,
-            "piece": plain(piece),
-            "name": _name(drawn.name, piece),
-            "state": "queued",
-            "event_seq": 1,
-            "created_at": now,
-        }
-        for piece in pieces
-    ]
-    for start in range(0, len(rows), _AT_ONCE):
-        part = rows[start : start + _AT_ONCE]
-        connection.execute(insert(jobs), part)
-        of_job = [{"job_id": row["id"], "tenant_id": row["tenant_id"]} for row in part]
-        connection.execute(
-            insert(job_events), [{**row, "seq": 1, "at": now, "type": "state", "data": first} for row in of_job]
-        )
-        connection.execute(insert(outbox), [{**row, "id": new_id(), "created_at": now} for row in of_job])
-
-
-def _name(parent: str | None, piece: Piece) -> str:
-    """The name of a child, `digits · piece 3 of 6`; a parent's long name is cut."""
-    if parent is None:
-        return piece.title
-    return f"{parent[: MAX_NAME - len(piece.title) - 3]} · {piece.title}"
-
-
 def _fail_with(connection: Connection, parent: Row[Any], drawn: Row[Any], failure: Mapping[str, Any]) -> None:
     """Fail the parent with the failure of one piece, and have the others stop."""
     title = read_piece(drawn.piece).title
     message = f"{title} of the round `{drawn.piece['round']}` (job {drawn.id}) failed: {failure.get('message', '')}"
     cancel_pieces(connection, parent.id, reason=f"{title} failed")
     named = {**failure, "message": message}
-    _move_again(connection, parent, "failed", {"failure": named}, str(failure.get("code", "")))
+    move_again(connection, parent, "failed", {"failure": named}, str(failure.get("code", "")))
     add(connection, "job_failures", str(failure.get("category", "fatal")))
-
-
-def _move_again(
-    connection: Connection, parent: Row[Any], state: State, values: Mapping[str, Any], reason: str | None
-) -> None:
-    """Move a parent under a number of its own: the one that its row was locked with went to the piece's event."""
-    again = draw(connection, jobs.c.id == parent.id, jobs.c.state == parent.state)
-    if again is not None:  # it is locked, so that nothing else has become of it
-        move(connection, again, state, values, reason=reason)
-
-
-def _any_piece(connection: Connection, parent_id: str, condition: ColumnElement[bool]) -> bool:
-    found = select(jobs.c.id).where(jobs.c.parent_id == parent_id, condition).limit(1)
-    return connection.execute(found).one_or_none() is not None
 
 
 def _whole_round(connection: Connection, parent: Row[Any], name: str) -> dict[str, Any]:

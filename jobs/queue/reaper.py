@@ -9,7 +9,8 @@ from sqlalchemy import ColumnElement, Engine, Row, and_, delete, exists, literal
 from jobs.lifecycle import HELD
 from jobs.metrics.counters import add
 from jobs.queue.attempt_endings import record_failure
-from jobs.queue.division import ParentBusy, draw_parent, settle_stranded, tell_parent
+from jobs.queue.children import ParentBusy, draw_parent
+from jobs.queue.division import settle_stranded, tell_parent
 from jobs.queue.fence import draw, move
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing

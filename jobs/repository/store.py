@@ -21,7 +21,7 @@ from jobs.errors import (
     PieceRefused,
 )
 from jobs.lifecycle import TERMINAL, State
-from jobs.queue.division import cancel_pieces
+from jobs.queue.children import cancel_pieces
 from jobs.queue.fence import append_event, change, change_all, draw, move
 from jobs.records import Artifact, Claim, Job, JobPage
 from jobs.repository.job_list import read_jobs
