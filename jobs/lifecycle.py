@@ -7,6 +7,7 @@
       │ │          │ └───> cancelling ──> cancelled
       │ └─ waiting ┘       (divided: for its pieces, see ``jobs.queue.division``; back when all have succeeded)
       │       └──────────> failed (with a piece) | cancelling | cancelled
+      │                    (a series waits for its checkpoints from the beginning, and ends: ``jobs.queue.series``)
       └──> failed (at its deadline) | cancelled
 
 A job that is being cancelled ends `cancelled` whatever its attempt reports meanwhile: a caller
@@ -20,7 +21,7 @@ State = JobState
 LEGAL_MOVES: dict[State, frozenset[State]] = {
     "queued": frozenset({"running", "failed", "cancelled"}),
     "running": frozenset({"queued", "waiting", "cancelling", "succeeded", "failed"}),
-    "waiting": frozenset({"queued", "cancelling", "failed", "cancelled"}),
+    "waiting": frozenset({"queued", "cancelling", "succeeded", "failed", "cancelled"}),
     "cancelling": frozenset({"cancelled"}),
     "succeeded": frozenset(),
     "failed": frozenset(),

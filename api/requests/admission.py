@@ -28,6 +28,7 @@ from catalog.requests.inputs import (
     is_path,
 )
 from catalog.requests.job import FactorsReference, JobDocument
+from catalog.requests.series import checkpoint_documents
 from catalog.responses.reproduction import reason_unreproducible
 from jobs.codec import document_json, parse_document
 from jobs.errors import DocumentRefused
@@ -58,7 +59,7 @@ def admit(document: JobDocument, settings: Settings, engine: Engine, tenant_id: 
     """
     uploads = Uploads(engine, ArtifactFolder(settings.ledger.artifact_root), tenant_id)
     complaints = (
-        *_inputs(document, settings, uploads, tenant_id),
+        *dict.fromkeys(_all_inputs(document, settings, uploads, tenant_id)),
         *_factors(document, engine, tenant_id, settings),
         *_files(document, settings, tenant_id),
         *_reproduced(document, engine, tenant_id),
@@ -69,6 +70,15 @@ def admit(document: JobDocument, settings: Settings, engine: Engine, tenant_id: 
         with reading(engine, tenant_id) as connection:
             now = connection.execute(select(ledger_now())).scalar_one()
         require_in_time(document.schedule.deadline_at, now)
+
+
+def _all_inputs(document: JobDocument, settings: Settings, uploads: Uploads, tenant_id: str) -> Iterator[Complaint]:
+    """Yield what is wrong with the inputs of a job, or of each job of a series."""
+    yield from () if document.series else _inputs(document, settings, uploads, tenant_id)
+    for place, each in enumerate(checkpoint_documents(document)):
+        for complaint in _inputs(each, settings, uploads, tenant_id):
+            own = complaint.pointer in ("/model/path", "/model/revision")
+            yield replace(complaint, pointer=f"/series/model/{place}") if own else complaint
 
 
 def _inputs(document: JobDocument, settings: Settings, uploads: Uploads, tenant_id: str) -> Iterator[Complaint]:

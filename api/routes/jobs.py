@@ -141,7 +141,9 @@ def _admitted(service: Service, caller: Caller, document: JobDocument) -> None:
     settings = service.settings
     admit(document, settings, service.engine, caller.tenant_id)
     require_room(service.engine, caller.tenant_id, settings.ledger.stored_bytes)
-    require_place(service.engine, caller.tenant_id, settings.queued_jobs, settings.queued_bytes)
+    count = 1 + (0 if document.series is None else len(document.series.model))
+    more = (1, 1) if count == 1 else (count, count * len(json.dumps(document_json(document))))
+    require_place(service.engine, caller.tenant_id, settings.queued_jobs, settings.queued_bytes, more)
 
 
 def _validated(service: Service, document: JobDocument) -> Response:

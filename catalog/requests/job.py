@@ -14,6 +14,7 @@ from catalog.requests.memory import Memory
 from catalog.requests.pieces import Shards, require_divisible
 from catalog.requests.ranks import require_ranks
 from catalog.requests.schedule import Schedule
+from catalog.requests.series import Series, require_series
 from catalog.requests.uncollected import require_alone
 from catalog.requests.woodbury import Woodbury
 
@@ -88,6 +89,8 @@ class JobDocument:
     """The number of pieces that the data are cut into, each a job of its own that any worker takes; `auto` takes as
     many as the plan and the devices at hand make worth while. The factors are those of all examples, merged in the
     order of the pieces. Null is a job that is not divided."""
+    series: Series | None = None
+    """Checkpoints of `model`, each of which gets a job of its own. Null is a job of one model."""
     world_size: int = 1
     """Devices of one node that compute the job together, each with a process of its own (a rank) that measures every
     `world_size`-th batch. On a node without a GPU the ranks share its processors and its memory."""
@@ -113,6 +116,7 @@ class JobDocument:
         self._require_kept()
         require_extension(self)
         require_divisible(self)
+        require_series(self)
         require_ranks(self)
         _require_labels(self.labels)
         _require_name(self.name)

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Row, and_, delete, exists, not_, or_, select
+from sqlalchemy import Connection, Engine, Row, and_, delete, exists, not_, null, or_, select
 
 from catalog.frames import Divided
 from catalog.record import FieldError, plain
@@ -38,6 +38,7 @@ from jobs.queue.children import (
 )
 from jobs.queue.fence import append_event, by_holder, draw, draw_fenced, move
 from jobs.queue.piece_progress import note_success, progress_of_round
+from jobs.queue.series import go_on, series_place
 from jobs.records import Claim
 from jobs.schema.database import reading, writing
 from jobs.schema.tables import artifacts, jobs
@@ -106,6 +107,9 @@ def tell_parent(
     append_event(connection, parent, "piece", piece_event(drawn, state))
     if state not in TERMINAL:
         return
+    if drawn.piece is None:
+        go_on(connection, parent, drawn)
+        return
     if state == "succeeded":
         note_success(connection, parent, read_piece(drawn.piece))
     if state == "failed" and parent.state == "waiting":
@@ -135,14 +139,17 @@ def settle_stranded(engine: Engine) -> int:
     earlier version, which knows of no pieces, has ended one: as a worker that is yet to be replaced may.
     """
     piece = jobs.alias("piece")
-    of_it = piece.c.parent_id == jobs.c.id
+    of_it, is_piece = piece.c.parent_id == jobs.c.id, piece.c.piece.is_not(null())
     stranded = and_(
         jobs.c.state.in_(LEFT_TO_CHILDREN),
         jobs.c.lease_owner.is_(None),
         exists().where(of_it),
         or_(
             not_(exists().where(of_it, piece.c.state.not_in(TERMINAL))),
-            and_(jobs.c.state == "waiting", exists().where(of_it, piece.c.state == "failed")),
+            and_(
+                jobs.c.state == "waiting",
+                exists().where(of_it, is_piece, piece.c.state == "failed"),
+            ),
         ),
     )
     with reading(engine) as connection:
@@ -162,6 +169,9 @@ def settle_stranded(engine: Engine) -> int:
 def _settle(connection: Connection, parent: Row[Any]) -> None:
     pieces = connection.execute(select(jobs).where(jobs.c.parent_id == parent.id).order_by(jobs.c.id)).all()
     failed = next((piece for piece in pieces if piece.state == "failed"), None)
+    if pieces[0].piece is None:
+        go_on(connection, parent)
+        return
     if parent.state == "cancelling":
         move_again(connection, parent, "cancelled", {}, None)
     elif failed is not None:
@@ -175,7 +185,7 @@ def _settle(connection: Connection, parent: Row[Any]) -> None:
 
 def piece_event(drawn: Row[Any], state: State) -> dict[str, Any]:
     """Return the content of an event by which a parent's history describes a piece."""
-    piece = drawn.piece or {}
+    piece = drawn.piece or dict(zip(("round", "index"), series_place(drawn.idempotency_key), strict=True))
     return {**{name: piece.get(name) for name in ("round", "index", "count")}, "job": drawn.id, "state": state}
 
 

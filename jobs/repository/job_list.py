@@ -19,7 +19,7 @@ FIELDS = ("document", "plan")
 _LARGE = (*FIELDS, "manifest")
 _LISTED = ("refused", "notices")
 """Fields of a manifest that a list holds."""
-_SOURCES = ("model", "data", "factors")
+_SOURCES = ("model", "data", "factors", "series")
 _PAGE_BYTES = 2**20
 _LONGEST_VALUE = 300
 

@@ -6,11 +6,14 @@ They are in the order of rounds and pieces, in which their results are merged.
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import Engine, select
+from sqlalchemy import Engine, null, select
 
 from catalog.record import record
 from catalog.requests.pieces import ROUNDS, Piece, read_piece
 from jobs.lifecycle import HELD, State
+from jobs.queue.series import OVERLAP, series_place
+from jobs.records import Job
+from jobs.repository.row_records import job_record
 from jobs.schema.database import reading
 from jobs.schema.identifiers import is_id
 from jobs.schema.tables import jobs
@@ -57,10 +60,25 @@ def read_pieces(engine: Engine, tenant_id: str, parent_id: str) -> tuple[PieceJo
     """
     if not is_id(parent_id):
         return ()
-    query = select(*_COLUMNS).where(jobs.c.tenant_id == tenant_id, jobs.c.parent_id == parent_id)
+    of_job = (jobs.c.tenant_id == tenant_id, jobs.c.parent_id == parent_id)
+    query = select(*_COLUMNS).where(*of_job, jobs.c.piece.is_not(null()))  # the jobs of a series are no pieces
     with reading(engine, tenant_id) as connection:
         rows = connection.execute(query).all()
     return tuple(sorted(map(_record, rows), key=lambda each: (ROUNDS.index(each.piece.round), each.piece.index)))
+
+
+def read_series(engine: Engine, tenant_id: str, parent_id: str) -> tuple[list[Job], list[tuple[int, Job]]]:
+    """Return the jobs of a series.
+
+    Returns:
+        Those of its checkpoints in order, and the comparisons of neighbours, each with the place of the later one.
+    """
+    query = select(jobs).where(jobs.c.tenant_id == tenant_id, jobs.c.parent_id == parent_id)
+    with reading(engine, tenant_id) as connection:
+        rows = connection.execute(query).all()
+    placed = sorted(((series_place(row.idempotency_key), job_record(row)) for row in rows), key=lambda each: each[0][1])
+    pairs = [(place, job) for (part, place), job in placed if part == OVERLAP]
+    return [job for (part, _), job in placed if part != OVERLAP], pairs
 
 
 def _record(row: Any) -> PieceJob:  # noqa: ANN401 - a row of the columns above

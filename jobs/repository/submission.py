@@ -14,6 +14,7 @@ from catalog.requests.estimate import ESTIMATE
 from catalog.requests.job import JobDocument
 from catalog.requests.memory_requirements import factories_of
 from catalog.requests.schedule import Schedule
+from catalog.requests.series import checkpoint_documents
 from jobs.codec import document_json, sha256_of
 from jobs.errors import (
     IdempotencyConflict,
@@ -21,6 +22,7 @@ from jobs.errors import (
     JobNotFound,
 )
 from jobs.queue.fence import append_event, draw, post_wakeup
+from jobs.queue.series import start_series
 from jobs.records import Job, Submitted
 from jobs.repository.row_records import job_record
 from jobs.scheduling.deadlines import deadline_of, require_in_time, stored_schedule
@@ -43,6 +45,8 @@ def submit(
     needs_bytes: int | None = None,
 ) -> Submitted:
     """Store a job and its wake-up in one transaction, or return the job that this key stored earlier.
+
+    A series is stored with the jobs of its checkpoints, which have the wake-ups.
 
     An estimate is a job that is only planned: `read_estimate` finds it, and no function that looks for jobs. Its
     idempotency keys are apart from those of jobs, and it precedes all jobs instead of following the document's
@@ -72,6 +76,7 @@ def submit(
     schedule = Schedule() if estimate else document.schedule
     asked = stored_schedule(schedule)
     model_factory, data_factory = factories_of(document)
+    checkpoints = () if estimate else checkpoint_documents(document)
     with writing(engine, tenant_id) as connection:
         job_id = _insert_job(
             connection,
@@ -83,7 +88,7 @@ def submit(
                 "document": body,
                 "document_sha256": digest,
                 "idempotency_key": idempotency_key,
-                "state": "queued",
+                "state": "waiting" if checkpoints else "queued",
                 "schedule": asked,
                 "priority": AHEAD if estimate else schedule.priority,
                 "deadline_at": deadline_of(schedule),
@@ -110,8 +115,11 @@ def submit(
         if drawn is None:
             raise JobNotFound(job_id)
         require_in_time(drawn.deadline_at, drawn.now)
-        append_event(connection, drawn, "state", {"state": "queued", "attempt": 0})
-        post_wakeup(connection, job_id, tenant_id)
+        append_event(connection, drawn, "state", {"state": drawn.state, "attempt": 0})
+        if checkpoints:
+            start_series(connection, drawn, checkpoints)
+        else:
+            post_wakeup(connection, job_id, tenant_id)
         return Submitted(job=job_record(drawn), created=True)
 
 

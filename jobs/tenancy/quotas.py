@@ -8,7 +8,7 @@ running at once at the most.
 
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Text, cast, func, select, union, update
+from sqlalchemy import Connection, Engine, Text, cast, func, null, select, union, update
 
 from catalog.record import record
 from jobs.errors import QueueFull, QuotaExceeded
@@ -106,10 +106,13 @@ def lock_usage(connection: Connection, tenant_id: str, default_bytes: int | None
     return _used(connection, tenant_id), _quota_of(connection, tenant_id, default_bytes)
 
 
-def require_place(engine: Engine, tenant_id: str, most_jobs: int, most_bytes: int) -> None:
+def require_place(
+    engine: Engine, tenant_id: str, most_jobs: int, most_bytes: int, more: tuple[int, int] = (1, 1)
+) -> None:
     """Refuse a submission of a tenant whose queued jobs are as many, or as long, as they may be.
 
-    A divided job counts as one of them while it waits for its pieces, which do not count: they are never refused.
+    A divided job counts as one of them while it waits for its pieces, which do not count: they are never refused. The
+    jobs of a series count, and it too.
 
     Several submissions at once may each find the last place free.
 
@@ -117,19 +120,23 @@ def require_place(engine: Engine, tenant_id: str, most_jobs: int, most_bytes: in
         engine: The ledger's database.
         most_jobs: The cap on its queued jobs, estimates among them.
         most_bytes: The cap on the text of their documents.
+        more: Jobs that are submitted together, and the least bytes of their documents.
 
     Raises:
         QueueFull: If there is no place.
     """
     size = func.coalesce(func.sum(func.length(cast(jobs.c.document, Text))), 0)
     queued = select(func.count(), size).where(
-        jobs.c.tenant_id == tenant_id, jobs.c.state.in_(("queued", "waiting")), jobs.c.parent_id.is_(None)
+        jobs.c.tenant_id == tenant_id, jobs.c.state.in_(("queued", "waiting")), jobs.c.piece.is_(null())
     )
     with reading(engine, tenant_id) as connection:
         count, characters = connection.execute(queued).one()
-    if count >= most_jobs:
-        raise QueueFull(f"{count:,} of your jobs wait, of {most_jobs:,} that may; cancel some, or wait until they run")
-    if characters >= most_bytes:
+    if count + more[0] > most_jobs:
+        these = "" if more[0] == 1 else f", and these are {more[0]:,} jobs"
+        raise QueueFull(
+            f"{count:,} of your jobs wait, of {most_jobs:,} that may{these}; cancel some, or wait until they run"
+        )
+    if characters + more[1] > most_bytes:
         raise QueueFull(
             f"the documents of your waiting jobs have {characters:,} bytes, of {most_bytes:,} that they may have; "
             "cancel some, or wait until they run"

@@ -28,6 +28,7 @@ from kronoscope.display.plan_tables import show_plan
 from kronoscope.display.printable import printable
 from kronoscope.display.progress import display_for
 from kronoscope.display.results import placement_problem, read_memory_curve, show_progress, show_results
+from kronoscope.display.series import show_series
 
 Priority = Annotated[
     int | None, typer.Option(metavar="-10..10", help="Which of your own waiting jobs goes first; default 0.")
@@ -244,6 +245,11 @@ def results(
         return
     with Client(url) as client:
         found = client.results(client.full_id(job_id))
+        if found.job.document.get("series") is not None:
+            series = client.series(found.job.id)
+            print_json(plain(series)) if as_json else show_series(result_console(), series)
+            _end_as(found.job)
+            return
         rows = list(client.layers(found.job.id))
         curve = None if as_json or methods else client.memory_curve(found)
         _print_results(found, rows, curve, methods=methods, as_json=as_json)
@@ -350,7 +356,9 @@ def _watched(client: Client, job_id: str, *, as_json: bool) -> bool:
         fail(INTERNAL, ["the service sent no answer about the job"])
     if as_json:
         print_json(plain(job))
-    if job.state == "succeeded" and not as_json:
+    if job.state == "succeeded" and job.document.get("series") is not None and not as_json:
+        show_series(result_console(), client.series(job_id))
+    elif job.state == "succeeded" and not as_json:
         found = client.results(job_id)
         _show_tables(found, list(client.layers(job_id)), client.memory_curve(found))
     _end_as(job)

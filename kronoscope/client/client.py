@@ -18,6 +18,7 @@ import httpx
 from catalog.requests.uploads import UploadView
 from catalog.responses.device_views import DeviceView
 from catalog.responses.estimate_view import EstimateView
+from catalog.responses.series import SeriesView
 from catalog.responses.views import ArtifactView, EventView, JobView, ResultsView
 from kronoscope.client.artifact_files import read_memory_curve, save_artifact
 from kronoscope.client.connection import DEFAULT_URL, VISIBLE_ASCII, Connection
@@ -309,21 +310,21 @@ class Client:
         self._connection.send("DELETE", _path(job_id))
 
     def results(self, job_id: str) -> ResultsView:
-        """Return a job's summaries, its manifest and the list of its files.
-
-        Args:
-            job_id: The job's id; it need not have ended.
+        """Return a job's summaries, its manifest and the list of its files, whether it has ended or not.
 
         Returns:
             The results so far; a summary is the analysis's own record where this client knows the analysis.
         """
         return build_results(self._connection.call("GET", f"{_path(job_id)}/results"))
 
+    def series(self, job_id: str) -> SeriesView:
+        """Return the checkpoints of a series with what they have stored so far, and the overlaps of neighbours."""
+        return build(SeriesView, self._connection.call("GET", f"{_path(job_id)}/series"))
+
     def layers(self, job_id: str, *, kind: str | None = None) -> Iterator[Layer]:
-        """Yield the rows of a job's results, page after page.
+        """Yield the rows of a job's results so far, page after page.
 
         Args:
-            job_id: The job's id; it need not have ended.
             kind: Only rows of this analysis; None for all.
 
         Yields:

@@ -90,6 +90,9 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
     seconds = _seconds_left(schedule, time.time())
     if seconds is not None and seconds <= 0:
         return _refuse(echo, "the deadline in `schedule` has passed; give a later one, or none", code="in_the_past")
+    if isinstance(document, Mapping) and document.get("series") is not None and not request.get("estimate"):
+        said = "`series` makes a job for each checkpoint, which a service does; submit it there, or leave `series` out"
+        return _refuse(echo, said, code="series_refused")
     stated = {
         "allowed": {"factories": ["*"], "directories": ["*"]},
         "offline": False,
