@@ -7,6 +7,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from catalog import ANALYSES
 from catalog.record import plain
 from catalog.responses.comparison import MOST_JOBS, ComparisonView, compare
 from kronoscope.cli.exit_codes import USAGE, fail
@@ -49,19 +50,23 @@ def _show(view: ComparisonView) -> None:
     names = list(dict.fromkeys(name for _, metrics in tables for name in metrics))
     if not names:
         fail(USAGE, ["the jobs have no such number (yet); `--json`, without --metric and --kind, lists what they have"])
-    table = Table("layer", title=Text(names[0]), title_justify="left", pad_edge=False, show_edge=False)
+    listed = [path for each in ANALYSES.values() for column in each.columns for path in str(column.value).split("|")]
+    shown = next((path for path in (each.removeprefix("metrics.") for each in listed) if path in names), names[0])
+    table = Table("layer", title=Text(shown), title_justify="left", pad_edge=False, show_edge=False)
     titles = [printable(job.name or job.id[-12:], lines=False) for job in view.jobs]
     for heading in [titles[0], *(each for title in titles[1:] for each in (title, "difference", "ratio"))]:
         table.add_column(Text(heading), justify="right", overflow="fold")
-    for name, metrics in ((name, metrics[names[0]]) for name, metrics in tables if names[0] in metrics):
+    for name, metrics in ((name, metrics[shown]) for name, metrics in tables if shown in metrics):
         triples = zip(metrics.values, metrics.differences, metrics.ratios, strict=True)
         cells = [Text(format_number(each)) for triple in triples for each in triple]
         table.add_row(Text(printable(name, lines=False)), cells[0], *cells[3:])
     console = result_console()
     console.print(table)
     lines = [
-        f"only in {title}: {', '.join(job.only)}" for title, job in zip(titles, view.jobs, strict=True) if job.only
+        f"in {title} and not in all: {', '.join(job.only)}"
+        for title, job in zip(titles, view.jobs, strict=True)
+        if job.only
     ]
     lines += [f"{field}: {' | '.join(each or '–' for each in values)}" for field, values in view.documents.items()]
-    for line in [*lines, *([f"--metric shows {', '.join(names[1:])}"] if names[1:] else [])]:
+    for line in [*lines, *([f"--metric shows {', '.join(names)}"] if names[1:] else [])]:
         console.print(printable(line, lines=False), markup=False, soft_wrap=True)

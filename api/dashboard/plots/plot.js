@@ -57,7 +57,7 @@ function line(series) {
     width: series.limit ? 1.3 : series.thin ? 1.2 : 2.2,
     dash: series.limit || series.dashed ? [6, 5] : undefined,
     fill: series.bars ? () => `${ink(series)}c0` : undefined,
-    paths: series.bars ? uPlot.paths.bars({ size: [1, 400], gap: 1 }) : undefined,
+    paths: series.scatter ? () => null : series.bars ? uPlot.paths.bars({ size: [1, 400], gap: 1 }) : undefined,
     points: { show: Boolean(series.points), size: 6, fill: () => colour("--surface") },
     spanGaps: !series.gaps,
   };

@@ -10,6 +10,7 @@ import { figuresCard } from "./figures.js";
 import { LayerTable } from "./layers.js";
 import { showCurvatures } from "../plots/curvature_density.js";
 import { showMemory } from "../plots/memory_curve.js";
+import { SeriesCard } from "../plots/series.js";
 import { showModelSpectrum } from "../plots/model_spectrum.js";
 import { SpectrumPanel } from "../plots/spectrum_panel.js";
 import { piecesCard, stillStopping } from "./pieces.js";
@@ -57,16 +58,18 @@ export async function showJob(main, shownId, signal) {
   const top = h("div", { class: "stack" });
   const live = h("div", { class: "stack" });
   const pieces = h("div", {});
+  const series = h("div", { class: "stack wide" });
   const summary = h("div", { class: "stack wide" });
   const model = h("div", {});
   const curvatures = h("div", {});
   const layers = h("section", { class: "stack tight", "aria-label": "Layers" });
   const memory = h("div", {});
   const files = h("div", { class: "stack" });
-  replace(main, h("div", { class: "stack wide" }, top, live, pieces, layers, summary, model, curvatures, memory, files));
+  replace(main, h("div", { class: "stack wide" }, top, live, series, pieces, layers, summary, model, curvatures, memory, files));
 
   const table = new LayerTable(layers, (row) => panel.open(row), signal);
   const panel = new SpectrumPanel(table.spectra, base, signal, (ordinal) => table.mark(ordinal));
+  const card = first?.job.document?.series ? new SeriesCard(series, base, signal) : null;
   let rowsSeen = -1;
   let rowsAt = 0;
   let rowsLater = 0;
@@ -144,6 +147,7 @@ export async function showJob(main, shownId, signal) {
     draw(job);
     document.title = `${job.name ?? job.kinds.join(" + ")}${isPartial(job) ? ` · ${partsDone(job, " measured").join(", ")}` : ""} · Kronoscope`;
     const ended = ENDED.has(job.state);
+    if (card) await again(() => card.show());
     await loadRows(job, ended && !finalShown);
     if (ended) {
       await finish(job);

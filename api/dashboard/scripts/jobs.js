@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { h, replace, unpressed } from "./dom.js";
-import { age, clock, jobName, modelName, sourceName } from "./format.js";
+import { age, clock, jobName, modelName, several, sourceName } from "./format.js";
 import { bar, ENDED, isOpenEnded, isPartial, shareDone, stageSentence, statePill, timeLeft } from "./progress.js";
 
 const STATES = ["queued", "running", "waiting", "succeeded", "failed", "cancelled"];
@@ -11,13 +11,16 @@ const BUSY_MS = 2_000;
 const CALM_MS = 8_000;
 const TYPING_MS = 300;
 
-function row(job) {
+const MOST_COMPARED = 8;
+
+function row(job, chosen, choose) {
   const kinds = job.kinds.join(" + ");
   const share = shareDone(job);
   const stage = ENDED.has(job.state) ? "" : stageSentence(job);
   return h(
     "tr",
     { "data-state": job.state },
+    h("td", { class: "cell-pick" }, h("input", { type: "checkbox", "aria-label": `Compare ${jobName(job)}, ${job.id.slice(-8)}`, "data-id": job.id, checked: chosen.has(job.id), onchange: choose })),
     h("td", { class: "cell-state" }, statePill(job)),
     h(
       "td",
@@ -44,17 +47,17 @@ function row(job) {
   );
 }
 
-function table(jobs) {
-  const heads = ["State", "Job", "Analysis", "Progress", "Submitted", "Id"];
+function table(jobs, chosen, choose) {
+  const heads = ["", "State", "Job", "Analysis", "Progress", "Submitted", "Id"];
   return h(
     "div",
     { class: "card flush" },
     h(
       "table",
-      { class: "jobs" },
+      { class: "jobs choosable" },
       h("caption", { class: "hidden-label" }, "Jobs, newest first"),
-      h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))),
-      h("tbody", {}, jobs.map(row)),
+      h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head || h("span", { class: "hidden-label" }, "Compare"))))),
+      h("tbody", {}, jobs.map((job) => row(job, chosen, choose))),
     ),
   );
 }
@@ -81,6 +84,8 @@ export async function showJobs(main, signal) {
   let timer = 0;
   let turn = 0;
   const body = h("div", { class: "stack" });
+  const chosen = new Set(); // in the order in which they were chosen: the first is the reference
+  const comparison = h("div", { role: "status" });
   const filter = h(
     "div",
     { class: "segments", role: "group", "aria-label": "Show jobs by state" },
@@ -105,9 +110,30 @@ export async function showJobs(main, signal) {
       "div",
       { class: "stack" },
       h("div", { class: "row apart" }, h("h1", {}, "Jobs"), h("div", { class: "row" }, search, filter)),
+      comparison,
       body,
     ),
   );
+
+  function pick(event) {
+    const { checked, dataset } = event.target;
+    if (checked) chosen.add(dataset.id);
+    else chosen.delete(dataset.id);
+    offer();
+  }
+
+  function offer() {
+    const fits = chosen.size >= 2 && chosen.size <= MOST_COMPARED;
+    const said = `${several(chosen.size, "job")} chosen${fits ? "" : `; choose 2 to ${MOST_COMPARED} to compare them`}`;
+    const compare = h("a", { class: "button primary", href: `#/compare/${[...chosen].map(encodeURIComponent).join(",")}` }, "Compare");
+    replace(comparison, chosen.size ? h("div", { class: "card row apart" }, h("span", {}, said), h("div", { class: "row" }, h("button", { type: "button", onclick: forget }, "Clear"), fits ? compare : null)) : null);
+  }
+
+  function forget() {
+    chosen.clear();
+    for (const box of body.querySelectorAll(".cell-pick input")) box.checked = false;
+    offer();
+  }
 
   function find(text) {
     name = text;
@@ -145,11 +171,13 @@ export async function showJobs(main, signal) {
       await unpressed();
       if (mine !== turn || signal.aborted) return;
       const focused = document.activeElement?.getAttribute?.("href");
+      const boxed = document.activeElement?.dataset?.id;
       replace(
         body,
-        jobs.length ? table(jobs) : nothing(state, name),
+        jobs.length ? table(jobs, chosen, pick) : nothing(state, name),
         more ? h("div", { class: "row" }, h("button", { type: "button", onclick: older }, "Show older jobs")) : null,
       );
+      if (boxed) body.querySelector(`[data-id="${CSS.escape(boxed)}"]`)?.focus();
       if (focused) [...body.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
       if (jobs.some((job) => !ENDED.has(job.state))) wait = BUSY_MS;
     } catch (error) {

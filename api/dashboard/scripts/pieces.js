@@ -64,8 +64,7 @@ export function piecesCard(job) {
 export function partOf(job) {
   if (!job.parent) return null;
   const { piece } = job;
-  const place = piece ? `piece ${piece.index + 1} of ${piece.count}` : "a piece";
-  return ["Part", h("span", {}, `${place} of `, link(job.parent, `job ${job.parent.slice(-8)}`))];
+  return ["Part", h("span", {}, piece ? `piece ${piece.index + 1} of ${piece.count} of ` : "of the series ", link(job.parent, `job ${job.parent.slice(-8)}`))];
 }
 
 /** The fact that tells what a piece computes, in place of the analyses of the whole job; null for any other. */

@@ -39,7 +39,7 @@ export function statePill(job) {
     const said = [job.coverage?.status === "partial" ? job.coverage.message : null, ...(job.refused ?? []).map((each) => `${each.kind}: ${each.message}`)];
     return h("span", { class: "pill", "data-state": "partial", title: said.filter(Boolean).join("\n") }, `Partial, ${[...partsDone(job), ...forms].join(", ")}`);
   }
-  return h("span", { class: "pill", "data-state": forms.length ? "lesser" : job.state }, [SAID[job.state] ?? job.state, ...forms].join(", "));
+  return h("span", { class: "pill", "data-state": forms.length ? "lesser" : job.state }, [job.state === "waiting" && job.document?.series ? "In series" : SAID[job.state] ?? job.state, ...forms].join(", "));
 }
 
 export function shareDone(job) {
@@ -58,6 +58,7 @@ export function stageSentence(job) {
   const stage = { model: "Loading the model", data: "Reading the data", collection: "Collecting curvature", cross_check: "Computing the exact curvature", products: "Multiplying by the exact curvature", decomposition: "Decomposing", training: "Training", fewshot_training: "Testing" }[progress.stage];
   const counted = progress.done ? `${number(progress.done)} ${progress.unit}` : "";
   const done = progress.total ? `${number(progress.done)} of ${number(progress.total)} ${progress.unit}` : counted;
+  if (progress.stage === "series") return `Measuring and comparing checkpoints · ${done}`;
   if (job.state === "waiting") return [`${stage ?? words(progress.stage)} in pieces`, done].filter(Boolean).join(" · ");
   return [stage ?? `Measuring ${words(progress.stage)}`, done].filter(Boolean).join(" · ");
 }

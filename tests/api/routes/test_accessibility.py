@@ -15,6 +15,7 @@ from tests.api.conftest import Embedded
 from tests.api.routes.test_dashboard import browser, faultless_tab  # noqa: F401
 from tests.api.routes.test_influence_page import explained  # noqa: F401
 from tests.api.routes.test_layer_page import deep  # noqa: F401
+from tests.api.routes.test_series import drawn_series
 
 pytestmark = pytest.mark.browser
 
@@ -39,6 +40,8 @@ def views(embedded: Embedded, deep: str, explained: str) -> dict[str, str]:  # n
     told |= {seeding.running(ledger, tenant).job_id, submit(ledger, tenant, parse_document(seeding.raw())).job.id}
     return {
         "/#/": "main table tbody tr",
+        f"/#/compare/{','.join(sorted(drawn)[:3])}": ".u-over",
+        f"/#/jobs/{drawn_series(embedded)}": ".u-over",
         "/#/new": "main textarea",
         **{f"/#/jobs/{job_id}": ".depth svg" for job_id in drawn},
         f"/#/jobs/{explained}": "main details summary",
