@@ -1,8 +1,8 @@
 """`influence`: scores ``−g_qᵀ (C + λ)⁻¹ g_n`` of each query q and training example n, block by block of queries.
 
 A block's gradients are taken one example at a time, solved with the damped curvature, and multiplied by the gradients
-of all training examples in one pass over the data. The pass is proven on the queries themselves: it must give the
-inner products that plain autograd gives.
+of all training examples in one pass over the data. The pass is proven on the first queries of each block: it must give
+the inner products that plain autograd gives.
 
 References:
     Koh & Liang (2017), Understanding black-box predictions via influence functions
@@ -50,6 +50,8 @@ from engine.workspace import JobResults, ModelInputs, Workspace
 
 KIND = "influence"
 _CHARACTERS = 500
+_PROVEN = 16
+"""Queries of a block whose own scores go both ways."""
 FOLDER = "influence"
 FORMAT = "kronoscope-influence/1"
 ALL = "scores"
@@ -203,7 +205,8 @@ class Influence(LayerAnalysis[InfluenceParams]):
         names = tuple(each.name for each in self._space.parameters)
         block = self._solved(example_gradients(job, batch, names))
         statistics = _statistics(probed.survey.treated, block.vectors)
-        proof, _ = score_examples(of_examples(job, batch), statistics, {ALL: self._groups[ALL]}, self._report)
+        proven = of_examples(job, next(batch.slices(_PROVEN)))
+        proof, _ = score_examples(proven, statistics, {ALL: self._groups[ALL]}, self._report)
         difference = _prove(block, proof[ALL], job.dtype)
         scores, terms = score_examples(job, statistics, self._groups, self._report)
         scored = ScoredQueries(
@@ -226,22 +229,22 @@ class Influence(LayerAnalysis[InfluenceParams]):
             gram=torch.zeros(count, count, dtype=torch.float64),
             lengths=torch.zeros(2, count, dtype=torch.float64),
         )
+        solutions = None
         if self.params.of == "ggn":
             block.solved = self._searched(rows)
+            solutions = block.solved.solutions.mT.contiguous()
         for facts in self.whole.layers:
             self.workspace.ports.raise_if_cancelled()
             own, operator = self._gathered(facts, rows), self._operator.layer(facts.name)
-            if block.solved is None:
-                solved = operator.apply(own, -1.0)
-            else:
-                solved = self._gathered(facts, block.solved.solutions.mT)
-            products = torch.einsum("oki,oji->kj", solved.double(), own.double()).to("cpu")
+            solved = operator.apply(own, -1.0) if solutions is None else self._gathered(facts, solutions)
+            solved, own = (each.transpose(0, 1).contiguous() for each in (solved, own))
+            products = (solved.flatten(1) @ own.flatten(1).mT).to("cpu", torch.float64)
+            lengths = torch.stack([each.flatten(1).norm(dim=1) for each in (solved, own)]).to("cpu", torch.float64)
             block.gram += products
-            squares = own.square().sum((0, 2), dtype=torch.float64).to("cpu")
-            block.lengths += torch.stack([solved.square().sum((0, 2), dtype=torch.float64).to("cpu"), squares])
-            block.squares.append(float(squares.sum()))
+            block.lengths += lengths.square()
+            block.squares.append(float(lengths[1].square().sum()))
             block.inner.append(float(products.diagonal().sum()))
-            block.vectors[facts.name] = solved.transpose(0, 1).contiguous()
+            block.vectors[facts.name] = solved
         return block
 
     def _gathered(self, facts: LayerFacts, rows: Tensor) -> Tensor:
@@ -373,7 +376,8 @@ def _prove(block: _Block, found: Tensor, dtype: torch.dtype) -> float:
     """Require that the pass over the data gives the products that plain autograd gives; return the difference."""
     lengths = block.lengths.sqrt()
     scale = lengths[0][:, None] * lengths[1][None, :]
-    worst = float(((found.double() - block.gram).abs() / torch.where(scale > 0, scale, torch.ones_like(scale))).max())
+    of_some, scale = block.gram[:, : found.shape[1]], scale[:, : found.shape[1]]
+    worst = float(((found.double() - of_some).abs() / torch.where(scale > 0, scale, torch.ones_like(scale))).max())
     if not worst <= _PROOF[dtype]:
         raise ModelRefused(
             f"the gradients of the queries by the layers' rows differ from plain autograd's by {worst:.2g} of their "
