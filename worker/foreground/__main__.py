@@ -84,15 +84,23 @@ class Echo:
             self._stopper.stop()
 
 
+def _refused_at_once(document: Any, seconds: float | None, *, estimate: bool) -> tuple[str, str] | None:  # noqa: ANN401
+    """Code and message of what no child needs to look at."""
+    if seconds is not None and seconds <= 0:
+        return "in_the_past", "the deadline in `schedule` has passed; give a later one, or none"
+    if isinstance(document, Mapping) and document.get("series") is not None and not estimate:
+        remedy = "submit it there, or leave `series` out"
+        return "series_refused", f"`series` makes a job for each checkpoint, which a service does; {remedy}"
+    return None
+
+
 def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, command: Sequence[str]) -> int:
     """Run one job into a folder."""
     document, schedule = _apart(request.get("document"))
     seconds = _seconds_left(schedule, time.time())
-    if seconds is not None and seconds <= 0:
-        return _refuse(echo, "the deadline in `schedule` has passed; give a later one, or none", code="in_the_past")
-    if isinstance(document, Mapping) and document.get("series") is not None and not request.get("estimate"):
-        said = "`series` makes a job for each checkpoint, which a service does; submit it there, or leave `series` out"
-        return _refuse(echo, said, code="series_refused")
+    refused = _refused_at_once(document, seconds, estimate=bool(request.get("estimate")))
+    if refused is not None:
+        return _refuse(echo, refused[1], code=refused[0])
     stated = {
         "allowed": {"factories": ["*"], "directories": ["*"]},
         "offline": False,
