@@ -140,7 +140,9 @@ def _row_fields(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> Iterator
 
 def _other_fields(original: Run, again: Run) -> Iterator[tuple[Any, ...]]:
     for kind, *summaries in _shared(original.summary, again.summary):
-        yield from (("summary", 0, kind, None, *each) for each in _shared(*summaries))
+        # the peaks of a training, with what the process held before, are those of each run
+        fields = (each for each in _shared(*summaries) if not each[0].endswith("_peak_bytes"))
+        yield from (("summary", 0, kind, None, *each) for each in fields)
     files = (each for each in _shared(original.files, again.files) if each[0] != "memory_curve.json")
     yield from (("files", 0, None, None, *each) for each in files)
 
@@ -167,5 +169,4 @@ def _circumstances(run: Run) -> dict[str, Any]:
 
 
 def _said(value: Any) -> str:  # noqa: ANN401 - JSON
-    text = value if isinstance(value, str) else canonical_json(value)
-    return text if len(text) <= 200 else f"{text[:200]}…"
+    return (value if isinstance(value, str) else canonical_json(value))[:200]

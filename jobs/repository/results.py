@@ -6,7 +6,7 @@ import dataclasses
 import heapq
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, get_args, get_type_hints
 
 from sqlalchemy import ColumnElement, Double, Engine, Row, Table, and_, func, literal, or_, select
@@ -101,6 +101,17 @@ def layer_rows(
     last = kept[-1] if len(rows) > asked.limit else None
     following = None if last is None else _cursor(asked.sort, last.sort_value, last.kind, last.ordinal)
     return LayerPage(items=tuple(_layer_row(row) for row in kept), next=following)
+
+
+def every_layer_row(engine: Engine, tenant_id: str, job_id: str) -> Iterator[LayerRow]:
+    """Yield all of a job's layer rows from the ledger, page by page."""
+    after = None
+    while True:
+        page = layer_rows(engine, tenant_id, job_id, LayerQuery(after=after))
+        yield from page.items
+        after = page.next
+        if after is None:
+            return
 
 
 def page_of(rows: Iterable[LayerRow], asked: LayerQuery = ALL_LAYERS) -> LayerPage:

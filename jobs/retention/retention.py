@@ -17,8 +17,8 @@ from catalog.requests.estimate import ESTIMATE
 from jobs.errors import ArtifactDamaged
 from jobs.lifecycle import STATES, TERMINAL
 from jobs.objects.artifacts import ArtifactFolder
-from jobs.records import Artifact, Event, LayerRow
-from jobs.repository.results import LayerQuery, count_events, count_layers, events_after, layer_rows, list_artifacts
+from jobs.records import Artifact, Event
+from jobs.repository.results import count_events, count_layers, events_after, every_layer_row, list_artifacts
 from jobs.retention.archive import MEDIA_TYPE, NAME, Contents, write_archive
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
@@ -173,7 +173,8 @@ def _keep(engine: Engine, folder: ArtifactFolder, job: _Ended, contents: Content
     staged = f"archive-{uuid.uuid4().hex}"
     path = folder.attempt_dir(job.id, job.fence) / staged
     try:
-        written = write_archive(path, contents, _layers(engine, job), _events(engine, job), files)
+        layers = every_layer_row(engine, job.tenant_id, job.id)
+        written = write_archive(path, contents, layers, _events(engine, job), files)
         uri = folder.publish(
             job.tenant_id, job.id, job.fence, staged, sha256=written.sha256, size_bytes=written.size_bytes
         )
@@ -232,16 +233,6 @@ def _exchange(engine: Engine, job: _Ended, contents: Contents, archive: Artifact
             )
         )
         return True
-
-
-def _layers(engine: Engine, job: _Ended) -> Iterator[LayerRow]:
-    after = None
-    while True:
-        page = layer_rows(engine, job.tenant_id, job.id, LayerQuery(after=after))
-        yield from page.items
-        after = page.next
-        if after is None:
-            return
 
 
 def _events(engine: Engine, job: _Ended) -> Iterator[Event]:

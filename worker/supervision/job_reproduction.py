@@ -1,6 +1,5 @@
 """The reproduction of a job: its comparison with the job that it reproduces, once all its rows stand in the ledger."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeVar
 
@@ -11,8 +10,8 @@ from catalog.record import plain
 from catalog.responses.reproduction import Run, compare_runs, name_inputs
 from jobs.errors import ArtifactDamaged
 from jobs.objects.artifacts import ArtifactFolder
-from jobs.records import Claim, Job, LayerRow
-from jobs.repository.results import LayerQuery, layer_rows, list_artifacts
+from jobs.records import Claim, Job
+from jobs.repository.results import every_layer_row, list_artifacts
 from jobs.repository.store import read_job
 from jobs.retention.archive import NAME, read_layers
 
@@ -40,15 +39,7 @@ def with_original(engine: Engine, folder: ArtifactFolder, claim: Claim, last: T)
 def _run(engine: Engine, folder: ArtifactFolder, job: Job) -> Run:
     files = list_artifacts(engine, job.tenant_id, job.id)
     archive = next((each for each in files if each.name == NAME), None)
-    stored = _pages(engine, job) if archive is None else read_layers(folder, archive)
+    stored = every_layer_row(engine, job.tenant_id, job.id) if archive is None else read_layers(folder, archive)
     rows = ({**each.outcome, "observed": each.observed} for each in stored)
     named = {each.name: each.sha256 for each in files}
     return Run(job.id, job.manifest or {}, job.plan, rows, job.summary or {}, named)
-
-
-def _pages(engine: Engine, job: Job) -> Iterator[LayerRow]:
-    page = layer_rows(engine, job.tenant_id, job.id)
-    yield from page.items
-    while page.next is not None:
-        page = layer_rows(engine, job.tenant_id, job.id, LayerQuery(after=page.next))
-        yield from page.items

@@ -88,9 +88,11 @@ def inputs(original: Path) -> Iterator[Path]:
         (original / name).write_bytes(content)
 
 
-def command(first: Path, output: Path, *options: str, **more: str) -> subprocess.CompletedProcess[str]:
+def command(
+    first: Path, output: Path, *options: str, home: Path | None = None, **more: str
+) -> subprocess.CompletedProcess[str]:
     """Reproduce a run in the folder that its factory lies in."""
-    home = Path(json.loads((first / "job.json").read_text())["document"]["data"]["path"]).parent
+    home = home or Path(json.loads((first / "job.json").read_text())["document"]["data"]["path"]).parent
     return subprocess.run(
         [*KRONOSCOPE, "reproduce", str(first), "--output", str(output), *options],
         cwd=home, env=environment(**more), capture_output=True, text=True, timeout=300, check=False,
@@ -146,14 +148,43 @@ def test_an_unchanged_run_is_equal_and_the_original_stays_as_it_is(original: Pat
     assert reproduced(tmp_path / "first", tmp_path / "third", code=0)["of"] == str(tmp_path / "first")
 
 
+FEWSHOT = {
+    "kind": "fewshot_training",
+    "data": {"source": "strokes", "image_size": 16, "channels": 1},
+    "fewshot_training": {
+        "backbone": "Conv4", "width": 4, "n_way": 3, "k_shot": 2, "n_query": 3, "num_epoch": 1, "n_episode": 5,
+        "test_iter": 3,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["shards=2"], ["kind=[spectrum, natural_gradient, sensitivity]", "collection.ekfac=true"], FEWSHOT],
+    ids=["divided", "every pass", "training"],
+)
+def test_other_ways_to_compute_are_equal_too(original: Path, tmp_path: Path, options: Any) -> None:
+    document, changes = original / "stored.yaml", [part for each in options for part in ("--set", each)]
+    if options is FEWSHOT:
+        document, changes = tmp_path / "fewshot.json", []
+        document.write_text(json.dumps(FEWSHOT))
+    first = tmp_path / "first"
+    done = subprocess.run(
+        [*KRONOSCOPE, "run", str(document), "--output", str(first), *changes],
+        cwd=original, env=environment(), capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = command(first, tmp_path / "again", "--json", home=original)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert json.loads(found.stdout)["rows"] == len(rows_of(first)) > 0
+
+
 def test_nothing_of_the_original_is_read_but_its_record(original: Path, tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     for name in ("job.json", "results.json"):
         (tmp_path / "first" / name).write_bytes((original / "first" / name).read_bytes())
     found = reproduced(tmp_path / "first", tmp_path / "again", code=0)
     assert found["equal"] is True
-    observed = [row["observed"] for row in rows_of(tmp_path / "again").values()]
-    assert all(each["factors_from"] is None for each in observed)
     # a row of the record that is changed shows, by its number
     results = json.loads((tmp_path / "first" / "results.json").read_text())
     results["layers"][4]["metrics"]["effective_rank"] *= 1.25
@@ -328,9 +359,7 @@ def test_a_job_of_the_service_is_reproduced(service: tuple[Path, str], kronoscop
             "of": first, "equal": True, "rows": 6, "differences": [], "circumstances": [],
             "sentences": [f"equal to {first}: 6 rows with digests and metrics, the summaries and the files"],
         }  # fmt: skip
-        # computed, not taken: the first job has left its factors where a second submission finds them
         layers = plain.get(f"/v1/jobs/{again['id']}/layers").json()["items"]
-        assert all(each["observed"]["factors_from"] is None for each in layers)
         assert [each["sha256"] for each in layers] == [each["sha256"] for each in before[1]["items"]]
         assert (plain.get(f"/v1/jobs/{first}").json(), plain.get(f"/v1/jobs/{first}/layers").json()) == before
     content = (home / "weights.safetensors").read_bytes()
@@ -345,6 +374,28 @@ def test_a_job_of_the_service_is_reproduced(service: tuple[Path, str], kronoscop
     said = " ".join(gone.stderr.split())
     assert f"model_sha256 {manifest['model_sha256']}, data_sha256 {manifest['data_sha256']}" in said
     (home / "weights.safetensors").write_bytes(content)
+
+
+def test_cached_factors_are_not_used(service: tuple[Path, str]) -> None:
+    document = {
+        "kind": "capacity", "model": {"source": "builtin", "name": "digits_cnn"}, "task": {"type": "classification"},
+        "data": {"source": "builtin", "name": "digits", "limit": 64},
+    }  # fmt: skip
+    with Client(service[1]) as client:
+        taken: list[set[bool]] = []
+        last: dict[str, str] = {}
+        for named in ({}, {}, last):
+            *_, job = client.follow(client.submit(document | named).id)
+            last["reproduces"] = job.id
+            assert job.state == "succeeded", job.failure
+            observed = [row.observed for row in client.layers(job.id)]
+            assert None not in observed
+            taken.append({each.factors_from is not None for each in observed if each is not None})
+        # the second job takes what the first has left, and is nevertheless computed anew
+        assert taken == [{False}, {True}, {False}]
+        manifest = client.results(job.id).manifest
+    assert manifest is not None
+    assert manifest["reproduction"]["equal"] is True
 
 
 def test_a_job_over_stored_factors_is_reproduced_with_the_threads_it_had(
