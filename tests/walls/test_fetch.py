@@ -240,6 +240,7 @@ LIES: dict[str, tuple[dict[str, Callable[[Hub], None]], int, str]] = {
     "to metadata": ({WEIGHTS: to("http://169.254.169.254/latest")}, 2, "its address 169.254.169.254 is not public"),
     "to v6": ({WEIGHTS: to("http://[::1]:6379/")}, 2, "its address ::1 is not public"),
     "to mapped": ({WEIGHTS: to("http://[::ffff:10.0.0.1]/")}, 2, "is not public"),
+    "to compatible": ({WEIGHTS: to("http://[::127.0.0.1]/")}, 2, "is not public"),
     "to translated": ({WEIGHTS: to("http://[64:ff9b::7f00:1]/")}, 2, "is not public"),
     "to decimal": ({WEIGHTS: to("http://2130706433/")}, 2, "its address 127.0.0.1 is not public"),
     "to a name": ({WEIGHTS: to("http://inside.example/")}, 2, "its address 10.0.0.7 is not public"),
@@ -296,7 +297,7 @@ def test_a_public_address_gets_no_token_and_the_connection_that_was_checked(
     hub: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A name that is public when it is looked up and internal a moment later is asked at the address looked at."""
-    monkeypatch.setattr(hub_transport, "_is_public", lambda address: str(address) == "127.0.0.2")
+    monkeypatch.setattr(hub_transport, "is_public", lambda address: str(address) == "127.0.0.2")
     looked_up: list[str] = []
     resolve = socket.getaddrinfo
 

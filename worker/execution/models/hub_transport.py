@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx2
 
+from catalog.public_address import Address, is_public
 from worker.execution.refusal import Refusal, Unavailable, names
 
 _CONNECT_SECONDS = 10.0
@@ -26,10 +27,7 @@ _MOST_ASIDE_BYTES = 2**18
 """Most bytes of an answer that is a redirect or an error."""
 _DELIVERS = (200, 206)
 _EXTENSION = "kronoscope"
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _PORTS = {"http": 80, "https": 443}
-
-_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def open_client(endpoint: str, headers: Mapping[str, str]) -> httpx2.Client:
@@ -192,7 +190,7 @@ class _HubTransport(httpx2.BaseTransport):
         if not addresses:
             raise httpx2.ConnectError(f"{names([url.host])} has no address")
         for address in addresses:
-            if not _is_public(address):
+            if not is_public(address):
                 raise _refused(url, f"its address {address} is not public")
         return [str(address) for address in addresses] if resolve else [url.host]
 
@@ -231,20 +229,9 @@ def _proxy_of(url: httpx2.URL) -> str | None:
     return proxies.get(url.scheme) or proxies.get("all")
 
 
-def _addresses(url: httpx2.URL) -> list[_Address]:
+def _addresses(url: httpx2.URL) -> list[Address]:
     try:
         found = socket.getaddrinfo(url.host, url.port or _PORTS[url.scheme], type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
     return list(dict.fromkeys(ipaddress.ip_address(str(each[4][0]).partition("%")[0]) for each in found))
-
-
-def _is_public(address: _Address) -> bool:
-    """Return whether an address, and the IPv4 address within it, belongs to no private network."""
-    if isinstance(address, ipaddress.IPv6Address):
-        within = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
-        if address in _NAT64:
-            within = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        if within is not None:
-            return _is_public(within)
-    return address.is_global and not address.is_multicast

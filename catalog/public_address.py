@@ -1,0 +1,21 @@
+"""Public addresses: those of the internet that lead into no private network, in whatever notation they come."""
+
+import ipaddress
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_UNICAST = ipaddress.ip_network("2000::/3")
+"""All of IPv6 that is given to anybody; beyond it are older notations of IPv4, as `::127.0.0.1`."""
+
+
+def is_public(address: Address) -> bool:
+    """Return whether an address, and the IPv4 address within it, belongs to no private network."""
+    if isinstance(address, ipaddress.IPv6Address):
+        within = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
+        if address in _NAT64:
+            within = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if within is not None:
+            return is_public(within)
+        return address.is_global and address in _UNICAST
+    return address.is_global and not address.is_multicast
