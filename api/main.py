@@ -46,6 +46,7 @@ from api.routes import (
     metrics,
     results,
     uploads,
+    webhooks,
 )
 from api.service import Service
 from api.settings import Settings
@@ -115,9 +116,8 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(RequestMetricsMiddleware, request_metrics=request_metrics)
     exception_handlers.install(app)
     rooms = (jobs, comparison, events, results, artifacts, exports, estimates, analyses, devices, health, metrics)
-    for room in (*rooms, dashboard):
+    for room in (*rooms, dashboard, uploads, webhooks):
         app.include_router(room.router)
-    app.include_router(uploads.router)
 
     @app.get("/openapi.json", include_in_schema=False)
     def openapi(_: Reader) -> JSONResponse:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from jobs.environment import CommaList, Flag, Variables
 from jobs.errors import SettingsInvalid
-from jobs.settings import ServiceSettings
+from jobs.settings import ServiceSettings, WebhookKey
 from jobs.tenancy.api_keys import check_secret
 
 _TOKEN = re.compile(r"[\x21-\x7e]{16,256}")
@@ -25,6 +25,9 @@ class Settings(ServiceSettings):
     """Listening port; in `.env` the published one."""
     key_secret: str | None = Field(None, repr=False)
     """HMAC key of the API keys, 16 characters or more; another value ends every key."""
+    webhook_key: WebhookKey = Field(None, repr=False)
+    """Encrypts the secrets of webhooks: 32 characters or more; a comma list, of which the first encrypts and each
+    decrypts. Without it there are none."""
     metrics_token: str | None = Field(None, repr=False)
     """Token for `/metrics` (`Authorization: Bearer …`), 16 to 256 characters; without it they are readable in embedded
     mode only."""

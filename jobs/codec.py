@@ -20,6 +20,7 @@ from catalog.record import canonical_json, plain
 from catalog.requests.job import JobDocument
 from catalog.requests.schedule import Schedule
 from catalog.requests.uploads import UploadDocument
+from catalog.webhooks import WebhookRequest
 from jobs.errors import DocumentRefused
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ _MAX_REPORTED = 20
 _ADAPTER: TypeAdapter[JobDocument] = TypeAdapter(DOCUMENT)
 _SCHEDULE: TypeAdapter[Schedule] = TypeAdapter(Schedule)
 _UPLOAD: TypeAdapter[UploadDocument] = TypeAdapter(UploadDocument)
+_WEBHOOK: TypeAdapter[WebhookRequest] = TypeAdapter(WebhookRequest)
 # strings are skipped whole; one that never ends is swallowed to the end, which keeps the scan linear
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -82,6 +84,15 @@ def parse_schedule(raw: bytes) -> Schedule:
 def parse_upload(raw: bytes) -> UploadDocument:
     """Parse and validate the declaration of an upload, as `parse_schedule` does a schedule."""
     return _parsed(raw, _UPLOAD, UploadDocument)
+
+
+def parse_webhook(raw: bytes) -> WebhookRequest:
+    """Parse and validate the request for a webhook.
+
+    Raises:
+        DocumentRefused: If it is not valid.
+    """
+    return _parsed(raw, _WEBHOOK, WebhookRequest)
 
 
 def _parsed(raw: bytes, adapter: TypeAdapter[T], shape: type) -> T:

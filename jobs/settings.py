@@ -1,6 +1,7 @@
 """The settings of the ledger, and those that the API and the workers share."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -15,6 +16,7 @@ from jobs.s3_settings import S3Settings
 from jobs.schema.identifiers import is_id
 
 _S3 = "s3://"
+_KEY_CHARACTERS = 32
 
 
 class LedgerSettings(EnvironmentSettings):
@@ -96,16 +98,39 @@ class RoleSettings(EnvironmentSettings):
     """Password of the role `kronoscope_api`."""
     worker_password: str | None = Field(None, repr=False)
     """Password of the role `kronoscope_worker`."""
+    webhooks_password: str | None = Field(None, repr=False)
+    """Password of the role `kronoscope_webhooks`."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Refuse a part of the roles: what stands beside it would log in with rights that it should not have."""
-        if len({each is None for each in (self.migrate_password, self.api_password, self.worker_password)}) > 1:
+        names = [f"KRONOSCOPE_{name.upper()}" for name, value in self if value is None]
+        if names and len(names) < len(type(self).model_fields):
             raise SettingsInvalid(
-                "KRONOSCOPE_MIGRATE_PASSWORD, KRONOSCOPE_API_PASSWORD and KRONOSCOPE_WORKER_PASSWORD belong together; "
-                "set all three, or none to use one role for everything"
+                f"the passwords of the database's roles belong together: set {' and '.join(names)} too, or none to use "
+                "one role for everything"
             )
         return self
+
+
+def _long(keys: str | None) -> str | None:
+    if keys is not None and min(map(len, keys.split(","))) < _KEY_CHARACTERS:
+        raise ValueError(f"has a key of less than {_KEY_CHARACTERS} characters; take `openssl rand -hex 24`")
+    return keys
+
+
+WebhookKey = Annotated[str | None, AfterValidator(_long)]
+
+
+class WebhookSettings(EnvironmentSettings):
+    """The settings of the process that sends webhooks."""
+
+    webhook_key: WebhookKey = Field(None, repr=False)
+    """The same as the API's."""
+    webhook_hosts: CommaList = ()
+    """Comma list of host names, addresses and networks that webhooks may reach though they are not public."""
+    pulse_file: Annotated[Path | None, Variables(("KRONOSCOPE_PULSE",))] = None
+    """File that the sender touches every second."""
 
 
 def _owner(entry: str) -> tuple[str | None, str]:

@@ -12,7 +12,7 @@ from sqlalchemy import make_url
 from jobs.errors import LedgerError, LedgerUnavailable, SettingsInvalid
 from jobs.schema.database import open_database, upgrade_schema, writing
 from jobs.settings import LedgerSettings, RoleSettings
-from migrations.roles import API, MIGRATE, OWNER, WORKER, act_as_owner, grant_rights, prepare_roles
+from migrations.roles import LOGINS, MIGRATE, OWNER, act_as_owner, grant_rights, prepare_roles
 
 
 def migrate(url: str, passwords: RoleSettings) -> None:
@@ -26,9 +26,9 @@ def migrate(url: str, passwords: RoleSettings) -> None:
     try:
         if administrator.dialect.name != "postgresql":
             raise SettingsInvalid("SQLite has no roles; leave KRONOSCOPE_MIGRATE_PASSWORD and its like out")
-        by_role = {MIGRATE: passwords.migrate_password, API: passwords.api_password, WORKER: passwords.worker_password}
+        by_role = {role: getattr(passwords, f"{role.removeprefix('kronoscope_')}_password") or "" for role in LOGINS}
         with writing(administrator) as connection:
-            prepare_roles(connection, {role: password or "" for role, password in by_role.items()})
+            prepare_roles(connection, by_role)
         upgrade_schema(migrator_url.render_as_string(hide_password=False), role=OWNER)
         with writing(migrator) as connection:
             act_as_owner(connection)

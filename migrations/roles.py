@@ -1,11 +1,12 @@
-"""The database's roles on PostgreSQL: one that owns the tables, and three that log in and own none.
+"""The database's roles on PostgreSQL: one that owns the tables, and four that log in and own none.
 
 ::
 
     kronoscope_owner     owns the tables; cannot log in
     kronoscope_migrate   may become the owner, and does so to migrate
     kronoscope_api       reads and writes the rows of the tenant that a transaction declares, with its proof
-    kronoscope_worker    reads and writes the rows of all tenants, but no API keys
+    kronoscope_worker    reads and writes the rows of all tenants, but no API keys, and no secret of a webhook
+    kronoscope_webhooks  reads webhooks and their deliveries, and writes what came of these
 
 `prepare_roles` runs before a migration and `grant_rights` after it, each time: what stands already is left, and a
 database of an earlier version, whose tables belong to a superuser, is taken over.
@@ -21,7 +22,11 @@ from jobs.schema.tables import proof_keys
 from jobs.schema.tenant_declaration import secret_of
 
 OWNER = "kronoscope_owner"
-MIGRATE, API, WORKER = LOGINS = ("kronoscope_migrate", "kronoscope_api", "kronoscope_worker")
+MIGRATE, API, WORKER, WEBHOOKS = LOGINS = (
+    *("kronoscope_migrate", "kronoscope_api"),
+    *("kronoscope_worker", "kronoscope_webhooks"),
+)
+_SENDING = {"alembic_version": "SELECT", "webhooks": "SELECT", "webhook_deliveries": "SELECT, UPDATE, DELETE"}
 
 _ROLES_LOCK = 0x6B726F6F
 """Advisory lock: roles belong to the whole server, on which other databases may be prepared at the same time."""
@@ -50,9 +55,9 @@ def prepare_roles(connection: Connection, passwords: Mapping[str, str]) -> None:
         _set_password(connection, role, passwords[role])
     _run(connection, "GRANT {} TO {}", OWNER, MIGRATE)
     database = connection.execute(text("SELECT current_database()")).scalar_one()
-    _run(connection, "GRANT CONNECT ON DATABASE {} TO {}, {}, {}", database, *LOGINS)
+    _run(connection, "GRANT CONNECT ON DATABASE {} TO {}, {}, {}, {}", database, *LOGINS)
     _run(connection, "GRANT USAGE, CREATE ON SCHEMA public TO {}", OWNER)
-    _run(connection, "GRANT USAGE ON SCHEMA public TO {}, {}, {}", *LOGINS)
+    _run(connection, "GRANT USAGE ON SCHEMA public TO {}, {}, {}, {}", *LOGINS)
     connection.execute(text("REVOKE CREATE ON SCHEMA public FROM PUBLIC"))
     _close_storage(connection, database)
     for query in (_OWNED, _VIEWS):
@@ -70,7 +75,7 @@ def _close_storage(connection: Connection, database: str) -> None:
 
 
 def grant_rights(connection: Connection, api_password: str) -> None:
-    """Give API and worker their rights on the tables, as the tables' owner."""
+    """Give API, worker and sender their rights on the tables, as the tables' owner."""
     connection.execute(delete(proof_keys))
     connection.execute(insert(proof_keys).values(role=API, secret=secret_of(api_password)))
     for table in connection.execute(text(_OWNED)).scalars().all():
@@ -78,14 +83,17 @@ def grant_rights(connection: Connection, api_password: str) -> None:
             continue
         rights = "SELECT" if table == "alembic_version" else "SELECT, INSERT, UPDATE, DELETE"
         _run(connection, f"GRANT {rights} ON {{}} TO {{}}, {{}}", table, API, WORKER)
-    _run(connection, "REVOKE ALL ON api_keys FROM {}", WORKER)
+    _run(connection, "REVOKE ALL ON api_keys, webhooks FROM {}", WORKER)
+    _run(connection, "GRANT SELECT (id, tenant_id) ON webhooks TO {}", WORKER)
+    for table, rights in _SENDING.items():
+        _run(connection, f"GRANT {rights} ON {{}} TO {{}}", table, WEBHOOKS)
     for sequence in connection.execute(text(_SEQUENCES)).scalars().all():
         _run(connection, "GRANT USAGE ON SEQUENCE {} TO {}", sequence, WORKER)
     for view in connection.execute(text(_VIEWS)).scalars().all():  # over all tenants' rows: not for the API
         _run(connection, "GRANT SELECT ON {} TO {}", view, WORKER)
     for table in connection.execute(text(_SECURED)).scalars().all():
         _run(connection, "DROP POLICY IF EXISTS worker_rows ON {}", table)
-        _run(connection, "CREATE POLICY worker_rows ON {} TO {} USING (true)", table, WORKER)
+        _run(connection, "CREATE POLICY worker_rows ON {} TO {}, {} USING (true)", table, WORKER, WEBHOOKS)
 
 
 def act_as_owner(connection: Connection) -> None:

@@ -22,7 +22,7 @@ from catalog.field_errors import spellings
 from catalog.requests.job import JobDocument
 from jobs.environment import EnvironmentSettings, bounds_of, variables_of
 from jobs.s3_settings import S3Settings
-from jobs.settings import LedgerSettings, RoleSettings, ServiceSettings
+from jobs.settings import LedgerSettings, RoleSettings, ServiceSettings, WebhookSettings
 from tests.reference_pages import command_line_page, document_page, rest_page
 from worker.lifetime import LifetimeSettings
 from worker.settings import WorkerSettings
@@ -66,6 +66,7 @@ def settings_table() -> str:
         **dict.fromkeys((LedgerSettings, S3Settings, ServiceSettings), "both"),
         RoleSettings: "migration",
         Settings: "API",
+        WebhookSettings: "webhooks",
         **dict.fromkeys((WorkerSettings, LifetimeSettings), "worker"),
     }
     for model, reader in models.items():

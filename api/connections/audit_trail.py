@@ -27,6 +27,9 @@ _CHANGES: Mapping[tuple[str, str | None], str] = {
     ("DELETE", "/v1/jobs/{job_id}"): "delete",
     ("POST", "/v1/estimates"): "estimate",
     ("DELETE", "/v1/estimates/{estimate_id}"): "delete_estimate",
+    ("POST", "/v1/webhooks"): "create_webhook",
+    ("POST", "/v1/webhooks/{webhook_id}:rotate"): "rotate_webhook",
+    ("DELETE", "/v1/webhooks/{webhook_id}"): "delete_webhook",
 }
 _CREATES = ("submit", "estimate")
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")

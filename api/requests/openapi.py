@@ -19,6 +19,7 @@ from api.stored_records import describe_stored_values, stored_template
 from catalog import DOCUMENT
 from catalog.requests.job import JobDocument
 from catalog.requests.uploads import UploadDocument
+from catalog.webhooks import WebhookRequest
 
 _SCHEMAS = "#/components/schemas/"
 _TEMPLATE = _SCHEMAS + "{model}"
@@ -31,6 +32,7 @@ _PATH_PARAMETERS = {
     "kind": "The analysis, as in the menu.",
     "name": "The name, as the list gives it; it may hold slashes.",
     "format": "The tool that reads the file.",
+    "webhook_id": "The webhook's id.",
 }
 
 _ERRORS = {
@@ -62,6 +64,7 @@ _TAGS = {
     "artifacts": "Files of a job.",
     "uploads": "Models and data that jobs name by an id.",
     "estimates": "Memory and seconds of a job that does not run.",
+    "webhooks": "Addresses that hear of changes of jobs, and what came of each delivery.",
     "analyses": "The menu: every analysis with its options, metrics and summary.",
     "devices": "Devices of the workers.",
     "health": "Probes and metrics.",
@@ -102,13 +105,8 @@ def document_body() -> dict[str, Any]:
         f"example_{number}": {"summary": each["title"], "value": each["document"]}
         for number, each in enumerate(EXAMPLES, start=1)
     }
-    return {
-        "requestBody": {
-            "required": True,
-            "description": "A job document: JSON of at most 256 KiB, not compressed.",
-            "content": {"application/json": {"schema": {"$ref": _SCHEMAS + "JobDocument"}, "examples": examples}},
-        }
-    }
+    schema = {"$ref": _SCHEMAS + "JobDocument"}
+    return _body("A job document: JSON of at most 256 KiB, not compressed.", schema, examples)
 
 
 def schedule_body() -> dict[str, Any]:
@@ -118,13 +116,19 @@ def schedule_body() -> dict[str, Any]:
         "first": {"summary": "First of mine, and within four hours", "value": {"priority": 10, "within": "4h"}},
         "none": {"summary": "No deadline, and the usual priority", "value": {}},
     }
-    return {
-        "requestBody": {
-            "required": True,
-            "description": "The whole schedule: what is left out is as in a document that gives none.",
-            "content": {"application/json": {"schema": {"$ref": _SCHEMAS + "Schedule"}, "examples": examples}},
-        }
-    }
+    said = "The whole schedule: what is left out is as in a document that gives none."
+    return _body(said, {"$ref": _SCHEMAS + "Schedule"}, examples)
+
+
+def webhook_body() -> dict[str, Any]:
+    """Return the OpenAPI entry of a request body that asks for a webhook."""
+    examples = {"https": {"summary": "An address of yours", "value": {"url": "https://example.com/kronoscope"}}}
+    return _body("The webhook.", TypeAdapter(WebhookRequest).json_schema(), examples)
+
+
+def _body(description: str, schema: dict[str, Any], examples: dict[str, Any]) -> dict[str, Any]:
+    content = {"application/json": {"schema": schema, "examples": examples}}
+    return {"requestBody": {"required": True, "description": description, "content": content}}
 
 
 _UPLOAD = {"application/json": {"schema": {"$ref": _SCHEMAS + "UploadDocument"}}}

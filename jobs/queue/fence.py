@@ -6,6 +6,7 @@ attempt that lost its lease matches no row, so nothing of what follows in its tr
 """
 
 import functools
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -21,9 +22,12 @@ from sqlalchemy import (
     func,
     insert,
     literal,
+    select,
     update,
 )
 
+from catalog.requests.estimate import ESTIMATE
+from catalog.responses.views import timestamp
 from jobs.devices.leases import drain
 from jobs.errors import LeaseLost
 from jobs.lifecycle import HELD, LEGAL_MOVES, TERMINAL, State
@@ -32,7 +36,7 @@ from jobs.records import Claim
 from jobs.scheduling.fair_share import is_due
 from jobs.schema.clock import ledger_now
 from jobs.schema.identifiers import new_id
-from jobs.schema.tables import job_events, jobs, outbox
+from jobs.schema.tables import job_events, jobs, outbox, webhook_deliveries, webhooks
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,6 +59,8 @@ _TAKE = _DRAW.where(
     checkpoint_bytes=None,
 )
 _EVENT = insert(job_events).values(at=ledger_now())
+_HOOKS = select(webhooks.c.id).where(webhooks.c.tenant_id == bindparam("tenant"))
+_DELIVERY = insert(webhook_deliveries).values(created_at=ledger_now(), due_at=ledger_now())
 _SILENCE = delete(outbox).where(outbox.c.job_id == bindparam("job"))
 
 
@@ -232,6 +238,27 @@ def _follow(connection: Connection, drawn: Row[Any], before: State, after: State
     elif before == "queued":
         connection.execute(_SILENCE, {"job": drawn.id})
     append_event(connection, drawn, "state", {"state": after, **data})
+    announce(connection, drawn, before, after)
+
+
+def announce(connection: Connection, drawn: Row[Any], before: State | None, after: State) -> None:
+    """Insert a delivery for each webhook of the tenant; pieces and estimates have none.
+
+    Args:
+        connection: A connection with an open transaction.
+        drawn: The locked row of the job, as `draw` returned it.
+        before: The state that it leaves; None of a new job.
+        after: The state that it enters.
+    """
+    if drawn.parent_id is not None or drawn.kind == ESTIMATE:
+        return
+    if hooks := connection.execute(_HOOKS, {"tenant": drawn.tenant_id}).scalars().all():
+        links = {"self": f"/v1/jobs/{drawn.id}", "results": f"/v1/jobs/{drawn.id}/results"}
+        named = {"job": drawn.id, "name": drawn.name, "labels": drawn.document.get("labels") or {}, "links": links}
+        data = named | {"tenant": drawn.tenant_id, "before": before, "after": after, "seq": drawn.event_seq}
+        payload = json.dumps({"type": f"job.{after}", "timestamp": timestamp(drawn.now), "data": data})
+        row = {"tenant_id": drawn.tenant_id, "job_id": drawn.id, "payload": payload}
+        connection.execute(_DELIVERY, [{"id": new_id(), "webhook_id": hook, **row} for hook in hooks])
 
 
 def post_wakeup(connection: Connection, job_id: str, tenant_id: str) -> None:

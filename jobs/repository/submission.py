@@ -21,7 +21,7 @@ from jobs.errors import (
     IdempotencyKeyRefused,
     JobNotFound,
 )
-from jobs.queue.fence import append_event, draw, post_wakeup
+from jobs.queue.fence import announce, append_event, draw, post_wakeup
 from jobs.queue.series import start_series
 from jobs.records import Job, Submitted
 from jobs.repository.row_records import job_record
@@ -116,6 +116,7 @@ def submit(
             raise JobNotFound(job_id)
         require_in_time(drawn.deadline_at, drawn.now)
         append_event(connection, drawn, "state", {"state": drawn.state, "attempt": 0})
+        announce(connection, drawn, None, drawn.state)
         if checkpoints:
             start_series(connection, drawn, checkpoints)
         else:

@@ -1,11 +1,13 @@
 """The service as processes: in embedded mode API and worker on this machine, on SQLite, for one person.
 
-Whichever of the first process, the API and the worker ends, the others end within 10 s: the first ends the other two,
-and these end with the first (`jobs.parent_process`). What the worker starts for a job ends with it (its guardian), and
-alone costs an attempt of that job. The next start on the folder goes on with the jobs (`worker.agent.worker_locks`).
+Whichever of the first process, the API, the worker and the sender of webhooks ends, the others end within 10 s: the
+first ends the others, and these end with the first (`jobs.parent_process`). What the worker starts for a job ends with
+it (its guardian), and alone costs an attempt of that job. The next start on the folder goes on with the jobs
+(`worker.agent.worker_locks`).
 """
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -57,6 +59,8 @@ def embedded_environment(
         "KRONOSCOPE_ARTIFACTS": str(folder / "artifacts"),
         "KRONOSCOPE_MODEL_STORE": str(model_store),
         "KRONOSCOPE_FACTORY_PATH": environ.get("KRONOSCOPE_FACTORY_PATH", str(factory_path)),
+        "KRONOSCOPE_WEBHOOK_KEY": "",
+        "KRONOSCOPE_WEBHOOK_KEY_FILE": str(folder / "webhook.key"),
     }
 
 
@@ -92,10 +96,14 @@ def _serve(folder: Path, lock: ServiceLock, port: int | None, say: Callable[[str
     environment = embedded_environment(os.environ, folder, chosen, Path.cwd(), folder / "models")
     say(f"opening {folder / 'ledger.db'}; an older one is brought to this version's schema")
     _once([sys.executable, "-P", "-m", "migrations.__main__"], environment, lock)
+    if not (folder / "webhook.key").exists():
+        (folder / "webhook.key").touch(mode=0o600)
+        (folder / "webhook.key").write_text(secrets.token_hex(24))
     group = _Group(lock)
     previous = {number: signal.signal(number, group.ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        for name, module in (("api", "api.__main__"), ("worker", "worker.embedded")):
+        parts = (("api", "api.__main__"), ("worker", "worker.embedded"), ("webhooks", "jobs.webhooks.__main__"))
+        for name, module in parts:
             command = [sys.executable, "-P", "-m", module, "--with-parent", str(os.getpid())]
             group.start(name, command, environment, folder / f"{name}.log")
         _await_ready(url, group)

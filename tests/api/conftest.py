@@ -9,7 +9,7 @@ from sqlalchemy import Engine
 
 from jobs.schema.database import open_database
 from jobs.tenancy.api_keys import create_key
-from tests.api.server import KEY_SECRET, METRICS_TOKEN, Server, serve
+from tests.api.server import KEY_SECRET, METRICS_TOKEN, WEBHOOK_KEY, Server, serve
 from tests.conftest import POSTGRESQL_FIRST, Databases
 
 
@@ -36,6 +36,7 @@ def keyed(
         "KRONOSCOPE_KEY_SECRET": KEY_SECRET,
         "KRONOSCOPE_TRUSTED_PROXIES": "127.0.0.1",
         "KRONOSCOPE_METRICS_TOKEN": METRICS_TOKEN,
+        "KRONOSCOPE_WEBHOOK_KEY": WEBHOOK_KEY,
         "KRONOSCOPE_METRICS_SECONDS": "0",
         "KRONOSCOPE_ESTIMATE_SECONDS": "0.5",
         "KRONOSCOPE_REAPER_SECONDS": "1",

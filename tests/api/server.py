@@ -15,6 +15,7 @@ import httpx
 from tests.machine.stopwatch import Stopwatch, until
 
 KEY_SECRET = "a secret that only the tests know"
+WEBHOOK_KEY = "a key of webhooks that only the tests know"
 METRICS_TOKEN = "a-token-that-only-the-tests-know"
 START_SECONDS = 300
 

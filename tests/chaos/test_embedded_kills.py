@@ -22,7 +22,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServic
         "first",
         "worker",
         # ended by the first process as a worker's end is noticed; of a job's processes the kill matrix has the child
-        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("api", *OF_A_JOB)),
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("api", "webhooks", *OF_A_JOB)),
     ],
 )
 def test_the_others_leave_and_the_next_start_goes_on_with_the_job(service: EmbeddedService, process: str) -> None:

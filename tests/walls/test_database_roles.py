@@ -6,7 +6,7 @@ from sqlalchemy.exc import DBAPIError
 
 from jobs.schema.database import open_database
 from migrations.__main__ import migrate
-from migrations.roles import API, WORKER
+from migrations.roles import API, WEBHOOKS, WORKER
 from tests.api.requests.test_tenant_rows import PASSWORDS, Roles, roles
 
 __all__ = ["roles"]
@@ -23,7 +23,7 @@ KEPT = [
 
 
 @pytest.mark.parametrize("statement", KEPT)
-@pytest.mark.parametrize(("role", "password"), [(API, "for api"), (WORKER, "for worker")])
+@pytest.mark.parametrize(("role", "password"), [(API, "for api"), (WORKER, "for worker"), (WEBHOOKS, "for webhooks")])
 def test_no_role_keeps_bytes_of_its_own(roles: Roles, role: str, password: str, statement: str) -> None:
     engine = open_database(roles.url(role, password))
     try:

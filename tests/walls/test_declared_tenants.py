@@ -12,7 +12,7 @@ from jobs.schema.tables import jobs, metadata, tenants
 from jobs.schema.tenant_declaration import EVENTS, FLEET, KEYS
 from jobs.tenancy.key_uses import list_keys
 from migrations.__main__ import migrate
-from migrations.roles import API, WORKER
+from migrations.roles import API, WEBHOOKS, WORKER
 from tests.api.requests.test_tenant_rows import PASSWORDS, Roles, roles
 
 __all__ = ["roles"]
@@ -100,7 +100,7 @@ def test_commands_of_operators_and_metrics_see_all_tenants_as_the_api_s_role(rol
 
 
 @pytest.mark.parametrize("statement", ["SELECT * FROM proof_keys", "UPDATE proof_keys SET secret = ''"])
-@pytest.mark.parametrize(("role", "password"), [(API, "for api"), (WORKER, "for worker")])
+@pytest.mark.parametrize(("role", "password"), [(API, "for api"), (WORKER, "for worker"), (WEBHOOKS, "for webhooks")])
 def test_the_secret_behind_the_proofs_is_closed(roles: Roles, role: str, password: str, statement: str) -> None:
     engine = open_database(roles.url(role, password))
     try:

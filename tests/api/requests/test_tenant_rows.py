@@ -50,9 +50,14 @@ from migrations.roles import API, WORKER
 from tests import servers
 from tests.api.requests.test_auth import OPEN, walk
 from tests.api.seeding import DOCUMENT, finished, raw
-from tests.api.server import KEY_SECRET
+from tests.api.server import KEY_SECRET, WEBHOOK_KEY
 
-PASSWORDS = RoleSettings(migrate_password="for migrate", api_password="for api", worker_password="for worker")
+PASSWORDS = RoleSettings(
+    migrate_password="for migrate",
+    api_password="for api",
+    worker_password="for worker",
+    webhooks_password="for webhooks",
+)
 _INSTANCE = re.compile(r"urn:uuid:[0-9a-f-]+")
 
 
@@ -87,7 +92,8 @@ class Roles:
 
     def application(self, url: str) -> FastAPI:
         ledger = LedgerSettings(database_url=url, artifact_root=self.artifacts)
-        return create_app(Settings(ledger=ledger, key_secret=KEY_SECRET, estimate_seconds=0))
+        settings = Settings(ledger=ledger, key_secret=KEY_SECRET, webhook_key=WEBHOOK_KEY, estimate_seconds=0)
+        return create_app(settings)
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +239,7 @@ def test_the_api_s_role_writes_and_lists_uses_of_keys_of_all_tenants(roles: Role
         engine.dispose()
 
 
-def test_rights_and_ownership_of_the_three_roles(roles: Roles) -> None:
+def test_rights_and_ownership_of_the_roles(roles: Roles) -> None:
     admin = open_database(roles.admin_url)
     try:
         with reading(admin) as connection:
@@ -251,6 +257,7 @@ def test_rights_and_ownership_of_the_three_roles(roles: Roles) -> None:
                 ("kronoscope_api", True),
                 ("kronoscope_migrate", True),
                 ("kronoscope_owner", False),
+                ("kronoscope_webhooks", True),
                 ("kronoscope_worker", True),
             ]
             # a table with a tenant that a later migration adds has to be secured as well

@@ -26,7 +26,7 @@ from tests.machine.stopwatch import until
 SERVE = (sys.executable, "-P", "-c", "from kronoscope.cli import main; main()", "serve", "--embedded")
 LEAVE_SECONDS = 10.0
 """What is left of a service, or of a job, has ended so long after the kill -9 of a process."""
-SERVICE = {"api": "-m api.__main__", "worker": "-m worker.embedded"}
+SERVICE = {"api": "-m api.__main__", "worker": "-m worker.embedded", "webhooks": "-m jobs.webhooks.__main__"}
 OF_A_JOB = {"guardian": "-m worker.process.guardian", "child": "-m worker.execution "}
 PROCESSES = ("first", *SERVICE, *OF_A_JOB)
 
