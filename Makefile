@@ -208,9 +208,11 @@ secret-files:
 		keep migrate_database_url "postgresql+psycopg://kronoscope:$$(value POSTGRES_PASSWORD)@$$address"; \
 		keep api_database_url "postgresql+psycopg://kronoscope_api:$$(value API_PASSWORD)@$$address"; \
 		keep worker_database_url "postgresql+psycopg://kronoscope_worker:$$(value WORKER_PASSWORD)@$$address"; \
+		keep webhooks_database_url "postgresql+psycopg://kronoscope_webhooks:$$(value WEBHOOKS_PASSWORD)@$$address"; \
 		keep redis_url "redis://kronoscope:$$(value REDIS_PASSWORD)@redis:6379/0"; \
 		keep migrate_password "$$(value MIGRATE_PASSWORD)"; keep api_password "$$(value API_PASSWORD)"; \
-		keep worker_password "$$(value WORKER_PASSWORD)"; keep redis_password "$$(value REDIS_PASSWORD)"; \
+		keep worker_password "$$(value WORKER_PASSWORD)"; keep webhooks_password "$$(value WEBHOOKS_PASSWORD)"; \
+		keep webhook_key "$$(value KRONOSCOPE_WEBHOOK_KEY)"; keep redis_password "$$(value REDIS_PASSWORD)"; \
 		keep key_secret "$$(value KRONOSCOPE_KEY_SECRET)"; keep metrics_token "$$(value KRONOSCOPE_METRICS_TOKEN)"; \
 	fi; \
 	echo "==> .secrets holds what the containers read of it; after a change: docker compose up -d --force-recreate"

@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 from api.settings import Settings
 from jobs.environment import variables_of
 from jobs.s3_settings import S3Settings
-from jobs.settings import LedgerSettings, RoleSettings
+from jobs.settings import LedgerSettings, RoleSettings, WebhookSettings
 from worker.lifetime import LifetimeSettings
 from worker.settings import WorkerSettings
 
@@ -71,7 +71,19 @@ def test_only_the_migration_logs_in_as_a_superuser() -> None:
         for name, each in services.items()
         if "KRONOSCOPE_DATABASE_URL_FILE" in each.get("environment", {})
     }
-    assert logins == {name: f"/run/secrets/{name}_database_url" for name in ("migrate", "api", "worker")}
+    assert logins == {name: f"/run/secrets/{name}_database_url" for name in ("migrate", "api", "worker", "webhooks")}
+
+
+def test_only_the_sender_of_webhooks_is_both_beside_the_database_and_outside() -> None:
+    composed = read(FIRST)
+    joined = {name: set(each["networks"]) for name, each in composed["services"].items()}
+    assert {name for name, networks in joined.items() if "egress" in networks} == {"webhooks", "fetch"}
+    assert joined["fetch"] == {"egress"}
+    sender = composed["services"]["webhooks"]
+    assert sender["secrets"] == ["webhooks_database_url", "webhook_key"]
+    assert sender.keys().isdisjoint({"ports", "privileged", "cap_add", "network_mode", "pid", "ipc", "volumes", "user"})
+    assert (sender["read_only"], sender["cap_drop"]) == (True, ["ALL"])
+    assert (sender["mem_limit"], sender["pids_limit"]) == ("512m", 512)
 
 
 def test_a_container_has_the_secrets_that_it_reads_and_no_job_can_open_them() -> None:
@@ -121,7 +133,7 @@ def test_make_env_adds_what_an_earlier_version_s_file_lacks(tmp_path: Path) -> N
     assert lines[0] == "POSTGRES_PASSWORD=old"
     names = [line.partition("=")[0] for line in lines]
     assert len(names) == len(set(names))
-    assert {"MIGRATE_PASSWORD", "API_PASSWORD", "WORKER_PASSWORD", "REDIS_PASSWORD"} <= set(names)
+    assert {"MIGRATE_PASSWORD", "API_PASSWORD", "WORKER_PASSWORD", "WEBHOOKS_PASSWORD", "REDIS_PASSWORD"} <= set(names)
     assert all(len(line.partition("=")[2]) == 48 for line in lines[1:])
 
 
@@ -179,7 +191,7 @@ def test_every_setting_that_is_named_is_read(path: Path) -> None:
         for file in sorted((ROOT / room).rglob("*.py"))
     )
     known = set(re.findall(r"KRONOSCOPE_[A-Z]+(?:_[A-Z]+)*", code))
-    models = (LedgerSettings, RoleSettings, S3Settings, Settings, WorkerSettings, LifetimeSettings)
+    models = (LedgerSettings, RoleSettings, WebhookSettings, S3Settings, Settings, WorkerSettings, LifetimeSettings)
     known |= {
         each
         for model in models

@@ -25,7 +25,7 @@ DIGITS = {
     "task": {"type": "classification"},
 }
 ENDED = ("succeeded", "failed", "cancelled")
-SERVICES = ("postgres", "redis", "api", "worker")
+SERVICES = ("postgres", "redis", "api", "worker", "webhooks")
 
 
 def run(*command: str, timeout: float = 120, environment: dict[str, str] | None = None) -> str:
@@ -51,8 +51,8 @@ class Stack:
         self.passwords = {
             name: secrets.token_hex(24)
             for name in (
-                *("POSTGRES_PASSWORD", "MIGRATE_PASSWORD", "API_PASSWORD", "WORKER_PASSWORD"),
-                *("REDIS_PASSWORD", "KRONOSCOPE_KEY_SECRET"),
+                *("POSTGRES_PASSWORD", "MIGRATE_PASSWORD", "API_PASSWORD", "WORKER_PASSWORD", "WEBHOOKS_PASSWORD"),
+                *("REDIS_PASSWORD", "KRONOSCOPE_KEY_SECRET", "KRONOSCOPE_WEBHOOK_KEY"),
             )
         }
         lines = [f"{name}={value}" for name, value in self.passwords.items()]

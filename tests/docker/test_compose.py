@@ -80,10 +80,10 @@ def test_every_container_is_hardened(stack: Stack) -> None:
 
 
 def test_no_process_of_the_service_is_root(stack: Stack) -> None:
-    for service in ("api", "worker", "postgres", "redis"):
+    for service in ("api", "worker", "webhooks", "postgres", "redis"):
         for container in stack.containers(service):
             users = until(lambda: users_without_root(container), 30, f"nothing in {service} is root's")  # noqa: B023
-            if service == "api":
+            if service in ("api", "webhooks"):
                 assert users == {"10001"}
             elif service == "worker":
                 assert all(each == "10001" or 20_000 <= int(each) < 60_000 for each in users)
@@ -152,7 +152,10 @@ def test_secrets_are_files_that_only_the_service_may_read(stack: Stack) -> None:
         look = "cat /run/secrets/redis_url 2>/dev/null || echo refused"
         assert stack.compose("exec", "--no-TTY", "--user", "20001:10001", service, "sh", "-c", look) == "refused\n"
         seen = stack.compose("exec", "--no-TTY", "--user", "10001:10001", service, "ls", "/run/secrets").split()
-        wanted = {"api": {"api_database_url", "key_secret", "metrics_token"}, "worker": {"worker_database_url"}}
+        wanted = {
+            "api": {"api_database_url", "key_secret", "webhook_key", "metrics_token"},
+            "worker": {"worker_database_url"},
+        }
         assert set(seen) == wanted[service] | {"redis_url"}
 
 
@@ -160,7 +163,7 @@ def test_the_roles_that_log_in_own_no_table(stack: Stack) -> None:
     owners = "SELECT DISTINCT tableowner FROM pg_tables WHERE schemaname = 'public'"
     assert stack.sql(owners) == ["kronoscope_owner"]
     logged_in = stack.sql("SELECT DISTINCT usename FROM pg_stat_activity WHERE application_name = '' AND usename <> ''")
-    assert {"kronoscope_api", "kronoscope_worker"} <= set(logged_in)
+    assert {"kronoscope_api", "kronoscope_worker", "kronoscope_webhooks"} <= set(logged_in)
 
 
 def test_torch_is_in_the_worker_alone(stack: Stack) -> None:
@@ -188,7 +191,7 @@ def test_every_module_finds_what_it_imports(stack: Stack, service: str, packages
     assert done == "all\n"
 
 
-def test_no_container_of_the_service_has_a_way_out(stack: Stack) -> None:
+def test_no_container_of_the_service_but_the_webhooks_sender_has_a_way_out(stack: Stack) -> None:
     def network(name: str) -> dict[str, Any]:
         (found,) = json.loads(run("docker", "network", "inspect", f"{stack.project}_{name}"))
         return dict(found)
@@ -199,7 +202,8 @@ def test_no_container_of_the_service_has_a_way_out(stack: Stack) -> None:
         facts = stack.inspect(container)
         joined = {name.removeprefix(f"{stack.project}_") for name in facts["NetworkSettings"]["Networks"]}
         service = facts["Config"]["Labels"]["com.docker.compose.service"]
-        assert joined == ({"backend", "front"} if service == "api" else {"backend"}), service
+        more = {"api": {"front"}, "webhooks": {"egress"}}.get(service, set())
+        assert joined == {"backend", *more}, service
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from jobs.repository.submission import submit
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import open_database, writing
 from jobs.schema.tables import jobs
-from jobs.settings import LedgerSettings, RoleSettings, ServiceSettings
+from jobs.settings import LedgerSettings, RoleSettings, ServiceSettings, WebhookSettings
 from migrations.__main__ import migrate
 from tests.jobs.conftest import BODY
 from worker.lifetime import LifetimeSettings
@@ -173,7 +173,15 @@ def test_the_overlay_starts_workers_as_compose_does_and_changes_nothing_else(man
 
 
 def test_they_set_only_what_something_reads(manifests: Any) -> None:
-    models = (LedgerSettings, RoleSettings, ServiceSettings, Settings, WorkerSettings, LifetimeSettings)
+    models = (
+        LedgerSettings,
+        RoleSettings,
+        WebhookSettings,
+        ServiceSettings,
+        Settings,
+        WorkerSettings,
+        LifetimeSettings,
+    )
     known = {
         each
         for model in models
@@ -206,7 +214,7 @@ def test_a_scaled_worker_ends_by_itself_before_it_is_ended(manifests: Any) -> No
 def test_the_trigger_counts_the_jobs_that_such_a_worker_could_take(manifests: Any, databases: Any) -> None:
     """Asked by a role that may read the view alone, in a database whose roles are those of the containers."""
     url = databases.empty("postgresql")
-    passwords = {f"KRONOSCOPE_{each}_PASSWORD": f"pw-{each}" for each in ("MIGRATE", "API", "WORKER")}
+    passwords = {f"KRONOSCOPE_{each}_PASSWORD": f"pw-{each}" for each in ("MIGRATE", "API", "WORKER", "WEBHOOKS")}
     migrate(url, RoleSettings.from_environment(passwords))
     engine = open_database(url)
     document = parse_document(json.dumps(BODY).encode())
