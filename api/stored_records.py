@@ -76,6 +76,8 @@ class Manifest:
     """Fields, columns, files and tensors of the model's folder and the data that were not used."""
     notices: tuple[str, ...]
     """What was read otherwise than it stands there, in a way that changes numbers."""
+    imported: bool
+    """Of an imported job: true."""
     reading: Reading
     """How the data were read."""
     adapters: tuple[AppliedAdapter, ...]

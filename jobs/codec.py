@@ -95,6 +95,25 @@ def parse_webhook(raw: bytes) -> WebhookRequest:
     return _parsed(raw, _WEBHOOK, WebhookRequest)
 
 
+def parse_claim(raw: bytes) -> dict[str, Any]:
+    """Parse a JSON object that may be large, under the guards of a document's values.
+
+    Raises:
+        DocumentRefused: With the place of what no field can take.
+    """
+    try:
+        text = raw.decode()
+        _check_depth(raw)
+        value = json.loads(text, parse_constant=_not_finite, parse_float=_float, parse_int=_int)
+    except ValueError as error:
+        _refuse("json_invalid", "is not JSON in UTF-8", cause=error)
+    if not isinstance(value, dict):
+        _refuse("dict_type", "must be an object")
+    if found := tuple(itertools.islice(_walk(value), _MAX_REPORTED)):
+        raise DocumentRefused(found)
+    return value
+
+
 def _parsed(raw: bytes, adapter: TypeAdapter[T], shape: type) -> T:
     guard_body(raw)
     try:

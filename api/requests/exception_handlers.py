@@ -89,7 +89,9 @@ def _queue_full(error: QueueFull) -> Refusal:
 
 
 def _upload(error: UploadRefused) -> Refusal:
-    return Refusal(422 if error.code == "digest" else 409, f"upload-{error.code}", "Upload not accepted", str(error))
+    return Refusal(
+        422 if error.code in ("digest", "claim") else 409, f"upload-{error.code}", "Upload not accepted", str(error)
+    )
 
 
 def _damaged(_: ArtifactDamaged) -> Refusal:

@@ -56,6 +56,7 @@ def job_view(job: Job, placement: PlacementView | None = None, pieces: tuple[Pie
         coverage=assess_coverage(job.summary, _min_coverage(job)),
         refused=tuple(RefusedAnalysis(**each) for each in (job.manifest or {}).get("refused") or ()),
         notices=tuple((job.manifest or {}).get("notices") or ()),
+        imported=bool((job.manifest or {}).get("imported")),
         failure=None if job.failure is None else _failure(job.failure),
         parent=job.parent_id,
         piece=None if job.piece is None else read_piece(job.piece),

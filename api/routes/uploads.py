@@ -14,12 +14,16 @@ from api.problem_details import Refusal, not_found
 from api.requests.auth import Reader, Submitter
 from api.requests.body import read_document_body
 from api.requests.openapi import UPLOAD_BODY, error_responses
+from api.requests.response_bodies import job_view
+from api.routes.results import owned_job
 from api.service import Service, ServiceOf
 from catalog.requests.uploads import UploadedFile, UploadView
+from catalog.responses.views import JobView
 from jobs.codec import parse_upload
 from jobs.errors import UploadRefused
 from jobs.objects.uploads import Uploads
 from jobs.records import Caller
+from jobs.repository.imports import import_run
 
 router = APIRouter(prefix="/v1/uploads", tags=["uploads"])
 
@@ -73,6 +77,15 @@ def complete_upload(upload_id: str, caller: Submitter, service: ServiceOf) -> Up
     """Let jobs name an upload, once all of it has come."""
     _uploads(service, caller).complete(_owned(service, caller, upload_id))
     return _owned(service, caller, upload_id)
+
+
+@router.post("/{upload_id}:import", operation_id="import_run", status_code=201, responses=error_responses(404, 409))
+def import_folder(upload_id: str, caller: Submitter, service: ServiceOf) -> JobView:
+    """Store a job of the folder of a foreground run; it is marked as imported wherever it is shown."""
+    upload = _owned(service, caller, upload_id)
+    job_id = import_run(service.engine, service.artifacts, caller.tenant_id, upload)
+    _uploads(service, caller).remove(upload_id)
+    return job_view(owned_job(service, caller.tenant_id, job_id))
 
 
 @router.delete("/{upload_id}", operation_id="delete_upload", status_code=204, responses=error_responses(404))

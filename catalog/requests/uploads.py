@@ -11,8 +11,14 @@ _DATA_SUFFIXES = (".safetensors", ".jsonl", ".csv", ".parquet", ".txt")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MOST_FILES = 500
+_MOST_DEEP = 5
 _MOST_BYTES = 2**44
-UploadKind = Literal["model", "data"]
+RUN_ARTIFACTS = "artifacts/"
+RUN_TYPES = {".json": "application/json", ".jsonl": "application/jsonl", ".csv": "text/csv", ".svg": "image/svg+xml",
+             ".png": "image/png", ".safetensors": "application/vnd.safetensors"}  # fmt: skip
+"""Media types of the artifacts of a run that may be imported."""
+_RUN_FILES = ("job.json", "results.json")
+UploadKind = Literal["model", "data", "run"]
 
 
 @record
@@ -39,7 +45,7 @@ class UploadDocument:
     """The declaration of an upload; the same one again finds the upload that it made."""
 
     kind: UploadKind
-    """The block of a job document that will name it."""
+    """The block of a job document that will name it; `run` for the folder of a foreground run, to be imported."""
     files: tuple[DeclaredFile, ...]
     """All files, each by a name of its own; data are one file."""
 
@@ -48,7 +54,11 @@ class UploadDocument:
         most = 1 if self.kind == "data" else _MOST_FILES
         if not 1 <= len(self.files) <= most:
             raise FieldError("files", f"lists {len(self.files):,} files; an upload of {self.kind} has 1 to {most}")
-        taken = ", ".join(_DATA_SUFFIXES if self.kind == "data" else (*_MODEL_FILES, "*.safetensors"))
+        taken = ", ".join(
+            {"data": _DATA_SUFFIXES, "model": (*_MODEL_FILES, "*.safetensors"), "run": (*_RUN_FILES, *RUN_TYPES)}[
+                self.kind
+            ]
+        )
         names = [file.name for file in self.files]
         for name in names:
             if not is_read(self.kind, name):
@@ -81,6 +91,10 @@ class UploadView:
 
 
 def is_read(kind: UploadKind, name: str) -> bool:
-    """Return whether the loaders read a file of this name."""
+    """Return whether the loaders read a file of this name, or an import takes it."""
+    if kind == "run":
+        parts = name.removeprefix(RUN_ARTIFACTS).split("/")
+        is_artifact = name.startswith(RUN_ARTIFACTS) and len(parts) <= _MOST_DEEP and all(map(_NAME.fullmatch, parts))
+        return name in _RUN_FILES or (is_artifact and name.endswith((*RUN_TYPES,)))
     suffixes = _DATA_SUFFIXES if kind == "data" else ".safetensors"
     return (kind == "model" and name in _MODEL_FILES) or (bool(_NAME.fullmatch(name)) and name.endswith(suffixes))

@@ -157,6 +157,8 @@ class JobView(Brief, shown=("id", "name", "state", "kinds", "progress", "failure
     notices: tuple[str, ...]
     """Of a job that has ended: what of its model's folder or data was read otherwise than it stands there, in a way
     that changes numbers, such as texts that were cut."""
+    imported: bool
+    """Whether its results are those of a foreground run's folder that was sent: the service has computed none."""
     failure: FailureView | None
     """Null unless the job has failed."""
     attempt: int

@@ -17,7 +17,7 @@ from jobs.schema.tables import jobs
 FIELDS = ("document", "plan")
 """Fields that a list holds only on request."""
 _LARGE = (*FIELDS, "manifest")
-_LISTED = ("refused", "notices")
+_LISTED = ("refused", "notices", "imported")
 """Fields of a manifest that a list holds."""
 _SOURCES = ("model", "data", "factors", "series")
 _PAGE_BYTES = 2**20

@@ -78,7 +78,7 @@ def submit(
     model_factory, data_factory = factories_of(document)
     checkpoints = () if estimate else checkpoint_documents(document)
     with writing(engine, tenant_id) as connection:
-        job_id = _insert_job(
+        job_id = insert_job(
             connection,
             {
                 "id": new_id(),
@@ -201,7 +201,7 @@ def _earlier(
     return Submitted(job=job_record(row), created=False)
 
 
-def _insert_job(connection: Connection, values: dict[str, Any]) -> str | None:
+def insert_job(connection: Connection, values: dict[str, Any]) -> str | None:
     """Insert a job and return its id, or None where the idempotency key is taken (a concurrent insert is awaited)."""
     dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
     statement = (

@@ -113,6 +113,7 @@ def _state(job: JobView) -> str:
     if job.refused:
         said.append(f"{len(job.refused)}/{len(job.kinds)} refused")
     state = f"partial {', '.join(said)}" if said else job.state
+    state += "\nimported" if job.imported else ""
     kinds = {} if job.coverage is None else kinds_of(job.coverage)
     return "\n".join([state, *(f"{kinds[kind]:.1f}% {kind}" for kind in ("diagonal", "sketched") if kind in kinds)])
 

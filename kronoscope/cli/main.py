@@ -208,6 +208,14 @@ app.command(epilog=epilog("kronoscope autoscale --launcher slurm --classes class
 app.command(epilog=epilog("kronoscope devices --url http://127.0.0.1:8000"))(devices)
 
 
+@app.command("import", epilog=epilog("kronoscope import digits"))
+def import_run(folder: Path, url: Url = None) -> None:
+    """Send the folder of a foreground run to the service, as a job that is marked as imported; prints its id."""
+    read_run(folder)
+    with Client(url) as client, display_for(message_console()) as display:
+        write_line(client.import_run(folder, lambda sent, total: display.update("import", sent, total, "bytes")).id)
+
+
 _EXPORTED = (*EXPORT_FILES, *TRACKERS)
 
 

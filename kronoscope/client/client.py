@@ -89,6 +89,11 @@ class Client:
         """
         return send_upload(self._connection, path, report)
 
+    def import_run(self, folder: Path, report: Callable[[int, int], None] = lambda _sent, _total: None) -> JobView:
+        """Send the folder of a foreground run, whose results become a job that is marked as imported."""
+        upload = send_upload(self._connection, folder, report, "run")
+        return build(JobView, self._connection.call("POST", f"/v1/uploads/{upload.id}:import"))
+
     def estimate(self, document: Mapping[str, Any], *, idempotency_key: str | None = None) -> EstimateView:
         """Estimate what a job would take, without running it; wait until a worker has planned it.
 
@@ -280,11 +285,7 @@ class Client:
         return find_full_id(self._connection, job_id)
 
     def cancel(self, job_id: str) -> JobView:
-        """Cancel a queued or running job; an ended one stays as it is.
-
-        Returns:
-            The job, cancelled or being cancelled.
-        """
+        """Cancel a queued or running job, and return it; an ended one stays as it is."""
         return build(JobView, self._connection.call("POST", f"{_path(job_id)}:cancel"))
 
     def reschedule(self, job_id: str, schedule: Mapping[str, Any]) -> JobView:
@@ -310,7 +311,7 @@ class Client:
         self._connection.send("DELETE", _path(job_id))
 
     def results(self, job_id: str) -> ResultsView:
-        """Return a job's summaries, its manifest and the list of its files, whether it has ended or not.
+        """Return a job's summaries, its manifest and the list of its files.
 
         Returns:
             The results so far; a summary is the analysis's own record where this client knows the analysis.

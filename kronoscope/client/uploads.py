@@ -17,10 +17,13 @@ _RETRIED = {*RETRY_STATUSES, 408, 409}
 """Statuses after which what has come is asked for again; a request that was cut may still hold its file."""
 
 
-def send_upload(connection: Connection, path: Path, report: Callable[[int, int], None]) -> UploadView:
+def send_upload(
+    connection: Connection, path: Path, report: Callable[[int, int], None], kind: UploadKind | None = None
+) -> UploadView:
     """Send what the service has not got yet of a folder or file; `Client.upload` describes it."""
-    folder, kind = (path, "model") if path.is_dir() else (path.parent, "data")
-    files = [_declaration(folder, name) for name in files_of(path, "model" if path.is_dir() else "data")]
+    kind = kind or ("model" if path.is_dir() else "data")
+    folder = path if path.is_dir() else path.parent
+    files = [_declaration(folder, name) for name in files_of(path, kind)]
     if not files:
         message = f"{path} is neither a model's folder (config.json, *.safetensors) nor a file of data (.safetensors, "
         message += ".jsonl, .csv, .parquet, .txt); unpack archives, and convert pickles to safetensors"
@@ -54,7 +57,8 @@ def files_of(path: Path, kind: UploadKind) -> list[str]:
     """Return the names of the files of a folder, or of a file, that the service reads."""
     if kind == "data":
         return [path.name] if path.is_file() and is_read(kind, path.name) else []
-    below = [each.relative_to(path).as_posix() for each in (*path.glob("*"), *path.glob("*/*")) if each.is_file()]
+    depth = ("*", "*/*") if kind == "model" else ("*.json", "artifacts/**/*")
+    below = [each.relative_to(path).as_posix() for pattern in depth for each in path.glob(pattern) if each.is_file()]
     return sorted(name for name in below if is_read(kind, name))
 
 

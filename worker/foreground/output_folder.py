@@ -6,6 +6,7 @@ it is refused or stopped before. JSON files are replaced whole (temporary file, 
 grows by whole lines.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -89,7 +90,8 @@ class OutputFolder:
                 self._write("job.json", self._job)
             case LayerDone():
                 shutil.rmtree(self.path / _EARLIER, ignore_errors=True)
-                self._rows.append({**frame.outcome, "observed": dict(frame.observed)})
+                digest = hashlib.sha256(canonical_json(frame.outcome).encode()).hexdigest()
+                self._rows.append({**frame.outcome, "observed": dict(frame.observed), "sha256": digest})
                 self._log.write(canonical_json(_log_record(frame)).encode() + b"\n")
             case ArtifactWritten():
                 require_artifact(self.artifacts, frame)

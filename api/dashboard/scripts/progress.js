@@ -34,12 +34,12 @@ function formsKept(job) {
 }
 
 export function statePill(job) {
-  const forms = formsKept(job);
+  const forms = [...(job.imported ? ["imported"] : []), ...formsKept(job)];
   if (isPartial(job)) {
     const said = [job.coverage?.status === "partial" ? job.coverage.message : null, ...(job.refused ?? []).map((each) => `${each.kind}: ${each.message}`)];
     return h("span", { class: "pill", "data-state": "partial", title: said.filter(Boolean).join("\n") }, `Partial, ${[...partsDone(job), ...forms].join(", ")}`);
   }
-  return h("span", { class: "pill", "data-state": forms.length ? "lesser" : job.state }, [job.state === "waiting" && job.document?.series ? "In series" : SAID[job.state] ?? job.state, ...forms].join(", "));
+  return h("span", { class: "pill", "data-state": formsKept(job).length ? "lesser" : job.state }, [job.state === "waiting" && job.document?.series ? "In series" : SAID[job.state] ?? job.state, ...forms].join(", "));
 }
 
 export function shareDone(job) {

@@ -1,6 +1,7 @@
 """Uploads over HTTP: what is declared comes in parts, is proved by its digest, and nothing else is kept."""
 
 import hashlib
+import json
 import os
 import shutil
 import socket
@@ -14,7 +15,7 @@ import pytest
 from sqlalchemy import Engine, select, update
 
 from catalog.requests.uploads import UploadDocument, is_read
-from jobs.codec import parse_document, parse_upload
+from jobs.codec import parse_document, parse_upload, sha256_of
 from jobs.errors import DocumentRefused
 from jobs.objects.artifacts import ArtifactFolder, object_key
 from jobs.objects.uploads import Uploads, sweep_uploads
@@ -25,11 +26,13 @@ from jobs.schema.database import open_database, reading, writing
 from jobs.schema.tables import upload_files
 from jobs.tenancy.api_keys import create_key, verify_key
 from jobs.tenancy.quotas import set_quota, usage
+from kronoscope.client import Client
 from tests.api.conftest import Keyed
 from tests.api.expect import pointers, problem
 from tests.api.seeding import DOCUMENT, raw
 from tests.api.server import KEY_SECRET, serve
 from tests.conftest import Databases
+from tests.kronoscope.test_stored_run import ADDED, RUN
 from tests.machine.stopwatch import until
 
 CONTENT = os.urandom(300_000)
@@ -242,7 +245,8 @@ def test_another_tenants_upload_is_answered_as_none(
         named = DOCUMENT | {"data": {"source": "upload", "id": address.rpartition("/")[2]}}
         asked = [
             theirs.get(address), theirs.head(address), theirs.put(f"{address}/{name}", content=CONTENT),
-            theirs.post(f"{address}:complete"), theirs.delete(address), theirs.post("/v1/jobs", json=named),
+            theirs.post(f"{address}:complete"), theirs.post(f"{address}:import"),
+            theirs.delete(address), theirs.post("/v1/jobs", json=named),
         ]  # fmt: skip
         return [(each.status_code, {**each.json(), "instance": ""} if each.content else None) for each in asked]
 
@@ -385,3 +389,25 @@ def test_declarations_without_end_are_refused(keyed: Keyed, theirs: httpx.Client
         listed = select(upload_files.c.name).where(upload_files.c.name.startswith("more-"))
         assert not connection.execute(listed).all()
         connection.execute(upload_files.delete().where(upload_files.c.tenant_id == tenant_of(keyed, keyed.other_key)))
+
+
+def test_an_imported_run_is_a_job_of_its_sender_alone(keyed: Keyed, theirs: httpx.Client, tmp_path: Path) -> None:
+    """The stored run of an earlier version, with what rows have since."""
+    shutil.copytree(RUN, tmp_path / "run")
+    results = json.loads((RUN / "results.json").read_text())
+    for row in results["layers"]:
+        row["record"] |= ADDED
+        row["sha256"] = sha256_of({name: value for name, value in row.items() if name != "observed"})
+    for each in results["summary"].values():
+        each["coverage"]["parts"] = None
+    (tmp_path / "run" / "results.json").write_text(json.dumps(results))
+    with Client(keyed.server.url, keyed.key) as client:
+        job = client.import_run(tmp_path / "run")
+        assert (job.imported, job.state) == (True, "succeeded")
+        assert len(list(client.layers(job.id))) == len(results["layers"])
+        assert [each.type for each in client.events(job.id)] == ["state"]
+        assert [each.imported for each in client.jobs() if each.id == job.id] == [True]
+    problem(theirs.get(f"/v1/jobs/{job.id}"), 404)
+    with reading(keyed.engine) as connection:
+        left = connection.execute(select(upload_files.c.name).where(upload_files.c.kind == "run")).all()
+        assert left == []
