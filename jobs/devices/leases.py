@@ -34,6 +34,7 @@ from catalog.record import record
 from jobs.devices.offered_classes import offered_class
 from jobs.devices.registry import DeviceKind
 from jobs.devices.requirements import needs_on, suits
+from jobs.metrics.counters import add
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
 from jobs.schema.tables import device_leases, devices, worker_devices, workers
@@ -250,9 +251,16 @@ def release(engine: Engine, job_id: str, fence: int) -> None:
         fence: The attempt, by its fencing token.
     """
     with writing(engine) as connection:
-        connection.execute(
-            delete(device_leases).where(device_leases.c.job_id == job_id, device_leases.c.fence == fence)
-        )
+        forget(connection, device_leases.c.job_id == job_id, device_leases.c.fence == fence)
+
+
+def forget(connection: Connection, *conditions: ColumnElement[bool]) -> None:
+    """Delete the leases that fit all conditions, and count for their tenants how long they stood."""
+    gone = delete(device_leases).where(*conditions)
+    for tenant_id, since, now in connection.execute(
+        gone.returning(device_leases.c.tenant_id, device_leases.c.leased_at, ledger_now())
+    ).all():
+        add(connection, "device_milliseconds", tenant_id, round(1000 * (now - since).total_seconds()))
 
 
 def free_drained(

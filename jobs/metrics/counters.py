@@ -19,9 +19,11 @@ from jobs.schema.clock import ledger_now
 from jobs.schema.database import writing
 from jobs.schema.tables import counters
 
-Counter = Literal["attempt_failures", "drains", "job_failures", "moves", "reaped", "refused_writes", "rounds"]
+Counter = Literal[
+    "attempt_failures", "device_milliseconds", "drains", "job_failures", "moves", "reaped", "refused_writes", "rounds"
+]
 """``moves`` by the state moved to, ``attempt_failures`` by category and code, ``job_failures`` by category, ``rounds``
-by reconciler."""
+by reconciler, ``device_milliseconds`` by the tenant whose attempts have had a device."""
 
 Reconciler = Literal["reaper", "relay"]
 

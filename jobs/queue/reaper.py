@@ -6,6 +6,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Engine, Row, and_, delete, exists, literal, not_, select
 
+from jobs.devices.leases import forget
 from jobs.lifecycle import HELD
 from jobs.metrics.counters import add
 from jobs.queue.attempt_endings import record_failure
@@ -94,11 +95,7 @@ def reap_ended_worker(engine: Engine, worker_id: str, process_space: str) -> int
     taken = sum(_take_away(engine, row, *held) for row in candidates)
     seen = and_(device_leases.c.process_space == process_space, device_leases.c.guardian_pid.is_not(None))
     with writing(engine) as connection:
-        connection.execute(
-            delete(device_leases).where(
-                device_leases.c.worker_id == worker_id, device_leases.c.draining_at.is_not(None), not_(seen)
-            )
-        )
+        forget(connection, device_leases.c.worker_id == worker_id, device_leases.c.draining_at.is_not(None), not_(seen))
         connection.execute(delete(workers).where(workers.c.id == worker_id))
     return taken
 

@@ -12,6 +12,7 @@ from sqlalchemy import Connection, Engine, Text, cast, func, null, select, union
 
 from catalog.record import record
 from jobs.errors import QueueFull, QuotaExceeded
+from jobs.metrics.counters import read_counters
 from jobs.objects.artifacts import object_key
 from jobs.schema.database import reading, writing
 from jobs.schema.tables import artifacts, jobs, tenants, upload_files
@@ -27,6 +28,8 @@ class Usage:
     used_bytes: int
     quota_bytes: int | None
     """Null where there is no limit."""
+    device_seconds: float = 0.0
+    """Seconds that its attempts have had devices, each device by itself; attempts that run are not counted yet."""
 
 
 def usage(engine: Engine, name: str | None = None, default_bytes: int | None = None) -> tuple[Usage, ...]:
@@ -35,8 +38,14 @@ def usage(engine: Engine, name: str | None = None, default_bytes: int | None = N
     if name is not None:
         query = query.where(tenants.c.name == name)
     with reading(engine) as connection:
+        held = read_counters(connection).get("device_milliseconds", {})
         return tuple(
-            Usage(tenant=row.name, used_bytes=_used(connection, row.id), quota_bytes=_quota(row.quotas, default_bytes))
+            Usage(
+                tenant=row.name,
+                used_bytes=_used(connection, row.id),
+                quota_bytes=_quota(row.quotas, default_bytes),
+                device_seconds=held.get(row.id, 0) / 1000,
+            )
             for row in connection.execute(query).all()
         )
 

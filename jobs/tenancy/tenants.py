@@ -1,4 +1,4 @@
-"""Tenants as their operator handles them: how much their files take, and how much they may.
+"""Tenants as their operator handles them: how much their files take and may take, and how long they have had devices.
 
 python -P -m jobs.tenancy.tenants show [NAME]
 python -P -m jobs.tenancy.tenants set NAME --bytes 50GB | --no-bytes
@@ -80,7 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     for each in found:
         limit_text = "no limit" if each.quota_bytes is None else f"of {each.quota_bytes:,} bytes"
-        sys.stdout.write(f"{each.tenant}: {each.used_bytes:,} bytes, {limit_text}\n")
+        sys.stdout.write(
+            f"{each.tenant}: {each.used_bytes:,} bytes, {limit_text}; {each.device_seconds:,.0f} device-seconds\n"
+        )
     return 0
 
 

@@ -20,7 +20,8 @@ from jobs.scheduling.placement import next_places, placement_of, reserve
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import writing
 from jobs.schema.identifiers import new_id
-from jobs.schema.tables import jobs, tenants
+from jobs.schema.tables import device_leases, jobs, tenants
+from jobs.tenancy.quotas import usage
 from jobs.tenancy.shared_workers import ALLOWED_WITHOUT
 
 GIB = 2**30
@@ -165,3 +166,22 @@ def test_no_device_is_kept_for_a_tenant_that_runs_as_many_as_it_may(ledger: Engi
     assert next_places(ledger, worker.id, 0, 1) == []
     reserve(ledger, worker.id, 60, 1)
     assert [each.job_id for each in next_places(ledger, worker.id, 0, 1)] == [theirs]
+
+
+def test_the_time_of_a_devices_leases_counts_for_its_tenant_alone(ledger: Engine, other: str) -> None:
+    """From the claim to the end of the last process."""
+    worker = gpus(ledger, 2)
+    queued(ledger, age=9)
+    queued(ledger, other, age=8)
+    for seconds in (100, 50):
+        held = take(ledger, worker, 0)
+        assert held is not None
+        with writing(ledger) as connection:
+            mine = device_leases.c.job_id == held.job_id
+            connection.execute(update(device_leases).where(mine).values(leased_at=ledger_now(-seconds)))
+        finish(ledger, held)
+        release(ledger, held.job_id, held.fence)
+        release(ledger, held.job_id, held.fence)  # once more frees nothing, and counts nothing
+    spent = {each.tenant: each.device_seconds for each in usage(ledger)}
+    assert 100 <= spent["local"] < 160
+    assert 50 <= spent["other"] < 110

@@ -64,10 +64,10 @@ def test_the_command_sets_and_shows(
     monkeypatch.setenv("KRONOSCOPE_DATABASE_URL", ledger_url)
     listed(ledger, held(), "a.json", bytes(1500))
     assert main(["set", "local", "--bytes", "50GB"]) == 0
-    assert capsys.readouterr().out == "local: 1,500 bytes, of 50,000,000,000 bytes\n"
+    assert capsys.readouterr().out == "local: 1,500 bytes, of 50,000,000,000 bytes; 0 device-seconds\n"
     assert main(["set", "local", "--no-bytes"]) == 0
     assert main(["show"]) == 0
-    assert capsys.readouterr().out == "local: 1,500 bytes, no limit\n" * 2
+    assert capsys.readouterr().out == "local: 1,500 bytes, no limit; 0 device-seconds\n" * 2
     for unknown in (["show", "nobody"], ["set", "nobody", "--bytes", "1"]):
         assert main(unknown) == 2
         assert "no tenant of that name" in capsys.readouterr().err
