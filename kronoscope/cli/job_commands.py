@@ -1,5 +1,6 @@
 """The commands on jobs of a service: ``submit``, ``rerun``, ``watch``, ``results``, ``cancel`` and ``jobs``."""
 
+import contextlib
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping
@@ -58,15 +59,7 @@ _SHORT_ID = 12
 
 
 def job_table(jobs: Iterable[JobView], width: int = 100) -> Table:
-    """Tabulate jobs, one row each.
-
-    Args:
-        jobs: In the order in which they are shown.
-        width: Columns of the terminal; where it is narrow, ids are shown by their last part, which every command takes.
-
-    Returns:
-        Id, name, model and data, kinds, state with what is done, time of submission, duration.
-    """
+    """Tabulate jobs, one row each; on a narrow terminal ids are shown by their last part, which every command takes."""
     listed = list(jobs)
     named = any(job.name for job in listed)
     short = width < _WHOLE_ID_WIDTH
@@ -222,6 +215,24 @@ def watch(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
     """Follow a job to its end; ctrl-C leaves it running, and watching again goes on."""
     with Client(url) as client:
         _watched(client, client.full_id(job_id), as_json=as_json)
+
+
+def logs(
+    job_id: JobId,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on to the job's end.")] = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print a job's log with its states and attempts; of an archived job the states alone are left."""
+    with Client(url) as client, contextlib.suppress(KeyboardInterrupt):
+        for event in client.events(client.full_id(job_id), follow=follow):
+            if event.type not in ("log", "state", "started", "crash", "digest_differs"):
+                continue
+            told = sorted(event.data.items(), key=lambda each: each[0] != event.type)
+            said = [f"{name} {value}" for name, value in told if isinstance(value, (str, int))]
+            text = event.data.get("message") or ", ".join(said).removeprefix(f"{event.type} ")
+            shown = f"{event.at[:19].replace('T', ' ')} {event.data.get('level', event.type):7} {text}"
+            print_json(plain(event)) if as_json else write_line(printable(shown, lines=False))
 
 
 def results(

@@ -147,6 +147,7 @@ for _name, _command, _arguments in (
     ("submit", job_commands.submit, "examples/digits.yaml --name first --set collection.batch_size=32 --wait"),
     ("rerun", job_commands.rerun, "0f3a9c217b44 --set collection.batch_size=32"),
     ("watch", job_commands.watch, "0f3a9c217b44"),
+    ("logs", job_commands.logs, "0f3a9c217b44 --follow"),
     ("results", job_commands.results, "0f3a9c217b44 --download files"),
     ("cancel", job_commands.cancel, "0f3a9c217b44"),
     ("jobs", job_commands.list_jobs, "--state failed --since 2d"),

@@ -61,6 +61,7 @@ def message_console() -> Console:
 def write_line(text: str) -> None:
     """Write a text to standard output as it is but for what a terminal would obey."""
     sys.stdout.write(f"{printable(text)}\n")
+    sys.stdout.flush()  # a job that is followed through a pipe shows each line as it comes
 
 
 def write_error(text: str) -> None:
@@ -71,3 +72,4 @@ def write_error(text: str) -> None:
 def print_json(value: Any) -> None:  # noqa: ANN401 - any JSON
     """Print a value for programs."""
     sys.stdout.write(escaped(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)) + "\n")
+    sys.stdout.flush()

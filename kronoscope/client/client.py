@@ -24,7 +24,7 @@ from kronoscope.client.artifact_files import read_memory_curve, save_artifact
 from kronoscope.client.connection import DEFAULT_URL, VISIBLE_ASCII, Connection
 from kronoscope.client.document_fields import set_field
 from kronoscope.client.errors import ClientError, DownloadFailed, ServiceUnreachable, content_of, refusal_of
-from kronoscope.client.event_stream import follow_events
+from kronoscope.client.event_stream import follow_events, read_events
 from kronoscope.client.responses import Layer, build, build_layer, build_results
 from kronoscope.client.retry import RetryWindow
 from kronoscope.client.short_ids import find_full_id
@@ -69,7 +69,6 @@ class Client:
         """Submit a job.
 
         Args:
-            document: The job document, as plain values.
             idempotency_key: The same key and document give the same job, however often; None makes a new job.
 
         Returns:
@@ -98,7 +97,6 @@ class Client:
         """Estimate what a job would take, without running it; wait until a worker has planned it.
 
         Args:
-            document: The job document, as plain values.
             idempotency_key: The same key and document give the same estimate; None makes a new one.
 
         Returns:
@@ -123,15 +121,12 @@ class Client:
     def document(self, job_id: str) -> dict[str, Any]:
         """Return a job's document for another job like it: to be edited, estimated and submitted.
 
-        Args:
-            job_id: The job's id; it need not have ended.
-
         Returns:
             The document with every default written out, the job's name and its priority; a deadline is left out.
         """
         job = self.job(job_id)
         schedule = {"schedule": {"priority": job.priority}} if job.priority else {}
-        return {**job.document, **({"name": job.name} if job.name else {}), **schedule}
+        return {**job.document, "labels": dict(job.labels), **({"name": job.name} if job.name else {}), **schedule}
 
     def rerun(
         self, job_id: str, changes: Mapping[str, Any] | None = None, *, idempotency_key: str | None = None
@@ -139,7 +134,6 @@ class Client:
         """Submit a job's document again.
 
         Args:
-            job_id: The job's id; it need not have ended.
             changes: Fields of the document that are set, each by its path: ``{"collection.batch_size": 32}``.
             idempotency_key: As ``submit`` takes it.
 
@@ -159,9 +153,6 @@ class Client:
 
     def validate(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """Check a job document without storing it.
-
-        Args:
-            document: The job document, as plain values.
 
         Returns:
             The document as it would be stored, with every default written out.
@@ -212,12 +203,14 @@ class Client:
                 _path(job_id), condition, window, lambda each: each.status_code == httpx.codes.OK
             )
 
-    def events(self, job_id: str, *, after: int = 0, patience_seconds: float = 60) -> Iterator[EventView]:
+    def events(
+        self, job_id: str, *, after: int = 0, follow: bool = True, patience_seconds: float = 60
+    ) -> Iterator[EventView]:
         """Yield a job's events as they happen, until it has ended.
 
         Args:
-            job_id: The job's id.
             after: The number of the last event that the caller has; 0 begins at the first.
+            follow: False yields those that there are by now.
             patience_seconds: How long the service may be away; then the stream goes on where it was.
 
         Yields:
@@ -226,7 +219,11 @@ class Client:
         Raises:
             ClientError: If there is no such job, or the service does not come back in time.
         """
-        connect = partial(self._connection.open_events, f"{_path(job_id)}/events")
+        path = f"{_path(job_id)}/events"
+        connect = partial(self._connection.open_events, path)
+        if not follow:
+            yield from read_events(partial(self._connection.call, "GET", path), after)
+            return
         try:
             yield from follow_events(connect, refusal_of, after, patience_seconds)
         except httpx.HTTPError as error:
@@ -302,6 +299,18 @@ class Client:
         """
         return build(JobView, self._connection.call("PUT", f"{_path(job_id)}/schedule", json=dict(schedule)))
 
+    def annotate(self, job_id: str, *, labels: Mapping[str, str] | None = None, note: str | None = None) -> JobView:
+        """Replace all labels of a job, or its note; what is None stays.
+
+        Returns:
+            The job; its document has the labels that it was submitted with.
+
+        Raises:
+            ClientError: If labels or note are not accepted.
+        """
+        given = {name: value for name, value in (("labels", labels), ("note", note)) if value is not None}
+        return build(JobView, self._connection.call("PATCH", _path(job_id), json=given))
+
     def delete(self, job_id: str) -> None:
         """Delete an ended job with its results and files.
 
@@ -323,14 +332,7 @@ class Client:
         return build(SeriesView, self._connection.call("GET", f"{_path(job_id)}/series"))
 
     def layers(self, job_id: str, *, kind: str | None = None) -> Iterator[Layer]:
-        """Yield the rows of a job's results so far, page after page.
-
-        Args:
-            kind: Only rows of this analysis; None for all.
-
-        Yields:
-            One row per layer and analysis.
-        """
+        """Yield the rows of a job's results, one per layer and analysis; ``kind`` is the only one, None takes all."""
         params = {"limit": "100"} | ({"kind": kind} if kind else {})
         yield from (
             build_layer(item) for item in self._connection.pages(f"{_path(job_id)}/layers", params, cursor="after")

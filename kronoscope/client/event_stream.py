@@ -5,10 +5,11 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import httpx
 
-from catalog.responses.views import EventView
+from catalog.responses.views import EventListView, EventView
 from kronoscope.client.errors import ClientError
 from kronoscope.client.responses import build
 from kronoscope.client.retry import PAUSE_SECONDS, RETRY_STATUSES, RetryWindow, retry_after_seconds
@@ -48,6 +49,16 @@ def follow_events(
             time.sleep(pause)
         else:
             window.pause(failure, pause)
+
+
+def read_events(call: Callable[..., Any], after: int) -> Iterator[EventView]:
+    """Yield the events that a job has by now, page after page."""
+    while True:
+        page = build(EventListView, call(params={"after": str(after)}, headers={"accept": "application/json"}))
+        yield from page.items
+        if not page.more or page.through <= after:
+            return
+        after = page.through
 
 
 class _RetryLater(Exception):

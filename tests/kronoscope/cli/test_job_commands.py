@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from catalog.frames import layer_frame
+from catalog.frames import LogLine, layer_frame
 from catalog.responses.coverage import assess_coverage
 from jobs.queue import attempt_endings, attempt_writes
 from jobs.records import LOCAL_TENANT
@@ -249,3 +249,45 @@ def test_ctrl_c_while_watching_is_no_error(
     assert "no longer watching; the job goes on" in rest
     assert "error" not in rest
     assert "Traceback" not in rest
+
+
+def test_logs_are_the_lines_and_states_of_a_job_and_obey_nothing_in_them(run: Run, embedded: Embedded) -> None:
+    claim = seeding.running(embedded.engine, LOCAL_TENANT)
+    lines = [f"line {number}" for number in range(120)]  # more than a page
+    hostile = "\x1b[2J\x1b]0;owned\x07 gone\r\n2026-01-01 00:00:00 state   state succeeded \u202e"
+    for message in (*lines, hostile):
+        attempt_writes.write_log_line(embedded.engine, claim, LogLine(level="info", message=message))
+    done = run("logs", claim.job_id[-12:])  # of a job that runs: what there is, and the end
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.splitlines()
+    assert [re.sub(r"^\S+ \S+ ", "", each) for each in shown[:2]] == [
+        "state   queued, attempt 0",
+        "state   running, attempt 1",
+    ]
+    assert [each.partition(" info    ")[2] for each in shown if " info    line " in each] == lines
+    assert not {character for character in done.stdout if ord(character) < 32} - {"\n"}
+    assert "\u202e" not in done.stdout
+    assert "state succeeded" in shown[-1]  # within the line that said so
+    assert " info    \ufffd[2J" in shown[-1]
+    as_json = run("logs", claim.job_id, "--json")
+    assert '"\\u001b[2J' in as_json.stdout
+
+
+def test_followed_logs_end_with_the_job(embedded: Embedded, tmp_path: Path) -> None:
+    claim = seeding.running(embedded.engine, LOCAL_TENANT)
+    command = [*KRONOSCOPE, "logs", claim.job_id, "-f"]
+    variables = environment(KRONOSCOPE_URL=embedded.server.url)
+    with subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            while "started" not in process.stdout.readline():
+                pass
+            line = LogLine(level="warning", message="written while followed")
+            attempt_writes.write_log_line(embedded.engine, claim, line)
+            assert "warning written while followed" in process.stdout.readline()
+            request_cancel(embedded.engine, LOCAL_TENANT, claim.job_id)
+            attempt_endings.end_cancelled(embedded.engine, claim)
+            assert "state   cancelled" in process.stdout.read()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
