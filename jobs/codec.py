@@ -18,9 +18,6 @@ from catalog import DOCUMENT
 from catalog.field_errors import Complaint, complaints
 from catalog.record import canonical_json, plain
 from catalog.requests.job import JobDocument
-from catalog.requests.schedule import Schedule
-from catalog.requests.uploads import UploadDocument
-from catalog.webhooks import WebhookRequest
 from jobs.errors import DocumentRefused
 
 T = TypeVar("T")
@@ -32,9 +29,6 @@ MAX_VALUES = 20_000
 
 _MAX_REPORTED = 20
 _ADAPTER: TypeAdapter[JobDocument] = TypeAdapter(DOCUMENT)
-_SCHEDULE: TypeAdapter[Schedule] = TypeAdapter(Schedule)
-_UPLOAD: TypeAdapter[UploadDocument] = TypeAdapter(UploadDocument)
-_WEBHOOK: TypeAdapter[WebhookRequest] = TypeAdapter(WebhookRequest)
 # strings are skipped whole; one that never ends is swallowed to the end, which keeps the scan linear
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -66,33 +60,16 @@ def parse_document(raw: bytes) -> JobDocument:
     return _parsed(raw, _ADAPTER, DOCUMENT)
 
 
-def parse_schedule(raw: bytes) -> Schedule:
-    """Parse and validate a schedule that stands alone, outside a document.
+def parse_record(raw: bytes, shape: type[T]) -> T:
+    """Parse and validate a record that stands alone, outside a document, such as a schedule.
 
     Args:
         raw: The request's body, JSON in UTF-8.
 
-    Returns:
-        The schedule.
-
     Raises:
         DocumentRefused: If it is not valid; with one complaint per field.
     """
-    return _parsed(raw, _SCHEDULE, Schedule)
-
-
-def parse_upload(raw: bytes) -> UploadDocument:
-    """Parse and validate the declaration of an upload, as `parse_schedule` does a schedule."""
-    return _parsed(raw, _UPLOAD, UploadDocument)
-
-
-def parse_webhook(raw: bytes) -> WebhookRequest:
-    """Parse and validate the request for a webhook.
-
-    Raises:
-        DocumentRefused: If it is not valid.
-    """
-    return _parsed(raw, _WEBHOOK, WebhookRequest)
+    return _parsed(raw, TypeAdapter(shape), shape)
 
 
 def parse_claim(raw: bytes) -> dict[str, Any]:

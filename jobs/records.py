@@ -21,6 +21,8 @@ class Job:
     id: str
     tenant_id: str
     name: str | None
+    labels: Mapping[str, str]
+    note: str | None
     kinds: tuple[str, ...]
     document: Mapping[str, Any]
     document_sha256: str

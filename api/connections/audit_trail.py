@@ -24,6 +24,7 @@ _CHANGES: Mapping[tuple[str, str | None], str] = {
     ("POST", "/v1/jobs"): "submit",
     ("POST", "/v1/jobs/{job_id}:cancel"): "cancel",
     ("PUT", "/v1/jobs/{job_id}/schedule"): "reschedule",
+    ("PATCH", "/v1/jobs/{job_id}"): "annotate",
     ("DELETE", "/v1/jobs/{job_id}"): "delete",
     ("POST", "/v1/estimates"): "estimate",
     ("DELETE", "/v1/estimates/{estimate_id}"): "delete_estimate",

@@ -17,7 +17,7 @@ from api.requests.auth import is_open, is_scraper_only
 from api.requests.examples import EXAMPLES
 from api.stored_records import describe_stored_values, stored_template
 from catalog import DOCUMENT
-from catalog.requests.job import JobDocument
+from catalog.requests.job import Annotations, JobDocument
 from catalog.requests.uploads import UploadDocument
 from catalog.webhooks import WebhookRequest
 
@@ -136,6 +136,12 @@ UPLOAD_BODY = {"requestBody": {"required": True, "content": _UPLOAD}}
 """The OpenAPI entry of a request body that declares an upload."""
 
 
+def record_body(name: str, described: str, examples: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the OpenAPI entry of a request body that is a record of one schema."""
+    content = {"schema": {"$ref": _SCHEMAS + name}, **({"examples": examples} if examples else {})}
+    return {"requestBody": {"required": True, "description": described, "content": {"application/json": content}}}
+
+
 def document_schema(ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
     """Return the JSON schema of the job document, with a description of every field."""
     schema = TypeAdapter(DOCUMENT).json_schema(ref_template=ref_template)
@@ -180,6 +186,7 @@ def _make_document(app: FastAPI) -> dict[str, Any]:
     for name, schema in (
         ("JobDocument", document_schema(_TEMPLATE)),
         ("UploadDocument", TypeAdapter(UploadDocument).json_schema(ref_template=_TEMPLATE)),
+        ("Annotations", TypeAdapter(Annotations).json_schema(ref_template=_TEMPLATE)),
         ("ProblemDocument", TypeAdapter(ProblemDocument).json_schema(ref_template=_TEMPLATE)),
     ):
         schemas.update(schema.pop("$defs", {}))

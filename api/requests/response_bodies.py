@@ -50,7 +50,6 @@ def job_view(job: Job, placement: PlacementView | None = None, pieces: tuple[Pie
     return _filled(
         JobView,
         vars(job),
-        labels=job.document.get("labels") or {},
         placement=placement,
         progress=_progress(job),
         coverage=assess_coverage(job.summary, _min_coverage(job)),

@@ -11,25 +11,27 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from pydantic import TypeAdapter
 from starlette.concurrency import run_in_threadpool
 
-from api.problem_details import invalid_parameter
+from api.problem_details import invalid_parameter, not_found
 from api.requests.admission import admit
 from api.requests.auth import Reader, Submitter
 from api.requests.body import read_document_body
 from api.requests.job_filter import JobFilter
 from api.requests.long_poll import check_wait, wait_for_job
-from api.requests.openapi import document_body, error_responses, schedule_body
+from api.requests.openapi import document_body, error_responses, record_body, schedule_body
 from api.requests.response_bodies import job_view
 from api.routes.results import owned_job
 from api.service import Service, ServiceOf
 from catalog.record import record
-from catalog.requests.job import JobDocument
+from catalog.requests.job import Annotations, JobDocument
 from catalog.requests.memory_requirements import least_bytes
-from catalog.responses.views import JobListView, JobView, ValidationView
-from jobs.codec import document_json, parse_document, parse_schedule, sha256_of
+from catalog.requests.schedule import Schedule
+from catalog.responses.views import JobListView, JobView, LineageView, ValidationView
+from jobs.codec import document_json, parse_document, parse_record, sha256_of
 from jobs.records import Caller, Job
 from jobs.repository.job_list import FIELDS
+from jobs.repository.lineage import read_lineage
 from jobs.repository.pieces import read_pieces
-from jobs.repository.store import delete_job, list_jobs, read_job, request_cancel, reschedule
+from jobs.repository.store import annotate, delete_job, list_jobs, read_job, request_cancel, reschedule
 from jobs.repository.submission import submit, submitted_earlier
 from jobs.retention.object_sweep import delete_unlisted
 from jobs.scheduling.placement import placement_before, placement_of
@@ -243,6 +245,15 @@ async def read(
     return answer
 
 
+@router.get("/{job_id}/lineage", operation_id="read_lineage", summary="Read lineage", responses=error_responses(404))
+def lineage(job_id: str, caller: Reader, service: ServiceOf) -> LineageView:
+    """The jobs whose factors a job used, your jobs that used its own, and its attempts and states over time."""
+    found = read_lineage(service.engine, caller.tenant_id, job_id)
+    if found is None:
+        raise not_found("there is no such job")
+    return found
+
+
 @router.post(
     "/{job_id}:cancel",
     operation_id="cancel_job",
@@ -291,8 +302,25 @@ async def reschedule_job(job_id: str, request: Request, caller: Submitter, servi
     """Replace priority and deadline of a job that has not ended, and of its pieces; returns the job."""
     settings = service.settings
     raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
-    schedule = await run_in_threadpool(parse_schedule, raw)
+    schedule = await run_in_threadpool(parse_record, raw, Schedule)
     job = await run_in_threadpool(reschedule, service.engine, caller.tenant_id, job_id, schedule)
+    return await run_in_threadpool(_placed, service, job)
+
+
+@router.patch(
+    "/{job_id}",
+    operation_id="annotate_job",
+    response_model=JobView,
+    summary="Edit labels or note",
+    responses=error_responses(404, 408, 413, 415, 422),
+    openapi_extra=record_body("Annotations", "Labels or note; what is left out stays."),
+)
+async def annotate_job(job_id: str, request: Request, caller: Submitter, service: ServiceOf) -> Response:
+    """Replace labels or note of a job, which may have ended; returns the job. Its document and digest stay."""
+    settings = service.settings
+    raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
+    given = await run_in_threadpool(parse_record, raw, Annotations)
+    job = await run_in_threadpool(annotate, service.engine, caller.tenant_id, job_id, given)
     return await run_in_threadpool(_placed, service, job)
 
 

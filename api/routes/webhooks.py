@@ -8,8 +8,8 @@ from api.requests.auth import Reader, Submitter
 from api.requests.body import read_document_body
 from api.requests.openapi import error_responses, webhook_body
 from api.service import Service, ServiceOf
-from catalog.webhooks import DeliveryListView, WebhookListView, WebhookView
-from jobs.codec import parse_webhook
+from catalog.webhooks import DeliveryListView, WebhookListView, WebhookRequest, WebhookView
+from jobs.codec import parse_record
 from jobs.webhooks import registry
 
 router = APIRouter(prefix="/v1/webhooks", tags=["webhooks"])
@@ -29,7 +29,7 @@ async def create(request: Request, caller: Submitter, service: ServiceOf) -> Web
     """Post each change of a job's state to an address, signed as Standard Webhooks; the secret is shown this once."""
     settings = service.settings
     raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
-    url = (await run_in_threadpool(parse_webhook, raw)).url
+    url = (await run_in_threadpool(parse_record, raw, WebhookRequest)).url
     if len(await run_in_threadpool(registry.list_webhooks, service.engine, caller.tenant_id)) >= registry.MOST_WEBHOOKS:
         limit = f"you have {registry.MOST_WEBHOOKS} webhooks, which is the limit; delete one first"
         raise Refusal(409, "too-many-webhooks", "Too many webhooks", limit)

@@ -20,6 +20,7 @@ from catalog.requests.woodbury import Woodbury
 
 MAX_LABELS = 32
 MAX_NAME = 120
+MAX_NOTE = 2_000
 _LABEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
 
 
@@ -198,6 +199,27 @@ class JobDocument:
     def kinds(self) -> tuple[str, ...]:
         """The analyses asked for, in order."""
         return (self.kind,) if isinstance(self.kind, str) else self.kind
+
+
+@record
+class Annotations:
+    """Labels and note of a job, which may be edited at any time; what is left out, or null, stays."""
+
+    labels: Mapping[str, str] | None = None
+    """All labels that the job has from now on, in place of those before."""
+    note: str | None = None
+    """A text of your own of at most 2,000 characters, in lines; an empty one removes the note."""
+
+    def __post_init__(self) -> None:
+        """Refuse what a document could not have either, and a note with control characters."""
+        _require_labels(self.labels or {})
+        note = self.note or ""
+        if len(note) > MAX_NOTE or not all(line.isprintable() for line in note.split("\n")):
+            raise FieldError(
+                "note",
+                f"must be at most {MAX_NOTE:,} printable characters in lines (got {len(note):,}, {note[:40]!r}); "
+                "shorten it, and leave out control characters",
+            )
 
 
 def _require_name(name: str | None) -> None:

@@ -141,7 +141,9 @@ class JobView(Brief, shown=("id", "name", "state", "kinds", "progress", "failure
     document_sha256: str
     """Digest of the canonical JSON of the document."""
     labels: Mapping[str, str]
-    """The caller's own labels, by name."""
+    """The caller's own labels, by name; at first those of the document."""
+    note: str | None = None
+    """The caller's own text; null before one is written."""
     priority: int
     """-10 to 10: the higher of your own waiting jobs goes first."""
     deadline_at: Timestamp | None
@@ -196,6 +198,34 @@ class JobView(Brief, shown=("id", "name", "state", "kinds", "progress", "failure
     def ended(self) -> bool:
         """Whether its state is final."""
         return self.state in ENDED
+
+
+@record
+class RelativeView(Brief):
+    """A job that gave its factors to another, or used them."""
+
+    id: str
+    """Its id."""
+    relation: str
+    """The field of the user's document that names the source, such as `extends`; `cache` where the cache gave it."""
+    name: str | None
+    """The caller's own name of it."""
+    state: JobState | None
+    """Its state; null where there is no such job, or none any more."""
+    kinds: tuple[str, ...]
+    """Its analyses."""
+
+
+@record
+class LineageView:
+    """The jobs that a job has to do with, and its own history."""
+
+    sources: tuple[RelativeView, ...]
+    """The jobs whose factors it used."""
+    users: tuple[RelativeView, ...]
+    """The newest 100 jobs that used its own."""
+    history: tuple["EventView", ...]
+    """The last 100 of its events `state`, `started` and `crash`; of an archived job `state` alone."""
 
 
 @record

@@ -20,6 +20,7 @@ from jobs.devices.requirements import device_class
 from jobs.queue.fence import append_event, by_holder, change, draw_fenced
 from jobs.records import Claim
 from jobs.schema.database import writing
+from jobs.schema.identifiers import is_id
 from jobs.schema.tables import artifacts, layer_results
 
 Written = Literal["written", "repeated", "differs"]
@@ -145,6 +146,9 @@ def write_layer(engine: Engine, claim: Claim, frame: LayerDone) -> Written:
                 "observed": plain(frame.observed),
             },
         )
+        source = str(frame.observed.get("factors_from") or "").partition(",")[0]
+        if drawn.factors_from is None and is_id(source):
+            change(connection, drawn, {"factors_from": source})
         data = {"kind": frame.kind, "ordinal": frame.ordinal, "layer": frame.layer, "sha256": digest}
         if written:
             append_event(connection, drawn, "layer", data)

@@ -17,6 +17,7 @@ LEFT_TO_CHILDREN = ("waiting", "cancelling")
 _INHERITED = (
     *("tenant_id", "kind", "document", "document_sha256", "priority", "deadline_at", "world_size", "needs_bytes"),
     *("device_class", "model_factory", "data_factory", "max_failures", "plan"),
+    "labels",
     "queued_at",  # pieces take their parent's place in the queue: what was submitted later comes after them
 )
 _AT_ONCE = 500

@@ -1,7 +1,7 @@
 """Lists of jobs: rows without what may be large, unless it is asked for, and then as many as a megabyte holds.
 
 A document may have 256 KiB and a plan more: a page of a hundred of them took 23 MB. Of its document a row holds the
-sources of model, data and factors, the labels, and the covered share that it asks for; the database cuts them out.
+sources of model, data and factors, and the covered share that it asks for; the database cuts them out.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ def read_jobs(
     document = jobs.c.document
     columns: list[Any] = [column for column in jobs.c if column.name in fields or column.name not in _LARGE]
     if "document" not in fields:
-        columns += [document[name].label(f"document_{name}") for name in (*_SOURCES, "labels")]
+        columns += [document[name].label(f"document_{name}") for name in _SOURCES]
         columns.append(document["collection", "min_coverage"].label("document_min_coverage"))
     columns += [jobs.c.manifest[name].label(name) for name in _LISTED]
     rows = connection.execute(query.with_only_columns(*columns).limit(most + 1)).all()
@@ -60,7 +60,6 @@ def _record(row: Row[Any], fields: tuple[str, ...]) -> Job:
     if "document" not in fields:
         values["document"] = {
             **{name: _scalars(values[f"document_{name}"]) for name in _SOURCES},
-            "labels": values["document_labels"] or {},
             "collection": {"min_coverage": values["document_min_coverage"]},
         }
     return job_record(SimpleNamespace(**values))

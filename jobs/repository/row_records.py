@@ -29,6 +29,8 @@ def job_record(row: Row[Any] | SimpleNamespace) -> Job:
         id=row.id,
         tenant_id=row.tenant_id,
         name=row.name,
+        labels=row.labels or {},
+        note=row.note,
         kinds=tuple(row.kind.split(",")),
         document=row.document,
         document_sha256=row.document_sha256,

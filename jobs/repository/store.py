@@ -12,6 +12,7 @@ from sqlalchemy import ColumnElement, Connection, Engine, and_, delete, false, l
 
 from catalog.record import record
 from catalog.requests.estimate import ESTIMATE
+from catalog.requests.job import Annotations
 from catalog.requests.schedule import Schedule
 from jobs.errors import (
     JobEnded,
@@ -226,6 +227,22 @@ def reschedule(engine: Engine, tenant_id: str, job_id: str, schedule: Schedule) 
         return job_record(connection.execute(select(jobs).where(jobs.c.id == job_id)).one())
 
 
+def annotate(engine: Engine, tenant_id: str, job_id: str, given: Annotations) -> Job:
+    """Replace labels or note of a job, in whatever state it is, and return it; its document and digest stay.
+
+    Raises:
+        JobNotFound: If this tenant has no such job.
+    """
+    named = {"labels": given.labels, "note": given.note}
+    with writing(engine, tenant_id) as connection:
+        drawn = draw(connection, *_owned(tenant_id, job_id))
+        if drawn is None:
+            raise JobNotFound(job_id)
+        if changed := {name: value or None for name, value in named.items() if value is not None}:
+            change(connection, drawn, changed)
+        return job_record(connection.execute(select(jobs).where(jobs.c.id == job_id)).one())
+
+
 def delete_job(engine: Engine, tenant_id: str, job_id: str, *, estimate: bool = False) -> tuple[Artifact, ...]:
     """Delete an ended job with all its rows, and with its pieces.
 
@@ -324,5 +341,5 @@ def _called(asked: JobQuery) -> tuple[ColumnElement[bool], ...]:
 def _labelled(name: str, value: str) -> ColumnElement[bool]:
     if not _LABEL_NAME.fullmatch(name) or not value.isprintable():
         return false()  # no stored job carries such a label
-    stored: ColumnElement[str] = jobs.c.document["labels", name].as_string()
+    stored: ColumnElement[str] = jobs.c.labels[name].as_string()
     return stored == value

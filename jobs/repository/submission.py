@@ -85,6 +85,7 @@ def submit(
                 "tenant_id": tenant_id,
                 "kind": ESTIMATE if estimate else ",".join(document.kinds),
                 "name": document.name,
+                "labels": body["labels"],
                 "document": body,
                 "document_sha256": digest,
                 "idempotency_key": idempotency_key,

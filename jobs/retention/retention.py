@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, Engine, delete, func, insert, or_, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 
-from catalog import ANALYSES
 from catalog.requests.estimate import ESTIMATE
 from jobs.errors import ArtifactDamaged
 from jobs.lifecycle import STATES, TERMINAL
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.records import Artifact, Event
+from jobs.repository.lineage import NAMING
 from jobs.repository.results import count_events, count_layers, events_after, every_layer_row, list_artifacts
 from jobs.retention.archive import MEDIA_TYPE, NAME, Contents, write_archive
 from jobs.schema.clock import ledger_now
@@ -29,11 +29,6 @@ _MOST_FAULTS = 100
 _ESTIMATES_AT_ONCE = 500
 _DAY_SECONDS = 86_400
 _OPEN = sorted({*STATES} - TERMINAL)
-_NAMING = (
-    ("factors", "job"),
-    *((kind, "against", "job") for kind, each in ANALYSES.items() if hasattr(each.params, "against")),
-)
-"""Fields of a document that name a job whose factors it needs."""
 _STAYING = "state"
 """Events of this type stay in the ledger too: they are few, and a reader who resumes finds the job's end."""
 
@@ -138,7 +133,7 @@ def _droppable(drop_files: bool) -> tuple[ColumnElement[bool], ...]:
         tuple_(jobs.c.tenant_id, jobs.c.id).not_in(
             select(later.c.tenant_id, named).where(later.c.state.in_(_OPEN), named.is_not(None))
         )
-        for named in (later.c.document[path].as_string() for path in _NAMING)
+        for named in (later.c.document[path].as_string() for path in NAMING.values())
     )
 
 

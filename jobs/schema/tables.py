@@ -87,6 +87,8 @@ jobs = Table(
     _tenant(),
     Column("kind", String(500), nullable=False),  # several kinds are joined by commas
     Column("name", String(120)),  # the caller's own
+    Column("labels", _json()),  # at first those of the document, which stays as it was submitted
+    Column("note", String(2000)),
     Column("document", _json(), nullable=False),
     Column("document_sha256", _Sha256, nullable=False),
     Column("idempotency_key", String(255)),
@@ -97,6 +99,7 @@ jobs = Table(
     Column("needs_bytes", BigInteger),
     Column("device_class", String(8)),  # what its first plan was made on: the numbers are promised there alone
     Column("parent_id", _Id, ForeignKey("jobs.id", ondelete="CASCADE")),  # of a piece: the divided job
+    Column("factors_from", _Id),  # the job whose factors the cache gave; no foreign key: it may be deleted meanwhile
     Column("piece", _json()),  # which part of it, as `catalog.requests.pieces.Piece`
     Column("model_factory", Text),  # what a worker must list to take it
     Column("data_factory", Text),
@@ -128,6 +131,7 @@ jobs = Table(
     Index(None, "tenant_id", "id"),
     Index(None, "state", "lease_expires_at"),
     Index(None, "parent_id"),
+    Index(None, "tenant_id", "factors_from"),
 )
 
 Index(

@@ -10,7 +10,7 @@ import pytest
 from catalog.duration import duration_seconds
 from catalog.record import FieldError
 from catalog.requests.schedule import Schedule
-from jobs.codec import document_json, parse_document, parse_schedule
+from jobs.codec import document_json, parse_document, parse_record
 from jobs.errors import DocumentRefused
 
 BODY: dict[str, Any] = {
@@ -72,7 +72,7 @@ def test_what_cannot_be_meant_names_its_field_and_a_remedy(given: dict[str, Any]
         parse_document(json.dumps(BODY | {"schedule": given}).encode())
     assert [each.pointer for each in document.value.complaints] == [f"/schedule/{field}"]
     with pytest.raises(DocumentRefused) as alone:
-        parse_schedule(json.dumps(given).encode())
+        parse_record(json.dumps(given).encode(), Schedule)
     assert [each.pointer for each in alone.value.complaints] == [f"/{field}"]
 
 

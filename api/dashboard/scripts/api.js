@@ -133,6 +133,16 @@ export async function cancel(id) {
   return read(await request(`/v1/jobs/${encodeURIComponent(id)}:cancel`, { method: "POST" }));
 }
 
+/** Replaces labels and note of a job; returns the job. */
+export async function annotate(id, given) {
+  return read(await request(`/v1/jobs/${encodeURIComponent(id)}`, { method: "PATCH", headers: { "Content-Type": "application/json" }, body: JSON.stringify(given) }));
+}
+
+/** A page of the events of a job behind a number. */
+export async function eventsAfter(base, after, signal) {
+  return read(await request(`${base}/events?after=${after}`, { signal, headers: { Accept: "application/json" } }));
+}
+
 /** Saves a file of the API through a blob, since a link cannot carry the key. */
 export async function download(path, name) {
   const response = await request(path);

@@ -2,6 +2,7 @@
 
 import { rememberKey, storedKey } from "./api.js";
 import { showComparison } from "./compare.js";
+import { showDevices } from "./devices.js";
 import { h, replace } from "./dom.js";
 import { showJob } from "./job.js";
 import { showJobs } from "./jobs.js";
@@ -18,6 +19,7 @@ let leaving = new AbortController();
 function route() {
   const [view, id] = location.hash.replace(/^#\/?/, "").split("/");
   if (view === "new") return { view: "new", show: (signal) => showSubmission(main, signal, id && decodeURIComponent(id)) };
+  if (view === "devices") return { view: "devices", show: (signal) => showDevices(main, signal) };
   if (view === "jobs" && id) return { view: "job", show: (signal) => showJob(main, decodeURIComponent(id), signal) };
   if (view === "compare" && id) return { view: "compare", show: (signal) => showComparison(main, id.split(",").map(decodeURIComponent), signal) };
   return { view: "jobs", show: (signal) => showJobs(main, signal) };

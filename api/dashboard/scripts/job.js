@@ -7,6 +7,7 @@ import { h, replace, unpressed } from "./dom.js";
 import { number } from "./format.js";
 import { cancelledCard, failureCard, filesCard, heading, placementCard } from "./job_parts.js";
 import { figuresCard } from "./figures.js";
+import { annotationsCard, logCard, showLineage, versionOf } from "./lineage.js";
 import { LayerTable } from "./layers.js";
 import { showCurvatures } from "../plots/curvature_density.js";
 import { showMemory } from "../plots/memory_curve.js";
@@ -65,7 +66,10 @@ export async function showJob(main, shownId, signal) {
   const layers = h("section", { class: "stack tight", "aria-label": "Layers" });
   const memory = h("div", {});
   const files = h("div", { class: "stack" });
-  replace(main, h("div", { class: "stack wide" }, top, live, series, pieces, layers, summary, model, curvatures, memory, files));
+  const lineage = h("div", {});
+  const own = annotationsCard(first.job, (saved) => draw((job = saved)));
+  const log = logCard(base, () => ENDED.has(job.state), signal);
+  replace(main, h("div", { class: "stack wide" }, h("div", { class: "stack tight" }, top, own), live, series, pieces, layers, summary, model, curvatures, memory, files, lineage, log));
 
   const table = new LayerTable(layers, (row) => panel.open(row), signal);
   const panel = new SpectrumPanel(table.spectra, base, signal, (ordinal) => table.mark(ordinal));
@@ -75,6 +79,7 @@ export async function showJob(main, shownId, signal) {
   let rowsLater = 0;
   let rowsTurn = 0;
   let finalShown = false;
+  let lineageOf = null;
 
   async function stop(event) {
     event.target.disabled = true;
@@ -148,6 +153,10 @@ export async function showJob(main, shownId, signal) {
     document.title = `${job.name ?? job.kinds.join(" + ")}${isPartial(job) ? ` · ${partsDone(job, " measured").join(", ")}` : ""} · Kronoscope`;
     const ended = ENDED.has(job.state);
     if (card) await again(() => card.show());
+    if (lineageOf !== versionOf(job)) {
+      lineageOf = versionOf(job);
+      showLineage(lineage, base, ended, signal).catch(() => (lineageOf = null)); // asked for again with the next change
+    }
     await loadRows(job, ended && !finalShown);
     if (ended) {
       await finish(job);

@@ -32,6 +32,7 @@ def test_each_change_is_one_line_with_key_client_route_job_and_outcome(keyed: Ke
     job = submitted(ours)
     ours.headers["x-forwarded-for"] = "6.6.6.6, 198.51.100.7"
     assert ours.put(f"/v1/jobs/{job}/schedule", json={"priority": 3}).status_code == 200
+    assert ours.patch(f"/v1/jobs/{job}", json={"note": CANARY, "labels": {"a": CANARY}}).status_code == 200
     assert ours.post(f"/v1/jobs/{job}:cancel").is_success
     assert ours.delete(f"/v1/jobs/{job}").status_code == 204
     assert ours.get("/v1/jobs").status_code == 200
@@ -41,10 +42,10 @@ def test_each_change_is_one_line_with_key_client_route_job_and_outcome(keyed: Ke
     trail = later(keyed, before)
     prefix = keyed.key.split("_")[1]
     assert [(each["action"], each["outcome"], each["job"], each["key"]) for each in trail] == [
-        (action, "done", job, prefix) for action in ("submit", "reschedule", "cancel", "delete")
+        (action, "done", job, prefix) for action in ("submit", "reschedule", "annotate", "cancel", "delete")
     ]
-    assert [each["client"] for each in trail] == ["127.0.0.1", *["198.51.100.7"] * 3]
-    assert trail[2]["route"] == "/v1/jobs/{job_id}:cancel"
+    assert [each["client"] for each in trail] == ["127.0.0.1", *["198.51.100.7"] * 4]
+    assert trail[3]["route"] == "/v1/jobs/{job_id}:cancel"
     assert {each["logger"] for each in trail} == {"kronoscope.audit"}
 
 

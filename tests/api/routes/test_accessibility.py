@@ -43,6 +43,7 @@ def views(embedded: Embedded, deep: str, explained: str) -> dict[str, str]:  # n
         f"/#/compare/{','.join(sorted(drawn)[:3])}": ".u-over",
         f"/#/jobs/{drawn_series(embedded)}": ".u-over",
         "/#/new": "main textarea",
+        "/#/devices": "main h1",
         **{f"/#/jobs/{job_id}": ".depth svg" for job_id in drawn},
         f"/#/jobs/{explained}": "main details summary",
         **{f"/#/jobs/{job_id}": "main h1" for job_id in told},

@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import Engine, select, update
 
 from catalog.requests.uploads import UploadDocument, is_read
-from jobs.codec import parse_document, parse_upload, sha256_of
+from jobs.codec import parse_document, parse_record, sha256_of
 from jobs.errors import DocumentRefused
 from jobs.objects.artifacts import ArtifactFolder, object_key
 from jobs.objects.uploads import Uploads, sweep_uploads
@@ -358,7 +358,7 @@ def test_below_the_floor_of_the_disk_nothing_is_taken(databases: Databases, tmp_
 
 
 def parsed(*files: dict[str, Any]) -> UploadDocument:
-    return parse_upload(httpx.Request("POST", "http://x", json=document(*files)).content)
+    return parse_record(httpx.Request("POST", "http://x", json=document(*files)).content, UploadDocument)
 
 
 def test_a_file_whose_sender_was_cut_at_its_end_is_stored_by_completing(keyed: Keyed, ours: httpx.Client) -> None:
@@ -380,7 +380,10 @@ def test_declarations_without_end_are_refused(keyed: Keyed, theirs: httpx.Client
     for number in range(10):
         files = [declared(f"{number}-{each}.safetensors", b"x") for each in range(499)]
         uploads.declare(
-            parse_upload(httpx.Request("POST", "http://x", json=document(*files, kind="model")).content), None
+            parse_record(
+                httpx.Request("POST", "http://x", json=document(*files, kind="model")).content, UploadDocument
+            ),
+            None,
         )
     more = document(*(declared(f"more-{each}.safetensors", b"x") for each in range(100)), kind="model")
     refused = problem(theirs.post("/v1/uploads", json=more), 409)
