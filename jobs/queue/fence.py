@@ -254,7 +254,7 @@ def announce(connection: Connection, drawn: Row[Any], before: State | None, afte
         return
     if hooks := connection.execute(_HOOKS, {"tenant": drawn.tenant_id}).scalars().all():
         links = {"self": f"/v1/jobs/{drawn.id}", "results": f"/v1/jobs/{drawn.id}/results"}
-        named = {"job": drawn.id, "name": drawn.name, "labels": drawn.document.get("labels") or {}, "links": links}
+        named = {"job": drawn.id, "name": drawn.name, "labels": drawn.labels or {}, "links": links}
         data = named | {"tenant": drawn.tenant_id, "before": before, "after": after, "seq": drawn.event_seq}
         payload = json.dumps({"type": f"job.{after}", "timestamp": timestamp(drawn.now), "data": data})
         row = {"tenant_id": drawn.tenant_id, "job_id": drawn.id, "payload": payload}

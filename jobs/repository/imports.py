@@ -81,6 +81,7 @@ def import_run(engine: Engine, folder: ArtifactFolder, tenant_id: str, upload: U
         "name": document.name,
     }
     made |= {"document": body, "document_sha256": sha256_of(body), "world_size": document.world_size, "event_seq": 1}
+    made["labels"] = body["labels"]
     made |= {"state": "succeeded", "summary": summary, "manifest": manifest, "idempotency_key": f"import/{upload.id}"}
     made |= dict.fromkeys(("created_at", "queued_at", "finished_at"), ledger_now())
     own = {"job_id": job_id, "tenant_id": tenant_id}

@@ -33,6 +33,7 @@ from jobs.schema.identifiers import new_id
 from jobs.schema.tables import jobs
 
 _IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+_MOST_THREADS = 1024
 
 
 def submit(
@@ -155,8 +156,10 @@ def _replayed(connection: Connection, tenant_id: str, original_id: str) -> dict[
     row = connection.execute(query).one_or_none()
     if row is None:
         return {}
-    threads = {"threads": (row.manifest or {}).get("environment", {}).get("threads")}  # of a job without a plan
-    return {"plan": row.plan or threads, "device_class": row.device_class, "needs_bytes": row.needs_bytes}
+    # of a job without a plan; an imported one's is a stranger's claim
+    threads = (row.manifest or {}).get("environment", {}).get("threads")
+    alone = {"threads": threads} if isinstance(threads, int) and 1 <= threads <= _MOST_THREADS else None
+    return {"plan": row.plan or alone, "device_class": row.device_class, "needs_bytes": row.needs_bytes}
 
 
 def submitted_under(engine: Engine, tenant_id: str, document: JobDocument, prefix: str) -> tuple[Job, ...]:
