@@ -6,7 +6,7 @@ from alembic import context
 from sqlalchemy import Connection
 
 from jobs.schema.database import open_database
-from jobs.schema.tables import metadata
+from jobs.schema.webhook_tables import webhooks
 from jobs.settings import LedgerSettings
 
 
@@ -14,7 +14,7 @@ def run(connection: Connection) -> None:
     """Run what the command asks for, in the connection's transaction."""
     context.configure(
         connection=connection,
-        target_metadata=metadata,
+        target_metadata=webhooks.metadata,
         compare_type=True,
         compare_server_default=True,
         render_as_batch=connection.dialect.name == "sqlite",  # SQLite alters a table by copying it

@@ -36,7 +36,8 @@ from jobs.records import Claim
 from jobs.scheduling.fair_share import is_due
 from jobs.schema.clock import ledger_now
 from jobs.schema.identifiers import new_id
-from jobs.schema.tables import job_events, jobs, outbox, webhook_deliveries, webhooks
+from jobs.schema.tables import job_events, jobs, outbox
+from jobs.schema.webhook_tables import webhook_deliveries, webhooks
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -362,36 +362,6 @@ Index(
     sqlite_where=text("whole"),
 )
 
-webhooks = Table(
-    "webhooks",
-    metadata,
-    Column("id", _Id, primary_key=True),
-    _tenant(),
-    Column("url", Text, nullable=False),
-    Column("secrets", Text, nullable=False),  # encrypted, as a list: the newest, and the one that it replaced
-    Column("created_at", Moment(), nullable=False),
-    Index(None, "tenant_id"),
-)
-
-webhook_deliveries = Table(
-    "webhook_deliveries",
-    metadata,
-    Column("id", _Id, primary_key=True),
-    _tenant(),
-    _job(),
-    # no foreign key: the end of a job must not fail by a webhook that is deleted in the same moment
-    Column("webhook_id", _Id, nullable=False),
-    Column("payload", Text, nullable=False),
-    Column("state", String(9), nullable=False, server_default=text("'pending'")),
-    Column("attempts", Integer, nullable=False, server_default=text("0")),
-    Column("outcome", Text),
-    Column("created_at", Moment(), nullable=False),
-    Column("due_at", Moment(), nullable=False),
-    Index(None, "job_id"),
-    Index(None, "webhook_id", "id"),
-    Index(None, "state", "tenant_id", "due_at"),
-)
-
 counters = Table(
     "counters",
     metadata,

@@ -30,7 +30,7 @@ from jobs.errors import LedgerError, LedgerUnavailable, SettingsInvalid
 from jobs.parent_process import end_with_parent
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import open_database, reading, require_current_schema, writing
-from jobs.schema.tables import webhook_deliveries, webhooks
+from jobs.schema.webhook_tables import webhook_deliveries, webhooks
 from jobs.service_log import configure_logging, log_last_words
 from jobs.settings import LedgerSettings, WebhookSettings
 from jobs.webhooks.registry import secrets_of

@@ -16,7 +16,7 @@ from catalog.webhooks import DeliveryView, WebhookView
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
 from jobs.schema.identifiers import new_id
-from jobs.schema.tables import webhook_deliveries, webhooks
+from jobs.schema.webhook_tables import webhook_deliveries, webhooks
 
 MOST_WEBHOOKS = 10
 """The webhooks of one tenant: a change of a job's state writes a row for each."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import io
 import itertools
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -192,25 +193,6 @@ def _submit(
         write_line(job.id)
 
 
-def fetch(client: Client, document: dict[str, Any], name: str, folder: Path) -> Path:
-    """Submit a job, follow it to its end and download one of its files; end the command where the job ends badly."""
-    results = finish(client, client.submit(document))
-    artifact = next((each for each in results.artifacts if each.name == name), None)
-    if artifact is None:
-        fail(INTERNAL, [f"job {results.job.id} has left no {name}"])
-    return client.download(results.job.id, artifact, folder)
-
-
-def finish(client: Client, submitted: JobView, *, silent: bool = False) -> ResultsView:
-    """Follow a job to its end and return its results; end the command where the job ends badly."""
-    with display_for(message_console(), silent=silent) as display:
-        for job in client.follow(submitted.id):
-            show_progress(job, display)
-            if job.ended and job.state != "succeeded":
-                _end_as(job)
-    return client.results(submitted.id)
-
-
 def watch(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
     """Follow a job to its end; ctrl-C leaves it running, and watching again goes on."""
     with Client(url) as client:
@@ -253,21 +235,21 @@ def results(
             fail(USAGE, [f"the files of {job_id} are there already; leave --download out, or give a job's id"])
         found, rows = read_run(Path(job_id))
         _print_results(found, rows, read_memory_curve(Path(job_id) / "artifacts"), methods=methods, as_json=as_json)
-        _end_as(found.job)
+        end_as(found.job)
         return
     with Client(url) as client:
         found = client.results(client.full_id(job_id))
         if found.job.document.get("series") is not None:
             series = client.series(found.job.id)
             print_json(plain(series)) if as_json else show_series(result_console(), series)
-            _end_as(found.job)
+            end_as(found.job)
             return
         rows = list(client.layers(found.job.id))
         curve = None if as_json or methods else client.memory_curve(found)
         _print_results(found, rows, curve, methods=methods, as_json=as_json)
         if download is not None:
             _download(client, found, download, overwrite=overwrite, silent=as_json)
-    _end_as(found.job)
+    end_as(found.job)
 
 
 def _print_results(
@@ -285,7 +267,7 @@ def _print_results(
             message_console().print(f"the job is {found.job.state}: these are the layers so far")
 
 
-def _end_as(job: JobView) -> None:
+def end_as(job: JobView) -> None:
     """End the command as the job has ended: with its failure, who cancelled it, or a code where it was done in part."""
     if job.state == "failed" and job.failure is not None:
         pointer = f"{job.failure.pointer} " if job.failure.pointer else ""
@@ -373,7 +355,7 @@ def _watched(client: Client, job_id: str, *, as_json: bool) -> bool:
     elif job.state == "succeeded" and not as_json:
         found = client.results(job_id)
         _show_tables(found, list(client.layers(job_id)), client.memory_curve(found))
-    _end_as(job)
+    end_as(job)
     return True
 
 
@@ -412,11 +394,7 @@ def _is_there(path: Path, artifact: ArtifactView) -> bool:
     """Return whether the file is there; the command ends where another one has its name."""
     if not path.exists():
         return False
-    if not path.is_file() or _sha256(path) != artifact.sha256:
-        fail(USAGE, [f"{path} is there already, and is another file; give another folder, or --force"])
+    with path.open("rb") if path.is_file() else contextlib.nullcontext(io.BytesIO()) as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != artifact.sha256:
+            fail(USAGE, [f"{path} is there already, and is another file; give another folder, or --force"])
     return True
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,10 +1,8 @@
 """The main command, ``kronoscope``; ``kronoscope.cli.exit_codes`` lists its exit codes."""
 
 import os
-import shutil
 import sys
 import tempfile
-import zipfile
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -14,25 +12,23 @@ import typer
 from rich.table import Table
 
 from catalog import ANALYSES
-from catalog.analyses.export import EXPORT, EXPORT_FILES
 from catalog.record import plain
 from catalog.responses.coverage import assess_coverage
 from kronoscope.cli import job_commands
 from kronoscope.cli.autoscale import autoscale
 from kronoscope.cli.compare import compare_jobs
 from kronoscope.cli.devices import devices
-from kronoscope.cli.documents import change_document, read_document
-from kronoscope.cli.exit_codes import CATEGORIES, FATAL, STOPPED, USAGE, fail, require_whole, run_command, trace_lines
+from kronoscope.cli.documents import read_document
+from kronoscope.cli.exit_codes import USAGE, fail, require_whole, run_command
 from kronoscope.cli.extras import require_extra
+from kronoscope.cli.finished_jobs import export, import_run, reproduce
 from kronoscope.cli.keys import keys
-from kronoscope.cli.options import AsJson, Document, JobOrFolder, Offline, Settings, Store, Url, epilog, one_of
-from kronoscope.cli.output import message_console, outlast_reader, print_json, result_console, write_error, write_line
+from kronoscope.cli.options import AsJson, Document, Offline, Settings, Store, epilog
+from kronoscope.cli.output import message_console, outlast_reader, print_json, result_console
 from kronoscope.cli.plan_options import Budget, Device
-from kronoscope.cli.run_folder import read_json, read_run
-from kronoscope.cli.run_job import Outcome, run_job
+from kronoscope.cli.run_job import Outcome, require_success, run_job, run_request
 from kronoscope.cli.serve import FactoryWrong, exec_module, require_factories, serve_embedded
 from kronoscope.cli.tenants import tenants
-from kronoscope.cli.trackers import TRACKERS, track
 from kronoscope.cli.worker import worker
 from kronoscope.client.client import Client
 from kronoscope.client.responses import build_layer, build_summary
@@ -94,7 +90,7 @@ def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
 ) -> None:
     """Run a job here, in the foreground, without any service."""
     wanted = read_document(document, settings or ())
-    request = _request(wanted, store, offline=offline) | {
+    request = run_request(wanted, store, offline=offline) | {
         "threads": threads,
         "cache": None if cache is None else str(cache.absolute()),
         "cache_bytes": _CACHE_BYTES,
@@ -108,7 +104,7 @@ def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
         print_json({"output": str(output), "finished": outcome.finished, "summary": outcome.summary,
                     "coverage": plain(measured), "refused": plain(outcome.refused),
                      "failure": None if outcome.failure is None else _public(outcome)})  # fmt: skip
-    _require_success(outcome, verbose=verbose)
+    require_success(outcome, verbose=verbose)
     if not as_json:
         show_results(result_console(), [build_layer(row) for row in outcome.rows],
                      {kind: build_summary(kind, summary) for kind, summary in outcome.summary.items()},
@@ -207,164 +203,15 @@ def serve(
 app.command(epilog=epilog("kronoscope worker --until-idle --wall 4h"))(worker)
 app.command(epilog=epilog("kronoscope autoscale --launcher slurm --classes classes.toml --dry-run"))(autoscale)
 app.command(epilog=epilog("kronoscope devices --url http://127.0.0.1:8000"))(devices)
-
-
-@app.command("import", epilog=epilog("kronoscope import digits"))
-def import_run(folder: Path, url: Url = None) -> None:
-    """Send the folder of a foreground run to the service, as a job that is marked as imported; prints its id."""
-    read_run(folder)
-    with Client(url) as client, display_for(message_console()) as display:
-        write_line(client.import_run(folder, lambda sent, total: display.update("import", sent, total, "bytes")).id)
-
-
-_EXPORTED = (*EXPORT_FILES, *TRACKERS)
-
-
-@app.command(epilog=epilog("kronoscope export digits --to corda --without 'conv*' --output corda.pt"))
-def export(
-    source: JobOrFolder,
-    to: Annotated[str, typer.Option(parser=one_of(_EXPORTED), help=f"One of {', '.join(_EXPORTED)}.")],
-    target: Annotated[
-        str,
-        typer.Option(
-            "--output",
-            "-o",
-            help="The file; of kronfluence and mom2 a folder, or a file that ends in .zip; of mlflow a folder or a "
-            "tracking URI, of wandb a folder.",
-        ),
-    ],
-    without: Annotated[
-        list[str] | None, typer.Option(help="A layer to leave out, by name; * stands for any characters. Repeatable.")
-    ] = None,
-    likelihood: Annotated[
-        str | None,
-        typer.Option(parser=one_of(("classification", "regression")), help="For laplace: that of the loss."),
-    ] = None,
-    outputs: Annotated[int | None, typer.Option(help="For laplace: the number of the model's outputs.")] = None,
-    settings: Settings = None,
-    url: Url = None,
-) -> None:
-    """Write the factors of a job, or of a folder, as a file that another tool reads, or the results for a tracker."""
-    if to in TRACKERS:
-        if without or likelihood or outputs or settings:
-            fail(USAGE, [f"--to {to} writes results, and the other options are of factors; leave them out"])
-        track(source, to, target, url)
-        result_console().print(f"{to} in {target}", soft_wrap=True)
-        return
-    output = Path(target)
-    options = {"format": to, "without": without or [], "likelihood": likelihood, "outputs": outputs}
-    name = f"export/{EXPORT_FILES[to]}"  # type: ignore[index] # the parser takes no other words
-    is_folder = Path(source).is_dir() or "/" in source
-    unpacked = name.endswith(".zip") and output.suffix != ".zip"
-    _require_place(output, unpacked=unpacked)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=".part-") as folder:
-            factors = {"path": str(Path(source).absolute())}
-            if not is_folder:
-                with Client(url) as client:
-                    factors = {"job": client.full_id(source)}
-            asked: dict[str, Any] = {"kind": EXPORT.kind, "factors": factors, EXPORT.kind: options}
-            wanted: dict[str, Any] = change_document(asked, settings or (), "the export")
-            own, kept = wanted.get(EXPORT.kind), ("kind", "factors")
-            changed = any(wanted.get(each) != asked[each] for each in kept)
-            if changed or not isinstance(own, dict) or own.get("format") != to:
-                said = "--set changes `kind`, `factors` or `export.format`; give another source, or another --to"
-                fail(USAGE, [said])
-            made = _export_here(wanted, name, Path(folder)) if is_folder else _export_there(wanted, name, folder, url)
-            _place(made, output, unpacked=unpacked)
-    except OSError as error:
-        fail(USAGE, [f"--output {output}: {error.strerror or error}; name a file in a folder that you may write"])
-    result_console().print(f"{to} in {output}", soft_wrap=True)
-
-
-def _export_here(wanted: dict[str, Any], name: str, folder: Path) -> Path:
-    with display_for(message_console()) as display:
-        outcome = run_job(_request(wanted, None, offline=True), folder / "run", display)
-    _require_success(outcome)
-    return folder / "run" / "artifacts" / name
-
-
-def _export_there(wanted: dict[str, Any], name: str, folder: str, url: str | None) -> Path:
-    with Client(url) as client:
-        return job_commands.fetch(client, wanted, name, Path(folder))
-
-
-@app.command(epilog=epilog("kronoscope reproduce digits --output digits-again"))
-def reproduce(
-    source: JobOrFolder,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Of a folder: the new run's; default: FOLDER-reproduced.")
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Of a folder: computing threads; default: those of the run.")
-    ] = None,
-    store: Store = None,
-    offline: Offline = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace the results of an earlier run there.")] = False,
-    url: Url = None,
-    as_json: AsJson = False,
-) -> None:
-    """Compute a job again without its factors, and say where it differs (exit code 4 if it does)."""
-    if not (Path(source).is_dir() or "/" in source):
-        with Client(url) as client:
-            name = client.full_id(source)
-            found = job_commands.finish(client, client.rerun(name, {"reproduces": name}), silent=as_json)
-    else:
-        folder = Path(source).absolute()
-        place = output or folder.with_name(f"{folder.name}-reproduced")
-        document = {**(read_json(folder, "job.json").get("document") or {}), "reproduces": str(folder)}
-        request = _request(document, store, offline=offline) | {"threads": threads, "replace": force}
-        with display_for(message_console(), silent=as_json) as display:
-            _require_success(run_job(request, place, display))
-        found = read_run(place)[0]
-    comparison = (found.manifest or {}).get("reproduction")
-    if comparison is None:
-        fail(FATAL, [f"the job that was reproduced is deleted or damaged; {found.job.id} has the new results"])
-    if as_json:
-        print_json({"job": found.job.id, **comparison})
-    else:
-        write_line("\n".join([*comparison["sentences"], f"the new results are those of {found.job.id}"]))
-    if not comparison["equal"]:
-        raise typer.Exit(FATAL)
+app.command("import", epilog=epilog("kronoscope import digits"))(import_run)
+app.command(epilog=epilog("kronoscope export digits --to corda --without 'conv*' --output corda.pt"))(export)
+app.command(epilog=epilog("kronoscope reproduce digits --output digits-again"))(reproduce)
 
 
 @app.command("version", epilog=epilog("kronoscope version"))
 def show_version() -> None:
     """Print the version; the same as `kronoscope --version`."""
     print_version(asked=True)
-
-
-def _require_place(output: Path, *, unpacked: bool) -> None:
-    """Refuse a place that the export cannot come to, before it is made."""
-    if unpacked and output.exists() and (not output.is_dir() or any(output.iterdir())):
-        fail(USAGE, [f"{output} exists and is not an empty folder; name another, or a file that ends in .zip"])
-    if not unpacked and output.is_dir():
-        fail(USAGE, [f"{output} is a folder; name a file in it"])
-
-
-def _place(made: Path, output: Path, *, unpacked: bool) -> None:
-    """Move an exported file to its place, the files of a zip into a folder."""
-    if not unpacked:
-        made.replace(output)
-        return
-    folder = made.with_suffix("")
-    with zipfile.ZipFile(made) as archive:
-        archive.extractall(folder)
-    if output.exists():
-        output.rmdir()
-    shutil.move(folder, output)
-
-
-def _request(document: dict[str, Any], store: Path | None, *, offline: bool) -> dict[str, Any]:
-    """Return the runner's request; every folder and factory may be named in the foreground."""
-    return {
-        "document": document,
-        "paths": [str(Path.cwd())],
-        "allowed": {"factories": ["*"], "directories": ["*"]},
-        "store": str((store or _default_store()).absolute()),
-        "offline": offline or os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
-    }
 
 
 def _min_coverage(document: dict[str, Any]) -> float | None:
@@ -376,36 +223,14 @@ def _min_coverage(document: dict[str, Any]) -> float | None:
 def _planned(
     document: dict[str, Any], store: Path | None, device: str | None, *, offline: bool, silent: bool
 ) -> Mapping[str, Any]:
-    request = _request(document, store, offline=offline) | {"estimate": True, "device": device}
+    request = run_request(document, store, offline=offline) | {"estimate": True, "device": device}
     with (
         tempfile.TemporaryDirectory(prefix="kronoscope-plan-") as folder,
         display_for(message_console(), silent=silent) as shown,
     ):
         outcome = run_job(request, Path(folder) / "plan", shown)
-    _require_success(outcome)
+    require_success(outcome)
     return outcome.plan
-
-
-def _default_store() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "kronoscope"
-
-
-def _require_success(outcome: Outcome, *, verbose: bool = False) -> None:
-    if (failure := outcome.failure) is not None:
-        pointer = f"{failure.pointer} " if failure.pointer and "\n" not in failure.message else ""
-        lines = [f"{pointer}{line}" for line in failure.message.split("\n")]
-        # a caller's own code is shown whole on request, else by its calls alone
-        whole = failure.category == "fatal" or (verbose and failure.trace)
-        if whole and failure.detail:
-            write_error(failure.detail)
-        more = ["  (--verbose shows the whole traceback)"] if failure.trace and not whole else []
-        fail(CATEGORIES[failure.category], [*lines, *trace_lines(failure.trace), *more])
-    if outcome.stopped or outcome.interrupted:
-        fail(STOPPED, ["the job was stopped; nothing runs on"])
-    if not outcome.finished:
-        said = [f"  {line}" for line in outcome.last_output[-15:]]
-        fail(FATAL, ["the runner ended without a result; its last lines:", *said])
 
 
 def _public(outcome: Outcome) -> dict[str, Any]:

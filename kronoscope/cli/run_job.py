@@ -33,7 +33,9 @@ from catalog.frames import (
     decode,
 )
 from catalog.responses.remaining_time import RemainingTime
+from kronoscope.cli.exit_codes import CATEGORIES, FATAL, STOPPED, fail, trace_lines
 from kronoscope.cli.extras import require_extra
+from kronoscope.cli.output import write_error
 from kronoscope.display.progress import Display
 
 _RUNNER = (sys.executable, "-P", "-m", "worker.foreground")
@@ -193,3 +195,37 @@ def _end_runner(runner: subprocess.Popen[bytes]) -> None:
 def _left_nothing(outcome: Outcome) -> bool:
     """Return whether the job was refused, so that a folder made for it would be empty."""
     return outcome.failure is not None and outcome.failure.category == "usage" and not outcome.rows
+
+
+def run_request(document: dict[str, Any], store: Path | None, *, offline: bool) -> dict[str, Any]:
+    """Return the runner's request; every folder and factory may be named in the foreground."""
+    return {
+        "document": document,
+        "paths": [str(Path.cwd())],
+        "allowed": {"factories": ["*"], "directories": ["*"]},
+        "store": str((store or _default_store()).absolute()),
+        "offline": offline or os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
+    }
+
+
+def _default_store() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "kronoscope"
+
+
+def require_success(outcome: Outcome, *, verbose: bool = False) -> None:
+    """End the command where a run has not succeeded."""
+    if (failure := outcome.failure) is not None:
+        pointer = f"{failure.pointer} " if failure.pointer and "\n" not in failure.message else ""
+        lines = [f"{pointer}{line}" for line in failure.message.split("\n")]
+        # a caller's own code is shown whole on request, else by its calls alone
+        whole = failure.category == "fatal" or (verbose and failure.trace)
+        if whole and failure.detail:
+            write_error(failure.detail)
+        more = ["  (--verbose shows the whole traceback)"] if failure.trace and not whole else []
+        fail(CATEGORIES[failure.category], [*lines, *trace_lines(failure.trace), *more])
+    if outcome.stopped or outcome.interrupted:
+        fail(STOPPED, ["the job was stopped; nothing runs on"])
+    if not outcome.finished:
+        said = [f"  {line}" for line in outcome.last_output[-15:]]
+        fail(FATAL, ["the runner ended without a result; its last lines:", *said])

@@ -320,11 +320,7 @@ class Client:
         self._connection.send("DELETE", _path(job_id))
 
     def results(self, job_id: str) -> ResultsView:
-        """Return a job's summaries, its manifest and the list of its files.
-
-        Returns:
-            The results so far; a summary is the analysis's own record where this client knows the analysis.
-        """
+        """Return summaries (the analysis's own record where it is known), manifest and files of a job, so far."""
         return build_results(self._connection.call("GET", f"{_path(job_id)}/results"))
 
     def series(self, job_id: str) -> SeriesView:

@@ -12,7 +12,8 @@ from jobs.codec import parse_document
 from jobs.queue.claims import claim
 from jobs.repository.submission import submit
 from jobs.schema.database import across_tenants, open_database, reading, writing
-from jobs.schema.tables import metadata, webhook_deliveries
+from jobs.schema.tables import metadata
+from jobs.schema.webhook_tables import webhook_deliveries
 from jobs.webhooks.registry import create_webhook
 from migrations.roles import API, WEBHOOKS
 from tests.api.requests.test_tenant_rows import Roles, roles

@@ -228,10 +228,7 @@ class Supervisor:
             return full, None if full else "malformed frame" if malformed else f"unwritable {type(error).__name__}"
 
     def _lay_out(self) -> Assignment | Failed | None:
-        """The child's assignment, and all that it names in its place; or why it cannot be.
-
-        None where the attempt was asked to stop meanwhile.
-        """
+        """The child's assignment, and all that it names in its place; or why not, None where it was asked to stop."""
         try:
             told = self._sink.write(self._assignment)
         except Interrupted:

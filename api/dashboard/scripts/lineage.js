@@ -10,7 +10,7 @@ const MOST_LINES = 2_000;
 const FOLLOW_MS = 2_000;
 // what a job did with another's factors, and what another did with its own
 const RELATIONS = {
-  factors: ["began from", "began from them"],
+  "factors": ["began from", "began from them"],
   extends: ["added to those of", "added to them"],
   cache: ["took from the cache those of", "took them from the cache"],
 };

@@ -20,7 +20,8 @@ from jobs.repository.store import delete_job, request_cancel
 from jobs.repository.submission import submit
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
-from jobs.schema.tables import jobs, tenants, webhook_deliveries, webhooks
+from jobs.schema.tables import jobs, tenants
+from jobs.schema.webhook_tables import webhook_deliveries, webhooks
 from jobs.webhooks.__main__ import PAUSES_SECONDS
 from jobs.webhooks.registry import (
     create_webhook,

@@ -1,0 +1,180 @@
+"""Finished jobs in other hands: what a run or a job has left, imported, exported, and computed again."""
+
+import shutil
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from catalog.analyses.export import EXPORT, EXPORT_FILES
+from catalog.responses.views import JobView, ResultsView
+from kronoscope.cli.documents import change_document
+from kronoscope.cli.exit_codes import FATAL, INTERNAL, USAGE, fail
+from kronoscope.cli.job_commands import end_as
+from kronoscope.cli.options import AsJson, JobOrFolder, Offline, Settings, Store, Url, one_of
+from kronoscope.cli.output import message_console, print_json, result_console, write_line
+from kronoscope.cli.run_folder import read_json, read_run
+from kronoscope.cli.run_job import require_success, run_job, run_request
+from kronoscope.cli.trackers import TRACKERS, track
+from kronoscope.client.client import Client
+from kronoscope.display.progress import display_for
+from kronoscope.display.results import show_progress
+
+
+def import_run(folder: Path, url: Url = None) -> None:
+    """Send the folder of a foreground run to the service, as a job that is marked as imported; prints its id."""
+    read_run(folder)
+    with Client(url) as client, display_for(message_console()) as display:
+        write_line(client.import_run(folder, lambda sent, total: display.update("import", sent, total, "bytes")).id)
+
+
+_EXPORTED = (*EXPORT_FILES, *TRACKERS)
+
+
+def export(
+    source: JobOrFolder,
+    to: Annotated[str, typer.Option(parser=one_of(_EXPORTED), help=f"One of {', '.join(_EXPORTED)}.")],
+    target: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            help="The file; of kronfluence and mom2 a folder, or a file that ends in .zip; of mlflow a folder or a "
+            "tracking URI, of wandb a folder.",
+        ),
+    ],
+    without: Annotated[
+        list[str] | None, typer.Option(help="A layer to leave out, by name; * stands for any characters. Repeatable.")
+    ] = None,
+    likelihood: Annotated[
+        str | None,
+        typer.Option(parser=one_of(("classification", "regression")), help="For laplace: that of the loss."),
+    ] = None,
+    outputs: Annotated[int | None, typer.Option(help="For laplace: the number of the model's outputs.")] = None,
+    settings: Settings = None,
+    url: Url = None,
+) -> None:
+    """Write the factors of a job, or of a folder, as a file that another tool reads, or the results for a tracker."""
+    if to in TRACKERS:
+        if without or likelihood or outputs or settings:
+            fail(USAGE, [f"--to {to} writes results, and the other options are of factors; leave them out"])
+        track(source, to, target, url)
+        result_console().print(f"{to} in {target}", soft_wrap=True)
+        return
+    output = Path(target)
+    options = {"format": to, "without": without or [], "likelihood": likelihood, "outputs": outputs}
+    name = f"export/{EXPORT_FILES[to]}"  # type: ignore[index] # the parser takes no other words
+    is_folder = Path(source).is_dir() or "/" in source
+    unpacked = name.endswith(".zip") and output.suffix != ".zip"
+    _require_place(output, unpacked=unpacked)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=".part-") as folder:
+            factors = {"path": str(Path(source).absolute())}
+            if not is_folder:
+                with Client(url) as client:
+                    factors = {"job": client.full_id(source)}
+            asked: dict[str, Any] = {"kind": EXPORT.kind, "factors": factors, EXPORT.kind: options}
+            wanted: dict[str, Any] = change_document(asked, settings or (), "the export")
+            own, kept = wanted.get(EXPORT.kind), ("kind", "factors")
+            changed = any(wanted.get(each) != asked[each] for each in kept)
+            if changed or not isinstance(own, dict) or own.get("format") != to:
+                said = "--set changes `kind`, `factors` or `export.format`; give another source, or another --to"
+                fail(USAGE, [said])
+            made = _export_here(wanted, name, Path(folder)) if is_folder else _export_there(wanted, name, folder, url)
+            _place(made, output, unpacked=unpacked)
+    except OSError as error:
+        fail(USAGE, [f"--output {output}: {error.strerror or error}; name a file in a folder that you may write"])
+    result_console().print(f"{to} in {output}", soft_wrap=True)
+
+
+def _export_here(wanted: dict[str, Any], name: str, folder: Path) -> Path:
+    with display_for(message_console()) as display:
+        outcome = run_job(run_request(wanted, None, offline=True), folder / "run", display)
+    require_success(outcome)
+    return folder / "run" / "artifacts" / name
+
+
+def _export_there(wanted: dict[str, Any], name: str, folder: str, url: str | None) -> Path:
+    with Client(url) as client:
+        return _fetch(client, wanted, name, Path(folder))
+
+
+def reproduce(
+    source: JobOrFolder,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Of a folder: the new run's; default: FOLDER-reproduced.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Of a folder: computing threads; default: those of the run.")
+    ] = None,
+    store: Store = None,
+    offline: Offline = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the results of an earlier run there.")] = False,
+    url: Url = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute a job again without its factors, and say where it differs (exit code 4 if it does)."""
+    if not (Path(source).is_dir() or "/" in source):
+        with Client(url) as client:
+            name = client.full_id(source)
+            found = _finish(client, client.rerun(name, {"reproduces": name}), silent=as_json)
+    else:
+        folder = Path(source).absolute()
+        place = output or folder.with_name(f"{folder.name}-reproduced")
+        document = {**(read_json(folder, "job.json").get("document") or {}), "reproduces": str(folder)}
+        request = run_request(document, store, offline=offline) | {"threads": threads, "replace": force}
+        with display_for(message_console(), silent=as_json) as display:
+            require_success(run_job(request, place, display))
+        found = read_run(place)[0]
+    comparison = (found.manifest or {}).get("reproduction")
+    if comparison is None:
+        fail(FATAL, [f"the job that was reproduced is deleted or damaged; {found.job.id} has the new results"])
+    if as_json:
+        print_json({"job": found.job.id, **comparison})
+    else:
+        write_line("\n".join([*comparison["sentences"], f"the new results are those of {found.job.id}"]))
+    if not comparison["equal"]:
+        raise typer.Exit(FATAL)
+
+
+def _require_place(output: Path, *, unpacked: bool) -> None:
+    """Refuse a place that the export cannot come to, before it is made."""
+    if unpacked and output.exists() and (not output.is_dir() or any(output.iterdir())):
+        fail(USAGE, [f"{output} exists and is not an empty folder; name another, or a file that ends in .zip"])
+    if not unpacked and output.is_dir():
+        fail(USAGE, [f"{output} is a folder; name a file in it"])
+
+
+def _place(made: Path, output: Path, *, unpacked: bool) -> None:
+    """Move an exported file to its place, the files of a zip into a folder."""
+    if not unpacked:
+        made.replace(output)
+        return
+    folder = made.with_suffix("")
+    with zipfile.ZipFile(made) as archive:
+        archive.extractall(folder)
+    if output.exists():
+        output.rmdir()
+    shutil.move(folder, output)
+
+
+def _fetch(client: Client, document: dict[str, Any], name: str, folder: Path) -> Path:
+    """Submit a job, follow it to its end and download one of its files; end the command where the job ends badly."""
+    results = _finish(client, client.submit(document))
+    artifact = next((each for each in results.artifacts if each.name == name), None)
+    if artifact is None:
+        fail(INTERNAL, [f"job {results.job.id} has left no {name}"])
+    return client.download(results.job.id, artifact, folder)
+
+
+def _finish(client: Client, submitted: JobView, *, silent: bool = False) -> ResultsView:
+    """Follow a job to its end and return its results; end the command where the job ends badly."""
+    with display_for(message_console(), silent=silent) as display:
+        for job in client.follow(submitted.id):
+            show_progress(job, display)
+            if job.ended and job.state != "succeeded":
+                end_as(job)
+    return client.results(submitted.id)
