@@ -267,6 +267,8 @@ def spellings(document: type, prefix: str = "") -> dict[str, Spelling]:
                 known = found.setdefault(name, where)
                 if not known.place.endswith(f".{name}") and where.place.endswith(f".{name}"):
                     found[name] = dataclasses.replace(known, namesake=known.namesake or where.place)
+    for own in () if prefix else hints:  # a block of the document itself, which stands in another one too
+        found.pop(own, None)
     return found
 
 

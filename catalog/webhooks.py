@@ -1,14 +1,16 @@
 """Webhooks: the request for one, and how it and its deliveries are shown."""
 
 import re
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from catalog.brief import Brief
 from catalog.record import FieldError, record
-from catalog.responses.views import Timestamp
+from catalog.responses.views import JobState, Timestamp
 
-_URL = re.compile(r"https://([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(:[1-9][0-9]{0,4})?([/?][!-\"$-~]{0,1700})?")
+_URL = re.compile(
+    r"https://([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::([1-9][0-9]{0,4}))?([/?][!-\"$-~]{0,1700})?"
+)
+_LAST_PORT = 65_535
 
 
 @record
@@ -20,7 +22,8 @@ class WebhookRequest:
 
     def __post_init__(self) -> None:
         """Refuse an address that no delivery could reach."""
-        if not _URL.fullmatch(self.url):
+        match = _URL.fullmatch(self.url)
+        if match is None or int(match[2] or 443) > _LAST_PORT:
             rule = (
                 "must be an https address in ASCII, without user and fragment, its path at most 1,700 characters long"
             )
@@ -50,13 +53,17 @@ class WebhookListView:
 
 
 @record
-class DeliveryView(Brief, shown=("id", "state", "attempts", "outcome")):
+class DeliveryView(Brief, shown=("job", "after", "state", "outcome")):
     """A change of a job's state on its way to a webhook."""
 
     id: str
     """The header `webhook-id` of every attempt."""
-    payload: Mapping[str, Any]
-    """The body."""
+    job: str
+    """The job's id."""
+    before: JobState | None
+    """The state that it left; null of a new job."""
+    after: JobState
+    """The state that it entered."""
     state: Literal["pending", "delivered", "failed"]
     """`failed`: it is not sent again."""
     attempts: int

@@ -56,9 +56,7 @@ class JobFilter:
     ] = None
     until: Annotated[str | None, Query(description="Submitted before then: a moment or a time, as `since`.")] = None
     id: Annotated[str | None, Query(description="The last 4 or more characters of the id, or all of it.")] = None
-    parent: Annotated[str | None, Query(description="The id of a divided job: its pieces, in place of whole jobs.")] = (
-        None
-    )
+    parent: Annotated[str | None, Query(description="The id of a divided job, or a series: its jobs.")] = None
     sort: Annotated[str, Query(description=f"One of {', '.join(_SORTS)}: which jobs come first.")] = "newest"
     before: Annotated[str | None, Query(description="`next` of the page before.")] = None
     limit: Annotated[int, Query(description="1 to 100.")] = 20

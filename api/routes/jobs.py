@@ -173,8 +173,8 @@ def list_all(
 ) -> Response:
     """Your jobs, newest first unless `sort` says otherwise, in pages of at most 256 KiB; one read by itself is whole.
 
-    The pieces of a divided job are listed where `parent` names it, or `id` one of them; a `parent` that is not a job of
-    yours is not found.
+    The jobs of a divided job, or of a series, are listed where `parent` names it, or `id` one of them; a `parent` that
+    is not a job of yours is not found.
     """
     page = list_jobs(service.engine, caller.tenant_id, dataclasses.replace(chosen.query(), fields=wanted.names()))
     parts: list[bytes] = []

@@ -135,7 +135,7 @@ def owned_job(service: Service, tenant_id: str, job_id: str) -> Job:
 
 
 @router.get("/results", operation_id="read_results", summary="Summary and manifest", responses=error_responses(404))
-def read_results(job_id: str, caller: Reader, service: ServiceOf) -> ResultsView:
+def results(job_id: str, caller: Reader, service: ServiceOf) -> ResultsView:
     """The summary of each analysis, the environment in which it was computed, and links to layers and files."""
     job = owned_job(service, caller.tenant_id, job_id)
     files = list_artifacts(service.engine, caller.tenant_id, job_id)

@@ -125,7 +125,9 @@ async def _receive(request: Request, part: BinaryIO, length: int, seconds: float
 
 
 def _require_room(service: Service, more_bytes: int) -> None:
-    if shutil.disk_usage(service.settings.ledger.artifact_root).free - more_bytes < service.settings.disk_floor_bytes:
+    root = service.settings.ledger.artifact_root
+    root.mkdir(parents=True, exist_ok=True)  # with a bucket, nothing else of the API's is there
+    if shutil.disk_usage(root).free - more_bytes < service.settings.disk_floor_bytes:
         raise _full()
 
 

@@ -3,11 +3,12 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 from catalog.brief import Brief
-from catalog.record import canonical_json, plain, record
-from catalog.responses.views import JobState, ResultsView
+from catalog.record import canonical_json, record
+from catalog.responses.views import JobState, JobView
 
 MOST_JOBS = 8
 _MOST_LISTED = 4
@@ -70,33 +71,37 @@ class ComparisonView(Brief):
 
 
 def compare(
-    results: Sequence[ResultsView], rows: Sequence[Iterable[Any]], kind: str | None = None, metric: str | None = None
+    jobs: Sequence[tuple[JobView, Mapping[str, Any]]],
+    rows: Sequence[Iterable[Any]],
+    kind: str | None = None,
+    metric: str | None = None,
 ) -> ComparisonView:
     """Compare jobs by what they have stored.
 
     Args:
+        jobs: Each with its summaries by analysis.
         rows: Rows of each job: records with `kind`, `layer`, `ordinal` and `metrics`.
         kind: Only this analysis; None for all.
         metric: Only the number of this path; None for all.
     """
-    found = [_by_name(row for row in of_job if kind in (None, row.kind)) for of_job in rows]
+    found = [_by_name((row for row in of_job if kind in (None, row.kind)), metric) for of_job in rows]
     named = [dict.fromkeys(key[1] for key in of_job) for of_job in found]
-    jobs, layers = [], []
-    for result, own in zip((each.job for each in results), named, strict=True):
+    compared, layers = [], []
+    for (job, _), own in zip(jobs, named, strict=True):
         only = tuple(name for name in own if not all(name in others for others in named))
-        jobs.append(ComparedJob(id=result.id, name=result.name, state=result.state, only=only))
+        compared.append(ComparedJob(id=job.id, name=job.name, state=job.state, only=only))
     for key in _all(found):
-        of_layer = [of_job.get(key) for of_job in found]
-        metrics = _metrics([row and row.metrics for row in of_layer], metric)
-        ordinals = tuple(row and row.ordinal for row in of_layer)
+        of_layer: list[tuple[int | None, dict[str, Any]]] = [of_job.get(key, (None, {})) for of_job in found]
+        ordinals, metrics = tuple(ordinal for ordinal, _ in of_layer), _metrics([numbers for _, numbers in of_layer])
         layers.append(ComparedLayer(kind=key[0], layer=key[1], ordinals=ordinals, metrics=metrics))
-    kinds = [each for each in _all([each.summary for each in results]) if kind in (None, each)]
-    documents = [{name: canonical_json(value) for name, value in _leaves(plain(each.job.document))} for each in results]
+    summaries = [summary for _, summary in jobs]
+    kinds = [each for each in _all(summaries) if kind in (None, each)]
+    documents = [{name: canonical_json(value) for name, value in _leaves(job.document)} for job, _ in jobs]
     fields = {name: tuple(each.get(name) for each in documents) for name in _all(documents)}
     return ComparisonView(
-        jobs=tuple(jobs),
+        jobs=tuple(compared),
         layers=tuple(layers),
-        model={each: _metrics([result.summary.get(each) for result in results], metric) for each in kinds},
+        model={each: _metrics([_numbers(summary.get(each), metric) for summary in summaries]) for each in kinds},
         documents={name: values for name, values in fields.items() if len(set(values)) > 1},
     )
 
@@ -105,21 +110,26 @@ def _all(of_jobs: Iterable[Mapping[Any, Any]]) -> list[Any]:
     return list(dict.fromkeys(key for of_job in of_jobs for key in of_job))
 
 
-def _by_name(rows: Iterable[Any]) -> dict[tuple[str, str, int], Any]:
-    """Return rows by analysis, name, and place among those of the same name."""
-    found: dict[tuple[str, str, int], Any] = {}
+def _by_name(rows: Iterable[Any], metric: str | None) -> dict[tuple[str, str, int], tuple[int, dict[str, Any]]]:
+    """Return place and numbers of rows by analysis, name, and place among those of the same name."""
+    # of each row no more is held than that: there may be thousands
+    kept = [(row.kind, row.ordinal, row.layer, _numbers(row.metrics, metric)) for row in rows]
+    found: dict[tuple[str, str, int], tuple[int, dict[str, Any]]] = {}
     seen: Counter[tuple[str, str]] = Counter()
-    for row in sorted(rows, key=lambda each: (each.kind, each.ordinal)):
-        found[row.kind, row.layer, seen[row.kind, row.layer]] = row
-        seen[row.kind, row.layer] += 1
+    for kind, ordinal, layer, numbers in sorted(kept, key=lambda each: each[:2]):
+        found[kind, layer, seen[kind, layer]] = ordinal, numbers
+        seen[kind, layer] += 1
     return found
 
 
-def _metrics(records: Iterable[Any], wanted: str | None) -> dict[str, ComparedMetric]:
-    leaves = [dict(_leaves(plain(each))) for each in records]
-    numbers = [{name: each for name, each in own.items() if type(each) in (int, float)} for own in leaves]
+def _numbers(record: Any, wanted: str | None) -> dict[str, Any]:  # noqa: ANN401 - a record, or JSON
+    leaves = ((name, value) for name, value in _leaves(record) if wanted in (None, name))
+    return {name: value for name, value in leaves if type(value) in (int, float)}
+
+
+def _metrics(numbers: Sequence[Mapping[str, Any]]) -> dict[str, ComparedMetric]:
     made = {}
-    for name in (each for each in _all(numbers) if wanted in (None, each)):
+    for name in _all(numbers):
         values: list[Any] = [each.get(name) for each in numbers]
         first = values[0]
         differences = [None if None in (first, each) else each - first for each in values]
@@ -128,11 +138,12 @@ def _metrics(records: Iterable[Any], wanted: str | None) -> dict[str, ComparedMe
     return made
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - JSON
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - a record, or JSON
     """Yield what holds no further fields, by its path; a list of bare numbers is one value."""
-    records = isinstance(value, list) and value and isinstance(value[0], dict)
-    parts = dict(enumerate(value[:_MOST_LISTED])) if records else value
-    if not (isinstance(parts, dict) and parts):
+    parts = vars(value) if is_dataclass(value) else value
+    if isinstance(parts, (list, tuple)) and parts and (isinstance(parts[0], dict) or is_dataclass(parts[0])):
+        parts = dict(enumerate(parts[:_MOST_LISTED]))
+    if not (isinstance(parts, Mapping) and parts):
         yield path, value
         return
     for name, each in parts.items():

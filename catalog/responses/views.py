@@ -133,7 +133,7 @@ class JobView(Brief, shown=("id", "name", "state", "kinds", "progress", "failure
     name: str | None
     """The caller's own name of it."""
     state: JobState
-    """`succeeded`, `failed` and `cancelled` are final; a divided job is `waiting` while its pieces are computed."""
+    """`succeeded`, `failed` and `cancelled` are final; a divided job, or a series, is `waiting` for its jobs."""
     kinds: tuple[str, ...]
     """Analyses, in the order of the document."""
     document: Mapping[str, Any]
@@ -186,7 +186,7 @@ class JobView(Brief, shown=("id", "name", "state", "kinds", "progress", "failure
     cancel_requested_by: str | None
     """Prefix of the API key that asked for it; null in embedded mode, and of a piece, which ends with its job."""
     parent: str | None
-    """Of a piece: the id of the divided job, with which it is cancelled, rescheduled and deleted."""
+    """Of a piece, or of a job of a series: the id of the whole, with which it is cancelled, rescheduled and deleted."""
     piece: Piece | None
     """Of a piece: which part of the divided job it computes."""
     pieces: tuple[PieceView, ...] | None

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from sqlalchemy import Engine, and_, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, Engine, and_, delete, func, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from catalog import ANALYSES
@@ -80,7 +80,7 @@ class Uploads:
 
     def find(self, upload_id: str, *, use: bool = False) -> UploadView | None:
         """Return an upload, or None; if it is used, the time for which it is kept begins anew."""
-        own = (_F.tenant_id == self._tenant_id, _F.upload_id == upload_id)
+        own = self._own(upload_id)
         with (writing if use else reading)(self._engine, self._tenant_id) as connection:
             if use:
                 connection.execute(update(upload_files).where(*own).values(changed_at=ledger_now()))
@@ -134,9 +134,9 @@ class Uploads:
             path.unlink(missing_ok=True)
             message = f"{file.name} has another SHA-256 than was declared, and was dropped; send it from its beginning"
             raise UploadRefused("digest", message) from error
-        own = (_F.tenant_id == self._tenant_id, _F.upload_id == upload_id, _F.name == file.name)
+        stored = update(upload_files).where(*self._own(upload_id), _F.name == file.name)
         with writing(self._engine, self._tenant_id) as connection:
-            connection.execute(update(upload_files).where(*own).values(stored_at=ledger_now()))
+            connection.execute(stored.values(stored_at=ledger_now()))
         path.unlink(missing_ok=True)
 
     def complete(self, upload: UploadView) -> None:
@@ -152,16 +152,18 @@ class Uploads:
             if self._staged(upload.id, file.name).exists():  # its sender was cut before it was stored
                 with self.writer(upload.id, file.name):
                     self.store(upload.id, file)
-        own = (_F.tenant_id == self._tenant_id, _F.upload_id == upload.id, _F.completed_at.is_(None))
+        completed = update(upload_files).where(*self._own(upload.id), _F.completed_at.is_(None))
         with writing(self._engine, self._tenant_id) as connection:
-            connection.execute(update(upload_files).where(*own).values(completed_at=ledger_now()))
+            connection.execute(completed.values(completed_at=ledger_now()))
 
     def remove(self, upload_id: str) -> None:
         """Delete an upload, which frees its bytes; its objects follow with the next sweep."""
         with writing(self._engine, self._tenant_id) as connection:
-            own = (_F.tenant_id == self._tenant_id, _F.upload_id == upload_id)
-            connection.execute(delete(upload_files).where(*own))
+            connection.execute(delete(upload_files).where(*self._own(upload_id)))
         shutil.rmtree(self._staged(upload_id, ""), ignore_errors=True)
+
+    def _own(self, upload_id: str) -> tuple[ColumnElement[bool], ...]:
+        return _F.tenant_id == self._tenant_id, _F.upload_id == upload_id
 
     def _staged(self, upload_id: str, name: str) -> Path:
         return self._folder.root / _FOLDER / upload_id / name

@@ -79,8 +79,6 @@ def finish(engine: Engine, claim: Claim, frame: Finished | None = None) -> State
     """End the job as succeeded, or as cancelled if that was asked for meanwhile.
 
     Args:
-        engine: The ledger's database.
-        claim: The claim under which the caller writes.
         frame: The child's last frame, with the digests of model and data for the manifest.
 
     Returns:
@@ -114,8 +112,6 @@ def fail(engine: Engine, claim: Claim, failure: Failed, pause_seconds: float = 0
     A `transient` failure returns the job to the queue until it has failed `max_failures` times; others end it.
 
     Args:
-        engine: The ledger's database.
-        claim: The claim under which the caller writes.
         pause_seconds: A job that returns to the queue is not claimed for so long.
 
     Returns:
@@ -137,10 +133,6 @@ def fail(engine: Engine, claim: Claim, failure: Failed, pause_seconds: float = 0
 def end_cancelled(engine: Engine, claim: Claim) -> State:
     """End a job whose cancellation was asked for; any other returns to the queue, as `hand_back` does.
 
-    Args:
-        engine: The ledger's database.
-        claim: The claim under which the caller writes.
-
     Returns:
         The job's new state.
 
@@ -155,8 +147,6 @@ def hand_back(engine: Engine, claim: Claim, reason: str = "handed back") -> Stat
     """Return the job to the queue without counting the attempt, as a drain does; one being cancelled ends.
 
     Args:
-        engine: The ledger's database.
-        claim: The claim under which the caller writes.
         reason: The reason, for the job's history.
 
     Returns:
@@ -182,8 +172,6 @@ def decline(engine: Engine, claim: Claim, code: str, pause_seconds: float = 0) -
     The failure is counted in the operator's metrics; the job keeps its place in the queue.
 
     Args:
-        engine: The ledger's database.
-        claim: The claim under which the caller writes.
         code: The failure's code.
         pause_seconds: The job is not claimed for so long.
 
@@ -219,8 +207,6 @@ def record_failure(
     """Count a failure of the locked job and move it on; the reaper calls this too.
 
     Args:
-        connection: A connection with an open transaction.
-        drawn: The locked row of the job, as `draw` returned it.
         failure: The failure's fields.
         pause_seconds: A job that returns to the queue is not claimed for so long.
 

@@ -58,8 +58,6 @@ def divide(engine: Engine, claim: Claim, frame: Divided, devices: int = 1) -> St
     A division that was not asked for, or cannot be carried out, is a fault of the computing process, and fails the job.
 
     Args:
-        engine: The ledger's database.
-        claim: The claim under which the caller writes.
         frame: The child's last frame.
         devices: The number of devices that the child was given.
 

@@ -243,14 +243,7 @@ def _follow(connection: Connection, drawn: Row[Any], before: State, after: State
 
 
 def announce(connection: Connection, drawn: Row[Any], before: State | None, after: State) -> None:
-    """Insert a delivery for each webhook of the tenant; pieces and estimates have none.
-
-    Args:
-        connection: A connection with an open transaction.
-        drawn: The locked row of the job, as `draw` returned it.
-        before: The state that it leaves; None of a new job.
-        after: The state that it enters.
-    """
+    """Insert a delivery of a locked job's change for each webhook of its tenant; pieces and estimates have none."""
     if drawn.parent_id is not None or drawn.kind == ESTIMATE:
         return
     if hooks := connection.execute(_HOOKS, {"tenant": drawn.tenant_id}).scalars().all():

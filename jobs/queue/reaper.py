@@ -55,9 +55,6 @@ def reap_expired(engine: Engine) -> int:
     nothing to do. A job with a locked row is left for the next round: a holder that froze in the middle
     of a write keeps its lock until the database ends its session, and must not hold up the others.
 
-    Args:
-        engine: The ledger's database.
-
     Returns:
         The number of jobs taken.
     """
@@ -81,7 +78,6 @@ def reap_ended_worker(engine: Engine, worker_id: str, process_space: str) -> int
     them when the last one is gone.
 
     Args:
-        engine: The ledger's database.
         worker_id: The worker; it and all its guardians have ended.
         process_space: The machine and namespace in which the caller can tell whether a process lives.
 
@@ -131,9 +127,6 @@ def end_overdue(engine: Engine) -> int:
     """Fail every queued job with a passed deadline, without counting a failed attempt.
 
     The deadlines of running jobs are for their workers to keep.
-
-    Args:
-        engine: The ledger's database.
 
     Returns:
         The number of ended jobs.

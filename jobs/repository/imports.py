@@ -5,16 +5,16 @@ against the list. Tenant and times are the service's, and nothing enters the cac
 """
 
 import json
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import Engine, insert
 
 from catalog import ANALYSES
-from catalog.analyses.analysis import LayerResult
+from catalog.analyses.analysis import Analysis, LayerResult
 from catalog.field_errors import complaints
-from catalog.frames import Finished
+from catalog.frames import ArtifactWritten, Finished
 from catalog.record import canonical_json, plain, record
 from catalog.requests.job import JobDocument
 from catalog.requests.uploads import RUN_ARTIFACTS, RUN_TYPES, UploadView
@@ -29,6 +29,7 @@ from jobs.schema.identifiers import new_id
 from jobs.schema.tables import artifacts, job_events, layer_results
 
 T = TypeVar("T")
+_MOST_ORDINAL = 2**31 - 1
 _MOST_BYTES = {"job.json": 2**20, "results.json": 32 * 2**20}
 _NOTICE = "imported: a foreground run's folder was sent here, and this service has computed none of these numbers"
 
@@ -41,51 +42,61 @@ class _ClaimedRow(LayerResult):
 
 
 @record
-class _Claimed(Finished):
-    """The facts of a run that a manifest has."""
+class _ClaimedResults:
+    """The results of a foreground run."""
 
+    summary: Mapping[str, Mapping[str, Any]]
+    layers: tuple[Mapping[str, Any], ...]
+
+
+@record
+class _ClaimedJob(Finished):
+    """A foreground run that has ended, as far as a job has the same."""
+
+    format: Literal["kronoscope.run/1"]
+    state: Literal["succeeded"]
     environment: Mapping[str, str | int | Mapping[str, str] | None]
+    artifacts: tuple[ArtifactWritten, ...]
 
 
 def import_run(engine: Engine, folder: ArtifactFolder, tenant_id: str, upload: UploadView) -> str:
-    """Store an ended job with the results of an upload; the same upload again is the same job.
+    """Store an ended job with the results of an upload, and return its id.
 
     Args:
         engine: The ledger's database.
         folder: The artifacts, which hold the upload's files.
-        upload: The upload.
-
-    Returns:
-        The id of the job.
 
     Raises:
-        UploadRefused: If a file, a row or a field is other than it says, with its name.
+        UploadRefused: If a file, a row or a field is other than it says, with its name, or it was imported before.
     """
     if upload.kind != "run" or not upload.complete:
         raise UploadRefused("incomplete", "this is not a complete upload of a run's folder; send the rest of it first")
     job, results = (_read(folder, tenant_id, upload, name) for name in _MOST_BYTES)
-    if job.get("format") != "kronoscope.run/1" or job.get("state") != "succeeded":
-        raise UploadRefused("claim", "job.json is not of a run that has succeeded; import its folder once it has")
+    facts = {name: job[name] for name in _ClaimedJob.__dataclass_fields__ if name in job}
+    claimed = _checked(_ClaimedJob, facts, "job.json: ")
     try:
         document = parse_document(json.dumps(job.get("document")).encode())
     except DocumentRefused as error:
         raise UploadRefused("claim", f"job.json: document: {error}") from error
-    rows, summary = _rows(results, document), _summary(results, document)
-    files = [{**each, "uri": object_key(tenant_id, each["sha256"])} for each in _files(job, upload)]
-    body, job_id = document_json(document), new_id()
-    manifest = _manifest(job, document, summary) | {"artifacts": len(files), "document_sha256": sha256_of(body)}
-    made: dict[str, Any] = {
+    summary = dict(_checked(_ClaimedResults, results, "results.json: ").summary)
+    for kind, each in summary.items():
+        _checked(_kind(kind, document, "results.json: summary").summary, each, f"results.json: summary/{kind}")
+    rows, files = _rows(results["layers"], document), _files(claimed, upload, tenant_id)
+    body, job_id, now = document_json(document), new_id(), ledger_now()
+    manifest = _manifest(claimed, document, summary) | {"artifacts": len(files), "document_sha256": sha256_of(body)}
+    made: dict[str, Any] = dict.fromkeys(("created_at", "queued_at", "finished_at"), now)
+    made |= {
         "id": job_id,
         "tenant_id": tenant_id,
         "kind": ",".join(document.kinds),
         "name": document.name,
+        "world_size": document.world_size,
     }
-    made |= {"document": body, "document_sha256": sha256_of(body), "world_size": document.world_size, "event_seq": 1}
+    made |= {"document": body, "document_sha256": sha256_of(body), "idempotency_key": f"import/{upload.id}"}
+    made |= {"state": "succeeded", "summary": summary, "manifest": manifest, "event_seq": 1}
     made["labels"] = body["labels"]
-    made |= {"state": "succeeded", "summary": summary, "manifest": manifest, "idempotency_key": f"import/{upload.id}"}
-    made |= dict.fromkeys(("created_at", "queued_at", "finished_at"), ledger_now())
     own = {"job_id": job_id, "tenant_id": tenant_id}
-    event = {**own, "seq": 1, "type": "state", "data": {"state": "succeeded", "imported": True}, "at": ledger_now()}
+    event = {**own, "seq": 1, "type": "state", "data": {"state": "succeeded", "imported": True}, "at": now}
     with writing(engine, tenant_id) as connection:
         if insert_job(connection, made) is None:
             raise UploadRefused("imported", "this folder was imported before; delete that job to import it anew")
@@ -116,63 +127,52 @@ def _checked(shape: type[T], value: object, where: str) -> T:
         raise UploadRefused("claim", f"{where}{first.pointer} {first.message}") from error
 
 
-def _rows(results: Mapping[str, Any], document: JobDocument) -> list[dict[str, Any]]:
+def _kind(kind: str, document: JobDocument, where: str) -> Analysis:
+    if kind not in document.kinds:
+        raise UploadRefused("claim", f"{where}/{kind} is of an analysis that the document does not ask for")
+    return ANALYSES[kind]
+
+
+def _rows(layers: Iterable[Mapping[str, Any]], document: JobDocument) -> list[dict[str, Any]]:
     rows: dict[tuple[str, int], dict[str, Any]] = {}
-    for place, raw in enumerate(results.get("layers") or ()):
+    for place, raw in enumerate(layers):
         where = f"results.json: layers/{place}"
         row = _checked(_ClaimedRow, raw, where)
         outcome = {name: value for name, value in raw.items() if name not in ("observed", "sha256")}
         where += f", {row.kind} of {row.layer}:"
         if sha256_of(outcome) != row.sha256:
             raise UploadRefused("claim", f"{where} the row is not the one that its SHA-256 is of; import it unchanged")
-        if row.kind not in document.kinds or (row.kind, row.ordinal) in rows:
-            raise UploadRefused("claim", f"{where} the document asks for no such row, or it stands twice")
+        analysis = _kind(row.kind, document, where)
+        if (row.kind, row.ordinal) in rows or not 0 <= row.ordinal <= _MOST_ORDINAL:
+            raise UploadRefused("claim", f"{where} {row.ordinal} is no place of a layer, or it stands twice")
         if row.metrics is not None:
-            _checked(ANALYSES[row.kind].metrics, raw["metrics"], f"{where} metrics")
-        rows[row.kind, row.ordinal] = {name: raw[name] for name in ("kind", "ordinal", "layer", "sha256", "observed")}
-        rows[row.kind, row.ordinal]["outcome"] = outcome
+            _checked(analysis.metrics, raw["metrics"], f"{where} metrics")
+        stored = {name: raw[name] for name in ("kind", "ordinal", "layer", "sha256", "observed")}
+        rows[row.kind, row.ordinal] = {**stored, "outcome": outcome}
     return list(rows.values())
 
 
-def _summary(results: Mapping[str, Any], document: JobDocument) -> dict[str, Any]:
-    summary = dict(results.get("summary") or {})
-    for kind, each in summary.items():
-        if kind not in document.kinds:
-            raise UploadRefused("claim", f"results.json: summary/{kind} is of an analysis that was not asked for")
-        _checked(ANALYSES[kind].summary, each, f"results.json: summary/{kind}")
-    return summary
-
-
-def _files(job: Mapping[str, Any], upload: UploadView) -> list[dict[str, Any]]:
+def _files(claimed: _ClaimedJob, upload: UploadView, tenant_id: str) -> list[dict[str, Any]]:
     """The rows of the artifacts, which must be those of the run's list, under types of our own."""
-    names = ("sha256", "size_bytes")
-    listed = {str(each["name"]): tuple(each[name] for name in names) for each in job.get("artifacts") or ()}
-    sent = {each.name.removeprefix(RUN_ARTIFACTS): (each.sha256, each.size_bytes)
-            for each in upload.files if each.name not in _MOST_BYTES}  # fmt: skip
-    other = next((name for name in sorted({*listed, *sent}) if listed.get(name) != sent.get(name)), None)
-    if other is not None:
-        why = "was not sent" if other not in sent else "is not listed" if other not in listed else "is another file"
-        raise UploadRefused(
-            "claim", f"artifacts/{other} {why}, by the list in job.json; import a folder as it was written"
-        )
-    types = {name: next(type_ for suffix, type_ in RUN_TYPES.items() if name.endswith(suffix)) for name in sent}
-    return [
-        {"name": name, "media_type": types[name], **dict(zip(names, each, strict=True))} for name, each in sent.items()
-    ]
+    listed = {each.name: (each.sha256, each.size_bytes) for each in claimed.artifacts}
+    others = (each for each in upload.files if each.name not in _MOST_BYTES)
+    sent = {each.name.removeprefix(RUN_ARTIFACTS): (each.sha256, each.size_bytes) for each in others}
+    for name in sorted({*listed, *sent}):
+        if listed.get(name) != sent.get(name):
+            why = "was not sent" if name not in sent else "is not listed" if name not in listed else "is another file"
+            raise UploadRefused("claim", f"artifacts/{name} {why}, by job.json; import a folder as it was written")
+    rows: list[dict[str, Any]] = []
+    for name, (sha256, size) in sent.items():
+        media_type = RUN_TYPES[f".{name.rpartition('.')[2]}"]
+        row = {"name": name, "sha256": sha256, "size_bytes": size, "media_type": media_type}
+        rows.append({**row, "uri": object_key(tenant_id, sha256)})
+    return rows
 
 
-def _manifest(job: Mapping[str, Any], document: JobDocument, summary: Mapping[str, Any]) -> dict[str, Any]:
-    facts = {name: job[name] for name in _Claimed.__dataclass_fields__ if name in job}
-    claimed = _checked(_Claimed, facts, "job.json: ")
+def _manifest(claimed: _ClaimedJob, document: JobDocument, summary: Mapping[str, Any]) -> dict[str, Any]:
     measured = assess_coverage(summary, document.collection.min_coverage)
-    coverage = {"partial": bool(claimed.refused) or (measured is not None and measured.status == "partial"),
-                "diagonal": measured is not None and measured.percent("diagonal") > 0}  # fmt: skip
-    manifest = {name: value for name, value in plain(claimed).items() if name != "frame"}
-    return {
-        **manifest,
-        "imported": True,
-        "notices": [_NOTICE, *claimed.notices],
-        "coverage": coverage,
-        "attempt": 0,
-        "fence": 0,
-    }
+    partial = bool(claimed.refused) or (measured is not None and measured.status == "partial")
+    coverage = {"partial": partial, "diagonal": measured is not None and measured.percent("diagonal") > 0}
+    facts = {name: value for name, value in plain(claimed).items() if name not in ("frame", "format", "state")}
+    marks = {"imported": True, "notices": [_NOTICE, *claimed.notices], "coverage": coverage}
+    return {**facts, **marks, "attempt": 0, "fence": 0}

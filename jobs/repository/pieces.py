@@ -51,8 +51,6 @@ def read_pieces(engine: Engine, tenant_id: str, parent_id: str) -> tuple[PieceJo
     """Return the pieces of a job.
 
     Args:
-        engine: The ledger's database.
-        tenant_id: The tenant who asks.
         parent_id: The divided job.
 
     Returns:

@@ -40,10 +40,6 @@ _LABEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
 def read_job(engine: Engine, tenant_id: str, job_id: str) -> Job | None:
     """Return a job.
 
-    Args:
-        engine: The ledger's database.
-        tenant_id: The tenant who asks.
-
     Returns:
         The job, or None if this tenant has none of that id.
     """
@@ -52,10 +48,6 @@ def read_job(engine: Engine, tenant_id: str, job_id: str) -> Job | None:
 
 def read_estimate(engine: Engine, tenant_id: str, estimate_id: str) -> Job | None:
     """Return a job that is only planned.
-
-    Args:
-        engine: The ledger's database.
-        tenant_id: The tenant who asks.
 
     Returns:
         The estimate, or None if this tenant has none of that id.
@@ -67,7 +59,6 @@ def read_claimed(engine: Engine, claim: Claim) -> Job | None:
     """Return the job or estimate of a claim.
 
     Args:
-        engine: The ledger's database.
         claim: The claim; it may be lost by now.
 
     Returns:
@@ -121,7 +112,6 @@ def list_jobs(
     """Return a page of a tenant's jobs, without estimates.
 
     Args:
-        engine: The ledger.
         asked: Which of the tenant's jobs, and from where on.
 
     Returns:
@@ -165,9 +155,6 @@ def request_cancel(engine: Engine, tenant_id: str, job_id: str, by: str | None =
     A divided job is cancelled with its pieces, and a piece with its job.
 
     Args:
-        engine: The ledger's database.
-        tenant_id: The tenant who asks.
-        job_id: The job's id.
         by: Prefix of the API key that asks; None in embedded mode.
 
     Returns:
@@ -195,9 +182,6 @@ def reschedule(engine: Engine, tenant_id: str, job_id: str, schedule: Schedule) 
     """Replace the whole schedule of a job that has not ended, and of its pieces; that of a piece is its job's.
 
     Args:
-        engine: The ledger's database.
-        tenant_id: The tenant who asks.
-        job_id: The job's id.
         schedule: The new schedule; `within` counts from now.
 
     Returns:
@@ -250,9 +234,6 @@ def delete_job(engine: Engine, tenant_id: str, job_id: str, *, estimate: bool = 
     leaves files without a row, for the clean-up, never a row without its file.
 
     Args:
-        engine: The ledger's database.
-        tenant_id: The tenant who asks.
-        job_id: The job's id.
         estimate: Whether an estimate is meant.
 
     Returns:

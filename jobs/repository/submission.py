@@ -54,8 +54,6 @@ def submit(
     schedule.
 
     Args:
-        engine: The ledger's database.
-        tenant_id: The tenant who asks.
         document: The valid document.
         idempotency_key: The caller's name for this submission; None for a new job in any case.
         estimate: Whether the job is only to be planned.
@@ -132,8 +130,6 @@ def submitted_earlier(
     """Return the job that an idempotency key stored earlier, so that a replay is answered before any other check.
 
     Args:
-        engine: The ledger's database.
-        tenant_id: The tenant who asks.
         document: The document of this submission.
         idempotency_key: The caller's name for it.
         estimate: Whether the job is only to be planned.
@@ -166,8 +162,6 @@ def submitted_under(engine: Engine, tenant_id: str, document: JobDocument, prefi
     """Return the jobs of a document whose idempotency keys begin alike.
 
     Args:
-        engine: The ledger's database.
-        tenant_id: The tenant who asks.
         document: Their document.
         prefix: The beginning of the keys.
 

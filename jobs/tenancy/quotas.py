@@ -70,7 +70,6 @@ def require_room(engine: Engine, tenant_id: str, default_bytes: int | None = Non
     """Refuse a submission of a tenant that has used up its quota.
 
     Args:
-        engine: The ledger's database.
         default_bytes: The quota of tenants without one of their own; None for no limit.
 
     Raises:
@@ -88,7 +87,6 @@ def require_room_for(
     """Refuse a file that exceeds its tenant's quota; one that the tenant has already always fits.
 
     Args:
-        engine: The ledger's database.
         sha256: The file's digest.
         default_bytes: The quota of tenants without one of their own; None for no limit.
 
@@ -126,7 +124,6 @@ def require_place(
     Several submissions at once may each find the last place free.
 
     Args:
-        engine: The ledger's database.
         most_jobs: The cap on its queued jobs, estimates among them.
         most_bytes: The cap on the text of their documents.
         more: Jobs that are submitted together, and the least bytes of their documents.

@@ -87,10 +87,12 @@ def list_deliveries(engine: Engine, tenant_id: str, webhook_id: str) -> tuple[De
         rows = connection.execute(query.order_by(_D.id.desc()).limit(_MOST_LISTED)).all()
     return tuple(
         DeliveryView(
-            id=row.id, payload=json.loads(row.payload), state=row.state, attempts=row.attempts, outcome=row.outcome,
+            id=row.id, job=row.job_id, before=data["before"], after=data["after"], state=row.state,
+            attempts=row.attempts, outcome=row.outcome,
             created_at=timestamp(row.created_at), due_at=timestamp(row.due_at),
         )
         for row in rows
+        for data in (json.loads(row.payload)["data"],)
     )  # fmt: skip
 
 

@@ -20,8 +20,10 @@ from kronoscope.display.printable import printable
 
 
 def compare_jobs(
-    jobs: Annotated[list[str], typer.Argument(metavar="ID|FOLDER...", help="2 to 8 jobs; the first is the reference.")],
-    metric: Annotated[str | None, typer.Option(help="A number, such as trace; default: the first there is.")] = None,
+    jobs: Annotated[list[str], typer.Argument(metavar="ID|FOLDER", help="2 to 8 jobs; the first is the reference.")],
+    metric: Annotated[
+        str | None, typer.Option(help="A number, such as trace; default: one of the layer table.")
+    ] = None,
     kind: Annotated[str | None, typer.Option(help="Only this analysis.")] = None,
     url: Url = None,
     as_json: AsJson = False,
@@ -29,17 +31,17 @@ def compare_jobs(
     """Compare jobs, or folders of runs, by their stored numbers: differences and ratios by layer."""
     if not 2 <= len(jobs) <= MOST_JOBS:
         fail(USAGE, [f"{len(jobs)} jobs are given; name 2 to {MOST_JOBS}, the reference first"])
-    results, rows = [], []
+    found, rows = [], []
     with Client(url) as client:
         for each in jobs:
             if Path(each).is_dir() or "/" in each:  # no id has a slash
-                found, of_job = read_run(Path(each))
+                results, of_job = read_run(Path(each))
             else:
-                found = client.results(client.full_id(each))
-                of_job = list(client.layers(found.job.id))
-            results.append(found)
+                results = client.results(client.full_id(each))
+                of_job = list(client.layers(results.job.id))
+            found.append((results.job, results.summary))
             rows.append(of_job)
-    view = compare(results, rows, kind, metric)
+    view = compare(found, rows, kind, metric)
     print_json(plain(view)) if as_json else _show(view)
 
 

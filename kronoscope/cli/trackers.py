@@ -5,6 +5,7 @@ A metric is `kind/name`, at the step that is its layer's place in the model; `la
 
 import csv
 import importlib
+import itertools
 import re
 import tempfile
 import time
@@ -69,11 +70,10 @@ def _write_table(path: Path, rows: Iterable[Layer]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, dict.fromkeys((*fixed, *(name for line in lines for name in line))))
         writer.writeheader()
-        for line in lines:
-            # a name of a layer that begins so would be computed by a spreadsheet
-            writer.writerow(
-                {k: f"'{v}" if isinstance(v, str) and v.startswith(_FORMULA) else v for k, v in line.items()}
-            )
+        # a name of a layer that begins so would be computed by a spreadsheet
+        quoted = ({name: f"'{each}" if str(each).startswith(_FORMULA) and isinstance(each, str) else each
+                   for name, each in line.items()} for line in lines)  # fmt: skip
+        writer.writerows(quoted)
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:  # noqa: ANN401 - JSON
@@ -100,6 +100,13 @@ def _facts(found: ResultsView) -> dict[str, str]:
     return {"job": found.job.id, "document_sha256": found.job.document_sha256, **digests}
 
 
+def _metrics(found: ResultsView, rows: list[Layer]) -> Iterator[tuple[str, float, int]]:
+    """Yield name, value and step."""
+    for row in sorted(rows, key=lambda row: row.ordinal):
+        yield from ((f"{row.kind}/{name}", value, row.ordinal) for name, value in _numbers(plain(row.metrics)))
+    yield from ((f"summary/{name}", value, 0) for name, value in _numbers(plain(found.summary)))
+
+
 def _mlflow(found: ResultsView, rows: list[Layer], files: Mapping[str, Path], output: str) -> None:
     entities, mlflow = importlib.import_module("mlflow.entities"), importlib.import_module("mlflow")
     folder = None if "://" in output else Path(output).absolute()
@@ -112,11 +119,7 @@ def _mlflow(found: ResultsView, rows: list[Layer], files: Mapping[str, Path], ou
     tags = {f"kronoscope.{name}": value for name, value in _facts(found).items()}
     run = tracker.create_run(experiment, tags=tags, run_name=found.job.name or found.job.id).info.run_id
     now = int(time.time() * 1000)
-    measured = [
-        (f"{row.kind}/{name}", number, row.ordinal) for row in rows for name, number in _numbers(plain(row.metrics))
-    ]
-    measured += [(f"summary/{name}", number, 0) for name, number in _numbers(plain(found.summary))]
-    parts = {"metrics": [entities.Metric(name, number, now, step) for name, number, step in measured],
+    parts = {"metrics": [entities.Metric(name, value, now, step) for name, value, step in _metrics(found, rows)],
              "params": [entities.Param(*each) for each in dict(_texts(found.job.document, "")).items()]}  # fmt: skip
     for what, every in parts.items():
         for first in range(0, len(every), _AT_ONCE[what]):
@@ -132,12 +135,11 @@ def _wandb(found: ResultsView, rows: list[Layer], files: Mapping[str, Path], out
     config = {"document": plain(found.job.document), **_facts(found)}
     quiet, named = wandb.Settings(silent=True, console="off"), found.job.name or found.job.id
     run = wandb.init(project="kronoscope", name=named, mode="offline", dir=output, config=config, settings=quiet)
-    for step in sorted({row.ordinal for row in rows}):
-        here = [row for row in rows if row.ordinal == step]
-        run.log(
-            {f"{row.kind}/{name}": value for row in here for name, value in _numbers(plain(row.metrics))}, step=step
-        )
-    run.summary.update({f"summary/{name}": value for name, value in _numbers(plain(found.summary))})
+    for step, here in itertools.groupby(_metrics(found, rows), key=lambda each: each[2]):
+        logged = {name: value for name, value, _ in here if not name.startswith("summary/")}
+        if logged:
+            run.log(logged, step=step)
+    run.summary.update({name: value for name, value, _ in _metrics(found, rows) if name.startswith("summary/")})
     kept = wandb.Artifact(re.sub(r"[^\w.-]", "_", f"kronoscope-{found.job.id}")[:120], type="kronoscope")
     for name, path in files.items():
         kept.add_file(str(path), name=name)

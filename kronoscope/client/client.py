@@ -222,7 +222,7 @@ class Client:
         path = f"{_path(job_id)}/events"
         connect = partial(self._connection.open_events, path)
         if not follow:
-            yield from read_events(partial(self._connection.call, "GET", path), after)
+            yield from read_events(partial(self._connection.send, "GET", path), after)
             return
         try:
             yield from follow_events(connect, refusal_of, after, patience_seconds)

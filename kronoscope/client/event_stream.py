@@ -5,12 +5,11 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
 
 import httpx
 
 from catalog.responses.views import EventListView, EventView
-from kronoscope.client.errors import ClientError
+from kronoscope.client.errors import ClientError, content_of, unexpected
 from kronoscope.client.responses import build
 from kronoscope.client.retry import PAUSE_SECONDS, RETRY_STATUSES, RetryWindow, retry_after_seconds
 
@@ -51,10 +50,14 @@ def follow_events(
             window.pause(failure, pause)
 
 
-def read_events(call: Callable[..., Any], after: int) -> Iterator[EventView]:
+def read_events(send: Callable[..., httpx.Response], after: int) -> Iterator[EventView]:
     """Yield the events that a job has by now, page after page."""
     while True:
-        page = build(EventListView, call(params={"after": str(after)}, headers={"accept": "application/json"}))
+        answer = send(params={"after": str(after)}, headers={"accept": "application/json"})
+        content = content_of(answer)
+        if not isinstance(content, dict) or not {"items", "through", "more"} <= content.keys():
+            raise unexpected(answer)
+        page = build(EventListView, content)
         yield from page.items
         if not page.more or page.through <= after:
             return

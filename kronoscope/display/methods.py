@@ -59,6 +59,8 @@ def _measured(results: ResultsView, rows: Sequence[Layer]) -> list[str]:
     done = [computed(kind, document) for kind in results.job.kinds if kind not in refused]
     # phrases have commas of their own
     sentences = [f"We computed {'; '.join(done)} with Kronoscope {version}."]
+    if results.job.imported:
+        sentences.append("The results were imported from a foreground run; the service did not compute them.")
     sentences += [f"The analysis {kind} was refused: {each.message}." for kind, each in refused.items()]
     if not results.job.ended or results.job.state != "succeeded":
         sentences.append(f"The job is {results.job.state}: this describes the layers so far.")

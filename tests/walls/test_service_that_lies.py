@@ -103,6 +103,8 @@ CALLS: dict[str, Callable[[Client], object]] = {
     "job": lambda client: client.job(JOB),
     "follow": lambda client: list(client.follow(JOB, patience_seconds=0)),
     "events": lambda client: list(client.events(JOB, patience_seconds=0)),
+    "past events": lambda client: list(client.events(JOB, follow=False)),
+    "annotate": lambda client: client.annotate(JOB, note="mine"),
     "jobs": lambda client: list(client.jobs()),
     "cancel": lambda client: client.cancel(JOB),
     "results": lambda client: client.results(JOB),

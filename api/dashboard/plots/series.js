@@ -9,6 +9,7 @@ import { drawPlot } from "./plot.js";
 
 const LOOKS = [{ style: "A" }, { style: "G" }, { style: "A", dashed: true }, { style: "G", dashed: true }];
 const MOST_LINES = 7; // with that of the whole model as many as there are looks
+const EVERY_MS = 5_000; // while checkpoints come and go
 const WIDE = 50; // a range that a logarithmic axis shows better
 
 /** Draws lines over the checkpoints: {name, values, limit}; null values are gaps. */
@@ -70,10 +71,12 @@ function table(view) {
 /** Shows the series so far; a chosen number stays chosen. */
 export class SeriesCard {
   constructor(place, base, signal) {
-    Object.assign(this, { place, base, signal, number: null });
+    Object.assign(this, { place, base, signal, number: null, at: 0 });
   }
 
-  async show() {
+  async show(ended) {
+    if (!ended && Date.now() < this.at + EVERY_MS) return;
+    this.at = Date.now();
     const view = await get(`${this.base}/series`, this.signal);
     const plots = ["plot low", "plot low", ""].map((name) => h("div", { class: name }));
     // two of them tell which numbers layers have

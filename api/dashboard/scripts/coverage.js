@@ -99,7 +99,7 @@ export function noticesCard(job) {
   return h(
     "section",
     { class: "notice warn", role: "status", "aria-label": "Notices of the inputs" },
-    h("strong", {}, "Not everything was read as it stands"),
+    h("strong", {}, job.imported ? "Imported" : "Not everything was read as it stands"),
     h("ul", {}, job.notices.map((each) => h("li", {}, ...withCode(each), "."))),
   );
 }

@@ -152,7 +152,7 @@ export async function showJob(main, shownId, signal) {
     draw(job);
     document.title = `${job.name ?? job.kinds.join(" + ")}${isPartial(job) ? ` · ${partsDone(job, " measured").join(", ")}` : ""} · Kronoscope`;
     const ended = ENDED.has(job.state);
-    if (card) await again(() => card.show());
+    if (card) await again(() => card.show(ended));
     if (lineageOf !== versionOf(job)) {
       lineageOf = versionOf(job);
       showLineage(lineage, base, ended, signal).catch(() => (lineageOf = null)); // asked for again with the next change

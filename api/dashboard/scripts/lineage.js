@@ -9,11 +9,11 @@ const LOGGED = new Set(["log", "state", "started", "crash", "digest_differs"]);
 const MOST_LINES = 2_000;
 const FOLLOW_MS = 2_000;
 // what a job did with another's factors, and what another did with its own
-const RELATIONS = {
-  "factors": ["began from", "began from them"],
-  extends: ["added to those of", "added to them"],
-  cache: ["took from the cache those of", "took them from the cache"],
-};
+const RELATIONS = new Map([
+  ["factors", ["began from", "began from them"]],
+  ["extends", ["added to those of", "added to them"]],
+  ["cache", ["took from the cache those of", "took them from the cache"]],
+]);
 const COMPARED = ["compared with those of", "compared with them"];
 
 /** A text in which nothing turns the direction of writing, breaks the line or is invisible. */
@@ -22,7 +22,7 @@ function printable(text) {
 }
 
 function relative(each, used) {
-  const [of, by] = RELATIONS[each.relation] ?? (each.relation.endsWith(".against") ? COMPARED : [words(each.relation), words(each.relation)]);
+  const [of, by] = RELATIONS.get(each.relation) ?? (each.relation.endsWith(".against") ? COMPARED : [words(each.relation), words(each.relation)]);
   if (!each.state) return h("li", {}, `${of} `, h("span", { class: "mono" }, each.id), h("span", { class: "muted" }, " (there is no such job now)"));
   const name = each.name ?? `job ${each.id.slice(-8)}`;
   return h("li", {}, used ? `${of} ` : null, h("a", { href: `#/jobs/${encodeURIComponent(each.id)}` }, name), h("span", { class: "muted small" }, ` ${each.kinds.join(" + ")}, ${each.state}${used ? "" : `; ${by}`}`));

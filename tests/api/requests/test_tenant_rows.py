@@ -156,12 +156,13 @@ def requests_about(application: FastAPI, job_id: str) -> list[tuple[str, str, An
     for path, method, _ in walk(application.routes):
         if "{" in path and path not in OPEN:
             url = re.sub(r"{name[^}]*}", "factors/factors.index.json", re.sub(r"{(job|estimate)_id}", job_id, path))
-            found.append((method, re.sub(r"{[^}]*}", "0", url), {"priority": 1} if method == "PUT" else None))
+            body = {"PUT": {"priority": 1}, "PATCH": {"note": "theirs", "labels": {"of": "theirs"}}}.get(method)
+            found.append((method, re.sub(r"{[^}]*}", "0", url), body))
     factors = {key: value for key, value in DOCUMENT.items() if key not in ("model", "data", "task", "keep")}
     found.append(("POST", "/v1/jobs", factors | {"kind": "capacity", "factors": {"job": job_id}}))
     compared = {key: DOCUMENT[key] for key in ("model", "data", "task")} | {"kind": "compare_curvature"}
     found.append(("POST", "/v1/jobs", compared | {"compare_curvature": {"against": {"job": job_id}}}))
-    return sorted(found, key=lambda each: ("GET", "HEAD", "PUT", "POST", "DELETE").index(each[0]))
+    return sorted(found, key=lambda each: ("GET", "HEAD", "PUT", "PATCH", "POST", "DELETE").index(each[0]))
 
 
 def rows(engine: Engine, job_id: str) -> Any:
@@ -194,12 +195,12 @@ def test_without_row_level_security_the_same_requests_cross(roles: Roles) -> Non
 
 def test_the_owner_of_a_job_sees_it(roles: Roles) -> None:
     application = roles.application(roles.url(API, "for api"))
-    routes = ("", "/results", "/layers", "/log", "/artifacts")
+    routes = ("", "/results", "/layers", "/log", "/artifacts", "/lineage")
     asked: list[tuple[str, str, Any]] = [("GET", f"/v1/jobs/{roles.job}{each}", None) for each in routes]
     answers = ask(application, roles.ours, [*asked, ("GET", "/v1/jobs", None), ("GET", "/readyz", None)])
-    assert [status for status, _ in answers] == [200] * 7
-    assert {each["id"] for each in json.loads(answers[5][1])["items"]} == {roles.job, roles.queued}
-    assert json.loads(answers[6][1])["isolation"] == {
+    assert [status for status, _ in answers] == [200] * 8
+    assert {each["id"] for each in json.loads(answers[6][1])["items"]} == {roles.job, roles.queued}
+    assert json.loads(answers[7][1])["isolation"] == {
         "jobs": "no worker is known",
         "tenants": "row_level_security",
         "sharing": "several tenants, and no worker is known",

@@ -84,8 +84,9 @@ def test_each_change_of_state_is_delivered_once_and_verifies(
         assert all((body["name"], body["labels"]) == ("digits", {"team": "vision"}) for body in bodies)
         assert all(body["links"]["self"] == f"/v1/jobs/{claim.job_id}" for body in bodies)
         listed = list_deliveries(ledger, LOCAL_TENANT, hook_id)
-        assert {each.id: each.payload for each in listed} == {
-            headers["webhook-id"]: json.loads(body) for headers, body in receiver.got
+        assert {each.id: (each.job, each.before, each.after) for each in listed} == {
+            headers["webhook-id"]: tuple(json.loads(body)["data"][name] for name in ("job", "before", "after"))
+            for headers, body in receiver.got
         }
         assert {(each.state, each.attempts, each.outcome) for each in listed} == {("delivered", 1, "answered 204")}
         log = (tmp_path / "sender.log").read_text()
