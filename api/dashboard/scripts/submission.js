@@ -70,7 +70,7 @@ function planned(plan) {
 /** The document of a job, for another one like it; a deadline is left out. */
 async function documentOf(shownId, signal) {
   const job = await get(`/v1/jobs/${encodeURIComponent(await fullId(shownId, signal))}`, signal);
-  return { title: `Job ${jobName(job)} again`, document: { ...job.document, ...(job.name ? { name: job.name } : {}), ...(job.priority ? { schedule: { priority: job.priority } } : {}) } };
+  return { title: `Job ${jobName(job)} again`, document: { ...job.document, labels: job.labels, ...(job.name ? { name: job.name } : {}), ...(job.priority ? { schedule: { priority: job.priority } } : {}) } };
 }
 
 export async function showSubmission(main, signal, again) {

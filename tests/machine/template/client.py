@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
@@ -50,13 +51,16 @@ class Template:
         )
         self.allowed = is_usable()
         self._asking: Asking | None = None
+        self._lock = threading.Lock()
+        """Threads of a test may be the first to ask, several at once."""
         self._process: subprocess.Popen[bytes] | None = None
         self._link: socket.socket | None = None
 
     def spawn(self, command: Sequence[str], given: Any) -> int | None:
         """Start a program by the template."""
-        if self._process is None:
-            self._start()
+        with self._lock:
+            if self._process is None:
+                self._start()
         return None if self._asking is None else self._asking.spawn(command, given)
 
     def close(self) -> None:

@@ -4,14 +4,16 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from catalog.frames import Finished, Frame, LayerDone, Started
-from tests.machine.template.client import TEMPLATE, is_usable
+from tests.machine.template.client import TEMPLATE, Template, is_usable
 from tests.machine.template.imports import read_at_import
 from tests.machine.template.spawning import install
 from worker.process.child_process import EXECUTION, RANKS, Child
@@ -142,3 +144,17 @@ def test_a_command_says_the_same(either_way: Any, tmp_path: Path) -> None:
 def test_no_module_of_the_run_keeps_programs_from_being_forked() -> None:
     """A variable that a test's import sets would: every program of the run would be started anew, and nobody told."""
     assert read_at_import(os.environ) == read_at_import(TEMPLATE.environment)
+
+
+def test_of_several_threads_that_ask_first_all_ask_one_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    template, started = Template(), list[float]()
+
+    def start() -> None:
+        started.append(time.monotonic())
+        time.sleep(0.05)
+        monkeypatch.setattr(template, "_process", object())
+
+    monkeypatch.setattr(template, "_start", start)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: template.spawn((), None), range(4)))
+    assert len(started) == 1
