@@ -94,6 +94,11 @@ def with_query(options: Mapping[str, Any], query: Batches | None) -> dict[str, A
         OptionRefused: If no analysis explains examples.
     """
     takers = {kind: each for kind, each in options.items() if hasattr(each, "query")}
+    named = next((kind for kind, each in takers.items() if each.query is not None), None)
+    if named is not None:
+        raise OptionRefused(
+            f"`params['{named}'].query` names data of a job; in a notebook give the examples as `query`"
+        )
     if query is None:
         return dict(options)
     if not takers:

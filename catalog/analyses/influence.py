@@ -24,7 +24,7 @@ class InfluenceParams:
     """C. `kfac`: G ⊗ A; `ekfac`: its eigenvectors with EK-FAC's eigenvalues, for `collection.ekfac`; `ggn`: the exact
     Gauss-Newton matrix of all layers together, by conjugate gradients preconditioned with G ⊗ A."""
     texts: bool | None = None
-    """Whether the summary quotes the texts of what it lists, of data that are texts: 500 characters of each."""
+    """Whether the summary quotes the texts of what it lists, 500 characters of each; data and query must be texts."""
     top: int = 10
     """Training examples with the lowest, and as many with the highest scores, that are listed for a query."""
     listed: int = 16
@@ -169,8 +169,8 @@ class InfluenceSummary(Brief):
     query_digest: str
     """Digest over inputs and targets of the queries, whatever their order."""
     hooked_difference: float
-    """Largest difference between the queries' own scores by the training pass's route and by plain autograd, of the
-    largest of them: the proof, on these data, that the pass sees each example's gradient alone."""
+    """Largest difference between products of queries' gradients by the training pass's route and by plain autograd, as
+    a share of the two vectors' lengths: the proof, on these data, that the pass sees each example's gradient alone."""
     unconverged: int
     """Queries whose residual is above `tolerance`."""
     worst_residual: float | None

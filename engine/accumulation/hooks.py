@@ -104,8 +104,6 @@ class Collector:
                 self._products[layer.weight_place, layer.bias_place] = statistics
             elif isinstance(layer, BareLayer):
                 self._bare[layer.parameter] = statistics
-            if statistics.joint:
-                self._meetings[statistics.layer.name] = Meeting(statistics.add_met_)
         leaders = [(each.layer.name, each.leader) for each in self.statistics]
         pairs = [(name, leader.layer.name) for name, leader in leaders if leader is not None]
         self._sharing = Sharing.of(pairs)
@@ -130,6 +128,8 @@ class Collector:
         self._calls.begin()
         self.inputs.begin()
         self._reached.clear()
+        # anew: of examples whose pass ran out of memory something may have arrived
+        self._meetings = {each.layer.name: Meeting(each.add_met_) for each in self.statistics if each.joint}
         if self.head is not None:
             self.head.begin()
 

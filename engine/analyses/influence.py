@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,24 +24,30 @@ from catalog.analyses.influence import (
     InfluenceParams,
     InfluenceSummary,
     QueryInfluence,
-    ScoredExample,
 )
+from catalog.requests.inputs import Task
 from engine.accumulation.score_statistics import ScoreStatistics
 from engine.analyses.costs.influence import influence_cost
 from engine.analyses.layer_analysis import LayerAnalysis
-from engine.analyses.scored_queries import ScoredQueries, recall, remember
+from engine.analyses.layer_groups import ALL, layer_groups, require_whole_layers
+from engine.analyses.scored_queries import ScoredQueries, list_queries, recall, remember
 from engine.collect import prepare_collection
+from engine.collection.checkpoints import fingerprint
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import ProbedModel
 from engine.collection.ranks.joined_job import require_one_rank
-from engine.errors import EmptyData, ModelRefused, UsageError
+from engine.errors import DataDiffer, EmptyData, ModelRefused, UsageError, WrongShape
 from engine.factors.factor_set import LayerFacts
+from engine.factors.kronecker_factors import digest
 from engine.layers.layer import TreatedLayer
 from engine.measurement.layer_measurement import Measured
+from engine.memory.budget import MemoryBudget
+from engine.memory.guard import Guard
 from engine.memory.memory_curve import MemoryCurve
+from engine.model.activation_memory import set_activation_checkpointing
 from engine.model.batches import Batch, make_batches
-from engine.model.example_digests import EnteredExamples
-from engine.operators.conjugate_gradients import Solved, solve
+from engine.model.example_digests import EnteredExamples, digest_examples
+from engine.operators.conjugate_gradients import Solved, solve_gauss_newton
 from engine.operators.example_scores import example_gradients, of_examples, score_examples
 from engine.operators.kronecker.layer_store import OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
@@ -49,12 +56,10 @@ from engine.operators.products import ExactCurvature
 from engine.workspace import JobResults, ModelInputs, Workspace
 
 KIND = "influence"
-_CHARACTERS = 500
 _PROVEN = 16
 """Queries of a block whose own scores go both ways."""
 FOLDER = "influence"
 FORMAT = "kronoscope-influence/1"
-ALL = "scores"
 _PROOF = {torch.float32: 1e-3, torch.float64: 1e-9}
 """Difference of a score by both routes that rounding may bring, of the product of the two vectors' lengths."""
 
@@ -101,12 +106,19 @@ class Influence(LayerAnalysis[InfluenceParams]):
                 "there are no queries; give `influence.query`, or `query=` in a notebook", pointer="/influence/query"
             )
         require_one_rank(self.workspace, KIND)
-        self._named_groups([name.rpartition(".")[0] for name, _ in inputs.model.named_parameters()])
+        layer_groups(self.params.groups, [name for name, _ in inputs.model.named_parameters()], parts=False)
+        for data, pointer in ((inputs, "/data"), (inputs.query, "/influence/query")):
+            _require_targets(data, inputs.task, pointer)
+            if self.params.texts and data.text_of is None:
+                raise UsageError(
+                    "`influence.texts` quotes texts, and these data hold none; leave it out", pointer=pointer
+                )
 
     @override
     def prepare(self) -> None:
         self._space = ParameterSpace.of(self.whole)
-        self._groups = self._named_groups([facts.name for facts in self.whole.layers])
+        self._groups = layer_groups(self.params.groups, [facts.name for facts in self.whole.layers], parts=True)
+        self._order: Tensor | None = None
         self._listed: list[QueryInfluence] = []
         self._artifacts: list[str] = []
         self._blocks: list[ScoredQueries] = []
@@ -125,26 +137,36 @@ class Influence(LayerAnalysis[InfluenceParams]):
                 resident_bytes=free,
             ),
         )
+        own, counted = self.workspace.results.plan, self.whole.counted
+        written = frozenset(() if counted is None else counted.overwritten)
         with machine.operation("influence", KIND), prepare_collection(self._apart()) as (planned, _):
             probed = planned.probed.for_passes(planned.plan.chosen, None)
-            job = dataclasses.replace(probed.job, entered=self._all_entered)
-            for number, batch in enumerate(self._query_batches()):
-                self._block(number, job.moved(batch), job, probed)
-        if not self._queries:
-            raise EmptyData("the query holds no examples", pointer="/influence/query")
+            require_whole_layers(self._groups, probed.survey.treated)
+            job = dataclasses.replace(
+                probed.job, entered=self._all_entered, overwritten=probed.job.overwritten | written
+            )
+            self._model = fingerprint(job.model)
+            wanted = own is not None and own.chosen.activation_checkpointing
+            with set_activation_checkpointing(job.model, wanted=wanted):
+                for number, batch in enumerate(self._query_batches()):
+                    self._block(number, job.moved(batch), job, probed)
 
     def _apart(self) -> Workspace:
         """The same job as a collection of the data's own gradients, which announces no plan of its own."""
-        workspace = self.workspace
+        workspace, machine = self.workspace, self.workspace.machine
+        options, budget = workspace.options, MemoryBudget.unlimited()
         collection = dataclasses.replace(
-            workspace.options.collection, fisher="empirical", ekfac=False, nested=False, ema_decay=None, update_freq=1,
+            options.collection, fisher="empirical", ekfac=False, nested=False, ema_decay=None, update_freq=1,
             exact_trace=False,
         )  # fmt: skip
+        # nothing is summed: what the passes hold is in the plan of this analysis
+        memory = dataclasses.replace(options.memory, micro_batch=self.whole.micro_batch or options.memory.micro_batch)
+        guard = Guard(budget=budget, device=machine.device, log=workspace.ports.log)
         return dataclasses.replace(
             workspace,
-            options=dataclasses.replace(workspace.options, collection=collection, kinds=(), params={}),
+            options=dataclasses.replace(options, collection=collection, memory=memory, kinds=(), params={}),
             ports=dataclasses.replace(workspace.ports, announce_plan=lambda _: None, scratch=None),
-            machine=dataclasses.replace(workspace.machine, curve=MemoryCurve()),
+            machine=dataclasses.replace(machine, curve=MemoryCurve(), budget=budget, guard=guard),
             results=JobResults(),
         )
 
@@ -161,32 +183,14 @@ class Influence(LayerAnalysis[InfluenceParams]):
             raise ValueError("`require` asks for queries")
         return make_batches(query.batches(), self.params.block)
 
-    def _named_groups(self, known: Sequence[str]) -> dict[str, frozenset[str]]:
-        """The layers of each group, of those that are known, with all of them first."""
-        found = {ALL: frozenset(known)}
-        for name, wanted in self.params.groups.items():
-            own = [
-                layer
-                for layer in known
-                if any(layer == each or layer.startswith((f"{each}.", f"{each}[")) for each in wanted)
-            ]
-            if not own:
-                raise UsageError(
-                    f"`influence.groups` names {', '.join(f'`{each}`' for each in wanted)} as `{name}`, of which no "
-                    f"layer is a part; the layers are {', '.join(f'`{each}`' for each in dict.fromkeys(known))}"[:1000],
-                    pointer="/influence/groups",
-                )
-            found[f"{ALL}.{name}"] = frozenset(own)
-        return found
-
     def _block(self, number: int, batch: Batch, job: PassJob, probed: ProbedModel) -> None:
         """Score one block of queries, or take it over from an earlier attempt."""
-        entered = EnteredExamples().added(batch, job.task, None)
-        self._entered = self._entered.joined(entered)
-        found = recall(self.workspace, number, entered.content)
+        self._entered = self._entered.joined(EnteredExamples().added(batch, job.task, None))
+        stands = partial(self._conditions, digest_examples(batch, job.task), job)
+        found = recall(self.workspace, number, stands)
         if found is None:
-            found = self._scored(batch, job, probed, entered.content)
-            remember(self.workspace, number, *found)
+            found = self._scored(batch, job, probed)
+            remember(self.workspace, number, stands(), *found)
         else:
             self.workspace.ports.log("info", f"queries from {self._queries} on were scored by an earlier attempt")
         block, scores = found
@@ -195,22 +199,33 @@ class Influence(LayerAnalysis[InfluenceParams]):
         self.workspace.ports.artifacts.save_tensors(name, scores, metadata)
         self._artifacts.append(name)
         self._blocks.append(block)
-        self._list(block, scores[ALL])
+        self._listed += list_queries(self.params, self.workspace.inputs, self._queries, block, scores[ALL])
         self._queries += batch.size
         self._examples = scores[ALL].shape[1]
 
-    def _scored(
-        self, batch: Batch, job: PassJob, probed: ProbedModel, entered: str
-    ) -> tuple[ScoredQueries, dict[str, Tensor]]:
+    def _conditions(self, queries: Tensor, job: PassJob) -> dict[str, str]:
+        """All that a block's scores depend on beside the document: model, queries and data, each in its order."""
+        if self._order is None:
+            found = [digest_examples(job.moved(batch), job.task).to("cpu") for batch in job.stream()]
+            self._order = torch.cat(found)
+        return {"model": self._model, "queries": digest(queries.to("cpu")), "data": digest(self._order)}
+
+    def _scored(self, batch: Batch, job: PassJob, probed: ProbedModel) -> tuple[ScoredQueries, dict[str, Tensor]]:
         names = tuple(each.name for each in self._space.parameters)
         block = self._solved(example_gradients(job, batch, names))
         statistics = _statistics(probed.survey.treated, block.vectors)
         proven = of_examples(job, next(batch.slices(_PROVEN)))
-        proof, _ = score_examples(proven, statistics, {ALL: self._groups[ALL]}, self._report)
+        proof, _, _ = score_examples(proven, statistics, {ALL: self._groups[ALL]}, self._report)
         difference = _prove(block, proof[ALL], job.dtype)
-        scores, terms = score_examples(job, statistics, self._groups, self._report)
+        scores, terms, order = score_examples(job, statistics, self._groups, self._report)
+        if self._order is not None and not torch.equal(self._order, order):
+            raise DataDiffer(
+                "the data came in another order, or were others, than in the pass before, so that a place would mean "
+                "two examples; give them in one order at every pass",
+                pointer="/data",
+            )
+        self._order = order
         scored = ScoredQueries(
-            entered=entered,
             self_influences=block.gram.diagonal().tolist(),
             residuals=None if block.solved is None else list(block.solved.residuals),
             iterations=None if block.solved is None else list(block.solved.iterations),
@@ -266,46 +281,8 @@ class Influence(LayerAnalysis[InfluenceParams]):
             job=job.settled(), of="ggn", updates=whole.updates, report=self._report, parameters=self._space.parameters,
             what="the solution", remedy="take `influence.of: kfac`", pointer="/influence/of",
         )  # fmt: skip
-        damping, covered = torch.zeros(2, self._space.size, 1, dtype=rows.dtype)
-        for facts in whole.layers:
-            ones = torch.ones(facts.out_dim, 1, facts.in_dim, dtype=rows.dtype)
-            self._space.scatter(facts, ones, covered)
-            self._space.scatter(facts, ones * (self._operator.layer(facts.name).damping.joint or 0.0), damping)
-
-        def multiply(vectors: Tensor) -> Tensor:
-            product: Tensor = exact.product(vectors) * covered + damping * vectors
-            return product
-
-        with exact.prepared():
-            inverse = self._operator.inverse().matvec
-            right = rows.mT * covered
-            return solve(multiply, inverse, right, tolerance=self.params.tolerance, most=self.params.iterations)
-
-    def _list(self, block: ScoredQueries, scores: Tensor) -> None:
-        """Note what the summary lists of a block's queries."""
-        count = min(self.params.top, scores.shape[1])
-        for place, own in enumerate(scores[: max(0, self.params.listed - self._queries)]):
-            residual = None if block.residuals is None else block.residuals[place]
-            self._listed.append(
-                QueryInfluence(
-                    query=self._queries + place,
-                    text=_quoted(self.workspace.inputs.query, self._queries + place),
-                    self_influence=block.self_influences[place],
-                    residual=residual,
-                    iterations=None if block.iterations is None else block.iterations[place],
-                    converged=residual is None or residual <= self.params.tolerance,
-                    lowering=self._extreme(own, count, largest=False),
-                    raising=self._extreme(own, count, largest=True),
-                )
-            )
-
-    def _extreme(self, scores: Tensor, count: int, *, largest: bool) -> tuple[ScoredExample, ...]:
-        """The examples with the lowest or highest scores (N,), the first of equal ones first."""
-        order = torch.argsort(scores, descending=largest, stable=True)[:count].tolist()
-        inputs = self.workspace.inputs
-        return tuple(
-            ScoredExample(example=each, score=float(scores[each]), text=_quoted(inputs, each)) for each in order
-        )
+        operator, most = self._operator, self.params.iterations
+        return solve_gauss_newton(exact, operator, whole, rows, tolerance=self.params.tolerance, most=most)
 
     def _report(self) -> None:
         self._steps += 1
@@ -372,6 +349,17 @@ def _statistics(treated: Sequence[TreatedLayer], vectors: dict[str, Tensor]) -> 
     return found
 
 
+def _require_targets(data: ModelInputs, task: Task, pointer: str) -> None:
+    """Refuse data without a first example, or one that has no target."""
+    first = next(data.batches(), None) if data.batches is not None else None
+    if first is None:
+        raise EmptyData("there are no examples", pointer=pointer)
+    if first[1] is None and task.likelihood != "model":
+        raise WrongShape(
+            "influence is of losses at the examples' own targets, and these have none; give them", pointer=pointer
+        )
+
+
 def _prove(block: _Block, found: Tensor, dtype: torch.dtype) -> float:
     """Require that the pass over the data gives the products that plain autograd gives; return the difference."""
     lengths = block.lengths.sqrt()
@@ -386,10 +374,3 @@ def _prove(block: _Block, found: Tensor, dtype: torch.dtype) -> float:
             pointer="/model",
         )
     return worst
-
-
-def _quoted(inputs: ModelInputs | None, place: int) -> str | None:
-    """The text of an example, on one line; None where texts are not asked for."""
-    if inputs is None or inputs.text_of is None:
-        return None
-    return "".join(each if each.isprintable() else " " for each in inputs.text_of(place)[:_CHARACTERS])

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.factors.factor_set import FactorSet
+from engine.operators.kronecker_operator import KroneckerOperator
+from engine.operators.products import ExactCurvature
+
 Product = Callable[[Tensor], Tensor]
 """Multiplies vectors (P, k) by a matrix (P, P)."""
 
@@ -75,6 +79,36 @@ def solve(multiply: Product, precondition: Product, right: Tensor, *, tolerance:
         residuals=tuple(float(each) for each in missed),
         iterations=tuple(int(each) for each in counts),
     )
+
+
+def solve_gauss_newton(
+    exact: ExactCurvature, operator: KroneckerOperator, factors: FactorSet, rows: Tensor, *, tolerance: float, most: int
+) -> Solved:
+    """Solve with the damped exact curvature of the covered parameters, preconditioned with their factors.
+
+    Args:
+        exact: The curvature.
+        operator: The damped factors, whose λ of each layer is that of the curvature too.
+        factors: Where the numbers of each layer stand.
+        rows: Right-hand sides, shape (k, P), on the host.
+        tolerance: Relative residual at which one ends.
+        most: Most iterations.
+
+    Returns:
+        Solutions, shape (P, k).
+    """
+    damping, covered = torch.zeros(2, operator.space.size, 1, dtype=rows.dtype)
+    for facts in factors.layers:
+        ones = torch.ones(facts.out_dim, 1, facts.in_dim, dtype=rows.dtype)
+        operator.space.scatter(facts, ones, covered)
+        operator.space.scatter(facts, ones * (operator.layer(facts.name).damping.joint or 0.0), damping)
+
+    def multiply(vectors: Tensor) -> Tensor:
+        product: Tensor = exact.product(vectors) * covered + damping * vectors
+        return product
+
+    with exact.prepared():
+        return solve(multiply, operator.inverse().matvec, rows.mT * covered, tolerance=tolerance, most=most)
 
 
 def _inner(left: Tensor, right: Tensor) -> Tensor:

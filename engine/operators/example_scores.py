@@ -19,6 +19,7 @@ from engine.errors import ModelRefused, UsageError
 from engine.model.backward_pass import pull_back
 from engine.model.batches import Batch, tensors
 from engine.model.dtype_casts import casts_of
+from engine.model.example_digests import digest_examples
 from engine.model.loss_directions import loss_gradient
 from engine.model.outputs import predict
 from engine.operators.exact.columns import trained
@@ -26,6 +27,8 @@ from engine.operators.exact.data_passes import DataPasses
 
 _REMEDY = "mend the model, or leave `influence` out"
 _POINTER = "/influence"
+_DIGESTS = ""
+"""Stands beside the names of groups, which are not empty."""
 
 
 def example_gradients(job: PassJob, batch: Batch, names: tuple[str, ...]) -> Tensor:
@@ -77,7 +80,7 @@ def score_examples(
     statistics: Sequence[ScoreStatistics],
     groups: Mapping[str, frozenset[str]],
     report: Callable[[], None],
-) -> tuple[dict[str, Tensor], float]:
+) -> tuple[dict[str, Tensor], float, Tensor]:
     """Multiply the gradient of every example by vectors, in one pass over the data.
 
     Args:
@@ -88,7 +91,7 @@ def score_examples(
 
     Returns:
         The scores of each group, shape (Q, N) in the order of the data, in the precision of the passes on the host; and
-        the weight of all loss terms.
+        the weight of all loss terms; and the examples' digests, shape (N,), int64, in that order.
 
     Raises:
         ModelRefused: If a layer is called in a way that the probe did not show.
@@ -104,9 +107,11 @@ def score_examples(
         statistics=tuple(statistics), tables=job.tables, places=job.places, orders=job.orders,
         overwritten=job.overwritten,
     )  # fmt: skip
-    found: dict[str, list[Tensor]] = {name: [] for name in groups}
+    found: dict[str, list[Tensor]] = {name: [] for name in (*groups, _DIGESTS)}
 
     def compute(batch: Batch, _: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], float]:
+        # before the model, which may write to its inputs
+        digests = digest_examples(batch, job.task).to("cpu")
         for each in statistics:
             each.begin_(batch.size)
         collector.begin(batch.size, None, tensors(batch.inputs))
@@ -126,7 +131,8 @@ def score_examples(
                     f"layer `{each.layer.name}` was collected, and its rows are not seen now ({each.flaw}); {_REMEDY}",
                     pointer="/model",
                 )
-        return {name: _sum(statistics, layers).to("cpu", job.dtype) for name, layers in groups.items()}, divisor
+        scores = {name: _sum(statistics, layers).to("cpu", job.dtype) for name, layers in groups.items()}
+        return {**scores, _DIGESTS: digests}, divisor
 
     def add(scores: Mapping[str, Tensor], _: float) -> None:
         for name, own in scores.items():
@@ -134,7 +140,8 @@ def score_examples(
 
     with collector.attached():
         total = passes.run((), compute, add)
-    return {name: torch.cat(parts, 1) for name, parts in found.items()}, total
+    digests = torch.cat(found.pop(_DIGESTS))
+    return {name: torch.cat(parts, 1) for name, parts in found.items()}, total, digests
 
 
 def _sum(statistics: Sequence[ScoreStatistics], layers: frozenset[str]) -> Tensor:

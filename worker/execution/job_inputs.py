@@ -156,14 +156,16 @@ def enter_data(document: JobDocument, loaded: LoadedModel, context: LoaderContex
     Raises:
         Refusal: If one of them cannot be read, or fits neither model nor task.
     """
-    data = load_data(document, loaded, context)
+    pads: list[int] = []
+    data = _stream(document.data, document, document.collection.batch_size, _noting(loaded, pads), context)
     inputs.batches, inputs.examples, inputs.labels = data.batches, data.examples, data.labels
     inputs.text_of = data.text_of
     asked = document.given("query")
     if asked is not None:
         kind, source = asked
+        block, quiet = getattr(document, kind).block, replace(context, describe=_ignore)
         try:
-            query = _stream(source, document, getattr(document, kind).block, loaded, context, upload="query")
+            query = _stream(source, document, block, _noting(loaded, pads), quiet, kind)
         except Refusal as refused:
             # the loaders know of one source of data
             refused.pointer = f"/{kind}/query{(refused.pointer or '').removeprefix('/data')}"
@@ -172,14 +174,35 @@ def enter_data(document: JobDocument, loaded: LoadedModel, context: LoaderContex
     return data
 
 
+def _noting(loaded: LoadedModel, pads: list[int]) -> LoadedModel:
+    """Return a model of which the padding is noted that loaders choose, and must be the same each time."""
+    vocabulary = loaded.vocabulary
+    if vocabulary is None or (pad_with := vocabulary.pad_with) is None:
+        return loaded
+
+    def note(pad_id: int) -> None:
+        pads.append(pad_id)
+        if pads[0] != pad_id:
+            raise Refusal(
+                f"a query ends with token {pads[0]}, which pads the data, as config.json names no `pad_token_id`; name "
+                "one there that ends no text",
+                pointer="/data",
+                code="no_padding",
+            )
+        pad_with(pad_id)
+
+    return replace(loaded, vocabulary=replace(vocabulary, pad_with=note))
+
+
 def _stream(
     source: Any,  # noqa: ANN401 - any of the catalog's
     document: JobDocument,
     batch_size: int,
     loaded: LoadedModel,
     context: LoaderContext,
-    upload: str = "data",
+    kind: str | None = None,
 ) -> DataStream:
+    """Open the data, or the query of an analysis of this kind."""
     loader = DATA_SOURCES.get(source.source)
     if loader is None or document.task is None:
         raise Refusal(
@@ -195,12 +218,12 @@ def _stream(
         batch_size=batch_size,
         seed=document.collection.seed,
         context=context,
-        upload=upload,
+        block="data" if kind is None else "query",
         texts=texts is not None and texts[1],
     )
     stream: DataStream = resolve(loader)(source, request)
     context.checkpoint()
-    return validate_chunks(stream, loaded, "/data")
+    return validate_chunks(stream, loaded, "/data" if kind is None else f"/{kind}/query")
 
 
 def _ignore(*_: object) -> None:

@@ -5,11 +5,12 @@ residuals too. Scores are held while a block is written.
 """
 
 from catalog.analyses.influence import InfluenceParams
+from engine.analyses.costs.natural_gradient import gradient_pass_terms
 from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob, term
 
 _STAGE = "influence"
-_VECTORS = {"kfac": 3, "ekfac": 3, "ggn": 12}
-"""Vectors of P numbers for each query of a block."""
+_OF_THE_SEARCH = 8
+"""Vectors of P numbers for each query that conjugate gradients hold on the host, and two where products are made."""
 _OF_A_PRODUCT = 3
 """Passes that a product with the Gauss-Newton matrix takes, beside one with a gradient."""
 
@@ -22,12 +23,17 @@ def influence_cost(params: InfluenceParams, job: PlannedJob) -> Cost:
     queries = params.block if query is None else query.examples or params.block
     block, work = min(params.block, queries), job.work
     kept = item * queries * work.examples * (1 + len(params.groups))
-    vectors = _VECTORS[params.of]
+    one, searched = block * trainable, params.of == "ggn"
     terms = [
         *job.carried(_STAGE),
-        term("vectors of queries", f"{vectors} · block · P", vectors * block * trainable, job.place, _STAGE),
+        *gradient_pass_terms(job, trainable, _STAGE),
+        term("gradients of queries", "block · P", one, "host", _STAGE),
+        term("vectors of queries", "2 · block · P", 2 * one, job.place, _STAGE),
         term("scores", "3 · block · examples · groups", 3 * kept * block // queries, "host", _STAGE),
     ]
+    if searched:
+        terms.append(term("search", "8 · block · P", _OF_THE_SEARCH * one, "host", _STAGE))
+        terms.append(term("products", "2 · block · P", 2 * one, job.place, _STAGE))
     numbers = 0
     for layer in job.probe.layers:
         own = layer.in_dim * layer.out_dim
@@ -37,7 +43,7 @@ def influence_cost(params: InfluenceParams, job: PlannedJob) -> Cost:
         numbers += layer.groups * own
     passes = -(-queries // block)
     gradients = passes * work.examples + 2 * queries
-    if params.of == "ggn":
+    if searched:
         gradients += _OF_A_PRODUCT * params.iterations * queries * work.examples
     slices = passes * -(-work.examples // work.batch) + queries
     seconds = gradients * work.example_seconds + slices * work.slice_seconds

@@ -12,7 +12,7 @@ from catalog.analyses.influence import InfluenceParams, InfluenceSummary
 from catalog.requests.collection import Collection
 from catalog.requests.inputs import Task
 from engine.analyses.run_analyses import run_analyses
-from engine.errors import EmptyData, ModelRefused, UsageError, WrongShape
+from engine.errors import DataDiffer, EmptyData, ModelRefused, UsageError, WrongShape
 from engine.workspace import JobOptions, ModelInputs, Ports, Resume, Workspace
 from kronoscope.local import Measurement, OptionRefused, measure, operator
 from tests.oracles import MemoryArtifacts
@@ -223,7 +223,7 @@ def test_every_kind_of_layer_gives_the_gradient_of_each_example_alone(dtype: str
     labels[3, 2:] = -100
     made = scored(
         net, (tokens, labels), (query, wanted), task="classification",
-        collection={"dtype": dtype}, groups={"table": ["table", "head"], "mix": ["mix"]},
+        collection={"dtype": dtype}, groups={"table": ["table"], "mix": ["mix"]},
     )  # fmt: skip
     found = summary(made)
     assert found.coverage.covered_share == 1
@@ -285,11 +285,46 @@ def test_what_cannot_be_scored_is_refused_by_its_field() -> None:
     for name, bad in {"top": 0, "block": 0, "tolerance": 1.0, "iterations": 0, "groups": {"a": ()}}.items():
         with pytest.raises(OptionRefused, match=name):
             scored(net, data, (asked, wanted), **{name: bad})
-    with pytest.raises(UsageError, match="of which no layer is a part; the layers are `0`, `2`"):
-        scored(net, data, (asked, wanted), groups={"mine": ("conv",)})
+    with pytest.raises(UsageError, match=r"names `conv` in `mine`, of which no layer is a part; there are `0\.weight`"):
+        scored(net, data, (asked, wanted), groups={"mine": ("0", "conv")})
+    with pytest.raises(UsageError, match="these data hold none; leave it out"):
+        scored(net, data, (asked, wanted), texts=True)
+    with pytest.raises(OptionRefused, match="in a notebook give the examples as `query`"):
+        measure(net, data, query=(asked, wanted), task="classification", kinds="influence",
+                params={"influence": {"query": {"source": "builtin", "name": "digits"}}})  # fmt: skip
     with pytest.raises(ModelRefused, match="shapes"):
         scored(net, data, (asked[:, :3], wanted))
-    with pytest.raises(WrongShape, match="targets"):
-        scored(net, data, [(asked, None)])
-    with pytest.raises(EmptyData):
+    for pointer, own, query in (
+        ("/influence/query", data, [(asked, None)]),
+        ("/data", [(data[0], None)], (asked, wanted)),
+    ):
+        with pytest.raises(WrongShape, match="these have none; give them") as refused:
+            scored(net, own, query)
+        assert refused.value.pointer == pointer
+    with pytest.raises(EmptyData) as empty:
         scored(net, data, [])
+    assert empty.value.pointer == "/influence/query"
+
+
+def test_data_in_another_order_at_a_later_pass_are_refused() -> None:
+    net, (inputs, labels), query = small_net()
+    turn = iter(range(1000))
+
+    def shuffled() -> Any:
+        order = torch.randperm(40, generator=torch.Generator().manual_seed(next(turn)))
+        return [(inputs[order], labels[order], order)]
+
+    with pytest.raises(DataDiffer, match="another order"):
+        scored(net, shuffled, query, block=2)
+
+
+def test_a_group_holds_whole_layers() -> None:
+    torch.manual_seed(2)
+    net = TinyLanguageModel().double()
+    tokens, labels = torch.randint(11, (8, 5)), torch.randint(11, (8, 5))
+    with pytest.raises(UsageError, match="a part of layer `mix` in `half`, and scores are of whole layers"):
+        scored(net, (tokens, labels), (tokens[:2], labels[:2]), groups={"half": ["mix[0]", "table"]})
+    made = scored(
+        net, (tokens, labels), (tokens[:2], labels[:2]), groups={"all": ["mix[0]", "mix[1]"], "bare": ["scale"]}
+    )
+    assert set(made.artifacts.load_tensors(summary(made).artifacts[0])) == {"scores", "scores.all", "scores.bare"}

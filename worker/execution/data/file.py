@@ -54,7 +54,7 @@ def load(source: DataFile, request: DataRequest) -> DataStream:
 
 def load_uploaded(source: UploadedData, request: DataRequest) -> DataStream:
     """Open the file that the parent has laid out."""
-    folder = request.context.upload(request.upload)
+    folder = request.context.upload(request.block)
     (path,) = (file for file in map(folder.file, folder.names()) if file is not None)
     return _open(path, path.suffix, source, request)
 

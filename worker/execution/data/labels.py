@@ -163,6 +163,11 @@ class Labels:
         return self._sorted(len(classes))
 
     def _sorted(self, classes: int) -> Mapping[str, float]:
+        if self.request.block == "query":
+            raise self._refused(
+                f"`{self.column}` of the query holds names, which may be numbered otherwise than those of the data: "
+                "give class numbers, or name the classes in `id2label` of the model's config.json"
+            )
         ordered = sorted(self._texts)
         if len(ordered) > _MOST_SORTED or (classes and len(ordered) != classes):
             known = (

@@ -1,6 +1,7 @@
 """A request to a data loader: for which model and task, in which batches."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from catalog.requests.inputs import Task
 from worker.execution.loaded_model import LoadedModel
@@ -17,7 +18,7 @@ class DataRequest:
     """Texts are padded to the longest of this many; tensors are re-sliced to it by the engine."""
     seed: int
     context: LoaderContext
-    upload: str = "data"
-    """The upload that the source means, where it means one, as the parent has laid it out."""
+    block: Literal["data", "query"] = "data"
+    """Whether they are the data, or the query of an analysis of them."""
     texts: bool = False
     """Whether the texts are asked for by their places, beside their tokens."""
