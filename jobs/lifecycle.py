@@ -32,6 +32,9 @@ STATES: tuple[State, ...] = tuple(LEGAL_MOVES)
 
 TERMINAL: frozenset[State] = frozenset(state for state, moves in LEGAL_MOVES.items() if not moves)
 
+OPEN = sorted({*STATES} - TERMINAL)
+"""The others, in an order that stays."""
+
 HELD: frozenset[State] = frozenset({"running", "cancelling"})
 """States in which an attempt holds a lease and may write; a job that was cancelled while it waited for its pieces is
 `cancelling` without one until the last of them has stopped."""

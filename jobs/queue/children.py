@@ -1,16 +1,21 @@
 """Children of a job: inserted, cancelled and looked at under the lock on their parent's row."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, insert, select
 
 from catalog.requests.job import MAX_NAME
+from jobs.errors import LedgerUnavailable
 from jobs.lifecycle import TERMINAL, State
 from jobs.queue.fence import cancel_queued, change, draw, move
 from jobs.schema.clock import ledger_now
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import job_events, jobs, outbox
+
+_log = logging.getLogger("kronoscope.jobs")
 
 LEFT_TO_CHILDREN = ("waiting", "cancelling")
 """States of a parent in which its children decide what becomes of it."""
@@ -25,6 +30,23 @@ _AT_ONCE = 500
 
 class ParentBusy(Exception):
     """Another transaction holds the parent's row."""
+
+
+@contextlib.contextmanager
+def alone(job_id: str) -> Iterator[None]:
+    """Keep what goes wrong with one job from the others: a busy parent is left, a fault logged, until the next round.
+
+    Raises:
+        LedgerUnavailable: If the database does not answer.
+    """
+    try:
+        yield
+    except ParentBusy:
+        return
+    except LedgerUnavailable:
+        raise
+    except Exception:  # noqa: BLE001 - whatever is wrong with the job, the others go on
+        _log.exception("a job could not be moved on; the next round tries again", extra={"job": job_id})
 
 
 def draw_parent(connection: Connection, parent_id: str | None, *, skip_locked: bool = False) -> Row[Any] | None:

@@ -29,6 +29,7 @@ from jobs.lifecycle import TERMINAL, State, ending
 from jobs.metrics.counters import add, add_failure
 from jobs.queue.children import (
     LEFT_TO_CHILDREN,
+    alone,
     any_child,
     cancel_pieces,
     child_name,
@@ -38,7 +39,7 @@ from jobs.queue.children import (
 )
 from jobs.queue.fence import append_event, by_holder, draw, draw_fenced, move
 from jobs.queue.piece_progress import note_success, progress_of_round
-from jobs.queue.series import go_on, series_place
+from jobs.queue.series import drop_factors, go_on, series_place
 from jobs.records import Claim
 from jobs.schema.database import reading, writing
 from jobs.schema.tables import artifacts, jobs
@@ -101,6 +102,8 @@ def tell_parent(
 ) -> None:
     """Do to a parent what follows from the end of an attempt of its child, in the same transaction."""
     if parent is None:
+        if drawn.parent_id is not None and drawn.piece is None:  # its series has ended without it
+            drop_factors(connection, drawn.parent_id)
         return
     append_event(connection, parent, "piece", piece_event(drawn, state))
     if state not in TERMINAL:
@@ -154,7 +157,7 @@ def settle_stranded(engine: Engine) -> int:
         candidates = connection.execute(select(jobs.c.id).where(stranded).limit(_AT_ONCE)).scalars().all()
     settled = 0
     for job_id in candidates:
-        with writing(engine) as connection:
+        with alone(job_id), writing(engine) as connection:
             parent = draw(connection, jobs.c.id == job_id, stranded)
             if parent is not None:
                 _settle(connection, parent)

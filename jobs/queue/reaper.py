@@ -1,6 +1,5 @@
 """The reaper takes jobs from silent holders and dead ones, and fails queued jobs at their deadline."""
 
-import contextlib
 import logging
 from typing import Any
 
@@ -10,7 +9,7 @@ from jobs.devices.leases import forget
 from jobs.lifecycle import HELD
 from jobs.metrics.counters import add
 from jobs.queue.attempt_endings import record_failure
-from jobs.queue.children import ParentBusy, draw_parent
+from jobs.queue.children import alone, draw_parent
 from jobs.queue.division import settle_stranded, tell_parent
 from jobs.queue.fence import draw, move
 from jobs.schema.clock import ledger_now
@@ -98,10 +97,9 @@ def reap_ended_worker(engine: Engine, worker_id: str, process_space: str) -> int
 
 def _take_away(engine: Engine, seen: Any, *conditions: ColumnElement[bool]) -> bool:  # noqa: ANN401 - part of a row
     """Take one job from its holder, unless a condition or the fence does not hold any more, or its parent is locked."""
-    try:
+    drawn = None
+    with alone(seen.id):
         drawn = _taken(engine, seen, *conditions)
-    except ParentBusy:
-        return False
     if drawn is None:
         return False
     fields = {"job": drawn.id, "attempt": drawn.attempt, "fence": drawn.fence, "owner": drawn.lease_owner}
@@ -137,7 +135,7 @@ def end_overdue(engine: Engine) -> int:
         candidates = connection.execute(select(jobs.c.id, jobs.c.parent_id).where(*overdue).limit(_AT_ONCE)).all()
     ended = 0
     for job_id, parent_id in candidates:
-        with contextlib.suppress(ParentBusy), writing(engine) as connection:
+        with alone(job_id), writing(engine) as connection:
             parent = draw_parent(connection, parent_id, skip_locked=True)
             drawn = draw(connection, jobs.c.id == job_id, *overdue)
             if drawn is not None:

@@ -19,6 +19,7 @@ from jobs.lifecycle import TERMINAL
 from jobs.metrics.counters import add
 from jobs.queue.children import cancel_pieces, child_name, insert_children, move_again
 from jobs.queue.fence import change
+from jobs.repository.lineage import unnamed
 from jobs.schema.tables import artifacts, jobs, layer_results
 
 CHECKPOINT, OVERLAP = "checkpoint", "overlap"
@@ -49,6 +50,7 @@ def go_on(connection: Connection, parent: Row[Any], ended: Row[Any] | None = Non
     done = sum(row.state in TERMINAL for row in rows)
     if parent.state == "cancelling":
         if done == len(rows):
+            drop_factors(connection, parent.id)
             move_again(connection, parent, "cancelled", {}, None)
         return
     part, own = (None, -1) if ended is None else places[ended.id]
@@ -57,6 +59,7 @@ def go_on(connection: Connection, parent: Row[Any], ended: Row[Any] | None = Non
         failure = _other_architecture(connection, parent, (one, two), (checkpoints[one].id, checkpoints[two].id))
         if failure is not None:
             cancel_pieces(connection, parent.id, reason="the checkpoints are of different architectures")
+            drop_factors(connection, parent.id)
             _fail(connection, parent, failure)
             return
     compares = parent.document["series"]["overlaps"]
@@ -75,7 +78,9 @@ def _compare(connection: Connection, parent: Row[Any], checkpoints: Mapping[int,
     for place in (each for each in good if each - 1 in good):
         options = {**parent.document[kind], "against": {"job": checkpoints[place - 1].id}}
         asked = {"kind": kind, "factors": {"job": checkpoints[place].id}, kind: options}
-        kept = {name: parent.document[name] for name in ("stabilisation", "memory")}
+        # one process compares, and has no model to shard
+        kept = {"memory": {**parent.document["memory"], "model_sharding": "off"}}
+        kept["stabilisation"] = parent.document["stabilisation"]
         document = parse_document(json.dumps({**asked, **kept}).encode())
         free = dict.fromkeys(("needs_bytes", "model_factory", "data_factory"))
         child = _child(parent, place, document, f"checkpoints {place} and {place + 1}", OVERLAP)
@@ -92,12 +97,19 @@ def _child(parent: Row[Any], place: int, document: JobDocument, title: str, part
     return {"document": body, "document_sha256": sha256_of(body), **named}
 
 
-def _end(connection: Connection, parent: Row[Any], checkpoints: Mapping[int, Any], *, succeeded: bool) -> None:
-    """End a series, and delete the rows of factors that were kept to be compared and were not asked for."""
-    kinds = parent.kind.split(",")
-    if "factors" not in parent.document["keep"] and not any(ANALYSES[each].keeps_factors for each in kinds):
-        of_children = artifacts.c.job_id.in_(select(jobs.c.id).where(jobs.c.parent_id == parent.id))
+def drop_factors(connection: Connection, series_id: str) -> None:
+    """Delete the rows of factors of a series' ended jobs that were only kept to be compared, and no open job names."""
+    parent = connection.execute(select(jobs.c.kind, jobs.c.document).where(jobs.c.id == series_id)).one_or_none()
+    if parent is None or parent.document.get("series") is None or "factors" in parent.document["keep"]:
+        return
+    if not any(ANALYSES[each].keeps_factors for each in parent.kind.split(",")):
+        ended = select(jobs.c.id).where(jobs.c.parent_id == series_id, jobs.c.state.in_(TERMINAL), *unnamed())
+        of_children = artifacts.c.job_id.in_(ended)
         connection.execute(delete(artifacts).where(of_children, artifacts.c.name.startswith("factors/")))
+
+
+def _end(connection: Connection, parent: Row[Any], checkpoints: Mapping[int, Any], *, succeeded: bool) -> None:
+    drop_factors(connection, parent.id)
     if succeeded:
         move_again(connection, parent, "succeeded", {}, None)
         return

@@ -6,11 +6,12 @@ another tenant's job no more is known than of an id that is none.
 
 from typing import Any
 
-from sqlalchemy import Engine, Row, Text, and_, cast, or_, select
+from sqlalchemy import ColumnElement, Engine, Row, Text, and_, cast, null, or_, select, tuple_
 
 from catalog import ANALYSES
 from catalog.requests.estimate import ESTIMATE
 from catalog.responses.views import EventView, LineageView, RelativeView, timestamp
+from jobs.lifecycle import OPEN
 from jobs.schema.database import reading
 from jobs.schema.identifiers import is_id
 from jobs.schema.tables import job_events, jobs
@@ -33,7 +34,7 @@ def read_lineage(engine: Engine, tenant_id: str, job_id: str) -> LineageView | N
     mine, events = jobs.c.tenant_id == tenant_id, job_events.c
     # the text is searched faster than it is parsed
     naming = and_(cast(jobs.c.document, Text).contains(job_id), or_(*(each == job_id for each in _DOCUMENT.values())))
-    users = _ROW.where(mine, jobs.c.parent_id.is_(None), or_(naming, jobs.c.factors_from == job_id))
+    users = _ROW.where(mine, jobs.c.piece.is_(null()), or_(naming, jobs.c.factors_from == job_id))
     own = (events.tenant_id == tenant_id, events.job_id == job_id, events.type.in_(("state", "started", "crash")))
     with reading(engine, tenant_id) as connection:
         row = connection.execute(_ROW.where(mine, jobs.c.id == job_id)).one_or_none() if is_id(job_id) else None
@@ -49,6 +50,18 @@ def read_lineage(engine: Engine, tenant_id: str, job_id: str) -> LineageView | N
         history=tuple(
             EventView(seq=each.seq, at=timestamp(each.at), type=each.type, data=each.data) for each in reversed(told)
         ),
+    )
+
+
+def unnamed() -> tuple[ColumnElement[bool], ...]:
+    """Return the conditions that no open job needs a job's factors."""
+    later = jobs.alias("later")
+    # nothing in them depends on the job that is asked for, so that each is found out once for all of them
+    return tuple(
+        tuple_(jobs.c.tenant_id, jobs.c.id).not_in(
+            select(later.c.tenant_id, named).where(later.c.state.in_(OPEN), named.is_not(None))
+        )
+        for named in (later.c.document[path].as_string() for path in NAMING.values())
     )
 
 

@@ -24,6 +24,7 @@ from jobs.errors import (
 from jobs.lifecycle import TERMINAL, State
 from jobs.queue.children import cancel_pieces
 from jobs.queue.fence import append_event, change, change_all, draw, move
+from jobs.queue.series import drop_factors
 from jobs.records import Artifact, Claim, Job, JobPage
 from jobs.repository.job_list import read_jobs
 from jobs.repository.row_records import artifact_record, job_record
@@ -172,6 +173,8 @@ def request_cancel(engine: Engine, tenant_id: str, job_id: str, by: str | None =
             if drawn.state == "waiting":
                 stops = cancel_pieces(connection, whole, "requested")
             move(connection, drawn, "cancelling" if stops else "cancelled", reason="requested")
+            if not stops:
+                drop_factors(connection, whole)
         row = connection.execute(select(jobs).where(*_owned(tenant_id, job_id))).one_or_none()
         if row is None:
             raise JobNotFound(job_id)

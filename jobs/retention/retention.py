@@ -9,15 +9,15 @@ import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Engine, delete, func, insert, or_, select, tuple_, update
+from sqlalchemy import ColumnElement, Engine, delete, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from catalog.requests.estimate import ESTIMATE
 from jobs.errors import ArtifactDamaged
-from jobs.lifecycle import STATES, TERMINAL
+from jobs.lifecycle import OPEN, TERMINAL
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.records import Artifact, Event
-from jobs.repository.lineage import NAMING
+from jobs.repository.lineage import unnamed
 from jobs.repository.results import count_events, count_layers, events_after, every_layer_row, list_artifacts
 from jobs.retention.archive import MEDIA_TYPE, NAME, Contents, write_archive
 from jobs.schema.clock import ledger_now
@@ -28,7 +28,6 @@ _AT_ONCE = 20
 _MOST_FAULTS = 100
 _ESTIMATES_AT_ONCE = 500
 _DAY_SECONDS = 86_400
-_OPEN = sorted({*STATES} - TERMINAL)
 _STAYING = "state"
 """Events of this type stay in the ledger too: they are few, and a reader who resumes finds the job's end."""
 
@@ -109,7 +108,13 @@ def forget_estimates(engine: Engine, days: float) -> int:
 
 def _next(engine: Engine, days: float, limit: int, *, besides: Iterable[str], drop_files: bool) -> list[_Ended]:
     columns = (jobs.c.id, jobs.c.tenant_id, jobs.c.attempt, jobs.c.fence, jobs.c.event_seq)
-    due = (*_ended(days), jobs.c.archived_at.is_(None), jobs.c.kind != ESTIMATE, _is_over(), *_droppable(drop_files))
+    due = (
+        *_ended(days),
+        jobs.c.archived_at.is_(None),
+        jobs.c.kind != ESTIMATE,
+        _is_over(),
+        *(unnamed() if drop_files else ()),
+    )
     query = select(*columns).where(*due, jobs.c.id.not_in(tuple(besides)))
     with reading(engine) as connection:
         found = connection.execute(query.order_by(jobs.c.finished_at).limit(limit)).mappings()
@@ -119,22 +124,8 @@ def _next(engine: Engine, days: float, limit: int, *, besides: Iterable[str], dr
 def _is_over() -> ColumnElement[bool]:
     """Return the condition that the job is not a piece of one that has yet to end: that one needs its files."""
     divided = jobs.alias("divided")
-    waiting = select(divided.c.id).where(divided.c.state.in_(_OPEN))
+    waiting = select(divided.c.id).where(divided.c.state.in_(OPEN))
     return or_(jobs.c.parent_id.is_(None), jobs.c.parent_id.not_in(waiting))
-
-
-def _droppable(drop_files: bool) -> tuple[ColumnElement[bool], ...]:
-    """Return the condition that no open job needs the job's factors, if they are to be deleted."""
-    if not drop_files:
-        return ()
-    later = jobs.alias("later")
-    # nothing in them depends on the job that is asked for, so that each is found out once for all of them
-    return tuple(
-        tuple_(jobs.c.tenant_id, jobs.c.id).not_in(
-            select(later.c.tenant_id, named).where(later.c.state.in_(_OPEN), named.is_not(None))
-        )
-        for named in (later.c.document[path].as_string() for path in NAMING.values())
-    )
 
 
 def _ended(days: float) -> tuple[ColumnElement[bool], ...]:
@@ -197,7 +188,7 @@ def _exchange(engine: Engine, job: _Ended, contents: Contents, archive: Artifact
                 jobs.c.event_seq == job.event_seq,
                 jobs.c.archived_at.is_(None),
                 _is_over(),
-                *_droppable(drop_files),
+                *(unnamed() if drop_files else ()),
             )
             .values(archived_at=ledger_now())
         )

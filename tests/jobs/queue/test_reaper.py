@@ -122,6 +122,27 @@ def test_a_queued_job_ends_at_its_deadline_without_an_attempt(ledger: Engine, qu
     assert claim(ledger, later, "w", "t", 45) is not None
 
 
+def test_a_job_that_cannot_be_moved_on_is_logged_and_stops_no_other(
+    ledger: Engine, held: Held, queued: Any, due: Any, expire: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its piece is none that this version reads, so that what has become of its parent cannot be said."""
+    parent, silent, late = queued(), held(), queued()
+    behind = held().job_id, queued()
+    with writing(ledger) as connection:
+        broken = {"parent_id": parent, "piece": {"round": "none"}, "max_failures": 1}
+        connection.execute(update(jobs).where(jobs.c.id.in_((silent.job_id, late))).values(broken))
+        connection.execute(update(jobs).where(jobs.c.id == parent).values(state="waiting"))
+    for each in (silent.job_id, behind[0]):
+        expire(each)
+    for each in (late, behind[1]):
+        due(each, -1)
+    assert (reap_expired(ledger), end_overdue(ledger)) == (1, 1)
+    states = [read_job(ledger, LOCAL_TENANT, each) for each in (silent.job_id, late, *behind)]
+    assert [each and each.state for each in states] == ["running", "queued", "queued", "failed"]
+    logged = [vars(each)["job"] for each in caplog.records if each.levelname == "ERROR"]
+    assert logged == [silent.job_id, late]
+
+
 def test_a_deadline_that_passes_in_the_queue_is_seen_on_the_databases_clock(
     ledger: Engine, queued: Any, due: Any
 ) -> None:

@@ -127,6 +127,52 @@ def test_neighbours_are_compared_once_all_have_ended(ledger: Engine, made: Make,
     assert (progress["done"], progress["total"], progress["percent"]) == (5, 5, 100.0)
 
 
+def test_a_sharded_model_is_compared_in_one_process(ledger: Engine, made: Make) -> None:
+    series = made(2, world_size=2, memory={"model_sharding": "on"})
+    for each in checkpoints(ledger, series):
+        assert (each.document["world_size"], each.document["memory"]["model_sharding"]) == (2, "on")
+        succeed(ledger, each.id)
+    ((_, job),) = pairs(ledger, series)
+    assert (job.document["world_size"], job.document["memory"]["model_sharding"]) == (1, "off")
+
+
+def kept(ledger: Engine, series: str) -> list[bool]:
+    return [bool(list_artifacts(ledger, LOCAL_TENANT, each.id)) for each in checkpoints(ledger, series)]
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_factors_go_with_a_cancelled_series_but_those_that_an_open_job_names(
+    ledger: Engine, made: Make, running: bool
+) -> None:
+    series = made(4)
+    children = checkpoints(ledger, series)
+    for each in children[:2]:
+        succeed(ledger, each.id)
+    named = {**BODY, "kind": "capacity", "factors": {"job": children[1].id}, "model": None, "data": None, "task": None}
+    submit(ledger, LOCAL_TENANT, parse_document(json.dumps(named).encode()))
+    last = taken(ledger, children[2].id) if running else None
+    request_cancel(ledger, LOCAL_TENANT, series)
+    if last is not None:
+        assert kept(ledger, series) == [True, True, False, False]
+        attempt_endings.end_cancelled(ledger, last)
+    assert seen(ledger, series).state == "cancelled"
+    assert kept(ledger, series) == [False, True, False, False]
+
+
+def test_factors_go_with_a_series_of_two_architectures(ledger: Engine, made: Make) -> None:
+    series = made(3)
+    children = checkpoints(ledger, series)
+    running = taken(ledger, children[2].id)
+    frame = ArtifactWritten(name="factors/0.safetensors", sha256="0" * 64, size_bytes=1, media_type="m")
+    for each, sizes in zip(children, ((3, 4), (3, 6)), strict=False):
+        succeed(ledger, each.id, sizes)
+    assert seen(ledger, series).state == "failed"
+    attempt_writes.write_artifact(ledger, running, frame, f"tenants/{LOCAL_TENANT}/late")
+    assert kept(ledger, series) == [False, False, True]
+    attempt_endings.end_cancelled(ledger, running)
+    assert kept(ledger, series) == [False, False, False]
+
+
 def test_factors_that_were_asked_for_stay(ledger: Engine, made: Make) -> None:
     series = made(2, keep=["factors"])
     for each in checkpoints(ledger, series):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, insert
+from sqlalchemy import Engine, insert, update
 
 from catalog.requests.job import Annotations
 from jobs.codec import parse_document, parse_record
@@ -19,7 +19,7 @@ from jobs.repository.submission import submit
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import writing
 from jobs.schema.identifiers import new_id
-from jobs.schema.tables import tenants
+from jobs.schema.tables import jobs, tenants
 
 STRANGER = "stranger"
 Document = Callable[..., Any]
@@ -68,6 +68,17 @@ def test_a_job_and_the_one_that_it_names_know_of_each_other(
     ]
     assert [(each.id, each.relation, each.name) for each in of_source.users] == [(user, relation, "user")]
     assert (of_user.users, of_source.sources) == ((), ())
+
+
+def test_the_jobs_of_a_series_are_among_the_users(ledger: Engine, queued: Any) -> None:
+    source, series = queued(), queued()
+    comparison, piece = (queued(**from_factors(source)) for _ in range(2))
+    with writing(ledger) as connection:
+        connection.execute(update(jobs).where(jobs.c.id.in_((comparison, piece))).values(parent_id=series))
+        connection.execute(update(jobs).where(jobs.c.id == piece).values(piece={"round": "collect"}))
+    of_source = read_lineage(ledger, LOCAL_TENANT, source)
+    assert of_source is not None
+    assert [each.id for each in of_source.users] == [comparison]
 
 
 def document_of(ledger: Engine, job_id: str) -> bytes:
