@@ -22,17 +22,23 @@ from jobs.tenancy.audit_log import write_audit_line
 
 _CHANGES: Mapping[tuple[str, str | None], str] = {
     ("POST", "/v1/jobs"): "submit",
+    ("POST", "/v1/jobs/{job_id}:reproduce"): "reproduce",
     ("POST", "/v1/jobs/{job_id}:cancel"): "cancel",
     ("PUT", "/v1/jobs/{job_id}/schedule"): "reschedule",
     ("PATCH", "/v1/jobs/{job_id}"): "annotate",
     ("DELETE", "/v1/jobs/{job_id}"): "delete",
     ("POST", "/v1/estimates"): "estimate",
     ("DELETE", "/v1/estimates/{estimate_id}"): "delete_estimate",
+    ("POST", "/v1/uploads"): "create_upload",
+    ("PUT", "/v1/uploads/{upload_id}/{name:path}"): "send_file",
+    ("POST", "/v1/uploads/{upload_id}:complete"): "complete_upload",
+    ("POST", "/v1/uploads/{upload_id}:import"): "import",
+    ("DELETE", "/v1/uploads/{upload_id}"): "delete_upload",
     ("POST", "/v1/webhooks"): "create_webhook",
     ("POST", "/v1/webhooks/{webhook_id}:rotate"): "rotate_webhook",
     ("DELETE", "/v1/webhooks/{webhook_id}"): "delete_webhook",
 }
-_CREATES = ("submit", "estimate")
+_CREATES = ("submit", "reproduce", "import", "estimate")
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
@@ -62,10 +68,10 @@ class AuditMiddleware:
         route: str | None = getattr(scope.get("route"), "path", None)
         method = scope["method"] if scope["method"] in _METHODS else "other"
         action = _CHANGES.get((method, route))
-        job = _job(scope, message)
+        created = _created(message)
         client = self.addresses.client_of(scope)
         refused_key = status == 401 or scope.get(LIMIT) == REFUSED_KEYS
-        outcome = "unauthorised" if refused_key else _outcome(action, status, job)
+        outcome = "unauthorised" if refused_key else _outcome(action, status, created)
         if outcome is None or (refused_key and not self.refused_lines.take_line(client)):
             return
         caller: Caller | None = scope.get("state", {}).get("caller")
@@ -78,18 +84,18 @@ class AuditMiddleware:
             client=client,
             method=method,
             route=route,
-            job=job,
+            job=created or _named(scope),
             request=request_id(scope),
         )
 
 
-def _outcome(action: str | None, status: int, job: str | None) -> str | None:
+def _outcome(action: str | None, status: int, created: str | None) -> str | None:
     """Return the outcome of a request that belongs into the trail; None for others."""
     if status == 403:
         return "forbidden"
     if action is None:
         return None
-    if action in _CREATES and job is not None:
+    if action in _CREATES and created is not None:
         return "done"  # an answer that names the row has stored it, also one that says that it cannot be planned
     if status >= 500:
         return "failed"  # the change may have been stored or not
@@ -97,10 +103,14 @@ def _outcome(action: str | None, status: int, job: str | None) -> str | None:
     return "done" if status < 400 and action not in _CREATES else None
 
 
-def _job(scope: Scope, message: Message) -> str | None:
-    """Return the id of the job or estimate: that of the path, or of the one that was created."""
+def _created(message: Message) -> str | None:
+    """Return the id of the job or estimate that an answer says to be created."""
+    made = Headers(raw=list(message.get("headers", []))).get("location", "").rpartition("/")[2]
+    return made if is_id(made) else None
+
+
+def _named(scope: Scope) -> str | None:
+    """Return the id of the job or estimate of the path."""
     parameters = scope.get("path_params", {})
-    named = parameters.get("job_id") or parameters.get("estimate_id")
-    if named is None:
-        named = Headers(raw=list(message.get("headers", []))).get("location", "").rpartition("/")[2]
+    named = parameters.get("job_id") or parameters.get("estimate_id") or ""
     return named if is_id(named) else None

@@ -29,6 +29,8 @@ router = APIRouter(prefix="/v1/uploads", tags=["uploads"])
 
 _RANGE = re.compile(r"bytes ([0-9]{1,15})-([0-9]{1,15})/([0-9]{1,15})")
 _CREATE_ERRORS = error_responses(408, 413, 415, 507)
+_LOCATION = {"Location": {"description": "The job", "schema": {"type": "string"}}}
+_IMPORT_ANSWERS = {201: {"headers": _LOCATION}, **error_responses(404, 409)}
 _SEND_ERRORS = error_responses(404, 408, 409, 411, 413, 415, 507)
 
 
@@ -79,12 +81,13 @@ def complete_upload(upload_id: str, caller: Submitter, service: ServiceOf) -> Up
     return _owned(service, caller, upload_id)
 
 
-@router.post("/{upload_id}:import", operation_id="import_run", status_code=201, responses=error_responses(404, 409))
-def import_folder(upload_id: str, caller: Submitter, service: ServiceOf) -> JobView:
+@router.post("/{upload_id}:import", operation_id="import_run", status_code=201, responses=_IMPORT_ANSWERS)
+def import_folder(upload_id: str, caller: Submitter, service: ServiceOf, response: Response) -> JobView:
     """Store a job of the folder of a foreground run; it is marked as imported wherever it is shown."""
     upload = _owned(service, caller, upload_id)
     job_id = import_run(service.engine, service.artifacts, caller.tenant_id, upload)
     _uploads(service, caller).remove(upload_id)
+    response.headers["location"] = f"/v1/jobs/{job_id}"
     return job_view(owned_job(service, caller.tenant_id, job_id))
 
 

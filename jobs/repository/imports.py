@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
-from sqlalchemy import Engine, insert
+from sqlalchemy import Engine, insert, select
 
 from catalog import ANALYSES
 from catalog.analyses.analysis import Analysis, LayerResult
@@ -22,11 +22,12 @@ from catalog.responses.coverage import assess_coverage
 from jobs.codec import document_json, parse_claim, parse_document, sha256_of
 from jobs.errors import DocumentRefused, UploadRefused
 from jobs.objects.artifacts import ArtifactFolder, object_key
+from jobs.queue.fence import announce, append_event
 from jobs.repository.submission import insert_job
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import writing
 from jobs.schema.identifiers import new_id
-from jobs.schema.tables import artifacts, job_events, layer_results
+from jobs.schema.tables import artifacts, jobs, layer_results
 
 T = TypeVar("T")
 _MOST_ORDINAL = 2**31 - 1
@@ -78,6 +79,11 @@ def import_run(engine: Engine, folder: ArtifactFolder, tenant_id: str, upload: U
         document = parse_document(json.dumps(job.get("document")).encode())
     except DocumentRefused as error:
         raise UploadRefused("claim", f"job.json: document: {error}") from error
+    for name in ("series", "shards", "reproduces"):
+        if getattr(document, name) is not None:
+            raise UploadRefused(
+                "claim", f"job.json: document: /{name} makes it one job of several; import a run without"
+            )
     summary = dict(_checked(_ClaimedResults, results, "results.json: ").summary)
     for kind, each in summary.items():
         _checked(_kind(kind, document, "results.json: summary").summary, each, f"results.json: summary/{kind}")
@@ -96,14 +102,16 @@ def import_run(engine: Engine, folder: ArtifactFolder, tenant_id: str, upload: U
     made |= {"state": "succeeded", "summary": summary, "manifest": manifest, "event_seq": 1}
     made["labels"] = body["labels"]
     own = {"job_id": job_id, "tenant_id": tenant_id}
-    event = {**own, "seq": 1, "type": "state", "data": {"state": "succeeded", "imported": True}, "at": now}
     with writing(engine, tenant_id) as connection:
         if insert_job(connection, made) is None:
             raise UploadRefused("imported", "this folder was imported before; delete that job to import it anew")
         for table, values in ((layer_results, rows), (artifacts, files)):
             if values:
                 connection.execute(insert(table).values([{**own, "attempt": 0, "fence": 0, **each} for each in values]))
-        connection.execute(insert(job_events).values(event))
+        columns: tuple[Any, ...] = (*jobs.c, now.label("now"))
+        row = connection.execute(select(*columns).where(jobs.c.id == job_id)).one()
+        append_event(connection, row, "state", {"state": "succeeded", "imported": True})
+        announce(connection, row, None, "succeeded")
     return job_id
 
 
@@ -153,7 +161,10 @@ def _rows(layers: Iterable[Mapping[str, Any]], document: JobDocument) -> list[di
 
 
 def _files(claimed: _ClaimedJob, upload: UploadView, tenant_id: str) -> list[dict[str, Any]]:
-    """The rows of the artifacts, which must be those of the run's list, under types of our own."""
+    """The rows of the artifacts, which must be those of the run's list, under types of our own.
+
+    `job.json` and `results.json` are kept beside them, so that the rows that they became count in the quota.
+    """
     listed = {each.name: (each.sha256, each.size_bytes) for each in claimed.artifacts}
     others = (each for each in upload.files if each.name not in _MOST_BYTES)
     sent = {each.name.removeprefix(RUN_ARTIFACTS): (each.sha256, each.size_bytes) for each in others}
@@ -161,8 +172,11 @@ def _files(claimed: _ClaimedJob, upload: UploadView, tenant_id: str) -> list[dic
         if listed.get(name) != sent.get(name):
             why = "was not sent" if name not in sent else "is not listed" if name not in listed else "is another file"
             raise UploadRefused("claim", f"artifacts/{name} {why}, by job.json; import a folder as it was written")
+    own = {f"run/{each.name}": (each.sha256, each.size_bytes) for each in upload.files if each.name in _MOST_BYTES}
+    if taken := sorted({*own} & {*sent}):
+        raise UploadRefused("claim", f"artifacts/{taken[0]} has a name that an import gives; call that file otherwise")
     rows: list[dict[str, Any]] = []
-    for name, (sha256, size) in sent.items():
+    for name, (sha256, size) in {**sent, **own}.items():
         media_type = RUN_TYPES[f".{name.rpartition('.')[2]}"]
         row = {"name": name, "sha256": sha256, "size_bytes": size, "media_type": media_type}
         rows.append({**row, "uri": object_key(tenant_id, sha256)})

@@ -1,5 +1,6 @@
 """The audit trail: one line for each change and each refused key, which holds identifiers and nothing else."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,23 @@ def test_an_estimate_is_a_change(keyed: Keyed, ours: httpx.Client) -> None:
     stored = later(keyed, before)[0]
     assert (stored["action"], stored["outcome"], stored["job"]) == ("estimate", "done", estimate)
     assert {each["action"] for each in later(keyed, before)[1:]} <= {"delete_estimate"}
+
+
+def test_an_upload_is_changes(keyed: Keyed, ours: httpx.Client) -> None:
+    before = len(lines(keyed.server.log))
+    file = {"name": f"{CANARY}.csv", "size_bytes": 3, "sha256": hashlib.sha256(b"a\n1").hexdigest()}
+    made = ours.post("/v1/uploads", json={"kind": "data", "files": [file]}).raise_for_status().json()
+    address = f"/v1/uploads/{made['id']}"
+    ours.put(f"{address}/{CANARY}.csv", content=b"a\n1").raise_for_status()
+    ours.post(f"{address}:complete").raise_for_status()
+    assert ours.post(f"{address}:import").status_code == 409  # it is of no run, and nothing has changed
+    assert ours.delete(address).status_code == 204
+    trail = later(keyed, before)
+    actions = ["create_upload", "send_file", "complete_upload", "delete_upload"]
+    assert [(each["action"], each["outcome"], each["job"]) for each in trail] == [
+        (each, "done", None) for each in actions
+    ]
+    assert CANARY not in json.dumps(trail)
 
 
 def test_refused_keys_are_in_the_trail(keyed: Keyed) -> None:

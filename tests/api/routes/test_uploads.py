@@ -28,6 +28,7 @@ from jobs.tenancy.api_keys import create_key, verify_key
 from jobs.tenancy.quotas import set_quota, usage
 from kronoscope.client import Client
 from tests.api.conftest import Keyed
+from tests.api.connections.test_audit_trail import lines
 from tests.api.expect import pointers, problem
 from tests.api.seeding import DOCUMENT, raw
 from tests.api.server import KEY_SECRET, serve
@@ -394,7 +395,9 @@ def test_declarations_without_end_are_refused(keyed: Keyed, theirs: httpx.Client
         connection.execute(upload_files.delete().where(upload_files.c.tenant_id == tenant_of(keyed, keyed.other_key)))
 
 
-def test_an_imported_run_is_a_job_of_its_sender_alone(keyed: Keyed, theirs: httpx.Client, tmp_path: Path) -> None:
+def test_an_imported_run_is_a_job_of_its_sender_alone(
+    keyed: Keyed, ours: httpx.Client, theirs: httpx.Client, tmp_path: Path
+) -> None:
     """The stored run of an earlier version, with what rows have since."""
     shutil.copytree(RUN, tmp_path / "run")
     results = json.loads((RUN / "results.json").read_text())
@@ -404,12 +407,23 @@ def test_an_imported_run_is_a_job_of_its_sender_alone(keyed: Keyed, theirs: http
     for each in results["summary"].values():
         each["coverage"]["parts"] = None
     (tmp_path / "run" / "results.json").write_text(json.dumps(results))
+    before, used = len(lines(keyed.server.log)), {each.tenant: each.used_bytes for each in usage(keyed.engine)}["ours"]
+    hook = ours.post("/v1/webhooks", json={"url": "https://example.com/hook"}).raise_for_status().json()["id"]
     with Client(keyed.server.url, keyed.key) as client:
         job = client.import_run(tmp_path / "run")
         assert (job.imported, job.state) == (True, "succeeded")
         assert len(list(client.layers(job.id))) == len(results["layers"])
         assert [each.type for each in client.events(job.id)] == ["state"]
         assert [each.imported for each in client.jobs() if each.id == job.id] == [True]
+        (delivery,) = ours.get(f"/v1/webhooks/{hook}/deliveries").json()["items"]
+        assert (delivery["job"], delivery["before"], delivery["after"]) == (job.id, None, "succeeded")
+        ours.delete(f"/v1/webhooks/{hook}").raise_for_status()
+    told = [(each["action"], each["outcome"], each["job"]) for each in lines(keyed.server.log)[before:]]
+    assert ("import", "done", job.id) in told
+    # what its rows were made of counts in the quota, as its files do
+    sent = [*(tmp_path / "run").glob("*.json"), *(each for each in (tmp_path / "run" / "artifacts").rglob("*"))]
+    size = {each.tenant: each.used_bytes for each in usage(keyed.engine)}["ours"] - used
+    assert size == sum(each.stat().st_size for each in sent if each.is_file())
     problem(theirs.get(f"/v1/jobs/{job.id}"), 404)
     with reading(keyed.engine) as connection:
         left = connection.execute(select(upload_files.c.name).where(upload_files.c.kind == "run")).all()

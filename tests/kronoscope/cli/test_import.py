@@ -54,7 +54,11 @@ def test_a_run_becomes_a_job_that_says_wherever_it_is_shown_that_it_was_imported
         rows = [plain(row) for row in client.layers(job_id)]
         assert sorted(rows, key=place) == sorted(written["layers"], key=place)
         assert (results.manifest or {})["model_sha256"] == said["model_sha256"]
-        assert {each.name: each.sha256 for each in results.artifacts} == {
+        own = {
+            f"run/{name}": hashlib.sha256((ran / name).read_bytes()).hexdigest()
+            for name in ("job.json", "results.json")
+        }
+        assert {each.name: each.sha256 for each in results.artifacts} == own | {
             each["name"]: each["sha256"] for each in said["artifacts"]
         }
         assert results.job.notices[0].startswith("imported: ")
@@ -141,6 +145,16 @@ CASES: list[tuple[str, Change, str]] = [
     ),
     ("files", rewritten("job.json", lambda v: v.update(artifacts=[{"name": "a"}])), "job.json: /artifacts/0/sha256"),
     ("empty", rewritten("job.json", lambda v: v.pop("document")), "job.json: document: "),
+    (
+        "shards",
+        rewritten("job.json", lambda v: v["document"].update(shards=2)),
+        "document: /shards makes it one job of",
+    ),
+    (
+        "reproduces",
+        rewritten("job.json", lambda v: v["document"].update(reproduces="x")),
+        "document: /reproduces makes",
+    ),
     ("ordinal", rewritten("results.json", sealed(lambda r: r.update(ordinal=2**40))), "no place of a layer"),
     ("format", rewritten("job.json", lambda v: v.update(format="other/1")), "job.json: /(state|format)"),
     ("kind", rewritten("job.json", lambda v: v["document"].update(kind="none")), "job.json: document: /kind"),
