@@ -286,7 +286,7 @@ async def reproduce(
 ) -> Response:
     """Compute a succeeded job again, without cached factors; `reproduction` of the new job's manifest compares them."""
     job = await run_in_threadpool(owned_job, service, caller.tenant_id, job_id)
-    again = json.dumps({**job.document, "name": job.name, "reproduces": job.id}).encode()
+    again = json.dumps({**job.document, "labels": dict(job.labels), "name": job.name, "reproduces": job.id}).encode()
     return await accept(service, caller, await run_in_threadpool(parse_document, again), idempotency_key)
 
 

@@ -96,7 +96,9 @@ def compare(
         layers.append(ComparedLayer(kind=key[0], layer=key[1], ordinals=ordinals, metrics=metrics))
     summaries = [summary for _, summary in jobs]
     kinds = [each for each in _all(summaries) if kind in (None, each)]
-    documents = [{name: canonical_json(value) for name, value in _leaves(job.document)} for job, _ in jobs]
+    # labels may have been edited since the document was submitted
+    asked = [{**job.document, "labels": job.labels} for job, _ in jobs]
+    documents = [{name: canonical_json(value) for name, value in _leaves(each)} for each in asked]
     fields = {name: tuple(each.get(name) for each in documents) for name in _all(documents)}
     return ComparisonView(
         jobs=tuple(compared),

@@ -50,6 +50,7 @@ def read_run(folder: Path) -> tuple[ResultsView, list[Layer]]:
         "state": job["state"],
         "kinds": list(record.kinds),
         "document": document,
+        "labels": document["labels"],
         "document_sha256": hashlib.sha256(canonical_json(document).encode()).hexdigest(),
         "coverage": None if coverage is None else plain(coverage),
         "refused": job.get("refused") or [],

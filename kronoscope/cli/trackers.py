@@ -100,6 +100,11 @@ def _facts(found: ResultsView) -> dict[str, str]:
     return {"job": found.job.id, "document_sha256": found.job.document_sha256, **digests}
 
 
+def _document(found: ResultsView) -> dict[str, Any]:
+    """The document with the labels as they are now."""
+    return {**found.job.document, "labels": dict(found.job.labels)}
+
+
 def _metrics(found: ResultsView, rows: list[Layer]) -> Iterator[tuple[str, float, int]]:
     """Yield name, value and step."""
     for row in sorted(rows, key=lambda row: row.ordinal):
@@ -120,7 +125,7 @@ def _mlflow(found: ResultsView, rows: list[Layer], files: Mapping[str, Path], ou
     run = tracker.create_run(experiment, tags=tags, run_name=found.job.name or found.job.id).info.run_id
     now = int(time.time() * 1000)
     parts = {"metrics": [entities.Metric(name, value, now, step) for name, value, step in _metrics(found, rows)],
-             "params": [entities.Param(*each) for each in dict(_texts(found.job.document, "")).items()]}  # fmt: skip
+             "params": [entities.Param(*each) for each in dict(_texts(_document(found), "")).items()]}  # fmt: skip
     for what, every in parts.items():
         for first in range(0, len(every), _AT_ONCE[what]):
             tracker.log_batch(run, **{what: every[first : first + _AT_ONCE[what]]})
@@ -132,7 +137,7 @@ def _mlflow(found: ResultsView, rows: list[Layer], files: Mapping[str, Path], ou
 def _wandb(found: ResultsView, rows: list[Layer], files: Mapping[str, Path], output: str) -> None:
     wandb = importlib.import_module("wandb")
     Path(output).mkdir(parents=True, exist_ok=True)
-    config = {"document": plain(found.job.document), **_facts(found)}
+    config = {"document": _document(found), **_facts(found)}
     quiet, named = wandb.Settings(silent=True, console="off"), found.job.name or found.job.id
     run = wandb.init(project="kronoscope", name=named, mode="offline", dir=output, config=config, settings=quiet)
     for step, here in itertools.groupby(_metrics(found, rows), key=lambda each: each[2]):

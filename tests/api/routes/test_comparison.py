@@ -97,6 +97,13 @@ def test_the_summaries_and_the_documents_are_compared(ours: httpx.Client, jobs: 
     assert [each["name"] for each in compared["jobs"]] == ["seed 0", "seed 1", "seed 2"]
 
 
+def test_labels_are_compared_as_they_are_now(keyed: Keyed, ours: httpx.Client) -> None:
+    two = [measured(keyed, keyed.key, seed, 1.0, ("a",)) for seed in (7, 7)]
+    ours.patch(f"/v1/jobs/{two[1]}", json={"labels": {"of": "now"}}).raise_for_status()
+    compared = ours.get(COMPARE, params={"ids": ",".join(two)}).json()["documents"]
+    assert compared["labels.of"] == [None, '"now"']
+
+
 def test_layers_that_not_all_have_are_named(ours: httpx.Client, jobs: list[str]) -> None:
     compared = ours.get(COMPARE, params={"ids": f"{jobs[0]},{jobs[2]}"}).json()
     assert [each["only"] for each in compared["jobs"]] == [["c"], ["d"]]

@@ -17,6 +17,7 @@ from jobs.schema.tables import jobs
 from jobs.tenancy.quotas import set_quota
 from tests.api import seeding
 from tests.api.conftest import Keyed
+from tests.api.connections.test_audit_trail import lines
 from tests.api.expect import problem
 from tests.api.routes.test_archived_layers import archived
 from tests.api.routes.test_jobs import tenant
@@ -64,6 +65,16 @@ def test_the_new_job_has_the_document_and_the_plan_and_nothing_else(keyed: Keyed
     claim = claim_of(keyed, made["id"])
     assert (claim.plan, claim.manifest, claim.completed) == (PLAN, None, ())
     assert ours.get(f"/v1/jobs/{job}").json() == before
+
+
+def test_the_trail_names_the_new_job_and_labels_are_those_of_now(keyed: Keyed, ours: httpx.Client, job: str) -> None:
+    assert ours.patch(f"/v1/jobs/{job}", json={"labels": {"of": "now"}}).status_code == 200
+    before = len(lines(keyed.server.log))
+    made = ours.post(f"/v1/jobs/{job}:reproduce").json()
+    assert (made["labels"], made["document"]["labels"]) == ({"of": "now"}, {"of": "now"})
+    problem(ours.post(f"/v1/jobs/{made['id']}:reproduce"), 422)  # it has not succeeded
+    (line,) = lines(keyed.server.log)[before:]
+    assert (line["action"], line["outcome"], line["job"]) == ("reproduce", "done", made["id"])
 
 
 def test_rows_are_held_against_the_ledger_or_the_archive(keyed: Keyed, ours: httpx.Client, job: str) -> None:
