@@ -59,6 +59,7 @@ def configure_logging(level: str = "INFO", stream: TextIO | None = None) -> None
     root.handlers = [handler]
     root.setLevel(level)
     logging.getLogger("alembic").setLevel("WARNING")  # it is asked for the schema's revision, and speaks of more
+    logging.getLogger("httpx").setLevel("WARNING")  # its lines name whole addresses, of which some hold secrets
     logging.captureWarnings(True)
     structlog.configure(
         processors=[

@@ -17,6 +17,7 @@ from api.requests.response_bodies import estimate_view
 from api.service import Service, ServiceOf
 from catalog.requests.estimate import unplannable
 from catalog.requests.job import JobDocument
+from catalog.requests.series import checkpoint_documents
 from catalog.responses.estimate_view import EstimateView
 from jobs.codec import parse_document
 from jobs.errors import DocumentRefused
@@ -79,7 +80,8 @@ async def create(
 
 def _submitted(service: Service, tenant_id: str, raw: bytes, key: str | None) -> Submitted:
     """Return the estimate of this key, or store a new one for a worker to find."""
-    document: JobDocument = parse_document(raw)
+    asked: JobDocument = parse_document(raw)
+    document = next(iter(checkpoint_documents(asked)), asked)  # of a series its first checkpoint is planned
     if key is not None:
         earlier = submitted_earlier(service.engine, tenant_id, document, key, estimate=True)
         if earlier is not None:
@@ -88,7 +90,7 @@ def _submitted(service: Service, tenant_id: str, raw: bytes, key: str | None) ->
     if refused is not None:
         raise DocumentRefused((refused,))
     settings = service.settings
-    admit(document, settings, service.engine, tenant_id)
+    admit(asked, settings, service.engine, tenant_id)
     require_place(service.engine, tenant_id, settings.queued_jobs, settings.queued_bytes)
     return submit(service.engine, tenant_id, document, key, estimate=True)
 

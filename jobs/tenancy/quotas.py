@@ -109,7 +109,8 @@ def require_room_for(
 
 def lock_usage(connection: Connection, tenant_id: str, default_bytes: int | None) -> tuple[int, int | None]:
     """Return a tenant's bytes and its quota; until the transaction ends, others wait here with theirs."""
-    connection.execute(select(tenants.c.id).where(tenants.c.id == tenant_id).with_for_update())
+    # with `key_share`, rows that refer to the tenant are inserted meanwhile
+    connection.execute(select(tenants.c.id).where(tenants.c.id == tenant_id).with_for_update(key_share=True))
     return _used(connection, tenant_id), _quota_of(connection, tenant_id, default_bytes)
 
 

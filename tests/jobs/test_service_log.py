@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 import structlog
 from hypothesis import HealthCheck, given, settings
@@ -50,6 +51,13 @@ def lines() -> Iterator[Callable[[], list[dict[str, Any]]]]:
     logging.captureWarnings(capture=False)
     root.handlers, root.level = handlers, level
     structlog.reset_defaults()
+
+
+def test_addresses_that_are_asked_are_in_no_line(lines: Callable[[], list[dict[str, Any]]]) -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(204))
+    with httpx.Client(transport=transport) as client:
+        client.post("https://example.com/hooks?token=canary")
+    assert "canary" not in json.dumps(lines())
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=ascii)

@@ -198,6 +198,17 @@ def test_what_a_job_is_refused_for_an_estimate_is(ours: httpx.Client, changes: d
         assert pointers(problem(ours.post(address, json={**DOCUMENT, **changes}), 422)) == {pointer}
 
 
+def test_of_a_series_the_first_checkpoint_is_planned(keyed: Keyed, ours: httpx.Client) -> None:
+    (keyed.artifacts / "models" / "hub" / "models--owner--name").mkdir(parents=True, exist_ok=True)
+    model = {"source": "huggingface", "id": "owner/name", "revision": "none"}
+    made = ours.post("/v1/estimates", json={**DOCUMENT, "model": model, "series": {"model": ["step0", "step1"]}})
+    assert made.status_code == 202, made.text
+    asked = taken(keyed).document
+    assert (asked["series"], asked["model"]["revision"]) == (None, "step0")
+    refused = ours.post("/v1/estimates", json={**DOCUMENT, "model": model, "series": {"model": ["step0", "a b"]}})
+    assert pointers(problem(refused, 422)) == {"/series/model/1"}
+
+
 def test_factors_bring_no_model_to_plan(ours: httpx.Client) -> None:
     body = problem(ours.post("/v1/estimates", json={"kind": "capacity", "factors": {"job": new_id()}}), 422)
     assert pointers(body) == {"/factors"}

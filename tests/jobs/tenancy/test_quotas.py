@@ -5,7 +5,8 @@ import hashlib
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, select
+from sqlalchemy.exc import OperationalError
 
 from catalog.frames import ArtifactWritten
 from catalog.record import canonical_json
@@ -17,7 +18,8 @@ from jobs.queue.attempt_writes import write_artifact
 from jobs.records import LOCAL_TENANT, Claim
 from jobs.repository.store import delete_job, request_cancel
 from jobs.repository.submission import submit
-from jobs.tenancy.quotas import Usage, require_place, require_room, require_room_for, set_quota, usage
+from jobs.schema.tables import tenants
+from jobs.tenancy.quotas import Usage, lock_usage, require_place, require_room, require_room_for, set_quota, usage
 from jobs.tenancy.tenants import main, read_bytes
 from tests.api.seeding import raw
 
@@ -71,6 +73,17 @@ def test_the_command_sets_and_shows(
     for unknown in (["show", "nobody"], ["set", "nobody", "--bytes", "1"]):
         assert main(unknown) == 2
         assert "no tenant of that name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dialect", ["postgresql"])  # SQLite has one lock
+def test_a_declaration_holds_up_no_row_that_refers_to_the_tenant(dialect: str, ledger: Engine) -> None:
+    """The lock that a foreign key takes is had at once, and that of another declaration is not."""
+    row = select(tenants.c.id).where(tenants.c.id == LOCAL_TENANT)
+    with ledger.begin() as declaring, ledger.connect() as other:
+        lock_usage(declaring, LOCAL_TENANT, None)
+        assert other.execute(row.with_for_update(read=True, key_share=True, nowait=True)).scalar_one() == LOCAL_TENANT
+        with pytest.raises(OperationalError, match="could not obtain lock"):
+            other.execute(row.with_for_update(key_share=True, nowait=True))
 
 
 @pytest.mark.parametrize(
