@@ -11,8 +11,11 @@ import torch
 
 from catalog.requests.data_sources import DataFile
 from catalog.requests.inputs import DirectoryModel, Task
+from engine.workspace import ModelInputs
+from jobs.codec import parse_document
 from worker.execution.data import file
 from worker.execution.data.request import DataRequest
+from worker.execution.job_inputs import enter_data
 from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal
 
@@ -116,6 +119,46 @@ def test_a_vocabulary_of_which_each_token_ends_a_text_has_no_padding(saved: Call
     with pytest.raises(Refusal, match="`pad_token_id`, and each of the 60 tokens ends a text") as refused:
         logits(1)
     assert refused.value.code == "no_padding"
+
+
+@pytest.mark.parametrize(
+    ("query", "labels", "said"),
+    [
+        ("w31 w0", (0, 1), "a query ends with token 0, which pads the data"),
+        ("w31", ("neg", "pos"), "`label` of the query holds names"),
+        ("w31", (0, 1), None),
+    ],
+)
+def test_a_query_leaves_padding_and_classes_of_the_data(
+    query: str, labels: tuple[Any, Any], said: str | None, saved: Callable[..., Path]
+) -> None:
+    transformers = importlib.import_module("transformers")
+    name, fields = CONFIGS["gpt2"]
+    folder = saved("AutoModelForSequenceClassification", getattr(transformers, name)(**fields))
+    loaded, _ = read(folder, TEXTS)
+    files = {"data": [*zip(TEXTS, (*labels, labels[0]), strict=True)], "query": [(query, labels[1])]}
+    for each, rows in files.items():
+        lines = "".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows)
+        (folder.parent / f"{each}.jsonl").write_text(lines)
+    sources = {each: {"source": "file", "path": str(folder.parent / f"{each}.jsonl")} for each in files}
+    document = {
+        "kind": "influence",
+        "model": {"source": "directory", "path": str(folder)},
+        "data": sources["data"],
+        "task": {"type": "sequence_classification"},
+        "influence": {"query": sources["query"]},
+    }
+    reading: dict[str, Any] = {}
+    context = LoaderContext(store=folder.parent / "store", describe=reading.__setitem__)
+    inputs = ModelInputs()
+    if said is None:
+        enter_data(parse_document(json.dumps(document).encode()), loaded, context, inputs)
+        assert inputs.query is not None
+        assert inputs.query.examples == 1
+        return
+    with pytest.raises(Refusal, match=said):
+        enter_data(parse_document(json.dumps(document).encode()), loaded, context, inputs)
+    assert reading.get("labels", {}).get("names", 2) == 2
 
 
 def test_tagged_words_of_a_model_without_a_mask_have_the_same_logits_beside_others(saved: Callable[..., Path]) -> None:
