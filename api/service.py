@@ -5,6 +5,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from anyio import CapacityLimiter
 from fastapi import Depends, Request
 from sqlalchemy import Engine
 
@@ -48,6 +49,8 @@ class Service:
     """Wakes long polls and streams of events when their job changes."""
     stream_limits: StreamLimits
     """The open streams of events, counted against their caps."""
+    imports: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
+    """Its one import at a time."""
     probe: Probe = field(default_factory=Probe)
     stopping: threading.Event
     """Set when the process is asked to end: long polls answer and streams end at once."""

@@ -26,6 +26,7 @@ MAX_BODY_BYTES = 256 * 1024
 MAX_DEPTH = 16
 MAX_KEYS = 2_000
 MAX_VALUES = 20_000
+MAX_CLAIM_MARKS = 2_000_000
 
 _MAX_REPORTED = 20
 _ADAPTER: TypeAdapter[JobDocument] = TypeAdapter(DOCUMENT)
@@ -78,6 +79,9 @@ def parse_claim(raw: bytes) -> dict[str, Any]:
     Raises:
         DocumentRefused: With the place of what no field can take.
     """
+    # of each value a mark, which takes a hundred times less than the value that is built of it
+    if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_CLAIM_MARKS:
+        _refuse("too_long", f"holds more than {MAX_CLAIM_MARKS:,} commas and brackets; at most as many are read")
     try:
         text = raw.decode()
         _check_depth(raw)

@@ -4,8 +4,12 @@ import asyncio
 import errno
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import BinaryIO
 
+from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
@@ -65,30 +69,37 @@ async def send_file(upload_id: str, name: str, request: Request, caller: Submitt
         if first != file.received_bytes:
             come = f"{file.received_bytes:,} of the {file.size_bytes:,} bytes of {name} have come"
             raise UploadRefused("offset", f"{come}; go on there")
-        try:
+        with _refusing_a_full_disk():
             await _receive(request, part, length, service.settings.body_seconds)
             if first + length == file.size_bytes:
+                _require_room(service, file.size_bytes)
                 await run_in_threadpool(uploads.store, upload.id, file)
-        except OSError as error:
-            raise _full() if error.errno in (errno.ENOSPC, errno.EDQUOT) else error from error
     return await run_in_threadpool(_owned, service, caller, upload_id)
 
 
-@router.post("/{upload_id}:complete", operation_id="complete_upload", responses=error_responses(404, 409))
+@router.post("/{upload_id}:complete", operation_id="complete_upload", responses=error_responses(404, 409, 507))
 def complete_upload(upload_id: str, caller: Submitter, service: ServiceOf) -> UploadView:
     """Let jobs name an upload, once all of it has come."""
-    _uploads(service, caller).complete(_owned(service, caller, upload_id))
+    upload = _owned(service, caller, upload_id)
+    with _refusing_a_full_disk():
+        _uploads(service, caller).complete(upload, partial(_require_room, service))
     return _owned(service, caller, upload_id)
 
 
 @router.post("/{upload_id}:import", operation_id="import_run", status_code=201, responses=_IMPORT_ANSWERS)
-def import_folder(upload_id: str, caller: Submitter, service: ServiceOf, response: Response) -> JobView:
+async def import_folder(upload_id: str, caller: Submitter, service: ServiceOf, response: Response) -> JobView:
     """Store a job of the folder of a foreground run; it is marked as imported wherever it is shown."""
-    upload = _owned(service, caller, upload_id)
-    job_id = import_run(service.engine, service.artifacts, caller.tenant_id, upload)
-    _uploads(service, caller).remove(upload_id)
-    response.headers["location"] = f"/v1/jobs/{job_id}"
-    return job_view(owned_job(service, caller.tenant_id, job_id))
+
+    def act() -> JobView:
+        upload = _owned(service, caller, upload_id)
+        job_id = import_run(service.engine, service.artifacts, caller.tenant_id, upload)
+        _uploads(service, caller).remove(upload_id)
+        return job_view(owned_job(service, caller.tenant_id, job_id))
+
+    # one at a time: a folder's results may take many times their bytes
+    view = await to_thread.run_sync(act, limiter=service.imports)
+    response.headers["location"] = f"/v1/jobs/{view.id}"
+    return view
 
 
 @router.delete("/{upload_id}", operation_id="delete_upload", status_code=204, responses=error_responses(404))
@@ -121,10 +132,17 @@ async def _receive(request: Request, part: BinaryIO, length: int, seconds: float
     try:
         async with asyncio.timeout(seconds):
             async for chunk in request.stream():
-                await run_in_threadpool(part.write, chunk)
+                await run_in_threadpool(write_whole, part, chunk)
     except (TimeoutError, ClientDisconnect):
         message = f"not all of its {length:,} bytes came within {seconds:g} s; go on where the file has come to"
         raise Refusal(408, "body-timeout", "The body broke off", message, headers={"connection": "close"}) from None
+
+
+def write_whole(part: BinaryIO, chunk: bytes) -> None:
+    """Write a chunk, of which one call to an unbuffered file may take a part."""
+    left = memoryview(chunk)
+    while left:
+        left = left[part.write(left) :]
 
 
 def _require_room(service: Service, more_bytes: int) -> None:
@@ -132,6 +150,14 @@ def _require_room(service: Service, more_bytes: int) -> None:
     root.mkdir(parents=True, exist_ok=True)  # with a bucket, nothing else of the API's is there
     if shutil.disk_usage(root).free - more_bytes < service.settings.disk_floor_bytes:
         raise _full()
+
+
+@contextmanager
+def _refusing_a_full_disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _full() if error.errno in (errno.ENOSPC, errno.EDQUOT) else error from error
 
 
 def _full() -> Refusal:

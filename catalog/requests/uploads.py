@@ -12,6 +12,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MOST_FILES = 500
 _MOST_DEEP = 5
+_MOST_NAME = 128
 _MOST_BYTES = 2**44
 RUN_ARTIFACTS = "artifacts/"
 RUN_TYPES = {".json": "application/json", ".jsonl": "application/jsonl", ".csv": "text/csv", ".svg": "image/svg+xml",
@@ -95,6 +96,6 @@ def is_read(kind: UploadKind, name: str) -> bool:
     if kind == "run":
         parts = name.removeprefix(RUN_ARTIFACTS).split("/")
         is_artifact = name.startswith(RUN_ARTIFACTS) and len(parts) <= _MOST_DEEP and all(map(_NAME.fullmatch, parts))
-        return name in _RUN_FILES or (is_artifact and name.endswith((*RUN_TYPES,)))
+        return name in _RUN_FILES or (is_artifact and len(name) <= _MOST_NAME and name.endswith((*RUN_TYPES,)))
     suffixes = _DATA_SUFFIXES if kind == "data" else ".safetensors"
     return (kind == "model" and name in _MODEL_FILES) or (bool(_NAME.fullmatch(name)) and name.endswith(suffixes))

@@ -2,7 +2,8 @@
 
 Stages are in the order in which they are computed; the first that differs is where the two runs part. Those of a row
 are its shape, factors (digests, traces, errors), spectrum (damping, condition numbers, eigenvectors), metrics, and the
-rest of its record. A field that one of the two runs lacks is of another version, and not compared.
+rest of its record. A field that one of the two runs lacks is of another version, and not compared; a file that one of
+them lacks is a difference, unless none of its files is kept any more.
 """
 
 import re
@@ -17,6 +18,8 @@ _SHAPE = ("layer", "module", "status", "reason", "parameters", "parameter_count"
 _FACTOR = re.compile(r"(?:digest|trace|scale|relative_variance|relative_standard_error)_([AG])")
 _SPECTRUM = re.compile(r"(lambda|kappa|clipped|residual|rungs|digest_eigenvectors)_[AG](_.*)?")
 _INPUTS = ("model_sha256", "data_sha256", "factors_sha256", "against_sha256")
+_OWN_FILES = ("memory_curve.json", "job.json", "results.json")
+_BASES = "factors/bases/"
 _CHOICES = "parts micro_batch offload sketched activation_checkpointing corrections rungs placement search training"
 _CARD = ("attention", "multiprocessors", "driver", "cublas", "cudnn", "cusolver")
 """Numerics that `not_replayed` has, and the environment of a manifest does not."""
@@ -30,7 +33,8 @@ class Run(NamedTuple):
     plan: Mapping[str, Any] | None
     rows: Iterable[Mapping[str, Any]]
     summary: Mapping[str, Any]
-    files: Mapping[str, str]
+    files: Mapping[str, str] | None
+    """Digests by name; None where they are no longer kept."""
 
 
 @record
@@ -113,7 +117,9 @@ def compare_runs(original: Run, again: Run) -> Reproduction:
     phrases = [f"{name}: {_said(then)} then, {_said(now)} now" for name, then, now in shared if then != now]
     replayed = [each for row in after.values() for each in row["observed"].get("not_replayed", ())]
     circumstances = tuple(dict.fromkeys((*phrases, *(each for each in replayed if each.startswith(_CARD)))))
-    equal = f"equal to {original.name}: {len(after):,} rows with digests and metrics, the summaries and the files"
+    files = (_files(original), _files(again))
+    compared = "" if None in files else f" and the files (in all: {len(files[0] or ()):,})"
+    equal = f"equal to {original.name}: {len(after):,} rows with digests and metrics, the summaries{compared}"
     unexplained = () if circumstances or not differing else ("no recorded circumstance differs",)
     return Reproduction(
         of=original.name,
@@ -121,7 +127,7 @@ def compare_runs(original: Run, again: Run) -> Reproduction:
         rows=len(after),
         differences=tuple(differences),
         circumstances=circumstances,
-        sentences=(*(sentences or [equal]), *circumstances, *unexplained),
+        sentences=(*(sentences or [equal]), *_said_of_files(*files), *circumstances, *unexplained),
     )
 
 
@@ -143,8 +149,26 @@ def _other_fields(original: Run, again: Run) -> Iterator[tuple[Any, ...]]:
         # the peaks of a training, with what the process held before, are those of each run
         fields = (each for each in _shared(*summaries) if not each[0].endswith("_peak_bytes"))
         yield from (("summary", 0, kind, None, *each) for each in fields)
-    files = (each for each in _shared(original.files, again.files) if each[0] != "memory_curve.json")
-    yield from (("files", 0, None, None, *each) for each in files)
+    then, now = _files(original), _files(again)
+    if then is not None and now is not None:
+        yield from (("files", 0, None, None, name, then.get(name), now.get(name)) for name in {**then, **now})
+
+
+def _files(run: Run) -> dict[str, str] | None:
+    """Return the files that equal runs have alike: not a divided job's for its pieces, nor the folder's own."""
+    if run.files is None:
+        return None
+    return {name: each for name, each in run.files.items() if name not in _OWN_FILES and not name.startswith(_BASES)}
+
+
+def _said_of_files(then: Mapping[str, str] | None, now: Mapping[str, str] | None) -> list[str]:
+    """Return sentences on files that were not compared, as one of the runs lacks them."""
+    if then is None or now is None:
+        return ["no file was compared: those of one run are no longer kept"]
+    sides = (("then", then.keys() - now.keys()), ("now", now.keys() - then.keys()))
+    return [
+        f"files only {when}: {', '.join(sorted(names)[:3])} (in all: {len(names):,})" for when, names in sides if names
+    ]
 
 
 def _shared(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -12,7 +12,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -139,21 +139,31 @@ class Uploads:
             connection.execute(stored.values(stored_at=ledger_now()))
         path.unlink(missing_ok=True)
 
-    def complete(self, upload: UploadView) -> None:
+    def complete(self, upload: UploadView, require_room: Callable[[int], None] = lambda _bytes: None) -> None:
         """Let jobs name an upload.
+
+        Args:
+            upload: The upload.
+            require_room: Receives the bytes of each file that is still to be stored, and raises what it likes.
 
         Raises:
             UploadRefused: If a part is missing.
+            OSError: If a disk is full; what has come stays.
         """
         for file in upload.files:
             if file.received_bytes < file.size_bytes:
                 come = f"{file.received_bytes:,} of the {file.size_bytes:,} bytes of {file.name} have come"
                 raise UploadRefused("incomplete", f"{come}; send the others")
             if self._staged(upload.id, file.name).exists():  # its sender was cut before it was stored
-                with self.writer(upload.id, file.name):
-                    self.store(upload.id, file)
+                require_room(file.size_bytes)
+                with self.writer(upload.id, file.name) as part:
+                    if os.fstat(part.fileno()).st_size:  # else another one has stored it meanwhile
+                        self.store(upload.id, file)
         completed = update(upload_files).where(*self._own(upload.id), _F.completed_at.is_(None))
+        unstored = select(_F.name).where(*self._own(upload.id), _F.stored_at.is_(None)).limit(1)
         with writing(self._engine, self._tenant_id) as connection:
+            if (name := connection.execute(unstored).scalar_one_or_none()) is not None:
+                raise UploadRefused("incomplete", f"what had come of {name} is gone; send it again")
             connection.execute(completed.values(completed_at=ledger_now()))
 
     def remove(self, upload_id: str) -> None:

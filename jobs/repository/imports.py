@@ -61,14 +61,14 @@ class _ClaimedJob(Finished):
 
 
 def import_run(engine: Engine, folder: ArtifactFolder, tenant_id: str, upload: UploadView) -> str:
-    """Store an ended job with the results of an upload, and return its id.
+    """Store an ended job with the results of an upload, and return its id; if it was imported before, that job's.
 
     Args:
         engine: The ledger's database.
         folder: The artifacts, which hold the upload's files.
 
     Raises:
-        UploadRefused: If a file, a row or a field is other than it says, with its name, or it was imported before.
+        UploadRefused: If a file, a row or a field is other than it says, with its name.
     """
     if upload.kind != "run" or not upload.complete:
         raise UploadRefused("incomplete", "this is not a complete upload of a run's folder; send the rest of it first")
@@ -98,13 +98,15 @@ def import_run(engine: Engine, folder: ArtifactFolder, tenant_id: str, upload: U
         "name": document.name,
         "world_size": document.world_size,
     }
-    made |= {"document": body, "document_sha256": sha256_of(body), "idempotency_key": f"import/{upload.id}"}
+    made |= {"document": body, "document_sha256": sha256_of(body), "idempotency_key": (key := f"import/{upload.id}")}
     made |= {"state": "succeeded", "summary": summary, "manifest": manifest, "event_seq": 1}
     made["labels"] = body["labels"]
     own = {"job_id": job_id, "tenant_id": tenant_id}
     with writing(engine, tenant_id) as connection:
         if insert_job(connection, made) is None:
-            raise UploadRefused("imported", "this folder was imported before; delete that job to import it anew")
+            # the answer to who sent it before was lost
+            before = select(jobs.c.id).where(jobs.c.tenant_id == tenant_id, jobs.c.idempotency_key == key)
+            return str(connection.execute(before).scalar_one())
         for table, values in ((layer_results, rows), (artifacts, files)):
             if values:
                 connection.execute(insert(table).values([{**own, "attempt": 0, "fence": 0, **each} for each in values]))

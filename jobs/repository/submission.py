@@ -152,8 +152,10 @@ def _replayed(connection: Connection, tenant_id: str, original_id: str) -> dict[
     row = connection.execute(query).one_or_none()
     if row is None:
         return {}
-    # of a job without a plan; an imported one's is a stranger's claim
-    threads = (row.manifest or {}).get("environment", {}).get("threads")
+    # a job over stored factors has no plan; an imported one's threads are a stranger's claim
+    manifest = row.manifest or {}
+    known = row.document.get("factors") is not None and not manifest.get("imported")
+    threads = (manifest.get("environment") or {}).get("threads") if known else None
     alone = {"threads": threads} if isinstance(threads, int) and 1 <= threads <= _MOST_THREADS else None
     return {"plan": row.plan or alone, "device_class": row.device_class, "needs_bytes": row.needs_bytes}
 

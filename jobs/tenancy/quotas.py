@@ -1,6 +1,7 @@
 """Byte quotas: what the files of one tenant take, and how much they may.
 
-Equal files are kept once and counted once. The checkpoint of a job that waits for its next attempt
+Equal files are kept once and counted once; those of uploads that still come, one by one. The
+checkpoint of a job that waits for its next attempt
 counts too, within a minute of the last one: it is not a file of the tenant's, but fills the same disks.
 Every file is counted in before it is kept, so that a tenant is over its quota by one file of each job
 running at once at the most.
@@ -152,13 +153,17 @@ def require_place(
 
 def _used(connection: Connection, tenant_id: str) -> int:
     """The bytes of a tenant's files, and of the checkpoints of its jobs between two attempts."""
-    listing = (artifacts, upload_files)
-    kept = union(*(select(each.c.uri, each.c.size_bytes).where(each.c.tenant_id == tenant_id) for each in listing))
+    of_uploads = select(upload_files.c.uri, upload_files.c.size_bytes).where(upload_files.c.tenant_id == tenant_id)
+    of_jobs = select(artifacts.c.uri, artifacts.c.size_bytes).where(artifacts.c.tenant_id == tenant_id)
+    kept = union(of_jobs, of_uploads.where(upload_files.c.stored_at.is_not(None)))
+    # each is staged by its own name, equal or not
+    coming = of_uploads.where(upload_files.c.stored_at.is_(None))
     left = select(jobs.c.checkpoint_bytes).where(
         jobs.c.tenant_id == tenant_id, jobs.c.state == "queued", jobs.c.checkpoint_bytes > 0
     )
-    files = connection.execute(select(func.coalesce(func.sum(kept.subquery().c.size_bytes), 0))).scalar_one()
-    return int(files) + sum(map(int, connection.execute(left).scalars()))
+    sums = [select(func.coalesce(func.sum(each.subquery().c.size_bytes), 0)) for each in (kept, coming)]
+    files = sum(int(connection.execute(each).scalar_one()) for each in sums)
+    return files + sum(map(int, connection.execute(left).scalars()))
 
 
 def _quota_of(connection: Connection, tenant_id: str, default_bytes: int | None) -> int | None:

@@ -13,7 +13,10 @@ from kronoscope.client.retry import RETRY_STATUSES, RetryWindow
 
 _PART_BYTES = 8 * 2**20
 _PATIENCE_SECONDS = 60
-_RETRIED = {*RETRY_STATUSES, 408, 409}
+_LEAST_PART_BYTES = 64 * 2**10
+_STORED_BYTES_A_SECOND = 4 * 2**20
+_TOO_SLOW, _BUSY = 408, 409
+_RETRIED = {*RETRY_STATUSES, _TOO_SLOW, _BUSY}
 """Statuses after which what has come is asked for again; a request that was cut may still hold its file."""
 
 
@@ -28,28 +31,41 @@ def send_upload(
         message = f"{path} is neither a model's folder (config.json, *.safetensors) nor a file of data (.safetensors, "
         message += ".jsonl, .csv, .parquet, .txt); unpack archives, and convert pickles to safetensors"
         raise ClientError(0, "Nothing to upload", message)
+    sizes: dict[str, int] = {each["name"]: each["size_bytes"] for each in files}
+    total = sum(sizes.values())
     upload = build(UploadView, connection.call("POST", "/v1/uploads", json={"kind": kind, "files": files}))
-    address, window = f"/v1/uploads/{upload.id}", RetryWindow(_PATIENCE_SECONDS)
+    address, part_bytes, most = f"/v1/uploads/{upload.id}", _PART_BYTES, sum(_received(upload, sizes).values())
+    window, storing = RetryWindow(_PATIENCE_SECONDS), RetryWindow(_PATIENCE_SECONDS + total / _STORED_BYTES_A_SECOND)
     while not upload.complete:
-        report(sum(each.received_bytes for each in upload.files), sum(each.size_bytes for each in upload.files))
-        missing = next((each for each in upload.files if each.received_bytes < each.size_bytes), None)
+        # names are the client's own: those of an answer could lead to any file of its user
+        received = _received(upload, sizes)
+        before, asked = sum(received.values()), False
+        report(before, total)
+        name = next((name for name in sizes if received[name] < sizes[name]), None)
         try:
-            if missing is None:
+            if name is None:
                 answer = connection.call("POST", f"{address}:complete")
             else:
-                with (folder / missing.name).open("rb") as file:
-                    file.seek(missing.received_bytes)
-                    part = file.read(_PART_BYTES)
-                last = missing.received_bytes + len(part) - 1
-                span = {"content-range": f"bytes {missing.received_bytes}-{last}/{missing.size_bytes}"}
-                answer = connection.call("PUT", f"{address}/{missing.name}", content=part, headers=span)
-            window.reset()
+                with (folder / name).open("rb") as file:
+                    file.seek(received[name])
+                    part = file.read(min(part_bytes, sizes[name] - received[name]))
+                span = f"bytes {received[name]}-{received[name] + len(part) - 1}/{sizes[name]}"
+                answer = connection.call("PUT", f"{address}/{name}", content=part, headers={"content-range": span})
         except ClientError as error:
             if not isinstance(error, ServiceUnreachable) and error.status not in _RETRIED:
                 raise
-            window.pause(error, error.retry_seconds)
-            answer = _asked(connection, address, window)
+            if error.status == _TOO_SLOW:
+                part_bytes = max(part_bytes // 2, _LEAST_PART_BYTES)
+            # all has come, and a request that was cut is still storing it
+            (storing if name is None and error.status == _BUSY else window).pause(error, error.retry_seconds)
+            answer, asked = _asked(connection, address, window), True
         upload = build(UploadView, answer)
+        come = sum(_received(upload, sizes).values())
+        if come > most:
+            most = come
+            window.reset()
+        elif not (asked or upload.complete or come > before):
+            raise _malformed(f"{come:,} bytes of the upload, though more were sent")
     return upload
 
 
@@ -66,6 +82,18 @@ def _declaration(folder: Path, name: str) -> dict[str, Any]:
     with (folder / name).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"name": name, "size_bytes": file.tell(), "sha256": digest}
+
+
+def _received(upload: UploadView, sizes: dict[str, int]) -> dict[str, int]:
+    """Return how much has come of each declared file; of an answer, other names and sizes are refused."""
+    found = {each.name: each.received_bytes for each in upload.files if each.size_bytes == sizes.get(each.name)}
+    if found.keys() != sizes.keys() or not all(0 <= found[name] <= sizes[name] for name in sizes):
+        raise _malformed("other files than were declared")
+    return found
+
+
+def _malformed(what: str) -> ClientError:
+    return ClientError(0, "Unexpected answer", f"an answer of the service has {what}; check the address")
 
 
 def _asked(connection: Connection, address: str, window: RetryWindow) -> Any:  # noqa: ANN401 - JSON

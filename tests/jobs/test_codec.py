@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from catalog import DOCUMENT
-from jobs.codec import MAX_BODY_BYTES, document_json, guard_body, parse_document, sha256_of
+from jobs.codec import MAX_BODY_BYTES, document_json, guard_body, parse_claim, parse_document, sha256_of
 from jobs.errors import DocumentRefused
 
 GOOD: dict[str, Any] = {
@@ -176,3 +176,10 @@ def test_any_object_is_either_a_document_or_refused(value: dict[str, Any]) -> No
 def test_any_bytes_are_refused_in_peace(raw: bytes) -> None:
     with pytest.raises(DocumentRefused):
         parse_document(raw)
+
+
+def test_a_claim_of_a_million_values_is_refused_before_it_is_built() -> None:
+    for value in (b"{},", b"[],", b"1,1,"):
+        with pytest.raises(DocumentRefused, match="more than 2,000,000 commas and brackets"):
+            parse_claim(b'{"a": [' + value * 1_000_001 + b"1]}")
+    assert parse_claim(b'{"a": [[1], {}]}') == {"a": [[1], {}]}

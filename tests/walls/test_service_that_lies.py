@@ -15,6 +15,8 @@ from catalog.responses.views import ArtifactView
 from kronoscope.cli.exit_codes import run_command
 from kronoscope.client import Client, ClientError
 from kronoscope.client import connection as connection_module
+from kronoscope.client import uploads as uploads_module
+from tests.kronoscope.test_stored_run import RUN
 
 JOB = "01890000-0000-7000-8000-000000000000"
 
@@ -29,7 +31,7 @@ class Liar(BaseHTTPRequestHandler):
         self.close_connection = True
         type(self).answer(self)
 
-    do_POST = do_GET
+    do_POST = do_PUT = do_GET
 
     def send(self, body: bytes, **headers: str) -> None:
         self.send_response(200)
@@ -111,6 +113,7 @@ CALLS: dict[str, Callable[[Client], object]] = {
     "layers": lambda client: list(client.layers(JOB)),
     "devices": lambda client: list(client.devices()),
     "estimate": lambda client: client.estimate({}),
+    "import": lambda client: client.import_run(RUN),
 }
 
 
@@ -173,3 +176,81 @@ def test_no_file_is_put_outside_the_folder(lying: Any, tmp_path: Path, name: str
     listed = ArtifactView(name=name, sha256="0" * 64, size_bytes=10, media_type="x", href="x")
     with Client(lying(record({}))) as client, pytest.raises(ClientError, match="outside the folder"):
         client.download(JOB, listed, folder)
+
+
+def view(liar: Liar, complete: bool = False, **changes: Any) -> None:
+    """Answer with the upload of one file of 300,000 bytes."""
+    file = {"name": "a.csv", "size_bytes": 300_000, "sha256": "0" * 64, "received_bytes": 0} | changes
+    liar.send(json.dumps({"id": "x", "kind": "data", "complete": complete, "files": [file]}).encode())
+
+
+def body(liar: Liar) -> bytes:
+    return liar.rfile.read(int(liar.headers.get("content-length") or 0))
+
+
+@pytest.mark.parametrize(
+    ("listed", "said"),
+    [
+        ({"name": "../b.csv"}, "other files than were declared"),
+        ({"size_bytes": 10**6}, "other files than were declared"),
+        ({"received_bytes": -1}, "other files than were declared"),
+        ({}, "0 bytes of the upload, though more were sent"),
+        ({"received_bytes": 300_000}, "300,000 bytes of the upload, though more were sent"),
+    ],
+)
+def test_no_other_file_is_read_for_an_upload_and_none_is_sent_without_end(
+    lying: Any, tmp_path: Path, listed: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.csv").write_bytes(b"a" * 300_000)
+    (tmp_path / "b.csv").write_bytes(b"SECRET" * 50_000)
+    taken: list[bytes] = []
+
+    def answer(liar: Liar) -> None:
+        taken.append(body(liar))
+        view(liar, **listed)
+
+    with Client(lying(answer)) as client, pytest.raises(ClientError, match=said):
+        client.upload(tmp_path / "in" / "a.csv")
+    assert 1 <= len(taken) <= 2
+    assert not any(b"SECRET" in each for each in taken)
+
+
+def refuse(liar: Liar, status: int) -> None:
+    liar.send_response(status)
+    for name, value in (("retry-after", "0"), ("content-length", "0")):
+        liar.send_header(name, value)
+    liar.end_headers()
+
+
+def test_parts_that_a_slow_line_does_not_carry_become_smaller_and_storing_is_waited_for(
+    lying: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The window for a service that is away is none here: what grows, and what is being stored, does not use it up."""
+    monkeypatch.setattr(uploads_module, "_PART_BYTES", 200_000)
+    monkeypatch.setattr(uploads_module, "_STORED_BYTES_A_SECOND", 1_000)
+    monkeypatch.setattr(uploads_module, "_PATIENCE_SECONDS", 1e-3)
+    (tmp_path / "a.csv").write_bytes(b"a" * 300_000)
+    come, sizes, busy = 0, [], [1, 1, 1]
+
+    def answer(liar: Liar) -> None:
+        nonlocal come
+        sent = body(liar)
+        if liar.command == "PUT":
+            sizes.append(len(sent))
+            come += min(len(sent), 120_000)
+            if len(sent) > 120_000:
+                refuse(liar, 408)
+                return
+        elif liar.path.endswith(":complete"):
+            if busy:
+                busy.pop()
+                refuse(liar, 409)
+                return
+            view(liar, complete=True, received_bytes=come)
+            return
+        view(liar, received_bytes=come)
+
+    with Client(lying(answer)) as client:
+        assert client.upload(tmp_path / "a.csv").complete
+    assert (sizes, busy) == ([200_000, 100_000, 80_000], [])

@@ -95,7 +95,7 @@ def _confinement(told: Assignment, claim: Claim, settings: WorkerSettings, slots
 
 def _inputs(told: Assignment) -> list[str]:
     """Folders in the attempt's with links to what is kept, which stays as it is."""
-    named = (told.factors_path, told.against_path, told.divided, told.model_path, told.data_path)
+    named = (told.factors_path, told.against_path, told.divided, told.model_path, told.data_path, told.query_path)
     paths = *named, *(each.path for each in (told.extends, *told.pieces) if each is not None)
     return [str(each) for each in paths if each is not None]
 

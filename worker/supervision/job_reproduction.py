@@ -41,5 +41,6 @@ def _run(engine: Engine, folder: ArtifactFolder, job: Job) -> Run:
     archive = next((each for each in files if each.name == NAME), None)
     stored = every_layer_row(engine, job.tenant_id, job.id) if archive is None else read_layers(folder, archive)
     rows = ({**each.outcome, "observed": each.observed} for each in stored)
-    named = {each.name: each.sha256 for each in files}
-    return Run(job.id, job.manifest or {}, job.plan, rows, job.summary or {}, named)
+    named = {each.name: each.sha256 for each in files if each.name != NAME}
+    dropped = archive is not None and not named
+    return Run(job.id, job.manifest or {}, job.plan, rows, job.summary or {}, None if dropped else named)

@@ -120,7 +120,9 @@ def _lay_out(
 def lay_out_uploads(engine: Engine, folder: ArtifactFolder, claim: Claim) -> dict[str, Path]:
     """Lay out the uploads that the claim's document names, each file verified, by fields of the assignment."""
     fields: dict[str, Path] = {}
-    options = [(f"{kind}/query", (claim.document.get(kind) or {}).get("query")) for kind in claim.kinds]
+    asked = claim.document["kind"]  # the claim's own kind is another for an estimate
+    kinds = [asked] if isinstance(asked, str) else asked
+    options = [(f"{kind}/query", (claim.document.get(kind) or {}).get("query")) for kind in kinds]
     named = [*((block, claim.document.get(block)) for block in ("model", "data")), *options]
     for pointer, source in named:
         if not isinstance(source, Mapping) or source.get("source") != "upload":

@@ -12,6 +12,7 @@ from jobs.objects.artifacts import ArtifactFolder
 from jobs.queue import attempt_endings, attempt_writes, claims
 from jobs.records import Claim
 from jobs.repository.store import delete_job, read_job
+from jobs.repository.submission import _replayed
 from jobs.schema.database import writing
 from jobs.schema.tables import jobs
 from jobs.tenancy.quotas import set_quota
@@ -75,6 +76,21 @@ def test_the_trail_names_the_new_job_and_labels_are_those_of_now(keyed: Keyed, o
     problem(ours.post(f"/v1/jobs/{made['id']}:reproduce"), 422)  # it has not succeeded
     (line,) = lines(keyed.server.log)[before:]
     assert (line["action"], line["outcome"], line["job"]) == ("reproduce", "done", made["id"])
+
+
+def test_threads_are_followed_without_a_plan_only_over_stored_factors_that_were_computed_here(
+    keyed: Keyed, ours: httpx.Client, job: str
+) -> None:
+    stored = read_job(keyed.engine, tenant(keyed), job)
+    assert stored is not None
+    for factors, imported, plan in ((True, False, {"threads": 5}), (True, True, None), (False, False, None)):
+        first = ended(keyed, seeding.claimed(keyed.engine, tenant(keyed)))
+        manifest = {**DIGESTS, "environment": {"threads": 5}, "imported": imported}
+        document = {**stored.document, "factors": {"job": job} if factors else None}
+        with writing(keyed.engine, tenant(keyed)) as connection:
+            changed = update(jobs).where(jobs.c.id == first)
+            connection.execute(changed.values(manifest=manifest, document=document))
+            assert _replayed(connection, tenant(keyed), first)["plan"] == plan
 
 
 def test_rows_are_held_against_the_ledger_or_the_archive(keyed: Keyed, ours: httpx.Client, job: str) -> None:

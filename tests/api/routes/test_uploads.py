@@ -1,6 +1,7 @@
 """Uploads over HTTP: what is declared comes in parts, is proved by its digest, and nothing else is kept."""
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import httpx
 import pytest
 from sqlalchemy import Engine, select, update
 
+from api.routes.uploads import write_whole
 from catalog.requests.uploads import UploadDocument, is_read
 from jobs.codec import parse_document, parse_record, sha256_of
 from jobs.errors import DocumentRefused
@@ -232,6 +234,8 @@ def test_names_of_files_that_the_loaders_read_are_taken() -> None:
     names = ("config.json", "tokenizer.json", "model-00001-of-00002.safetensors", "1_Pooling/config.json")
     assert all(is_read("model", each) for each in names)
     assert not any(is_read("data", each) for each in ("config.json", "train.json", "data.txt.gz"))
+    assert is_read("run", f"artifacts/{'a' * 60}/{'b' * 52}.json")
+    assert not is_read("run", f"artifacts/{'a' * 60}/{'b' * 53}.json")  # no column takes it
     assert all(is_read("data", each) for each in ("a.jsonl", "a.csv", "a.parquet", "a.txt", "a.safetensors"))
 
 
@@ -428,3 +432,16 @@ def test_an_imported_run_is_a_job_of_its_sender_alone(
     with reading(keyed.engine) as connection:
         left = connection.execute(select(upload_files.c.name).where(upload_files.c.kind == "run")).all()
         assert left == []
+
+
+class Short(io.FileIO):
+    """A file of which a call takes seven bytes at most, as one of a full or slow disk may."""
+
+    def write(self, content: Any) -> int:
+        return super().write(content[:7])
+
+
+def test_a_chunk_that_is_written_in_part_is_written_on(tmp_path: Path) -> None:
+    with Short(tmp_path / "a", "wb") as file:
+        write_whole(file, CONTENT[:100])
+    assert (tmp_path / "a").read_bytes() == CONTENT[:100]

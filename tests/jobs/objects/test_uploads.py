@@ -50,7 +50,9 @@ def test_what_one_machine_took_another_lays_out(
         lay_out_uploads(ledger, worker, claim)
     found = uploads.find(upload_id)
     assert found is not None
-    uploads.complete(found)
+    asked: list[int] = []
+    uploads.complete(found, asked.append)
+    assert sorted(asked) == sorted(map(len, FILES.values()))  # room for each that is still to be stored
     place = lay_out_uploads(ledger, worker, claim)["model_path"]
     assert {each.relative_to(place).as_posix(): each.read_bytes() for each in place.rglob("*.*")} == FILES
     with uploads.writer(upload_id, "config.json"), pytest.raises(UploadRefused, match="another request sends"):
@@ -58,3 +60,28 @@ def test_what_one_machine_took_another_lays_out(
     uploads.remove(upload_id)
     with pytest.raises(FactorsUnavailable, match="upload it again"):
         lay_out_uploads(ledger, worker, claim)
+
+
+def test_the_query_of_an_estimate_is_laid_out_and_what_is_gone_is_not_completed(
+    ledger: Engine, held: object, tmp_path: Path
+) -> None:
+    folder = ArtifactFolder(tmp_path)
+    uploads = Uploads(ledger, folder, LOCAL_TENANT)
+    file = DeclaredFile(name="a.csv", size_bytes=7, sha256=hashlib.sha256(b"text\na\n").hexdigest())
+    upload_id = uploads.declare(UploadDocument(kind="data", files=(file,)), None)
+    staged = tmp_path / "uploads" / upload_id / "a.csv"
+    for gone in (True, False):
+        with uploads.writer(upload_id, "a.csv") as part:
+            part.write(b"text\na\n")
+        found = uploads.find(upload_id)
+        assert found is not None
+        if gone:  # swept since it was looked at
+            staged.unlink()
+            with pytest.raises(UploadRefused, match=r"what had come of a\.csv is gone"):
+                uploads.complete(found)
+        else:
+            uploads.complete(found)
+    claim = held()  # type: ignore[operator] # the fixture's function
+    asked = {"kind": ["influence"], "influence": {"query": {"source": "upload", "id": upload_id}}}
+    estimate = Claim(**{**vars(claim), "kinds": ("estimate",), "document": {**claim.document, **asked}})
+    assert (lay_out_uploads(ledger, folder, estimate)["query_path"] / "a.csv").read_bytes() == b"text\na\n"

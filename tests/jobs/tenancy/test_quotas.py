@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from sqlalchemy.exc import OperationalError
 
 from catalog.frames import ArtifactWritten
 from catalog.record import canonical_json
+from catalog.requests.uploads import DeclaredFile, UploadDocument
 from jobs.codec import parse_document
 from jobs.errors import QueueFull, QuotaExceeded
-from jobs.objects.artifacts import object_key
+from jobs.objects.artifacts import ArtifactFolder, object_key
+from jobs.objects.uploads import Uploads
 from jobs.queue.attempt_endings import finish
 from jobs.queue.attempt_writes import write_artifact
 from jobs.records import LOCAL_TENANT, Claim
@@ -40,6 +43,25 @@ def test_equal_files_are_counted_once_and_deleting_frees_them(ledger: Engine, he
     assert usage(ledger, "local") == (Usage(tenant="local", used_bytes=130, quota_bytes=None),)
     finish(ledger, second)
     delete_job(ledger, LOCAL_TENANT, second.job_id)
+    assert usage(ledger)[0].used_bytes == 100
+
+
+def test_equal_files_of_an_upload_count_each_until_they_are_stored(ledger: Engine, tmp_path: Path) -> None:
+    content = bytes(100)
+    digest = hashlib.sha256(content).hexdigest()
+    names = ("model-1.safetensors", "model-2.safetensors")
+    files = tuple(DeclaredFile(name=name, size_bytes=100, sha256=digest) for name in names)
+    uploads = Uploads(ledger, ArtifactFolder(tmp_path), LOCAL_TENANT)
+    with pytest.raises(QuotaExceeded, match="200 more do not fit"):
+        uploads.declare(UploadDocument(kind="model", files=files), 199)
+    upload_id = uploads.declare(UploadDocument(kind="model", files=files), 200)
+    assert usage(ledger)[0].used_bytes == 200
+    for name in names:
+        with uploads.writer(upload_id, name) as part:
+            part.write(content)
+    found = uploads.find(upload_id)
+    assert found is not None
+    uploads.complete(found)
     assert usage(ledger)[0].used_bytes == 100
 
 
