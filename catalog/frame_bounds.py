@@ -236,6 +236,7 @@ _FIELDS: Mapping[str, Mapping[str, Bound]] = {
         "notices": _LINES,
         "reading": Members(most_bytes=2 * 2**20),
         "adapters": Entries(most=1, of=Members(known=_ADAPTER)),
+        "reproduction": Text(most=0, optional=True),  # the parent makes it
     },
     "stopped": {},
     "divided": {

@@ -139,7 +139,8 @@ def test_every_route_says_503_until_postgresql_is_back_and_who_waits_is_kept(
                 return client.request(method, path.replace("{job_id}", claim.job_id).replace("{", "").replace("}", ""))
 
             watch = Stopwatch()
-            with ThreadPoolExecutor(2 * len(routes)) as pool:  # all at once: more than the pool has connections
+            # more at once than the pool has connections, and no more than may wait
+            with ThreadPoolExecutor(min(2 * len(routes), 48)) as pool:
                 for asked in pool.map(ask, 2 * routes):
                     unavailable(asked)
             assert watch.seconds() < FLOCK_SECONDS

@@ -62,7 +62,7 @@ def test_head_of_what_is_not_there_is_refused_as_get_is(client: httpx.Client) ->
     ("method", "path", "allowed"),
     [
         ("PUT", "/v1/jobs", {"GET", "HEAD", "POST"}),
-        ("PATCH", "/v1/jobs/{}", {"DELETE", "GET", "HEAD"}),
+        ("PUT", "/v1/jobs/{}", {"DELETE", "GET", "HEAD", "PATCH"}),
         ("GET", "/v1/jobs/{}/schedule", {"PUT"}),
         ("HEAD", "/v1/jobs/{}/schedule", {"PUT"}),
         ("DELETE", "/livez", {"GET", "HEAD"}),
