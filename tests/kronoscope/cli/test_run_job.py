@@ -145,7 +145,7 @@ BAD = {
         ["data.factory=mine_for_kronoscope:anew", "collection.ekfac=true"],
         ["/data", "must be the same at every pass: 40 examples with the digest ", "the correction"],
     ),
-    "an upload": (["model={source: upload, id: x}"], ["/model/source", "not served here"]),
+    "an upload": (["model={source: upload, id: x}"], ["/model/id", "is an upload of a service"]),
     "a folder that is not there": (["model={source: directory, path: nowhere}"], ["/model/path", "does not exist"]),
     "a document with NaN": (["stabilisation.damping=.nan"], ["/stabilisation/damping is not a finite number"]),
 }
