@@ -42,7 +42,6 @@ def require_whole_layers(groups: Mapping[str, frozenset[str]], layers: Iterable[
 
     Args:
         groups: Names of parts, by group.
-        layers: The layers.
 
     Raises:
         UsageError: If one is divided.

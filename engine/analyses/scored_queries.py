@@ -71,7 +71,6 @@ def list_queries(
         params: How many queries and examples are listed.
         inputs: The data and the query, with their texts where these are asked for.
         first: The first query's place.
-        block: The block.
         scores: Its scores, shape (Q, N).
     """
     count, found = min(params.top, scores.shape[1]), []

@@ -87,7 +87,6 @@ def solve_gauss_newton(
     """Solve with the damped exact curvature of the covered parameters, preconditioned with their factors.
 
     Args:
-        exact: The curvature.
         operator: The damped factors, whose λ of each layer is that of the curvature too.
         factors: Where the numbers of each layer stand.
         rows: Right-hand sides, shape (k, P), on the host.

@@ -143,7 +143,6 @@ class Uploads:
         """Let jobs name an upload.
 
         Args:
-            upload: The upload.
             require_room: Receives the bytes of each file that is still to be stored, and raises what it likes.
 
         Raises:
