@@ -178,7 +178,9 @@ def test_the_page_shows_the_training(story: Story, width: int) -> None:
         columns.insert(1, columns.pop())
     expect(table.get_by_role("columnheader")).to_have_text(columns)
     expect(table.locator("tbody tr")).to_have_count(len(COMPONENTS))
-    expect(page.get_by_role("heading", level=2)).to_have_text(["Components", "Few-shot training", "Memory", "Files"])
+    expect(page.get_by_role("heading", level=2)).to_have_text(
+        ["Components", "Few-shot training", "Memory", "Files", "Lineage"]
+    )
     for card in page.locator("main .card").all():
         expect(card).not_to_be_empty()
     expect(page.get_by_label("Files")).to_contain_text("the component table for a spreadsheet")
