@@ -77,7 +77,7 @@ class Manifest:
     notices: tuple[str, ...]
     """What was read otherwise than it stands there, in a way that changes numbers."""
     imported: bool
-    """Of an imported job: true."""
+    """True for an imported job."""
     reading: Reading
     """How the data were read."""
     adapters: tuple[AppliedAdapter, ...]

@@ -282,7 +282,7 @@ class StarvedExpert:
     columns: int
     """Columns of the factor, that of ones included."""
     times_more: float
-    """How many times as many data, routed alike, bring as many rows as columns."""
+    """The factor by which more data, routed alike, bring as many rows as columns."""
 
 
 @record

@@ -27,7 +27,7 @@ class DeclaredFile:
     """A file that is to be sent."""
 
     name: str
-    """Of a model `config.json`, `*.safetensors` and the like; of data any with a suffix that is read."""
+    """The file's name: `config.json`, `*.safetensors` and the like, or for data any with a suffix that is read."""
     size_bytes: int
     """Its length."""
     sha256: str
@@ -74,7 +74,7 @@ class UploadedFile(DeclaredFile):
     """A file that is being sent."""
 
     received_bytes: int
-    """How much of it has come: where to go on."""
+    """Bytes that have come, from which to go on."""
 
 
 @record

@@ -12,7 +12,7 @@ from catalog.responses.views import JobState, JobView
 
 MOST_JOBS = 8
 _MOST_LISTED = 4
-"""Of a list of records, such as the largest eigenvalues, the first so many are compared."""
+"""Most records of a list, such as the largest eigenvalues, that are compared."""
 Number = float | None
 
 

@@ -68,8 +68,8 @@ class Reproduction:
     differences: tuple[Difference, ...]
     """One per stage that differs, in the order in which stages are computed."""
     circumstances: tuple[str, ...]
-    """What differs in the record of the two runs, equal or not, such as `threads: 1 then, 2 now`: digests of model and
-    data, versions, processor, device, plan."""
+    """The differences in the record of the two runs, equal or not, such as `threads: 1 then, 2 now`: digests of model
+    and data, versions, processor, device, plan."""
     sentences: tuple[str, ...]
     """The same for a reader: the verdict, each further stage, each circumstance."""
 

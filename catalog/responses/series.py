@@ -56,7 +56,7 @@ class SeriesView(Brief):
     points: tuple[SeriesPoint, ...]
     """The checkpoints, in order."""
     overlaps: tuple[SeriesOverlap, ...]
-    """Of each two neighbours that have both succeeded, once all checkpoints have ended."""
+    """The overlaps of each two neighbours that have both succeeded, once all checkpoints have ended."""
     model: Mapping[str, Mapping[str, ComparedMetric]]
     """Every number of the checkpoints' summaries, by analysis and path; differences and ratios are to the first."""
     layers: tuple[ComparedLayer, ...]

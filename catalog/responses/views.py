@@ -186,7 +186,7 @@ class JobView(Brief, shown=("id", "name", "state", "kinds", "progress", "failure
     cancel_requested_by: str | None
     """Prefix of the API key that asked for it; null in embedded mode, and of a piece, which ends with its job."""
     parent: str | None
-    """Of a piece, or of a job of a series: the id of the whole, with which it is cancelled, rescheduled and deleted."""
+    """For a piece, or a job of a series, the id of the whole, with which it is cancelled, rescheduled and deleted."""
     piece: Piece | None
     """Of a piece: which part of the divided job it computes."""
     pieces: tuple[PieceView, ...] | None

@@ -26,11 +26,10 @@ from catalog.analyses.influence import (
     QueryInfluence,
 )
 from catalog.requests.inputs import Task
-from engine.accumulation.score_statistics import ScoreStatistics
 from engine.analyses.costs.influence import influence_cost
 from engine.analyses.layer_analysis import LayerAnalysis
-from engine.analyses.layer_groups import ALL, layer_groups, require_whole_layers
-from engine.analyses.scored_queries import ScoredQueries, list_queries, recall, remember
+from engine.analyses.metrics.layer_groups import ALL, layer_groups, require_whole_layers
+from engine.analyses.metrics.scored_queries import ScoredQueries, list_queries, recall, remember
 from engine.collect import prepare_collection
 from engine.collection.checkpoints import fingerprint
 from engine.collection.pass_job import PassJob
@@ -53,6 +52,7 @@ from engine.operators.kronecker.layer_store import OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
 from engine.operators.parameter_space import ParameterSpace
 from engine.operators.products import ExactCurvature
+from engine.operators.score_statistics import ScoreStatistics
 from engine.workspace import JobResults, ModelInputs, Workspace
 
 KIND = "influence"

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from engine.accumulation.hooks import Collector
-from engine.accumulation.score_statistics import ScoreStatistics
 from engine.collection.pass_job import PassJob
 from engine.errors import ModelRefused, UsageError
 from engine.model.backward_pass import pull_back
@@ -24,6 +23,7 @@ from engine.model.loss_directions import loss_gradient
 from engine.model.outputs import predict
 from engine.operators.exact.columns import trained
 from engine.operators.exact.data_passes import DataPasses
+from engine.operators.score_statistics import ScoreStatistics
 
 _REMEDY = "mend the model, or leave `influence` out"
 _POINTER = "/influence"

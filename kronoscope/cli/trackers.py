@@ -94,7 +94,7 @@ def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:  # noqa: ANN401 
 
 
 def _facts(found: ResultsView) -> dict[str, str]:
-    """What a run is found by: the job, and the digests of document, model and data."""
+    """The facts that a run is found by: the job, and the digests of document, model and data."""
     manifest = found.manifest or {}
     digests = {name: str(value) for name, value in manifest.items() if name.endswith("_sha256") and value}
     return {"job": found.job.id, "document_sha256": found.job.document_sha256, **digests}
