@@ -127,7 +127,7 @@ def finished(embedded: Embedded) -> str:
 def test_the_job_page_shows_results(page: Page, finished: str) -> None:
     page.goto(f"/#/jobs/{finished}")
     expect(page.get_by_role("heading", level=1)).to_have_text("digits_cnn")
-    expect(page.get_by_text("Succeeded")).to_be_visible()
+    expect(page.get_by_text("Succeeded", exact=True)).to_be_visible()
     expect(page.get_by_text("Effective dimension").first).to_be_visible()
     rows = page.locator("table.layers tbody tr")
     expect(rows).to_have_count(8)
@@ -638,7 +638,7 @@ def test_a_running_job_moves_and_ends_before_the_eyes(page: Page, embedded: Embe
     expect(page.locator("table.layers tbody tr")).to_have_count(8)
     seeding.summarise(embedded.engine, claim)
     attempt_endings.finish(embedded.engine, claim)
-    expect(page.get_by_text("Succeeded")).to_be_visible()
+    expect(page.get_by_text("Succeeded", exact=True)).to_be_visible()
     expect(page.locator("#spectrum .picture canvas")).to_be_visible()
     expect(bar).to_have_count(0)
 
