@@ -80,7 +80,9 @@ class ScoreStatistics(LayerStatistics):
         if self.vectors is None or self.scores is None:
             raise ValueError(f"layer `{self.layer.name}` has no vectors")
         vectors = self.vectors.flatten(1)
-        self.scores[:, examples] += vectors @ gradients.reshape(-1, vectors.shape[1]).to(vectors.dtype).T
+        # of the two ways round the faster one, by up to three times, where the examples are few
+        products = gradients.reshape(-1, vectors.shape[1]).to(vectors.dtype) @ vectors.T
+        self.scores[:, examples] += products.T
 
     def _gradients(self, rows: Rows) -> Tensor:
         """(n·groups, out_dim, in_dim) of the examples of ``rows``, the bias as the last column."""
