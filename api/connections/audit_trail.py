@@ -27,6 +27,7 @@ _CHANGES: Mapping[tuple[str, str | None], str] = {
     ("PUT", "/v1/jobs/{job_id}/schedule"): "reschedule",
     ("PATCH", "/v1/jobs/{job_id}"): "annotate",
     ("DELETE", "/v1/jobs/{job_id}"): "delete",
+    ("POST", "/v1/jobs/{job_id}/exports/{format}"): "export",
     ("POST", "/v1/estimates"): "estimate",
     ("DELETE", "/v1/estimates/{estimate_id}"): "delete_estimate",
     ("POST", "/v1/uploads"): "create_upload",
@@ -38,7 +39,7 @@ _CHANGES: Mapping[tuple[str, str | None], str] = {
     ("POST", "/v1/webhooks/{webhook_id}:rotate"): "rotate_webhook",
     ("DELETE", "/v1/webhooks/{webhook_id}"): "delete_webhook",
 }
-_CREATES = ("submit", "reproduce", "import", "estimate")
+_CREATES = ("submit", "reproduce", "import", "export", "estimate")
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 

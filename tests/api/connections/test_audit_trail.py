@@ -7,11 +7,15 @@ from typing import Any
 
 import httpx
 
-from jobs.tenancy.api_keys import revoke_key
+from api.connections import audit_trail
+from jobs.tenancy.api_keys import revoke_key, verify_key
+from tests.api import seeding
 from tests.api.conftest import Keyed
 from tests.api.seeding import DOCUMENT
+from tests.api.server import KEY_SECRET
 
 CANARY = "canary-7f3e9"
+CONTRACT = Path(__file__).parents[1] / "requests" / "openapi.json"
 
 
 def lines(log: Path) -> list[dict[str, Any]]:
@@ -78,6 +82,24 @@ def test_an_upload_is_changes(keyed: Keyed, ours: httpx.Client) -> None:
         (each, "done", None) for each in actions
     ]
     assert CANARY not in json.dumps(trail)
+
+
+def test_an_export_is_a_change(keyed: Keyed, ours: httpx.Client) -> None:
+    holder = verify_key(keyed.engine, KEY_SECRET, keyed.key)
+    assert holder is not None
+    job = seeding.finished(keyed.engine, keyed.artifacts, holder.tenant_id, with_factors=True)
+    before = len(lines(keyed.server.log))
+    made = ours.post(f"/v1/jobs/{job}/exports/gptq").raise_for_status().json()
+    (line,) = later(keyed, before)
+    assert (line["action"], line["outcome"], line["job"]) == ("export", "done", made["id"])
+
+
+def test_every_request_that_may_change_something_is_listed() -> None:
+    paths = json.loads(CONTRACT.read_text())["paths"]
+    asked = {
+        (method.upper(), path) for path, methods in paths.items() for method in methods if method not in {"get", "head"}
+    }
+    assert {(method, str(path).replace(":path}", "}")) for method, path in audit_trail._CHANGES} == asked
 
 
 def test_refused_keys_are_in_the_trail(keyed: Keyed) -> None:
