@@ -107,8 +107,11 @@ def measured(net: Net, made: Measurement) -> list[dict[str, Any]]:
         kept = parameter.detach().clone()
         view = parameter.view(-1).as_strided(window.shape, window.strides, window.offset)
         weights = view.reshape(window.height, window.width).double()
+        # one vector of a table is a row of its parameter
+        turned = facts.form == "diagonal"
         for change in row.metrics.changes:
-            view.copy_(in_format(weights, change.format, SensitivityParams(**PARAMS)).reshape(view.shape))
+            own = in_format(weights.mT.contiguous() if turned else weights, change.format, SensitivityParams(**PARAMS))
+            view.copy_((own.mT if turned else own).reshape(view.shape))
             found.append(
                 {"layer": name, "format": change.format, "predicted": change.predicted, "quadratic": change.quadratic,
                  "measured": net.loss() - before}
