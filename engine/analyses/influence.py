@@ -85,7 +85,7 @@ class Influence(LayerAnalysis[InfluenceParams]):
     """The scores of every query and training example.
 
     Memory:
-        Three vectors of all parameters for each query of a block, twelve for `ggn`; one layer's eigenvectors; the
+        Three vectors of all parameters for each query of a block, thirteen for `ggn`; one layer's eigenvectors; the
         block's scores; the graph of a slice.
     """
 
