@@ -263,7 +263,7 @@ class FactorSet:
     counted: CountedExamples | None = None
     """Which examples these are; None of a collection that did not keep it."""
     entered: EnteredExamples | None = None
-    """The examples that entered, by their digest; None of a collection that did not keep it, and of a merged one."""
+    """The examples that entered, by their digest; None of a collection that did not keep it."""
     loss: str | None = None
     """The task's loss; None of a collection that did not keep it."""
     owners: Mapping[int, int] | None = None

@@ -7,7 +7,7 @@ them once more when the sets are merged.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,6 +22,7 @@ from engine.layers.coverage_check import require_coverage
 from engine.merging.merged_facts import merged_facts, merged_sums
 from engine.merging.requirements import require_mergeable
 from engine.merging.weighted_sides import Addend, Precision, merge_layer
+from engine.model.example_digests import EnteredExamples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,14 @@ def merge_factor_sets(sets: Sequence[FactorSet]) -> FactorSet:
         reused_from=None,
         load_corrected=None,
         counted=counted,
+        entered=_entered(full),
     )
+
+
+def _entered(sets: Sequence[FactorSet]) -> EnteredExamples | None:
+    """The examples of all sets; None where one does not say, and where their digests count the batches of each."""
+    own = [each.entered for each in sets if each.entered is not None and not each.collection.nested]
+    return reduce(EnteredExamples.joined, own) if len(own) == len(sets) else None
 
 
 def _precision(first: FactorSet) -> Precision:
