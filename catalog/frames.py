@@ -198,7 +198,7 @@ class Divided:
 
     frame: Literal["divided"] = "divided"
     round: str
-    """`collect`, `correct` or `decompose`, as in `catalog.requests.pieces`."""
+    """`collect`, `correct`, `decompose` or `score`, as in `catalog.requests.pieces`."""
     pieces: tuple[Mapping[str, Any], ...]
     """The pieces of the round in their order, each with the fields of `catalog.requests.pieces.Piece`."""
 

@@ -189,6 +189,8 @@ class ModelInputs:
     """EK-FAC's corrections over the examples of ``stored_pieces``, in the same order."""
     stored_decompositions: tuple[Artifacts, ...] = ()
     """Decompositions of layers of the merged factors, which pieces of a divided job have made."""
+    stored_scores: tuple[Artifacts, ...] = ()
+    """Parts of the analysis with a round of its own, which pieces have computed; in the order of the queries."""
     gradient: Mapping[str, Tensor] | None = None
     """A gradient of the caller's by parameter, on the host, in place of that of the data."""
     text_of: Callable[[int], str] | None = None

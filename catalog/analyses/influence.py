@@ -62,6 +62,11 @@ class InfluenceParams:
         """The option that needs the model's weights."""
         return "influence"
 
+    @property
+    def has_round(self) -> bool:
+        """Whether a divided job has a round of its own for this analysis, in which pieces share the queries."""
+        return True
+
     def require_document(self, document: JobDocument) -> None:
         """Refuse what the rest of the document cannot serve.
 

@@ -7,6 +7,7 @@ the job merges the sums in the order of the pieces. So the option is refused wit
     collect     the factors of the examples [begin, end)
     decompose   the eigendecompositions of some layers of the merged factors
     correct     EK-FAC's eigenvalues of the same examples, in the eigenbases of the merged factors
+    score       the queries [begin, end) of an analysis that passes over all the data for each block of them
 """
 
 from collections.abc import Mapping
@@ -15,10 +16,10 @@ from typing import Any, Literal
 from catalog.record import FieldError, record
 from catalog.record_reader import read
 
-Round = Literal["collect", "decompose", "correct"]
+Round = Literal["collect", "decompose", "correct", "score"]
 Shards = int | Literal["auto"]
 
-ROUNDS: tuple[Round, ...] = ("collect", "decompose", "correct")
+ROUNDS: tuple[Round, ...] = ("collect", "decompose", "correct", "score")
 """In the order in which a job takes them."""
 MAX_SHARDS = 4096
 PIECES_PER_DEVICE = 2
@@ -38,11 +39,11 @@ class Piece:
     count: int
     """Pieces of the round."""
     begin: int | None = None
-    """Index of the first example; null in a round over layers."""
+    """Index of the first example, or query in the round `score`; null in a round over layers."""
     end: int | None = None
-    """Index after the last example; null in a round over layers."""
+    """Index after the last one; null in a round over layers."""
     total: int | None = None
-    """Examples of the whole data; null in a round over layers."""
+    """Examples of the whole data, or all queries; null in a round over layers."""
     layers: tuple[str, ...] | None = None
     """Names of the layers; null in a round over examples."""
 
@@ -68,6 +69,11 @@ class Piece:
     def title(self) -> str:
         """The place as people count: `piece 3 of 6`."""
         return f"piece {self.index + 1} of {self.count}"
+
+    @property
+    def unit(self) -> str:
+        """The plural of what a piece has that is not of layers."""
+        return "queries" if self.round == "score" else "examples"
 
 
 def most_pieces_of(name: Round | str, shards: Shards, devices: int, collected: int) -> int:
@@ -167,7 +173,9 @@ def require_one_pass(document: Any, option: str, again: str, data: str, remedy: 
         FieldError: On `option`, or on the gradient that is missing.
     """
     for params in (getattr(document, kind, None) for kind in document.kinds):
-        if (asked := getattr(params, "needs_model", None)) is not None:
+        # pieces of a round of its own pass over all the data
+        apart = option == "shards" and getattr(params, "has_round", False)
+        if (asked := getattr(params, "needs_model", None)) is not None and not apart:
             raise FieldError(option, again.format(asked))
         if (field := getattr(params, "needs_gradient", None)) is not None:
             sentence = f"is missing, so the gradient is taken of {data}: give `gradient: {{path: FILE.safetensors}}`"

@@ -101,7 +101,7 @@ class PieceView(Brief):
     """One piece of a divided job, and the job that computes it."""
 
     round: str
-    """`collect`, `correct` or `decompose`: the step of the divided job that the piece is of."""
+    """`collect`, `correct`, `decompose` or `score`: the step of the divided job that the piece is of."""
     index: int
     """Place among the pieces of the round, from 0; their results are merged in this order."""
     count: int
@@ -115,7 +115,7 @@ class PieceView(Brief):
     progress: float | None
     """Per cent that are done; null where nobody knows."""
     examples: int | None
-    """Examples that it measures; null in a round over layers."""
+    """Examples that it measures, or queries that it scores; null in a round over layers."""
     layers: int | None
     """Layers that it decomposes; null in a round over examples."""
     attempt: int

@@ -11,7 +11,7 @@ References:
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,20 +25,29 @@ from catalog.analyses.influence import (
     InfluenceSummary,
     QueryInfluence,
 )
+from catalog.record import plain
+from catalog.record_reader import read
 from catalog.requests.inputs import Task
 from engine.analyses.costs.influence import influence_cost
 from engine.analyses.layer_analysis import LayerAnalysis
 from engine.analyses.metrics.layer_groups import ALL, layer_groups, require_whole_layers
-from engine.analyses.metrics.scored_queries import ScoredQueries, list_queries, recall, remember
+from engine.analyses.metrics.scored_queries import (
+    ScoredQueries,
+    list_queries,
+    read_parts,
+    recall,
+    remember,
+    scores_file,
+    seal,
+)
 from engine.collect import prepare_collection
 from engine.collection.checkpoints import fingerprint
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import ProbedModel
 from engine.collection.ranks.joined_job import require_one_rank
-from engine.errors import DataDiffer, EmptyData, ModelRefused, UsageError, WrongShape
+from engine.errors import DataDiffer, EmptyData, ModelRefused, NotMergeable, UsageError, WrongShape
 from engine.factors.factor_set import LayerFacts
 from engine.factors.kronecker_factors import digest
-from engine.layers.layer import TreatedLayer
 from engine.measurement.layer_measurement import Measured
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
@@ -52,13 +61,12 @@ from engine.operators.kronecker.layer_store import OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
 from engine.operators.parameter_space import ParameterSpace
 from engine.operators.products import ExactCurvature
-from engine.operators.score_statistics import ScoreStatistics
+from engine.operators.score_statistics import statistics_of
 from engine.workspace import JobResults, ModelInputs, Workspace
 
 KIND = "influence"
 _PROVEN = 16
 """Queries of a block whose own scores go both ways."""
-FOLDER = "influence"
 FORMAT = "kronoscope-influence/1"
 _PROOF = {torch.float32: 1e-3, torch.float64: 1e-9}
 """Difference of a score by both routes that rounding may bring, of the product of the two vectors' lengths."""
@@ -95,6 +103,8 @@ class Influence(LayerAnalysis[InfluenceParams]):
     @override
     def require(self) -> None:
         inputs = self.workspace.inputs
+        if inputs.stored_scores:
+            return
         if inputs.model is None or inputs.batches is None or inputs.task is None:
             raise UsageError(
                 "stored factors hold no model to take gradients of; give `model`, `data` and `task` in place of "
@@ -119,10 +129,11 @@ class Influence(LayerAnalysis[InfluenceParams]):
         self._space = ParameterSpace.of(self.whole)
         self._groups = layer_groups(self.params.groups, [facts.name for facts in self.whole.layers], parts=True)
         self._order: Tensor | None = None
-        self._listed: list[QueryInfluence] = []
         self._artifacts: list[str] = []
         self._blocks: list[ScoredQueries] = []
-        self._queries, self._examples, self._steps = 0, 0, 0
+        query = self.workspace.inputs.query
+        self._part = None if query is None else query.part
+        self._queries, self._examples, self._steps = 0 if self._part is None else self._part.begin, 0, 0
         self._entered = EnteredExamples()
         machine = self.workspace.machine
         free = machine.guard.free_bytes("host") // 4
@@ -137,7 +148,14 @@ class Influence(LayerAnalysis[InfluenceParams]):
                 resident_bytes=free,
             ),
         )
-        own, counted = self.workspace.results.plan, self.whole.counted
+        for block, scores in read_parts(self.workspace.inputs.stored_scores):
+            self._take(block, scores)
+        if not self._blocks:
+            self._score()
+
+    def _score(self) -> None:
+        """Score the queries, or those of a part."""
+        machine, own, counted = self.workspace.machine, self.workspace.results.plan, self.whole.counted
         written = frozenset(() if counted is None else counted.overwritten)
         with machine.operation("influence", KIND), prepare_collection(self._apart()) as (planned, _):
             probed = planned.probed.for_passes(planned.plan.chosen, None)
@@ -146,10 +164,16 @@ class Influence(LayerAnalysis[InfluenceParams]):
                 probed.job, entered=self._all_entered, overwritten=probed.job.overwritten | written
             )
             self._model = fingerprint(job.model)
+            if self.workspace.inputs.stored_pieces and counted is not None and counted.model != self._model:
+                raise NotMergeable(
+                    f"the model's numbers have the digest {self._model}, and {counted.model} in the pieces that have "
+                    "collected; a factory must make the same model each time",
+                    pointer="/model",
+                )
             wanted = own is not None and own.chosen.activation_checkpointing
             with set_activation_checkpointing(job.model, wanted=wanted):
-                for number, batch in enumerate(self._query_batches()):
-                    self._block(number, job.moved(batch), job, probed)
+                for batch in self._query_batches():
+                    self._block(job.moved(batch), job, probed)
 
     def _apart(self) -> Workspace:
         """The same job as a collection of the data's own gradients, which announces no plan of its own."""
@@ -183,9 +207,9 @@ class Influence(LayerAnalysis[InfluenceParams]):
             raise ValueError("`require` asks for queries")
         return make_batches(query.batches(), self.params.block)
 
-    def _block(self, number: int, batch: Batch, job: PassJob, probed: ProbedModel) -> None:
+    def _block(self, batch: Batch, job: PassJob, probed: ProbedModel) -> None:
         """Score one block of queries, or take it over from an earlier attempt."""
-        self._entered = self._entered.joined(EnteredExamples().added(batch, job.task, None))
+        number = self._queries // self.params.block
         stands = partial(self._conditions, digest_examples(batch, job.task), job)
         found = recall(self.workspace, number, stands)
         if found is None:
@@ -193,14 +217,19 @@ class Influence(LayerAnalysis[InfluenceParams]):
             remember(self.workspace, number, stands(), *found)
         else:
             self.workspace.ports.log("info", f"queries from {self._queries} on were scored by an earlier attempt")
-        block, scores = found
-        name = f"{FOLDER}/scores-{number:05d}.safetensors"
+        self._take(*found)
+
+    def _take(self, block: ScoredQueries, scores: dict[str, Tensor]) -> None:
+        """Write the scores of the next block, and of a part its numbers; note what rows and summary are made of."""
+        number, artifacts = self._queries // self.params.block, self.workspace.ports.artifacts
         metadata = {"format": FORMAT, "of": self.params.of, "first_query": str(self._queries)}
-        self.workspace.ports.artifacts.save_tensors(name, scores, metadata)
-        self._artifacts.append(name)
+        artifacts.save_tensors(scores_file(number), scores, metadata)
+        if self._part is not None:
+            seal(artifacts, number, block, scores, {})
+        self._artifacts.append(scores_file(number))
         self._blocks.append(block)
-        self._listed += list_queries(self.params, self.workspace.inputs, self._queries, block, scores[ALL])
-        self._queries += batch.size
+        self._entered = self._entered.joined(EnteredExamples(**block.entered))
+        self._queries += scores[ALL].shape[0]
         self._examples = scores[ALL].shape[1]
 
     def _conditions(self, queries: Tensor, job: PassJob) -> dict[str, str]:
@@ -213,7 +242,7 @@ class Influence(LayerAnalysis[InfluenceParams]):
     def _scored(self, batch: Batch, job: PassJob, probed: ProbedModel) -> tuple[ScoredQueries, dict[str, Tensor]]:
         names = tuple(each.name for each in self._space.parameters)
         block = self._solved(example_gradients(job, batch, names))
-        statistics = _statistics(probed.survey.treated, block.vectors)
+        statistics = statistics_of(probed.survey.treated, block.vectors)
         proven = of_examples(job, next(batch.slices(_PROVEN)))
         proof, _, _ = score_examples(proven, statistics, {ALL: self._groups[ALL]}, self._report)
         difference = _prove(block, proof[ALL], job.dtype)
@@ -233,8 +262,13 @@ class Influence(LayerAnalysis[InfluenceParams]):
             terms=terms,
             squares=block.squares,
             inner=block.inner,
+            entered=dataclasses.asdict(EnteredExamples().added(batch, job.task, None)),
+            queries=None if self._part is None else self._part.examples,
         )
-        return scored, {name: own.neg_() for name, own in scores.items()}
+        scores = {name: own.neg_() for name, own in scores.items()}
+        listed = list_queries(self.params, self.workspace.inputs, self._queries, scored, scores[ALL])
+        scored.listed = [plain(each) for each in listed]
+        return scored, scores
 
     def _solved(self, rows: Tensor) -> _Block:
         """Solve a block's gradients with the damped curvature."""
@@ -286,7 +320,11 @@ class Influence(LayerAnalysis[InfluenceParams]):
 
     def _report(self) -> None:
         self._steps += 1
-        self.workspace.ports.report(KIND, self._steps, None, "batches")
+        part, report = self._part, self.workspace.ports.report
+        if part is None:
+            report(KIND, self._steps, None, "batches")
+        else:
+            report(KIND, self._queries - part.begin, part.end - part.begin, "queries")
 
     @override
     def layer(self, layer: Measured) -> InfluenceMetrics:
@@ -327,26 +365,8 @@ class Influence(LayerAnalysis[InfluenceParams]):
             unconverged=len(unconverged),
             worst_residual=max(residuals, default=None),
             artifacts=tuple(self._artifacts),
-            listed=tuple(self._listed),
+            listed=tuple(read(QueryInfluence, each, "listed") for block in self._blocks for each in block.listed),
         )
-
-
-def _statistics(treated: Sequence[TreatedLayer], vectors: dict[str, Tensor]) -> list[ScoreStatistics]:
-    """The covered layers with their vectors, which are taken over."""
-    found = []
-    for layer in treated:
-        if layer.parts[0] not in vectors:
-            continue
-        own = torch.stack([vectors.pop(part) for part in layer.parts], 1)
-        if layer.form == "diagonal":
-            own = own.mT.contiguous()
-        found.append(ScoreStatistics(layer=layer, sharing="expand", vectors=own))
-    if vectors:
-        raise ModelRefused(
-            f"layer `{next(iter(vectors))}` was collected, and is not found now; give the same model",
-            pointer="/model",
-        )
-    return found
 
 
 def _require_targets(data: ModelInputs, task: Task, pointer: str) -> None:

@@ -78,9 +78,7 @@ class LayerAnalysis(Generic[P]):
         Raises:
             EngineError: As ``engine.errors`` lists.
         """
-        self.require()
-        self.whole = collect_or_read(self.workspace)
-        self.prepare()
+        self.begin()
         for done, (layer, (outcome, observed)) in enumerate(self._outcomes(), start=1):
             metrics = self.measured[layer.facts.ordinal] = self.take(layer, outcome)
             self.records[layer.facts.ordinal] = layer.record
@@ -93,6 +91,12 @@ class LayerAnalysis(Generic[P]):
                 yield self._declared_row(place, declared)
         self.workspace.ports.raise_if_cancelled()
         return finite_summary(self.summary(), self.workspace.ports.log)
+
+    def begin(self) -> None:
+        """Do all that comes before the first layer; of a part of an analysis nothing else is done."""
+        self.require()
+        self.whole = collect_or_read(self.workspace)
+        self.prepare()
 
     def require(self) -> None:
         """Refuse what can be refused before anything is collected."""

@@ -61,6 +61,12 @@ def run_analyses(
     return tuple(refused)
 
 
+def make_analysis(kind: str, workspace: Workspace) -> LayerAnalysis[Any]:
+    """Return one analysis of a job, before anything is computed."""
+    analysis: type[LayerAnalysis[Any]] = pkgutil.resolve_name(ANALYSES[kind].implementation)
+    return analysis(workspace.options.of(kind), workspace)
+
+
 def refusal(kind: str, error: UsageError) -> RefusedAnalysis:
     """Return what a job records of an analysis that was refused."""
     return RefusedAnalysis(kind=kind, code=error.code, message=error.message, pointer=error.pointer, layer=error.layer)
@@ -72,8 +78,7 @@ def _stays_with_its_kind(workspace: Workspace) -> bool:
 
 def _run(kind: str, workspace: Workspace, take_row: Callable[[LayerResult], None]) -> Any:  # noqa: ANN401 - its summary
     """Pull the rows of one analysis; return its summary."""
-    analysis: type[LayerAnalysis[Any]] = pkgutil.resolve_name(ANALYSES[kind].implementation)
-    rows = analysis(workspace.options.of(kind), workspace).rows()
+    rows = make_analysis(kind, workspace).rows()
     while True:
         try:
             take_row(next(rows))

@@ -4,7 +4,7 @@
 hooks see, a few examples at a time, and multiplied by all vectors at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,8 @@ from engine.accumulation.example_gradients import (
     tied_rows,
 )
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.layers.layer import BlockLayer, Use
+from engine.errors import ModelRefused
+from engine.layers.layer import BlockLayer, TreatedLayer, Use
 from engine.layers.tied import TiedHeadLayer
 
 
@@ -118,3 +119,21 @@ class ScoreStatistics(LayerStatistics):
             part = slice(begin, begin + step)
             products = torch.einsum("qpd,pd->qp", vectors[:, 0, found.ids[part]], found.sums[part])
             scores.index_add_(1, found.examples[part], products.to(scores.dtype))
+
+
+def statistics_of(treated: Sequence[TreatedLayer], vectors: dict[str, Tensor]) -> list[ScoreStatistics]:
+    """Return the covered layers with their vectors (Q, out_dim, in_dim), which are taken over."""
+    found = []
+    for layer in treated:
+        if layer.parts[0] not in vectors:
+            continue
+        own = torch.stack([vectors.pop(part) for part in layer.parts], 1)
+        if layer.form == "diagonal":
+            own = own.mT.contiguous()
+        found.append(ScoreStatistics(layer=layer, sharing="expand", vectors=own))
+    if vectors:
+        raise ModelRefused(
+            f"layer `{next(iter(vectors))}` was collected, and is not found now; give the same model",
+            pointer="/model",
+        )
+    return found

@@ -1,6 +1,6 @@
 """The progress of a divided job: the sum over the pieces of its round, written while they compute.
 
-done = Σ size(piece) · share(piece),  total = Σ size(piece),  size = examples or layers of the piece
+done = Σ size(piece) · share(piece),  total = Σ size(piece),  size = examples, layers or queries of the piece
 
 Children write their own progress several times a second, and there may be thousands of them: the parent's row is
 written once a second at the most, by whichever child comes first, from the rows of those that run, and from what the
@@ -24,9 +24,12 @@ from jobs.schema.tables import jobs
 _EVERY_SECONDS = 1.0
 _SUCCEEDED = "succeeded"
 """The field in which a parent's progress notes the units of pieces that have succeeded; it is never shown."""
-_SPANS = {"collect": (0.0, 60.0), "decompose": (60.0, 70.0)}
-_SPANS_OF_EKFAC = {"collect": (0.0, 30.0), "decompose": (30.0, 40.0), "correct": (40.0, 70.0)}
+_SPANS = {"collect": (0.0, 60.0), "decompose": (60.0, 70.0), "score": (70.0, 95.0)}
+_SPANS_OF_EKFAC = {**_SPANS, "collect": (0.0, 30.0), "decompose": (30.0, 40.0), "correct": (40.0, 70.0)}
 """Per cent of the job's bar at which a round begins and ends; the analyses have the rest."""
+
+_SHOWN = {"decompose": ("decomposition", "layers"), "score": ("score", "queries")}
+"""Stage and unit of a round; of the others `collection` and `examples`."""
 
 PieceState = tuple[Piece, State, Mapping[str, Any] | None]
 """A piece, the state of its job, and the progress of that."""
@@ -43,13 +46,14 @@ def progress_of_round(document: Mapping[str, Any], pieces: Sequence[PieceState])
 
 def _shown(document: Mapping[str, Any], name: str, counts: tuple[float, int], succeeded: int) -> dict[str, Any]:
     done, total = counts
+    stage, unit = _SHOWN.get(name, ("collection", "examples"))
     spans = _SPANS_OF_EKFAC if (document.get("collection") or {}).get("ekfac") else _SPANS
     begins, ends = spans.get(name, (0.0, 70.0))
     return {
-        "stage": "decomposition" if name == "decompose" else "collection",
+        "stage": stage,
         "done": int(done),
         "total": total,
-        "unit": "layers" if name == "decompose" else "examples",
+        "unit": unit,
         "layers_done": 0,
         "layers_total": None,
         "percent": round(begins + (ends - begins) * done / total, 1),

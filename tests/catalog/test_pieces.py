@@ -52,6 +52,10 @@ def test_a_number_of_pieces_is_taken_and_stored(shards: Any) -> None:
         ({"shards": 2, "collection": {"ema_decay": 0.9}}, "/collection/ema_decay", "or leave `shards` out"),
         ({"shards": 2, "capacity": {"cross_check": "ggn"}}, "/shards", "`capacity.cross_check: ggn` passes over all"),
         ({"shards": 2, "kind": "spectrum", "spectrum": {"of": ["kfac", "ggn"]}}, "/shards", "`spectrum.of: ggn`"),
+        ({"shards": 2, "kind": "sensitivity"}, "/shards", "`sensitivity` passes over all"),
+        ({"shards": 2, "kind": ["influence", "sensitivity"], "influence": {"query": GOOD["data"]}}, "/shards",
+         "`sensitivity` passes over all"),
+        ({"world_size": 2, "kind": "influence", "influence": {"query": GOOD["data"]}}, "/world_size", "`influence`"),
         ({"shards": "auto", "kind": "natural_gradient"}, "/natural_gradient/gradient", "give `gradient: {path:"),
     ],
 )  # fmt: skip
@@ -71,6 +75,8 @@ def test_what_needs_no_data_again_can_be_divided() -> None:
     gradient = {"natural_gradient": {"gradient": {"path": "g.safetensors"}}}
     assert parse({**GOOD, "kind": "natural_gradient", **gradient, "shards": 2}).shards == 2
     assert parse({**GOOD, "kind": "spectrum", "spectrum": {"of": "kfac"}, "shards": 2}).shards == 2
+    # an analysis with a round of its own
+    assert parse({**GOOD, "kind": "influence", "influence": {"query": GOOD["data"]}, "shards": 2}).shards == 2
     # options of an analysis that is not asked for are no hindrance
     assert parse({**GOOD, "kind": "factors", "capacity": {"cross_check": "ggn"}, "shards": 2}).shards == 2
 
@@ -86,13 +92,15 @@ def test_what_needs_no_data_again_can_be_divided() -> None:
         ({"end": None}, "begin"),
         ({"end": 200}, "begin"),
         ({"layers": ("fc",)}, "begin"),
+        ({"round": "score", "layers": ("fc",)}, "begin"),
         ({"round": "decompose"}, "layers"),
         ({"round": "decompose", "begin": None, "end": None, "layers": ()}, "layers"),
     ],
 )
 def test_a_piece_is_a_part_of_its_round(change: Any, field: str) -> None:
     good: Any = {"round": "collect", "index": 1, "count": 3, "begin": 64, "end": 128, "total": 150}
-    assert Piece(**good).title == "piece 2 of 3"
+    assert (Piece(**good).title, Piece(**good).unit) == ("piece 2 of 3", "examples")
+    assert Piece(**{**good, "round": "score"}).unit == "queries"
     with pytest.raises(FieldError) as caught:
         Piece(**{**good, **change})
     assert caught.value.field == field

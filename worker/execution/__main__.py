@@ -71,7 +71,7 @@ from worker.execution.pieces.division import (
     begins,
     compute_piece,
     divide,
-    enter_share,
+    enter_piece,
     join,
     joined_digests,
     joins,
@@ -229,7 +229,8 @@ def _compute(attempt: _Attempt) -> Finished | Divided:
     require_same_data(attempt.place.ranks, data_sha256)
     if assignment.piece is not None:
         workspace.ports.artifacts.save_json(READ, attempt.read.as_json(attempt.notes.as_json()))
-    finished = replace(finished, model_sha256=opened.model_sha256, data_sha256=data_sha256, examples=opened.examples)
+    examples = opened.examples if attempt.read.data is None else attempt.read.queries
+    finished = replace(finished, model_sha256=opened.model_sha256, data_sha256=data_sha256, examples=examples)
     return finished if attempt.extended is None else extended_digests(finished, attempt.extended)
 
 
@@ -296,8 +297,7 @@ def _open_model(attempt: _Attempt) -> InputDigests | Finished | Divided:
         return Finished()
     if attempt.extended is not None:
         data = enter_extension(attempt.extended, data, workspace)
-    if assignment.piece is not None:
-        data = enter_share(assignment.piece, document, data, workspace, attempt.read)
+    data = enter_piece(assignment, document, data, workspace, attempt.read)
     seed = document.collection.seed
     digests = None if begins(document, assignment) else InputDigests(loaded.model, data.batches, seed)
     with workspace.machine.operation("model to device"):

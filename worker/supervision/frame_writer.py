@@ -128,7 +128,9 @@ class LedgerSink:
         self._progress = ProgressView(
             claim.kinds,
             claim.completed,
-            collects=claim.document.get("factors") is None and claim.document.get("model") is not None,
+            collects=claim.document.get("factors") is None
+            and claim.document.get("model") is not None
+            and (claim.piece or {}).get("round") != "score",
             piece=claim.piece is not None,
             percent=claim.percent,
         )

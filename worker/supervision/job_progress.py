@@ -79,6 +79,8 @@ class ProgressView:
         if planned is not None and not divided and not self._lacks_seconds():
             return 100.0 * planned
         within = min(1.0, frame.done / frame.total) if frame.total else 0.0
+        if self._piece and not self._start:
+            return PIECE_SHARE * within
         if frame.stage == "collection":
             return 0.0 if self._after_pieces else self._start * within
         each = (100.0 - self._start) / len(self._analyses)

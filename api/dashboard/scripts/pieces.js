@@ -5,7 +5,11 @@ import { number, several } from "./format.js";
 import { bar, ENDED, statePill } from "./progress.js";
 
 const MOST_ROWS = 100;
-const ROUNDS = { collect: "Collect", correct: "Correct eigenvalues", decompose: "Decompose" };
+const ROUNDS = { collect: "Collect", correct: "Correct eigenvalues", decompose: "Decompose", score: "Score" };
+
+function counts(round, count) {
+  return round === "score" ? several(count, "query", "queries") : several(count, "example");
+}
 
 function link(id, text) {
   return h("a", { href: `#/jobs/${encodeURIComponent(id)}`, class: "strong" }, text);
@@ -14,7 +18,7 @@ function link(id, text) {
 function row(piece) {
   const share = (piece.progress ?? 0) / 100;
   const title = `piece ${piece.index + 1} of ${piece.count}`;
-  const measured = piece.layers === null ? several(piece.examples ?? 0, "example") : several(piece.layers, "layer");
+  const measured = piece.layers === null ? counts(piece.round, piece.examples ?? 0) : several(piece.layers, "layer");
   return h(
     "tr",
     { "data-state": piece.state },
@@ -71,7 +75,7 @@ export function partOf(job) {
 export function shareOf(job) {
   const { piece } = job;
   if (!job.parent || !piece) return null;
-  const share = piece.layers ? several(piece.layers.length, "layer") : `examples ${number((piece.begin ?? 0) + 1)} to ${number(piece.end ?? 0)} of ${number(piece.total ?? 0)}`;
+  const share = piece.layers ? several(piece.layers.length, "layer") : `${piece.round === "score" ? "queries" : "examples"} ${number((piece.begin ?? 0) + 1)} to ${number(piece.end ?? 0)} of ${number(piece.total ?? 0)}`;
   return ["Computes", `${(ROUNDS[piece.round] ?? piece.round).toLowerCase()}: ${share}`];
 }
 

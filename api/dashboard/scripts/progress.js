@@ -55,7 +55,7 @@ export function stageSentence(job) {
     return job.failures ? `${wanted}, after ${several(job.failures, "failed attempt")}` : wanted;
   }
   if (!progress?.stage) return job.state === "running" ? "Starting" : "";
-  const stage = { model: "Loading the model", data: "Reading the data", collection: "Collecting curvature", cross_check: "Computing the exact curvature", products: "Multiplying by the exact curvature", decomposition: "Decomposing", training: "Training", fewshot_training: "Testing" }[progress.stage];
+  const stage = { model: "Loading the model", data: "Reading the data", collection: "Collecting curvature", cross_check: "Computing the exact curvature", products: "Multiplying by the exact curvature", decomposition: "Decomposing", score: "Scoring queries", training: "Training", fewshot_training: "Testing" }[progress.stage];
   const counted = progress.done ? `${number(progress.done)} ${progress.unit}` : "";
   const done = progress.total ? `${number(progress.done)} of ${number(progress.total)} ${progress.unit}` : counted;
   if (progress.stage === "series") return `Measuring and comparing checkpoints · ${done}`;

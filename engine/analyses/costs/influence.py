@@ -22,7 +22,9 @@ def influence_cost(params: InfluenceParams, job: PlannedJob) -> Cost:
     trainable = 0 if model is None else item * sum(each.numel() for each in model.parameters())
     queries = params.block if query is None else query.examples or params.block
     block, work = min(params.block, queries), job.work
-    kept = item * queries * work.examples * (1 + len(params.groups))
+    # all of them, where a piece of a divided job collects some, or `update_freq` lets some enter
+    examples = workspace.inputs.whole_examples or work.examples
+    kept = item * queries * examples * (1 + len(params.groups))
     one, searched = block * trainable, params.of == "ggn"
     terms = [
         *job.carried(_STAGE),
@@ -42,11 +44,11 @@ def influence_cost(params: InfluenceParams, job: PlannedJob) -> Cost:
         terms.append(term("solved", "8 · (3 · block · in · out + in² + out²)", size, job.place, _STAGE, layer.name))
         numbers += layer.groups * own
     passes = -(-queries // block)
-    gradients = passes * work.examples + 2 * queries
+    gradients = passes * examples + 2 * queries
     if searched:
-        gradients += _OF_A_PRODUCT * params.iterations * queries * work.examples
-    slices = passes * -(-work.examples // work.batch) + queries
+        gradients += _OF_A_PRODUCT * params.iterations * queries * examples
+    slices = passes * -(-examples // work.batch) + queries
     seconds = gradients * work.example_seconds + slices * work.slice_seconds
-    seconds += 2 * queries * work.examples * numbers / work.pace.operations_per_second
+    seconds += 2 * queries * examples * numbers / work.pace.operations_per_second
     files = KeptFiles(name="scores", formula="queries · examples · groups", size_bytes=kept)
     return Cost(terms=tuple(terms), seconds={_STAGE: seconds}, kept=(files,))

@@ -1,14 +1,16 @@
-"""Scored queries: a block of them that is done, stored for an attempt that begins after it."""
+"""Scored queries: a block of them that is done, stored for an attempt that begins after it, or for a divided job."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from catalog.analyses.influence import InfluenceParams, QueryInfluence, ScoredExample
+from engine.errors import NotMergeable
 from engine.factors.kronecker_factors import digest
-from engine.workspace import ModelInputs, Workspace, load_sealed, save_sealed
+from engine.workspace import Artifacts, ModelInputs, Workspace, load_sealed, save_sealed
 
 _FOLDER = "influence"
 _CHARACTERS = 500
@@ -27,6 +29,17 @@ class ScoredQueries:
     """By layer: the sum of the queries' squared gradient norms."""
     inner: list[float]
     """By layer: the sum of gᵀ(C + λ)⁻¹g."""
+    entered: dict[str, Any]
+    """Count and digests of its queries, as ``EnteredExamples`` has them."""
+    queries: int | None
+    """All queries, of a piece that has a part of them."""
+    listed: list[dict[str, Any]] = field(default_factory=list)
+    """Those that the summary lists, each as ``QueryInfluence``."""
+
+
+def scores_file(number: int) -> str:
+    """Return the name of the file with the scores of a block."""
+    return f"{_FOLDER}/scores-{number:05d}.safetensors"
 
 
 def remember(
@@ -35,13 +48,17 @@ def remember(
     """Store a block by its number, with its scores (Q, N) by group, and what both depend on."""
     scratch = workspace.ports.scratch
     if scratch is not None and workspace.saves_checkpoints:
-        scratch.save_tensors(f"{_FOLDER}/{number}.safetensors", scores, {})
-        body = {
-            "conditions": {**workspace.resume.conditions, **stands},
-            "block": asdict(block),
-            "digests": {name: digest(own) for name, own in scores.items()},
-        }
-        save_sealed(scratch, f"{_FOLDER}/{number}.json", body)
+        scratch.save_tensors(scores_file(number), scores, {})
+        seal(scratch, number, block, scores, {**workspace.resume.conditions, **stands})
+
+
+def seal(
+    place: Artifacts, number: int, block: ScoredQueries, scores: dict[str, Tensor], conditions: Mapping[str, Any]
+) -> None:
+    """Store the numbers of a block, the digests of its scores and what both depend on."""
+    digests = {name: digest(own) for name, own in scores.items()}
+    body = {"conditions": conditions, "block": asdict(block), "digests": digests}
+    save_sealed(place, f"{_FOLDER}/{number}.json", body)
 
 
 def recall(
@@ -51,15 +68,40 @@ def recall(
     scratch = workspace.ports.scratch
     if scratch is None or not workspace.saves_checkpoints:
         return None
+    return unseal(scratch, number, lambda: {**workspace.resume.conditions, **stands()})
+
+
+def unseal(
+    place: Artifacts, number: int, conditions: Callable[[], Mapping[str, Any]]
+) -> tuple[ScoredQueries, dict[str, Tensor]] | None:
+    """Return a block, if it is stored with these conditions and its files are whole."""
     try:
-        table = load_sealed(scratch, f"{_FOLDER}/{number}.json")
+        table = load_sealed(place, f"{_FOLDER}/{number}.json")
         block = ScoredQueries(**table["block"])
-        if table["conditions"] != {**workspace.resume.conditions, **stands()}:
+        if table["conditions"] != conditions():
             return None
-        scores = scratch.load_tensors(f"{_FOLDER}/{number}.safetensors")
+        scores = place.load_tensors(scores_file(number))
         return (block, scores) if {name: digest(own) for name, own in scores.items()} == table["digests"] else None
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
+
+
+def read_parts(parts: Sequence[Artifacts]) -> Iterator[tuple[ScoredQueries, dict[str, Tensor]]]:
+    """Yield the blocks that the pieces of a divided job have stored, in the order of the queries.
+
+    Raises:
+        NotMergeable: If one is missing or damaged.
+    """
+    number, done, total = 0, 0, 0
+    for part in parts:
+        while (found := unseal(part, number, dict)) is not None:
+            yield found
+            number, done, total = number + 1, done + int(found[0].entered["count"]), found[0].queries or 0
+    if done != total or (parts and not number):
+        raise NotMergeable(
+            f"the pieces have whole scores of {done} queries, and there are {total}: the next ones are missing or "
+            "damaged; submit the job again"
+        )
 
 
 def list_queries(

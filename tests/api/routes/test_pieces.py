@@ -1,15 +1,20 @@
 """A divided job over HTTP and on its page: its pieces with it, and the way between them."""
 
+import secrets
 from typing import Any
 
 import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
-from catalog.frames import Failed, Finished
-from jobs.queue import attempt_endings, attempt_writes
+from catalog.frames import Divided, Failed, Finished
+from catalog.record import plain
+from catalog.requests.pieces import Piece
+from jobs.queue import attempt_endings, attempt_writes, claims
+from jobs.queue.division import divide
 from jobs.queue.piece_progress import report_piece
 from jobs.records import LOCAL_TENANT
+from jobs.repository.pieces import read_pieces
 from jobs.schema.identifiers import new_id
 from tests.api import seeding
 from tests.api.conftest import Embedded, Keyed
@@ -126,6 +131,36 @@ def test_the_page_shows_the_pieces_as_they_are_computed(page: Page, embedded: Em
     expect(page.get_by_text("collect: examples 1 to 16 of 48")).to_be_visible()
     expect(page.get_by_text("The results are on the page of the whole job.")).to_be_visible()
     expect(page.get_by_text("layers.csv")).to_have_count(0)
+
+
+@pytest.mark.browser
+def test_the_page_shows_a_round_of_queries(page: Page, embedded: Embedded) -> None:  # noqa: F811
+    engine = embedded.engine
+    job_id, collected = seeding.divided(engine, LOCAL_TENANT, 2)
+    for each in collected:
+        attempt_endings.finish(engine, each)
+    parent = claims.claim(engine, job_id, "node-7:4711", secrets.token_hex(8), 3600)
+    assert parent is not None
+    shares = ((0, 4), (4, 7))
+    pieces = tuple(
+        plain(Piece(round="score", index=place, count=2, begin=begin, end=end, total=7))
+        for place, (begin, end) in enumerate(shares)
+    )
+    assert divide(engine, parent, Divided(round="score", pieces=pieces)) == "waiting"
+    first = next(each.id for each in read_pieces(engine, LOCAL_TENANT, job_id) if each.piece.round == "score")
+    scoring = claims.claim(engine, first, "node-7:4711", secrets.token_hex(8), 3600)
+    assert scoring is not None
+    attempt_writes.write_progress(engine, scoring, {"stage": "influence", "percent": 50.0})
+    report_piece(engine, scoring, begins=True)
+    page.goto(f"/#/jobs/{job_id}")
+    expect(page.get_by_text("Scoring queries in pieces · 2 of 7 queries")).to_be_visible()
+    rows = page.get_by_role("region", name="Table of pieces").locator("tbody tr")
+    expect(rows).to_have_count(4)
+    expect(rows.nth(2)).to_contain_text("Score · 4 queries")
+    # the round fills the bar from 70 to 95 per cent
+    expect(page.get_by_role("progressbar", name="Progress of the job")).to_have_attribute("aria-valuenow", "77")
+    rows.nth(2).get_by_role("link", name="piece 1 of 2").click()
+    expect(page.get_by_text("score: queries 1 to 4 of 7")).to_be_visible()
 
 
 @pytest.mark.browser

@@ -177,7 +177,7 @@ def test_an_attempt_takes_over_the_blocks_of_the_one_before_unless_they_were_har
     truth, expected = run(scratch)
     assert taken_over() == 0
     # killed after the first block, and after the tensors of the second
-    names = ["influence/1.json", "influence/2.json", "influence/2.safetensors"]
+    names = ["influence/1.json", "influence/2.json", "influence/scores-00002.safetensors"]
     for held in (scratch.tables, scratch.tensors):
         for name in names:
             held.pop(name, None)
@@ -186,7 +186,7 @@ def test_an_attempt_takes_over_the_blocks_of_the_one_before_unless_they_were_har
         left = MemoryArtifacts()
         left.tensors, left.tables = copy.deepcopy(scratch.tensors), copy.deepcopy(scratch.tables)
         if way == "flipped":
-            left.tensors["influence/0.safetensors"]["scores"].view(torch.uint8).view(-1)[:1] ^= 1
+            left.tensors["influence/scores-00000.safetensors"]["scores"].view(torch.uint8).view(-1)[:1] ^= 1
         elif way == "cut":
             left.tables["influence/0.json"]["body"]["block"].pop("terms")
         found, scored_now = run(left, shift=1e-3 if way == "other" else 0.0)

@@ -34,6 +34,14 @@ def test_of_data_without_a_length_no_share_is_told() -> None:
     assert written(view, 0, 4, "capacity")["percent"] == 83.3  # 100 of 120 planned seconds
 
 
+def test_a_piece_of_queries_counts_those_that_are_scored() -> None:
+    view = ProgressView(["capacity", "influence"], [], collects=False, piece=True)
+    view.take_plan(PLAN)
+    assert written(view, 0, None, "model")["percent"] == 0
+    assert written(view, 4, 8, "influence")["percent"] == job_progress.PIECE_SHARE / 2
+    assert written(view, 8, 8, "influence")["percent"] == job_progress.PIECE_SHARE
+
+
 def test_products_with_an_exact_curvature_take_most_of_a_spectrums_part() -> None:
     view = ProgressView(["capacity", "spectrum"], [], collects=True)
     view.take_plan({**PLAN, "search": {"length": 40, "columns": 8}})

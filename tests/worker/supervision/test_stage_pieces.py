@@ -2,6 +2,7 @@
 
 import json
 import secrets
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,14 +17,17 @@ from worker.supervision.stage_pieces import files_of_others
 from worker.supervision.supervisor import Supervisor
 
 FIRST, SECOND = 3, 2
-STEPS = [
-    *(["started"], ["plan", {"device_peak_bytes": 10}]),
-    ["if_piece", ["collect"], ["finish", 2]],
-    ["divide", FIRST],
-    ["artifact", "merged.json", "{}"],
-    ["divide", SECOND, "correct"],
-    *(["merge"], ["summary"], ["finish"]),
-]
+
+
+def steps(second: str = "correct") -> list[Any]:
+    return [
+        *(["started"], ["plan", {"device_peak_bytes": 10}]),
+        ["if_piece", ["collect"], ["finish", 2]],
+        ["divide", FIRST],
+        ["artifact", "merged.json", "{}"],
+        ["divide", SECOND, second],
+        *(["merge"], ["summary"], ["finish"]),
+    ]
 
 
 def squares(pieces: int) -> int:
@@ -35,20 +39,22 @@ def squares(pieces: int) -> int:
 def attempt(ledger: Any, settings: Any, scripted: Any) -> Any:
     """Claim the next job of the queue, run one attempt, and return the job's id."""
 
-    def run(*steps: Any) -> str:
+    def run(*own: Any) -> str:
         chosen = settings()
         held = claim(ledger, next_claimable(ledger)[0], "test", secrets.token_hex(8), chosen.ledger.lease_seconds)
         assert held is not None
-        Supervisor(ledger, held, chosen, scripted(*(steps or STEPS))).run()
+        Supervisor(ledger, held, chosen, scripted(*own)).run()
         return held.job_id
 
     return run
 
 
+@pytest.mark.parametrize("second", ["correct", "score"])
 def test_a_job_goes_on_after_each_round_with_the_files_of_its_pieces(
-    ledger: Any, submitted: Any, attempt: Any, job: Any, events: Any, settings: Any
+    ledger: Any, submitted: Any, attempt: Any, job: Any, events: Any, settings: Any, second: str
 ) -> None:
-    job_id = submitted(shards=FIRST, collection={"ekfac": True})
+    attempt = partial(attempt, *steps(second))
+    job_id = submitted(shards=FIRST, collection={"ekfac": second == "correct"})
     files = ArtifactFolder(settings().ledger.artifact_root)
 
     def told(of_job: str, name: str) -> Any:
@@ -61,15 +67,18 @@ def test_a_job_goes_on_after_each_round_with_the_files_of_its_pieces(
     assert len({attempt() for _ in range(FIRST)}) == FIRST
     assert job(job_id).state == "queued"
     assert attempt() == job_id
-    assert (job(job_id).state, job(job_id).progress["percent"]) == ("waiting", 40.0)
-    second = [attempt() for _ in range(SECOND)]
+    progress = job(job_id).progress
+    begins = {"correct": ("collection", "examples", 40.0), "score": ("score", "queries", 70.0)}[second]
+    assert job(job_id).state == "waiting"
+    assert (progress["stage"], progress["unit"], progress["percent"]) == begins
+    later = [attempt() for _ in range(SECOND)]
     # a piece of the second round finds the first round, and what the job itself had written by then
-    for each in second:
+    for each in later:
         assert told(each, "factors/squares.json")["before"] == {"collect": squares(FIRST), "own": 1}
     assert attempt() == job_id
     done = job(job_id)
     assert (done.state, done.attempt, done.failures) == ("succeeded", 3, 0)
-    whole = {"collect": squares(FIRST), "correct": squares(SECOND), "own": 1}
+    whole = {"collect": squares(FIRST), second: squares(SECOND), "own": 1}
     assert told(job_id, "factors/sum.json") == whole
     (row,) = layer_rows(ledger, LOCAL_TENANT, job_id).items
     assert row.outcome["metrics"]["effective_rank"] == sum(whole.values())
@@ -83,8 +92,8 @@ def test_a_job_goes_on_after_each_round_with_the_files_of_its_pieces(
         told_of
         == [("collect", "running"), ("collect", "succeeded")] * FIRST
         + [
-            ("correct", "running"),
-            ("correct", "succeeded"),
+            (second, "running"),
+            (second, "succeeded"),
         ]
         * SECOND
     )

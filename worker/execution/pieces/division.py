@@ -2,10 +2,11 @@
 
 no round yet        cut the data, plan the collection of a piece, end with ``Divided``
 as a piece          collect the sums of its examples, or correct their eigenvalues, or decompose its layers of the
-                    merged factors, and store them
+                    merged factors, and store them; or score its queries over the merged factors
 `collect` ended     merge; where it pays, end with ``Divided`` into pieces of layers
 `decompose` ended   with EK-FAC store the eigenbases, and end with ``Divided`` once more
-all rounds ended    analyse the merged factors, as a job over stored factors does
+then                with an analysis of queries, end with ``Divided`` into as many pieces as collected, of whole blocks
+all rounds ended    analyse the merged factors, as a job over stored factors does, and join the scores
 
 `shards: auto` takes so many pieces::
 
@@ -17,7 +18,7 @@ device gains nothing from pieces.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,15 +27,21 @@ from catalog.record import plain
 from catalog.requests.assignment import Assignment, FinishedPiece
 from catalog.requests.job import JobDocument
 from catalog.requests.pieces import PIECES_PER_DEVICE, ROUNDS, Piece, auto_pieces
+from engine.analyses.run_analyses import make_analysis
 from engine.collect import collect_or_read, plan_collection
 from engine.measurement.piece_storage import store_bases, store_correction, store_layers, store_piece
 from engine.memory.plan import read_plan
-from engine.workspace import DataPart, JobOptions, Workspace
-from worker.execution.data.stream import DataStream
+from engine.workspace import DataPart, JobOptions, ModelInputs, Workspace
+from worker.execution.data.stream import Chunk, DataStream
 from worker.execution.files.artifact_files import ArtifactFiles
-from worker.execution.pieces.data_extent import cut_pieces, measure_extent, read_share
+from worker.execution.pieces.data_extent import Extent, cut_pieces, measure_extent, read_share
 from worker.execution.pieces.decompose_round import Circumstances, divide_decompositions
-from worker.execution.pieces.read_digests import ReadDigests, require_one_pass, require_same_pieces
+from worker.execution.pieces.read_digests import (
+    ReadDigests,
+    count_queries,
+    require_one_pass,
+    require_same_pieces,
+)
 from worker.execution.refusal import Refusal
 
 LEAST_SECONDS = 60.0
@@ -65,6 +72,11 @@ def choose_count(plan: Mapping[str, Any], planned: int, devices: int, cuts: int)
     return count, f"the collection takes about {seconds:.0f} s of one device; {limit}"
 
 
+def with_round(options: JobOptions) -> str | None:
+    """Return the analysis with a round of its own; None where none is asked for."""
+    return next((kind for kind in options.kinds if getattr(options.of(kind), "has_round", False)), None)
+
+
 def begins(document: JobDocument, assignment: Assignment) -> bool:
     """Return whether an attempt has to divide its job before anything is collected."""
     undivided = assignment.piece is None and not assignment.pieces
@@ -83,6 +95,8 @@ def collecting(options: JobOptions) -> JobOptions:
 
 def divide(document: JobDocument, devices: int, data: DataStream, workspace: Workspace) -> Divided:
     """Cut the data of a job into pieces, once the plan of a piece is known."""
+    if (kind := with_round(workspace.options)) is not None:
+        make_analysis(kind, workspace).require()
     extent = measure_extent(data, document.collection, workspace.ports.raise_if_cancelled)
     cuts, log = len(extent.cuts), workspace.ports.log
     asked = most_pieces(devices, cuts) if document.shards == "auto" else int(document.shards or 1)
@@ -112,10 +126,42 @@ def enter_share(
 ) -> DataStream:
     """Put the data of one piece in the place of the whole, and leave the analyses to the job that merges them."""
     share, inputs = read_share(data, piece, document.collection.batch_size, digests), workspace.inputs
+    if digests is not None and inputs.query is not None:
+        query, checkpoint = _stream_of(inputs.query), workspace.ports.raise_if_cancelled
+        digests.queries = measure_extent(query, document.collection, checkpoint).examples
     workspace.options = collecting(workspace.options)
     inputs.batches, inputs.examples, inputs.labels = share.batches, share.examples, share.labels
-    inputs.part = DataPart(begin=piece.begin or 0, end=piece.end or 0, examples=piece.total or 0, batches=data.batches)
+    inputs.part = _part(piece, data.batches)
     return share
+
+
+def enter_piece(
+    assignment: Assignment, document: JobDocument, data: DataStream, workspace: Workspace, digests: ReadDigests
+) -> DataStream:
+    """Put what a piece has in the place of the whole: examples, or queries beside all the data."""
+    piece, inputs, kind = assignment.piece, workspace.inputs, with_round(workspace.options)
+    if piece is None:
+        return data
+    if piece.round != "score" or kind is None or inputs.query is None:
+        return enter_share(piece, document, data, workspace, digests)
+    collected, query, digests.data = assignment.pieces[0].piece, _stream_of(inputs.query), ReadDigests()
+    whole = replace(collected, begin=0, end=collected.total)
+    data = read_share(data, whole, document.collection.batch_size, digests.data)
+    inputs.batches, inputs.examples, inputs.labels = data.batches, data.examples, data.labels
+    share = read_share(query, piece, workspace.options.of(kind).block, digests)
+    digests.queries = share.examples
+    inputs.query = replace(
+        inputs.query, batches=share.batches, examples=share.examples, part=_part(piece, query.batches)
+    )
+    return data
+
+
+def _stream_of(inputs: ModelInputs) -> DataStream:
+    return DataStream(batches=inputs.batches or (lambda: iter(())), examples=inputs.examples)
+
+
+def _part(piece: Piece, batches: Callable[[], Iterator[Chunk]]) -> DataPart:
+    return DataPart(begin=piece.begin or 0, end=piece.end or 0, examples=piece.total or 0, batches=batches)
 
 
 def compute_piece(assignment: Assignment, piece: Piece, workspace: Workspace) -> None:
@@ -125,31 +171,49 @@ def compute_piece(assignment: Assignment, piece: Piece, workspace: Workspace) ->
     elif piece.round == "correct":
         workspace.inputs.bases = _stored_by_job(assignment)
         store_correction(workspace)
+    elif piece.round == "score" and (kind := with_round(workspace.options)) is not None:
+        _take_corrections(take_pieces(assignment, workspace)[2], assignment, workspace)
+        workspace.options = replace(workspace.options, kinds=(kind,), keep=(), decomposition="none")
+        collect_or_read(workspace)
+        plan_collection(workspace, len(workspace.inputs.stored_pieces), workspace.options)
+        make_analysis(kind, workspace).begin()
     else:
         store_piece(workspace)
 
 
 def join(document: JobDocument, assignment: Assignment, workspace: Workspace) -> Divided | None:
     """Take the pieces of the rounds that have ended as the job's factors."""
-    collected, decomposed, corrected = take_pieces(assignment, workspace)
+    collected, decomposed, corrected, scored = take_pieces(assignment, workspace)
     if assignment.plan is not None:
         # what is measured from here on stands beside what the job's first attempt has planned
         workspace.machine.curve.stages.plan = read_plan(assignment.plan)
-    if not decomposed and not corrected and (divided := _divide_decompositions(collected, assignment, workspace)):
+    later = decomposed or corrected or scored
+    if not later and (divided := _divide_decompositions(collected, assignment, workspace)):
         return divided
-    if not document.collection.ekfac:
-        return None
+    if document.collection.ekfac and not corrected:
+        store_bases(workspace)
+        return _divided(tuple(replace(each.piece, round="correct") for each in collected), workspace.ports.log)
+    _take_corrections(corrected, assignment, workspace)
+    kind = with_round(workspace.options)
+    if kind is not None and not scored:
+        queries, block = count_queries(collected), workspace.options.of(kind).block
+        extent = Extent(examples=queries, cuts=tuple(range(0, queries, block)))
+        pieces = cut_pieces(extent, min(len(collected), len(extent.cuts)), "score")
+        return _divided(pieces, workspace.ports.log)
+    workspace.inputs.stored_scores = tuple(ArtifactFiles(each.path, None) for each in scored)
+    return None
+
+
+def _take_corrections(corrected: tuple[FinishedPiece, ...], assignment: Assignment, workspace: Workspace) -> None:
+    """Take EK-FAC's eigenvalues, where pieces have corrected them, in the bases that the job has stored."""
     if corrected:
         workspace.inputs.bases = _stored_by_job(assignment)
         workspace.inputs.stored_corrections = tuple(ArtifactFiles(each.path, None) for each in corrected)
-        return None
-    store_bases(workspace)
-    return _divided(tuple(replace(each.piece, round="correct") for each in collected), workspace.ports.log)
 
 
 def take_pieces(assignment: Assignment, workspace: Workspace) -> tuple[tuple[FinishedPiece, ...], ...]:
     """Take what pieces have collected as the job's factors, and what they have decomposed of them."""
-    _require_one_model(assignment.pieces)
+    _require_one_job(assignment.pieces, with_round(workspace.options))
     found = tuple(tuple(each for each in assignment.pieces if each.piece.round == name) for name in ROUNDS)
     inputs = workspace.inputs
     inputs.stored_pieces, inputs.stored_decompositions = (
@@ -205,7 +269,7 @@ def _divided(pieces: tuple[Piece, ...], log: Callable[[str, str], None]) -> Divi
     first, last = pieces[0], pieces[-1]
     log(
         "info",
-        f"round `{first.round}`: {len(pieces)} piece{'s' if len(pieces) > 1 else ''} of the {last.end} examples, "
+        f"round `{first.round}`: {len(pieces)} piece{'s' if len(pieces) > 1 else ''} of the {last.end} {first.unit}, "
         f"from {(last.end or 0) - (last.begin or 0)} to {(first.end or 0) - (first.begin or 0)} each",
     )
     return Divided(round=first.round, pieces=tuple(plain(each) for each in pieces))
@@ -217,8 +281,8 @@ def _stored_by_job(assignment: Assignment) -> ArtifactFiles:
     return ArtifactFiles(assignment.divided, None)
 
 
-def _require_one_model(pieces: tuple[FinishedPiece, ...]) -> None:
-    """Refuse pieces of different models, of data that differ, and with other examples than they were given."""
+def _require_one_job(pieces: tuple[FinishedPiece, ...], kind: str | None) -> None:
+    """Refuse pieces of different models, of data or queries that differ, and with others than they were given."""
     measured = [each for each in pieces if each.piece.round != "decompose"]
     first = measured[0]
     for each in measured:
@@ -232,11 +296,13 @@ def _require_one_model(pieces: tuple[FinishedPiece, ...]) -> None:
             )
         if each.examples != (each.piece.end or 0) - (each.piece.begin or 0):
             raise Refusal(
-                f"{each.piece.title} of round `{each.piece.round}` has the examples {each.piece.begin} to "
+                f"{each.piece.title} of round `{each.piece.round}` has the {each.piece.unit} {each.piece.begin} to "
                 f"{each.piece.end}, and read {each.examples}; the source must give the same examples every time",
                 pointer="/data",
                 code="data_differ",
             )
-    rounds = [tuple(each for each in measured if each.piece.round == name) for name in ("collect", "correct")]
-    require_one_pass(rounds[0])
-    require_same_pieces(*rounds)
+    collected, _, corrected, scored = ([each for each in measured if each.piece.round == name] for name in ROUNDS)
+    require_one_pass(collected)
+    require_same_pieces(collected, corrected)
+    require_one_pass(scored, "query", f"/{kind}/query")
+    require_same_pieces(collected[-1:] * len(scored), scored)

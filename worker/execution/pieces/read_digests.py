@@ -6,7 +6,8 @@ where it begins must be that of the piece before it up to where that one ended::
     before(0) = SHA-256 of nothing        before(k) = after(k − 1)
 
 So a source that shuffles anew in each process, or changes meanwhile, ends the job: some examples would be counted twice
-and others never. A piece of a later round must have read what the piece of the first round with its place has.
+and others never. A piece of a later round must have read what the piece of the first round with its place has. A piece
+of the round `score` has these digests of its queries, and must have read all the data that the first round has.
 """
 
 import hashlib
@@ -32,6 +33,10 @@ class ReadDigests:
         """Digest of the batches before the piece."""
         self.after: str | None = None
         """Digest of those and the piece's own."""
+        self.queries: int | None = None
+        """Queries of an analysis with a round of its own: all, as the first round counts them, or the piece's."""
+        self.data: ReadDigests | None = None
+        """Those of all the data, of a piece that has a part of the queries."""
 
     def watch(self, batches: Iterator[Batch], begin: int, end: int) -> Iterator[Batch]:
         """Pass on the batches of a pass, and take their digests until a pass has come to the end of the piece."""
@@ -48,7 +53,13 @@ class ReadDigests:
 
     def as_json(self, notes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the digests for the piece's file, beside the notes of its loaders."""
-        return {"before": self.before, "after": self.after, _NOTES: notes}
+        data = None if self.data is None else self.data.after
+        return {"before": self.before, "after": self.after, "queries": self.queries, "data": data, _NOTES: notes}
+
+
+def count_queries(pieces: Sequence[FinishedPiece]) -> int:
+    """Return how many queries the first piece of a job has counted."""
+    return int(_read(pieces[0], "queries"))
 
 
 def read_notes(pieces: Sequence[FinishedPiece]) -> Mapping[str, Any]:
@@ -58,28 +69,28 @@ def read_notes(pieces: Sequence[FinishedPiece]) -> Mapping[str, Any]:
     return found
 
 
-def require_one_pass(pieces: Sequence[FinishedPiece]) -> None:
-    """Require that all pieces of a round have read the same data in the same order."""
+def require_one_pass(pieces: Sequence[FinishedPiece], what: str = "example", pointer: str = "/data") -> None:
+    """Require that all pieces of a round have read the same examples, or queries, in the same order."""
     reached, last = "", None
     for each in pieces:
-        before, after = _digests(each)
+        before, after = _read(each, "before"), _read(each, "after")
         # one that does not follow the other is for the merge to find
         if last is not None and last.piece.end == each.piece.begin and before != reached:
             raise Refusal(
-                f"are not the same in every piece: up to example {each.piece.begin}, {last.piece.title} of round "
+                f"are not the same in every piece: up to {what} {each.piece.begin}, {last.piece.title} of round "
                 f"`{each.piece.round}` read data of the digest {reached}, and {each.piece.title} {before}; a source "
                 "must give the same examples in the same order every time: seed what it shuffles by, and change no "
                 "file while the job runs",
-                pointer="/data",
+                pointer=pointer,
                 code="data_differ",
             )
         reached, last = after, each
 
 
 def require_same_pieces(first: Sequence[FinishedPiece], later: Sequence[FinishedPiece]) -> None:
-    """Require that the pieces of a later round have read what those of the first have."""
+    """Require that pieces of a later round have read what those of the first have; of `score` each all of the data."""
     for one, other in zip(first, later, strict=False):
-        (_, before), (_, after) = _digests(one), _digests(other)
+        before, after = _read(one, "after"), _read(other, "data" if other.piece.round == "score" else "after")
         if before != after:
             raise Refusal(
                 f"are not the same in every round: up to example {one.piece.end}, {one.piece.title} read data of the "
@@ -90,10 +101,9 @@ def require_same_pieces(first: Sequence[FinishedPiece], later: Sequence[Finished
             )
 
 
-def _digests(piece: FinishedPiece) -> tuple[str, str]:
+def _read(piece: FinishedPiece, name: str) -> str:
     try:
-        found = ArtifactFiles(piece.path, None).load_json(FILE)
-        return str(found["before"]), str(found["after"])
+        return str(ArtifactFiles(piece.path, None).load_json(FILE)[name])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Refusal(
             f"cannot be told to be the same in every piece: {piece.piece.title} of round `{piece.piece.round}` did not "

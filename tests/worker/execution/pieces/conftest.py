@@ -54,7 +54,9 @@ class Runner:
     folder: Path
     store: Path
 
-    def attempt(self, assignment: dict[str, Any]) -> tuple[list[Frame], Finished | Divided]:
+    def attempt(
+        self, assignment: dict[str, Any], flag: StopFlag | None = None
+    ) -> tuple[list[Frame], Finished | Divided]:
         """One attempt; what it raises is raised."""
         given = {
             "threads": 1,
@@ -65,7 +67,7 @@ class Runner:
             **assignment,
         }
         with tempfile.TemporaryFile() as pipe:
-            last = execute(read_assignment(json.dumps(given).encode()), FramePipe(pipe.fileno()), StopFlag())
+            last = execute(read_assignment(json.dumps(given).encode()), FramePipe(pipe.fileno()), flag or StopFlag())
             os.lseek(pipe.fileno(), 0, os.SEEK_SET)
             return [decode(line) for line in pipe], last
 
