@@ -325,7 +325,8 @@ def test_a_view_that_was_left_before_it_was_there_does_not_come_back(page: Page,
 def test_rows_that_come_late_do_not_take_the_place_of_later_ones(page: Page, embedded: Embedded) -> None:
     claim = seeding.running(embedded.engine, LOCAL_TENANT)
     page.add_init_script("Date.now = () => globalThis.later ?? 1_000_000_000_000")
-    with page.expect_response("**/layers?*"):
+    # the second of two, for the analysis that is opened first is asked for first
+    with page.expect_response("**/layers?kind=factors*"):
         page.goto(f"/#/jobs/{claim.job_id}")
     usual = page.get_by_role("columnheader", name="Effective dim.")
     with answered_late(page, "**/layers?*") as late:
