@@ -1,13 +1,9 @@
 """Maintenance in every API process: one thread for wake-ups to workers, jobs of silent workers, last uses of keys.
 
-Several processes may do so at once; the ledger makes that harmless. The thread outlives every failure of the database
-and of the broker: it logs the first one, and again when they are back.
+Several processes may do so at once; the ledger makes that harmless.
 """
 
-import logging
-import threading
-import time
-
+import structlog
 from celery import Celery
 from sqlalchemy import Engine
 
@@ -16,11 +12,10 @@ from jobs.objects.artifacts import open_artifacts
 from jobs.objects.uploads import sweep_uploads
 from jobs.queue.broker_backlog import BrokerBacklog
 from jobs.queue.outbox import relay
-from jobs.queue.reaper import end_overdue, reap_expired
+from jobs.queue.reaper import reap
+from jobs.rounds import Round, Rounds
 from jobs.settings import LedgerSettings
 from jobs.tenancy.key_uses import KeyUses
-
-_log = logging.getLogger("kronoscope.api.maintenance")
 
 _WAKEUP_TASK = "worker.tasks.ring"
 """The name of the Celery task; no other package imports the worker."""
@@ -67,7 +62,7 @@ class WakeupSender:
 
 
 class Maintenance:
-    """The thread that runs relay and reaper, each at an interval of its own, and writes uses of keys."""
+    """The thread that runs relay and reaper, and writes uses of keys."""
 
     def __init__(self, engine: Engine, settings: LedgerSettings, wakeups: WakeupSender | None) -> None:
         """Set up the thread without starting it.
@@ -75,86 +70,51 @@ class Maintenance:
         Args:
             engine: The ledger's database.
             settings: The intervals, in seconds.
-            wakeups: The sender; None if there is no broker: then only the reaper runs.
+            wakeups: The sender; None if there is no broker: then nothing is relayed.
         """
         self._engine = engine
         self._settings = settings
         self._wakeups = wakeups
         self.key_uses = KeyUses()
         """The uses of keys that are not written yet."""
-        self._wake = threading.Event()
-        self._stopping = False
-        self._failing: set[str] = set()
-        self._thread = threading.Thread(target=self._run, name="maintenance", daemon=True)
+        table: list[Round] = [
+            ("reaped or overdue", settings.reaper_seconds, lambda: reap(engine)),
+            ("note of keys", settings.reaper_seconds, self._write_uses),
+            ("uploads removed", settings.sweep_seconds, self._sweep_uploads),
+        ]
+        if wakeups is not None:
+            table.insert(0, ("relay", settings.relay_seconds, self._relay))
+        self._rounds = Rounds(
+            "maintenance", table, structlog.get_logger("kronoscope.api.maintenance"), self._write_last
+        )
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread.start()
+        self._rounds.start()
 
     def stop(self) -> None:
         """End the thread after its current round, within ten seconds."""
-        self._stopping = True
-        self._wake.set()
-        self._thread.join(timeout=10)
+        self._rounds.stop(10)
         if self._wakeups is not None:
             self._wakeups.close()
 
     def wake(self) -> None:
         """Run the relay now, as a job was just submitted."""
         if self._wakeups is not None:
-            self._wake.set()
-
-    @property
-    def broker_failing(self) -> bool:
-        """Whether the last round of the relay failed."""
-        return "relay" in self._failing
-
-    def _run(self) -> None:
-        next_relay = next_reap = next_sweep = time.monotonic()
-        while not self._stopping:
-            if self._wakeups is not None and (self._wake.is_set() or time.monotonic() >= next_relay):
-                self._wake.clear()
-                self._attempt("relay")
-                next_relay = time.monotonic() + self._settings.relay_seconds
-            if time.monotonic() >= next_reap:
-                self._attempt("reaper")
-                self._attempt("note of keys")
-                next_reap = time.monotonic() + self._settings.reaper_seconds
-            if time.monotonic() >= next_sweep:
-                self._attempt("sweep of uploads")
-                next_sweep = time.monotonic() + self._settings.sweep_seconds
-            due = next_reap if self._wakeups is None else min(next_reap, next_relay)
-            self._wake.wait(max(0.05, due - time.monotonic()))
-        if not self._failing:  # a database that is away would hold up the end
-            self._attempt("note of keys")
-
-    def _attempt(self, name: str) -> None:
-        try:
-            if name == "relay":
-                self._relay()
-                note_round(self._engine, "relay")
-            elif name == "sweep of uploads":
-                # what is staged is on this machine, where no worker may be
-                sweep_uploads(self._engine, open_artifacts(self._settings), self._settings.retention_days)
-            elif name == "note of keys":
-                self.key_uses.write(self._engine, every=self._stopping)
-            else:
-                taken = reap_expired(self._engine)
-                if taken:
-                    _log.warning("took %d job%s from silent workers", taken, "" if taken == 1 else "s")
-                overdue = end_overdue(self._engine)
-                note_round(self._engine, "reaper")
-                if overdue:
-                    _log.warning("ended %d queued job%s at the deadline", overdue, "" if overdue == 1 else "s")
-        except Exception as error:  # noqa: BLE001 - the thread must outlive whatever the broker's client raises
-            if name not in self._failing:
-                _log.warning("the %s fails (%s); it is tried again", name, type(error).__name__, exc_info=error)
-            self._failing.add(name)
-        else:
-            if name in self._failing:
-                _log.warning("the %s works again", name)
-            self._failing.discard(name)
+            self._rounds.postpone("relay", 0)
 
     def _relay(self) -> None:
         if self._wakeups is not None:
             relay(self._engine, self._wakeups.send, self._settings.unclaimed_seconds, self._wakeups.backlog)
+            note_round(self._engine, "relay")
+
+    def _write_uses(self) -> None:
+        self.key_uses.write(self._engine)
+
+    def _write_last(self) -> None:
+        if not self._rounds.failing:  # a database that is away would hold up the end
+            self.key_uses.write(self._engine, every=True)
+
+    def _sweep_uploads(self) -> int:
+        # what is staged is on this machine, where no worker may be
+        return sweep_uploads(self._engine, open_artifacts(self._settings), self._settings.retention_days)
