@@ -4,24 +4,25 @@ The clean-up has a thread of its own: a store that is silent for minutes must no
 for workers of this machine that were killed: neither must a silent broker.
 """
 
+import functools
 import random
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import structlog
 from sqlalchemy import Engine
+from structlog.typing import FilteringBoundLogger
 
-from jobs.errors import LedgerUnavailable
-from jobs.metrics.counters import Reconciler, note_round
-from jobs.objects.artifacts import ArtifactFolder, open_artifacts
+from jobs.metrics.counters import note_round
+from jobs.objects.artifacts import open_artifacts
 from jobs.objects.cached_entries import CachedEntries, forget_unused, list_tenants, place_of
 from jobs.objects.scratch import open_scratch, sweep_scratch
 from jobs.queue.outbox import relay
-from jobs.queue.reaper import end_overdue, reap_ended_worker, reap_expired
+from jobs.queue.reaper import reap, reap_ended_worker
 from jobs.retention.object_sweep import sweep_attempts, sweep_objects
 from jobs.retention.retention import archive_ended, forget_estimates
+from jobs.rounds import Round, Rounds
 from jobs.settings import LedgerSettings
 from worker.agent.worker_locks import EndedWorkers
 from worker.disk.cache_folder import CacheFolder, cache_of_tenant, tenants_caches
@@ -47,7 +48,7 @@ def sweep_caches(engine: Engine, artifact_root: Path, limit_bytes: int) -> int:
 
 _ENDED_SECONDS = 1.0
 """Between two looks for dead workers of this machine, which ask the database only where there is one."""
-_SCRATCH_SECONDS = 60
+_CLEAR_SECONDS = 60
 _FAULTS_SECONDS = 3600
 """How long a job that cannot be archived is passed over."""
 
@@ -75,120 +76,64 @@ class WorkerMaintenance:
             process_space: The scope of process numbers that this process can see.
             wake: Has this process look into the queue.
         """
-        self._engine = engine
-        self._settings = settings
-        self._process_space = process_space
-        self._wake = wake
-        self._send_wakeup = send_wakeup
-        self._broker_backlog = broker_backlog
-        self._ended = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._reconcile, name="reconcilers", daemon=True),
-            threading.Thread(target=self._clear, name="clean-up", daemon=True),
-            threading.Thread(target=self._take_back, name="ended workers", daemon=True),
-        ]
-        self._at_fault: set[str] = set()
-        self._log = structlog.get_logger("kronoscope.worker")
+        log = structlog.get_logger("kronoscope.worker")
+        ended = EndedWorkers(settings.artifact_root)
+
+        def send() -> int:
+            sent = 0 if send_wakeup is None else relay(engine, send_wakeup, settings.unclaimed_seconds, broker_backlog)
+            note_round(engine, "relay")
+            return sent
+
+        def take_back(worker_id: str) -> int:
+            taken = reap_ended_worker(engine, worker_id, process_space)
+            if taken:
+                wake()
+            return taken
+
+        reconcilers: list[Round] = [("reaped or overdue", settings.reaper_seconds, lambda: reap(engine))]
+        if send_wakeup is not None:
+            reconcilers.append(("wake-ups sent", settings.relay_seconds, send))
+        self._rounds = (
+            Rounds("reconcilers", reconcilers, log),
+            _clean_up(engine, settings, log),
+            Rounds("ended workers", [("taken back", _ENDED_SECONDS, lambda: ended.sweep(take_back))], log),
+        )
 
     def start(self) -> None:
         """Begin."""
-        for thread in self._threads:
-            thread.start()
+        for rounds in self._rounds:
+            rounds.start()
 
     def stop(self) -> None:
         """End after the rounds under way; a round that a store holds up dies with the process."""
-        self._ended.set()
         until = time.monotonic() + 5
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
+        for rounds in self._rounds:
+            rounds.stop(0)
+        for rounds in self._rounds:
+            rounds.stop(until - time.monotonic())
 
-    def _reconcile(self) -> None:
-        next_reap = next_relay = time.monotonic()
-        while not self._ended.is_set():
-            now = time.monotonic()
-            if now >= next_reap:
-                next_reap = now + self._settings.reaper_seconds
-                reaped = self._round("reaped", lambda: reap_expired(self._engine))
-                if self._round("overdue", lambda: end_overdue(self._engine)) and reaped:
-                    self._note("reaper")
-            if now >= next_relay:
-                next_relay = now + self._settings.relay_seconds
-                if self._round("wake-ups sent", self._relay) and self._send_wakeup is not None:
-                    self._note("relay")
-            self._ended.wait(max(0.0, min(next_reap, next_relay) - time.monotonic()))
 
-    def _take_back(self) -> None:
-        ended = EndedWorkers(self._settings.artifact_root)
-
-        def take_back(worker_id: str) -> int:
-            taken = reap_ended_worker(self._engine, worker_id, self._process_space)
-            if taken:
-                self._wake()
-            return taken
-
-        while not self._ended.wait(_ENDED_SECONDS):
-            self._round("taken back", lambda: ended.sweep(take_back))
-
-    def _clear(self) -> None:
-        next_clearing = forgotten = time.monotonic()
-        # the workers of one night's restart need not all list the store at once
-        next_sweep = time.monotonic() + random.uniform(0, self._settings.sweep_seconds)  # noqa: S311 - no secret
-        scratch = open_scratch(self._settings)
-        folder = open_artifacts(self._settings)
-        grace = self._settings.grace_seconds
-        while not self._ended.is_set():
-            now = time.monotonic()
-            if now >= forgotten + _FAULTS_SECONDS:
-                forgotten = now
-                self._at_fault.clear()
-            if now >= next_clearing:
-                next_clearing = now + _SCRATCH_SECONDS
-                self._round("cleared", lambda: sweep_scratch(self._engine, scratch))
-                self._round("archived", lambda: self._archive(folder))
-                self._round("forgotten", self._forget)
-                self._round("uncached", self._sweep_caches)
-            if now >= next_sweep:
-                next_sweep = now + self._settings.sweep_seconds
-                self._round("objects removed", lambda: sweep_objects(self._engine, folder, grace))
-                self._round("attempts removed", lambda: sweep_attempts(self._engine, folder, grace))
-            self._ended.wait(max(0.0, min(next_clearing, next_sweep) - time.monotonic()))
-
-    def _sweep_caches(self) -> int:
-        return sweep_caches(self._engine, self._settings.artifact_root, self._settings.cache_bytes)
-
-    def _archive(self, folder: ArtifactFolder) -> int:
-        days = self._settings.retention_days
-        if days is None:
-            return 0
-        dropped = self._settings.retention_files == "drop"
-        return archive_ended(self._engine, folder, days, drop_files=dropped, at_fault=self._at_fault)
-
-    def _forget(self) -> int:
-        days = self._settings.retention_days
-        return 0 if days is None else forget_estimates(self._engine, days)
-
-    def _relay(self) -> int:
-        if self._send_wakeup is None:
-            return 0
-        return relay(self._engine, self._send_wakeup, self._settings.unclaimed_seconds, self._broker_backlog)
-
-    def _note(self, reconciler: Reconciler) -> None:
-        def note() -> int:
-            note_round(self._engine, reconciler)
-            return 0
-
-        self._round("noted", note)
-
-    def _round(self, what: str, sweep: Callable[[], int]) -> bool:
-        """One round, and whether it ended well; neither a silent database nor a silent broker ends the thread."""
-        try:
-            count = sweep()
-        except LedgerUnavailable:
-            self._log.warning("the database does not answer; swept again later", sweep=what)
-        except Exception as error:  # noqa: BLE001 - brokers raise what they like; the database keeps every job meanwhile
-            self._log.warning("sweeping failed; tried again later", sweep=what, error=type(error).__name__)
-        else:
-            if count:
-                self._log.info(what, number=count)
-            return True
-        return False
+def _clean_up(engine: Engine, settings: LedgerSettings, log: FilteringBoundLogger) -> Rounds:
+    root, grace, days = settings.artifact_root, settings.grace_seconds, settings.retention_days
+    scratch, folder = open_scratch(settings), open_artifacts(settings)
+    dropped = settings.retention_files == "drop"
+    at_fault: set[str] = set()
+    table: list[Round] = [
+        ("faults forgotten", _FAULTS_SECONDS, at_fault.clear),
+        ("cleared", _CLEAR_SECONDS, lambda: sweep_scratch(engine, scratch)),
+        ("uncached", _CLEAR_SECONDS, lambda: sweep_caches(engine, root, settings.cache_bytes)),
+        ("objects removed", settings.sweep_seconds, lambda: sweep_objects(engine, folder, grace)),
+        ("attempts removed", settings.sweep_seconds, lambda: sweep_attempts(engine, folder, grace)),
+    ]
+    if days is not None:
+        archive = functools.partial(archive_ended, engine, folder, days, drop_files=dropped, at_fault=at_fault)
+        table += [
+            ("archived", _CLEAR_SECONDS, archive),
+            ("forgotten", _CLEAR_SECONDS, lambda: forget_estimates(engine, days)),
+        ]
+    rounds = Rounds("clean-up", table, log)
+    # the workers of one night's restart need not all list the store at once
+    first = random.uniform(0, settings.sweep_seconds)  # noqa: S311 - no secret
+    for name in ("objects removed", "attempts removed"):
+        rounds.postpone(name, first)
+    return rounds
