@@ -14,6 +14,7 @@ from sqlalchemy import Engine
 
 from jobs.devices.registry import Device, Worker, forget_silent, leased_devices, pause, register, remove, renew
 from jobs.errors import LedgerUnavailable
+from jobs.rounds import Rounds
 from jobs.schema.identifiers import new_id
 from worker.devices.device_health import DeviceHealth
 from worker.devices.discover import Provider, devices_of, process_space
@@ -35,15 +36,21 @@ class Registration:
     ) -> None:
         self._engine = engine
         self._device_health = device_health or DeviceHealth()
-        self._every = settings.ledger.heartbeat_seconds
         self._expiry = settings.ledger.lease_seconds
         self._provider = provider or devices_of(settings.node, settings.fake_gpus)
         self._known = False
         self._offered: set[str] = set()
         self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
+        self._ended = False
         self._log = structlog.get_logger("kronoscope.worker")
+        self._rounds = Rounds(
+            "registration",
+            [
+                ("renewal of the worker's entry", settings.ledger.heartbeat_seconds, self._keep),
+                ("forgotten workers", _FORGET_SECONDS, lambda: forget_silent(engine)),
+            ],
+            self._log,
+        )
         self.worker = Worker(
             id=new_id(),
             node=settings.node,
@@ -57,13 +64,13 @@ class Registration:
 
     def start(self) -> None:
         """Be known from now on, as soon as the database answers."""
-        self._thread.start()
+        self._rounds.start()
 
     def ensure(self) -> None:
         """Be known, at the latest now, and with no device that did not come up."""
         with self._lock:
             sick = self._offered & self._device_health.withheld()
-            if (sick or not self._known) and not self._ended.is_set():
+            if (sick or not self._known) and not self._ended:
                 leased = leased_devices(self._engine)
                 self._register(self._device_health.well(self._provider()), leased)
 
@@ -77,9 +84,8 @@ class Registration:
 
     def end(self) -> None:
         """Take the entry off; a worker that cannot is known to be silent soon enough."""
-        self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join(5)
+        self._ended = True
+        self._rounds.stop(5)
         with self._lock:
             if self._known:
                 self._known = False
@@ -87,20 +93,6 @@ class Registration:
                     remove(self._engine, self.worker.id)
                 except LedgerUnavailable:
                     self._log.warning("the database does not answer; the worker's entry runs out by itself")
-
-    def _run(self) -> None:
-        rounds = 0
-        while not self._ended.is_set():
-            try:
-                self._keep()
-                if rounds % max(1, round(_FORGET_SECONDS / self._every)) == 0:
-                    forget_silent(self._engine)
-            except LedgerUnavailable:
-                self._log.warning("the database does not answer; the worker's entry is renewed later")
-            except Exception:  # noqa: BLE001 - the thread outlives whatever a driver or the database says
-                self._log.exception("renewing the worker's entry failed")
-            rounds += 1
-            self._ended.wait(self._every)
 
     def _keep(self) -> None:
         leased = leased_devices(self._engine)  # before it is read what they hold: a job may end in between

@@ -4,15 +4,14 @@ A machine may be lost with its disk. The copy runs in a thread of its own and is
 but for a moment at the attempt's end: the one before stands until a later one is whole.
 """
 
-import threading
 from pathlib import Path
 from types import TracebackType
 
 from structlog.typing import FilteringBoundLogger
 
-from jobs.errors import ArtifactDamaged, StoreUnavailable
 from jobs.objects.scratch_store import ScratchStore, version_of
 from jobs.records import Claim
+from jobs.rounds import Round, Rounds
 from worker.process.child_process import STOP_GRACE_SECONDS
 from worker.supervision.lease_monitor import LeaseWatch
 
@@ -35,40 +34,31 @@ class ScratchMirror:
         self._watch = watch
         self._log = log
         self._copied: tuple[tuple[int, int] | None, ...] | None = None
-        self._ended = threading.Event()
         self._given_up = False
-        self._thread = threading.Thread(target=self._run, name=f"mirror-{claim.job_id}", daemon=True)
+        table: list[Round] = [("copy of the checkpoint to the store", _LOOK_SECONDS, self._copy)]
+        self._rounds = Rounds(f"mirror-{claim.job_id}", table, log, last=self._copy)
 
     def __enter__(self) -> None:
         """Begin."""
         try:
-            self._thread.start()
+            self._rounds.start()
         except RuntimeError as error:
             self._log.warning("no checkpoint of this attempt is copied to the store", why=str(error))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Copy the last checkpoint, unless the job is another's by now, and end."""
         self._given_up = kind is not None
-        self._ended.set()
         left = min(_LAST_COPY_SECONDS, self._watch.left(_LATEST_COPY_SECONDS))
-        if self._thread.is_alive():
-            self._thread.join(0.0 if self._given_up else max(0.0, left))
-
-    def _run(self) -> None:
-        while not self._ended.wait(_LOOK_SECONDS):
-            self._copy()
-        if not self._given_up:
-            self._copy()
+        self._rounds.stop(0.0 if self._given_up else left)
 
     def _copy(self) -> None:
-        try:
-            found = version_of(self._folder)
-            if (
-                found != self._copied
-                and any(found)
-                and self._store.save(self._claim.job_id, self._claim.fence, self._folder)
-            ):
-                self._copied = found
-                self._log.debug("a checkpoint was copied to the store")
-        except (ArtifactDamaged, StoreUnavailable, OSError) as error:
-            self._log.warning("a checkpoint could not be copied to the store; tried again", why=str(error))
+        if self._given_up:
+            return
+        found = version_of(self._folder)
+        if (
+            found != self._copied
+            and any(found)
+            and self._store.save(self._claim.job_id, self._claim.fence, self._folder)
+        ):
+            self._copied = found
+            self._log.debug("a checkpoint was copied to the store")
