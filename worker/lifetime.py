@@ -77,25 +77,17 @@ class LifetimeSettings(EnvironmentSettings):
         return int(text) - now
 
 
-class Ending:
-    """A thread that waits for the reason to end."""
+def end_by_itself(lifetime: Lifetime, idle: threading.Event, began: float) -> None:
+    """Start to wait for the reason to end; the lifetime counts from ``began``, of the monotonic clock."""
+    seconds = lifetime.seconds
 
-    def __init__(self, lifetime: Lifetime, idle: threading.Event, began: float) -> None:
-        """Get ready; the lifetime counts from ``began``, of the monotonic clock."""
-        self._lifetime = lifetime
-        self._began = began
-        self._idle = idle
-        self._log = structlog.get_logger("kronoscope.worker")
-
-    def start(self) -> None:
-        """Begin to wait, where there is anything to wait for."""
-        if self._lifetime.until_idle or self._lifetime.seconds is not None:
-            threading.Thread(target=self._run, name="ending", daemon=True).start()
-
-    def _run(self) -> None:
-        seconds = self._lifetime.seconds
-        idle = self._idle.wait(None if seconds is None else max(0.0, self._began + seconds - time.monotonic()))
-        self._log.info("worker ends by itself", why="nothing left to do" if idle else "the wall time comes near")
+    def wait() -> None:
+        is_idle = idle.wait(None if seconds is None else max(0.0, began + seconds - time.monotonic()))
+        log = structlog.get_logger("kronoscope.worker")
+        log.info("worker ends by itself", why="nothing left to do" if is_idle else "the wall time comes near")
         while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # Celery listens a moment after it took up its work
             time.sleep(_HANDLER_POLL_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
+
+    if lifetime.until_idle or seconds is not None:
+        threading.Thread(target=wait, name="ending", daemon=True).start()

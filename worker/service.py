@@ -33,7 +33,7 @@ from worker.agent.isolation import measure_isolation
 from worker.agent.maintenance import WorkerMaintenance
 from worker.devices.discover import gpus_given, process_space
 from worker.disk.cache_folder import tenants_caches
-from worker.lifetime import Ending
+from worker.lifetime import end_by_itself
 from worker.process.child_process import Child, child_environment
 from worker.process.confinement import Confinement
 from worker.settings import WorkerSettings
@@ -209,14 +209,14 @@ class Service:
             process_space=process_space(settings.node),
             wake=self.agent.wake,
         )
-        self._ending = Ending(settings.lifetime, self.agent.idle, began)
+        self._lifetime, self._began = settings.lifetime, began
         self._log = log
 
     def start(self) -> None:
         """Take jobs from now on."""
         self.agent.start()
         self._maintenance.start()
-        self._ending.start()
+        end_by_itself(self._lifetime, self.agent.idle, self._began)
 
     def stop(self) -> None:
         """Hand running jobs back and let go of the database."""

@@ -14,7 +14,7 @@ from jobs.schema.database import writing
 from jobs.schema.tables import jobs
 from worker.agent.agent import Agent
 from worker.devices.discover import host
-from worker.lifetime import ENDING_SECONDS, Ending, Lifetime, LifetimeSettings
+from worker.lifetime import ENDING_SECONDS, Lifetime, LifetimeSettings, end_by_itself
 
 NOW = 1_800_000_000.0
 
@@ -121,7 +121,7 @@ def test_what_starting_took_is_part_of_its_life(eventually: Any) -> None:
     told = []
     before = signal.signal(signal.SIGTERM, lambda *_: told.append("end"))
     try:
-        Ending(Lifetime(seconds=3600), threading.Event(), time.monotonic() - 3600).start()
+        end_by_itself(Lifetime(seconds=3600), threading.Event(), time.monotonic() - 3600)
         eventually(lambda: told)
     finally:
         signal.signal(signal.SIGTERM, before)
