@@ -15,6 +15,9 @@ References:
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Row
 
 from catalog.record import record
 from jobs.autoscale.classes import MachineClass
@@ -135,7 +138,7 @@ def decide(waiting: Sequence[WaitingJobs], rooms: Iterable[Room], classes: Seque
             left -= 1
         if not left:
             continue
-        chosen = next((each for each in opened if _class_takes(each.state.machine_class, job)), None)
+        chosen = next((each for each in opened if room_of(each.state.machine_class).takes(job)), None)
         if chosen is None:
             refusals.append(Refusal(name=None, jobs=left, example=job.example, why=_unmatched(job, classes)))
             continue
@@ -204,25 +207,17 @@ class _Opening:
         return self.state.outstanding + len(self.rooms)
 
 
-def room_of(machine_class: MachineClass) -> Room:
-    """Return the room on an empty machine."""
-    return empty_room(
-        machine_class.kind,
-        machine_class.device_bytes,
-        machine_class.devices,
-        machine_class.jobs_per_device,
-        machine_class.factories,
+def room_of(offered: MachineClass | Row[Any]) -> Room:
+    """Return the room on a machine of a class, or of a class's row in the ledger, that no job is on."""
+    worth = offered.devices * offered.jobs_per_device
+    return Room(
+        kind=offered.kind,
+        device_bytes=offered.device_bytes,
+        devices=offered.devices,
+        slots=worth,
+        units=worth,
+        factories=tuple(offered.factories),
     )
-
-
-def empty_room(kind: str, device_bytes: int, devices: int, jobs_per_device: int, factories: tuple[str, ...]) -> Room:
-    """Return the room on a machine that no job is on."""
-    worth = devices * jobs_per_device
-    return Room(kind=kind, device_bytes=device_bytes, devices=devices, slots=worth, units=worth, factories=factories)
-
-
-def _class_takes(machine_class: MachineClass, job: WaitingJobs) -> bool:
-    return room_of(machine_class).takes(job)
 
 
 def _unmatched(job: WaitingJobs, classes: Sequence[ClassState]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from sqlalchemy import Connection, func, literal, select
 
-from jobs.autoscale.decision import Room, WaitingJobs, empty_room
+from jobs.autoscale.decision import Room, WaitingJobs, room_of
 from jobs.lifecycle import HELD
 from jobs.scheduling.fair_share import is_due
 from jobs.scheduling.fleet import FleetDevice, Offer, read_fleet
@@ -71,8 +71,7 @@ def read_rooms(connection: Connection) -> list[Room]:
         if its is not None:
             worth[machine.id] = its.jobs_per_device
             if machine.joined_at is None:
-                factories = tuple(its.factories)
-                rooms.append(empty_room(its.kind, its.device_bytes, its.devices, its.jobs_per_device, factories))
+                rooms.append(room_of(its))
     return rooms + _present(connection, worth)
 
 
