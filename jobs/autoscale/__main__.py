@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         engine = open_database(settings.ledger.database_url)
         try:
             require_current_schema(engine)
-            autoscaler = Autoscaler(engine, launcher, file.classes, settings.ledger.running_jobs)
+            autoscaler = Autoscaler(engine, launcher, file, settings.ledger.running_jobs)
             if chosen.dry_run or chosen.once:
                 return _run_once(autoscaler, dry=chosen.dry_run)
             _run_on(autoscaler, chosen.every, told)
@@ -74,7 +74,7 @@ def _duration(text: str) -> float:
 def _launcher(name: str, file: ClassesFile) -> Launcher:
     if name == "slurm":
         return Slurm(file.scope)
-    return Kubernetes(file.scope) if name == "kubernetes" else Processes(file.logs, file.scope)
+    return Kubernetes(file.scope) if name == "kubernetes" else Processes(Path(file.logs), file.scope)
 
 
 def _run_once(autoscaler: Autoscaler, *, dry: bool) -> int:

@@ -10,7 +10,7 @@ import structlog
 from sqlalchemy import Engine
 
 from catalog.record import record
-from jobs.autoscale.classes import MachineClass
+from jobs.autoscale.classes import ClassesFile
 from jobs.autoscale.decision import Decision, Refusal, decide
 from jobs.autoscale.demand import read_rooms, read_waiting
 from jobs.autoscale.errors import LauncherFailed
@@ -43,11 +43,12 @@ class Round:
 class Autoscaler:
     """Starts machines of some classes through one launcher."""
 
-    def __init__(self, engine: Engine, launcher: Launcher, classes: Sequence[MachineClass], most_running: int) -> None:
+    def __init__(self, engine: Engine, launcher: Launcher, file: ClassesFile, most_running: int) -> None:
         """Get ready."""
         self._engine = engine
         self._launcher = launcher
-        self._classes = {each.name: each for each in classes}
+        self._file = file
+        self._classes = {each.name: each for each in file.classes}
         self._most_running = most_running
         self._said: set[tuple[str | None, str]] = set()
         self._log = structlog.get_logger("kronoscope.autoscale").bind(scope=launcher.scope)
@@ -66,8 +67,8 @@ class Autoscaler:
         new: list[tuple[str, str]] = []
         with deciding(self._engine, keep=not dry) as connection:
             changes = follow(connection, scope, lent, seen_at)
-            offer(connection, scope, tuple(self._classes.values()))
-            states = class_states(connection, scope, tuple(self._classes.values()))
+            offer(connection, scope, self._file.classes)
+            states = class_states(connection, scope, self._file.classes)
             decision = decide(read_waiting(connection, self._most_running), read_rooms(connection), states)
             for start in decision.starts:
                 for _ in range(start.machines):
@@ -92,7 +93,7 @@ class Autoscaler:
                     NewMachine(
                         id=machine_id,
                         class_name=name,
-                        script=chosen.script(machine_id),
+                        script=chosen.script(machine_id, self._file.worker),
                         wall_seconds=chosen.wall_seconds,
                     )
                 )

@@ -67,8 +67,11 @@ def pods(manifests: dict[tuple[str, str], dict[str, Any]]) -> Iterator[tuple[str
 
 
 def rendered_job() -> dict[str, Any]:
-    (only,) = read_classes(EXAMPLES / "kubernetes.toml", "kubernetes").classes
-    made: dict[str, Any] = YAML(typ="safe", pure=True).load(only.script("0192f0c1-7a00-7000-8000-000000000001"))
+    file = read_classes(EXAMPLES / "kubernetes.toml", "kubernetes")
+    (only,) = file.classes
+    made: dict[str, Any] = YAML(typ="safe", pure=True).load(
+        only.script("0192f0c1-7a00-7000-8000-000000000001", file.worker)
+    )
     return made
 
 
@@ -289,4 +292,4 @@ def test_jobs_of_the_cluster_are_read_by_their_conditions() -> None:
 )
 def test_the_examples_are_read(name: str, launcher: str) -> None:
     for each in read_classes(EXAMPLES / f"{name}.toml", launcher).classes:
-        assert "KRONOSCOPE_UNTIL_IDLE=1" in each.script("0192f0c1-7a00-7000-8000-000000000001")
+        assert "KRONOSCOPE_UNTIL_IDLE=1" in each.script("0192f0c1-7a00-7000-8000-000000000001", "worker")

@@ -75,7 +75,7 @@ def autoscaler(ledger: Engine, ledger_url: str, tmp_path: Path, monkeypatch: Any
 
     def make(place: Path, most_running: int = 0) -> Autoscaler:
         file = read_classes(place, "command")
-        return Autoscaler(ledger, Processes(file.logs), file.classes, most_running)
+        return Autoscaler(ledger, Processes(Path(file.logs)), file, most_running)
 
     yield make
     with reading(ledger) as connection:

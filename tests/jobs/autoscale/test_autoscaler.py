@@ -158,7 +158,7 @@ def test_while_the_launcher_does_not_answer_nothing_is_started(
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     waiting(2)
     place = classes_file("{{ machine }} {{ worker }}", small={"device_bytes": "2GiB", "ceiling": 2})
-    done = Autoscaler(ledger, Kubernetes(), read_classes(place, "kubernetes").classes, 0).run_round()
+    done = Autoscaler(ledger, Kubernetes(), read_classes(place, "kubernetes"), 0).run_round()
     assert (done.decision, done.failures) == (None, 1)
     assert rows(ledger) == []
 

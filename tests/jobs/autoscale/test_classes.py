@@ -29,16 +29,18 @@ def written(folder: Path, head: str = "", **changes: str | None) -> Path:
 
 def test_a_worker_is_told_its_machine_and_its_lifetime(tmp_path: Path) -> None:
     (tmp_path / "gpu.sbatch").write_text(
-        "#!/bin/sh\n#SBATCH --gpus={{ devices }} # {{class}} ${X} {a}\nexec {{ worker }} # {{ wall_minutes }}\n"
+        "#!/bin/sh\n#SBATCH --gpus={{ devices }} # {{class}} {{{class}}} ${X} {a}\n"
+        "exec {{ worker }} # {{ wall_minutes }}\n"
     )
     place = written(
         tmp_path, 'worker = "/venv/bin/kronoscope worker"\n', template=None, template_file='"gpu.sbatch"',
         device='"cuda"', device_bytes='"79GiB"', devices="4", wall='"90s"', drain_before='"20s"',
     )  # fmt: skip
-    (only,) = read_classes(place, "slurm", ("lab:net",)).classes
+    file = read_classes(place, "slurm", ("lab:net",))
+    (only,) = file.classes
     assert (only.kind, only.device_bytes, only.factories) == ("cuda", 79 * 2**30, ("lab:net",))
-    assert only.script(MACHINE) == (
-        "#!/bin/sh\n#SBATCH --gpus=4 # small ${X} {a}\n"
+    assert only.script(MACHINE, file.worker) == (
+        "#!/bin/sh\n#SBATCH --gpus=4 # small {small} ${X} {a}\n"
         f"exec env KRONOSCOPE_MACHINE={MACHINE} KRONOSCOPE_UNTIL_IDLE=1 KRONOSCOPE_SLOTS=4 "
         "KRONOSCOPE_WALL=90s KRONOSCOPE_DRAIN_BEFORE=20s /venv/bin/kronoscope worker # 2\n"
     )
@@ -46,8 +48,8 @@ def test_a_worker_is_told_its_machine_and_its_lifetime(tmp_path: Path) -> None:
 
 def test_without_a_wall_a_worker_ends_when_it_is_idle_alone(tmp_path: Path) -> None:
     (only,) = read_classes(written(tmp_path, wall=None), "command").classes
-    assert "KRONOSCOPE_UNTIL_IDLE=1" in only.script(MACHINE)
-    assert "KRONOSCOPE_WALL" not in only.script(MACHINE)
+    assert "KRONOSCOPE_UNTIL_IDLE=1" in only.script(MACHINE, "worker")
+    assert "KRONOSCOPE_WALL" not in only.script(MACHINE, "worker")
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,8 @@ def test_without_a_wall_a_worker_ends_when_it_is_idle_alone(tmp_path: Path) -> N
         ({"device_bytes": '"much"'}, "command", r"device_bytes must be a size .*\(got 'much'\)"),
         ({"cooldown": '"soon"'}, "command", r'cooldown must be a number with its unit .* "10m" \(got \'soon\'\)'),
         ({"cieling": "2"}, "command", r"'small': has no field 'cieling'.* did you mean `ceiling`"),
+        ({"ceiling": None, "cieling": "2"}, "command", r"'small': has no field 'cieling'.* did you mean `ceiling`"),
+        ({"name": None, "nam": '"a"'}, "command", r"class 1: has no field 'nam'"),
         ({"name": '"A b"'}, "command", r"class 1: name must be .* \(got 'A b'\)"),
         ({"wall": None}, "slurm", "'small': wall is missing; give one such as \"4h\""),
         ({"wall": '"10m"'}, "slurm", r"wall must leave .* \(got 600 s and 600 s\)"),

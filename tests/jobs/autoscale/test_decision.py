@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jobs.autoscale.classes import MachineClass, Template
+from jobs.autoscale.classes import MachineClass
 from jobs.autoscale.decision import ClassState, Decision, Room, WaitingJobs, cooldown_left, decide, room_of
 
 GB = 10**9
@@ -16,9 +16,8 @@ def machine_class(name: str, gigabytes: float, **changes: Any) -> MachineClass:
     chosen: dict[str, Any] = {
         "name": name, "kind": "cuda", "device_bytes": int(gigabytes * GB), "devices": 1, "jobs_per_device": 1,
         "ceiling": 10, "cooldown_seconds": 60.0, "wall_seconds": None, "drain_seconds": 600.0, "factories": ("*",),
-        "template": Template("t", "{{ worker }}"), "worker": "worker",
     } | changes  # fmt: skip
-    return MachineClass(**chosen)
+    return MachineClass.model_construct(**chosen)
 
 
 def jobs(count: int, gigabytes: float = 0, **changes: Any) -> WaitingJobs:
