@@ -31,8 +31,7 @@ from engine.collection.run_passes import announce, run_passes
 from engine.collection.subsamples import by_ordinal, sizes_of
 from engine.errors import ModelRefused
 from engine.factors.factor_files import read_factors, reused
-from engine.factors.factor_set import CalledOnce, CountedExamples, FactorSet, ParameterShape, Run
-from engine.factors.kronecker_factors import Corrected
+from engine.factors.factor_set import CalledOnce, Corrected, CountedExamples, FactorSet, ParameterShape, Run
 from engine.gradient_identity.refusal import FAILED_CHECK, refusal
 from engine.layers.coverage import DeclaredLayer, Survey, declare
 from engine.layers.coverage_check import nothing_covered, require_coverage, survey_layers

@@ -18,8 +18,8 @@ from catalog.record_reader import read
 from engine.errors import BrokenFactors
 from engine.factors.clipping.clipped_inverse import StabilisedLayers
 from engine.factors.factor_files import read_factors
-from engine.factors.factor_set import FactorSet, LayerFacts
-from engine.factors.kronecker_factors import Corrected, Factors
+from engine.factors.factor_set import Corrected, FactorSet, LayerFacts
+from engine.factors.kronecker_factors import Factors
 from engine.factors.low_rank import LowRank
 from engine.factors.structure_files import INDEX as STRUCTURES
 from engine.factors.structure_files import read_structures

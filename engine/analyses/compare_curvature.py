@@ -31,8 +31,8 @@ from engine.analyses.layer_analysis import LayerAnalysis
 from engine.errors import BrokenFactors, UsageError
 from engine.factors.factor_files import read_factors
 from engine.factors.factor_index import INDEX, read_index, set_digest
-from engine.factors.factor_set import FactorSet, LayerFacts
-from engine.factors.kronecker_factors import Corrected, Factors
+from engine.factors.factor_set import Corrected, FactorSet, LayerFacts
+from engine.factors.kronecker_factors import Factors
 from engine.linalg.damping import Damping, damping
 from engine.linalg.linear_operator import Structured
 from engine.measurement.layer_measurement import Measured

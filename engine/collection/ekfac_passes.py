@@ -23,7 +23,8 @@ from engine.collection.ranks.reduce_statistics import add_corrections
 from engine.collection.ranks.turns import Turns
 from engine.collection.statistics_state import counts, set_counts
 from engine.errors import NonFiniteFactor
-from engine.factors.kronecker_factors import Corrected, Factors
+from engine.factors.factor_set import Corrected
+from engine.factors.kronecker_factors import Factors
 from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import decompose
 from engine.memory.budget import give_back_host_memory

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from engine.errors import BrokenFactors
 from engine.factors.factor_index import FORMAT, INDEX, CollectionCounts, LayerEntry, read_index
-from engine.factors.factor_set import FactorSet, LayerFacts
+from engine.factors.factor_set import Corrected, FactorSet, LayerFacts
 from engine.factors.kronecker_factors import (
-    Corrected,
     Factors,
     TiedParts,
     digest,

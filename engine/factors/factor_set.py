@@ -3,10 +3,12 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from catalog.analyses.analysis import LookedAt
 from catalog.requests.collection import Collection
 from catalog.requests.woodbury import Woodbury
-from engine.factors.kronecker_factors import Corrected, Factors
+from engine.factors.kronecker_factors import Factors
 from engine.layers.coverage import DeclaredLayer
 from engine.layers.layer import Form
 from engine.layers.parameter_slice import Window
@@ -16,6 +18,37 @@ GIVEN_MATRIX = "Matrix"
 """Module of a layer that was not collected: a matrix of the caller's own, as a block."""
 WHOLE_MATRIX = "factors/matrix.safetensors"
 """Name under which a matrix of the caller's is read as it stands in its file, symmetric or not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corrected:
+    """One layer's curvature in the eigenbasis of its factors, with the eigenvalues re-estimated there.
+
+    The block of the curvature is near ``(Q_G ⊗ Q_A) diag(λ) (Q_G ⊗ Q_A)ᵀ``, λ row by row.
+    """
+
+    eigenvectors_A: Tensor | None
+    """Q_A (in_dim, in_dim), one eigenvector a column; None is the identity, of a diagonal A."""
+    eigenvectors_G: Tensor | None
+    """Q_G (out_dim, out_dim); None is the identity, of a diagonal G."""
+    eigenvalues: Tensor
+    """λ (out_dim, in_dim)."""
+
+    def stored(self, *, own_a: bool) -> dict[str, Tensor]:
+        """Return the tensors under the names they are stored by.
+
+        Args:
+            own_a: Whether the layer has an A of its own; another layer's Q_A is stored with that layer.
+
+        Returns:
+            Q_A (in_dim, in_dim), Q_G (out_dim, out_dim) and λ (out_dim, in_dim), without those that are the identity.
+        """
+        tensors = {
+            "eigenvectors_A": self.eigenvectors_A if own_a else None,
+            "eigenvectors_G": self.eigenvectors_G,
+            "corrected_eigenvalues": self.eigenvalues,
+        }
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,37 +129,6 @@ class Factors:
         require_bias_column(self.layer, "gradient", tuple(gradient.shape), expected, bias=self.bias)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Corrected:
-    """One layer's curvature in the eigenbasis of its factors, with the eigenvalues re-estimated there.
-
-    The block of the curvature is near ``(Q_G ⊗ Q_A) diag(λ) (Q_G ⊗ Q_A)ᵀ``, λ row by row.
-    """
-
-    eigenvectors_A: Tensor | None
-    """Q_A (in_dim, in_dim), one eigenvector a column; None is the identity, of a diagonal A."""
-    eigenvectors_G: Tensor | None
-    """Q_G (out_dim, out_dim); None is the identity, of a diagonal G."""
-    eigenvalues: Tensor
-    """λ (out_dim, in_dim)."""
-
-    def stored(self, *, own_a: bool) -> dict[str, Tensor]:
-        """Return the tensors under the names they are stored by.
-
-        Args:
-            own_a: Whether the layer has an A of its own; another layer's Q_A is stored with that layer.
-
-        Returns:
-            Q_A (in_dim, in_dim), Q_G (out_dim, out_dim) and λ (out_dim, in_dim), without those that are the identity.
-        """
-        tensors = {
-            "eigenvectors_A": self.eigenvectors_A if own_a else None,
-            "eigenvectors_G": self.eigenvectors_G,
-            "corrected_eigenvalues": self.eigenvalues,
-        }
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-
 def _widened(stored: Tensor, scale: float) -> Tensor:
     if stored.element_size() > 2:
         return stored if scale == 1 else stored * scale

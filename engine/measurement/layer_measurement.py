@@ -17,8 +17,8 @@ from torch import Tensor
 from catalog.responses.layer_record import LayerRecord, Observed
 from engine.collect import collect_or_read
 from engine.factors.factor_files import Kept, write_factors, write_index, write_run
-from engine.factors.factor_set import FactorSet, LayerFacts
-from engine.factors.kronecker_factors import Corrected, Factors, digest
+from engine.factors.factor_set import Corrected, FactorSet, LayerFacts
+from engine.factors.kronecker_factors import Factors, digest
 from engine.linalg.damping import Clipping, Damping, damping, identity_warnings
 from engine.linalg.eigendecomposition import Decomposition
 from engine.linalg.linear_operator import Structured

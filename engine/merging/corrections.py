@@ -20,8 +20,8 @@ from torch import Tensor
 from catalog.record import canonical_json
 from engine.errors import BrokenFactors, NotMergeable
 from engine.factors.factor_index import TABLES
-from engine.factors.factor_set import CalledOnce, FactorSet, Run
-from engine.factors.kronecker_factors import Corrected, Factors, digest
+from engine.factors.factor_set import CalledOnce, Corrected, FactorSet, Run
+from engine.factors.kronecker_factors import Factors, digest
 from engine.merging.example_runs import joined, overlap
 from engine.merging.weighted_sides import added
 from engine.workspace import Artifacts

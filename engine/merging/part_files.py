@@ -11,8 +11,8 @@ from functools import partial
 from engine.errors import BrokenFactors
 from engine.factors.factor_files import Kept, read_factors, read_layer, write_factors, write_index
 from engine.factors.factor_index import TABLES
-from engine.factors.factor_set import FactorSet, LayerSums, NestedSize
-from engine.factors.kronecker_factors import Corrected, Factors, digest
+from engine.factors.factor_set import Corrected, FactorSet, LayerSums, NestedSize
+from engine.factors.kronecker_factors import Factors, digest
 from engine.linalg.linear_operator import Structured
 from engine.workspace import Artifacts
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.errors import BrokenFactors, UsageError
 from engine.factors.factor_set import FactorSet, LayerFacts, ParameterShape
 from engine.layers.parameter_slice import Window
-from engine.operators.kronecker.layer_matrices import aligned
+from engine.linalg.layer_matrices import aligned
 
 Vector = Tensor | Mapping[str, Tensor]
 """A vector of the space: flat, shape (P,), several as the columns (P, k), or one by parameter."""

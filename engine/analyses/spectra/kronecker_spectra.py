@@ -24,7 +24,7 @@ from catalog.analyses.spectrum_metrics import (
 )
 from engine.analyses.metrics.layer_metrics import resolved_counts, rounding_of
 from engine.analyses.spectra.log_density import Lattice, LogCounts
-from engine.factors.kronecker_factors import Corrected
+from engine.factors.factor_set import Corrected
 from engine.linalg.kronecker_quantiles import Pair, Products
 from engine.measurement.layer_measurement import Measured
 

@@ -28,8 +28,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from engine.linalg.layer_matrices import aligned, arranged, left_product, right_product
 from engine.linalg.panels import PANEL_NUMBERS
-from engine.operators.kronecker.layer_matrices import aligned, arranged, left_product, right_product
 
 _WEIGHTS_AT_ONCE = 2**18
 """Numbers that the nearest caches hold."""

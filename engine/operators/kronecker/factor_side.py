@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engine.linalg.layer_matrices import aligned, as_columns, left_product, right_product
 from engine.linalg.linear_operator import Structured
 from engine.operators.kronecker.eigenbasis import SideBasis
-from engine.operators.kronecker.layer_matrices import aligned, as_columns, left_product, right_product
 
 _STEPS = 20
 """Steps of a power iteration, which then knows the largest eigenvalue to a few parts in a hundred."""

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from engine.errors import NotConverged, UsageError
 from engine.linalg.damping import Damping
+from engine.linalg.layer_matrices import aligned, arranged, as_columns, left_product, right_product
 from engine.linalg.linear_operator import Structured
 from engine.operators.kronecker.eigenbasis import JointBasis, SideBasis
 from engine.operators.kronecker.factor_side import FactorSide
-from engine.operators.kronecker.layer_matrices import aligned, arranged, as_columns, left_product, right_product
 
 DampingKind = Literal["none", "exact", "factored"]
 _MOST_CANCELLED = 16.0

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from catalog.requests.collection import Stabilisation
-from engine.factors.factor_set import FactorSet, LayerFacts
-from engine.factors.kronecker_factors import Corrected, Factors
+from engine.factors.factor_set import Corrected, FactorSet, LayerFacts
+from engine.factors.kronecker_factors import Factors
 from engine.linalg.damping import Damping, damping
 from engine.linalg.eigendecomposition import decompose, decompose_structured
 from engine.linalg.linear_operator import Structured

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from catalog.requests.collection import Collection, Stabilisation
 from engine.errors import BrokenFactors, UsageError
-from engine.factors.factor_set import FactorSet, ParameterShape
-from engine.factors.kronecker_factors import Corrected, Factors
+from engine.factors.factor_set import Corrected, FactorSet, ParameterShape
+from engine.factors.kronecker_factors import Factors
 from engine.factors.low_rank import LowRank, scaled_rows
 from engine.factors.softmax_fisher import SoftmaxFisher
 from engine.layers.parameter_slice import Window
+from engine.linalg import layer_matrices
 from engine.linalg.damping import damping
 from engine.linalg.linear_operator import Structured
-from engine.operators.kronecker import layer_matrices
 from engine.operators.kronecker.ill_conditioned import IllConditioned
 from engine.operators.kronecker.layer_store import OperatorOptions, held_bytes
 from engine.operators.kronecker_operator import KroneckerOperator

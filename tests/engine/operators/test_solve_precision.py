@@ -11,8 +11,7 @@ from torch import Tensor
 
 from catalog.requests.collection import Stabilisation
 from engine.errors import UsageError
-from engine.factors.factor_set import FactorSet
-from engine.factors.kronecker_factors import Corrected
+from engine.factors.factor_set import Corrected, FactorSet
 from engine.factors.low_rank import LowRank
 from engine.factors.softmax_fisher import SoftmaxFisher
 from engine.linalg.eigendecomposition import decompose
