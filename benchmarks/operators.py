@@ -27,6 +27,7 @@ from benchmarks.cases import operator_figures
 from benchmarks.cases import operators as cases
 from benchmarks.conformance.__main__ import PEERS_PYTHON, ROOT
 from catalog.requests.collection import Stabilisation
+from engine.factors.dense import as_operator
 from engine.factors.factor_files import Kept, write_factors, write_index
 from engine.factors.kronecker_factors import digest
 from engine.factors.low_rank import LowRank
@@ -87,7 +88,7 @@ def rows_grow() -> dict[str, Any]:
             A = draws.T @ draws / (2 * width)
             G = FactorSide(side, lambda _, basis=basis: basis)  # type: ignore[misc] # a default binds it
             lam = damping(float(A.trace()) / width, side.trace() / OUTPUTS, Stabilisation(), block=False)
-            a = FactorSide(A, lambda _, A=A: _eigenbasis(A))  # type: ignore[misc] # as above
+            a = FactorSide(as_operator(A), lambda _, A=A: _eigenbasis(A))  # type: ignore[misc] # as above
             own = LayerOperator(name="head", G=G, A=a, kind="factored", damping=lam)
             right = torch.randn(OUTPUTS, 1, width, generator=generator)
             own.apply(right, -1.0)

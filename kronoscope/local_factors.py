@@ -23,7 +23,7 @@ from engine.factors.kronecker_factors import Factors
 from engine.factors.low_rank import LowRank
 from engine.factors.structure_files import INDEX as STRUCTURES
 from engine.factors.structure_files import read_structures
-from engine.linalg.linear_operator import Structured
+from engine.linalg.linear_operator import Operator, Structured
 from engine.memory.plan import readable_bytes
 from engine.operators.preconditioning import precondition
 from engine.semiseparable.semiseparable_matrix import SemiseparableMatrix
@@ -90,8 +90,7 @@ class LayerFactors:
     @property
     def A(self) -> Tensor:  # noqa: N802 - the field's own symbol
         """(in_dim, in_dim) dense activation covariance; the bias's row and column last."""
-        stored = self._factors.widened_A
-        return torch.diag(stored) if stored.ndim == 1 else stored
+        return _matrix(self._factors.side_A)
 
     @property
     def G(self) -> Tensor:  # noqa: N802 - the field's own symbol
@@ -100,16 +99,15 @@ class LayerFactors:
         Raises:
             MemoryError: If it is not kept dense, and would take more than 2 GiB.
         """
-        side = self._factors.G
-        if isinstance(side, Structured) and 4 * side.size**2 > _LARGEST_DENSE_BYTES:
+        side = self._factors.side_G
+        if side.kind != "dense" and 4 * side.size**2 > _LARGEST_DENSE_BYTES:
             message = (
                 f"layer `{self.name}`: G is kept as `{side.kind}` in {readable_bytes(side.size_bytes)}, and as a "
                 f"{side.size}×{side.size} matrix would take {readable_bytes(4 * side.size**2)}; take "
                 "`structured_G`, which multiplies, solves and has a diagonal and a trace, or `gradient_rows`"
             )
             raise MemoryError(message)
-        widened = self._factors.widened_G
-        return torch.diag(widened) if widened.ndim == 1 else widened
+        return _matrix(side)
 
     @property
     def structured_G(self) -> Structured | None:  # noqa: N802 - the field's own symbol
@@ -130,16 +128,13 @@ class LayerFactors:
     @property
     def diagonal_G(self) -> Tensor:  # noqa: N802 - the field's own symbol
         """Diagonal of G, shape (out_dim,), computed without making G dense."""
-        if isinstance(self._factors.G, Structured):
-            return self._factors.G.diagonal()
-        widened = self._factors.widened_G
-        return widened if widened.ndim == 1 else widened.diagonal()
+        side = self._factors.side_G
+        return _matrix_diagonal(side) if side.kind == "dense" else side.diagonal()
 
     @property
     def diagonal_A(self) -> Tensor:  # noqa: N802 - the field's own symbol
         """Diagonal of A, shape (in_dim,), computed without making a diagonal A dense."""
-        stored = self._factors.widened_A
-        return stored if stored.ndim == 1 else stored.diagonal()
+        return _matrix_diagonal(self._factors.side_A)
 
     def precondition(self, gradient: Tensor, *, damping_A: float, damping_G: float, of_rows: bool = False) -> Tensor:
         """Return ``(G + damping_G I)⁻¹ V (A + damping_A I)⁻¹``, float64, without making G dense.
@@ -181,6 +176,15 @@ class LayerFactors:
     def corrected_eigenvalues(self) -> Tensor:
         """(out_dim, in_dim) EK-FAC's eigenvalues: the second moments of the gradients along ``Q_G ⊗ Q_A``."""
         return self._corrected.eigenvalues
+
+
+def _matrix(side: Operator) -> Tensor:
+    return torch.diag(side.widened()) if side.is_diagonal else side.widened()
+
+
+def _matrix_diagonal(side: Operator) -> Tensor:
+    """The diagonal in the precision that the side is shown in."""
+    return side.widened() if side.is_diagonal else side.widened().diagonal()
 
 
 class LayersFactors(Mapping[str, LayerFactors]):

@@ -34,7 +34,6 @@ from engine.factors.factor_index import INDEX, read_index, set_digest
 from engine.factors.factor_set import Corrected, FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Factors
 from engine.linalg.damping import Damping, damping
-from engine.linalg.linear_operator import Structured
 from engine.measurement.layer_measurement import Measured
 from engine.operators.comparison import product_metrics, side_metrics
 from engine.operators.pairs.matrix_pair import Symmetric
@@ -195,17 +194,14 @@ def _not_compared(facts: LayerFacts, other: LayerFacts | None) -> CompareCurvatu
 
 
 def _side(factors: Factors, facts: LayerFacts, which: Literal["A", "G"]) -> Symmetric:
-    if which == "A":
-        return Symmetric(content=factors.A.to("cpu"), scale=factors.scale_A, rank_bound=facts.rank_bound_A)
-    content = factors.G.to(torch.device("cpu"))
-    scale = 1.0 if isinstance(content, Structured) else factors.scale_G
-    return Symmetric(content=content, scale=scale, rank_bound=facts.rank_bound_G)
+    side, bound = (factors.side_A, facts.rank_bound_A) if which == "A" else (factors.side_G, facts.rank_bound_G)
+    return Symmetric(side=side.to(torch.device("cpu")), rank_bound=bound)
 
 
 def _damped(workspace: Workspace, facts: LayerFacts, factors: Factors) -> Damping:
     return damping(
-        _side(factors, facts, "A").trace() / facts.in_dim,
-        _side(factors, facts, "G").trace() / facts.out_dim,
+        factors.side_A.trace() / facts.in_dim,
+        factors.side_G.trace() / facts.out_dim,
         workspace.options.stabilisation,
         block=facts.form in _BLOCKS,
     )

@@ -17,10 +17,11 @@ from catalog.analyses.compression import (
 )
 from catalog.responses.layer_record import Observed
 from engine.analyses.layer_analysis import LayerAnalysis
+from engine.factors.dense import as_operator
 from engine.factors.factor_set import GIVEN_MATRIX, WHOLE_MATRIX
 from engine.factors.kronecker_factors import Factors
 from engine.factors.structure_files import KINDS, structure_digest, write_structure_index, write_structures
-from engine.linalg.linear_operator import Structured
+from engine.linalg.linear_operator import Operator
 from engine.measurement.layer_measurement import Measured
 from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob, term
 from engine.semiseparable.choose import (
@@ -72,7 +73,7 @@ class Compression(LayerAnalysis[CompressionParams]):
         factors = self.whole.load(facts.ordinal)
         made = {"G": self._compressed(self._gradient_side(layer, factors))}
         if facts.shared_A_with is None and facts.form not in ("block", "diagonal_block"):
-            made = {"A": self._compressed(factors.widened_A)} | made
+            made = {"A": self._compressed(factors.side_A)} | made
         self._made += [each.side for each in made.values()]
         held = {name: each.matrix for name, each in made.items() if each.matrix is not None}
         artifact = None
@@ -88,7 +89,7 @@ class Compression(LayerAnalysis[CompressionParams]):
             artifact=artifact,
         )
 
-    def _gradient_side(self, layer: Measured, factors: Factors) -> Tensor | Structured:
+    def _gradient_side(self, layer: Measured, factors: Factors) -> Operator:
         source = self.workspace.inputs.stored
         if layer.facts.module == GIVEN_MATRIX and source is not None:
             # beside analyses that need a symmetric one, the mean of its triangles is all there is
@@ -97,15 +98,15 @@ class Compression(LayerAnalysis[CompressionParams]):
                 for name in ("rank", "order"):
                     # of a model's sides some may have fewer rows; these are dense then
                     require_rank(getattr(self.params, name) or 1, matrix.shape[0], name)
-                return matrix
-        return factors.G if isinstance(factors.G, Structured) else factors.widened_G
+                return as_operator(matrix)
+        return factors.side_G
 
-    def _compressed(self, matrix: Tensor | Structured) -> _Made:
-        if isinstance(matrix, Structured):
-            return _as_it_is(matrix.size, matrix.kind, f"it is kept as `{matrix.kind}`, and is not a dense matrix")
-        if matrix.ndim == 1:
-            return _as_it_is(matrix.shape[0], "diagonal", "it is diagonal")
-        dense = matrix.to(self.workspace.machine.device, torch.promote_types(matrix.dtype, torch.float32))
+    def _compressed(self, side: Operator) -> _Made:
+        if side.kind != "dense":
+            return _as_it_is(side.size, side.kind, f"it is kept as `{side.kind}`, and is not a dense matrix")
+        if side.is_diagonal:
+            return _as_it_is(side.size, "diagonal", "it is diagonal")
+        dense = side.widened().to(self.workspace.machine.device)
         choice = self._choice(dense)
         chosen = choice.chosen
         if chosen is None:

@@ -29,7 +29,7 @@ class KeptFactors(LayerAnalysis[None]):
             trace_ratio=layer.record.trace_ratio,
             shared_A_with=None if leader is None else self.whole.layers[leader].name,
             calls=layer.facts.calls,
-            nested=nested_traces(layer.nested),
+            nested=nested_traces(layer.nested) if layer.nested else None,
         )
 
     @override

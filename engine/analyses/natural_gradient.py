@@ -22,7 +22,6 @@ from engine.analyses.metrics.layer_direction import LayerGradient, layer_metrics
 from engine.errors import UsageError
 from engine.factors.factor_set import GIVEN_MATRIX, FactorSet
 from engine.factors.kronecker_factors import Factors
-from engine.linalg.linear_operator import Structured
 from engine.measurement.layer_measurement import Measured
 from engine.operators.kronecker.eigenbasis import SideBasis
 from engine.operators.kronecker.layer_store import KnownLayer, OperatorOptions
@@ -231,8 +230,8 @@ def _require_directions(params: NaturalGradientParams, whole: FactorSet) -> None
         others = [power for power in params.powers if abs(power) != 1]
         if params.of == "ekfac" or not (others or params.damping == "none") or facts.representation_G == "dense":
             continue
-        side = whole.load(facts.ordinal).G
-        if isinstance(side, Structured) and not side.has_basis:
+        side = whole.load(facts.ordinal).side_G
+        if not side.has_basis:
             asked = f"power {others[0]:g}" if others else "damping none"
             raise UsageError(
                 f"layer `{facts.name}`: its G is kept as `{side.kind}`, which has no eigenvectors, and {asked} needs "

@@ -24,11 +24,12 @@ from engine.analyses.remembered_rows import Outcome, recall, remember
 from engine.errors import BrokenFactors, NoConditionNumber
 from engine.factors.clipping.clipped_inverse import PREFIX, StabilisedSide
 from engine.factors.clipping.clipped_operator import ClippedOperator
+from engine.factors.dense import Dense
 from engine.factors.factor_files import Kept, write_factors, write_index
 from engine.factors.factor_set import GIVEN_MATRIX, FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Factors, packed
 from engine.linalg.eigensolvers import LARGEST
-from engine.linalg.linear_operator import Structured
+from engine.linalg.linear_operator import Operator
 from engine.linalg.panels import wide_product
 from engine.measurement.clip_factor import DecomposedFactor, Made, in_eigenbasis, not_stabilised, rebuild
 from engine.measurement.clip_head import clip_structured
@@ -191,10 +192,10 @@ def _stabilised(run: _Run, layer: Measured) -> ReconstructionMetrics:
     made_a = made_g = None
     side_a = None if facts.shared_A_with is None else run.shared.get(facts.shared_A_with)
     if params.sides != "G" and facts.shared_A_with is None and facts.form not in ("block", "diagonal_block"):
-        made_a = _made(run, layer, factors.A, "A", factors.scale_A)
+        made_a = _made(run, layer, factors.side_A, "A")
         run.shared[facts.ordinal] = side_a = made_a.side
     if params.sides != "A":
-        made_g = _made(run, layer, factors.G, "G", factors.scale_G)
+        made_g = _made(run, layer, factors.side_G, "G")
     side_g = None if made_g is None else made_g.side
     artifact = None
     if params.keep_matrices and facts.module == GIVEN_MATRIX:
@@ -221,18 +222,19 @@ def _stabilised(run: _Run, layer: Measured) -> ReconstructionMetrics:
     )
 
 
-def _made(run: _Run, layer: Measured, factor: Tensor | Structured, side: Literal["A", "G"], scale: float) -> Made:
+def _made(run: _Run, layer: Measured, kept: Operator, side: Literal["A", "G"]) -> Made:
     """One side by the route that was asked for; one that is never made dense as an eigenbasis or operator."""
     spectrum = layer.spectrum_A if side == "A" else layer.spectrum_G
     name = layer.facts.name
-    if isinstance(factor, Structured):
-        return clip_structured(layer, factor, run.kappa_max)
+    if not isinstance(kept, Dense):
+        return clip_structured(layer, kept, run.kappa_max)
+    factor, scale = kept.stored, kept.scale
     wide = _basis_dtype(factor.dtype)
     if spectrum is None:
-        return not_stabilised(factor.shape[0], "matrix", f"it has more than the {LARGEST} rows that eigensolvers take")
-    if factor.ndim == 1 and run.params.route == "eigenbasis":
-        return in_eigenbasis(factor.to(torch.float64) * scale, None, run.kappa_max, wide, kind="diagonal")
-    if factor.ndim == 1:
+        return not_stabilised(kept.size, "matrix", f"it has more than the {LARGEST} rows that eigensolvers take")
+    if kept.is_diagonal and run.params.route == "eigenbasis":
+        return in_eigenbasis(kept.diagonal(), None, run.kappa_max, wide, kind="diagonal")
+    if kept.is_diagonal:
         values, vectors = torch.sort(factor.to(torch.float64)).values, None
     else:
         basis = layer.load_basis(side)
@@ -287,7 +289,6 @@ def _write(
     facts, artifacts = layer.facts, run.artifacts
     contents: dict[str, Any] = {side: each.content for side, each in made.items() if each is not None}
     matrices: dict[str, Any] = {side: each for side, each in contents.items() if isinstance(each, Tensor)}
-    gradient: Tensor | Structured = factors.G
     run.entries[facts.ordinal] = {
         "ordinal": facts.ordinal,
         "name": facts.name,
@@ -305,7 +306,7 @@ def _write(
             for side, each in contents.items()
         },
     }
-    if run.params.route == "rebuild" and isinstance(gradient, Tensor):
+    if run.params.route == "rebuild" and factors.side_G.kind == "dense":
         write_factors(artifacts, facts, replace(factors, head_diagonal=None, **matrices), name)
         record = layer.record
         digests = {side: each.side.digest for side, each in made.items() if each is not None}

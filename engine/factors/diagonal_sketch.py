@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ class DiagonalSketch(DiagonalUpdateSide):
         ℓ·n numbers as they are stored; while a method runs ℓ² and a few n in float64, and 16 MiB.
     """
 
+    kind: ClassVar[Literal["diagonal_sketch"]] = "diagonal_sketch"
+    has_basis: ClassVar[bool] = False
     exact_diagonal: Tensor
     """(n,) float64."""
     base: Tensor | None = None
@@ -54,11 +56,6 @@ class DiagonalSketch(DiagonalUpdateSide):
     bound: float | None = None
     """δ: how far S̃ may be from S in the spectral norm."""
     computes_on: torch.device = field(default=_HOST)
-
-    @override
-    @property
-    def kind(self) -> Literal["diagonal_sketch"]:
-        return "diagonal_sketch"
 
     @override
     @property
@@ -77,12 +74,12 @@ class DiagonalSketch(DiagonalUpdateSide):
 
     @override
     @property
-    def complete(self) -> bool:
+    def complete(self) -> bool:  # type: ignore[override] # a constant of all others
         return self.rows is not None
 
     @override
     @property
-    def approximate(self) -> bool:
+    def approximate(self) -> bool:  # type: ignore[override] # the same
         # whether there is anything beyond the diagonal: it is approximate unless the bound is zero
         return self.rows is not None and self.bound != 0
 
@@ -135,11 +132,6 @@ class DiagonalSketch(DiagonalUpdateSide):
         bound = self.bound or 0.0
         # of probabilities S ≤ S̃: the sketch takes away too little
         return None if found is None else found.widened(bound, 0.0 if self.subtracts else bound)
-
-    @override
-    @property
-    def has_basis(self) -> bool:
-        return False
 
     @override
     def update(self) -> DiagonalUpdate:

@@ -71,12 +71,8 @@ def write_factors(
         stored: Those of A and G that are on the host as they are stored already (``Departed.stored``).
     """
     side = stored.get("G")
-    tensors: dict[str, Tensor]
-    if isinstance(factors.G, Structured):
-        kept = side if isinstance(side, Structured) else factors.G
-        tensors, own = kept.tensors(), kept.metadata()
-    else:
-        tensors, own = {"gradient_covariance": side if isinstance(side, Tensor) else packed(factors.G)}, {}
+    kept = side if isinstance(side, Structured) else factors.side_G
+    tensors = {"gradient_covariance": side} if isinstance(side, Tensor) else kept.tensors()
     if facts.shared_A_with is None:
         known = stored.get("A")
         tensors["activation_covariance"] = known if isinstance(known, Tensor) else packed(factors.A)
@@ -95,7 +91,7 @@ def write_factors(
         "dtype": str(factors.A.dtype).removeprefix("torch."),
         "activation_covariance_scale": repr(factors.scale_A),
         "gradient_covariance_scale": repr(factors.scale_G),
-        **own,
+        **kept.metadata(),
     }
     artifacts.save_tensors(name or factor_file(facts.ordinal), tensors, metadata)
 

@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ class LowRank(RowSide):
         T·n numbers as they are stored; T² in float64 while a method runs, and 16 MiB of widened rows.
     """
 
+    kind: ClassVar[Literal["woodbury"]] = "woodbury"
     scales: Tensor
     """s (T,) float64, beside the rows."""
     weight: float
@@ -59,11 +60,6 @@ class LowRank(RowSide):
     """Upper triangle of K (T(T+1)/2,) float64 on the host, where several ranks have summed it already."""
     rows_digest: str | None = None
     """SHA-256 of the rows, where it is known."""
-
-    @override
-    @property
-    def kind(self) -> Literal["woodbury"]:
-        return "woodbury"
 
     @override
     @property

@@ -131,22 +131,16 @@ def spill(scratch: Artifacts, factors: Factors, place: str, shared: SpilledFacto
     Memory:
         One packed triangle.
     """
-    diagonal = factors.A.ndim == 1
+    side = factors.side_G
     if shared is None:
-        own = factors.A.detach().to("cpu") if diagonal else packed(factors.A)
+        own = packed(factors.A)
         scratch.save_tensors(_file(place, "A"), {"A": own}, {})
         digest_a = digest(own)
         del own
     else:
         digest_a = shared.digest_A
-    gradient: Tensor | Structured
-    kind: str
-    if isinstance(factors.G, Structured):
-        gradient, kind, metadata = factors.G, factors.G.kind, factors.G.metadata()
-        scratch.save_tensors(_file(place, "G"), factors.G.tensors(), metadata)
-    else:
-        gradient, kind, metadata = packed(factors.G), "dense", {}
-        scratch.save_tensors(_file(place, "G"), {"G": gradient}, {})
+    gradient = {"G": packed(factors.dense_G)} if side.kind == "dense" else side.tensors()
+    scratch.save_tensors(_file(place, "G"), gradient, side.metadata())
     head: dict[str, Tensor] = {}
     if factors.head_diagonal is not None:
         head = {"head": factors.head_diagonal, **({} if factors.tied is None else factors.tied.stored())}
@@ -158,14 +152,14 @@ def spill(scratch: Artifacts, factors: Factors, place: str, shared: SpilledFacto
         place=place,
         holder=place if shared is None else shared.holder,
         in_dim=factors.A.shape[0],
-        out_dim=factors.out_dim,
-        diagonal=diagonal,
+        out_dim=side.size,
+        diagonal=factors.side_A.is_diagonal,
         digest_A=digest_a,
-        digest_G=digest(gradient),
+        digest_G=digest(gradient["G"]) if side.kind == "dense" else side.digest(),
         scale_A=factors.scale_A,
         scale_G=factors.scale_G,
-        kind=kind,
-        metadata=metadata,
+        kind=side.kind,
+        metadata=side.metadata(),
         digests_head=_digests(head),
     )
 

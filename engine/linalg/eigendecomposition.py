@@ -33,14 +33,12 @@ from torch import Tensor
 
 from engine.errors import NonFiniteFactor, NotConverged
 from engine.linalg.eigensolvers import LARGEST, Need, RungCost, Solver, solvers
-from engine.linalg.linear_operator import Structured
 from engine.memory.guard import Fallback, FallbackFailed, Guard, Refused
 
 SINGLE_SUFFICES = 1e-4
 """Float32 does for a caller who looks at no eigenvalue below this share of the largest."""
 _ROWS_AT_ONCE = 128
 _PROBES = 8
-_STRUCTURED_RESIDUAL = 1e-9
 _LEAST_NUMBER = 5e-324
 """Distance of neighbouring denormal numbers of float64."""
 _FULL_PROBES = 128
@@ -112,7 +110,7 @@ def kept_dtype(factor: torch.dtype) -> torch.dtype:
 
 
 def decompose(  # noqa: PLR0913 - each is a fact of its own
-    factor: Tensor | Structured,
+    factor: Tensor,
     layer: str,
     *,
     host: Tensor | None = None,
@@ -126,7 +124,7 @@ def decompose(  # noqa: PLR0913 - each is a fact of its own
     """Decompose a positive semidefinite ``factor``, which is left as it is.
 
     Args:
-        factor: (n, n) symmetric, (n,) the diagonal of a diagonal matrix, or a side that is never made dense.
+        factor: (n, n) symmetric, or (n,) the diagonal of a diagonal matrix.
         layer: Name for the messages.
         host: The same factor on the host, where there is one: solvers there read no device that may have failed.
         need: Values alone take a workspace of O(n); vectors 2 n² more.
@@ -147,15 +145,6 @@ def decompose(  # noqa: PLR0913 - each is a fact of its own
         NotConverged: If every solver failed, or a factor on the host is beyond LAPACK.
         BudgetExceeded: If none fits into what is free.
     """
-    if isinstance(factor, Structured):
-        known = decompose_structured(factor, layer, need=need, guard=guard)
-        if known is None:
-            raise NotConverged(
-                f"layer `{layer}`: the eigenvalues of a side of {factor.size} rows that is kept as `{factor.kind}` "
-                "are not to be had without making it dense",
-                layer=layer,
-            )
-        return known
     if factor.ndim == 1:
         if not bool(torch.isfinite(factor).all()):
             raise _not_finite(factor, layer)
@@ -213,50 +202,6 @@ def _not_finite(factor: Tensor, layer: str) -> NonFiniteFactor:
     return NonFiniteFactor(
         f"layer `{layer}`: the factor holds NaN or Inf in {bad} of its {factor.numel()} numbers", layer=layer
     )
-
-
-def decompose_structured(
-    factor: Structured, layer: str, *, need: Need = "values", guard: Guard | None = None
-) -> Decomposition | None:
-    """Decompose a side that is never made dense.
-
-    Args:
-        factor: The side, of n rows.
-        layer: The layer's name, for messages.
-        need: Whether the eigenvectors of the r nonzero eigenvalues are wanted besides all n values.
-        guard: Knows what memory is free; None assumes that everything fits.
-
-    Returns:
-        Values (n,) and, where asked for and available, vectors (n, r); None if the side has no spectrum without an
-        (n, n) matrix.
-
-    Raises:
-        NotConverged: If the eigenvectors do not reproduce the side to a relative residual of 1e-9.
-    """
-    found = factor.spectrum(layer, guard)
-    if found is None:
-        return None
-    values, tried = found
-    vectors = residual = None
-    if need == "vectors" and factor.has_basis:
-        nonzero, vectors = factor.eigenbasis(layer)
-        residual = _residual_of(factor, nonzero, vectors)
-        if not residual <= _STRUCTURED_RESIDUAL:
-            raise NotConverged(
-                f"layer `{layer}`: the eigenvectors of a side kept as `{factor.kind}` give it back to {residual:.2g} "
-                "only; take `woodbury.policy: dense`",
-                layer=layer,
-            )
-    return Decomposition(values=values, vectors=vectors, rungs=tried, residual=residual, precision="float64")
-
-
-def _residual_of(factor: Structured, values: Tensor, vectors: Tensor) -> float:
-    """‖S − QΛQᵀ‖_F / ‖S‖_F, estimated from products with eight vectors of signs."""
-    probes = _signs(factor.size).to(vectors.device)
-    inside = values.to(vectors.device)[:, None] * (vectors.T @ probes)
-    missed = float((factor.apply(probes).to(vectors.device) - vectors @ inside).norm()) / math.sqrt(_PROBES)
-    norm = factor.frobenius_norm()
-    return missed / norm if norm > 0 else missed
 
 
 @dataclass(frozen=True)
@@ -318,11 +263,11 @@ class _Expected:
 
 def _probes(size: int) -> Tensor:
     """Signs (n, 8), the same every time; the identity for a small matrix."""
-    return torch.eye(size, dtype=torch.float64) if size <= _FULL_PROBES else _signs(size)
+    return torch.eye(size, dtype=torch.float64) if size <= _FULL_PROBES else signs(size)
 
 
-def _signs(size: int) -> Tensor:
-    """Independent ±1 (n, 8), the same every time."""
+def signs(size: int) -> Tensor:
+    """Return independent ±1, shape (size, 8), float64, the same every time."""
     signs = torch.randint(0, 2, (size, _PROBES), generator=torch.Generator().manual_seed(size))
     return signs.to(torch.float64).mul_(2).sub_(1)
 

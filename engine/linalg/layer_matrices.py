@@ -85,7 +85,7 @@ def left_product(factor: Tensor, matrices: Tensor, into: Tensor | None = None) -
     """Return ``S V``, or add it to ``into``.
 
     Args:
-        factor: S (m, n), or a diagonal (n,); any float dtype, on any device.
+        factor: S (m, n), any float dtype, on any device.
         matrices: V of k vectors, shape (n, k, columns), as ``arranged`` gives them.
         into: Shape (m, k, columns), as ``aligned`` gives it, which the product is added to in place; None is zero.
 
@@ -96,9 +96,6 @@ def left_product(factor: Tensor, matrices: Tensor, into: Tensor | None = None) -
         The result, and 16 MiB of a factor that is elsewhere or of another precision.
     """
     found = aligned(factor.shape[0], matrices.shape[1], matrices.shape[2], like=matrices) if into is None else into
-    if factor.ndim == 1:
-        scaled = factor.to(matrices)[:, None, None]
-        return torch.mul(matrices, scaled, out=found) if into is None else found.addcmul_(matrices, scaled)
     source, target = as_columns(matrices), as_columns(found)
     for rows, panel in _panels(factor, matrices):
         if into is None:
@@ -113,7 +110,7 @@ def right_product(matrices: Tensor, factor: Tensor) -> Tensor:
 
     Args:
         matrices: V of k vectors, shape (rows, k, n), as ``arranged`` gives them.
-        factor: S (n, m), or a diagonal (n,); any float dtype, on any device.
+        factor: S (n, m), any float dtype, on any device.
 
     Returns:
         Shape (rows, k, m), in the precision and on the device of ``matrices``.
@@ -122,8 +119,6 @@ def right_product(matrices: Tensor, factor: Tensor) -> Tensor:
         The result, and 16 MiB of a factor that is elsewhere or of another precision.
     """
     found = aligned(matrices.shape[0], matrices.shape[1], factor.shape[-1], like=matrices)
-    if factor.ndim == 1:
-        return torch.mul(matrices, factor.to(matrices), out=found)
     source, target = as_rows(matrices), as_rows(found)
     for columns, panel in _panels(factor.mT, matrices):
         torch.mm(source, panel.mT, out=target[:, columns])

@@ -1,32 +1,44 @@
-"""Linear operators for structured sides: a symmetric positive semidefinite G (n, n) that is never made dense.
+"""Linear operators: one symmetric positive semidefinite side ``S`` (n, n) of a layer, in whichever form it is kept.
 
-What an analysis needs of G it asks of the representation: numbers, a spectrum, products, solves.
-Each kind says what it holds and which of these cost what.
+What an analysis needs of a side it asks of the form: numbers, a spectrum, products, solves. Each says what it holds and
+which of these cost what, and refuses by name what it cannot do. ``Structured`` sides are never made dense.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from engine.errors import NotConverged
+from engine.linalg.eigendecomposition import Decomposition, signs
+from engine.linalg.eigensolvers import Need
+from engine.linalg.layer_matrices import aligned, as_columns
 from engine.linalg.spectrum_counts import Counted, DiagonalUpdate
 from engine.memory.guard import Guard
 
 _HOST = torch.device("cpu")
-Kind = Literal["woodbury", "softmax_head", "diagonal_sketch"]
+_RESIDUAL = 1e-9
+Kind = Literal["dense", "woodbury", "softmax_head", "diagonal_sketch"]
 
 
-class Structured(ABC):
+class Operator(ABC):
     """One side of a layer's curvature, ``S`` (n, n)."""
 
-    @property
-    @abstractmethod
-    def kind(self) -> Kind:
-        """Which representation this is."""
+    kind: ClassVar[Kind]
+    """Which representation this is; matrices and diagonals are `dense`."""
+    is_diagonal: ClassVar[bool] = False
+    """Whether the side is kept as a diagonal."""
+    complete: ClassVar[bool] = True
+    """Whether more is known than diagonal and trace; else nothing but those may be asked for."""
+    approximate: ClassVar[bool] = False
+    """Whether ``S`` is not the factor itself but near it."""
+    has_basis: ClassVar[bool] = True
+    """Whether there are eigenvectors."""
 
     @property
     @abstractmethod
@@ -44,14 +56,9 @@ class Structured(ABC):
         """Precision of the largest tensor it holds."""
 
     @property
-    def complete(self) -> bool:
-        """Whether more is known than diagonal and trace; else nothing but those may be asked for."""
-        return True
-
-    @property
-    def approximate(self) -> bool:
-        """Whether ``S`` is not the factor itself but near it."""
-        return False
+    def wide_dtype(self) -> torch.dtype:
+        """Precision of ``widened``: float32, or wider."""
+        return torch.promote_types(self.storage_dtype, torch.float32)
 
     @abstractmethod
     def to(self, device: torch.device) -> Self:
@@ -67,10 +74,6 @@ class Structured(ABC):
     @abstractmethod
     def trace(self) -> float:
         """Sum of the eigenvalues."""
-
-    def kept_trace(self) -> float:
-        """Return the trace of the stored approximation, which differs from ``trace`` where that is not ``S`` itself."""
-        return self.trace()
 
     @abstractmethod
     def diagonal(self) -> Tensor:
@@ -100,11 +103,6 @@ class Structured(ABC):
             NonFiniteFactor: If the stored tensors are not finite.
         """
 
-    @property
-    def has_basis(self) -> bool:
-        """Whether ``eigenbasis`` has an answer."""
-        return True
-
     def update(self) -> DiagonalUpdate | None:
         """``S`` as a diagonal plus or minus a matrix of low rank; None where it is none."""
         return None
@@ -121,20 +119,6 @@ class Structured(ABC):
         """
         del kappa_max
         return None
-
-    @abstractmethod
-    def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:
-        """Return the r nonzero eigenvalues and their eigenvectors.
-
-        Args:
-            layer: The layer's name, for messages.
-
-        Returns:
-            Values (r,), ascending, and orthonormal vectors (n, r), one a column; float64.
-
-        Raises:
-            NotConverged: If computing them takes an (n, n) matrix.
-        """
 
     @abstractmethod
     def apply(self, right: Tensor) -> Tensor:
@@ -171,19 +155,8 @@ class Structured(ABC):
         """
 
     @abstractmethod
-    def effective_dimensions(self, shifts: Tensor) -> Tensor:
-        """Return ``tr S(S + s·I)⁻¹`` at each shift.
-
-        Args:
-            shifts: Positive s, shape (k,), in the unit of the eigenvalues.
-
-        Returns:
-            Shape (k,), float64 on the host, each between 0 and n.
-        """
-
-    @abstractmethod
     def to_dense(self, dtype: torch.dtype) -> Tensor:
-        """Return S itself, for tests and for a small n.
+        """Return S itself.
 
         Args:
             dtype: Precision of the result.
@@ -199,6 +172,115 @@ class Structured(ABC):
     @abstractmethod
     def metadata(self) -> dict[str, str]:
         """Return the strings that ``read`` needs besides the tensors."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """SHA-256 over all that is stored."""
+
+    def widened(self) -> Tensor:
+        """Return S in ``wide_dtype``, shape (n, n), or (n,) of a diagonal."""
+        return self.to_dense(self.wide_dtype)
+
+    def panel(self, span: slice, unit: float) -> Tensor:
+        """Return some rows of S/unit.
+
+        Args:
+            span: Which rows, b of them.
+            unit: A power of two.
+
+        Returns:
+            Shape (b, n), or (b,) of a diagonal, float64.
+        """
+        columns = torch.zeros(self.size, span.stop - span.start, dtype=torch.float64)
+        columns[span] = torch.eye(span.stop - span.start, dtype=torch.float64)
+        return self.apply(columns).mT / unit
+
+    def left(self, matrices: Tensor) -> Tensor:
+        """Return ``S V``.
+
+        Args:
+            matrices: V of k vectors, shape (n, k, m), as ``layer_matrices`` arranges them.
+
+        Returns:
+            The same shape, in the precision and on the device of ``matrices``; a new tensor.
+        """
+        found = aligned(*matrices.shape, like=matrices)
+        as_columns(found).copy_(self.apply(as_columns(matrices)))
+        return found
+
+    def right(self, matrices: Tensor) -> Tensor:  # (m, k, n) -> (m, k, n)
+        """Return ``V S`` of a matrix or a diagonal."""
+        del matrices
+        raise TypeError("A is never kept as a structured side")
+
+    def inverse(self, shift: float, device: torch.device, dtype: torch.dtype) -> "Operator | None":
+        """Return ``(S + shift I)⁻¹`` of a matrix or a diagonal, computed in float64.
+
+        Args:
+            shift: Positive; 0 will do for a diagonal that is positive.
+            device: Where it is computed.
+            dtype: Precision that it is kept in.
+
+        Returns:
+            A matrix or a diagonal; None where the sum is not positive definite to rounding, or the side is structured.
+
+        Memory:
+            Three times n² in float64 while it is computed.
+        """
+        del shift, device, dtype
+        return None
+
+    @abstractmethod
+    def basis(
+        self, layer: str, dtype: torch.dtype, device: torch.device, guard: Guard | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return eigenvalues and eigenvectors, those of a structured side without the zeros.
+
+        Args:
+            layer: The layer's name, for messages.
+            dtype: Precision of the vectors.
+            device: Where a matrix is decomposed.
+            guard: Knows what memory is free; None assumes that everything fits.
+
+        Returns:
+            Values (r,), float64 on the host, and vectors (n, r), one a column, where S is kept; None is the identity.
+
+        Raises:
+            NotConverged: If a structured side has none without a dense matrix.
+        """
+
+
+class Structured(Operator):
+    """A side that is never made dense."""
+
+    def kept_trace(self) -> float:
+        """Return the trace of the stored approximation, which differs from ``trace`` where that is not ``S`` itself."""
+        return self.trace()
+
+    @abstractmethod
+    def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:
+        """Return the r nonzero eigenvalues and their eigenvectors.
+
+        Args:
+            layer: The layer's name, for messages.
+
+        Returns:
+            Values (r,), ascending, and orthonormal vectors (n, r), one a column; float64.
+
+        Raises:
+            NotConverged: If computing them takes an (n, n) matrix.
+        """
+
+    @abstractmethod
+    def effective_dimensions(self, shifts: Tensor) -> Tensor:
+        """Return ``tr S(S + s·I)⁻¹`` at each shift.
+
+        Args:
+            shifts: Positive s, shape (k,), in the unit of the eigenvalues.
+
+        Returns:
+            Shape (k,), float64 on the host, each between 0 and n.
+        """
 
     @classmethod
     @abstractmethod
@@ -216,9 +298,55 @@ class Structured(ABC):
             BrokenFactors: If something is missing or of another shape.
         """
 
-    @abstractmethod
-    def digest(self) -> str:
-        """SHA-256 over all that is stored."""
+    def decompose(self, layer: str, *, need: Need = "values", guard: Guard | None = None) -> Decomposition | None:
+        """Decompose the side.
+
+        Args:
+            layer: The layer's name, for messages.
+            need: Whether the eigenvectors of the r nonzero eigenvalues are wanted besides all n values.
+            guard: Knows what memory is free; None assumes that everything fits.
+
+        Returns:
+            Values (n,) and, where asked for and available, vectors (n, r); None if the side has no spectrum without an
+            (n, n) matrix.
+
+        Raises:
+            NotConverged: If the eigenvectors do not reproduce the side to a relative residual of 1e-9.
+        """
+        found = self.spectrum(layer, guard)
+        if found is None:
+            return None
+        values, tried = found
+        vectors = residual = None
+        if need == "vectors" and self.has_basis:
+            nonzero, vectors = self.eigenbasis(layer)
+            residual = self._residual_of(nonzero, vectors)
+            if not residual <= _RESIDUAL:
+                raise NotConverged(
+                    f"layer `{layer}`: the eigenvectors of a side kept as `{self.kind}` give it back to {residual:.2g} "
+                    "only; take `woodbury.policy: dense`",
+                    layer=layer,
+                )
+        return Decomposition(values=values, vectors=vectors, rungs=tried, residual=residual, precision="float64")
+
+    @override
+    def basis(
+        self, layer: str, dtype: torch.dtype, device: torch.device, guard: Guard | None
+    ) -> tuple[Tensor, Tensor | None]:
+        found = self.decompose(layer, need="vectors", guard=guard)
+        if found is None or found.vectors is None:
+            values, vectors = self.eigenbasis(layer)  # says why there is none
+        else:
+            values, vectors = found.values, found.vectors
+        return values[values.numel() - vectors.shape[1] :].to("cpu", torch.float64), vectors.to("cpu", dtype)
+
+    def _residual_of(self, values: Tensor, vectors: Tensor) -> float:
+        """‖S − QΛQᵀ‖_F / ‖S‖_F, estimated from products with eight vectors of signs."""
+        probes = signs(self.size).to(vectors.device)
+        inside = values.to(vectors.device)[:, None] * (vectors.T @ probes)
+        missed = float((self.apply(probes).to(vectors.device) - vectors @ inside).norm()) / math.sqrt(probes.shape[1])
+        norm = self.frobenius_norm()
+        return missed / norm if norm > 0 else missed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -13,6 +13,7 @@ from engine.factors.clipping.clip_eigenvalues import PLACEMENTS, Clipped, Placem
 from engine.factors.clipping.clipped_inverse import StabilisedSide
 from engine.factors.clipping.clipped_operator import ClippedOperator
 from engine.factors.clipping.clipping_check import ClippingCheck, check_clipping, checking_bytes, relative_difference
+from engine.factors.dense import as_operator
 from engine.factors.kronecker_factors import digest
 from engine.linalg.damping import clipping_floor
 from engine.memory.guard import Fallback
@@ -86,7 +87,7 @@ def rebuild(
     """
     factor, values, vectors = decomposed.factor, decomposed.values, decomposed.vectors
     layer = decomposed.layer
-    if factor.ndim == 1:
+    if as_operator(factor).is_diagonal:
         return _clipped_diagonal(decomposed, kappa_max)
     if vectors is None:
         raise ValueError(f"layer `{layer}`: a matrix is stabilised by its eigenvectors, and none were made")

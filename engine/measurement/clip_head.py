@@ -6,12 +6,12 @@ from torch import Tensor
 from catalog.analyses.reconstruction import ReconstructedSide
 from engine.factors.clipping.clipped_operator import ClippedOperator
 from engine.linalg.damping import clipping_floor
-from engine.linalg.linear_operator import Structured
+from engine.linalg.linear_operator import Operator
 from engine.measurement.clip_factor import Made, in_eigenbasis, not_stabilised
 from engine.measurement.layer_measurement import Measured
 
 
-def clip_structured(layer: Measured, side: Structured, kappa_max: float) -> Made:
+def clip_structured(layer: Measured, side: Operator, kappa_max: float) -> Made:
     """Clip the G of ``layer`` at ``λ_max / kappa_max`` without making it dense.
 
     Args:
@@ -33,7 +33,7 @@ def clip_structured(layer: Measured, side: Structured, kappa_max: float) -> Made
     return _operator(layer, side, values, kappa_max)
 
 
-def _operator(layer: Measured, side: Structured, values: Tensor, kappa_max: float) -> Made:
+def _operator(layer: Measured, side: Operator, values: Tensor, kappa_max: float) -> Made:
     largest = max(float(values[-1]), 0.0)
     kept = ClippedOperator(side=side, floor=clipping_floor(largest, kappa_max), largest=largest)
     below = values[values < kept.floor]

@@ -16,10 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from engine.factors.dense import Dense
 from engine.factors.factor_set import FactorSet, LayerFacts
-from engine.linalg.eigendecomposition import Decomposition, decompose, decompose_structured, rungs
+from engine.linalg.eigendecomposition import Decomposition, decompose, rungs
 from engine.linalg.eigensolvers import LARGEST, Need, is_on_device
-from engine.linalg.linear_operator import Structured
+from engine.linalg.linear_operator import Operator, Structured
 from engine.linalg.spectrum_counts import Counted
 from engine.measurement.divided_layers import DividedLayers
 from engine.measurement.prefetch import Arrived
@@ -31,7 +32,6 @@ from engine.measurement.stored_decompositions import (
     read_decomposition,
     write_decomposition,
 )
-from engine.measurement.subsample_spectra import frobenius, trace
 from engine.memory.plan import readable_bytes
 from engine.planning.decomposition_memory import COUNTED, basis_dtype
 from engine.workspace import Workspace
@@ -76,21 +76,22 @@ class Side:
 
 def measure_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, side: Literal["A", "G"]) -> Side:
     """Compute digest, norms and spectrum of one factor."""
-    there = arrived.side(side)[1]
     scale = arrived.factors.scale_A if side == "A" else arrived.factors.scale_G
+    bound = facts.rank_bound_A if side == "A" else facts.rank_bound_G
+    there = arrived.side(side, bound)
     # those of the device first: what leaves it is hashed meanwhile
-    norms = trace(there, scale), frobenius(there, scale)
+    norms = there.trace(), there.frobenius_norm() if there.complete else None
     own = arrived.digest(side)
-    found = read_or_decompose(workspace, facts, arrived, side, own)
+    found = read_or_decompose(workspace, facts, there, side, _name(own, bound))
     counted = None
-    if found is None and workspace.options.decomposition != "none" and isinstance(there, Structured):
+    if found is None and workspace.options.decomposition != "none":
         counted = there.counted(workspace.options.stabilisation.kappa_max)
     return Side(
         digest=own,
         trace=norms[0],
         frobenius=norms[1],
         scale=scale,
-        rank_bound=_rank_bound(facts, side),
+        rank_bound=bound,
         found=found,
         spectrum=None if found is None else found.values * scale,
         counted=None if counted is None else counted.times(scale),
@@ -98,7 +99,7 @@ def measure_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, side
     )
 
 
-def rounded(factor: Tensor | Structured, frobenius_norm: float | None) -> float:
+def rounded(side: Operator, frobenius_norm: float | None) -> float:
     """Return how far rounding may have moved a matrix's eigenvalues: that of its entries, and the solver's own.
 
     Each entry is off by up to u = ε/2 of itself, so by Weyl's inequality no eigenvalue by more than u·‖M‖_F; solvers in
@@ -107,15 +108,15 @@ def rounded(factor: Tensor | Structured, frobenius_norm: float | None) -> float:
     eigenvalues of a diagonal are its entries, which have all of their digits.
 
     Args:
-        factor: A matrix (n, n), a diagonal (n,), or a side that keeps the rows that it is the product of.
         frobenius_norm: Its norm, with the scale.
 
     Returns:
         In the unit of the eigenvalues; 0 where they are not those of a dense matrix.
     """
-    if isinstance(factor, Structured) or factor.ndim == 1 or len(factor) == 1 or frobenius_norm is None:
+    size = side.size
+    if side.kind != "dense" or side.is_diagonal or size == 1 or frobenius_norm is None:
         return 0.0
-    entries, solver = torch.finfo(factor.dtype).eps / 2, len(factor) * torch.finfo(torch.float64).eps
+    entries, solver = torch.finfo(side.storage_dtype).eps / 2, size * torch.finfo(torch.float64).eps
     return (entries + solver) * frobenius_norm
 
 
@@ -155,58 +156,52 @@ def least_precise(*sides: Side) -> str | None:
 
 
 def read_or_decompose(
-    workspace: Workspace, facts: LayerFacts, arrived: Arrived, side: Literal["A", "G"], digest: str
+    workspace: Workspace, facts: LayerFacts, there: Dense | Structured, side: Literal["A", "G"], name: str
 ) -> Decomposition | None:
     """Return the spectrum of one factor: read back where it was stored, or computed and stored.
 
     Memory:
         As ``eigendecomposition.rungs`` says, and the basis once more as it is stored.
     """
-    factor, there = arrived.side(side)
     need = workspace.options.decomposition
     if need == "none":
         return None
     planned = _planned_rung(workspace, facts.name, side)
-    if planned == COUNTED or beyond_solvers(factor, planned):
+    if planned == COUNTED or beyond_solvers(there, planned):
         return None
-    name = _name(digest, _rank_bound(facts, side))
     known = _read(workspace, name, vectors=False) or _of_piece(workspace, facts, name)
     if known is not None and (known.vectors is not None or need == "values"):
         return replace(known, vectors=None)
-    if isinstance(there, Structured):
-        found = decompose_structured(there, facts.name, need=need, guard=workspace.machine.guard)
+    if isinstance(there, Dense):
+        found: Decomposition | None = _decompose(
+            workspace, facts.name, f"the eigendecomposition of {side}", there, name, planned
+        )
     else:
-        found = _decompose(workspace, facts, side, (factor, there), name)
+        found = there.decompose(facts.name, need=need, guard=workspace.machine.guard)
     if found is None:
         return None
-    _write(workspace, name, found, factor.storage_dtype if isinstance(factor, Structured) else factor.dtype)
+    _write(workspace, name, found, there.storage_dtype)
     return replace(found, vectors=None)
 
 
 def _decompose(
-    workspace: Workspace,
-    facts: LayerFacts,
-    side: Literal["A", "G"],
-    factors: tuple[Tensor | Structured, Tensor],
-    name: str,
+    workspace: Workspace, layer: str, what: str, factor: Dense, name: str, planned: str | None
 ) -> Decomposition:
     """Decompose one factor; where an earlier attempt ended in a solver of the device, from the first of the host on."""
-    (factor, there), scratch = factors, workspace.ports.scratch
+    there, scratch = factor.stored, workspace.ports.scratch
     need: Need = "vectors" if workspace.options.decomposition == "vectors" else "values"
-    rank_bound, planned = _rank_bound(facts, side), _planned_rung(workspace, facts.name, side)
-    what = f"the eigendecomposition of {side}"
     solve = partial(
         decompose,
         there,
-        facts.name,
-        host=factor if isinstance(factor, Tensor) and factor.device.type == "cpu" else None,
+        layer,
+        host=factor.host,
         need=need,
-        rank_bound=rank_bound,
+        rank_bound=factor.rank_bound,
         guard=workspace.machine.guard,
         what=what,
     )
-    costs = rungs(there.shape[0], need=need, device=there.device, dtype=there.dtype, rank_bound=rank_bound)
-    ladder = [] if there.ndim == 1 else [rung.name for rung in costs]
+    costs = rungs(there.shape[0], need=need, device=there.device, dtype=there.dtype, rank_bound=factor.rank_bound)
+    ladder = [] if factor.is_diagonal else [rung.name for rung in costs]
     first = planned if planned in ladder else next(iter(ladder), None)
     on_host = next((rung for rung in ladder if not is_on_device(rung)), None)
     if scratch is None or on_host is None or first is None or not is_on_device(first):
@@ -217,24 +212,22 @@ def _decompose(
             return solve(begin=planned)
     workspace.ports.log(
         "warning",
-        f"{what} of layer `{facts.name}` begins with `{on_host}`: an earlier attempt of the job ended in {ended_in}",
+        f"{what} of layer `{layer}` begins with `{on_host}`: an earlier attempt of the job ended in {ended_in}",
     )
     return replace(solve(begin=on_host), ended_in=ended_in)
 
 
-def beyond_solvers(factor: Tensor | Structured, planned: str | None) -> bool:
+def beyond_solvers(side: Operator, planned: str | None) -> bool:
     """Tell whether no eigensolver takes a factor.
 
     Args:
-        factor: A factor, dense with shape (n, n), diagonal with shape (n,), or structured.
         planned: The solver that the plan begins with; None where it names none.
 
     Returns:
-        True for a dense factor of more rows than LAPACK's integers count, unless a device was found to have the memory.
+        True for a matrix of more rows than LAPACK's integers count, unless a device was found to have the memory.
     """
-    if isinstance(factor, Structured) or factor.ndim != 2:
-        return False
-    return factor.shape[0] > LARGEST and not is_on_device(planned)
+    matrix = side.kind == "dense" and not side.is_diagonal
+    return matrix and side.size > LARGEST and not is_on_device(planned)
 
 
 def load_basis(workspace: Workspace, side: Side) -> Decomposition:
@@ -268,10 +261,6 @@ def share_bases(division: DividedLayers, facts: LayerFacts, sides: Mapping[Liter
         arrived = division.send(facts, rows, "bases", everyone)
         if arrived is not None and not division.is_own(facts):
             _write(workspace, name, replace(side.found, vectors=arrived["rows"].mT), arrived["rows"].dtype)
-
-
-def _rank_bound(facts: LayerFacts, side: Literal["A", "G"]) -> int | None:
-    return facts.rank_bound_A if side == "A" else facts.rank_bound_G
 
 
 def _name(digest: str, rank_bound: int | None) -> str:

@@ -18,10 +18,9 @@ from catalog.responses.layer_record import LayerRecord, Observed
 from engine.collect import collect_or_read
 from engine.factors.factor_files import Kept, write_factors, write_index, write_run
 from engine.factors.factor_set import Corrected, FactorSet, LayerFacts
-from engine.factors.kronecker_factors import Factors, digest
+from engine.factors.kronecker_factors import digest
 from engine.linalg.damping import Clipping, Damping, damping, identity_warnings
 from engine.linalg.eigendecomposition import Decomposition
-from engine.linalg.linear_operator import Structured
 from engine.linalg.spectrum_counts import Counted
 from engine.measurement.decompose_layer import (
     Side,
@@ -227,7 +226,7 @@ def _measure(
     begun, before = time.perf_counter(), held_bytes(workspace.machine.device)
     # those between were measured by another analysis meanwhile
     arrived = next(each for each in arriving if each.factors.layer == facts.name)
-    factors = arrived.factors
+    factors, kept = arrived.factors, arrived.factors.side_G
     corrected = None if whole.load_corrected is None else whole.load_corrected(facts.ordinal)
     ekfac = {} if corrected is None else _digests(corrected)
     side_g = measure_side(workspace, facts, arrived, "G")
@@ -258,7 +257,7 @@ def _measure(
     clipped_a = Clipping.at(spectrum_a, kappa_max, side_a.entry_rounding)
     clipped_g = Clipping.at(spectrum_g if counted is None else counted, kappa_max, side_g.entry_rounding)
     taken = factorise_rows(workspace, factors, damped.G)
-    smaller = smaller_sizes(workspace, whole, facts, keep_factors=keep_factors)
+    smaller = smaller_sizes(workspace, whole, facts, keep_factors=keep_factors) if whole.nested else ()
     after, refused = held_bytes(workspace.machine.device), refused_rungs({"A": side_a, "G": side_g})
     complete = MeasuredSize(
         examples=whole.examples,
@@ -338,7 +337,7 @@ def _measure(
             accumulation_fallback=whole.accumulation_fallback,
             scale_A=factors.scale_A,
             scale_G=factors.scale_G,
-            factor_bytes=_size(factors, own_a=facts.shared_A_with is None),
+            factor_bytes=kept.size_bytes + (factors.side_A.size_bytes if facts.shared_A_with is None else 0),
             cholesky_jitter=None if taken is None else taken.jitter,
             fisher=whole.collection.fisher,
             sharing=facts.sharing,
@@ -364,7 +363,7 @@ def _measure(
             planned_peak_bytes=whole.planned_peak_bytes,
         ),
         observed=observe(begun, before, after, workspace, whole, refused),
-        metadata_G=factors.G.metadata() if isinstance(factors.G, Structured) else {},
+        metadata_G=kept.metadata(),
     )
 
 
@@ -390,11 +389,3 @@ def _kept(measured: Measured) -> Kept:
 
 def _digests(corrected: Corrected) -> dict[str, str]:
     return {name: digest(tensor) for name, tensor in corrected.stored(own_a=True).items()}
-
-
-def _size(factors: Factors, *, own_a: bool) -> int:
-    return _size_bytes(factors.G) + (_size_bytes(factors.A) if own_a else 0)
-
-
-def _size_bytes(factor: Tensor | Structured) -> int:
-    return factor.size_bytes if isinstance(factor, Structured) else factor.numel() * factor.element_size()

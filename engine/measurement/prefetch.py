@@ -17,6 +17,7 @@ from typing import Literal, TypeGuard
 import torch
 from torch import Tensor
 
+from engine.factors.dense import Dense, as_operator
 from engine.factors.departure import THREADS, Departed, Departures, leaves
 from engine.factors.factor_set import LayerFacts
 from engine.factors.kronecker_factors import Factors, digest
@@ -52,7 +53,8 @@ class Arrived:
     def digest(self, side: Side) -> str:
         """Return the SHA-256 of one factor as it is kept."""
         leaving = self.leaving.get(side)
-        return digest(self.side(side)[0]) if leaving is None else leaving.result().digest
+        kept = self.factors.A if side == "A" else self.factors.G
+        return digest(kept) if leaving is None else leaving.result().digest
 
     @property
     def stored(self) -> Mapping[Side, Factor]:
@@ -60,9 +62,12 @@ class Arrived:
         found = {side: leaving.result().stored for side, leaving in self.leaving.items()}
         return {side: stored for side, stored in found.items() if stored is not None}
 
-    def side(self, name: Side) -> tuple[Factor, Factor]:
-        """Return one factor as it is kept on the host, and as it stands where it is decomposed."""
-        return (self.factors.A, self.there_A) if name == "A" else (self.factors.G, self.there_G)
+    def side(self, name: Side, rank_bound: int | None) -> Dense | Structured:
+        """Return one factor where it is decomposed, with itself on the host."""
+        own = self.factors
+        kept, there, scale = (own.A, self.there_A, own.scale_A) if name == "A" else (own.G, self.there_G, own.scale_G)
+        host = kept if isinstance(kept, Tensor) and kept.device.type == "cpu" else None
+        return as_operator(there, scale, rank_bound, host)
 
     def wait(self) -> None:
         """Let the device's present work follow their arrival."""
@@ -204,11 +209,11 @@ def _fits(
 
 def _decomposed_rows(facts: LayerFacts, factors: Factors) -> Iterator[tuple[int, torch.dtype]]:
     """Rows of what is decomposed of A and of G, 0 of a diagonal; of a G kept as its rows that is their Gram matrix."""
-    for side in (factors.A, factors.G):
-        if isinstance(side, Structured):
-            yield min(facts.rank_bound_G or side.size, side.size), torch.float64
+    for side in (factors.side_A, factors.side_G):
+        if side.kind == "dense":
+            yield 0 if side.is_diagonal else side.size, side.storage_dtype
         else:
-            yield side.shape[0] if side.ndim == 2 else 0, side.dtype
+            yield min(facts.rank_bound_G or side.size, side.size), torch.float64
 
 
 def _send(

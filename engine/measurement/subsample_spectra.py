@@ -2,19 +2,16 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from catalog.analyses.subsamples import NestedCapacity, NestedTraces
+from engine.factors.dense import as_operator
 from engine.factors.factor_files import nested_file, write_factors
 from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.linalg import kronecker_spectrum as spectrum
-from engine.linalg.eigendecomposition import decompose
-from engine.linalg.eigensolvers import LARGEST
-from engine.linalg.linear_operator import Structured
+from engine.linalg.linear_operator import Operator
+from engine.measurement.decompose_layer import beyond_solvers
 from engine.workspace import Workspace
-
-_ROWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,74 +51,30 @@ def smaller_sizes(
         if keep_factors:
             write_factors(workspace.ports.artifacts, facts, factors, nested_file(size.eighths, facts.ordinal))
         bound_a, bound_g = size.rank_bounds[facts.ordinal]
+        side_a = as_operator(factors.A, factors.scale_A, bound_a)
+        side_g = as_operator(factors.G, factors.scale_G, bound_g)
         if (size.eighths, leader) not in shared_a:
-            shared_a[size.eighths, leader] = _spectrum(workspace, factors.A, facts.name, bound_a, factors.scale_A)
+            shared_a[size.eighths, leader] = _spectrum(workspace, side_a, facts.name)
         found.append(
             MeasuredSize(
                 examples=size.examples,
                 spectrum_A=shared_a[size.eighths, leader],
-                spectrum_G=_spectrum(workspace, factors.G, facts.name, bound_g, factors.scale_G),
-                trace_A=trace(factors.A, factors.scale_A),
-                trace_G=trace(factors.G, factors.scale_G),
-                frobenius_A=frobenius(factors.A, factors.scale_A),
-                frobenius_G=frobenius(factors.G, factors.scale_G),
+                spectrum_G=_spectrum(workspace, side_g, facts.name),
+                trace_A=side_a.trace(),
+                trace_G=side_g.trace(),
+                frobenius_A=side_a.frobenius_norm(),
+                frobenius_G=side_g.frobenius_norm() if side_g.complete else None,
             )
         )
     return tuple(found)
 
 
-def _spectrum(
-    workspace: Workspace, factor: Tensor | Structured, layer: str, rank_bound: int | None, scale: float
-) -> Tensor | None:
+def _spectrum(workspace: Workspace, side: Operator, layer: str) -> Tensor | None:
     """Return the eigenvalues alone: a basis of smaller sizes is not needed."""
-    if workspace.options.decomposition == "none":
+    if workspace.options.decomposition == "none" or beyond_solvers(side, None):
         return None
-    if isinstance(factor, Structured):
-        known = factor.to(workspace.machine.device).spectrum(layer, workspace.machine.guard)
-        return None if known is None else known[0] * scale
-    if factor.ndim == 2 and factor.shape[0] > LARGEST:
-        return None
-    there = factor.to(workspace.machine.device)
-    found = decompose(there, layer, host=factor, rank_bound=rank_bound, guard=workspace.machine.guard)
-    return found.values.mul_(scale)
-
-
-def trace(factor: Tensor | Structured, scale: float) -> float:
-    """Compute the trace of a factor.
-
-    Args:
-        factor: The factor, dense with shape (n, n), diagonal with shape (n,), or structured.
-        scale: Number that the factor is multiplied by.
-
-    Returns:
-        ``scale`` times the sum of the diagonal, in float64.
-    """
-    if isinstance(factor, Structured):
-        return factor.trace() * scale
-    diagonal = factor if factor.ndim == 1 else factor.diagonal()
-    return float(diagonal.to(torch.float64).sum()) * scale
-
-
-def frobenius(factor: Tensor | Structured, scale: float) -> float | None:
-    """Compute the Frobenius norm of a factor.
-
-    Args:
-        factor: The factor, dense with shape (n, n), diagonal with shape (n,), or structured.
-        scale: Number that the factor is multiplied by, not negative.
-
-    Returns:
-        ``scale`` times the norm, in float64; None where only the diagonal of a structured factor is kept.
-
-    Memory:
-        256 rows in float64.
-    """
-    if isinstance(factor, Structured):
-        return factor.frobenius_norm() * scale if factor.complete else None
-    parts = [
-        torch.linalg.vector_norm(factor[start : start + _ROWS_AT_ONCE].to(torch.float64))
-        for start in range(0, factor.shape[0], _ROWS_AT_ONCE)
-    ]
-    return float(torch.linalg.vector_norm(torch.stack(parts))) * scale
+    found = side.to(workspace.machine.device).spectrum(layer, workspace.machine.guard)
+    return None if found is None else found[0]
 
 
 def nested_traces(sizes: tuple[MeasuredSize, ...]) -> tuple[NestedTraces, ...] | None:

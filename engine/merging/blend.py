@@ -22,7 +22,6 @@ from engine.errors import UsageError
 from engine.factors.factor_set import FactorSet, LayerFacts, LayerSums
 from engine.factors.kronecker_factors import Factors
 from engine.factors.softmax_fisher import SoftmaxFisher
-from engine.linalg.linear_operator import Structured
 from engine.merging.weighted_sides import Addend, Precision, merge_layer
 
 _ALIKE = ("form", "parameters", "in_dim", "out_dim", "bias")
@@ -96,9 +95,7 @@ def _addend(found: FactorSet, facts: LayerFacts, weight: float, *, dense: bool) 
 
     def load() -> Factors:
         factors = found.load(facts.ordinal)
-        if not dense or not isinstance(factors.G, Structured):
-            return factors
-        return replace(factors, G=factors.widened_G)
+        return replace(factors, G=factors.widened_G, scale_G=1.0) if dense else factors
 
     known = facts.sums
     tied = None if known is None or known.tied is None else replace(known.tied, lookups=weight)
@@ -155,5 +152,5 @@ def _blended_facts(first: LayerFacts, second: LayerFacts, made: Factors) -> Laye
         relative_variance_G=None,
         relative_standard_error_A=None,
         relative_standard_error_G=None,
-        representation_G=made.G.kind if isinstance(made.G, Structured) else "dense",
+        representation_G=made.side_G.kind,
     )

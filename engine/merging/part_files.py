@@ -13,7 +13,6 @@ from engine.factors.factor_files import Kept, read_factors, read_layer, write_fa
 from engine.factors.factor_index import TABLES
 from engine.factors.factor_set import Corrected, FactorSet, LayerSums, NestedSize
 from engine.factors.kronecker_factors import Factors, digest
-from engine.linalg.linear_operator import Structured
 from engine.workspace import Artifacts
 
 PART = "factors/part.json"
@@ -81,7 +80,7 @@ def kept_of(factors: Factors, corrected: Corrected | None = None) -> Kept:
         digest_G=digest(factors.G),
         scale_A=factors.scale_A,
         scale_G=factors.scale_G,
-        metadata_G=factors.G.metadata() if isinstance(factors.G, Structured) else {},
+        metadata_G=factors.side_G.metadata(),
         ekfac={}
         if corrected is None
         else {name: digest(tensor) for name, tensor in corrected.stored(own_a=True).items()},
@@ -125,7 +124,7 @@ def _written(artifacts: Artifacts, collected: FactorSet, size: NestedSize) -> _N
             )
         factors = size.load(facts.ordinal)
         write_factors(artifacts, facts, factors, _file(size.eighths, facts.ordinal))
-        strings = factors.G.metadata() if isinstance(factors.G, Structured) else {}
+        strings = factors.side_G.metadata()
         layers.append(
             _NestedLayer(sums=sums, metadata_G=tuple(_Text(name=name, value=value) for name, value in strings.items()))
         )

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from engine.factors.kronecker_factors import Factors
 from engine.factors.low_rank import LowRank
-from engine.linalg.linear_operator import Structured
 
 
 def precondition(
@@ -46,18 +45,5 @@ def precondition(
         factors.require_fit(left)
     else:
         factors.require_fit(gradient)
-        left = _solved(factors.G if isinstance(factors.G, Structured) else factors.widened_G, wide, damping_G)
-    return _solved(factors.widened_A, left.mT, damping_A).mT
-
-
-def _solved(side: Tensor | Structured, right: Tensor, damping: float) -> Tensor:
-    """``(side + damping I)⁻¹ right`` of a matrix (n, n), a diagonal (n,), or what stands for a matrix."""
-    if isinstance(side, Structured):
-        return side.solve(right, damping)
-    wide = side.to(torch.float64)
-    if wide.ndim == 1:
-        return right / (wide + damping)[:, None]
-    damped = wide.clone() if wide is side else wide
-    damped.diagonal().add_(damping)
-    solved: Tensor = torch.linalg.solve(damped, right)
-    return solved
+        left = factors.side_G.solve(wide, damping_G)
+    return factors.side_A.solve(left.mT, damping_A).mT

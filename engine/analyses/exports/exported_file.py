@@ -16,7 +16,6 @@ from engine.factors.factor_set import GIVEN_MATRIX, FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Factors, digest
 from engine.layers.parameter_slice import Window
 from engine.layers.tied import NEAREST
-from engine.linalg.linear_operator import Structured
 from engine.memory.guard import Guard
 from engine.memory.plan import readable_bytes
 from engine.operators.parameter_space import ParameterSpace
@@ -308,8 +307,8 @@ def dense_gradient(factors: Factors) -> Tensor:
     Raises:
         ExportRefused: If what is kept is not G itself.
     """
-    side = factors.G
-    if isinstance(side, Structured) and (side.approximate or not side.complete):
+    side = factors.side_G
+    if side.approximate or not side.complete:
         raise ExportRefused(f"layer `{factors.layer}` has a G that is kept as `{side.kind}`, which is not G itself; "
                             "leave it out by `export.without`", layer=factors.layer)  # fmt: skip
     return factors.widened_G

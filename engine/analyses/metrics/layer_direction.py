@@ -39,8 +39,6 @@ from engine.factors.factor_set import LayerFacts
 from engine.factors.kronecker_factors import Factors
 from engine.factors.low_rank import LowRank
 from engine.linalg.eigensolvers import exact_svd
-from engine.linalg.linear_operator import Structured
-from engine.linalg.panels import wide_product
 from engine.operators.kronecker.eigenbasis import JointBasis, SideBasis
 from engine.operators.kronecker.factor_side import FactorSide
 from engine.operators.kronecker.layer_operator import LayerOperator
@@ -79,10 +77,6 @@ def power_of_rows(rows: LowRank, inner: Tensor, damped: JointBasis, exponent: fl
     joint.scale_(coefficients, exponent)
     solved = rows.combine((inverse[:, None] * vectors / roots) @ (right.mT @ coefficients))
     return solved if damped.A.vectors is None else solved @ damped.A.vectors.mT.to(solved)
-
-
-_STEPS = 30
-"""Steps of a power iteration, after which the largest eigenvalue is known to some per cent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,33 +220,16 @@ def _damping_share(layer: LayerGradient) -> float | None:
 
 def _largest(side: FactorSide) -> float:
     """The largest eigenvalue of a side, from its eigenvectors where they were made."""
-    content = side.content
-    if side.decomposed is not None:
-        return side.decomposed.extremes[1]
-    if isinstance(content, Structured):
-        return content.spectral_norm()
-    if content.ndim == 1:
-        return float(content.max())
-    generator = torch.Generator().manual_seed(0)
-    vector = torch.randn(content.shape[0], 1, dtype=torch.float64, generator=generator).to(content.device)
-    for _ in range(_STEPS):
-        vector = wide_product(content, vector / vector.norm())
-    return float(vector.norm())
+    return side.content.spectral_norm() if side.decomposed is None else side.decomposed.extremes[1]
 
 
 def _resolved(layer: LayerGradient) -> float:
     """Return the resolution of the factors relative to the largest eigenvalue: ε of the least precise side."""
-    sides: list[Tensor | Structured] = [layer.factors.A]
     # rows are what they are: a gradient that is pushed through them does not see what their storage has rounded
-    if layer.inner is None:
-        sides.append(layer.factors.G)
-    narrow = [side.storage_dtype if isinstance(side, Structured) else side.dtype for side in sides if _dense(side)]
+    sides = [layer.factors.side_A, *([layer.factors.side_G] if layer.inner is None else [])]
+    # of a diagonal the eigenvalues are its own numbers
+    narrow = [each.storage_dtype for each in sides if each.kind != "dense" or (not each.is_diagonal and each.size > 1)]
     return max((torch.finfo(dtype).eps for dtype in narrow), default=torch.finfo(torch.float64).eps)
-
-
-def _dense(side: Tensor | Structured) -> bool:
-    """Whether its eigenvalues are not its own numbers."""
-    return isinstance(side, Structured) or (side.ndim == 2 and side.shape[0] > 1)
 
 
 def summed(values: list[float | None]) -> float | None:

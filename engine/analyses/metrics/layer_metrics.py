@@ -245,7 +245,7 @@ def layer_metrics(layer: Measured, sides: Sides, params: CapacityParams) -> Capa
         intervals=_intervals(sides, params),
         undefined=_undefined(sides, found),
         damping=sides.damping.joint,
-        nested=nested_capacity(layer.nested),
+        nested=nested_capacity(layer.nested) if layer.nested else None,
         convergence=None,
         cross_check=None,
         **found,

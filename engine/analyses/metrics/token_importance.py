@@ -13,7 +13,6 @@ from engine.errors import NoSuchLayer
 from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Factors
 from engine.layers.tied import NEAREST
-from engine.linalg.linear_operator import Structured
 from engine.workspace import Workspace
 
 POINTER = "/capacity/token_importance"
@@ -76,12 +75,9 @@ def gradient_diagonal(factors: Factors) -> Tensor:
     Returns:
         The diagonal, shape ``(V,)``, float64, on the host, scale multiplied in.
     """
-    side = factors.G
     if factors.head_diagonal is not None:
         return factors.head_diagonal.to("cpu", torch.float64)
-    if isinstance(side, Structured):
-        return side.diagonal().to("cpu", torch.float64) * factors.scale_G
-    return (side if side.ndim == 1 else side.diagonal()).to("cpu", torch.float64) * factors.scale_G
+    return factors.side_G.diagonal()
 
 
 def _tied(name: str, whole: FactorSet) -> LayerFacts | None:

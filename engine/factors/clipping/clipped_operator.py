@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from engine.factors.representation import read_structured
-from engine.linalg.linear_operator import Structured
+from engine.linalg.linear_operator import Operator
 from engine.linalg.spectrum_counts import DiagonalUpdate
 
 _CORNER = 1e-9
@@ -103,7 +103,7 @@ class ClippedOperator:
         What the side holds, and its capacitances where they take no more than 256 MiB together.
     """
 
-    side: Structured
+    side: Operator
     """S, with rows in whatever precision."""
     floor: float
     """f."""

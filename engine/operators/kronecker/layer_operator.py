@@ -26,8 +26,7 @@ from torch import Tensor
 
 from engine.errors import NotConverged, UsageError
 from engine.linalg.damping import Damping
-from engine.linalg.layer_matrices import aligned, arranged, as_columns, left_product, right_product
-from engine.linalg.linear_operator import Structured
+from engine.linalg.layer_matrices import aligned, arranged, as_columns, right_product
 from engine.operators.kronecker.eigenbasis import JointBasis, SideBasis
 from engine.operators.kronecker.factor_side import FactorSide
 
@@ -53,7 +52,7 @@ class LayerOperator:
     @property
     def dtype(self) -> torch.dtype:
         """The precision that products are computed in, at least: that of the factors, float32 or float64."""
-        return torch.promote_types(self.G.dtype, self.A.dtype)
+        return torch.promote_types(self.G.content.wide_dtype, self.A.content.wide_dtype)
 
     def apply(self, matrices: Tensor, exponent: float = 1.0) -> Tensor:
         """Apply M raised to a power.
@@ -71,7 +70,7 @@ class LayerOperator:
         """
         if exponent == 1 and self.corrected is None:
             return self._product(arranged(matrices))
-        if exponent == -1 and not self.G.has_basis:
+        if exponent == -1 and not self.G.content.has_basis:
             self.require_power(exponent)
             return self._solved(matrices)
         if exponent == -1 and self._inverts:
@@ -106,14 +105,14 @@ class LayerOperator:
             if self.kind != "none":
                 remedy = "its damping comes to 0: leave the layer out, or take a larger `stabilisation.damping`"
             ends = "at least one eigenvalue is zero"
-            if self.G.has_basis:
+            if self.G.content.has_basis:
                 ends = f"smallest eigenvalue {self.joint.smallest:.3g}, largest {self.joint.largest:.3g}"
             raise UsageError(
                 f"layer `{self.name}`: its curvature is singular to the rounding of its factors ({ends}), so its power "
                 f"{exponent:g} is not defined; {remedy}",
                 layer=self.name,
             )
-        if not self.G.has_basis:
+        if not self.G.content.has_basis:
             self._require_damped()
 
     def bounds(self) -> tuple[float, float]:
@@ -124,9 +123,11 @@ class LayerOperator:
             upper bound of the other.
         """
         decomposed = self.G.decomposed is not None and self.A.decomposed is not None
-        if self.corrected is not None or (self.G.has_basis and (decomposed or not self._inverts)):
+        if self.corrected is not None or (self.G.content.has_basis and (decomposed or not self._inverts)):
             return self.joint.smallest, self.joint.largest
-        largest = (self.G.norm() + self._lambda_g) * (self.A.norm() + self._lambda_a) + self._lambda
+        largest = (self.G.content.frobenius_norm() + self._lambda_g) * (
+            self.A.content.frobenius_norm() + self._lambda_a
+        ) + self._lambda
         return self.G.least_damped(self._lambda_g) * self.A.least_damped(self._lambda_a) + self._lambda, largest
 
     def trace(self, exponent: float = 1.0) -> float:
@@ -145,28 +146,27 @@ class LayerOperator:
         if exponent != 1 or self.corrected is not None:
             self.require_power(exponent)
             return self.joint.total(exponent)
-        trace_g, trace_a = self.G.trace(), self.A.trace()
+        trace_g, trace_a = self.G.content.trace(), self.A.content.trace()
         if self.kind == "factored":
-            return (trace_g + self._lambda_g * self.G.size) * (trace_a + self._lambda_a * self.A.size)
-        return trace_g * trace_a + self._lambda * self.G.size * self.A.size
+            return (trace_g + self._lambda_g * self.G.content.size) * (trace_a + self._lambda_a * self.A.content.size)
+        return trace_g * trace_a + self._lambda * self.G.content.size * self.A.content.size
 
     def logdet(self) -> float:
         """Return the natural logarithm of M's determinant; −∞ where M is singular to the rounding of its factors."""
-        if self.G.has_basis:
+        if self.G.content.has_basis:
             return -math.inf if self._singular else self.joint.logdet()
         if self._singular:
             return -math.inf
         self._require_damped()
         side = self.G.content
-        assert isinstance(side, Structured)  # noqa: S101 - only such a side has no basis
         values = self.A.basis.all_values
         if self.kind == "factored":
             own = float(side.logdets(torch.tensor([self._lambda_g], dtype=torch.float64))[0])
-            return own * self.A.size + float((values + self._lambda_a).log().sum()) * self.G.size
+            return own * self.A.content.size + float((values + self._lambda_a).log().sum()) * self.G.content.size
         positive = values[values > 0]
         zeros = values.numel() - positive.numel()
         total = float(side.logdets(self._lambda / positive).sum()) if positive.numel() else 0.0
-        return total + self.G.size * (float(positive.log().sum()) + zeros * math.log(self._lambda))
+        return total + self.G.content.size * (float(positive.log().sum()) + zeros * math.log(self._lambda))
 
     def diagonal(self, exponent: float = 1.0) -> Tensor:
         """Return the diagonal of M raised to a power.
@@ -184,16 +184,22 @@ class LayerOperator:
         if exponent != 1 or self.corrected is not None:
             self.require_power(exponent)
             return self.joint.diagonal(exponent)
-        diagonal_g, diagonal_a = self.G.diagonal(), self.A.diagonal()
+        diagonal_g, diagonal_a = self.G.content.diagonal(), self.A.content.diagonal()
         if self.kind == "factored":
-            return torch.outer(diagonal_g + self._lambda_g, (diagonal_a + self._lambda_a).to(diagonal_g.device))
-        return torch.outer(diagonal_g, diagonal_a.to(diagonal_g.device)) + self._lambda
+            return torch.outer(diagonal_g + self._lambda_g, diagonal_a + self._lambda_a)
+        return torch.outer(diagonal_g, diagonal_a) + self._lambda
+
+    @property
+    def _has_zeros(self) -> bool:
+        """Whether G has eigenvalues that are zero by what it is made of."""
+        update = self.G.content.update()
+        return update is not None and update.zeros > 0
 
     @property
     def _singular(self) -> bool:
         """Whether an eigenvalue of M is zero, or no more than the rounding of the factors as they are stored."""
-        if not self.G.has_basis:
-            return not self._least > 0 and (self.kind != "none" or self.G.has_zeros or self.A.is_singular)
+        if not self.G.content.has_basis:
+            return not self._least > 0 and (self.kind != "none" or self._has_zeros or self.A.is_singular)
         if self.kind != "none" or self.corrected is not None:
             return not self.joint.nearest.smallest > 0
         return self.G.is_singular or self.A.is_singular
@@ -233,10 +239,10 @@ class LayerOperator:
         return self.kind == "factored" and self.corrected is None
 
     def _product(self, matrices: Tensor) -> Tensor:
-        left = self.G.apply(matrices)
+        left = self.G.content.left(matrices)
         if self.kind == "factored":
             left.add_(matrices, alpha=self._lambda_g)
-        found = self.A.apply_right(left)
+        found = self.A.content.right(left)
         if self.kind == "factored":
             found.add_(left, alpha=self._lambda_a)
         return found.add_(matrices, alpha=self._lambda) if self.kind == "exact" else found
@@ -248,8 +254,8 @@ class LayerOperator:
             return None
         left = self.G.damped_inverse(self._lambda_g, matrices.dtype)
         if left is not None:
-            return right_product(left_product(left, matrices), right)
-        if not isinstance(self.G.content, Structured) or not self._lambda_g > 0:
+            return right.right(left.left(matrices))
+        if self.G.content.kind == "dense" or not self._lambda_g > 0:
             return None
         # one after the other: what is applied to A's side is the identity in the first
         solved, cancelled = self._of_g(matrices.dtype).apply_counting(matrices, -1.0)
@@ -258,17 +264,18 @@ class LayerOperator:
             wide = self.A.damped_inverse(self._lambda_a, torch.float64)
             if wide is None:
                 return None
-            return right_product(solved, wide).to(matrices.dtype)
-        return right_product(solved, right)
+            return wide.right(solved).to(matrices.dtype)
+        return right.right(solved)
 
     def _of_g(self, dtype: torch.dtype) -> JointBasis:
-        ones = torch.ones(self.A.size, dtype=torch.float64)
-        return JointBasis(G=self.G.basis_in(dtype), A=SideBasis(ones, None, self.A.size), shift_G=self._lambda_g)
+        ones = torch.ones(self.A.content.size, dtype=torch.float64)
+        return JointBasis(
+            G=self.G.basis_in(dtype), A=SideBasis(ones, None, self.A.content.size), shift_G=self._lambda_g
+        )
 
     def _solved(self, matrices: Tensor) -> Tensor:
         """``M⁻¹ V`` where G answers by solves alone, which compute in float64."""
         side = self.G.content
-        assert isinstance(side, Structured)  # noqa: S101 - only such a side has no basis
         basis = self.A.basis_in(torch.float64)
         wide = arranged(matrices.to(torch.float64))
         turned = wide if basis.vectors is None else right_product(wide, basis.vectors)
@@ -290,10 +297,9 @@ class LayerOperator:
 
     def _require_damped(self) -> None:
         if self.kind == "none" or not self._least > 0:
-            kept = self.G.content.kind if isinstance(self.G.content, Structured) else "a matrix"
             raise NotConverged(
-                f"layer `{self.name}`: its G is kept as `{kept}`, which has no eigenvectors; without damping only "
-                "products with it are to be had, and powers other than 1 and −1 not at all",
+                f"layer `{self.name}`: its G is kept as `{self.G.content.kind}`, which has no eigenvectors; without "
+                "damping only products with it are to be had, and powers other than 1 and −1 not at all",
                 layer=self.name,
             )
 

@@ -7,14 +7,13 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from catalog.requests.collection import Stabilisation
+from engine.factors.dense import Dense, as_operator
 from engine.factors.factor_set import Corrected, FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Factors
 from engine.linalg.damping import Damping, damping
-from engine.linalg.eigendecomposition import decompose, decompose_structured
-from engine.linalg.linear_operator import Structured
+from engine.linalg.linear_operator import Operator
 from engine.memory.guard import Guard
 from engine.operators.kronecker.eigenbasis import SideBasis
 from engine.operators.kronecker.factor_side import FactorSide
@@ -127,8 +126,8 @@ class LayerStore:
             damped = known.damping
         elif options.kind != "none":
             damped = damping(
-                side_a.trace() / facts.in_dim,
-                side_g.trace() / facts.out_dim,
+                side_a.content.trace() / facts.in_dim,
+                side_g.content.trace() / facts.out_dim,
                 options.stabilisation,
                 block=facts.form in ("block", "diagonal_block"),
             )
@@ -137,64 +136,36 @@ class LayerStore:
         )
 
     def _side_a(self, facts: LayerFacts, factors: Factors) -> FactorSide:
-        content = factors.widened_A
-        own = partial(self._basis, content, facts.name, facts.rank_bound_A)
-        found = self._side(content, factors.A.dtype, self._known_basis(facts, "A", content) or own)
-        if content is not factors.A and any(each.shared_A_with == self._holder(facts) for each in self._factors.layers):
+        widened = factors.widened_A
+        found = self._side(as_operator(widened, rank_bound=facts.rank_bound_A), factors.A.dtype, facts, "A")
+        if widened is not factors.A and any(each.shared_A_with == self._holder(facts) for each in self._factors.layers):
             # a factor set reads an A once for as long as it is held
             found.stored = factors.A
         return found
 
     def _side_g(self, facts: LayerFacts, factors: Factors) -> FactorSide:
-        if isinstance(factors.G, Structured):
-            side = factors.G.to(self._options.device)
-            mine = partial(self._structured_basis, side, facts.name)
-            return self._side(side, side.storage_dtype, self._known_basis(facts, "G", side) or mine)
-        content = factors.widened_G
-        own = partial(self._basis, content, facts.name, facts.rank_bound_G)
-        return self._side(content, factors.G.dtype, self._known_basis(facts, "G", content) or own)
+        side = factors.side_G
+        content = factors.widened_G if isinstance(side, Dense) else side.to(self._options.device)
+        return self._side(as_operator(content, rank_bound=facts.rank_bound_G), side.storage_dtype, facts, "G")
 
-    def _known_basis(
-        self, facts: LayerFacts, side: Literal["A", "G"], content: Tensor | Structured
-    ) -> Callable[[torch.dtype], SideBasis] | None:
+    def _side(self, content: Operator, stored: torch.dtype, facts: LayerFacts, side: Literal["A", "G"]) -> FactorSide:
         known = self._options.known(facts.ordinal)
-        decomposed = content.has_basis if isinstance(content, Structured) else content.ndim == 2
-        read = known.bases.get(side) if known is not None and decomposed else None
-        return None if read is None else partial(_as_it_is, read)
-
-    def _side(
-        self, content: Tensor | Structured, stored: torch.dtype, basis: Callable[[torch.dtype], SideBasis]
-    ) -> FactorSide:
-        size = content.size if isinstance(content, Structured) else content.shape[0]
+        read = known.bases.get(side) if known is not None and content.has_basis and not content.is_diagonal else None
+        basis = partial(self._basis, content, facts.name) if read is None else partial(_as_it_is, read)
         # as the eigenvalues of independent rounding errors of the numbers; a solver's own error comes on top
+        size = content.size
         rounding = torch.finfo(stored).eps * math.sqrt(size) + _OF_SOLVERS * size * torch.finfo(torch.float64).eps
         return FactorSide(content, basis, rounding=rounding, device=self._options.device)
 
-    def _basis(self, content: Tensor, layer: str, rank_bound: int | None, dtype: torch.dtype) -> SideBasis:
-        if content.ndim == 1:
-            return SideBasis(content.to("cpu", torch.float64).clamp_min(0), None, content.shape[0])
-        there = content.to(self._options.device)
-        found = decompose(there, layer, need="vectors", rank_bound=rank_bound, guard=self._options.guard)
-        assert found.vectors is not None  # noqa: S101 - they were asked for
-        values = found.values if found.signed is None else found.signed
-        return SideBasis(values, found.vectors.to(content.device, dtype), content.shape[0])
-
-    def _structured_basis(self, content: Structured, layer: str, dtype: torch.dtype) -> SideBasis:
-        found = decompose_structured(content, layer, need="vectors", guard=self._options.guard)
-        if found is None or found.vectors is None:
-            # says why there is none
-            values, vectors = content.eigenbasis(layer)
-        else:
-            vectors = found.vectors
-            values = found.values[found.values.numel() - vectors.shape[1] :]
-        return SideBasis(values.to("cpu", torch.float64), vectors.to("cpu", dtype), content.size)
+    def _basis(self, content: Operator, layer: str, dtype: torch.dtype) -> SideBasis:
+        return SideBasis(*content.basis(layer, dtype, self._options.device, self._options.guard), content.size)
 
 
 def _in_basis(side_g: FactorSide, side_a: FactorSide, corrected: Corrected) -> tuple[FactorSide, FactorSide]:
     """The sides with EK-FAC's eigenvectors; their eigenvalues are not used."""
     found = []
     for side, vectors in ((side_g, corrected.eigenvectors_G), (side_a, corrected.eigenvectors_A)):
-        basis = SideBasis(torch.zeros(side.size, dtype=torch.float64), vectors, side.size)
+        basis = SideBasis(torch.zeros(side.content.size, dtype=torch.float64), vectors, side.content.size)
         found.append(FactorSide(side.content, partial(_orthonormal, basis), rounding=side.rounding, device=side.device))
     return found[0], found[1]
 
@@ -225,11 +196,7 @@ def held_bytes(operators: Iterable[LayerOperator]) -> int:
     tensors: dict[int, int] = {}
     for operator in operators:
         for side in (operator.G, operator.A):
-            tensors |= {id(each): _bytes_of(each) for each in side.held()}
+            tensors |= side.held()
         if operator.corrected is not None:
-            tensors[id(operator.corrected)] = _bytes_of(operator.corrected)
+            tensors[id(operator.corrected)] = operator.corrected.nbytes
     return sum(tensors.values())
-
-
-def _bytes_of(content: Tensor | Structured) -> int:
-    return content.size_bytes if isinstance(content, Structured) else content.numel() * content.element_size()

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from engine.errors import NotConverged
+from engine.factors.dense import Dense
 from engine.factors.low_rank import LowRank
-from engine.linalg.linear_operator import Structured
+from engine.linalg.linear_operator import Operator
 from engine.linalg.panels import PANEL_NUMBERS
 from engine.memory.guard import Fallback, FallbackFailed, Guard
 
@@ -31,58 +32,17 @@ T = TypeVar("T")
 class Symmetric:
     """One positive semidefinite factor S of a set, on the host."""
 
-    content: Tensor | Structured
-    """(n, n), a diagonal (n,), or a side that is never made dense, as it is stored."""
-    scale: float = 1.0
-    """Power of two that the stored tensor is to be multiplied by."""
+    side: Operator
+    """As it is stored."""
     rank_bound: int | None = None
     """Most nonzero eigenvalues there can be; None where that is not known."""
     stored: torch.dtype | None = None
-    """Precision that S was rounded to when it was stored; None is that of ``content``."""
-
-    @property
-    def size(self) -> int:
-        """Rows and columns of S."""
-        return self.content.size if isinstance(self.content, Structured) else self.content.shape[0]
-
-    @property
-    def is_diagonal(self) -> bool:
-        """Whether S is held as its diagonal."""
-        return not isinstance(self.content, Structured) and self.content.ndim == 1
+    """Precision that S was rounded to when it was stored; None is that of ``side``."""
 
     @property
     def epsilon(self) -> float:
         """Distance of 1 and the next number in the precision that S was stored in."""
-        content = self.content
-        dtype = content.storage_dtype if isinstance(content, Structured) else content.dtype
-        return float(torch.finfo(self.stored or dtype).eps)
-
-    def diagonal(self) -> Tensor:
-        """Return the diagonal of S, shape (n,), float64."""
-        if isinstance(self.content, Structured):
-            return self.content.diagonal()
-        found = self.content if self.content.ndim == 1 else self.content.diagonal()
-        return found.to(torch.float64) * self.scale
-
-    def trace(self) -> float:
-        """Return the sum of the diagonal; of a sketch the exact one."""
-        return self.content.trace() if isinstance(self.content, Structured) else float(self.diagonal().sum())
-
-    def rows(self, span: slice, unit: float) -> Tensor:
-        """Return some rows of S/unit.
-
-        Args:
-            span: Which rows, b of them.
-            unit: A power of two.
-
-        Returns:
-            Shape (b, n), or (b,) of a diagonal, float64.
-        """
-        if not isinstance(self.content, Structured):
-            return self.content[span].to(torch.float64) * (self.scale / unit)
-        columns = torch.zeros(self.size, span.stop - span.start, dtype=torch.float64)
-        columns[span] = torch.eye(span.stop - span.start, dtype=torch.float64)
-        return self.content.apply(columns).mT / unit
+        return float(torch.finfo(self.stored or self.side.storage_dtype).eps)
 
     def dense(self, unit: float) -> Tensor:
         """Return S/unit as a new matrix, shape (n, n), float64.
@@ -93,11 +53,10 @@ class Symmetric:
         Memory:
             8 n² bytes, and of a structured side 16 MiB.
         """
-        if isinstance(self.content, Structured):
-            return self.content.to_dense(torch.float64).to("cpu") / unit
-        if self.content.ndim == 1:
-            return torch.diag(self.rows(slice(0, self.size), unit))
-        return self.rows(slice(0, self.size), unit)
+        if self.side.kind != "dense":
+            return self.side.to_dense(torch.float64).to("cpu") / unit
+        rows = self.side.panel(slice(0, self.side.size), unit)
+        return torch.diag(rows) if self.side.is_diagonal else rows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,25 +77,25 @@ class MatrixPair:
     @property
     def outside(self) -> int:
         """Directions, n − r of them, beyond the common coordinates."""
-        return self.size - self.first.size
+        return self.size - self.first.side.size
 
     @property
     def is_diagonal(self) -> bool:
         """Whether both are held as their diagonals."""
-        return self.first.is_diagonal and self.second.is_diagonal
+        return self.first.side.is_diagonal and self.second.side.is_diagonal
 
     @property
     def is_dense(self) -> bool:
         """Whether both are matrices or diagonals, of which all can be computed."""
-        return not any(isinstance(each.content, Structured) for each in (self.first, self.second))
+        return self.first.side.kind == self.second.side.kind == "dense"
 
     def panels(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Return the rows of both, a few at a time: each (b, r), or (b,) of diagonals, float64, in ``unit``."""
-        rows = self.first.size
+        rows = self.first.side.size
         height = rows if self.is_diagonal else max(1, PANEL_NUMBERS // (8 * rows))
         for start in range(0, rows, height):
             span = slice(start, min(start + height, rows))
-            yield self.first.rows(span, self.unit), self.second.rows(span, self.unit)
+            yield self.first.side.panel(span, self.unit), self.second.side.panel(span, self.unit)
 
 
 def pair_of(first: Symmetric, second: Symmetric, layer: str, guard: Guard) -> MatrixPair:
@@ -146,22 +105,22 @@ def pair_of(first: Symmetric, second: Symmetric, layer: str, guard: Guard) -> Ma
         Of two sides kept as gradient rows, three times the rows of both in float64; a structured side beside a dense
         one, and one of up to 8192 rows, as a matrix in float64.
     """
-    traces = first.trace(), second.trace()
-    pair = MatrixPair(first=first, second=second, size=first.size, unit=_unit(first, second), traces=traces)
+    traces, size = (first.side.trace(), second.side.trace()), first.side.size
+    pair = MatrixPair(first=first, second=second, size=size, unit=_unit(first, second), traces=traces)
     for each, which in ((first, "first set"), (second, "set compared with")):
-        side = each.content
-        if isinstance(side, Structured) and (side.approximate or not side.complete):
+        side = each.side
+        if side.approximate or not side.complete:
             kept = "a sketch of it" if side.complete else "its diagonal"
             reason = f"of the {which}'s G only {kept} is kept (`{side.kind}`): nothing but its trace is known"
             return replace(pair, unknown=reason)
-    rows = [each.content for each in (first, second) if isinstance(each.content, LowRank)]
-    if len(rows) == 2 and sum(each.count for each in rows) < first.size:
-        taken = 24 * first.size * sum(each.count for each in rows)
+    rows = [each.side for each in (first, second) if isinstance(each.side, LowRank)]
+    if len(rows) == 2 and sum(each.count for each in rows) < size:
+        taken = 24 * size * sum(each.count for each in rows)
         return guarded(lambda: _compressed(pair, rows[0], rows[1]), taken, "3 · n · (T₁ + T₂) · 8", layer, guard)
-    large = first.size > DENSE_ROWS and not any(isinstance(each.content, Tensor) for each in (first, second))
-    if (pair.is_dense and first.is_diagonal == second.is_diagonal) or (large and len(rows) < 2):
+    large = size > DENSE_ROWS and "dense" not in (first.side.kind, second.side.kind)
+    if (pair.is_dense and first.side.is_diagonal == second.side.is_diagonal) or (large and len(rows) < 2):
         return pair
-    return guarded(lambda: _made_dense(pair), 3 * 8 * first.size**2, "3 · n² · 8", layer, guard)
+    return guarded(lambda: _made_dense(pair), 3 * 8 * size**2, "3 · n² · 8", layer, guard)
 
 
 def guarded(work: Callable[[], T], host_bytes: int, formula: str, layer: str, guard: Guard) -> T:
@@ -174,7 +133,7 @@ def guarded(work: Callable[[], T], host_bytes: int, formula: str, layer: str, gu
 
 
 def _unit(first: Symmetric, second: Symmetric) -> float:
-    largest = max(float(each.diagonal().abs().max()) for each in (first, second))
+    largest = max(float(each.side.diagonal().abs().max()) for each in (first, second))
     return 2.0 ** math.frexp(largest)[1] if sys.float_info.min <= largest <= sys.float_info.max / 4 else 1.0
 
 
@@ -189,8 +148,7 @@ def _compressed(pair: MatrixPair, first: LowRank, second: LowRank) -> MatrixPair
         parts = [triangle[:, : first.count], triangle[:, first.count :]]
     made = [
         Symmetric(
-            content=(part @ part.mT) / pair.unit,
-            scale=pair.unit,
+            side=Dense(stored=(part @ part.mT) / pair.unit, scale=pair.unit),
             rank_bound=_least(each.rank_bound, own.count),
             stored=own.storage_dtype,
         )
@@ -202,10 +160,9 @@ def _compressed(pair: MatrixPair, first: LowRank, second: LowRank) -> MatrixPair
 def _made_dense(pair: MatrixPair) -> MatrixPair:
     made = [
         Symmetric(
-            content=each.dense(pair.unit),
-            scale=pair.unit,
+            side=Dense(stored=each.dense(pair.unit), scale=pair.unit),
             rank_bound=each.rank_bound,
-            stored=each.content.storage_dtype if isinstance(each.content, Structured) else each.content.dtype,
+            stored=each.side.storage_dtype,
         )
         for each in (pair.first, pair.second)
     ]

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from engine.errors import NonFiniteFactor
+from engine.factors.dense import Dense
 from engine.linalg.eigendecomposition import decompose
 from engine.linalg.eigensolvers import LARGEST
-from engine.linalg.linear_operator import Structured
 from engine.memory.guard import FallbackFailed, Guard
 from engine.memory.out_of_memory import ran_out_of_memory
 from engine.operators.pairs.matrix_pair import MatrixPair, Symmetric, guarded, pair_of
@@ -128,7 +128,7 @@ def _undamped(pair: MatrixPair, layer: str, vectors: int, guard: Guard) -> SideC
     found = replace(found, difference=_difference(pair, layer))
     if not pair.is_dense:
         reason = f"of a G of {pair.size} rows that is kept as `{_kind(pair)}`, no eigenvectors and no pencil are made"
-        largest = _largest(pair.first), _largest(pair.second)
+        largest = pair.first.side.spectral_norm(), pair.second.side.spectral_norm()
         return replace(found, largest=largest, no_vectors=reason, no_pencils=reason)
     (x, left), (y, right) = (_leading(each, layer, pair, vectors, guard) for each in (pair.first, pair.second))
     cosines = (left[:, None] == right).to(torch.float64) if pair.is_diagonal else (left.mT @ right).square_()
@@ -137,38 +137,30 @@ def _undamped(pair: MatrixPair, layer: str, vectors: int, guard: Guard) -> SideC
 
 
 def _kind(pair: MatrixPair) -> str:
-    kinds = [each.content.kind for each in (pair.first, pair.second) if isinstance(each.content, Structured)]
+    kinds = [each.side.kind for each in (pair.first, pair.second) if each.side.kind != "dense"]
     return "` and `".join(dict.fromkeys(kinds))
-
-
-def _largest(side: Symmetric) -> float:
-    assert isinstance(side.content, Structured)  # noqa: S101 - the only kind that is not dense
-    return side.content.spectral_norm()
 
 
 def _leading(side: Symmetric, layer: str, pair: MatrixPair, vectors: int, guard: Guard) -> tuple[Leading, Tensor]:
     """The spectrum, and the leading eigenvectors (r, m), or of a diagonal their places (m,)."""
+    matrix = side.side
+    assert isinstance(matrix, Dense)  # noqa: S101 - the pair is dense
     found = decompose(
-        _tensor(side),
+        matrix.stored,
         layer,
         need="vectors",
         rank_bound=side.rank_bound,
         guard=guard,
         what="the eigendecomposition of a factor that is compared",
     )
-    values = (found.values * (side.scale / pair.unit)).flip(0)
+    values = (found.values * (matrix.scale / pair.unit)).flip(0)
     largest = float(values[0])
     rounding = max(pair.size * _ROUNDING, side.epsilon / math.sqrt(pair.size)) * largest
     spectrum = Leading(values=values, rounding=rounding)
     if found.vectors is None:
-        return spectrum, torch.sort(_tensor(side).to(torch.float64), descending=True, stable=True).indices[:vectors]
+        return spectrum, torch.sort(matrix.stored.to(torch.float64), descending=True, stable=True).indices[:vectors]
     kept = found.vectors[:, -min(vectors, values.numel()) :].flip(1)
     return spectrum, kept.to("cpu", torch.float64)
-
-
-def _tensor(side: Symmetric) -> Tensor:
-    assert isinstance(side.content, Tensor)  # noqa: S101 - the pair is dense
-    return side.content
 
 
 def _difference(pair: MatrixPair, layer: str) -> Difference:
@@ -208,8 +200,8 @@ def _pencils(
                 f"{spectrum.value(0) * pair.unit:.3g}: raise `stabilisation.damping`"
             )
         added.append(value / pair.unit)
-    if pair.first.size > LARGEST:
-        return None, f"{pair.first.size} rows are beyond LAPACK's 32-bit indices, which reach {LARGEST}"
+    if pair.first.side.size > LARGEST:
+        return None, f"{pair.first.side.size} rows are beyond LAPACK's 32-bit indices, which reach {LARGEST}"
     made = []
     for base, other in ((0, 1), (1, 0)):
         sides = (pair.first, pair.second)
@@ -231,7 +223,7 @@ def _pencil(
     """The eigenvalues of (B + λ_B I)⁻¹ (O + λ_O I) − I of ``sides`` (B, O); None where B + λ_B I is not definite."""
     base, other = sides
     if pair.is_diagonal:
-        b, o = (each.rows(slice(0, each.size), pair.unit) for each in sides)
+        b, o = (each.side.panel(slice(0, each.side.size), pair.unit) for each in sides)
         return ((o - b) + (added[1] - added[0])) / (b + added[0])
 
     def work() -> Tensor | None:
@@ -255,14 +247,15 @@ def _pencil(
             raise FallbackFailed(f"the eigenvalues of the pencil of two factors: {error}") from error
         return found
 
-    return guarded(work, 24 * base.size**2, "3 · n² · 8", layer, guard)
+    return guarded(work, 24 * base.side.size**2, "3 · n² · 8", layer, guard)
 
 
 def _subtracted(left: Symmetric, right: Symmetric, pair: MatrixPair) -> Tensor:
     """``left − right`` in the pair's unit, (r, r) float64."""
     whole = left.dense(pair.unit)
-    step = max(1, 2**18 // left.size)
-    for start in range(0, left.size, step):
-        span = slice(start, min(start + step, left.size))
-        whole[span] -= right.rows(span, pair.unit)
+    size = left.side.size
+    step = max(1, 2**18 // size)
+    for start in range(0, size, step):
+        span = slice(start, min(start + step, size))
+        whole[span] -= right.side.panel(span, pair.unit)
     return whole

@@ -29,6 +29,7 @@ from engine.errors import UsageError, WrongShape
 from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Factors
 from engine.linalg.damping import damping
+from engine.linalg.linear_operator import Structured
 from engine.measurement import decompose_layer
 from engine.measurement.layer_measurement import measure_layers
 from engine.operators.kronecker.layer_store import OperatorOptions
@@ -243,8 +244,8 @@ def test_the_natural_gradient_by_solves_needs_no_eigenvector(net: str, monkeypat
         raise AssertionError("something was decomposed")
 
     monkeypatch.setattr(decompose_layer, "decompose", never)
-    monkeypatch.setattr(decompose_layer, "decompose_structured", never)
-    monkeypatch.setattr("engine.operators.kronecker.layer_store.decompose", never)
+    monkeypatch.setattr(Structured, "decompose", never)
+    monkeypatch.setattr("engine.factors.dense.decompose", never)
     params = NaturalGradientParams(damping="factored")
     model, space = job(net, params)
     rows, _ = run(params, space)
@@ -329,7 +330,7 @@ def test_a_job_decomposes_once_for_all_of_its_analyses(monkeypatch: pytest.Monke
         return whole(factor, layer, **named)
 
     monkeypatch.setattr(decompose_layer, "decompose", counted)
-    monkeypatch.setattr("engine.operators.kronecker.layer_store.decompose", counted)
+    monkeypatch.setattr("engine.factors.dense.decompose", counted)
     params = NaturalGradientParams(power=POWERS)
     _, space = job("grouped", params)
     space.options.kinds = ("capacity", "natural_gradient")

@@ -21,7 +21,7 @@ from engine.errors import BeyondSolvers, BrokenFactors, BudgetExceeded, NotConve
 from engine.factors.diagonal_sketch import DiagonalSketch
 from engine.factors.factor_files import read_factors
 from engine.linalg import eigensolvers
-from engine.measurement import decompose_layer, subsample_spectra
+from engine.measurement import decompose_layer
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Chosen
 from engine.planning import choose_plan, decomposition_memory
@@ -448,7 +448,7 @@ def test_what_needs_eigenvectors_beyond_the_solvers_is_refused_before_anything_i
 
 
 def test_smaller_sample_sizes_of_a_dense_factor_beyond_the_solvers_end_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (choose_plan, decomposition_memory, decompose_layer, subsample_spectra):
+    for module in (choose_plan, decomposition_memory, decompose_layer):
         monkeypatch.setattr(module, "LARGEST", 600)
     made = space(approximate=False)
     made.options.woodbury = Woodbury(policy="dense", approximate=False)

@@ -10,7 +10,6 @@ from engine.factors.capacitance import robust_solve
 from engine.factors.clipping.clipped_inverse import StabilisedSide
 from engine.factors.low_rank import LowRank, scaled_rows
 from engine.factors.representation_bytes import basis_bytes, gram_bytes
-from engine.linalg.eigendecomposition import decompose_structured
 from tests.memory_profile import peak_bytes
 
 T, N = 23, 61
@@ -233,7 +232,7 @@ def test_what_is_stored_reads_back_with_the_same_digest() -> None:
 def test_clipping_keeps_no_more_directions_than_there_are(rows: str, kappa_max: float) -> None:
     """Beside what is rounding of the Gram matrix any floor is low, and of a factor that is zero there is none."""
     exact = torch.zeros(T, N, dtype=torch.float64) if rows == "zeros" else DEPENDENT[rows]
-    found = decompose_structured(low_rank(exact), "layer", need="vectors")
+    found = low_rank(exact).decompose("layer", need="vectors")
     assert found is not None
     side = StabilisedSide.of(found.values, found.vectors, kappa_max, torch.float64)
     again, right = StabilisedSide.read(side.tensors("G"), "G"), drawn(N, 3, seed=4)

@@ -12,6 +12,7 @@ from catalog.requests.collection import Stabilisation
 from engine.analyses.capacity import Capacity
 from engine.analyses.factors import KeptFactors
 from engine.factors.clipping.clip_eigenvalues import stabilise_
+from engine.factors.dense import as_operator
 from engine.linalg import kronecker_spectrum as spectrum
 from engine.linalg import kronecker_sums
 from engine.linalg.damping import Clipping, clipping_floor, damping, identity_warnings
@@ -167,6 +168,6 @@ def test_a_singular_matrix_is_singular_whatever_the_rounding_of_its_entries(dtyp
     for matrix, condition in ((softmax, None), (known, pytest.approx(1e5, rel=0.02))):
         stored = matrix.to(dtype)
         values = torch.linalg.eigvalsh(stored.double())
-        rounding = rounded(stored, float(stored.double().norm()))
+        rounding = rounded(as_operator(stored), float(stored.double().norm()))
         assert Clipping.at(values, None, rounding).kappa == condition
-    assert rounded(torch.diagonal(softmax), 1.0) == 0
+    assert rounded(as_operator(torch.diagonal(softmax)), 1.0) == 0

@@ -75,7 +75,7 @@ def test_three_refreshes_are_the_dense_average(woodbury: Mapping[str, Any] | Non
             # of head and table the nearest product is sought anew, so that the sum is what is averaged
             continue
         own = average.layer(name)
-        columns = torch.eye(truth.shape[0], dtype=torch.float64).view(own.G.size, own.A.size, -1)
+        columns = torch.eye(truth.shape[0], dtype=torch.float64).view(own.G.content.size, own.A.content.size, -1)
         found = own.apply(columns.transpose(1, 2).contiguous(), 1.0).transpose(1, 2).reshape(truth.shape)
         assert float((found - truth).norm()) <= 1e-12 * float(truth.norm()), name
 
@@ -107,7 +107,9 @@ def test_rows_of_a_long_average_are_bounded() -> None:
     average = operator(measured(0, {"policy": "all", "softmax_head": False}))
     for seed in range(1, 9):
         average = average.merged(operator(measured(seed, {"policy": "all", "softmax_head": False})), 0.5)
-    assert all(len(own.G.content.tensors()["gradient_rows"]) <= own.G.size for own in map(average.layer, ("q", "k")))  # type: ignore[union-attr] # rows
+    assert all(
+        len(own.G.content.tensors()["gradient_rows"]) <= own.G.content.size for own in map(average.layer, ("q", "k"))
+    )  # type: ignore[union-attr] # rows
 
 
 def test_weights_of_zero_and_one_are_the_operators_themselves() -> None:

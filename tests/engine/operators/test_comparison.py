@@ -13,6 +13,7 @@ from torch import Tensor
 
 from catalog.analyses.compare_curvature import MatrixComparison
 from engine.errors import BudgetExceeded, NonFiniteFactor
+from engine.factors.dense import as_operator
 from engine.factors.diagonal_sketch import DiagonalSketch
 from engine.factors.low_rank import LowRank, scaled_rows
 from engine.factors.softmax_fisher import SoftmaxFisher
@@ -66,7 +67,9 @@ def dense(content: Content) -> Tensor:
 
 def compared(first: Content, second: Content, ks: tuple[int, ...] = KS, **options: Any) -> SideComparison:
     given: dict[str, Any] = {"vectors": ks[-1], "damping": DAMPING, "guard": Guard.unlimited()}
-    return compare_sides((Symmetric(content=first), Symmetric(content=second)), "layer", **given | options)
+    return compare_sides(
+        (Symmetric(side=as_operator(first)), Symmetric(side=as_operator(second))), "layer", **given | options
+    )
 
 
 def twin(first: Tensor, second: Tensor, damped: tuple[Tensor, Tensor], ks: tuple[int, ...] = KS) -> dict[str, Any]:
@@ -241,7 +244,7 @@ def test_a_span_that_ends_among_equal_eigenvalues_is_not_compared() -> None:
 
 def test_stored_precision_decides_what_a_gap_is() -> None:
     near = torch.tensor([1.0, 0.5, 0.5 - 1e-9, 0.1], dtype=torch.float64)
-    wide = Symmetric(content=torch.diag(near), stored=torch.float32)
+    wide = Symmetric(side=as_operator(torch.diag(near)), stored=torch.float32)
     options: dict[str, Any] = {"vectors": 2, "damping": DAMPING, "guard": Guard.unlimited()}
     assert side_metrics(compared(torch.diag(near), torch.diag(near), (2,)), (2,)).overlaps[0].overlap == 1
     rounded = side_metrics(compare_sides((wide, wide), "layer", **options), (2,)).overlaps[0]
@@ -325,7 +328,7 @@ def test_factors_of_any_magnitude_are_compared(scale: float) -> None:
 def test_a_power_of_two_beside_a_stored_matrix_is_part_of_it() -> None:
     stored = spread(8, 0).half()
     options: dict[str, Any] = {"vectors": 2, "damping": DAMPING, "guard": Guard.unlimited()}
-    given = Symmetric(content=stored, scale=0.25), Symmetric(content=spread(8, 1))
+    given = Symmetric(side=as_operator(stored, 0.25)), Symmetric(side=as_operator(spread(8, 1)))
     found = side_metrics(compare_sides(given, "layer", **options), (1, 2))
     first, second = stored.double() / 4, spread(8, 1)
     agree(found, twin(first, second, (shifted(first, DAMPING[0]), shifted(second, DAMPING[1])), (1, 2)))

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from engine.analyses.metrics.layer_direction import power_of_rows
+from engine.factors.dense import as_operator
 from engine.factors.low_rank import LowRank, scaled_rows
 from engine.linalg.damping import Damping
 from engine.operators.kronecker.eigenbasis import JointBasis, SideBasis
@@ -66,7 +67,11 @@ def test_rows_keep_the_digits_that_a_gradient_in_float32_has_lost(condition: flo
         return SideBasis(nonzero, own, OUT)
 
     plain = LayerOperator(
-        name="fc", G=FactorSide(rows, structured), A=FactorSide(A, lambda _: basis), kind=kind, damping=lambdas
+        name="fc",
+        G=FactorSide(rows, structured),
+        A=FactorSide(as_operator(A), lambda _: basis),
+        kind=kind,
+        damping=lambdas,
     )
     # the same in float64 from a gradient that was rounded to float32: what is outside of the span is divided by λ
     general = plain.apply(gradient.float().double()[:, None, :], exponent)[:, 0]

@@ -78,7 +78,7 @@ def damped(factors: FactorSet, kind: str, condition: float, of: str, **options: 
     level = largest / condition
     own = Stabilisation(damping=level, damping_mode="absolute")
     if kind == "factored":
-        A, G = (float(side.norm()) for side in (plain.layer("head").A, plain.layer("head").G))
+        A, G = (side.content.frobenius_norm() for side in (plain.layer("head").A, plain.layer("head").G))
         own = dataclasses.replace(own, damping_A=A * condition**-0.5, damping_G=G * condition**-0.5)
     return KroneckerOperator(
         factors,
@@ -155,7 +155,7 @@ def test_a_factor_is_decomposed_once_for_vectors_in_float64(exponent: float, mon
         made.append(len(factor))
         return decompose(factor, *arguments, **options)  # type: ignore[arg-type] # as it was called
 
-    monkeypatch.setattr("engine.operators.kronecker.layer_store.decompose", counted)
+    monkeypatch.setattr("engine.factors.dense.decompose", counted)
     whole = damped(FACTORS["regular"](), "exact", 1e4, "kfac")
     whole.power(exponent) @ torch.ones(OUT * INTO, dtype=torch.float64)
     whole.logdet()

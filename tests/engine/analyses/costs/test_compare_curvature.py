@@ -15,6 +15,7 @@ from engine import estimate
 from engine.analyses.compare_curvature import Comparison
 from engine.analyses.costs.compare_curvature import _side_bytes
 from engine.analyses.factors import KeptFactors
+from engine.factors.dense import as_operator
 from engine.factors.low_rank import LowRank
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
@@ -43,7 +44,8 @@ def test_what_comparing_two_factors_takes_is_what_the_plan_says(kept: str) -> No
     dense = kept == "dense"
     size, count = (1200, None) if dense else (20_000, 120)
     first, second = (
-        Symmetric(content=gram(size, seed) if count is None else gradient_rows(size, count, seed)) for seed in (0, 1)
+        Symmetric(side=as_operator(gram(size, seed) if count is None else gradient_rows(size, count, seed)))
+        for seed in (0, 1)
     )
     work = partial(
         compare_sides, (first, second), "fc", vectors=K, damping=(size / 10, size / 10), guard=Guard.unlimited()
