@@ -6,11 +6,11 @@ residual of a Ritz pair is ``‖F y − θ y‖ = β |s_last|``: an eigenvalue o
 never exceeds the largest eigenvalue, and the smallest is never below the smallest one. As many eigenvalues as there
 are Ritz values lie within the root of the sum of their squared residuals of them.
 
-    ``largest_eigenvalues``   a growing basis in float64, until the residuals are below the tolerance
-    ``smallest_eigenvalue``   the same for a fixed number of steps, of a matrix with few distinct eigenvalues
     ``Lanczos``               a basis of fixed length in any precision, for a caller who makes the products of many
                               matrices in one pass; every coefficient of H is computed, so that a basis that has
                               reached its length is replaced by its best Ritz vectors and goes on (a thick restart)
+    ``largest_eigenvalues``   the same in float64, until the residuals are below the tolerance
+    ``smallest_eigenvalue``   the same for a fixed number of steps, of a matrix with few distinct eigenvalues
 
 References:
     Wu & Simon (2000), Thick-restart Lanczos method for large symmetric eigenvalue problems
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 _PANEL = 2**20
-_EVERY = 5
-"""Steps between two looks at the Ritz values, each of which waits for the device."""
+_LONGEST = 160
+"""Vectors of a basis beyond which its best Ritz vectors go on, which is as many as are planned for."""
 
 
 def largest_eigenvalues(
@@ -35,7 +35,7 @@ def largest_eigenvalues(
     """Return the largest eigenvalues of a positive semidefinite operator; one that is multiple is found once.
 
     Args:
-        apply: The operator's product with a float64 column, (n, 1) -> (n, 1).
+        apply: The operator's product with a float64 column, (n, 1) -> (n, 1), a new tensor.
         start: Vector to start from, shape (n,), float64, any norm; zero stands for the zero operator.
         count: How many to look for.
         steps: Products at most; some 30 are made where the largest eigenvalue stands apart.
@@ -47,70 +47,38 @@ def largest_eigenvalues(
         for the first), and the root of the sum of their squared residuals.
 
     Memory:
-        The basis: as many columns of n numbers as there are products.
+        The basis: 161 columns of n numbers, as far as products are made.
     """
-    norm = float(start.norm())
-    if norm == 0:
-        return [0.0], 0.0
-    basis, along, beside = [start / norm], [], []
-    values = residuals = torch.zeros(1, dtype=torch.float64)
-    last = min(steps, start.numel())
-    for step in range(1, last + 1):
-        vector = apply(basis[-1][:, None])[:, 0]
-        along.append(vector @ basis[-1])
-        for _ in range(2):
-            for known in basis:
-                vector = vector - known * (known @ vector)
-        beside.append(vector.norm())
-        if step % _EVERY == 0 or step == last:
-            off = torch.stack(beside).cpu()
-            ascending, vectors = torch.linalg.eigh(_tridiagonal(torch.stack(along).cpu(), off))
-            values, residuals = ascending.flip(0)[:count], (off[-1] * vectors[-1].abs()).flip(0)[:count]
-            if bool((residuals <= tolerance * values[0]).all()) and (values.numel() == count or step == last):
-                break
-        basis.append(vector / beside[-1].clamp_min(torch.finfo(vector.dtype).tiny))
+    search = Lanczos(start=start, length=min(steps, _LONGEST) + 1)
+    values, residuals = search.values, search.residuals
+    while not search.done and search.products < steps:
+        search.advance(apply(search.vector[:, None])[:, 0])
+        values, residuals = search.values.flip(0)[:count], search.residuals.flip(0)[:count]
+        if values.numel() == count and bool((residuals <= tolerance * values[0]).all()):
+            break
     settled = int((residuals <= tolerance * values[0]).to(torch.int64).cumprod(0).sum())
     kept = slice(max(settled, 1))
     return values[kept].tolist(), math.sqrt(float(residuals[kept].square().sum()))
 
 
-def smallest_eigenvalue(
-    apply: Callable[[Tensor], Tensor], start: Tensor, *, steps: int, tolerance: float = 1e-14
-) -> float:
+def smallest_eigenvalue(apply: Callable[[Tensor], Tensor], start: Tensor, *, steps: int) -> float:
     """Return the smallest Ritz value of a symmetric operator, which its smallest eigenvalue does not exceed.
 
     Args:
-        apply: The operator's product with a float64 column, (n, 1) -> (n, 1).
+        apply: As for ``largest_eigenvalues``.
         start: Column to start from, shape (n, 1), float64, not zero.
         steps: Products at most.
-        tolerance: β over the last diagonal entry of H up to which only rounding is left of the next vector.
 
     Returns:
         θ, an estimate from above.
 
     Memory:
-        Twice ``steps`` columns of n numbers.
+        ``steps`` columns of n numbers, and two.
     """
-    held = [start / start.norm()]
-    along: list[float] = []
-    beside: list[float] = []
-    for _ in range(min(steps, start.shape[0])):
-        made = apply(held[-1])
-        along.append(float((made * held[-1]).sum()))
-        basis = torch.cat(held, 1)
-        for _again in range(2):
-            made = made - basis @ (basis.mT @ made)
-        beside.append(float(made.norm()))
-        if beside[-1] <= tolerance * abs(along[-1]):
-            break
-        held.append(made / beside[-1])
-    wide = (torch.tensor(numbers, dtype=torch.float64) for numbers in (along, beside))
-    return float(torch.linalg.eigvalsh(_tridiagonal(*wide))[0])
-
-
-def _tridiagonal(along: Tensor, beside: Tensor) -> Tensor:
-    """H (k, k), from its diagonal (k,) and what stands beside it (k,), the last of which is outside."""
-    return torch.diag(along) + torch.diag(beside[:-1], 1) + torch.diag(beside[:-1], -1)
+    search = Lanczos(start=start[:, 0], length=steps + 1)
+    while not search.done and search.products < steps:
+        search.advance(apply(search.vector[:, None])[:, 0])
+    return float(search.values[0])
 
 
 @dataclass(kw_only=True)
@@ -125,12 +93,10 @@ class Lanczos:
     """(n,), of any norm; a zero vector says that F is zero."""
     length: int
     """Vectors kept at once, three or more: two Ritz vectors and what comes next."""
-    tolerance: float | None = None
-    """Residual over the value at which the search has converged; None is the root of the vectors' precision."""
-    value: float = 0.0
-    """The largest Ritz value so far."""
-    residual: float = 0.0
-    """Distance within which F has an eigenvalue."""
+    values: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64), init=False)
+    """Ritz values so far, ascending, float64 on the host."""
+    residuals: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64), init=False)
+    """Distance of each within which F has an eigenvalue."""
     products: int = 0
     """Handed in so far."""
     done: bool = False
@@ -155,13 +121,23 @@ class Lanczos:
         return self._basis[self._held - 1]
 
     @property
+    def value(self) -> float:
+        """The largest Ritz value so far."""
+        return float(self.values[-1])
+
+    @property
+    def residual(self) -> float:
+        """Distance within which F has an eigenvalue."""
+        return float(self.residuals[-1])
+
+    @property
     def converged(self) -> bool:
-        """Whether the residual is below the tolerance.
+        """Whether the residual is below the root of the vectors' precision, as a share of the value.
 
         The error of a Ritz value is at most its residual squared over the gap to the next eigenvalue: at the root of
         the precision θ is exact to the precision itself, or nearly.
         """
-        tolerance = torch.finfo(self._basis.dtype).eps ** 0.5 if self.tolerance is None else self.tolerance
+        tolerance = torch.finfo(self._basis.dtype).eps ** 0.5
         return self.done or (self.products > 0 and self.residual <= tolerance * self.value)
 
     def advance(self, product: Tensor) -> None:
@@ -180,17 +156,16 @@ class Lanczos:
         column = (coefficients + again).to("cpu", torch.float64)
         self._projected[: self._held, here] = column
         self._projected[here, : self._held] = column
-        values, vectors = torch.linalg.eigh(self._projected[: self._held, : self._held])
+        self.values, vectors = torch.linalg.eigh(self._projected[: self._held, : self._held])
         left = float(product.norm())
-        self.value = float(values[-1])
-        self.residual = left * abs(float(vectors[-1, -1]))
+        self.residuals = left * vectors[-1].abs()
         # what rounding leaves of a vector that lies in the basis is not a direction
         eps = torch.finfo(product.dtype).eps
-        if left <= 8 * eps * max(abs(self.value), abs(float(values[0]))) or self._held == self.start.numel():
+        if left <= 8 * eps * float(self.values.abs().max()) or self._held == self.start.numel():
             self.done = True
             return
         if self._held == self.length:
-            self._restart(values, vectors)
+            self._restart(self.values, vectors)
         torch.div(product, left, out=self._basis[self._held])
         self._held += 1
 
