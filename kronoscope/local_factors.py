@@ -17,6 +17,7 @@ from catalog.field_errors import near_names
 from catalog.record_reader import read
 from engine.errors import BrokenFactors
 from engine.factors.clipping.clipped_inverse import StabilisedLayers
+from engine.factors.dense import Dense
 from engine.factors.factor_files import read_factors
 from engine.factors.factor_set import Corrected, FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Factors
@@ -90,7 +91,8 @@ class LayerFactors:
     @property
     def A(self) -> Tensor:  # noqa: N802 - the field's own symbol
         """(in_dim, in_dim) dense activation covariance; the bias's row and column last."""
-        return _matrix(self._factors.side_A)
+        side = self._factors.side_A
+        return side.to_dense(side.wide_dtype)
 
     @property
     def G(self) -> Tensor:  # noqa: N802 - the field's own symbol
@@ -107,13 +109,13 @@ class LayerFactors:
                 "`structured_G`, which multiplies, solves and has a diagonal and a trace, or `gradient_rows`"
             )
             raise MemoryError(message)
-        return _matrix(side)
+        return side.to_dense(side.wide_dtype)
 
     @property
     def structured_G(self) -> Structured | None:  # noqa: N802 - the field's own symbol
         """The representation of G where it is not dense: products, solves, spectrum; None where G is dense."""
-        side = self._factors.G
-        return side if isinstance(side, Structured) else None
+        side = self._factors.side_G
+        return None if isinstance(side, Dense) else side
 
     @property
     def gradient_rows(self) -> Tensor | None:
@@ -129,12 +131,12 @@ class LayerFactors:
     def diagonal_G(self) -> Tensor:  # noqa: N802 - the field's own symbol
         """Diagonal of G, shape (out_dim,), computed without making G dense."""
         side = self._factors.side_G
-        return _matrix_diagonal(side) if side.kind == "dense" else side.diagonal()
+        return _diagonal(side) if side.kind == "dense" else side.diagonal()
 
     @property
     def diagonal_A(self) -> Tensor:  # noqa: N802 - the field's own symbol
         """Diagonal of A, shape (in_dim,), computed without making a diagonal A dense."""
-        return _matrix_diagonal(self._factors.side_A)
+        return _diagonal(self._factors.side_A)
 
     def precondition(self, gradient: Tensor, *, damping_A: float, damping_G: float, of_rows: bool = False) -> Tensor:
         """Return ``(G + damping_G I)⁻¹ V (A + damping_A I)⁻¹``, float64, without making G dense.
@@ -178,11 +180,7 @@ class LayerFactors:
         return self._corrected.eigenvalues
 
 
-def _matrix(side: Operator) -> Tensor:
-    return torch.diag(side.widened()) if side.is_diagonal else side.widened()
-
-
-def _matrix_diagonal(side: Operator) -> Tensor:
+def _diagonal(side: Operator) -> Tensor:
     """The diagonal in the precision that the side is shown in."""
     return side.widened() if side.is_diagonal else side.widened().diagonal()
 

@@ -16,6 +16,7 @@ from typing import Self, TypeGuard
 import torch
 from torch import Tensor
 
+from engine.factors.dense import as_operator
 from engine.factors.kronecker_factors import Hashed, digest, packed
 from engine.factors.low_rank import LowRank
 from engine.linalg.linear_operator import Structured
@@ -111,7 +112,7 @@ class Departures:
             rows = self._buffers(factor.rows.device).take(factor.rows, ready, whole=True)
             side = factor.departed(rows.stored, rows.digest)
             return Departed(digest=side.digest(), stored=side if packs else None)
-        if factor.ndim == 1:
+        if as_operator(factor).is_diagonal:
             if ready is not None:
                 ready.synchronize()
             return _at_once(factor, packs=packs)

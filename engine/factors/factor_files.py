@@ -71,7 +71,7 @@ def write_factors(
         stored: Those of A and G that are on the host as they are stored already (``Departed.stored``).
     """
     side = stored.get("G")
-    kept = side if isinstance(side, Structured) else factors.side_G
+    kept = factors.side_G if side is None or isinstance(side, Tensor) else side
     tensors = {"gradient_covariance": side} if isinstance(side, Tensor) else kept.tensors()
     if facts.shared_A_with is None:
         known = stored.get("A")

@@ -33,6 +33,7 @@ from catalog.analyses.capacity_metrics import (
 )
 from engine.analyses.metrics.kronecker_metrics import SCALARS, Sides, scalars, within_tolerance
 from engine.errors import NonFiniteFactor
+from engine.factors.dense import Dense
 from engine.factors.factor_set import FactorSet
 from engine.factors.kronecker_factors import Factors
 from engine.linalg.damping import Clipping
@@ -201,10 +202,8 @@ def rounding_of(layer: Measured) -> float:
 
 def structured_side(factors: Factors, device: torch.device) -> tuple[Structured | None, float]:
     """Return the operator that answers for a G without eigenvalues."""
-    side = factors.G
-    if isinstance(side, Structured) and side.complete:
-        return side.to(device), factors.scale_G
-    return None, 1.0
+    side = factors.side_G
+    return (None, 1.0) if isinstance(side, Dense) or not side.complete else (side.to(device), factors.scale_G)
 
 
 def scalar_metrics(sides: Sides, wanted: Iterable[str], kappa_max: float | None) -> dict[str, float | None]:
