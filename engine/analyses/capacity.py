@@ -74,7 +74,7 @@ class Capacity(LayerAnalysis[CapacityParams]):
         if metrics.damping is not None and norm is not None and metrics.damping > norm:
             layers.identity[ordinal] = layer.facts.name
         if self._exact is not None:
-            beside = self._exact.of_layer(ordinal, layer.trace_A * layer.trace_G, norm)
+            beside = self._exact.of_layer(ordinal, layer.A.trace * layer.G.trace, norm)
             metrics = replace(metrics, cross_check=beside)
         layers.of_model[ordinal] = outcome.of_model
         return metrics

@@ -23,8 +23,8 @@ class KeptFactors(LayerAnalysis[None]):
         leader = layer.facts.shared_A_with
         return FactorsMetrics(
             form=layer.facts.form,
-            trace_A=layer.trace_A,
-            trace_G=layer.trace_G,
+            trace_A=layer.A.trace,
+            trace_G=layer.G.trace,
             exact_trace=layer.record.exact_trace,
             trace_ratio=layer.record.trace_ratio,
             shared_A_with=None if leader is None else self.whole.layers[leader].name,

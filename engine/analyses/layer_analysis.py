@@ -213,7 +213,7 @@ class LayerAnalysis(Generic[P]):
 
 def is_decomposed(layer: Measured) -> bool:
     """Return whether an eigendecomposition was made of a layer."""
-    return layer.spectrum_A is not None and layer.facts.form not in ("diagonal", "diagonal_block")
+    return layer.A.spectrum is not None and layer.facts.form not in ("diagonal", "diagonal_block")
 
 
 def nullify(record: Record) -> tuple[Record, tuple[str, ...]]:

@@ -255,7 +255,7 @@ def _bases(layer: Measured, factors: Factors, device: torch.device) -> dict[Lite
         return SideBasis(values.to("cpu", torch.float64), found.vectors.to(device), size)
 
     sizes: dict[Literal["A", "G"], Any] = {"A": layer.facts.in_dim, "G": layer.facts.out_dim}
-    spectra = {"A": layer.spectrum_A, "G": layer.spectrum_G}
+    spectra = {"A": layer.A.spectrum, "G": layer.G.spectrum}
     return {side: partial(read, side, size) for side, size in sizes.items() if spectra[side] is not None}
 
 

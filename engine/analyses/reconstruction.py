@@ -224,7 +224,7 @@ def _stabilised(run: _Run, layer: Measured) -> ReconstructionMetrics:
 
 def _made(run: _Run, layer: Measured, kept: Operator, side: Literal["A", "G"]) -> Made:
     """One side by the route that was asked for; one that is never made dense as an eigenbasis or operator."""
-    spectrum = layer.spectrum_A if side == "A" else layer.spectrum_G
+    spectrum = layer.A.spectrum if side == "A" else layer.G.spectrum
     name = layer.facts.name
     if not isinstance(kept, Dense):
         return clip_structured(layer, kept, run.kappa_max)

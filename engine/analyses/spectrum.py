@@ -59,7 +59,7 @@ class Spectrum(LayerAnalysis[SpectrumParams]):
                 found["kfac"] = blocks["kfac"].take(facts.ordinal, kfac_block(layer, self.params))
             else:
                 lacking["kfac"] = why
-                blocks["kfac"].lack(facts.ordinal, facts.name, layer.trace_A * layer.trace_G, why)
+                blocks["kfac"].lack(facts.ordinal, facts.name, layer.A.trace * layer.G.trace, why)
         if "ekfac" in blocks and self.whole.load_corrected is not None:
             corrected = self.whole.load_corrected(facts.ordinal)
             found["ekfac"] = blocks["ekfac"].take(facts.ordinal, ekfac_block(layer, corrected, self.params))
@@ -99,8 +99,8 @@ def _require_dimension(params: SpectrumParams, dimension: int, which: str) -> No
 
 def _estimated(layer: Measured) -> str | None:
     """How the eigenvalues are known where G's are not computed."""
-    counted = layer.counted_G
-    if counted is None or layer.spectrum_G is not None:
+    counted = layer.G.counted
+    if counted is None or layer.G.spectrum is not None:
         return None
     return (
         f"G ({layer.facts.out_dim} rows) is held as `{layer.facts.representation_G}`: its eigenvalues are estimated "

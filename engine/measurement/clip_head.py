@@ -23,11 +23,11 @@ def clip_structured(layer: Measured, side: Operator, kappa_max: float) -> Made:
         An eigenbasis of gradient rows, or of a small softmax head; an operator of a wide one, or of a sketch; neither
         where only the diagonal is known.
     """
-    if side.has_basis and layer.spectrum_G is not None:
+    if side.has_basis and layer.G.spectrum is not None:
         basis = layer.load_basis("G")
         dtype = torch.float64 if side.storage_dtype == torch.float64 else torch.float32
         return in_eigenbasis(basis.values, basis.vectors, kappa_max, dtype, kind=side.kind)
-    values = layer.spectrum_G if layer.counted_G is None else layer.counted_G.values
+    values = layer.G.spectrum if layer.G.counted is None else layer.G.counted.values
     if values is None or side.update() is None:
         return not_stabilised(side.size, side.kind, "only its diagonal and trace are kept")
     return _operator(layer, side, values, kappa_max)

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from catalog.responses.layer_record import LayerRecord, Observed
 from engine.collect import collect_or_read
@@ -21,7 +20,6 @@ from engine.factors.factor_set import Corrected, FactorSet, LayerFacts
 from engine.factors.kronecker_factors import digest
 from engine.linalg.damping import Clipping, Damping, damping, identity_warnings
 from engine.linalg.eigendecomposition import Decomposition
-from engine.linalg.spectrum_counts import Counted
 from engine.measurement.decompose_layer import (
     Side,
     keep_spectra,
@@ -50,17 +48,8 @@ class Measured:
     """One covered layer with everything the analyses read; its factors are not held."""
 
     facts: LayerFacts
-    spectrum_A: Tensor | None
-    """(in_dim,) float64, ascending; None where no analysis asks for it."""
-    spectrum_G: Tensor | None
-    """(out_dim,) float64, ascending; None where no analysis asks for it, or it is not to be had without n×n."""
-    counted_G: Counted | None
-    """The same between bounds, where that is all there is of a G that is never made dense."""
-    trace_A: float
-    trace_G: float
-    frobenius_A: float | None
-    frobenius_G: float | None
-    """None where only the diagonal of G is kept."""
+    A: Side
+    G: Side
     nested: tuple[MeasuredSize, ...]
     """Ascending sample sizes up to the whole, where they were asked for; else none."""
     damping: Damping
@@ -68,8 +57,6 @@ class Measured:
     clipping_G: Clipping
     record: LayerRecord
     observed: Observed
-    sides: Mapping[Literal["A", "G"], Side]
-    """Digests and decompositions of both factors, without vectors."""
     load_basis: Callable[[Literal["A", "G"]], Decomposition]
     """The decomposition of one side with its vectors, on the host; only where an analysis of the job asks for them, and
     on the rank that made it or one that the bases of all layers were sent to."""
@@ -79,7 +66,7 @@ class Measured:
     @property
     def status(self) -> Literal["covered", "zero_curvature"]:
         """`covered`, or `zero_curvature` where the layer has no curvature at all."""
-        return "covered" if self.trace_A > 0 and self.trace_G > 0 else "zero_curvature"
+        return "covered" if self.A.trace > 0 and self.G.trace > 0 else "zero_curvature"
 
 
 class _MeasuredLayers(dict[int, Measured]):
@@ -169,14 +156,15 @@ def _measure_divided(
         facts = layer.facts
         # of these each rank has its own
         record = replace(found.record, positions_local=_positions_local(facts), sent_bytes=facts.sent_bytes)
-        basis = partial(_load_basis, workspace, found.sides)
+        sides: Mapping[Literal["A", "G"], Side] = {"A": found.A, "G": found.G}
+        basis = partial(_load_basis, workspace, sides)
         known[facts.ordinal] = replace(found, facts=facts, record=record, load_basis=basis)
         if division.needs_bases:
-            share_bases(division, facts, found.sides)
+            share_bases(division, facts, sides)
         if files is None:
             write(facts, places)
         if "spectra" in workspace.options.keep and not division.is_own(facts):
-            keep_spectra(workspace, facts, found.sides["A"], found.sides["G"])
+            keep_spectra(workspace, facts, found.A, found.G)
     _complete(workspace, whole, cache, keep_factors=keep_factors)
 
 
@@ -268,17 +256,11 @@ def _measure(
         frobenius_A=side_a.frobenius,
         frobenius_G=side_g.frobenius,
     )
-    kronecker_trace = complete.trace_A * complete.trace_G
+    kronecker_trace = side_a.trace * side_g.trace
     return Measured(
         facts=facts,
-        spectrum_A=spectrum_a,
-        spectrum_G=spectrum_g,
-        counted_G=counted,
-        trace_A=complete.trace_A,
-        trace_G=complete.trace_G,
-        frobenius_A=complete.frobenius_A,
-        frobenius_G=complete.frobenius_G,
-        sides={"A": side_a, "G": side_g},
+        A=side_a,
+        G=side_g,
         load_basis=partial(_load_basis, workspace, {"A": side_a, "G": side_g}),
         nested=(*smaller, complete) if whole.collection.nested else (),
         damping=damped,

@@ -330,7 +330,7 @@ def test_where_an_attempt_ended_on_the_device_the_next_decomposes_on_the_host() 
     second = attempt()
     assert second["5"].record.rungs_G == ("host_float64",)
     assert second["5"].record.rungs_A == ("device_float64",)
-    known, found = first["5"].spectrum_G, second["5"].spectrum_G
+    known, found = first["5"].G.spectrum, second["5"].G.spectrum
     assert known is not None
     assert found is not None
     assert torch.allclose(found, known, rtol=1e-9, atol=1e-15)

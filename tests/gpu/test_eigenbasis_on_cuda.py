@@ -73,6 +73,6 @@ def test_streamed_layers_are_the_same_as_those_of_the_host() -> None:
     here, there = on("cuda", fisher="empirical"), on("cpu", fisher="empirical")
     for left, right in zip(measure_layers(here), measure_layers(there), strict=True):
         assert left.facts.name == right.facts.name
-        assert left.spectrum_G is not None
-        assert right.spectrum_G is not None
-        assert torch.allclose(left.spectrum_G, right.spectrum_G, rtol=1e-8, atol=1e-12)
+        assert left.G.spectrum is not None
+        assert right.G.spectrum is not None
+        assert torch.allclose(left.G.spectrum, right.G.spectrum, rtol=1e-8, atol=1e-12)

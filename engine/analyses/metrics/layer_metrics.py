@@ -165,32 +165,32 @@ SCALAR_METRICS = (*SCALARS, "effective_dimension_share", "kappa_clipped", "decay
 def sides_of(layer: Measured, whole: FactorSet, params: CapacityParams, device: torch.device) -> Sides:
     """Gather what the metrics of one layer are computed from."""
     facts, tolerance = layer.facts, params.rank_tolerance
-    if not math.isfinite(layer.trace_A * layer.trace_G):
+    if not math.isfinite(layer.A.trace * layer.G.trace):
         raise NonFiniteFactor(
             f"layer `{facts.name}`: the eigenvalues of G ⊗ A exceed float64; scale the model's inputs or loss",
             layer=facts.name,
         )
     rounding = rounding_of(layer)
     structured, scale = None, 1.0
-    if params.decomposition != "none" and layer.spectrum_A is not None and layer.spectrum_G is None:
+    if params.decomposition != "none" and layer.A.spectrum is not None and layer.G.spectrum is None:
         # read again for this layer alone: no layer's factors are held
         structured, scale = structured_side(whole.load(facts.ordinal), device)
     return Sides(
         in_dim=facts.in_dim,
         out_dim=facts.out_dim,
-        spectrum_A=layer.spectrum_A,
-        spectrum_G=layer.spectrum_G,
-        trace_A=layer.trace_A,
-        trace_G=layer.trace_G,
-        frobenius_A=layer.frobenius_A,
-        frobenius_G=layer.frobenius_G,
+        spectrum_A=layer.A.spectrum,
+        spectrum_G=layer.G.spectrum,
+        trace_A=layer.A.trace,
+        trace_G=layer.G.trace,
+        frobenius_A=layer.A.frobenius,
+        frobenius_G=layer.G.frobenius,
         damping=layer.damping,
         tolerance=rounding if tolerance is None else tolerance,
         rounding=rounding,
-        entry_rounding=(layer.sides["A"].entry_rounding, layer.sides["G"].entry_rounding),
+        entry_rounding=(layer.A.entry_rounding, layer.G.entry_rounding),
         structured_G=structured,
         scale_G=scale,
-        counted_G=layer.counted_G,
+        counted_G=layer.G.counted,
     )
 
 
@@ -254,9 +254,9 @@ def layer_metrics(layer: Measured, sides: Sides, params: CapacityParams) -> Capa
 def no_spectrum(layer: Measured) -> str | None:
     """Return why a layer that was decomposed has no eigenvalues of A or G."""
     facts = layer.facts
-    if layer.spectrum_A is None:
+    if layer.A.spectrum is None:
         return f"A ({facts.in_dim} rows) has more than the {LARGEST} rows that eigensolvers take"
-    if layer.spectrum_G is not None or layer.counted_G is not None:
+    if layer.G.spectrum is not None or layer.G.counted is not None:
         return None
     if facts.representation_G == "diagonal_sketch":
         return f"G ({facts.out_dim} rows) does not fit: only its diagonal and trace are kept"
@@ -264,7 +264,7 @@ def no_spectrum(layer: Measured) -> str | None:
 
 
 def _estimated(layer: Measured) -> str | None:
-    counted = layer.counted_G
+    counted = layer.G.counted
     if counted is None:
         return None
     bound = layer.record.sketch_bound

@@ -53,21 +53,21 @@ def kfac_block(layer: Measured, params: SpectrumParams) -> BlockSpectrum:
     Memory:
         As ``Products``: no more than some 64 Ki products at once.
     """
-    if layer.spectrum_A is None:
+    if layer.A.spectrum is None:
         raise ValueError("a layer without eigenvalues of A has no spectrum")
-    counted = layer.counted_G
-    if layer.spectrum_G is not None:
-        pair, bounds = (layer.spectrum_A, layer.spectrum_G), None
+    counted = layer.G.counted
+    if layer.G.spectrum is not None:
+        pair, bounds = (layer.A.spectrum, layer.G.spectrum), None
     elif counted is not None:
-        pair = (layer.spectrum_A, counted.values)
-        bounds = (layer.spectrum_A, counted.lower), (layer.spectrum_A, counted.upper)
+        pair = (layer.A.spectrum, counted.values)
+        bounds = (layer.A.spectrum, counted.lower), (layer.A.spectrum, counted.upper)
     else:
         raise ValueError("a layer without eigenvalues of G has no spectrum")
     products = Products([pair])
     density = _counted(products.largest, params, products.at_most, products.size, rounding_of(layer))
     largest, smallest = _ends(products, bounds, params)
     of_layer = LayerSpectrum(
-        trace=layer.trace_A * layer.trace_G,
+        trace=layer.A.trace * layer.G.trace,
         largest=largest,
         smallest=smallest,
         zeros=products.at_most(rounding_of(layer) * products.largest),

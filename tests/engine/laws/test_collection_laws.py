@@ -380,5 +380,5 @@ def test_rows_bound_the_rank_of_both_factors() -> None:
     space = workspace(model, [(x, y)], "classification", fisher="mc", dtype="float32")
     layers = sorted(measure_layers(space), key=lambda layer: layer.facts.ordinal)
     for layer in layers[:2]:
-        assert int((layer.spectrum_G > 0).sum()) == 5
-    assert [int((layer.spectrum_A > 0).sum()) for layer in layers] == [5, 1, 5]
+        assert int((layer.G.spectrum > 0).sum()) == 5
+    assert [int((layer.A.spectrum > 0).sum()) for layer in layers] == [5, 1, 5]

@@ -99,11 +99,11 @@ def test_bases_give_the_factors_back_and_are_made_once(
     tolerance = 1e-13 if dtype == "float64" else 3e-6
     for layer in layers:
         factors = collect_or_read(made).load(layer.facts.ordinal)
-        for side, spectrum in (("A", layer.spectrum_A), ("G", layer.spectrum_G)):
+        for side, spectrum in (("A", layer.A.spectrum), ("G", layer.G.spectrum)):
             found, factor = layer.load_basis(side), getattr(factors, side)  # type: ignore[arg-type]
             assert spectrum is not None
             assert torch.equal(found.values, spectrum)
-            assert torch.allclose(spectrum, getattr(plain[layer.facts.name], f"spectrum_{side}"), rtol=1e-9, atol=1e-15)
+            assert torch.allclose(spectrum, getattr(plain[layer.facts.name], side).spectrum, rtol=1e-9, atol=1e-15)
             if factor.ndim == 1:
                 assert found.vectors is None
                 continue
@@ -282,7 +282,7 @@ def test_nothing_is_decomposed_where_nothing_is_asked(monkeypatch: pytest.Monkey
     layers = {layer.facts.name: layer for layer in measure_layers(made)}
     for name, layer in layers.items():
         record, full = layer.record, truth[name].record
-        assert (layer.spectrum_A, layer.spectrum_G) == (None, None)
+        assert (layer.A.spectrum, layer.G.spectrum) == (None, None)
         unknown = (
             "rungs_A", "rungs_G", "precision", "residual_A", "kappa_A", "kappa_G", "kappa_A_clipped", "kappa_G_clipped",
             "clipped_A", "clipped_G",
@@ -292,7 +292,7 @@ def test_nothing_is_decomposed_where_nothing_is_asked(monkeypatch: pytest.Monkey
         assert record.lambda_A == pytest.approx(full.lambda_A, rel=1e-12)
         factors = collect_or_read(made).load(layer.facts.ordinal)
         norm = factors.A.norm() if factors.A.ndim == 1 else torch.linalg.matrix_norm(factors.A)
-        assert layer.frobenius_A == pytest.approx(float(norm), rel=1e-13)
+        assert layer.A.frobenius == pytest.approx(float(norm), rel=1e-13)
         rest = dict.fromkeys(unknown) | {"lambda_A": None, "lambda_G": None}
         # what is not decomposed is not planned for either
         rest |= {"lambda_A_relative": None, "lambda_G_relative": None, "planned_peak_bytes": None}
@@ -409,6 +409,6 @@ def test_a_job_goes_down_a_rung_where_memory_is_short_and_says_so() -> None:
     assert truth["0"].observed.refused_rungs == ()
     for name, layer in layers.items():
         for side in ("A", "G"):
-            left, right = (getattr(each, f"spectrum_{side}") for each in (layer, truth[name]))
+            left, right = (getattr(each, side).spectrum for each in (layer, truth[name]))
             assert torch.allclose(left, right, rtol=1e-9, atol=1e-15)
         assert layer.record.digest_G == truth[name].record.digest_G

@@ -122,8 +122,8 @@ def attempt_in_process(folder: Path, number: signal.Signals) -> None:
 
 def spectrum_of(layer: Measured) -> Tensor:
     """The eigenvalues of G."""
-    assert layer.spectrum_G is not None
-    return layer.spectrum_G
+    assert layer.G.spectrum is not None
+    return layer.G.spectrum
 
 
 def is_oracle_spectrum(name: str, spectrum: Tensor | list[float]) -> bool:

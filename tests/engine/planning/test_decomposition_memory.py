@@ -47,8 +47,8 @@ def test_few_rows_are_decomposed_by_their_gram_matrix_in_a_planned_job(counted: 
     for layer in layers:
         assert layer.record.rungs_A == ("host_gram",)
         factors = collect_or_read(made).load(layer.facts.ordinal)
-        assert layer.spectrum_A is not None
-        torch.testing.assert_close(layer.spectrum_A, torch.linalg.eigvalsh(factors.A), rtol=1e-9, atol=1e-12)
+        assert layer.A.spectrum is not None
+        torch.testing.assert_close(layer.A.spectrum, torch.linalg.eigvalsh(factors.A), rtol=1e-9, atol=1e-12)
         if counted:
             assert made.results.plan.chosen.rung(layer.facts.name, "A") == "host_gram"
             # the copy, and five columns

@@ -129,4 +129,4 @@ def test_a_layer_without_eigenvalues_leaves_the_models_undefined_and_says_why() 
     assert model.largest is model.smallest is model.density is None
     assert set(model.missing) == {"largest", "smallest", "density"}
     assert "`table`: G (7 rows) is too large" in model.missing["largest"]
-    assert model.trace == pytest.approx(4.5 + sum(layer.trace_A * layer.trace_G for layer in layers[1:]))
+    assert model.trace == pytest.approx(4.5 + sum(layer.A.trace * layer.G.trace for layer in layers[1:]))
