@@ -32,8 +32,8 @@ from engine.factors.factor_files import Kept, write_factors, write_index
 from engine.factors.kronecker_factors import digest
 from engine.factors.low_rank import LowRank
 from engine.linalg.damping import damping
+from engine.linalg.eigenbasis import Eigenbasis
 from engine.linalg.linear_operator import Structured
-from engine.operators.kronecker.eigenbasis import SideBasis
 from engine.operators.kronecker.factor_side import FactorSide
 from engine.operators.kronecker.layer_operator import LayerOperator
 from kronoscope.local import operator
@@ -81,7 +81,7 @@ def rows_grow() -> dict[str, Any]:
         rows = torch.randn(positions, OUTPUTS, generator=generator)
         side = LowRank(rows=rows, scales=torch.ones(positions, dtype=torch.float64), weight=float(positions))
         values, vectors = side.eigenbasis("head")
-        basis = SideBasis(values, vectors.float(), OUTPUTS)
+        basis = Eigenbasis(values, vectors.float())
         del vectors
         for width in WIDTHS:
             draws = torch.randn(2 * width, width, generator=generator)
@@ -104,9 +104,9 @@ def rows_grow() -> dict[str, Any]:
     return {"runs": found, "seconds_per_number": fitted, "deviation": max(abs(rate / fitted - 1) for rate in rates)}
 
 
-def _eigenbasis(A: torch.Tensor) -> SideBasis:
+def _eigenbasis(A: torch.Tensor) -> Eigenbasis:
     values, vectors = torch.linalg.eigh(A.double())
-    return SideBasis(values, vectors.float(), len(A))
+    return Eigenbasis(values, vectors.float())
 
 
 def from_disk(case: str) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import results_file
 from engine.factors.clipping.clip_eigenvalues import Placement, stabilise_
-from engine.factors.clipping.clipped_inverse import StabilisedSide
 from engine.factors.clipping.clipping_check import check_clipping
+from engine.linalg.eigenbasis import Eigenbasis
 
 KAPPA_MAX = 1e6
 SIZES = (1024, 2048, 4096, 8192)
@@ -134,7 +134,7 @@ def exact(size: int) -> dict[str, Any]:
     first = results["device"].to(torch.float64)
     right = torch.randn(size, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     wanted = torch.linalg.solve(truth, right)
-    through = StabilisedSide.of(values, vectors, KAPPA_MAX).solve(right.to(torch.float32))
+    through = Eigenbasis.of(values, vectors, KAPPA_MAX).solve(right.to(torch.float32))
     narrow = right.to(torch.float32)
     dense = torch.cholesky_solve(narrow, torch.linalg.cholesky(results["device"]))
     naive = (kept * values.clamp_min(float(values[-1]) / KAPPA_MAX).to(torch.float32)) @ kept.T

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from catalog.responses.layer_record import LayerRecord
-from engine.factors.clipping.clipped_inverse import StabilisedSide
 from engine.factors.factor_set import LayerFacts
+from engine.linalg.eigenbasis import Eigenbasis
 from engine.measurement.clip_factor import Made
 
 _COLLECTED = (
@@ -25,7 +25,7 @@ def record_without_collection(record: LayerRecord) -> LayerRecord:
 def index_entry(facts: LayerFacts, made: Made, file: str) -> dict[str, Any]:
     """Return the matrix's entry in the index of stabilised factors: a single side G."""
     side = {
-        "kind": "eigenbasis" if isinstance(made.content, StabilisedSide) else "matrix",
+        "kind": "eigenbasis" if isinstance(made.content, Eigenbasis) else "matrix",
         "floor": made.side.floor,
         "scale": 1.0,
         "stored_as": facts.name,

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from engine.analyses.metrics.layer_direction import LayerGradient, layer_metrics
 from engine.errors import UsageError
 from engine.factors.factor_set import GIVEN_MATRIX, FactorSet
 from engine.factors.kronecker_factors import Factors
+from engine.linalg.eigenbasis import Eigenbasis
 from engine.measurement.layer_measurement import Measured
-from engine.operators.kronecker.eigenbasis import SideBasis
 from engine.operators.kronecker.layer_store import KnownLayer, OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
 from engine.operators.loss_gradient import data_gradient, given_gradient, require_gradient
@@ -241,10 +241,12 @@ def _require_directions(params: NaturalGradientParams, whole: FactorSet) -> None
             )
 
 
-def _bases(layer: Measured, factors: Factors, device: torch.device) -> dict[Literal["A", "G"], Callable[[], SideBasis]]:
+def _bases(
+    layer: Measured, factors: Factors, device: torch.device
+) -> dict[Literal["A", "G"], Callable[[], Eigenbasis]]:
     """The eigenvectors that the job has made of a layer's sides, where it has."""
 
-    def read(side: Literal["A", "G"], size: int) -> SideBasis:
+    def read(side: Literal["A", "G"]) -> Eigenbasis:
         found = layer.load_basis(side)
         if found.vectors is None:
             raise ValueError(f"layer `{layer.facts.name}`: no eigenvectors of {side} were kept")
@@ -252,11 +254,10 @@ def _bases(layer: Measured, factors: Factors, device: torch.device) -> dict[Lite
         exact = found.signed is not None and (factors.A if side == "A" else factors.dense_G).element_size() > 2
         values = found.signed if exact and found.signed is not None else found.values
         values = values[values.numel() - found.vectors.shape[1] :]
-        return SideBasis(values.to("cpu", torch.float64), found.vectors.to(device), size)
+        return Eigenbasis(values.to("cpu", torch.float64), found.vectors.to(device))
 
-    sizes: dict[Literal["A", "G"], Any] = {"A": layer.facts.in_dim, "G": layer.facts.out_dim}
-    spectra = {"A": layer.A.spectrum, "G": layer.G.spectrum}
-    return {side: partial(read, side, size) for side, size in sizes.items() if spectra[side] is not None}
+    spectra: dict[Literal["A", "G"], Tensor | None] = {"A": layer.A.spectrum, "G": layer.G.spectrum}
+    return {side: partial(read, side) for side, spectrum in spectra.items() if spectrum is not None}
 
 
 def _artifact(power: float) -> str:

@@ -22,12 +22,13 @@ from engine.analyses.given_matrix import index_entry
 from engine.analyses.layer_analysis import LayerAnalysis
 from engine.analyses.remembered_rows import Outcome, recall, remember
 from engine.errors import BrokenFactors, NoConditionNumber
-from engine.factors.clipping.clipped_inverse import PREFIX, StabilisedSide
+from engine.factors.clipping.clipped_inverse import PREFIX
 from engine.factors.clipping.clipped_operator import ClippedOperator
 from engine.factors.dense import Dense
 from engine.factors.factor_files import Kept, write_factors, write_index
 from engine.factors.factor_set import GIVEN_MATRIX, FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Factors, packed
+from engine.linalg.eigenbasis import Eigenbasis
 from engine.linalg.eigensolvers import LARGEST
 from engine.linalg.linear_operator import Operator
 from engine.linalg.panels import wide_product
@@ -299,7 +300,7 @@ def _write(
             if isinstance(each, ClippedOperator)
             else {
                 "kind": "matrix" if side in matrices else "none" if each is None else "eigenbasis",
-                "floor": each.floor if isinstance(each, StabilisedSide) else None,
+                "floor": each.floor if isinstance(each, Eigenbasis) else None,
                 # an eigenbasis has it in its values
                 "scale": (factors.scale_A if side == "A" else factors.scale_G) if side in matrices else 1.0,
             }
@@ -322,7 +323,7 @@ def _write(
         return
     tensors: dict[str, Tensor] = {}
     for side, content in contents.items():
-        if isinstance(content, StabilisedSide):
+        if isinstance(content, Eigenbasis):
             tensors |= content.tensors(PREFIX[side])
         elif isinstance(content, ClippedOperator):
             tensors |= content.tensors()
@@ -336,7 +337,7 @@ def _write_given(run: _Run, layer: Measured, made: Made | None, name: str) -> No
     if made is None or made.content is None or isinstance(made.content, ClippedOperator):
         return
     matrix = made.content
-    tensors = matrix.tensors(layer.facts.name) if isinstance(matrix, StabilisedSide) else {layer.facts.name: matrix}
+    tensors = matrix.tensors(layer.facts.name) if isinstance(matrix, Eigenbasis) else {layer.facts.name: matrix}
     run.entries[layer.facts.ordinal] = index_entry(layer.facts, made, name.removeprefix(f"{FOLDER}/"))
     metadata = {"format": FORMAT, "kappa_max": repr(run.kappa_max), "floor": repr(made.side.floor)}
     run.artifacts.save_tensors(name, tensors, metadata)

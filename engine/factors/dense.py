@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.errors import BrokenFactors
+from engine.linalg.eigenbasis import Eigenbasis
 from engine.linalg.eigendecomposition import decompose
 from engine.linalg.layer_matrices import aligned, left_product, right_product
 from engine.linalg.linear_operator import Operator, Structured
@@ -93,14 +94,12 @@ class Dense(Operator):
         return found.values * self.scale, found.rungs
 
     @override
-    def basis(
-        self, layer: str, dtype: torch.dtype, device: torch.device, guard: Guard | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def basis(self, layer: str, device: torch.device, guard: Guard | None, dtype: torch.dtype) -> Eigenbasis:
         there = self.stored.to(device)
         found = decompose(there, layer, need="vectors", rank_bound=self.rank_bound, guard=guard)
         assert found.vectors is not None  # noqa: S101 - they were asked for
         values = found.values if found.signed is None else found.signed
-        return values * self.scale, found.vectors.to(self.stored.device, dtype)
+        return Eigenbasis(values * self.scale, found.vectors.to(self.stored.device, dtype))
 
     @override
     def apply(self, right: Tensor) -> Tensor:
@@ -178,10 +177,8 @@ class Diagonal(Dense):
         return float(self.stored.max()) * self.scale
 
     @override
-    def basis(
-        self, layer: str, dtype: torch.dtype, device: torch.device, guard: Guard | None
-    ) -> tuple[Tensor, Tensor | None]:
-        return self.diagonal().clamp_min(0), None
+    def basis(self, layer: str, device: torch.device, guard: Guard | None, dtype: torch.dtype) -> Eigenbasis:
+        return Eigenbasis(self.diagonal().clamp_min(0), None)
 
     @override
     def solve(self, right: Tensor, damping: float) -> Tensor:

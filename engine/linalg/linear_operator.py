@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.errors import NotConverged
+from engine.linalg.eigenbasis import Eigenbasis
 from engine.linalg.eigendecomposition import Decomposition, signs
 from engine.linalg.eigensolvers import Need
 from engine.linalg.layer_matrices import aligned, as_columns
@@ -231,19 +232,17 @@ class Operator(ABC):
         return None
 
     @abstractmethod
-    def basis(
-        self, layer: str, dtype: torch.dtype, device: torch.device, guard: Guard | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def basis(self, layer: str, device: torch.device, guard: Guard | None, dtype: torch.dtype) -> Eigenbasis:
         """Return eigenvalues and eigenvectors, those of a structured side without the zeros.
 
         Args:
             layer: The layer's name, for messages.
-            dtype: Precision of the vectors.
             device: Where a matrix is decomposed.
             guard: Knows what memory is free; None assumes that everything fits.
+            dtype: Precision of the vectors.
 
         Returns:
-            Values (r,), float64 on the host, and vectors (n, r), one a column, where S is kept; None is the identity.
+            The basis, its vectors where S is kept.
 
         Raises:
             NotConverged: If a structured side has none without a dense matrix.
@@ -330,15 +329,14 @@ class Structured(Operator):
         return Decomposition(values=values, vectors=vectors, rungs=tried, residual=residual, precision="float64")
 
     @override
-    def basis(
-        self, layer: str, dtype: torch.dtype, device: torch.device, guard: Guard | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def basis(self, layer: str, device: torch.device, guard: Guard | None, dtype: torch.dtype) -> Eigenbasis:
         found = self.decompose(layer, need="vectors", guard=guard)
         if found is None or found.vectors is None:
             values, vectors = self.eigenbasis(layer)  # says why there is none
         else:
             values, vectors = found.values, found.vectors
-        return values[values.numel() - vectors.shape[1] :].to("cpu", torch.float64), vectors.to("cpu", dtype)
+        values = values[values.numel() - vectors.shape[1] :]
+        return Eigenbasis(values.to("cpu", torch.float64), vectors.to("cpu", dtype))
 
     def _residual_of(self, values: Tensor, vectors: Tensor) -> float:
         """‖S − QΛQᵀ‖_F / ‖S‖_F, estimated from products with eight vectors of signs."""

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from catalog.analyses.reconstruction import ReconstructedSide
 from engine.factors.clipping.clip_eigenvalues import PLACEMENTS, Clipped, Placement, placement_bytes, stabilise_
-from engine.factors.clipping.clipped_inverse import StabilisedSide
 from engine.factors.clipping.clipped_operator import ClippedOperator
 from engine.factors.clipping.clipping_check import ClippingCheck, check_clipping, checking_bytes, relative_difference
 from engine.factors.dense import as_operator
 from engine.factors.kronecker_factors import digest
 from engine.linalg.damping import clipping_floor
+from engine.linalg.eigenbasis import Eigenbasis
 from engine.memory.guard import Fallback
 from engine.workspace import Workspace
 
@@ -27,7 +27,7 @@ class Made:
     """A stabilised side with its record."""
 
     side: ReconstructedSide
-    content: Tensor | StabilisedSide | ClippedOperator | None
+    content: Tensor | Eigenbasis | ClippedOperator | None
     """The matrix (n, n) or diagonal (n,), its scale not in it; the eigenbasis; what a wide head is applied through;
     None where there is none of them."""
 
@@ -152,7 +152,7 @@ def in_eigenbasis(
     Raises:
         NonFiniteFactor: If the eigenvalues hold NaN or Inf.
     """
-    kept = StabilisedSide.of(values, vectors, kappa_max, dtype)
+    kept = Eigenbasis.of(values, vectors, kappa_max, dtype)
     ordered = torch.sort(values).values
     below = ordered < kept.floor
     largest = float(ordered[-1])
@@ -246,7 +246,7 @@ def _side(done: Clipped, values: Tensor, scale: float, outcome: _Outcome) -> Rec
     )
 
 
-def _basis_digest(side: StabilisedSide) -> str:
+def _basis_digest(side: Eigenbasis) -> str:
     """Over the digests of values and vectors."""
     hashed = hashlib.sha256(digest(side.values).encode())
     if side.vectors is not None:

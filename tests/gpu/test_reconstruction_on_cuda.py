@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.factors.clipping import clip_eigenvalues
 from engine.factors.clipping.clip_eigenvalues import Placement, stabilise_
-from engine.factors.clipping.clipped_inverse import StabilisedSide
+from engine.linalg.eigenbasis import Eigenbasis
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,7 +69,7 @@ def test_panels_leave_the_device_nearly_empty(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_inverse_is_applied_where_the_gradient_is() -> None:
     _, values, vectors = given(400, torch.float64, 0.5)
-    side = StabilisedSide.of(values, vectors, 1e6)
+    side = Eigenbasis.of(values, vectors, 1e6)
     right = torch.randn(400, 8, generator=torch.Generator().manual_seed(1))
     found = side.solve(right.cuda(), 1e-4)
     assert found.device.type == "cuda"

@@ -38,8 +38,9 @@ from engine.factors.capacitance import NOISE
 from engine.factors.factor_set import LayerFacts
 from engine.factors.kronecker_factors import Factors
 from engine.factors.low_rank import LowRank
+from engine.linalg.eigenbasis import Eigenbasis
 from engine.linalg.eigensolvers import exact_svd
-from engine.operators.kronecker.eigenbasis import JointBasis, SideBasis
+from engine.operators.kronecker.eigenbasis import JointBasis
 from engine.operators.kronecker.factor_side import FactorSide
 from engine.operators.kronecker.layer_operator import LayerOperator
 from engine.operators.parameter_space import ParameterSpace
@@ -71,7 +72,7 @@ def power_of_rows(rows: LowRank, inner: Tensor, damped: JointBasis, exponent: fl
     kept = values > NOISE * max(values.numel(), 1) * largest
     roots, vectors = values[kept].sqrt(), vectors[:, kept]
     left, singular, right = exact_svd(lengths[:, None] * vectors * roots, full_matrices=False)
-    across = SideBasis(singular.square().to("cpu"), None, singular.numel())
+    across = Eigenbasis(singular.square().to("cpu"), None)
     joint = JointBasis(G=across, A=damped.A, shift=damped.shift, shift_A=damped.shift_A, shift_G=damped.shift_G)
     coefficients = (left.mT @ turned).mul_(singular[:, None])
     joint.scale_(coefficients, exponent)

@@ -28,6 +28,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from engine.linalg.eigenbasis import Eigenbasis
 from engine.linalg.layer_matrices import aligned, arranged, left_product, right_product
 from engine.linalg.panels import PANEL_NUMBERS
 
@@ -37,42 +38,6 @@ _FLOAT32_REACH = 1e25
 """Eigenvalues between its inverse and it are raised to their powers in float32, others in float64."""
 
 
-@dataclass(frozen=True, eq=False)
-class SideBasis:
-    """Eigenvalues of one factor and their eigenvectors."""
-
-    values: Tensor
-    """s (r,) float64 on the host; negative by the rounding of a stored factor alone."""
-    vectors: Tensor | None
-    """Q (n, r), one eigenvector a column; None is the identity, with r = n."""
-    size: int
-    """n."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether the vectors span the whole space: r = n."""
-        return self.values.numel() == self.size
-
-    @property
-    def all_values(self) -> Tensor:
-        """Every eigenvalue, shape (n,), the zeros outside of the span included."""
-        missing = self.size - self.values.numel()
-        return torch.cat([self.values.new_zeros(missing), self.values]) if missing else self.values
-
-    @property
-    def extremes(self) -> tuple[float, float]:
-        """The smallest and the largest eigenvalue."""
-        if not self.values.numel():
-            return 0.0, 0.0
-        least, most = float(self.values.min()), float(self.values.max())
-        return (least, most) if self.complete else (min(least, 0.0), most)
-
-    @property
-    def nearest(self) -> "SideBasis":
-        """The basis of the nearest positive semidefinite factor: itself, or eigenvalues below zero as zero."""
-        return self if self.extremes[0] >= 0 else replace(self, values=self.values.clamp_min(0))
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class JointBasis:
     """The eigenbasis ``Q_G ⊗ Q_A`` of a layer's damped curvature.
@@ -80,8 +45,8 @@ class JointBasis:
     The eigenvalue of ``q_i ⊗ p_j`` is ``(g_i + λ_G)(a_j + λ_A) + λ``, or EK-FAC's own plus λ.
     """
 
-    G: SideBasis
-    A: SideBasis
+    G: Eigenbasis
+    A: Eigenbasis
     """Complete, or with zeros for what is missing."""
     corrected: Tensor | None = None
     """EK-FAC's eigenvalues (out_dim, in_dim); None takes the products."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engine.linalg.eigenbasis import Eigenbasis
 from engine.linalg.linear_operator import Operator
-from engine.operators.kronecker.eigenbasis import SideBasis
 
 _STEPS = 20
 """Steps of a power iteration, which then knows the largest eigenvalue to a few parts in a hundred."""
@@ -26,7 +26,7 @@ class FactorSide:
     """One factor S with what was made of it: eigenbases and inverses."""
 
     content: Operator
-    load_basis: Callable[[torch.dtype], SideBasis]
+    load_basis: Callable[[torch.dtype], Eigenbasis]
     """Decomposes the factor, and gives eigenvectors in that precision where it can."""
     rounding: float = 0.0
     """Eigenvalues below this share of the largest may be the rounding of the factor as it is stored."""
@@ -34,12 +34,12 @@ class FactorSide:
     """Device on which an inverse is computed."""
     stored: Tensor | None = None
     """The factor as it was read, where it must stay for others that share it."""
-    _bases: dict[torch.dtype, SideBasis] = field(default_factory=dict, init=False)
+    _bases: dict[torch.dtype, Eigenbasis] = field(default_factory=dict, init=False)
     _inverses: dict[tuple[float, torch.dtype], Operator | None] = field(default_factory=dict, init=False)
     _least: dict[float, float] = field(default_factory=dict, init=False)
 
     @property
-    def basis(self) -> SideBasis:
+    def basis(self) -> Eigenbasis:
         """Eigenvalues and eigenvectors, made when they are first asked for.
 
         Raises:
@@ -48,11 +48,11 @@ class FactorSide:
         return self.basis_in(self.content.wide_dtype)
 
     @property
-    def decomposed(self) -> SideBasis | None:
+    def decomposed(self) -> Eigenbasis | None:
         """The eigenbasis where it was made already."""
         return next(iter(self._bases.values()), None)
 
-    def basis_in(self, dtype: torch.dtype) -> SideBasis:
+    def basis_in(self, dtype: torch.dtype) -> Eigenbasis:
         """Return the eigenbasis for products in a precision.
 
         Args:

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from engine.errors import NotConverged, UsageError
 from engine.linalg.damping import Damping
+from engine.linalg.eigenbasis import Eigenbasis
 from engine.linalg.layer_matrices import aligned, arranged, as_columns, right_product
-from engine.operators.kronecker.eigenbasis import JointBasis, SideBasis
+from engine.operators.kronecker.eigenbasis import JointBasis
 from engine.operators.kronecker.factor_side import FactorSide
 
 DampingKind = Literal["none", "exact", "factored"]
@@ -269,9 +270,7 @@ class LayerOperator:
 
     def _of_g(self, dtype: torch.dtype) -> JointBasis:
         ones = torch.ones(self.A.content.size, dtype=torch.float64)
-        return JointBasis(
-            G=self.G.basis_in(dtype), A=SideBasis(ones, None, self.A.content.size), shift_G=self._lambda_g
-        )
+        return JointBasis(G=self.G.basis_in(dtype), A=Eigenbasis(ones, None), shift_G=self._lambda_g)
 
     def _solved(self, matrices: Tensor) -> Tensor:
         """``M⁻¹ V`` where G answers by solves alone, which compute in float64."""

@@ -13,9 +13,9 @@ from engine.factors.dense import Dense, as_operator
 from engine.factors.factor_set import Corrected, FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Factors
 from engine.linalg.damping import Damping, damping
+from engine.linalg.eigenbasis import Eigenbasis
 from engine.linalg.linear_operator import Operator
 from engine.memory.guard import Guard
-from engine.operators.kronecker.eigenbasis import SideBasis
 from engine.operators.kronecker.factor_side import FactorSide
 from engine.operators.kronecker.ill_conditioned import IllConditioned
 from engine.operators.kronecker.layer_operator import DampingKind, LayerOperator
@@ -33,7 +33,7 @@ class KnownLayer:
     """Results that a job has of a layer before it becomes an operator."""
 
     damping: Damping
-    bases: Mapping[Literal["A", "G"], Callable[[], SideBasis]]
+    bases: Mapping[Literal["A", "G"], Callable[[], Eigenbasis]]
     """Reads the eigenvectors of the sides that the job has decomposed; the others are decomposed here."""
 
 
@@ -151,26 +151,24 @@ class LayerStore:
     def _side(self, content: Operator, stored: torch.dtype, facts: LayerFacts, side: Literal["A", "G"]) -> FactorSide:
         known = self._options.known(facts.ordinal)
         read = known.bases.get(side) if known is not None and content.has_basis and not content.is_diagonal else None
-        basis = partial(self._basis, content, facts.name) if read is None else partial(_as_it_is, read)
+        own = partial(content.basis, facts.name, self._options.device, self._options.guard)
+        basis = own if read is None else partial(_as_it_is, read)
         # as the eigenvalues of independent rounding errors of the numbers; a solver's own error comes on top
         size = content.size
         rounding = torch.finfo(stored).eps * math.sqrt(size) + _OF_SOLVERS * size * torch.finfo(torch.float64).eps
         return FactorSide(content, basis, rounding=rounding, device=self._options.device)
-
-    def _basis(self, content: Operator, layer: str, dtype: torch.dtype) -> SideBasis:
-        return SideBasis(*content.basis(layer, dtype, self._options.device, self._options.guard), content.size)
 
 
 def _in_basis(side_g: FactorSide, side_a: FactorSide, corrected: Corrected) -> tuple[FactorSide, FactorSide]:
     """The sides with EK-FAC's eigenvectors; their eigenvalues are not used."""
     found = []
     for side, vectors in ((side_g, corrected.eigenvectors_G), (side_a, corrected.eigenvectors_A)):
-        basis = SideBasis(torch.zeros(side.content.size, dtype=torch.float64), vectors, side.content.size)
+        basis = Eigenbasis(torch.zeros(side.content.size, dtype=torch.float64), vectors)
         found.append(FactorSide(side.content, partial(_orthonormal, basis), rounding=side.rounding, device=side.device))
     return found[0], found[1]
 
 
-def _orthonormal(basis: SideBasis, dtype: torch.dtype) -> SideBasis:
+def _orthonormal(basis: Eigenbasis, dtype: torch.dtype) -> Eigenbasis:
     """A stored basis for products in a precision.
 
     Vectors that were rounded when they were stored are orthonormal to that rounding alone, and what a product with
@@ -186,7 +184,7 @@ def _orthonormal(basis: SideBasis, dtype: torch.dtype) -> SideBasis:
     return replace(basis, vectors=wide)
 
 
-def _as_it_is(read: Callable[[], SideBasis], _: torch.dtype) -> SideBasis:
+def _as_it_is(read: Callable[[], Eigenbasis], _: torch.dtype) -> Eigenbasis:
     """A basis in the precision that it was kept in."""
     return read()
 

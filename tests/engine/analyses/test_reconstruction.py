@@ -18,9 +18,10 @@ from engine.analyses.capacity import Capacity
 from engine.analyses.reconstruction import FOLDER, INDEX, Reconstruction
 from engine.collect import collect_or_read
 from engine.errors import NoConditionNumber
-from engine.factors.clipping.clipped_inverse import StabilisedInverse, StabilisedSide
+from engine.factors.clipping.clipped_inverse import StabilisedInverse
 from engine.factors.factor_files import read_factors
 from engine.factors.kronecker_factors import digest
+from engine.linalg.eigenbasis import Eigenbasis
 from engine.linalg.linear_operator import Structured
 from engine.measurement import clip_factor
 from engine.workspace import JobResults, Workspace
@@ -156,14 +157,14 @@ def test_an_inverse_through_the_eigenbasis_is_the_dense_one() -> None:
         tensors |= {
             name: each for name, each in kept.tensors[f"{FOLDER}/{holder}.safetensors"].items() if "act" in name
         }
-        gradient_side = StabilisedSide.read(tensors, "gradient")
+        gradient_side = Eigenbasis.read(tensors, "gradient")
         right = torch.randn(facts.out_dim, 2, generator=generator, dtype=torch.float64)
         g = clipped(factors.G, 100)
         torch.testing.assert_close(gradient_side.solve(right), torch.linalg.solve(_dense(g), right), rtol=1e-8, atol=0)
         assert metrics.G.update == "eigenbasis"
         if metrics.A is None:
             continue
-        both = StabilisedInverse(A=StabilisedSide.read(tensors, "activation"), G=gradient_side)
+        both = StabilisedInverse(A=Eigenbasis.read(tensors, "activation"), G=gradient_side)
         gradient = torch.randn(facts.out_dim, facts.in_dim, generator=generator, dtype=torch.float64)
         a = _dense(clipped(factors.A, 100))
         truth = torch.linalg.solve(a, torch.linalg.solve(_dense(g), gradient).mT).mT
@@ -340,7 +341,7 @@ def test_a_side_that_is_never_made_dense_is_kept_as_its_eigenbasis() -> None:
         structured += 1
         found = rows[facts.name].metrics.G
         truth = clipped(collect_or_read(dense).load(facts.ordinal).G, 100)
-        own = StabilisedSide.read(kept.tensors[rows[facts.name].metrics.artifact], "gradient")
+        own = Eigenbasis.read(kept.tensors[rows[facts.name].metrics.artifact], "gradient")
         right = torch.eye(facts.out_dim, dtype=torch.float64)
         torch.testing.assert_close(own.apply(right), truth, rtol=0, atol=1e-6 * float(truth.max()))
         assert found.kind == "woodbury"

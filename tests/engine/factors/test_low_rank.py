@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from engine.factors.capacitance import robust_solve
-from engine.factors.clipping.clipped_inverse import StabilisedSide
 from engine.factors.low_rank import LowRank, scaled_rows
 from engine.factors.representation_bytes import basis_bytes, gram_bytes
+from engine.linalg.eigenbasis import Eigenbasis
 from tests.memory_profile import peak_bytes
 
 T, N = 23, 61
@@ -234,8 +234,8 @@ def test_clipping_keeps_no_more_directions_than_there_are(rows: str, kappa_max: 
     exact = torch.zeros(T, N, dtype=torch.float64) if rows == "zeros" else DEPENDENT[rows]
     found = low_rank(exact).decompose("layer", need="vectors")
     assert found is not None
-    side = StabilisedSide.of(found.values, found.vectors, kappa_max, torch.float64)
-    again, right = StabilisedSide.read(side.tensors("G"), "G"), drawn(N, 3, seed=4)
+    side = Eigenbasis.of(found.values, found.vectors, kappa_max, torch.float64)
+    again, right = Eigenbasis.read(side.tensors("G"), "G"), drawn(N, 3, seed=4)
     clipped = torch.linalg.eigvalsh(dense(exact))[-1] / kappa_max
     _, roots, directions = torch.linalg.svd(exact / math.sqrt(17))
     values = torch.zeros(N, dtype=torch.float64)

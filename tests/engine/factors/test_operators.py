@@ -113,12 +113,13 @@ def test_functions_of_the_spectrum_are_those_of_the_matrix(name: str) -> None:
         assert float((known[0] - values.clamp_min(0)).abs().max()) <= 1e-12 * float(values[-1])
     if not side.has_basis:
         with pytest.raises(NotConverged, match="layer"):
-            side.basis("layer", torch.float64, HERE, None)
+            side.basis("layer", HERE, None, torch.float64)
         return
-    found, vectors = side.basis("layer", torch.float64, HERE, None)
-    vectors = torch.eye(SIZE, dtype=torch.float64) if vectors is None else vectors
-    assert close(vectors * found @ vectors.mT, truth, 1e-11)
-    assert close(vectors.mT @ vectors, torch.eye(found.numel(), dtype=torch.float64))
+    basis, right = side.basis("layer", HERE, None, torch.float64), noise(SIZE, COLUMNS)
+    assert basis.size == SIZE
+    assert float((basis.all_values.sort().values - values.clamp_min(0)).abs().max()) <= 1e-12 * float(values[-1])
+    assert close(basis.apply(right), truth @ right, 1e-11)
+    assert close(basis.solve(right, SHIFT), side.solve(right, SHIFT), 1e-11)
 
 
 @members

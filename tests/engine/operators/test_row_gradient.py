@@ -8,7 +8,8 @@ from engine.analyses.metrics.layer_direction import power_of_rows
 from engine.factors.dense import as_operator
 from engine.factors.low_rank import LowRank, scaled_rows
 from engine.linalg.damping import Damping
-from engine.operators.kronecker.eigenbasis import JointBasis, SideBasis
+from engine.linalg.eigenbasis import Eigenbasis
+from engine.operators.kronecker.eigenbasis import JointBasis
 from engine.operators.kronecker.factor_side import FactorSide
 from engine.operators.kronecker.layer_operator import LayerOperator
 
@@ -51,7 +52,7 @@ def test_rows_keep_the_digits_that_a_gradient_in_float32_has_lost(condition: flo
     # of 300 eigenvalues of G all but 24 are zero, so that its condition is λ's alone
     rows, A, inner = sides(100.0, torch.float32)
     values, vectors = torch.linalg.eigh(A)
-    basis = SideBasis(values, vectors, INTO)
+    basis = Eigenbasis(values, vectors)
     largest = rows.spectral_norm()
     small = largest / condition
     shifts = {"shift": small * float(values.mean())} if kind == "exact" else {"shift_A": 1e-3, "shift_G": small}
@@ -62,9 +63,9 @@ def test_rows_keep_the_digits_that_a_gradient_in_float32_has_lost(condition: flo
     assert off(found, expected) <= 1e-4
     lambdas = Damping(joint=damped.shift or None, A=damped.shift_A, G=damped.shift_G, relative_A=None, relative_G=None)
 
-    def structured(_: torch.dtype) -> SideBasis:
+    def structured(_: torch.dtype) -> Eigenbasis:
         nonzero, own = rows.eigenbasis("fc")
-        return SideBasis(nonzero, own, OUT)
+        return Eigenbasis(nonzero, own)
 
     plain = LayerOperator(
         name="fc",
@@ -84,7 +85,7 @@ def test_rows_keep_the_digits_that_a_gradient_in_float32_has_lost(condition: flo
 def test_rows_of_widely_spread_lengths_keep_their_digits_too(condition: float) -> None:
     rows, A, inner = sides(condition, torch.float32)
     values, vectors = torch.linalg.eigh(A)
-    basis = SideBasis(values, vectors, INTO)
+    basis = Eigenbasis(values, vectors)
     damped = JointBasis(G=basis, A=basis, shift=rows.spectral_norm() / condition * float(values.mean()))
     for exponent in (-1.0, -0.5):
         _, expected = dense(rows, A, inner, damped, exponent)
@@ -96,7 +97,7 @@ def test_rows_of_sixteen_bits_are_taken_as_they_are(storage: torch.dtype, tolera
     """The answer is exact for the rows as they are stored; what storing has rounded is another G."""
     rows, A, inner = sides(1e6, storage)
     values, vectors = torch.linalg.eigh(A)
-    basis = SideBasis(values, vectors, INTO)
+    basis = Eigenbasis(values, vectors)
     damped = JointBasis(G=basis, A=basis, shift=1e-2 * rows.spectral_norm() * float(values.mean()))
     _, expected = dense(rows, A, inner, damped, -1.0)
     assert off(power_of_rows(rows, inner, damped, -1.0), expected) <= 1e-9
@@ -116,7 +117,7 @@ def test_rows_that_depend_on_each_other_cancel_nothing() -> None:
     second = torch.randn(ROWS + 1, INTO, dtype=torch.float64, generator=generator)
     both = torch.cat([inner, second])
     values, vectors = torch.linalg.eigh(A)
-    basis = SideBasis(values, vectors, INTO)
+    basis = Eigenbasis(values, vectors)
     damped = JointBasis(G=basis, A=basis, shift=1e-10 * twice.spectral_norm())
     # of equal rows only the sum of their coefficients matters: rows of √2 with the mean of both times √2
     joined = LowRank(rows=rows.rows * 2**0.5, scales=rows.scales, weight=WEIGHT)
@@ -128,7 +129,7 @@ def test_rows_that_depend_on_each_other_cancel_nothing() -> None:
 def test_a_diagonal_side_and_any_power(exponent: float) -> None:
     rows, A, inner = sides(1e4, torch.float64)
     diagonal = A.diagonal().clone()
-    basis = SideBasis(diagonal, None, INTO)
+    basis = Eigenbasis(diagonal, None)
     damped = JointBasis(G=basis, A=basis, shift_A=0.1, shift_G=0.2)
     _, expected = dense(rows, torch.diag(diagonal), inner, damped, exponent)
     assert off(power_of_rows(rows, inner, damped, exponent), expected) <= 1e-10

@@ -1,0 +1,186 @@
+"""The eigenbasis of one side of a layer, or the part of it that is needed, with functions of its eigenvalues.
+
+    ``w(S) v = Q ((w(s) − w(f)) ∘ Qᵀ v) + w(f) v``
+
+Where fewer than half of the directions are above the floor f of a clipped side they alone are kept, and what is
+orthogonal to them is multiplied by w(f).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.errors import BrokenFactors, NonFiniteFactor
+from engine.linalg.damping import clipping_floor
+
+_PANEL_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class Eigenbasis:
+    """``Q diag(s) Qᵀ + f (I − Q Qᵀ)``: one side of a layer."""
+
+    values: Tensor
+    """s (r,) float64, ascending or in the order of a diagonal's entries; negative by the rounding of a stored factor
+    alone."""
+    vectors: Tensor | None
+    """Q (n, r), one eigenvector a column, of the r largest values; None is the identity, with r = n."""
+    floor: float = 0.0
+    """f, the value of all other directions; of a clipped side none of s is below it."""
+
+    @classmethod
+    def of(
+        cls,
+        values: Tensor,  # (n,) ascending; of a diagonal side in the order of its entries
+        vectors: Tensor | None,  # (n, n), or (n, r) of the r largest
+        kappa_max: float,
+        dtype: torch.dtype = torch.float32,
+    ) -> "Eigenbasis":
+        """Clip eigenvalues at ``λ_max / kappa_max`` and keep the eigenvectors that are needed.
+
+        Args:
+            values: Eigenvalues, shape (n,), float64, ascending; of a diagonal side in the order of its entries.
+            vectors: Eigenvectors, one a column, shape (n, n), or (n, r) of the r largest values; None of a diagonal
+                side.
+            kappa_max: Condition number to clip at.
+            dtype: Precision that the eigenvectors are kept in.
+
+        Returns:
+            The clipped side.
+
+        Memory:
+            The eigenvectors kept: (n, n) numbers of ``dtype`` at most.
+
+        Raises:
+            NonFiniteFactor: If the values hold NaN or Inf.
+        """
+        if not bool(torch.isfinite(values).all()):
+            raise NonFiniteFactor("the eigenvalues hold NaN or Inf")
+        floor = clipping_floor(float(values.max()), kappa_max)
+        if vectors is None:
+            return cls(values.to(torch.float64).clamp_min(floor), None, floor)
+        size, width = vectors.shape
+        # of few directions the others are zero, but for rounding that a low floor may lie below
+        kept = min(int((values >= floor).sum()), width)
+        if 2 * kept > size and width == size:
+            kept = size
+        return cls(values[size - kept :].clamp_min(floor), vectors[:, width - kept :].to(dtype).contiguous(), floor)
+
+    @property
+    def size(self) -> int:
+        """N, rows and columns."""
+        return self.values.numel() if self.vectors is None else self.vectors.shape[0]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the vectors span the whole space: r = n."""
+        return self.values.numel() == self.size
+
+    @property
+    def all_values(self) -> Tensor:
+        """Every eigenvalue, shape (n,), those outside of the span included."""
+        missing = self.size - self.values.numel()
+        return torch.cat([self.values.new_full((missing,), self.floor), self.values]) if missing else self.values
+
+    @property
+    def extremes(self) -> tuple[float, float]:
+        """The smallest and the largest eigenvalue."""
+        if not self.values.numel():
+            return self.floor, self.floor
+        least, most = float(self.values.min()), float(self.values.max())
+        return (least, most) if self.complete else (min(least, self.floor), most)
+
+    @property
+    def nearest(self) -> "Eigenbasis":
+        """The basis of the nearest positive semidefinite factor: itself, or eigenvalues below zero as zero."""
+        return self if self.extremes[0] >= 0 else replace(self, values=self.values.clamp_min(0))
+
+    def apply(self, right: Tensor) -> Tensor:
+        """Return the product of the stabilised side with columns.
+
+        Args:
+            right: Shape (n, k), any float dtype and device.
+
+        Returns:
+            Shape (n, k), its dtype and device those of ``right``.
+        """
+        return self._through(right, lambda values: values)
+
+    def solve(self, right: Tensor, damping: float = 0.0) -> Tensor:
+        """Return ``(S + damping·I)⁻¹ right``.
+
+        Args:
+            right: Shape (n, k), any float dtype and device.
+            damping: Nonnegative, in the unit of the eigenvalues.
+
+        Returns:
+            Shape (n, k), its dtype and device those of ``right``.
+
+        Memory:
+            16 MiB of eigenvectors at a time where ``right`` is, and three times ``right``.
+        """
+        return self._through(right, lambda values: 1 / (values + damping))
+
+    def _through(self, right: Tensor, weight: Callable[[Tensor], Tensor]) -> Tensor:
+        weights = weight(self.values).to(right.device)
+        if self.vectors is None:
+            return (right.to(torch.float64) * weights[:, None]).to(right.dtype)
+        dtype = torch.promote_types(self.vectors.dtype, right.dtype)
+        wide, weights = right.to(dtype), weights.to(dtype)
+        total = torch.zeros_like(wide)
+        rest = wide
+        width = max(1, _PANEL_BYTES // (self.vectors.shape[0] * wide.element_size()))
+        panels = range(0, self.vectors.shape[1], width)
+        partial = self.vectors.shape[1] < self.size
+        # what lies outside of the kept directions is small beside what lies inside: once is not orthogonal enough
+        for _ in range(2 if partial else 1):
+            outside = rest.clone() if partial else rest
+            for start in panels:
+                basis = self.vectors[:, start : start + width].to(right.device, dtype)
+                inside = basis.mT @ rest
+                total += basis @ (inside * weights[start : start + width, None])
+                if partial:
+                    outside -= basis @ inside
+            rest = outside
+        if partial:
+            total += rest * float(weight(torch.tensor(self.floor, dtype=torch.float64)))
+        return total.to(right.dtype)
+
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        """Return the stored tensors, on the host, by the names they are stored by.
+
+        Args:
+            prefix: First part of each name, one of ``PREFIX``.
+
+        Returns:
+            Values (r,), the floor (1,) and, but for a diagonal side, vectors (n, r).
+        """
+        found = {
+            f"{prefix}_values": self.values.to("cpu"),
+            f"{prefix}_floor": torch.tensor([self.floor], dtype=torch.float64),
+        }
+        if self.vectors is not None:
+            found[f"{prefix}_vectors"] = self.vectors.to("cpu")
+        return found
+
+    @classmethod
+    def read(cls, tensors: Mapping[str, Tensor], prefix: str) -> "Eigenbasis":
+        """Restore a side from its stored tensors.
+
+        Args:
+            tensors: As ``tensors`` returned them, among others.
+            prefix: First part of the names of this side.
+
+        Returns:
+            The side.
+
+        Raises:
+            BrokenFactors: If something is missing, or of another shape.
+        """
+        values, vectors = tensors.get(f"{prefix}_values"), tensors.get(f"{prefix}_vectors")
+        floor = tensors.get(f"{prefix}_floor")
+        if values is None or floor is None or (vectors is not None and vectors.shape[1:] != values.shape):
+            raise BrokenFactors(f"the stored eigenbasis lacks or garbles `{prefix}_values`")
+        return cls(values, vectors, float(floor))
