@@ -54,11 +54,10 @@ class Rounds:
                 break
             for name, seconds, function in self._table:
                 if not self._stopping.is_set() and time.monotonic() >= self._due.get(name, 0.0):
-                    self._due[name] = (
-                        time.monotonic() + seconds
-                    )  # before the call, which may be asked for anew meanwhile
+                    # before the call, which may be asked for anew meanwhile
+                    self._due[name] = time.monotonic() + seconds
                     self._call(name, function)
-            self._wake.wait(max(0.0, min(self._due.values()) - time.monotonic()))
+            self._wake.wait(max(0.0, min(self._due.values(), default=0.0) - time.monotonic()))
         if self._last is not None:
             self._call("last", self._last)
 
