@@ -90,9 +90,8 @@ def _factors(workspace: Workspace) -> FactorSet:
         return read_factors(workspace.inputs.stored)
     # before its tensors are converted
     weigh_model(workspace)
-    ranks = workspace.machine.ranks
     # the other ranks leave with an error of this one, instead of waiting for it
-    with contextlib.nullcontext() if ranks is None else ranks.guarding():
+    with workspace.machine.ranks.guarding():
         return _cached(workspace) or _collect(workspace)
 
 
@@ -151,7 +150,7 @@ def prepare_collection(workspace: Workspace) -> Iterator[tuple[PlannedJob, tuple
     require_usable(job.model)
     with gather_model(job):
         require_finite_model(job.model)
-        if workspace.machine.ranks is not None:
+        if workspace.machine.ranks.size > 1:
             job = join_ranks(workspace.machine.ranks, job)
         survey = survey_layers(job.model, job.collection)
         trainable = list_parameters(job.model)
@@ -236,7 +235,7 @@ def _settle(job: PassJob, survey: Survey, trainable: int) -> PlannedJob:
             probed = verification.without_refused(functional)
         _require_coverage_so_far(probed, trainable)
         planned = choose_plan(workspace, probe_sizes(probed))
-        if workspace.machine.ranks is not None:
+        if workspace.machine.ranks.size > 1:
             probed, plan = follow_planner(workspace.machine.ranks, workspace, planned.probed, planned.plan)
             planned = dataclasses.replace(planned, probed=probed, plan=plan)
         plan = planned.plan
@@ -245,7 +244,7 @@ def _settle(job: PassJob, survey: Survey, trainable: int) -> PlannedJob:
             plan.require(workspace.machine.budget, smallest_budgets(workspace, planned.probed.probe, planned.less))
         with set_activation_checkpointing(job.model, wanted=plan.chosen.activation_checkpointing):
             changed = verification.changes(planned.probed, plan.chosen)
-        if workspace.machine.ranks is not None:
+        if workspace.machine.ranks.size > 1:
             require_same_checks(workspace.machine.ranks, verification.failed)
         if not changed:
             cut = verification.cuts_padding(planned.probed)
@@ -375,7 +374,7 @@ def _counted(job: PassJob, state: CollectionState, model: str) -> CountedExample
 def _reduced(job: PassJob, found: LayerStatistics) -> dict[str, Any]:
     """How ranks have added up a covered layer, by the names of its facts."""
     ranks, name = job.workspace.machine.ranks, found.layer.name
-    if ranks is None:
+    if ranks.size == 1:
         return {}
     leader = found if found.leader is None else found.leader
     return {

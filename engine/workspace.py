@@ -212,13 +212,9 @@ class ModelInputs:
         """Whether factors that were stored earlier stand in place of the model."""
         return self.stored is not None or bool(self.stored_pieces)
 
-    def foreseen_examples(self, ranks: Ranks | None) -> int | None:
-        """Return how many examples enter the factors together, of all ranks; None where that is not known.
-
-        Args:
-            ranks: The ranks; None where there is one, or where several are only planned.
-        """
-        return self.whole_examples if ranks is None and self.examples_of_all is None else self.examples_of_all
+    def foreseen_examples(self, ranks: Ranks) -> int | None:
+        """Return how many examples enter the factors together, of all ranks; None where that is not known."""
+        return self.whole_examples if ranks.size == 1 and self.examples_of_all is None else self.examples_of_all
 
 
 @dataclass(kw_only=True, slots=True)
@@ -291,8 +287,8 @@ class Machine:
     """The plan's entries on computing threads; empty where the caller has set them."""
     curve: MemoryCurve = field(default_factory=MemoryCurve)
     """How many bytes were held at which time."""
-    ranks: Ranks | None = None
-    """The processes that measure these data together, each its own part; None where this is the only one."""
+    ranks: Ranks = field(default_factory=Ranks.alone)
+    """The processes that measure these data together, each its own part."""
 
     @property
     def planned_context(self) -> dict[str, Any]:

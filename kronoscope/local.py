@@ -1,6 +1,5 @@
 """Local measurements, in this very process, and factors from a folder. The one door to the engine."""
 
-import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -250,8 +249,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     rows: list[LayerResult] = []
     summary: dict[str, Any] = {}
     ranks = workspace.machine.ranks
-    silent = report is not None or (ranks is not None and ranks.rank > 0)
-    with notebook_display(silent=silent) as display, contextlib.nullcontext() if ranks is None else ranks.guarding():
+    with notebook_display(silent=report is not None or ranks.rank > 0) as display, ranks.guarding():
         workspace.ports.report = display.update if report is None else report
         refused = run_analyses(workspace, rows.append, summary.__setitem__)
     for message in dict.fromkeys(noticed):

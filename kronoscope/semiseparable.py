@@ -114,8 +114,8 @@ class _Semiseparable:
         if not self.config.use_zero or self.config.world_size == 1:
             return matrix.matvec(x)
         ranks = join(matrix.device)
-        if ranks is None or (ranks.size, ranks.rank) != (self.config.world_size, self.config.rank):
-            found = "none is initialised" if ranks is None else f"it is rank {ranks.rank} of {ranks.size}"
+        if (ranks.size, ranks.rank) != (self.config.world_size, self.config.rank):
+            found = "none is initialised" if ranks.size == 1 else f"it is rank {ranks.rank} of {ranks.size}"
             raise UsageError(
                 f"this process holds the columns of rank {self.config.rank} of {self.config.world_size}, and a product "
                 f"needs the others: initialise torch.distributed with that rank and size ({found}), such as by "

@@ -181,7 +181,7 @@ def main() -> None:
     case = parser.parse_args().case
     torch.set_num_threads(1)
     ranks = start(torch.device("cpu"))
-    if ranks is None:
+    if ranks.size == 1:
         raise SystemExit("this needs torch's launcher: torchrun --nproc-per-node 2 -m benchmarks.cases.scale_ranks")
     try:
         if case in ("gram", "gather", "dense"):

@@ -73,7 +73,7 @@ def refusal(kind: str, error: UsageError) -> RefusedAnalysis:
 
 
 def _stays_with_its_kind(workspace: Workspace) -> bool:
-    return workspace.machine.ranks is None and not workspace.results.of(JobFactors).failed
+    return workspace.machine.ranks.size == 1 and not workspace.results.of(JobFactors).failed
 
 
 def _run(kind: str, workspace: Workspace, take_row: Callable[[LayerResult], None]) -> Any:  # noqa: ANN401 - its summary

@@ -244,9 +244,8 @@ class Checkpoints:
         cursor, ranks = Cursor(number=saved.number), self.workspace.machine.ranks
         for batch in itertools.islice(stream, saved.batches):
             self.workspace.ports.raise_if_cancelled()
-            if ranks is not None:
-                # the others wait for this one
-                ranks.sign()
+            # other ranks wait for this one
+            ranks.sign()
             cursor.take(batch, checked=True)
         if (cursor.batches, cursor.data) != (saved.batches, saved.data):
             raise CheckpointForeign("the data are others than before")

@@ -98,8 +98,7 @@ def run_pass(
         current.read = cursor.read
         for arrived in stream:
             workspace.ports.raise_if_cancelled()
-            if ranks is not None:
-                ranks.sign()
+            ranks.sign()
             batch = job.moved(arrived)
             current.begin(batch, cursor.batches)
             # before the model, which may write to its inputs

@@ -99,7 +99,7 @@ def correct_eigenvalues(job: PassJob, state: CollectionState, parts: Sequence[Se
         if sums:
             read = _guarded_run(replace(job, overwritten=state.overwritten), tuple(sums), done, total)
             job.require_entered(state.entered, _of_ranks(job, read.entered), "the correction")
-            if job.workspace.machine.ranks is not None:
+            if job.workspace.machine.ranks.size > 1:
                 add_corrections(job.workspace.machine.ranks, sums, job.collection, state.batches)
             done += 1
             state.passes += 1
@@ -249,11 +249,8 @@ def eigenvectors(workspace: Workspace, factor: Tensor, layer: str) -> Tensor:
 
 def _of_ranks(job: PassJob, entered: EnteredExamples) -> EnteredExamples:
     """The examples that entered a pass on all ranks."""
-    ranks = job.workspace.machine.ranks
-    if ranks is None:
-        return entered
     total = EnteredExamples()
-    for own in ranks.gather(entered, "examples of the correction"):
+    for own in job.workspace.machine.ranks.gather(entered, "examples of the correction"):
         total = total.joined(own)
     return total
 
@@ -312,8 +309,7 @@ def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total:
     with collector.attached(), torch.enable_grad():
         for number, batch in enumerate(job.batches()):
             workspace.ports.raise_if_cancelled()
-            if ranks is not None:
-                ranks.sign()
+            ranks.sign()
             update_number = turns.update(number)
             if update_number is not None:
                 # before the model, which may write to its inputs

@@ -92,7 +92,7 @@ def leaves_once(workspace: Workspace) -> bool:
         and all(ANALYSES[kind].keeps_factors for kind in options.kinds)
         and not options.collection.ekfac
         and inputs.part is None
-        and workspace.machine.ranks is None
+        and workspace.machine.ranks.size == 1
     )
 
 

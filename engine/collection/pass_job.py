@@ -108,7 +108,7 @@ class PassJob:
         """The data, anew, in batches where the caller has them."""
         chunks = self.workspace.inputs.batches() if self.workspace.inputs.batches is not None else iter(())
         ranks, size = self.workspace.machine.ranks, self.collection.batch_size
-        if ranks is not None:
+        if ranks.size > 1:
             yield from make_batches(numbered(chunks, ranks, size), size, may_be_empty=True)
             return
         try:

@@ -39,11 +39,10 @@ def begin_statistics(
     except CheckpointForeign as error:
         foreign = str(error)
     except Exception as error:
-        if ranks is None or not ran_out_of_memory(error):
+        if ranks.size == 1 or not ran_out_of_memory(error):
             raise
         full = first_line(error)
-    if ranks is not None:
-        foreign, full = agree_on_sums(ranks, foreign, full)
+    foreign, full = agree_on_sums(ranks, foreign, full)
     if foreign:
         raise CheckpointForeign(foreign)
     if full:
@@ -57,7 +56,7 @@ def begin_statistics(
 
 def _allocated(job: PassJob, planned: PlannedPass, shared: dict[str, str]) -> dict[str, LayerStatistics]:
     """Zeroed sums of every layer of a pass."""
-    treated = planned.layers
+    treated, ranks = planned.layers, job.workspace.machine.ranks
     by_name: dict[str, LayerStatistics] = {}
     traced = job.collection.exact_trace and job.collection.fisher != "forward_only"
     staging = row_staging = None
@@ -88,10 +87,8 @@ def _allocated(job: PassJob, planned: PlannedPass, shared: dict[str, str]) -> di
         if layer.name in unordered and needs_order and statistics.flaw is None:
             statistics.flaw = "batch_not_first"
         statistics.partial = job.workspace.inputs.part is not None
-        ranks = job.workspace.machine.ranks
-        if ranks is not None:
-            # room for this rank's rows; more is made where its part is larger
-            statistics.representation = replace(representation, rows=-(-representation.rows // ranks.size))
+        # room for this rank's rows; more is made where its part is larger
+        statistics.representation = replace(representation, rows=-(-representation.rows // ranks.size))
         statistics.allocate(job.dtype, job.workspace.machine.device)
         statistics.representation = representation
         if job.collection.batch_variance:

@@ -138,7 +138,7 @@ def run_passes(probed: ProbedModel, plan: Plan) -> CollectionState:
     checkpoints = Checkpoints(workspace=job.workspace, model=job.model, conditions=conditions)
 
     found = checkpoints.find()
-    if job.workspace.machine.ranks is not None and job.workspace.saves_checkpoints:
+    if job.workspace.saves_checkpoints:
         common = None if found is None else found.common
         if not agree_on_checkpoint(job.workspace.machine.ranks, common) and found is not None:
             checkpoints.discard("another rank has none of the same moment")
@@ -173,7 +173,7 @@ def _run_parts(
         state.restore(before)
         free_memory(job.workspace.machine.device)
         # several ranks go down together, and at once
-        again = not again and job.workspace.machine.ranks is None
+        again = not again and job.workspace.machine.ranks.size == 1
         if again:
             found = checkpoints.under_way(number, state)
             continue
@@ -240,14 +240,14 @@ def _pass(
         here, found = found, None
         with job.workspace.machine.operation(f"pass {number + 1}", "collection"):
             statistics, cursor, left = _run_or_leave(job, planned, state, checkpoints, here)
-        if ranks is not None:
+        if ranks.size > 1:
             left = end_together(ranks, left, statistics)
         if not left:
             break
         _take_in(job, state, left)
         state.begin_anew()
     state.batches = cursor.batches
-    if ranks is not None:
+    if ranks.size > 1:
         cursor = complete_pass(ranks, job, state, statistics, cursor, alone=not several)
     if job.workspace.inputs.part is None:
         # the other parts may have loss terms
@@ -284,10 +284,10 @@ def _run_or_leave(
     except InputOverwritten as written:
         left = Left(overwritten=frozenset(written.layers))
     except RankLeft:
-        left = Left(interrupted=frozenset({0 if ranks is None else ranks.rank}))
+        left = Left(interrupted=frozenset({ranks.rank}))
     except Exception as error:
         # what one rank alone lacks memory for, all begin anew with less
-        if ranks is None or not ran_out_of_memory(error):
+        if ranks.size == 1 or not ran_out_of_memory(error):
             raise
         left = Left(out_of_memory=frozenset({f"rank {ranks.rank}: {first_line(error)}"}))
     return (), Cursor(number=planned.number), left
@@ -327,7 +327,7 @@ def _conditions(job: PassJob, surveyed: Survey, plan: Plan) -> dict[str, Any]:
         "model": fingerprint(job.model),
         "set of layers": layers,
         "set of saved fields": fields_of_state(),
-        **({} if ranks is None else {"rank": [ranks.rank, ranks.size]}),
+        **({} if ranks.size == 1 else {"rank": [ranks.rank, ranks.size]}),
     }
 
 
@@ -342,7 +342,7 @@ def _fresh(probed: ProbedModel) -> CollectionState:
         overwritten=job.overwritten,
         nondeterministic=job.heard,
         self_check=None if first is None else first.resumed(first.state()),
-        traffic=None if ranks is None else ranks.traffic,
+        traffic=None if ranks.size == 1 else ranks.traffic,
     )
 
 

@@ -47,7 +47,7 @@ class Ranks:
 
     rank: int
     size: int
-    """W, at least 2."""
+    """W; of a process alone 1, which waits for nothing and moves nothing."""
     device: torch.device
     timeout_seconds: float
     store: Any
@@ -64,6 +64,11 @@ class Ranks:
     _meetings: int = 0
     _seen: int = -1
 
+    @classmethod
+    def alone(cls) -> "Ranks":
+        """Return the group of a process that measures alone."""
+        return cls(rank=0, size=1, device=torch.device("cpu"), timeout_seconds=TIMEOUT_SECONDS, store=None)
+
     def sign(self) -> None:
         """Show a sign of life, and leave if another rank has failed or left its pass; called once a batch.
 
@@ -71,6 +76,8 @@ class Ranks:
             RankFailed: If another rank has left a note of its failure.
             RankLeft: If another rank has left its pass, which all begin anew.
         """
+        if self.size == 1:
+            return
         self.note("sign")
         self.raise_if_failed()
         if self.store.check([f"left/{self._meetings}"]):
@@ -105,6 +112,9 @@ class Ranks:
     @contextlib.contextmanager
     def guarding(self) -> Iterator[None]:
         """Let the other ranks know of an error within; they leave with it instead of waiting for this rank."""
+        if self.size == 1:
+            yield
+            return
         try:
             yield
         except RankFailed:
@@ -174,14 +184,7 @@ class Ranks:
                 )
 
     def note(self, key: str, by: int = 1) -> int:
-        """Add to a number that all ranks read.
-
-        Args:
-            key: Its name.
-            by: What is added.
-
-        Returns:
-            The sum.
+        """Add to a number that all ranks read, and return the sum.
 
         Raises:
             RankFailed: If the rank that keeps the numbers is gone.
@@ -196,7 +199,6 @@ class Ranks:
 
         Args:
             value: This rank's; anything that can be pickled.
-            operation: Name of the exchange, for messages.
 
         Returns:
             One value of each rank, in the order of the ranks.
@@ -205,6 +207,8 @@ class Ranks:
             RankFailed: If a rank has failed instead, or its connection is lost.
             RankTimedOut: If one does not come.
         """
+        if self.size == 1:
+            return [value]
         self.meet(operation)
         values: list[Any] = [None] * self.size
         with self.naming(operation):
@@ -217,7 +221,6 @@ class Ranks:
         Args:
             value: That of the rank ``source``; ignored on the others.
             source: The rank.
-            operation: Name of the exchange, for messages.
 
         Returns:
             The value.
@@ -226,6 +229,8 @@ class Ranks:
             RankFailed: If a rank has failed instead, or its connection is lost.
             RankTimedOut: If one does not come.
         """
+        if self.size == 1:
+            return value
         self.meet(operation)
         values = [value if self.rank == source else None]
         with self.naming(operation):
@@ -248,12 +253,7 @@ class Ranks:
             ) from error
 
     def wait(self, work: Any, operation: str, layer: str) -> None:  # noqa: ANN401 - torch's own handle
-        """Wait for a transfer.
-
-        Args:
-            work: The handle that the backend returned; None where nothing is under way.
-            operation: Name of the operation.
-            layer: The layer that it is made for.
+        """Wait for a transfer, by the handle that the backend returned; None where nothing is under way.
 
         Raises:
             RankFailed: If a rank has failed, or its connection is lost.
@@ -302,7 +302,7 @@ def _forget_groups() -> None:
     _Groups.world = _Groups.host = _Groups.accelerated = None
 
 
-def start(device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Ranks | None:
+def start(device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Ranks:
     """Initialise the process group that torch's launcher describes in the environment, and join it.
 
     Args:
@@ -310,14 +310,14 @@ def start(device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Ran
         timeout_seconds: How long a rank waits for the others without a sign of life.
 
     Returns:
-        The ranks; None where the environment describes none, or one alone.
+        The ranks; this process alone where the environment describes none, or one.
 
     Raises:
         RankFailed: If the other ranks do not come.
     """
     described = any(all(os.environ.get(name) for name in (*_VARIABLES, *place)) for place in _MEETING_PLACES)
     if not described or int(os.environ["WORLD_SIZE"]) < 2:
-        return None
+        return Ranks.alone()
     if not dist.is_initialized():
         cuda = device.type == "cuda"
         if cuda:
@@ -348,7 +348,7 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def join(device: torch.device, timeout_seconds: float | None = None) -> Ranks | None:
+def join(device: torch.device, timeout_seconds: float | None = None) -> Ranks:
     """Join the process group that this process has initialised, for one job.
 
     Every rank joins as often as the others, in the same order.
@@ -358,10 +358,10 @@ def join(device: torch.device, timeout_seconds: float | None = None) -> Ranks | 
         timeout_seconds: How long a rank waits for the others without a sign of life; None takes that of ``start``.
 
     Returns:
-        The ranks; None outside of a process group, or where it has one rank.
+        The ranks; this process alone outside of a process group, or where it has one rank.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
-        return None
+        return Ranks.alone()
     _Groups.joined += 1
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only store that every rank has already
     ranks = Ranks(

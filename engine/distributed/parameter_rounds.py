@@ -32,12 +32,11 @@ class ParameterRounds:
     """The units of one sharded model, which ranks bring together on request.
 
     Args:
-        ranks: The ranks; None where there is one.
         units: The parameters of each unit, the same units in the same order on every rank.
         names: Name of each unit.
     """
 
-    def __init__(self, ranks: Ranks | None, units: Sequence[Sequence[ShardedParameter]], names: Sequence[str]) -> None:
+    def __init__(self, ranks: Ranks, units: Sequence[Sequence[ShardedParameter]], names: Sequence[str]) -> None:
         self._ranks, self._units = ranks, units
         # a layer of the same name counts its own bytes
         self._labels = [Label(f"unit `{name}`", OPERATION) for name in names]
@@ -55,11 +54,11 @@ class ParameterRounds:
         Memory:
             Where another rank needs another unit, or numbers are converted: one parameter more at a time.
         """
-        if self._ranks is None:
+        if self._ranks.size == 1:
             for parameter, target in zip(self._units[unit], targets, strict=True):
                 target.copy_(parameter.local)
         else:
-            self._round(self._ranks, unit, targets)
+            self._round(unit, targets)
 
     def serve(self) -> None:
         """Send parts to the ranks that need them, until every rank waits.
@@ -68,11 +67,12 @@ class ParameterRounds:
             RankFailed: If a rank has failed.
             RankTimedOut: If a rank does not come in time.
         """
-        while self._ranks is not None and self._round(self._ranks, _NOTHING, ()):
+        while self._round(_NOTHING, ()):
             pass
 
-    def _round(self, ranks: Ranks, own: int, targets: Sequence[Tensor]) -> bool:
+    def _round(self, own: int, targets: Sequence[Tensor]) -> bool:
         """Move what ranks need in one round; returns False where none needs anything."""
+        ranks = self._ranks
         needed = [torch.zeros((), dtype=torch.int64) for _ in range(ranks.size)]
         with ranks.naming(OPERATION):
             work = dist.all_gather(needed, torch.tensor(own), group=ranks.host, async_op=True)
@@ -80,23 +80,23 @@ class ParameterRounds:
         units = [int(each) for each in needed]
         for unit in sorted({*units} - {_NOTHING}):
             receivers = [rank for rank, each in enumerate(units) if each == unit]
-            self._move(ranks, unit, receivers, targets if unit == own else ())
+            self._move(unit, receivers, targets if unit == own else ())
         return max(units) != _NOTHING
 
-    def _move(self, ranks: Ranks, unit: int, receivers: list[int], targets: Sequence[Tensor]) -> None:
-        parameters = self._units[unit]
+    def _move(self, unit: int, receivers: list[int], targets: Sequence[Tensor]) -> None:
+        ranks, parameters = self._ranks, self._units[unit]
         together = len(receivers) == ranks.size and all(len(each.copies) == 1 for each in parameters)
         for place, parameter in enumerate(parameters):
             target = targets[place] if ranks.rank in receivers else None
             local = parameter.local.contiguous().to(ranks.device)
             if together and target is not None:
-                self._spread(ranks, parameter, local, target, self._labels[unit])
+                self._spread(parameter, local, target, self._labels[unit])
             else:
-                self._exchange(ranks, parameter, local, receivers, target, self._labels[unit])
+                self._exchange(parameter, local, receivers, target, self._labels[unit])
 
-    def _spread(self, ranks: Ranks, parameter: ShardedParameter, local: Tensor, target: Tensor, label: Label) -> None:
+    def _spread(self, parameter: ShardedParameter, local: Tensor, target: Tensor, label: Label) -> None:
         """Let every rank send its part to all, straight to its place where numbers stand there as they are sent."""
-        under_way: list[tuple[Tensor, Transfer]] = []
+        ranks, under_way = self._ranks, list[tuple[Tensor, Transfer]]()
         for holder in parameter.holders(ranks.rank):
             first, last = parameter.bounds(holder)
             place = target.narrow(parameter.dim, first, last - first)
@@ -114,16 +114,11 @@ class ParameterRounds:
                 place.copy_(piece)
 
     def _exchange(
-        self,
-        ranks: Ranks,
-        parameter: ShardedParameter,
-        local: Tensor,
-        receivers: Sequence[int],
-        target: Tensor | None,
-        label: Label,
+        self, parameter: ShardedParameter, local: Tensor, receivers: Sequence[int], target: Tensor | None, label: Label
     ) -> None:
         """Send this rank's part to the receivers of its copy, and receive the others of its own."""
-        flat, own = local.view(-1), parameter.holders(ranks.rank)
+        ranks, flat = self._ranks, local.view(-1)
+        own = parameter.holders(ranks.rank)
         send = [flat if rank in receivers and rank in own else flat[:0] for rank in range(ranks.size)]
         counts = [
             parameter.part_shape(rank).numel() if target is not None and rank in own else 0

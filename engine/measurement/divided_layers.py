@@ -109,7 +109,7 @@ class DividedLayers:
             RankFailed: If a rank has failed.
         """
         ranks = workspace.machine.ranks
-        if ranks is None:
+        if ranks.size == 1:
             return None
         known = workspace.results.of(_Division)
         if known.found is None:

@@ -223,7 +223,7 @@ def _measure(
     if leader not in shared_a:
         shared_a[leader] = measure_side(workspace, facts, arrived, "A")
     side_a = shared_a[leader]
-    cache = _cache(workspace, whole) if workspace.machine.ranks is None else None  # several write theirs together
+    cache = _cache(workspace, whole) if workspace.machine.ranks.size == 1 else None  # several write theirs together
     for place in ([workspace.ports.artifacts] if keep_factors else []) + ([] if cache is None else [cache.shelf()]):
         write_factors(place, facts, factors, corrected=corrected, stored=arrived.stored)
     if whole.let_go is not None:

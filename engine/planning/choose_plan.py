@@ -56,8 +56,7 @@ def _most_terms(job: PassJob, layer: TreatedLayer) -> int:
     options, collection, size = job.workspace.options.woodbury, job.collection, layer.out_dim
     if not options.softmax_head or options.policy == "dense" or collection.fisher not in ("mc", "type2"):
         return 0
-    ranks = job.workspace.machine.ranks
-    if options.policy == "auto" and job.workspace.inputs.foreseen_examples(ranks) is None:
+    if options.policy == "auto" and job.workspace.inputs.foreseen_examples(job.workspace.machine.ranks) is None:
         # as for gradient rows: where the number of examples is not known, nothing is foreseen
         return 0
     if collection.ekfac or (options.policy == "hybrid" and size < options.hybrid_from):
@@ -81,8 +80,7 @@ def _terms(job: PassJob, each: int, most: int) -> int:
             total += class_terms(batch, job.task, each)
         if total > most:
             break
-    ranks = job.workspace.machine.ranks
-    return total if ranks is None else sum(ranks.gather(total, "loss terms"))
+    return sum(job.workspace.machine.ranks.gather(total, "loss terms"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,7 +156,6 @@ def test_a_product_without_the_other_ranks_says_what_to_do() -> None:
 
 def product_of_ranks(rank: int, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     ranks = join(torch.device("cpu"))
-    assert ranks is not None
     config = MemoryOptimizationConfig(use_zero=True, world_size=ranks.size, rank=rank, **options)
     matrix = create_optimized_semiseparable(61, config)
     T, U, V = matrix.factorize(smooth(61))

@@ -93,7 +93,6 @@ from worker.execution.ranks.rank_part import (
     place_model,
     require_same_data,
     take_part,
-    writes_files,
 )
 from worker.execution.refusal import Refusal
 from worker.execution.resolve import resolve
@@ -132,7 +131,7 @@ def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> Fi
     settle_numerics(device)
     threads = settle_threads(assignment)
     ranks = group.start(device)
-    if ranks is not None:
+    if ranks.size > 1:
         assignment = assignment_of_rank(assignment, ranks)
     # read when the hub's libraries are imported, which the loaders do first
     os.environ.update(HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_DISABLE_PROGRESS_BARS="1")
@@ -328,17 +327,16 @@ def _use_cache(attempt: _Attempt, digests: InputDigests) -> None:
     workspace.ports.report("data", 0, None, "sources")
     data = digests.data_sha256(workspace.ports.raise_if_cancelled)
     ranks = workspace.machine.ranks
-    size = 1 if ranks is None else ranks.size
     workspace.ports.cache = FactorCache(
         CacheUse(
-            key=factor_key(document, workspace.inputs.model, data, workspace.machine.device, size),
+            key=factor_key(document, workspace.inputs.model, data, workspace.machine.device, ranks.size),
             view=assignment.cache,
             filled=assignment.artifacts / FILLED,
             refresh=document.cache == "refresh",
             ask=ask_parent(attempt.pipe, ranks, workspace.ports.raise_if_cancelled),
             tell=attempt.pipe.send,
-            fills=writes_files(ranks),
-            agree=bool if ranks is None else lambda found: all(ranks.gather(found, "cached factors")),
+            fills=workspace.ports.keeps_files,
+            agree=lambda found: all(ranks.gather(found, "cached factors")),
         ),
         limit_bytes=assignment.cache_bytes,
         unchanged=lambda: bool(digests.stream.digests) and set(digests.stream.digests) == {data},

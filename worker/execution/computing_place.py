@@ -36,8 +36,8 @@ class ComputingPlace:
 
     threads: Mapping[str, Any] = field(default_factory=dict)
     """The plan's entries on computing threads."""
-    ranks: Ranks | None = None
-    """The ranks of the job, seen from this process; None where it is alone."""
+    ranks: Ranks = field(default_factory=Ranks.alone)
+    """The ranks of the job, seen from this process."""
 
     @property
     def here(self) -> bool:

@@ -71,7 +71,7 @@ def gather_model(job: PassJob) -> AbstractContextManager[None]:
         RanksRefused: If the ranks have not sharded it alike.
     """
     ranks = job.workspace.machine.ranks
-    if ranks is not None:
+    if ranks.size > 1:
         require_alike(ranks, describe_units(job.model), "sharding of the model")
     return gather_on_request(job.model, ranks, job.workspace.machine.device)
 
@@ -132,7 +132,7 @@ def require_one_rank(workspace: Workspace, field: str) -> None:
         ModelRefused: If the model is sharded.
     """
     ranks = workspace.machine.ranks
-    if ranks is not None:
+    if ranks.size > 1:
         raise RanksRefused(
             f"`{field}` passes over the data once more, and each of the {ranks.size} ranks holds a part of them; "
             "measure it with one rank, or leave it out",

@@ -58,8 +58,8 @@ def owners_by_ordinal(workspace: Workspace, layers: Sequence[str]) -> dict[int, 
 
 def is_elsewhere(workspace: Workspace, layer: str) -> bool:
     """Return whether the factors of a layer are on another rank alone."""
-    owner, ranks = workspace.results.of(OwnedLayers).get(layer), workspace.machine.ranks
-    return owner is not None and ranks is not None and owner != ranks.rank
+    owned, rank = workspace.results.of(OwnedLayers), workspace.machine.ranks.rank
+    return owned.get(layer, rank) != rank
 
 
 def refuse_elsewhere(layer: str) -> Factors:

@@ -26,17 +26,9 @@ class Turns:
     update_freq: int
 
     @classmethod
-    def of(cls, ranks: Ranks | None, update_freq: int) -> "Turns":
-        """Return the turns of this rank.
-
-        Args:
-            ranks: The ranks; None where there is one.
-            update_freq: Every Nth batch of the whole enters.
-
-        Returns:
-            The turns.
-        """
-        return cls(0, 1, update_freq) if ranks is None else cls(ranks.rank, ranks.size, update_freq)
+    def of(cls, ranks: Ranks, update_freq: int) -> "Turns":
+        """Return the turns of this rank, where every ``update_freq``-th batch of the whole enters."""
+        return cls(ranks.rank, ranks.size, update_freq)
 
     def update(self, batch: int) -> int | None:
         """Return the update that a batch is.

@@ -37,10 +37,9 @@ from engine.model.sharding.units import OF_FSDP, Unit, class_before_sharding, fi
 class _Units:
     """The units of one model while it is measured: which of them have their numbers."""
 
-    def __init__(self, units: tuple[Unit, ...], ranks: Ranks | None, device: torch.device) -> None:
-        rank = 0 if ranks is None else ranks.rank
+    def __init__(self, units: tuple[Unit, ...], ranks: Ranks, device: torch.device) -> None:
         shards: list[list[ShardedParameter]] = [
-            [read_shard(name, tensor, rank) for name, tensor in zip(unit.names, unit.tensors, strict=True)]
+            [read_shard(name, tensor, ranks.rank) for name, tensor in zip(unit.names, unit.tensors, strict=True)]
             for unit in units
         ]
         self._rounds = ParameterRounds(ranks, shards, [unit.name for unit in units])
@@ -206,14 +205,13 @@ def uncached_casts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def gather_on_request(model: nn.Module, ranks: Ranks | None, device: torch.device) -> Iterator[None]:
+def gather_on_request(model: nn.Module, ranks: Ranks, device: torch.device) -> Iterator[None]:
     """Have the parameters of a sharded model whole, unit by unit; all of it is as before afterwards.
 
     Every rank enters it at the same place, and leaves it after the same meeting.
 
     Args:
         model: The model; one that is not sharded is left alone.
-        ranks: The ranks; None where there is one.
         device: Where passes run.
 
     Returns:
@@ -249,9 +247,8 @@ def gather_on_request(model: nn.Module, ranks: Ranks | None, device: torch.devic
             _replace(stack, unit.module, held.running(place, unit.module.forward))
         _MEASURED.append(held)
         stack.callback(_MEASURED.remove, held)
-        if ranks is not None:
-            ranks.serving = held.serve
-            stack.callback(setattr, ranks, "serving", None)
+        ranks.serving = held.serve
+        stack.callback(setattr, ranks, "serving", None)
         try:
             yield
         finally:

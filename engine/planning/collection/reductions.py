@@ -39,7 +39,7 @@ def hold_together(ranks: Ranks, layer: TreatedLayer, kept: Representation, wante
 def reduction_terms(workspace: Workspace, probe: Probe, place: Budgeted, freed: int) -> list[Term]:
     """Return the term of what reductions hold beyond the sums and rows themselves."""
     ranks = workspace.machine.ranks
-    if ranks is None:
+    if ranks.size == 1:
         return []
     each = sorted((_layer_bytes(ranks.size, layer, probe) for layer in probe.layers), reverse=True)
     return [
@@ -81,10 +81,8 @@ def _row_bytes(ranks: int, layer: TreatedLayer, kept: Representation) -> int:
     return own + gram + max(columns, summed)
 
 
-def with_shards(ranks: Ranks | None, probe: Probe, wanted: str) -> Mapping[str, Representation]:
+def with_shards(ranks: Ranks, probe: Probe, wanted: str) -> Mapping[str, Representation]:
     """Return the representations of all layers, with the ranks among which rows are divided."""
-    if ranks is None:
-        return probe.representations
     layers = {layer.name: layer for layer in probe.layers}
     return {
         name: hold_together(ranks, layers[name], kept, wanted) if name in layers else kept

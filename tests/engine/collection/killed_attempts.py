@@ -28,6 +28,7 @@ from worker.execution.files.artifact_files import ArtifactFiles
 
 BATCH, BATCHES = 4, 4
 WAYS = ("missing", "cut", "flipped")
+ALONE = Ranks.alone()
 PARTS = (("first",), ("left", "right"), ("head", "norm"))
 
 
@@ -91,17 +92,17 @@ class Setting:
         index = torch.arange(count * BATCH).view(count, BATCH)
         return [(x[each], y[each], index[each]) for each in range(rank, count, size)]
 
-    def space(self, ranks: Ranks | None = None) -> Workspace:
-        rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    def space(self, ranks: Ranks = ALONE) -> Workspace:
         torch.manual_seed(0)
         options = {"fisher": "mc", "batch_size": BATCH, "exact_trace": True, **KINDS[self.kind], **self.options}
-        made = workspace(MODELS[self.model]().to(torch.float64), self.data(rank, size), "classification", **options)
+        data = self.data(ranks.rank, ranks.size)
+        made = workspace(MODELS[self.model]().to(torch.float64), data, "classification", **options)
         made.options.kinds, made.inputs.examples, made.machine.ranks = ("factors",), BATCH * BATCHES, ranks
         if self.passes > 1:
             made.resume.chosen = Chosen(parts=PARTS, corrections=PARTS)
         return made
 
-    def attempt(self, folder: Path, ranks: Ranks | None = None, moments: "Moments | None" = None) -> "Attempt":
+    def attempt(self, folder: Path, ranks: Ranks = ALONE, moments: "Moments | None" = None) -> "Attempt":
         """Collect with the checkpoint in a folder; ``moments`` looks at every batch and after every file."""
         made = self.space(ranks)
         made.ports.scratch = Watched(folder, None if moments is None else moments.look)
@@ -112,11 +113,11 @@ class Setting:
         made.ports.log = lambda level, message: lines.append(f"{level}: {message}")
         return Attempt(outcome(collect_or_read(made)), lines)
 
-    def undisturbed(self, ranks: Ranks | None = None, folder: Path | None = None) -> dict[str, str]:
+    def undisturbed(self, ranks: Ranks = ALONE, folder: Path | None = None) -> dict[str, str]:
         """The outcome without a checkpoint; several passes still put their factors into the folder."""
         return outcome(self.collected(folder, ranks))
 
-    def collected(self, folder: Path | None = None, ranks: Ranks | None = None) -> FactorSet:
+    def collected(self, folder: Path | None = None, ranks: Ranks = ALONE) -> FactorSet:
         made = self.space(ranks)
         if folder is not None:
             made.ports.scratch = Watched(folder, None)
@@ -256,7 +257,7 @@ def harm(folder: Path, name: str, way: str) -> None:
         path.write_bytes(content)
 
 
-def killed(setting: Setting, left: Path, folder: Path, harmed: tuple[str, str], ranks: Ranks | None = None) -> Attempt:
+def killed(setting: Setting, left: Path, folder: Path, harmed: tuple[str, str], ranks: Ranks = ALONE) -> Attempt:
     """The attempt after one that was killed, on what that has left."""
     shutil.rmtree(folder, ignore_errors=True)
     link(left, folder)

@@ -99,7 +99,7 @@ def run(made: Workspace) -> dict[str, Any]:
         "summaries": summaries,
         "tensors": artifacts.tensors if isinstance(artifacts, MemoryArtifacts) else None,
         "tables": artifacts.tables if isinstance(artifacts, MemoryArtifacts) else None,
-        "moved": {} if ranks is None else {key: each.sent for key, each in ranks.traffic.moved.items()},
+        "moved": {key: each.sent for key, each in ranks.traffic.moved.items()},
     }
 
 

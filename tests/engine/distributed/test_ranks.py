@@ -63,6 +63,19 @@ def test_ranks_measure_what_one_rank_measures(name: str, together: list[Any], al
                     assert value is None or own == pytest.approx(value, rel=max(100 * tolerance, 1e-9)), (layer, fact)
 
 
+def test_one_process_alone_is_a_group_that_waits_for_nothing() -> None:
+    ranks, value = group.join(torch.device("cpu")), torch.ones(3)
+    assert (ranks.rank, ranks.size) == (0, 1)
+    (gathered,) = ranks.gather(value, "values")
+    assert gathered is value
+    assert ranks.broadcast(value, 0, "value") is value
+    ranks.sign()
+    error = ValueError("its own")
+    with pytest.raises(ValueError, match="its own") as raised, ranks.guarding():
+        raise error
+    assert raised.value is error
+
+
 def test_rows_are_reduced_as_asked_where_they_are_fewer_than_the_outputs(together: list[Any]) -> None:
     """44 rows of 12 outputs have become a 12×12 G before the reduction, whichever way was asked for."""
     for found in together:

@@ -46,7 +46,6 @@ def parts(rows: Tensor, size: int) -> tuple[Tensor, ...]:
 
 def reduced(rank: int, size: int, mode: str) -> dict[str, Any]:
     ranks = join(torch.device("cpu"))
-    assert ranks is not None
     own = kept(parts(gradients(), size)[rank])
     facts = ranks.gather(RowFacts.of(own), "facts")
     (made,) = run_together([reduce_rows(ranks, own, facts, "head", gram=mode == "gram")])
@@ -65,7 +64,6 @@ def reduced(rank: int, size: int, mode: str) -> dict[str, Any]:
 
 def moved_dtypes(rank: int, size: int) -> list[Tensor]:
     ranks = join(torch.device("cpu"))
-    assert ranks is not None
     found = []
     for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int64):
         own = torch.full((3,), rank + 1, dtype=dtype)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from engine.distributed.group import Ranks
 from engine.errors import EngineError, ModelRefused
 from engine.model.sharding.gathering import gather_on_request
 from engine.model.sharding.units import gathered_bytes
@@ -268,7 +269,7 @@ def test_hooks_class_and_attributes_come_back_after_an_error() -> None:
     during: list[Any] = []
 
     def fail() -> None:
-        with gather_on_request(model, None, torch.device("cpu")):
+        with gather_on_request(model, Ranks.alone(), torch.device("cpu")):
             # nobody casts: the numbers are those that are kept
             during.extend([type(model), model(torch.randn(2, 4)).dtype])
             raise ValueError("on purpose")

@@ -14,7 +14,6 @@ SIZE = 61
 
 def products(rank: int, size: int, low_rank: int) -> dict[str, torch.Tensor]:
     ranks = join(torch.device("cpu"))
-    assert ranks is not None
     matrix, _ = tridiagonal(SIZE, low_rank, REAL)
     x = Draw(9, REAL)(SIZE, 3)
     start, stop = shares(SIZE, size)[rank]

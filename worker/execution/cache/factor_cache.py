@@ -108,12 +108,10 @@ class FactorCache:
             shelf.close()
 
 
-def ask_parent(pipe: FramePipe, ranks: Ranks | None, checkpoint: Callable[[], None]) -> Callable[[str], CacheAnswer]:
+def ask_parent(pipe: FramePipe, ranks: Ranks, checkpoint: Callable[[], None]) -> Callable[[str], CacheAnswer]:
     """Return what asks the parent for an entry: of several ranks rank 0 does, and tells the others."""
 
     def ask(key: str) -> CacheAnswer:
-        if ranks is None:
-            return pipe.ask(CacheAsked(key=key), checkpoint)
         own = pipe.ask(CacheAsked(key=key), checkpoint) if ranks.rank == 0 else None
         told = ranks.gather((key, own), "answers of the cache")
         answer: CacheAnswer = told[0][1]

@@ -69,22 +69,17 @@ def assignment_of_rank(assignment: Assignment, ranks: Ranks) -> Assignment:
     )
 
 
-def writes_files(ranks: Ranks | None) -> bool:
-    """Return whether this process writes the files of its job."""
-    return ranks is None or ranks.rank == 0
-
-
-def place_model(model: nn.Module, device: torch.device, ranks: Ranks | None, *, sharded: bool) -> nn.Module:
+def place_model(model: nn.Module, device: torch.device, ranks: Ranks, *, sharded: bool) -> nn.Module:
     """Move a model to its device: the whole of it, or this rank's part."""
-    if sharded and ranks is not None:
+    if sharded and ranks.size > 1:
         shard_model(model, device, ranks.size)
         return model
     return model.to(device)
 
 
-def take_part(inputs: ModelInputs, ranks: Ranks | None, batch_size: int, model_sha256: str) -> None:
+def take_part(inputs: ModelInputs, ranks: Ranks, batch_size: int, model_sha256: str) -> None:
     """Leave a rank's own batches of all in its inputs, once it is sure that all ranks have loaded the same model."""
-    if ranks is None:
+    if ranks.size == 1:
         return
     require_same_model(ranks, model_sha256)
     if inputs.batches is not None:
@@ -106,9 +101,9 @@ def require_same_model(ranks: Ranks, sha256: str) -> None:
             )
 
 
-def require_same_data(ranks: Ranks | None, sha256: str) -> None:
+def require_same_data(ranks: Ranks, sha256: str) -> None:
     """Require that every rank has read the same data in the same order, of which each measured its own batches."""
-    digests = [sha256] if ranks is None else ranks.gather(sha256, "digests of the data")
+    digests = ranks.gather(sha256, "digests of the data")
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
             raise Refusal(

@@ -27,7 +27,7 @@ from worker.execution.computing_place import ComputingPlace
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.frame_pipe import FramePipe
 from worker.execution.loader_context import LoaderContext
-from worker.execution.ranks.rank_part import NoFiles, writes_files
+from worker.execution.ranks.rank_part import NoFiles
 from worker.execution.stop_flag import StopFlag
 
 _SMALL_INPUT_BYTES = 256 * 2**20
@@ -45,8 +45,8 @@ def make_workspace(
 ) -> Workspace:
     """Return the workspace of an attempt without its inputs."""
     device, memory = place.device, place.memory
-    alone = writes_files(place.ranks)
-    artifacts: Artifacts = ArtifactFiles(assignment.artifacts, pipe.artifact) if alone else NoFiles()
+    keeps_files = place.ranks.rank == 0
+    artifacts: Artifacts = ArtifactFiles(assignment.artifacts, pipe.artifact) if keeps_files else NoFiles()
     return Workspace(
         inputs=ModelInputs(model=None, batches=None, task=document.task),
         options=JobOptions(
@@ -77,7 +77,7 @@ def make_workspace(
         ports=Ports(
             artifacts=artifacts,
             files=artifacts if isinstance(artifacts, ArtifactFiles) else None,
-            keeps_files=alone,
+            keeps_files=keeps_files,
             # neither announced nor hashed: it is read by this job alone, and a checkpoint brings its own digests
             scratch=ArtifactFiles(assignment.scratch, None),
             report=pipe.report,

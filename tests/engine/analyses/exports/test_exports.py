@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from catalog.analyses.export import EXPORT
 from engine.analyses.exports.exported_file import ExportRefused
 from engine.collection.normalise import leaves_once
+from engine.distributed.group import Ranks
 from engine.errors import BrokenFactors
 from engine.workspace import JobOptions
 from kronoscope.local import LayersFactors, Measurement, OptionRefused, measure
@@ -476,6 +477,6 @@ def test_factors_that_are_read_again_stay_until_then() -> None:
         made: Any = SimpleNamespace(
             options=JobOptions(kinds=kinds, decomposition="none"),
             inputs=SimpleNamespace(part=None),
-            machine=SimpleNamespace(device=torch.device("cuda"), ranks=None),
+            machine=SimpleNamespace(device=torch.device("cuda"), ranks=Ranks.alone()),
         )
         assert leaves_once(made) == leaves

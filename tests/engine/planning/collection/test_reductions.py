@@ -46,12 +46,10 @@ def measured(rank: int) -> dict[str, Any]:
         peak -= 2 * sum(each.nbytes for each in made.inputs.model.parameters())
         plan, ranks = made.results.plan, made.machine.ranks
         assert plan is not None
-        assert ranks is not None
         beside = [term for term in plan.terms if term.source == "measured" or term.name == "libraries"]
         foreseen = plan.stage_bytes("host", "collection") - sum(term.size_bytes for term in beside)
         found[reduction] = peak, foreseen, ranks.traffic.reductions["2"], ranks.traffic.total("rows").received
     ranks = join(torch.device("cpu"))
-    assert ranks is not None
     join_node(ranks)
     (together,) = hold_once(ranks, [Sized((RANKS, 3), torch.float64)]) or [torch.empty(0)]
     together[rank] = rank + 1.0

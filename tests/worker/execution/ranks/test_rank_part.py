@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.distributed.group import Ranks
 from engine.memory.budget import free_host_bytes
 from engine.model.batches import make_batches
 from engine.workspace import ModelInputs
@@ -68,7 +69,7 @@ def test_inputs_keep_the_number_of_all() -> None:
     take_part(inputs, seen_by(1, 2, gather=lambda value, _: [value, value]), 4, "same")
     assert (inputs.examples, inputs.examples_of_all) == (11, 23)
     alone = ModelInputs(model=None, batches=None, examples=23)
-    take_part(alone, None, 4, "same")
+    take_part(alone, Ranks.alone(), 4, "same")
     assert (alone.examples, alone.examples_of_all) == (23, None)
 
 
@@ -101,4 +102,4 @@ def test_data_that_differ_between_ranks_are_named_with_both_digests() -> None:
     with pytest.raises(Refusal, match=f"is {'a' * 64} on rank 0 and {'b' * 64} on rank 1.*seed what") as refused:
         require_same_data(ranks, "a" * 64)
     assert (refused.value.code, refused.value.pointer) == ("data_differ", "/data")
-    require_same_data(None, "a" * 64)
+    require_same_data(Ranks.alone(), "a" * 64)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from catalog.frames import Planned
 from catalog.requests.assignment import Assignment
+from engine.distributed.group import Ranks
 from engine.memory.budget import free_host_bytes
 from engine.workspace import ModelInputs
 from kronoscope.display.plan_tables import plan_lines
@@ -46,7 +47,7 @@ def test_the_examples_are_those_of_one_rank_or_piece(
 ) -> None:
     inputs = ModelInputs(model=None, batches=None, examples=examples)
     part = plan_part(parse_document({**DIGITS, **options}), data(examples), inputs)
-    assert (inputs.examples, inputs.foreseen_examples(None), part.pieces) == (own, whole, pieces)
+    assert (inputs.examples, inputs.foreseen_examples(Ranks.alone()), part.pieces) == (own, whole, pieces)
     with pytest.raises(Refusal, match="take 118 or fewer"):
         plan_part(parse_document({**DIGITS, "shards": 119}), data(118), ModelInputs(examples=118))
 
