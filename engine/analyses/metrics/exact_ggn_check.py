@@ -20,13 +20,12 @@ from catalog.analyses.capacity import CapacityParams
 from catalog.analyses.cross_check import CrossCheck
 from engine.analyses.costs.capacity import probes_at_once, search_bytes, search_lengths
 from engine.collection.pass_job import PassJob
-from engine.collection.ranks.joined_job import require_one_rank
-from engine.errors import NonFiniteFactor, UsageError
+from engine.collection.ranks.joined_job import pass_again
+from engine.errors import NonFiniteFactor
 from engine.factors.factor_set import FactorSet
 from engine.linalg.lanczos import Lanczos
 from engine.linalg.student import student_quantile
 from engine.memory.guard import Fallback
-from engine.model.determinism import Numerics
 from engine.operators.blocks import Block, block_of, joined
 from engine.operators.exact_products import GaussNewton
 from engine.workspace import Workspace
@@ -86,23 +85,7 @@ def cross_check(params: CapacityParams, workspace: Workspace, whole: FactorSet) 
     """
     if params.cross_check is None:
         return None
-    if workspace.inputs.model is None or workspace.inputs.task is None or workspace.inputs.batches is None:
-        raise UsageError(
-            "stored factors hold no model, and `capacity.cross_check` needs it: give `model`, `data` and `task`",
-            pointer="/capacity/cross_check",
-        )
-    require_one_rank(workspace, "capacity.cross_check")
-    job = PassJob(
-        workspace=workspace,
-        model=workspace.inputs.model,
-        task=workspace.inputs.task,
-        collection=whole.collection,
-        dtype=torch.float64 if whole.collection.dtype == "float64" else torch.float32,
-        numerics=Numerics.here(workspace.machine.device, workspace.resume.numerics),
-        heard=set(),
-        micro_batch=whole.micro_batch,
-        entered=whole.entered,
-    ).settled()
+    job = pass_again(workspace, whole, "capacity.cross_check", "capacity.cross_check")
     blocks = _blocks(job, whole)
     check = _Check(job=job, whole=whole, params=params, blocks=blocks)
     return check.run()

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, cast
 
-import torch
 from torch import Tensor
 
 from catalog.analyses.spectrum import SpectrumParams
@@ -21,11 +20,9 @@ from engine.analyses.spectra.search_checkpoints import SavedSearch, SearchCheckp
 from engine.analyses.spectra.spectrum_search import SpectrumSearch
 from engine.collection.checkpoints import fingerprint
 from engine.collection.pass_job import PassJob
-from engine.collection.ranks.joined_job import require_one_rank
-from engine.errors import UsageError
+from engine.collection.ranks.joined_job import pass_again
 from engine.factors.factor_set import FactorSet
 from engine.memory.budget import give_back_host_memory
-from engine.model.determinism import Numerics
 from engine.operators.exact.data_passes import Learnt
 from engine.operators.products import ExactCurvature
 from engine.saved_fields import load_fields, save_fields
@@ -47,23 +44,7 @@ def exact_spectra(
     Memory:
         As ``engine.analyses.costs.spectrum`` counts it.
     """
-    if workspace.inputs.model is None or workspace.inputs.task is None or workspace.inputs.batches is None:
-        raise UsageError(
-            f"stored factors hold no model, and `{params.needs_model}` needs it: give `model`, `data` and `task`",
-            pointer="/spectrum/of",
-        )
-    require_one_rank(workspace, "spectrum.of")
-    job = PassJob(
-        workspace=workspace,
-        model=workspace.inputs.model,
-        task=workspace.inputs.task,
-        collection=whole.collection,
-        dtype=torch.float64 if whole.collection.dtype == "float64" else torch.float32,
-        numerics=Numerics.here(workspace.machine.device, workspace.resume.numerics),
-        heard=set(),
-        micro_batch=whole.micro_batch,
-        entered=whole.entered,
-    ).settled()
+    job = pass_again(workspace, whole, "spectrum.of", str(params.needs_model))
     return _Searches(params=params, job=job, whole=whole, digests=digests).run()
 
 

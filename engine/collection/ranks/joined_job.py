@@ -9,15 +9,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
+import torch
+
 from engine.collection.checkpoints import fingerprint
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import Probe, ProbedModel
 from engine.collection.ranks.agreement import planner_of, require_alike, share_first_batch, total_examples
 from engine.distributed.group import Ranks
 from engine.distributed.node_memory import join_node
-from engine.errors import ModelRefused, RanksRefused
+from engine.errors import ModelRefused, RanksRefused, UsageError
+from engine.factors.factor_set import FactorSet
 from engine.factors.representation import Representation
 from engine.memory.plan import Plan
+from engine.model.mixed_precision import Precision
 from engine.model.sharding.gathering import gather_on_request
 from engine.model.sharding.units import describe_units
 from engine.workspace import Workspace
@@ -144,3 +148,26 @@ def require_one_rank(workspace: Workspace, field: str) -> None:
             "measure it before `fully_shard`, or leave it out",
             pointer=f"/{field.replace('.', '/')}",
         )
+
+
+def pass_again(workspace: Workspace, whole: FactorSet, field: str, asked: str) -> PassJob:
+    """Return what an analysis needs that passes over the examples of a collection once more, without autocast.
+
+    Args:
+        whole: The factors, with what they were collected with.
+        field: Name of the option that asks for it.
+        asked: The same with its value, for the message.
+
+    Raises:
+        UsageError: If stored factors stand in place of the model.
+        EngineError: As ``require_one_rank`` and ``PassJob.settled`` do.
+    """
+    if workspace.inputs.model is None or workspace.inputs.task is None or workspace.inputs.batches is None:
+        raise UsageError(
+            f"stored factors hold no model, and `{asked}` needs it: give `model`, `data` and `task`",
+            pointer=f"/{field.replace('.', '/')}",
+        )
+    require_one_rank(workspace, field)
+    dtype = torch.float64 if whole.collection.dtype == "float64" else torch.float32
+    job = replace(PassJob.of(workspace, workspace.machine.device), collection=whole.collection, dtype=dtype)
+    return replace(job, precision=Precision(), micro_batch=whole.micro_batch, entered=whole.entered).settled()
