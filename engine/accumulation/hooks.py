@@ -32,13 +32,13 @@ from engine.accumulation.row_observer import RowObserver
 from engine.layers.elementwise import BareLayer
 from engine.layers.functional_linear import FunctionalLinearLayer
 from engine.layers.layer import TreatedLayer, Use
-from engine.layers.parameter_slice import Place, Places
+from engine.layers.parameter_slice import Place
 from engine.model.mixed_precision import LossScale
 from engine.model.outputs import Prediction
-from engine.row_layout.attention_masks import KeptPositions, Key, MaskBroken, Masking, counted, position_count
+from engine.row_layout.attention_masks import KeptPositions, Key, MaskBroken, counted, position_count
 from engine.row_layout.call_shapes import CallShapes
 from engine.row_layout.layer_calls import entered_by, hidden_by
-from engine.row_layout.row_order import RowOrders, example_first
+from engine.row_layout.row_order import Layout, example_first
 from engine.row_layout.shared_inputs import Sharing
 from engine.row_layout.unbatched_inputs import lacks_examples, spread
 from engine.tracing.function_mode import ParameterUseMode
@@ -56,21 +56,12 @@ class Collector:
     """Examples of the current batch."""
     mask: Tensor | None = None
     """(N, T) booleans of the current batch; None where all positions count."""
-    masking: Masking = field(default_factory=Masking)
-    """The calls that the mask is laid on."""
     _kept: KeptPositions | None = None
-    orders: RowOrders = field(default_factory=RowOrders)
-    """The calls whose rows do not stand example by example."""
-    tables: frozenset[str] = frozenset()
-    """Embeddings that are looked up once for a batch, to be spread over its examples."""
-    places: Places = frozenset()
-    """All places in parameters that are layers, those that are not collected now among them."""
+    layout: Layout = field(default_factory=Layout)
     head: LossHead | None = None
     """The layer whose outputs are the loss's logits, where it keeps their probabilities."""
     scale: LossScale | None = None
     """The number that directions are multiplied by, until all their gradients are finite; None where that is one."""
-    overwritten: frozenset[str] = frozenset()
-    """Layers whose input the model writes to afterwards: they keep a copy."""
     inputs: InputArrival = field(default_factory=lambda: InputArrival(deferred=frozenset(), required=False))
     """When the inputs of calls enter A."""
     shapes: CallShapes = field(default_factory=CallShapes)
@@ -212,20 +203,20 @@ class Collector:
             key = self._calls.key(role.name)
             self.shapes.note(name, self._calls.of(name), entered)
             if counts:
-                self._sharing.check(name, entered, masked=self.mask is not None and self.masking.covers(key))
+                self._sharing.check(name, entered, masked=self.mask is not None and self.layout.masking.covers(key))
             if len(args) + len(kwargs) > 1:
                 statistics.flaw = "several_inputs"
             instead = None
-            if name in self.tables and lacks_examples(entered):
+            if name in self.layout.tables and lacks_examples(entered):
                 instead = output = spread(output, entered, self.examples)
                 entered = spread(entered, entered, self.examples)
             if statistics.flaw is None and not self._has_examples(role, entered):
                 statistics.flaw = "batch_not_first"
             if statistics.flaw is not None:
                 return instead
-            arrange = example_first if self.orders.by_positions(key) else None
+            arrange = example_first if self.layout.orders.by_positions(key) else None
             plain = entered.detach() if arrange is None else arrange(entered.detach(), self.examples)
-            plain = plain.clone() if name in self.overwritten else plain
+            plain = plain.clone() if name in self.layout.overwritten else plain
             known = self._known(key, role, plain)
             use = counted(role, Use(entered=plain, examples=self.examples, role=role), known)
             entry = self._enter(statistics, use) if counts else None
@@ -247,20 +238,20 @@ class Collector:
         statistics = self._products.get((product.weight, product.bias))
         if statistics is None:
             places = (product.weight, product.bias)
-            if places not in self.places:
+            if places not in self.layout.places:
                 self._unforeseen(frozenset(place.parameter for place in places if place is not None))
             return product.left
         counts = self._counts(statistics)
         key, name = self._calls.key(statistics.layer.name), statistics.layer.name
         self.shapes.note(name, self._calls.of(name), product.entered, picked=product.rows.labels is not None)
         if counts:
-            self._sharing.check(statistics.layer.name, product.entered, masked=self.masking.permits(key))
+            self._sharing.check(statistics.layer.name, product.entered, masked=self.layout.masking.permits(key))
         statistics.flaw = statistics.flaw or hidden_by(product.entered, product.left)
         if statistics.flaw is not None:
             return product.left
         rows, plain = product.rows, product.entered.detach()
-        arranged = rows.example_first(plain.clone() if name in self.overwritten else plain, self.examples)
-        known = self._kept if self.masking.permits(key) else None
+        arranged = rows.example_first(plain.clone() if name in self.layout.overwritten else plain, self.examples)
+        known = self._kept if self.layout.masking.permits(key) else None
         use = routed(rows, Use(entered=arranged, examples=self.examples), known)
         entry = self._enter(statistics, use) if counts else None
         dropped = None if use.kept is None else (key, ~use.kept)
@@ -299,7 +290,7 @@ class Collector:
             False where one of its parameters is a layer by itself and no pass has the product as a layer.
         """
         names = {place.parameter for place in (weight, bias) if place is not None}
-        return names.isdisjoint(self._bare) or (weight, bias) in self.places
+        return names.isdisjoint(self._bare) or (weight, bias) in self.layout.places
 
     def expanded(self, names: frozenset[str], *, examples: int) -> bool:
         """Tell whether a dimension as long as there are examples, all alike, is that of the examples.
@@ -350,13 +341,12 @@ class Collector:
 
     def _has_examples(self, role: TreatedLayer, entered: Tensor) -> bool:
         """Whether the rows of a call are separable by example, or need not be."""
-        return role.name in self.orders.unordered or role.batch_first(entered, self.examples)
+        return role.name in self.layout.orders.unordered or role.batch_first(entered, self.examples)
 
     def _known(self, key: Key, layer: TreatedLayer, entered: Tensor) -> KeptPositions | None:
         """The positions that the mask keeps; None where it is not laid on this call."""
-        known = self._kept
-        laid = known is not None and self.masking.covers(key) and position_count(layer, entered) == known.kept.numel()
-        return known if laid else None
+        known = self._kept if self.layout.masking.covers(key) else None
+        return known if known is not None and position_count(layer, entered) == known.kept.numel() else None
 
     def _follow(
         self,

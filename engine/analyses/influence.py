@@ -160,9 +160,8 @@ class Influence(LayerAnalysis[InfluenceParams]):
         with machine.operation("influence", KIND), prepare_collection(self._apart()) as (planned, _):
             probed = planned.probed.for_passes(planned.plan.chosen, None)
             require_whole_layers(self._groups, probed.survey.treated)
-            job = dataclasses.replace(
-                probed.job, entered=self._all_entered, overwritten=probed.job.overwritten | written
-            )
+            job = probed.job.laid_out(overwritten=probed.job.layout.overwritten | written)
+            job = dataclasses.replace(job, entered=self._all_entered)
             self._model = fingerprint(job.model)
             if self.workspace.inputs.stored_pieces and counted is not None and counted.model != self._model:
                 raise NotMergeable(

@@ -79,11 +79,7 @@ def run_pass(
     collector = Collector(
         statistics=all_statistics,
         gradients=wanted,
-        tables=job.tables,
-        places=job.places,
-        masking=job.masking,
-        orders=job.orders,
-        overwritten=state.overwritten,
+        layout=replace(job.layout, overwritten=state.overwritten),
         inputs=InputArrival(deferred=state.deferred, required=wanted),
         head=_head(job, planned.layers),
     )

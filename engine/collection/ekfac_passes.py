@@ -97,7 +97,7 @@ def correct_eigenvalues(job: PassJob, state: CollectionState, parts: Sequence[Se
         bases: dict[str, Tensor] = {}
         sums = [_prepared(job, each, state, bases) for each in known if not _exact(each.layer)]
         if sums:
-            read = _guarded_run(replace(job, overwritten=state.overwritten), tuple(sums), done, total)
+            read = _guarded_run(job.laid_out(overwritten=state.overwritten), tuple(sums), done, total)
             job.require_entered(state.entered, _of_ranks(job, read.entered), "the correction")
             if job.workspace.machine.ranks.size > 1:
                 add_corrections(job.workspace.machine.ranks, sums, job.collection, state.batches)
@@ -151,7 +151,7 @@ def correct_part(
         Bases and eigenvalues of one pass's layers.
     """
     unmasked = frozenset((call.part, call.number) for call in bases.unmasked)
-    job = replace(job.without_masks(unmasked), overwritten=job.overwritten | frozenset(bases.overwritten))
+    job = job.without_masks(unmasked).laid_out(overwritten=job.layout.overwritten | frozenset(bases.overwritten))
     by_name = {layer.name: layer for layer in layers if layer.parts[0] in bases.holders}
     bases.require_all(name for layer in by_name.values() for name in layer.parts)
     needed = [[by_name[name] for name in part if name in by_name] for part in parts]
@@ -294,11 +294,7 @@ def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total:
     scale = job.precision.loss_scale(FIRST_SCALE, 0)
     collector = Collector(
         statistics=sums,
-        tables=job.tables,
-        places=job.places,
-        masking=job.masking,
-        orders=job.orders,
-        overwritten=job.overwritten,
+        layout=job.layout,
         scale=scale,
     )
     count = None if workspace.inputs.examples is None else -(-workspace.inputs.examples // collection.batch_size)

@@ -223,11 +223,7 @@ def _first_rows(
     collector = Collector(
         statistics=statistics,
         gradients=job.collection.fisher != "forward_only",
-        tables=job.tables,
-        places=job.places,
-        masking=job.masking,
-        orders=job.orders,
-        overwritten=job.overwritten,
+        layout=job.layout,
     )
     cursor = Cursor(number=0)
     collector.scale = job.precision.loss_scale(cursor.loss_scale, cursor.steady)
@@ -243,10 +239,10 @@ def _first_rows(
                 # the pass finds it too, and lets all of these positions count
                 job = job.without_masks(broken.calls)
             except InputOverwritten as written:
-                collector.overwritten |= frozenset(written.layers)
+                job = job.laid_out(overwritten=job.layout.overwritten | frozenset(written.layers))
             else:
                 return summed, statistics
-            collector.masking, collector.observers = job.masking, {}
+            collector.layout, collector.observers = job.layout, {}
 
 
 def _glances(layers: Sequence[TreatedLayer], summed: SummedRows, examples: int) -> Glances:
@@ -272,10 +268,7 @@ def subject_of(job: PassJob) -> Subject:
         dtype=job.dtype,
         device=job.workspace.machine.device,
         precision=job.precision,
-        tables=job.tables,
-        orders=job.orders,
-        overwritten=job.overwritten,
-        places=job.places,
+        layout=job.layout,
     )
 
 

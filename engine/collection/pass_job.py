@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,6 @@ from engine.errors import DataDiffer, EmptyData, ModelRefused
 from engine.factors.representation import Representation
 from engine.gradient_identity.self_check import SelfCheck
 from engine.layers.layer import TreatedLayer
-from engine.layers.parameter_slice import Places
 from engine.model.batches import Batch, make_batches
 from engine.model.determinism import Numerics, seed_generators
 from engine.model.example_digests import EnteredExamples
@@ -23,8 +23,8 @@ from engine.model.output_selection import output_of
 from engine.model.outputs import call_model
 from engine.model.state.preserve_state import preserve_state
 from engine.model.targets.class_axis import find_class_axis
-from engine.row_layout.attention_masks import Key, Masking
-from engine.row_layout.row_order import RowOrders
+from engine.row_layout.attention_masks import Key
+from engine.row_layout.row_order import Layout
 from engine.workspace import Workspace
 
 
@@ -45,24 +45,15 @@ class PassJob:
     offload: bool = False
     """The sums stand on the host."""
     precision: Precision = field(default_factory=Precision)
-    tables: frozenset[str] = frozenset()
-    """Embeddings that are looked up once for a batch, to be spread over its examples."""
-    places: Places = frozenset()
-    """All places in parameters that are layers."""
+    layout: Layout = field(default_factory=Layout)
     sizes: Sizes | None = None
     """Smaller sample sizes to keep."""
     representations: Mapping[str, Representation] = field(default_factory=dict)
     """How the layers keep their G; dense where a layer is not named."""
     head: TreatedLayer | None = None
     """The linear layer whose outputs are the loss's logits, if there is one."""
-    masking: Masking = field(default_factory=Masking)
-    """The calls that a batch's mask is laid on."""
-    orders: RowOrders = field(default_factory=RowOrders)
-    """The calls whose rows do not stand example by example."""
     cut_padding: bool = False
     """Padding decides nothing, so it need not go through the model."""
-    overwritten: frozenset[str] = frozenset()
-    """Layers whose input the model was seen to write to afterwards when it was probed."""
     first_check: SelfCheck | None = None
     """Checks of the first batch, which those of the collection's state begin with; None where nothing is checked."""
     shared_first: Batch | None = None
@@ -254,7 +245,12 @@ class PassJob:
         Returns:
             A copy of the job.
         """
-        return replace(self, masking=self.masking.without(calls), cut_padding=self.cut_padding and not calls)
+        masking, cut = self.layout.masking.without(calls), self.cut_padding and not calls
+        return replace(self.laid_out(masking=masking), cut_padding=cut)
+
+    def laid_out(self, **changes: Any) -> "PassJob":  # noqa: ANN401 - the fields of a layout
+        """Return the same job with parts of its layout replaced."""
+        return replace(self, layout=replace(self.layout, **changes))
 
     def moved(self, batch: Batch) -> Batch:
         """Copy a batch to the device, in the precision of the passes.

@@ -65,7 +65,7 @@ def _allocated(job: PassJob, planned: PlannedPass, shared: dict[str, str]) -> di
         staging = Staging(staging_numbers(sides), job.dtype, job.workspace.machine.device)
     elif job.workspace.machine.device.type == "cuda" and any(each.on_host for each in job.representations.values()):
         row_staging = Staging(ROW_STAGING_NUMBERS, job.dtype, job.workspace.machine.device)
-    unordered = job.orders.unordered_among(treated)
+    unordered = job.layout.orders.unordered_among(treated)
     for layer in treated:
         sharing = job.collection.sharing if layer.form == "kronecker" else "expand"
         # a leader stands before its followers

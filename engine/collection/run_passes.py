@@ -339,7 +339,7 @@ def _fresh(probed: ProbedModel) -> CollectionState:
         statistics={},
         factors={},
         shared=dict(probed.probe.shared),
-        overwritten=job.overwritten,
+        overwritten=job.layout.overwritten,
         nondeterministic=job.heard,
         self_check=None if first is None else first.resumed(first.state()),
         traffic=None if ranks.size == 1 else ranks.traffic,

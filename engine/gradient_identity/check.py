@@ -208,7 +208,7 @@ class BatchCheck:
             draws=self.drawing & set(names),
         )
         # where rows have an order of their own, nothing is said of single examples
-        unordered = subject.orders.unordered_among(layers)
+        unordered = subject.layout.orders.unordered_among(layers)
         bound = [layer for layer in layers if layer.name not in findings.draws | unordered]
         try:
             for number in range(len(self.examples)) if bound else ():

@@ -9,12 +9,11 @@ from torch import nn
 
 from catalog.requests.collection import Collection
 from catalog.requests.inputs import Task
-from engine.layers.parameter_slice import Places
 from engine.model.batches import Batch
 from engine.model.dtype_casts import AllCasts, casts_of
 from engine.model.mixed_precision import Precision
 from engine.model.sharding.gathered_parameters import converted, numbers_at_once, put_back
-from engine.row_layout.row_order import RowOrders
+from engine.row_layout.row_order import Layout
 
 NARROW_TOLERANCE = 3e-2
 """Relative difference that rounding may explain where the model computes in 16 bits."""
@@ -37,14 +36,7 @@ class Subject:
     dtype: torch.dtype
     device: torch.device
     precision: Precision
-    tables: frozenset[str]
-    """Embeddings that are looked up once for a batch."""
-    orders: RowOrders
-    """Calls whose flat rows are not example by example."""
-    overwritten: frozenset[str]
-    """Layers whose input the model writes to afterwards."""
-    places: Places
-    """Places in parameters that are layers."""
+    layout: Layout
     widens: bool = False
     """Narrower types that the model names stand for float64."""
 

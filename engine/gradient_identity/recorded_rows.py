@@ -254,13 +254,13 @@ def record(
     Memory:
         Inputs and output gradients of ``layers``, beside what the pass itself holds.
     """
-    written = subject.overwritten
+    layout = subject.layout
     kept = None if places is None else tuple(places)
     while True:
         try:
-            return _recorded(replace(subject, overwritten=written), layers, forward, cotangent, kept)
+            return _recorded(replace(subject, layout=layout), layers, forward, cotangent, kept)
         except InputOverwritten as found:
-            written |= set(found.layers)
+            layout = replace(layout, overwritten=layout.overwritten | set(found.layers))
 
 
 def _recorded(
@@ -275,10 +275,7 @@ def _recorded(
     collector = Collector(
         statistics=statistics,
         gradients=subject.has_gradients,
-        tables=subject.tables,
-        places=subject.places,
-        orders=subject.orders,
-        overwritten=subject.overwritten,
+        layout=subject.layout,
         observers={name: (recorder,) for name, recorder in recorders.items()},
     )
     own, direction = subject.moved(forward.batch), None

@@ -104,10 +104,7 @@ def score_examples(
     passes = DataPasses(
         job=job, updates=0, report=report, what="the scores", remedy=_REMEDY, pointer=_POINTER
     )  # fmt: skip
-    collector = Collector(
-        statistics=tuple(statistics), tables=job.tables, places=job.places, orders=job.orders,
-        overwritten=job.overwritten,
-    )  # fmt: skip
+    collector = Collector(statistics=tuple(statistics), layout=job.layout)
     found: dict[str, list[Tensor]] = {name: [] for name in (*groups, _DIGESTS)}
 
     def compute(batch: Batch, _: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], float]:

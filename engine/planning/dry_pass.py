@@ -110,11 +110,7 @@ def pass_events(
     )
     collector = Collector(
         statistics=statistics,
-        tables=job.tables,
-        places=job.places,
-        masking=job.masking,
-        orders=job.orders,
-        overwritten=job.overwritten,
+        layout=job.layout,
     )
     events = StorageEvents()
     seed_generators(job.collection.seed)
@@ -139,8 +135,9 @@ def watch_operations(
     uses = Uses(examples=batch.size)
     interception = ParameterUseMode(parameters, uses, proving=True)
     interception.begin(tensors(batch.inputs), batch.size)
-    spread = [module for role, module in called(survey.treated) if role.name in job.tables]
-    with torch.enable_grad(), record_calls(survey.treated, batch.size, job.tables) as calls, interception.watching():
+    tables = job.layout.tables
+    spread = [module for role, module in called(survey.treated) if role.name in tables]
+    with torch.enable_grad(), record_calls(survey.treated, batch.size, tables) as calls, interception.watching():
         # what a table is spread to has an example's copy for each
         handles = [module.register_forward_hook(lambda _, __, output: interception.enters(output)) for module in spread]
         try:

@@ -103,21 +103,21 @@ def _probe_copies(job: PassJob, survey: Survey, batch: Batch) -> ProbedModel:
             if shapes_alone
             else find_spreadable_tables(tables, partial(_disturbed, job, survey, fewer))
         )
-        job = dataclasses.replace(job, tables=spread)
+        job = job.laid_out(tables=spread)
         few, many = _seen(job, survey, fewer), _seen(job, survey, more)
-    job = dataclasses.replace(job, masking=_masking(job, survey, batch))
+    job = job.laid_out(masking=_masking(job, survey, batch))
     if shapes_alone:
         few = dataclasses.replace(few, mixed=find_unattributed(few.calls, many.calls, DRY_EXAMPLES))
         return ProbedModel(job=job, survey=survey, probe=few)
     orders = find_row_orders(batch, few.calls, few.examples, _run(job, survey))
-    job = dataclasses.replace(job, orders=orders)
+    job = job.laid_out(orders=orders)
     with torch.no_grad():
         cut = is_padding_irrelevant(
-            batch, job.task, few.calls, few.examples, job.masking, partial(predict, job.model, task=job.task)
+            batch, job.task, few.calls, few.examples, job.layout.masking, partial(predict, job.model, task=job.task)
         )
-    job = dataclasses.replace(job, cut_padding=cut, overwritten=find_overwritten(few.calls))
+    job = dataclasses.replace(job.laid_out(overwritten=find_overwritten(few.calls)), cut_padding=cut)
     # where rows have an order of their own, the operations may show it
-    mixed = find_unattributed(few.calls, many.calls, DRY_EXAMPLES) | job.orders.unordered_among(survey.treated)
+    mixed = find_unattributed(few.calls, many.calls, DRY_EXAMPLES) | orders.unordered_among(survey.treated)
     mixed |= _routed(job, survey, few, batch)
     return ProbedModel(job=job, survey=survey, probe=dataclasses.replace(few, mixed=mixed))
 
@@ -142,7 +142,7 @@ def _routed(job: PassJob, survey: Survey, few: Probe, batch: Batch) -> frozenset
 def _probe_as_it_is(job: PassJob, survey: Survey, batch: Batch) -> ProbedModel:
     """Probe with the first batch itself, which shows less: two sizes of it are not held against each other."""
     one = dataclasses.replace(_seen(job, survey, batch), whole=job.collection.batch_size > 1)
-    job = dataclasses.replace(job, masking=_masking(job, survey, batch), overwritten=find_overwritten(one.calls))
+    job = job.laid_out(masking=_masking(job, survey, batch), overwritten=find_overwritten(one.calls))
     mixed = _without_example(one)
     return ProbedModel(job=job, survey=survey, probe=dataclasses.replace(one, mixed=mixed))
 
@@ -218,14 +218,14 @@ def probe_functional_layers(
     job, survey, seen, mixed = probed.job, probed.survey, probed.probe, probed.probe.mixed | unplaced
     parameters = find_candidates(job.model, survey, {call.layer for call in seen.calls}, mixed, forced)
     if not parameters:
-        return dataclasses.replace(probed, job=dataclasses.replace(job, places=places_of(survey)))
+        return dataclasses.replace(probed, job=job.laid_out(places=places_of(survey)))
     samples = samples_of(job, seen)
     try:
         runs = [watch_operations(job, survey, sample, parameters) for sample in samples]
     except (EngineError, RuntimeError) as error:
         require_undecided(error)
         # what is measured is what modules show, and the gradient identity decides
-        return dataclasses.replace(probed, job=dataclasses.replace(job, places=places_of(survey)))
+        return dataclasses.replace(probed, job=job.laid_out(places=places_of(survey)))
     uses = [found for found, _ in runs]
     if mixed and len(runs) > 1:
         with contextlib.suppress(EngineError):
@@ -243,7 +243,7 @@ def probe_functional_layers(
         mixed = find_unattributed(calls[0], calls[1], DRY_EXAMPLES)
     seen = dataclasses.replace(seen, layers=survey.treated, calls=calls[0], examples=samples[0].size, mixed=mixed)
     # a part of a parameter that is not covered is not an unforeseen use of its other parts
-    return ProbedModel(job=dataclasses.replace(job, places=places_of(survey)), survey=survey, probe=seen)
+    return ProbedModel(job=job.laid_out(places=places_of(survey)), survey=survey, probe=seen)
 
 
 def probe_sizes(probed: ProbedModel) -> ProbedModel:
@@ -307,7 +307,7 @@ def _with_activations(job: PassJob, survey: Survey, seen: Probe) -> Probe:
         return seen
     # steps, and a graph that is kept, are no single module's; what bare parameters hold has a term of its own
     if stepped or (retained and not any(isinstance(layer, BareLayer) for layer in survey.treated)):
-        placed = dataclasses.replace(job, places=places_of(survey))
+        placed = job.laid_out(places=places_of(survey))
         # where a pass refuses the sample, the one that counts says why, or is made anew
         with contextlib.suppress(EngineError, InputOverwritten):
             held = [pass_events(placed, survey.treated, seen.mixed, each, directions=1 + retained) for each in samples]
@@ -367,7 +367,7 @@ def _run(job: PassJob, survey: Survey) -> Run:
     def run(trial: Batch) -> tuple[list[Call], list[Tensor]]:
         # a model that draws numbers draws the same ones
         seed_generators(job.collection.seed)
-        with torch.no_grad(), record_calls(survey.treated, trial.size, job.tables) as calls:
+        with torch.no_grad(), record_calls(survey.treated, trial.size, job.layout.tables) as calls:
             returned = call_model(job.model, trial, labelled=job.task.likelihood == "model")
         return calls, tensors(returned)
 
@@ -376,11 +376,11 @@ def _run(job: PassJob, survey: Survey) -> Run:
 
 def _seen(job: PassJob, survey: Survey, batch: Batch) -> Probe:
     try:
-        with torch.no_grad(), record_calls(survey.treated, batch.size, job.tables) as calls:
+        with torch.no_grad(), record_calls(survey.treated, batch.size, job.layout.tables) as calls:
             prediction = predict(job.model, batch, job.task)
     except ModelRefused:
         # a forward pass may take gradients itself
-        with torch.enable_grad(), record_calls(survey.treated, batch.size, job.tables) as calls:
+        with torch.enable_grad(), record_calls(survey.treated, batch.size, job.layout.tables) as calls:
             prediction = predict(job.model, batch, job.task)
     head = head_of(calls, prediction.logits)
     return Probe(

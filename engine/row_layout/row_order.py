@@ -9,7 +9,7 @@ right, and nothing that is said of single examples is: such a layer has A and G 
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.layers.layer import TreatedLayer
+from engine.layers.parameter_slice import Places
 from engine.model.batches import Batch
-from engine.row_layout.attention_masks import RECOMPUTED, Key, Run, number_calls
+from engine.row_layout.attention_masks import RECOMPUTED, Key, Masking, Run, number_calls
 from engine.row_layout.layer_calls import Call
 
 Order = Literal["examples", "positions", "unknown", "mixed", "unproven"]
@@ -57,6 +58,22 @@ class RowOrders:
         return frozenset(
             layer.name for layer in layers if not self.unordered.isdisjoint(role.name for role in layer.roles)
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The layers' rows in a pass, as a probe of the model shows them."""
+
+    tables: frozenset[str] = frozenset()
+    """Embeddings that are looked up once for a batch, to be spread over its examples."""
+    places: Places = frozenset()
+    """All places in parameters that are layers, those that are not collected now among them."""
+    masking: Masking = field(default_factory=Masking)
+    """The calls that a batch's mask is laid on."""
+    orders: RowOrders = field(default_factory=RowOrders)
+    """The calls whose rows do not stand example by example."""
+    overwritten: frozenset[str] = frozenset()
+    """Layers whose input the model writes to afterwards: they keep a copy."""
 
 
 def example_first(tensor: Tensor, examples: int) -> Tensor:

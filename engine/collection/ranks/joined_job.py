@@ -105,7 +105,7 @@ def follow_planner(ranks: Ranks, workspace: Workspace, probed: ProbedModel, plan
     """
     probe = probed.probe
     found = [(layer.name, type(layer).__name__, layer.form, layer.in_dim, layer.out_dim) for layer in probe.layers]
-    require_alike(ranks, (found, dict(probe.shared), sorted(probed.job.tables), sorted(probe.mixed)), "layers")
+    require_alike(ranks, (found, dict(probe.shared), sorted(probed.job.layout.tables), sorted(probe.mixed)), "layers")
     own: tuple[Plan, Mapping[str, Representation]] = plan, dict(probe.representations)
     chosen, representations = ranks.broadcast(own, planner_of(ranks, workspace.machine.budget), "plan")
     followed: Probe = replace(probe, representations=representations)

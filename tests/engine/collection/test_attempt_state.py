@@ -24,6 +24,7 @@ from engine.distributed.traffic import Traffic
 from engine.gradient_identity.comparison import LayerCheck
 from engine.gradient_identity.self_check import SelfCheck
 from engine.model.mixed_precision import LossScale
+from engine.row_layout.row_order import Layout
 from engine.saved_fields import load_fields, save_fields, saved_names
 
 PARTS = (GradientRows, SketchRows, BatchVariance)
@@ -41,32 +42,31 @@ HELD: dict[type, dict[str, str]] = {
         "micro_batch": "a choice of the plan, which is a condition",
         "offload": "a choice of the plan, which is a condition",
         "precision": "an option of the collection and a property of the device",
-        "tables": "found by every attempt's probe",
-        "places": "found by every attempt's probe",
+        "layout": "see its own fields",
         "sizes": "an option of the collection, and the number of examples",
         "representations": "they follow from the plan",
         "head": "found by every attempt's probe",
-        "masking": "found by every attempt's probe; what passes find is `CollectionState.unmasked`",
-        "orders": "found by every attempt's probe",
         "cut_padding": "found by every attempt's first check",
-        "overwritten": "found by every attempt's probe; what passes find is `CollectionState.overwritten`",
         "first_check": "made by every attempt; what passes find is `CollectionState.self_check`, a copy",
         "shared_first": "read by every attempt",
         "probed": "read by every attempt",
         "entered": "of a collection that has ended; the state holds what enters this one",
+    },
+    Layout: {
+        "tables": "found by every attempt's probe",
+        "places": "found by every attempt's probe",
+        "masking": "found by every attempt's probe; what passes find is `CollectionState.unmasked`",
+        "orders": "found by every attempt's probe",
+        "overwritten": "found by every attempt's probe; what passes find is `CollectionState.overwritten`",
     },
     Collector: {
         "statistics": "in the checkpoint, layer by layer",
         "gradients": "an option of the collection",
         "examples": "of the current batch",
         "mask": "of the current batch",
-        "masking": "of the job",
-        "orders": "of the job",
-        "tables": "of the job",
-        "places": "of the job",
+        "layout": "of the job",
         "head": "of the job; what it holds is of the current batch",
         "scale": "in the cursor",
-        "overwritten": "in the state of the collection",
         "inputs": "see its own fields",
         "observers": "they see the rows of the current batch alone",
         "shapes": "taken after every batch; those seen so far are in `SelfCheck.shapes`",
