@@ -27,7 +27,7 @@ from engine.collection.ranks.owners import owners_of
 from engine.collection.ranks.reduce_statistics import reduce_statistics
 from engine.collection.ranks.turns import Turns
 from engine.collection.statistics_state import fields_of_state, set_counts
-from engine.distributed.group import RankLeft, Ranks
+from engine.distributed.group import RankLeft
 from engine.factors.representation import DENSE
 from engine.layers.coverage import Survey
 from engine.memory.guard import PlanningError
@@ -42,21 +42,15 @@ from engine.workspace import Workspace
 
 
 def complete_pass(
-    ranks: Ranks,
-    job: PassJob,
-    state: CollectionState,
-    statistics: Sequence[LayerStatistics],
-    cursor: Cursor,
-    *,
-    alone: bool,
+    job: PassJob, state: CollectionState, statistics: Sequence[LayerStatistics], cursor: Cursor, *, alone: bool
 ) -> Cursor:
     """Add what every rank has measured in one pass."""
-    collection = job.collection
+    ranks, collection = job.workspace.machine.ranks, job.collection
     whole, since = join_cursors(ranks, cursor, Turns.of(ranks, collection.update_freq), collection)
     if collection.ema_decay is not None and since:
         for found in statistics:
             found.decay_(collection.ema_decay**since)
-    reduce_statistics(ranks, statistics, collection, owners_of(ranks, job.workspace, statistics, alone=alone))
+    reduce_statistics(ranks, statistics, collection, owners_of(job.workspace, statistics, alone=alone))
     if ranks.one_node and ranks.traffic.total("rows").received:
         job.workspace.ports.log(
             "warning",
@@ -248,7 +242,7 @@ def _pass(
         state.begin_anew()
     state.batches = cursor.batches
     if ranks.size > 1:
-        cursor = complete_pass(ranks, job, state, statistics, cursor, alone=not several)
+        cursor = complete_pass(job, state, statistics, cursor, alone=not several)
     if job.workspace.inputs.part is None:
         # the other parts may have loss terms
         require_terms(job, cursor, statistics)

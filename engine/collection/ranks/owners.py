@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.tied_statistics import TiedHeadStatistics
-from engine.distributed.group import Ranks
 from engine.distributed.longest_first import divide_longest_first
 from engine.factors.kronecker_factors import Factors
 from engine.workspace import Workspace
@@ -22,11 +21,9 @@ class OwnedLayers(dict[str, int]):
     """Owner of each layer of a job whose dense sums went to owners, by name; empty where every rank has all."""
 
 
-def owners_of(
-    ranks: Ranks, workspace: Workspace, statistics: Sequence[LayerStatistics], *, alone: bool
-) -> Mapping[str, int]:
+def owners_of(workspace: Workspace, statistics: Sequence[LayerStatistics], *, alone: bool) -> Mapping[str, int]:
     """Choose the owners of the layers of one pass, by longest processing time first over the n³ of their sides."""
-    known = workspace.results.of(OwnedLayers)
+    known, ranks = workspace.results.of(OwnedLayers), workspace.machine.ranks
     known.clear()
     rows = [0 if found.gradient_rows is None else found.gradient_rows.count for found in statistics]
     gathered = ranks.gather((workspace.ports.keeps_files, rows), "ranks that keep files")

@@ -70,10 +70,7 @@ class LayerCounts:
 
 
 def reduce_statistics(
-    ranks: Ranks,
-    statistics: Sequence[LayerStatistics],
-    collection: Collection,
-    owners: Mapping[str, int] | None = None,
+    ranks: Ranks, statistics: Sequence[LayerStatistics], collection: Collection, owners: Mapping[str, int]
 ) -> None:
     """Add the sums of every rank, in place: each rank holds those of all examples afterwards.
 
@@ -84,9 +81,8 @@ def reduce_statistics(
     means = [{side: _set_mean_aside(found, side) for side in _varied(found)} for found in statistics]
     by_layer = list(zip(*counted, strict=True))
     shared = _shared_rows(ranks, statistics, by_layer, collection)
-    owners = owners or {}
     run_together(
-        _reduced(ranks, found, counts, collection, shared.get(found.layer.name), (owners or {}).get(found.layer.name))
+        _reduced(ranks, found, counts, collection, shared.get(found.layer.name), owners.get(found.layer.name))
         for found, counts in zip(statistics, by_layer, strict=True)
     )
     for found, counts in zip(statistics, by_layer, strict=True):
