@@ -12,14 +12,15 @@
 The branch ``diagonal`` is an embedding: its inputs are one-hot, so that A has no entries beside its diagonal.
 """
 
+import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-from catalog.analyses.analysis import Coverage, CoverageKind, CoveragePart, NamedParameters
+from catalog.analyses.analysis import Coverage, CoverageKind, CoveragePart, ExpertTokens, NamedParameters, StarvedExpert
 from catalog.responses.layer_record import LayerRecord
 from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.layers.coverage import DeclaredLayer
 from engine.layers.coverage_check import count_by_reason
-from engine.measurement.expert_tokens import expert_tokens
 
 _MOST_ROWS = 8
 _MOST_NAMES = 4
@@ -90,3 +91,49 @@ def _part(kind: CoverageKind, reason: str | None, rows: Iterable[LayerFacts | De
             NamedParameters(names=row.parameters[:_MOST_NAMES], module=row.module, why=row.why or None) for row in named
         ),
     )
+
+
+_NAMED = re.compile(r"experts?(?:\.(?:expert_)?\d+(?=\.|$)|(?:\.\w+)*\[\d+\]$)", re.IGNORECASE)
+_SLICE = re.compile(r"\[\d+\]$")
+
+
+def expert_tokens(whole: FactorSet) -> ExpertTokens | None:
+    """Return the tokens that the experts of a model were sent, and which got too few; None where it has none.
+
+    T rows and d columns bound a rank by min(T, d); d/T times as many data, routed alike, make T = d. Under `reduce`
+    rows of A are the examples with a token, those of G all examples. `docs/convention.md` says what an expert is.
+    """
+    sent = [(facts.name, facts.positions) for facts in whole.layers]
+    sent += [(row.name, 0) for row in whole.declared if row.reason == "never_routed"]
+    counts: dict[str, set[int]] = {}
+    for name, tokens in sent:
+        counts.setdefault(_SLICE.sub("", name), set()).add(tokens)
+    named = {facts.name for facts in whole.layers if _NAMED.search(facts.name)}
+    named |= {name for name, _ in sent if len(counts[_SLICE.sub("", name)]) > 1}
+    experts = [facts for facts in whole.layers if facts.form == "kronecker" and facts.name in named]
+    # a module without tokens is declared as one without a gradient, which one like it has
+    alike = {_NAMED.sub("", facts.name) for facts in experts}
+    idle = [
+        row.name
+        for row in whole.declared
+        if row.reason == "never_routed" or (row.reason == "no_gradient" and _NAMED.sub("", row.name) in alike)
+    ]
+    if not experts and not idle:
+        return None
+    starved = sorted(filter(None, map(_starved, experts)), key=lambda each: -each.times_more)
+    return ExpertTokens(
+        layers=len(experts) + len(idle),
+        fewest=0 if idle else min(facts.positions for facts in experts),
+        most=max((facts.positions for facts in experts), default=0),
+        starved=len(starved),
+        most_starved=tuple(starved[:8]),
+        unreached=len(idle),
+        unreached_layers=tuple(idle[:64]),
+    )
+
+
+def _starved(layer: LayerFacts) -> StarvedExpert | None:
+    sides = (("A", layer.rank_bound_A, layer.in_dim), ("G", layer.rank_bound_G, layer.out_dim))
+    more, side, rows, size = max((size / (rows or size), side, rows or 0, size) for side, rows, size in sides)
+    named: dict[str, Any] = {"layer": layer.name, "tokens": layer.positions, "factor": side}
+    return StarvedExpert(**named, rank_bound=rows, columns=size, times_more=more) if more > 1 else None
