@@ -14,8 +14,6 @@ Behind the ports stands what the caller has: the worker's child sends frames, ``
 """
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -29,6 +27,7 @@ from catalog.requests.collection import Collection, Stabilisation
 from catalog.requests.inputs import Task
 from catalog.requests.memory import Memory
 from catalog.requests.woodbury import Woodbury
+from engine.artifacts import Artifacts
 from engine.distributed.group import Ranks
 from engine.image_data import ImageData
 from engine.memory.budget import MemoryBudget
@@ -39,89 +38,6 @@ from engine.memory.plan import Chosen, Plan, Stage
 from engine.tensor_file import Files
 
 T = TypeVar("T")
-
-
-class Artifacts(Protocol):
-    """A place for tensors and tables. Names are relative, with forward slashes."""
-
-    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Write tensors, atomically.
-
-        Args:
-            name: Name of the file.
-            tensors: Host tensors of any shape, by name.
-            metadata: Strings that are written beside them.
-        """
-
-    def load_tensors(self, name: str) -> dict[str, Tensor]:
-        """Read tensors back.
-
-        Returns:
-            Host tensors by name, of the shapes and dtypes that were written.
-
-        Raises:
-            FileNotFoundError: If nothing has that name.
-        """
-
-    def save_json(self, name: str, value: object) -> None:
-        """Write a table of anything that JSON can hold, atomically.
-
-        Args:
-            name: Name of the file.
-        """
-
-    def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was written
-        """Read a table back.
-
-        Args:
-            name: Name of the file.
-
-        Returns:
-            The table; where it was a file, its tuples are lists.
-
-        Raises:
-            FileNotFoundError: If nothing has that name.
-        """
-
-    def remove(self, name: str) -> None:
-        """Delete a file.
-
-        Args:
-            name: Name of the file; nothing happens where nothing has it.
-        """
-
-
-def save_sealed(artifacts: Artifacts, name: str, body: Mapping[str, Any]) -> None:
-    """Write a table with its digest.
-
-    Args:
-        body: The table, of what JSON holds.
-
-    Raises:
-        ValueError: If a number is NaN or infinite.
-    """
-    artifacts.save_json(name, {"body": body, "sha256": _sha256(body)})
-
-
-def load_sealed(artifacts: Artifacts, name: str) -> Mapping[str, Any]:
-    """Read a table that ``save_sealed`` wrote.
-
-    Returns:
-        The table, as it was written.
-
-    Raises:
-        FileNotFoundError: If nothing has that name.
-        ValueError: If it is another table by now, or none.
-    """
-    stored = artifacts.load_json(name)
-    if not isinstance(stored, Mapping) or _sha256(stored.get("body")) != stored.get("sha256"):
-        raise ValueError(f"{name} is damaged")
-    body: Mapping[str, Any] = stored["body"]
-    return body
-
-
-def _sha256(body: object) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 class FactorCache(Protocol):

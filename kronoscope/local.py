@@ -28,6 +28,7 @@ from catalog.requests.memory import Memory
 from catalog.requests.woodbury import Woodbury
 from catalog.responses.coverage import assess_coverage, coverage_warning, describe_kinds
 from engine.analyses.run_analyses import run_analyses
+from engine.artifacts import Artifacts, Held
 from engine.distributed.group import join
 from engine.factors.factor_files import read_factors
 from engine.factors.factor_index import INDEX
@@ -40,9 +41,8 @@ from engine.training.batch_statistics import BatchNormMode, require_batch_norm
 from engine.training.checkpointed_chain import find_chain, require_composition
 from engine.training.example_coupling import require_uncoupled
 from engine.training.mixed_precision import TrainingPrecision, choose_precision
-from engine.workspace import Artifacts, JobOptions, Machine, ModelInputs, Ports, Workspace
+from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Workspace
 from kronoscope.display.progress import notebook_display
-from kronoscope.local_artifacts import Held
 from kronoscope.local_factors import (
     LayerFactors,
     LayersFactors,

@@ -21,6 +21,7 @@ from engine.analyses.costs.reconstruction import reconstruction_cost
 from engine.analyses.given_matrix import index_entry
 from engine.analyses.layer_analysis import LayerAnalysis
 from engine.analyses.remembered_rows import Outcome, recall, remember
+from engine.artifacts import Artifacts
 from engine.errors import BrokenFactors, NoConditionNumber
 from engine.factors.clipping.clipped_inverse import PREFIX
 from engine.factors.clipping.clipped_operator import ClippedOperator
@@ -37,7 +38,7 @@ from engine.measurement.clip_head import clip_structured
 from engine.measurement.divided_layers import DividedLayers, SentFiles
 from engine.measurement.layer_measurement import Measured
 from engine.memory.budget import device_bytes, resident_bytes
-from engine.workspace import Artifacts, Workspace
+from engine.workspace import Workspace
 
 FOLDER = "stabilised"
 FORMAT = "kronoscope-stabilised/1"
@@ -52,7 +53,7 @@ class _Run:
     workspace: Workspace
     whole: FactorSet
     kappa_max: float
-    artifacts: Artifacts | SentFiles
+    artifacts: Artifacts
     """The place of the layers' files."""
     shared: dict[int, ReconstructedSide] = field(default_factory=dict)
     """A of layers that others share it with, by ordinal."""

@@ -5,9 +5,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from catalog.analyses.reconstruction import ReconstructedSide, ReconstructionMetrics
+from engine.artifacts import load_sealed, save_sealed
 from engine.factors.factor_files import Kept
 from engine.factors.factor_set import LayerFacts
-from engine.workspace import Workspace, load_sealed, save_sealed
+from engine.workspace import Workspace
 
 _KIND = "reconstruction"
 

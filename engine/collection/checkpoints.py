@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.accumulation.layer_statistics import LayerStatistics
+from engine.artifacts import Artifacts, load_sealed, save_sealed
 from engine.collection.collection_state import CollectionState, Cursor
 from engine.collection.statistics_state import counts, put, set_counts, state_of
 from engine.errors import Unwinding
@@ -39,7 +40,7 @@ from engine.model.batches import Batch
 from engine.model.sharding.gathered_parameters import present
 from engine.model.state.written_tensors import bit_sum, bit_sums
 from engine.saved_fields import load_fields, save_fields
-from engine.workspace import Artifacts, Workspace, load_sealed, save_sealed
+from engine.workspace import Workspace
 
 FORMAT = "kronoscope-checkpoint/4"
 MANIFEST = "checkpoint/checkpoint.json"

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.accumulation.ekfac_statistics import CorrectionStatistics
 from engine.accumulation.hooks import Collector
 from engine.accumulation.layer_statistics import LayerStatistics
+from engine.artifacts import Artifacts
 from engine.collection.collection_state import CollectionState, Cursor
 from engine.collection.data_pass import update
 from engine.collection.normalise import flaw
@@ -34,7 +35,7 @@ from engine.merging.example_runs import joined
 from engine.model.determinism import seed_generators
 from engine.model.example_digests import EnteredExamples
 from engine.model.mixed_precision import FIRST_SCALE
-from engine.workspace import Artifacts, Workspace
+from engine.workspace import Workspace
 
 Load = Callable[[], Corrected]
 

@@ -8,8 +8,8 @@ says it holds, or else what counting it once beforehand gives.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,62 +17,17 @@ from torch import Tensor
 
 from catalog.requests.collection import Collection
 from engine.accumulation.layer_statistics import LayerStatistics
+from engine.artifacts import Artifacts, Held
 from engine.collection.collection_state import CollectionState, Snapshot
 from engine.collection.layer_facts import layer_sums
 from engine.collection.normalise import Stored, finish_layer
 from engine.factors.factor_set import LayerFacts, NestedSize
 from engine.factors.spilled_factors import spill
 from engine.model.batches import make_batches
-from engine.workspace import Artifacts, Workspace
+from engine.workspace import Workspace
 
 EIGHTHS = (1, 2, 4)
 """The sizes below the whole, in eighths of the data."""
-
-
-@dataclass
-class HostShelf:
-    """Tensors kept in memory, where a job has no scratch place: packed, half of what the sums take."""
-
-    _held: dict[str, Any] = field(default_factory=dict)
-
-    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Hold some tensors.
-
-        Args:
-            name: Name to find them by.
-            tensors: Host tensors by name, of any shape; they are not copied.
-            metadata: Ignored, since nothing is written.
-        """
-        del metadata
-        self._held[name] = dict(tensors)
-
-    def load_tensors(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors of one name.
-
-        Args:
-            name: Their name.
-
-        Returns:
-            Host tensors by name, of any shape.
-
-        Raises:
-            FileNotFoundError: If nothing has that name.
-        """
-        return dict(self.load_json(name))
-
-    def save_json(self, name: str, value: object) -> None:
-        """Hold a table."""
-        self._held[name] = value
-
-    def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was held
-        """Return what is held under a name."""
-        if name not in self._held:
-            raise FileNotFoundError(name)
-        return self._held[name]
-
-    def remove(self, name: str) -> None:
-        """Drop what is held under a name."""
-        self._held.pop(name, None)
 
 
 @dataclass(frozen=True)
@@ -117,7 +72,7 @@ def sizes_of(workspace: Workspace, collection: Collection) -> Sizes | None:
             f"{collection.batch_size} are larger than an eighth, so some coincide or are the whole; lower "
             f"`collection.batch_size` to {max(total // 8, 1)} or less",
         )
-    shelf = HostShelf() if workspace.ports.scratch is None else workspace.ports.scratch
+    shelf = Held() if workspace.ports.scratch is None else workspace.ports.scratch
     return Sizes(total, shelf, 0 if part is None else part.begin)
 
 

@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
+from engine.artifacts import Artifacts
 from engine.errors import BrokenFactors
 from engine.factors.factor_index import FORMAT, INDEX, CollectionCounts, LayerEntry, read_index
 from engine.factors.factor_set import Corrected, FactorSet, LayerFacts
@@ -22,7 +23,6 @@ from engine.factors.kronecker_factors import (
 from engine.factors.representation import read_structured
 from engine.layers.tied import NEAREST
 from engine.linalg.linear_operator import Structured
-from engine.workspace import Artifacts
 
 RUN = "factors/run.json"
 _RUN = ("device", "storage_policy", "planned_peak_bytes")

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from engine.artifacts import Artifacts
 from engine.factors.kronecker_factors import Factors, TiedParts, digest, packed, unpacked
 from engine.factors.representation import read_structured
 from engine.layers.layer import Form
 from engine.linalg.linear_operator import Structured
-from engine.workspace import Artifacts
 
 
 @dataclass(frozen=True, kw_only=True)

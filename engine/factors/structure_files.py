@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.artifacts import Artifacts
 from engine.errors import BrokenFactors
 from engine.factors.kronecker_factors import digest
 from engine.semiseparable.block_sss import BlockSSS
 from engine.semiseparable.semiseparable_matrix import SemiseparableMatrix
 from engine.semiseparable.tridiagonal_low_rank import TridiagonalLowRank
-from engine.workspace import Artifacts
 
 FORMAT = "kronoscope-structures/1"
 INDEX = "structures/structures.index.json"

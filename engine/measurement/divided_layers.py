@@ -15,12 +15,14 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from engine.artifacts import Artifacts
 from engine.distributed.group import Ranks
 from engine.distributed.longest_first import divide_longest_first
 from engine.distributed.transfers import Label, hand_over
 from engine.factors.factor_set import FactorSet, LayerFacts
-from engine.workspace import Artifacts, Workspace
+from engine.workspace import Workspace
 
 T = TypeVar("T")
 _SENT = "sent"
@@ -209,7 +211,7 @@ class _Division:
 
 
 @dataclass(kw_only=True)
-class SentFiles:
+class SentFiles(Artifacts):
     """Files of layers, which their owners write, and those ranks receive that keep files.
 
     Until they are handed over they are in the owner's scratch place, or in memory where there is none.
@@ -241,14 +243,8 @@ class SentFiles:
     def _others(self) -> bool:
         return any(rank != self.division.ranks.rank for rank in self.division.keepers)
 
+    @override
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Write tensors.
-
-        Args:
-            name: Name of the file.
-            tensors: Host tensors by name.
-            metadata: Strings that are written beside them.
-        """
         for place in self.places if self._keeps else ():
             place.save_tensors(name, tensors, metadata)
         if not self._others:
@@ -258,40 +254,23 @@ class SentFiles:
             scratch.save_tensors(f"{_SENT}/{name}", tensors, {})
         self._written[self._layer].append((name, metadata, None if scratch is not None else dict(tensors)))
 
+    @override
     def save_json(self, name: str, value: object) -> None:
-        """Write a table.
-
-        Args:
-            name: Name of the file.
-            value: Anything that JSON can hold.
-        """
         for place in self.places if self._keeps else ():
             place.save_json(name, value)
         if self._others:
             self._written[self._layer].append((name, None, value))
 
+    @override
     def load_tensors(self, name: str) -> dict[str, Tensor]:
-        """Read tensors back, where this rank keeps files.
-
-        Args:
-            name: Name of the file.
-        """
         return self.places[0].load_tensors(name)
 
-    def load_json(self, name: str) -> Any:  # noqa: ANN401 - as the port has it
-        """Read a table back, where this rank keeps files.
-
-        Args:
-            name: Name of the file.
-        """
+    @override
+    def load_json(self, name: str) -> Any:
         return self.places[0].load_json(name)
 
+    @override
     def remove(self, name: str) -> None:
-        """Delete a file.
-
-        Args:
-            name: Name of the file.
-        """
         for place in self.places:
             place.remove(name)
 

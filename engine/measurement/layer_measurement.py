@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from catalog.responses.layer_record import LayerRecord, Observed
+from engine.artifacts import Artifacts
 from engine.collect import collect_or_read
 from engine.factors.factor_files import Kept, write_factors, write_index, write_run
 from engine.factors.factor_set import Corrected, FactorSet, LayerFacts
@@ -40,7 +41,7 @@ from engine.measurement.representation_record import (
     with_factorisation,
 )
 from engine.measurement.subsample_spectra import MeasuredSize, smaller_sizes
-from engine.workspace import Artifacts, FactorCache, Workspace
+from engine.workspace import FactorCache, Workspace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +176,6 @@ def _load_basis(
 
 
 def _nowhere(side: Literal["A", "G"]) -> Decomposition:
-    """Stand for the bases of a layer on its way to another rank."""
     raise ValueError(f"the basis of {side} has not arrived")
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.artifacts import Artifacts, load_sealed, save_sealed
 from engine.factors.kronecker_factors import digest
 from engine.linalg.eigendecomposition import Decomposition
 from engine.memory.out_of_memory import lost_device
-from engine.workspace import Artifacts, load_sealed, save_sealed
 
 OF_PIECES = "factors/decompositions"
 """Folder in which a piece of a divided job stores them."""

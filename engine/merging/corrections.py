@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from catalog.record import canonical_json
+from engine.artifacts import Artifacts
 from engine.errors import BrokenFactors, NotMergeable
 from engine.factors.factor_index import TABLES
 from engine.factors.factor_set import CalledOnce, Corrected, FactorSet, Run
 from engine.factors.kronecker_factors import Factors, digest
 from engine.merging.example_runs import joined, overlap
 from engine.merging.weighted_sides import added
-from engine.workspace import Artifacts
 
 BASES = "factors/bases/bases.json"
 CORRECTIONS = "factors/corrections/corrections.json"

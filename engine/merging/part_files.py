@@ -8,12 +8,12 @@ comes last: its presence says that the part is complete.
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
+from engine.artifacts import Artifacts
 from engine.errors import BrokenFactors
 from engine.factors.factor_files import Kept, read_factors, read_layer, write_factors, write_index
 from engine.factors.factor_index import TABLES
 from engine.factors.factor_set import Corrected, FactorSet, LayerSums, NestedSize
 from engine.factors.kronecker_factors import Factors, digest
-from engine.workspace import Artifacts
 
 PART = "factors/part.json"
 

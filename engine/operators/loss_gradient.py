@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engine.artifacts import load_sealed, save_sealed
 from engine.collection.parameter_windows import list_parameters
 from engine.collection.pass_job import PassJob
 from engine.collection.ranks.joined_job import require_one_rank
@@ -19,7 +20,7 @@ from engine.model.determinism import Numerics
 from engine.operators.data_gradient import GradientPass
 from engine.operators.parameter_space import ParameterSpace
 from engine.operators.row_inputs import RowInputs, row_inputs
-from engine.workspace import Workspace, load_sealed, save_sealed
+from engine.workspace import Workspace
 
 POINTER = "/natural_gradient/gradient"
 _KEPT = "natural_gradient/gradient.json"

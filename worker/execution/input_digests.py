@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.artifacts import Artifacts
 from engine.factors.factor_index import INDEX, read_index
 from engine.tensor_file import tensor_bytes
-from engine.workspace import Artifacts
 from worker.execution.cache.factor_cache_key import Witness, data_digest
 from worker.execution.data.stream import Chunk
 

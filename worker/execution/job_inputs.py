@@ -16,8 +16,9 @@ from catalog import ANALYSES
 from catalog.requests.assignment import Assignment
 from catalog.requests.inputs import BuiltinModel
 from catalog.requests.job import JobDocument
+from engine.artifacts import Artifacts
 from engine.memory.plan import readable_bytes
-from engine.workspace import Artifacts, ModelInputs
+from engine.workspace import ModelInputs
 from worker.execution.data.request import DataRequest
 from worker.execution.data.stream import DataStream
 from worker.execution.data.validation import validate_chunks

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from catalog.analyses.influence import InfluenceParams, QueryInfluence, ScoredExample
+from engine.artifacts import Artifacts, load_sealed, save_sealed
 from engine.errors import NotMergeable
 from engine.factors.kronecker_factors import digest
-from engine.workspace import Artifacts, ModelInputs, Workspace, load_sealed, save_sealed
+from engine.workspace import ModelInputs, Workspace
 
 _FOLDER = "influence"
 _CHARACTERS = 500

@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
+from engine.artifacts import Artifacts, load_sealed, save_sealed
 from engine.factors.kronecker_factors import digest
-from engine.workspace import Artifacts, Workspace, load_sealed, save_sealed
+from engine.workspace import Workspace
 
 MANIFEST = "search/search.json"
 """The file that makes the others a checkpoint of a search."""

@@ -17,13 +17,14 @@ from catalog.requests.collection import Stabilisation
 from catalog.requests.woodbury import Woodbury
 from engine.analyses.compare_curvature import Comparison
 from engine.analyses.factors import KeptFactors
+from engine.artifacts import Artifacts
 from engine.errors import BrokenFactors, UsageError
 from engine.factors.factor_files import read_factors
 from engine.factors.factor_index import INDEX
 from engine.factors.factor_set import FactorSet
 from engine.linalg.linear_operator import Structured
 from engine.operators.pairs import side_comparison
-from engine.workspace import Artifacts, JobOptions, ModelInputs, Ports, Workspace
+from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 from tests.engine.operators.test_comparison import agree, shifted, twin
 from tests.oracles import MemoryArtifacts, workspace
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from catalog.requests.woodbury import Woodbury
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.analyses.factors import KeptFactors
+from engine.artifacts import save_sealed
 from engine.collect import collect_or_read
 from engine.collection import checkpoints
 from engine.collection.checkpoints import MANIFEST
@@ -19,7 +20,7 @@ from engine.collection.statistics_state import counts
 from engine.errors import NonFiniteLoss, StopRequested
 from engine.memory.plan import Chosen
 from engine.model.state.written_tensors import bit_sum
-from engine.workspace import Workspace, save_sealed
+from engine.workspace import Workspace
 from tests.oracles import MemoryArtifacts, workspace
 
 BATCHES = 6

@@ -16,12 +16,13 @@ from catalog.analyses.reconstruction import ReconstructionParams
 from catalog.analyses.spectrum import SpectrumParams
 from catalog.requests.collection import Collection
 from catalog.requests.woodbury import Woodbury
+from engine.artifacts import Artifacts
 from engine.distributed.formulas import sent_bytes
 from engine.distributed.group import join
 from engine.errors import RankFailed
 from engine.linalg.eigendecomposition import decompose
 from engine.measurement import decompose_layer
-from engine.workspace import Artifacts, JobOptions, ModelInputs, Ports, Workspace
+from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 from kronoscope.local_inputs import task_record
 from tests.engine.distributed.rank_processes import run_ranks
 from tests.engine.distributed.rank_scenarios import BATCH, SCENARIOS

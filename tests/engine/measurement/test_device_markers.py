@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from engine.artifacts import Artifacts
 from engine.collect import collect_or_read
 from engine.errors import StopRequested
 from engine.linalg import eigendecomposition, eigensolvers
@@ -22,7 +23,6 @@ from engine.linalg.eigensolvers import Solved, Solver
 from engine.measurement.layer_measurement import Measured, measure_layers
 from engine.measurement.stored_decompositions import DEVICE_ASKED
 from engine.memory.guard import FallbackFailed
-from engine.workspace import Artifacts
 from jobs.objects.scratch import Scratch
 from tests.engine.measurement.test_decompose_layer import space
 from tests.oracles import MemoryArtifacts

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.artifacts import Artifacts
 from engine.collect import collect_or_read
 from engine.errors import NotMergeable
 from engine.factors.factor_set import FactorSet
 from engine.measurement.piece_storage import store_bases, store_correction
-from engine.workspace import Artifacts, Workspace
+from engine.workspace import Workspace
 from tests.divided import joining, piece, stored
 from tests.oracles import MemoryArtifacts, ggn_block, relative_error, row_vector, workspace
 

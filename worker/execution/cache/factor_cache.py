@@ -12,8 +12,8 @@ from pathlib import Path
 from catalog.frame_bounds import CACHED_FILES
 from catalog.frames import CacheAnswer, CacheAsked, CacheFilled
 from catalog.requests.cached_factors import CachedFile
+from engine.artifacts import Artifacts
 from engine.distributed.group import Ranks
-from engine.workspace import Artifacts
 from worker.disk.cache_folder import LEAST_FREE_SHARE
 from worker.disk.free_space import free_share
 from worker.execution.files.artifact_files import ArtifactFiles

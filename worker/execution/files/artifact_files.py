@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from catalog.record import plain
+from engine.artifacts import Artifacts, ReadOnly
 from engine.memory.plan import readable_bytes
 from engine.tensor_file import MEDIA_TYPE, Sink, tensor_file_parts
 from worker.execution.files.open_files import OpenFolder, ReadableFile
@@ -30,7 +31,7 @@ Announce = Callable[[str, str, int, str], None]
 """``announce(name, sha256, size_bytes, media_type)``."""
 
 
-class ArtifactFiles:
+class ArtifactFiles(Artifacts):
     """Writes below one folder, reads from it, or from the folder of an earlier job."""
 
     _most_json_bytes = 512 * 2**20
@@ -42,43 +43,23 @@ class ArtifactFiles:
         self._root = root
         self._announce = announce
 
+    @override
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Write host tensors as safetensors.
-
-        Args:
-            name: The file's name below the folder.
-            tensors: Tensors by name, any shape, of a dtype that safetensors has.
-            metadata: Text for the file's header.
-
-        Memory:
-            16 MiB beyond the tensors, one contiguous copy of a tensor that is not.
-        """
         self._write(name, tensor_file_parts(tensors, metadata), MEDIA_TYPE)
 
+    @override
     def save_json(self, name: str, value: object) -> None:
-        """Write a table as JSON."""
         text = json.dumps(plain(value), allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
         self._write(name, [text], "application/json")
 
+    @override
     def load_tensors(self, name: str) -> dict[str, Tensor]:
-        """Read tensors back.
-
-        Args:
-            name: The file's name below the folder.
-
-        Returns:
-            Tensors on the host by name, with the shapes and dtypes that were written.
-
-        Raises:
-            FileNotFoundError: If nothing has that name.
-            Refusal: If the file is not a valid safetensors file.
-        """
         file = self._opened(name)
         read_header(file, self._pointer)
         return safetensors.torch.load_file(file)
 
-    def load_json(self, name: str) -> Any:  # noqa: ANN401 - whatever was written
-        """Read a table back."""
+    @override
+    def load_json(self, name: str) -> Any:
         file = self._opened(name)
         if file.stat().st_size > self._most_json_bytes:
             raise Refusal(f"{file.name} has more than {self._most_json_bytes:,} bytes", pointer=self._pointer)
@@ -87,8 +68,8 @@ class ArtifactFiles:
         except (ValueError, RecursionError) as error:
             raise Refusal(f"{file.name} is not valid JSON", pointer=self._pointer, code="broken_factors") from error
 
+    @override
     def remove(self, name: str) -> None:
-        """Delete a file; one that does not exist is not an error."""
         self._path(name).unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
@@ -169,21 +150,17 @@ class _HashedFile:
         self._file.flush()
 
 
-class StoredFactors(ArtifactFiles):
+class StoredFactors(ReadOnly, ArtifactFiles):
     """Factors of an earlier job: a folder with ``factors.index.json``, named as if below ``factors/``."""
 
     _most_json_bytes = 64 * 2**20
     """Decoded it takes up to twenty times as much, and 10,000 layers have 15 MB."""
 
     def __init__(self, folder: OpenFolder, most_bytes: int = 2**62, pointer: str = "/factors") -> None:
-        super().__init__(folder.path, _never)
+        super().__init__(folder.path, None)
         self._pointer = pointer
         self._folder = folder
         self._most_bytes = most_bytes
-
-    @override
-    def remove(self, name: str) -> None:
-        _never(name)
 
     def _path(self, name: str) -> Path:
         return super()._path(name.removeprefix("factors/"))
@@ -214,7 +191,3 @@ def find_factors(folder: OpenFolder, pointer: str, most_bytes: int = 2**62) -> S
         pointer=pointer,
         code="not_found",
     )
-
-
-def _never(*_: object) -> None:
-    raise PermissionError("factors of an earlier job are read, never written")

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from typing_extensions import override
 
+from engine.artifacts import ReadOnly
 from engine.factors.factor_files import factor_file
 from engine.factors.factor_index import FORMAT, INDEX
 from engine.factors.factor_set import GIVEN_MATRIX, WHOLE_MATRIX
@@ -30,8 +32,10 @@ _TYPES = ("F64", "F32", "F16", "BF16")
 _ROWS_AT_ONCE = 256
 
 
-class MatrixFile:
+class MatrixFile(ReadOnly):
     """The matrix of a safetensors file, as the engine reads stored factors."""
+
+    _source = "a matrix of the caller's is"
 
     def __init__(
         self,
@@ -87,8 +91,8 @@ class MatrixFile:
             "shared_A_with": None,
         }  # fmt: skip
 
-    def load_json(self, name: str) -> Any:  # noqa: ANN401 - the port's signature
-        """Return the index of stored factors with this matrix as its only layer."""
+    @override
+    def load_json(self, name: str) -> Any:
         if name != INDEX:
             raise FileNotFoundError(name)
         return {
@@ -102,19 +106,8 @@ class MatrixFile:
             "declared": [],
         }
 
+    @override
     def load_tensors(self, name: str) -> dict[str, Tensor]:
-        """Return the factors of the only layer.
-
-        Args:
-            name: The name of the file of layer 0, or ``WHOLE_MATRIX``.
-
-        Returns:
-            ``activation_covariance``, shape (1,), which is 1; and ``gradient_covariance``, the packed upper triangle,
-            shape (n(n + 1)/2,) for a matrix of shape (n, n); both in the matrix's dtype.
-
-        Raises:
-            FileNotFoundError: If the name is another.
-        """
         if name == WHOLE_MATRIX and self._whole is not None:
             return {"matrix": self._whole}
         if name != factor_file(0):
@@ -123,29 +116,6 @@ class MatrixFile:
             "activation_covariance": torch.ones(1, dtype=self._triangle.dtype),
             "gradient_covariance": self._triangle,
         }
-
-    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Refuse, since the matrix is the caller's.
-
-        Args:
-            name: The file's name.
-            tensors: Tensors of any shape; not used.
-            metadata: Text for the header; not used.
-
-        Raises:
-            PermissionError: In any case.
-        """
-        del tensors, metadata
-        raise PermissionError(f"{name}: a matrix of the caller's is read, never written")
-
-    def save_json(self, name: str, value: object) -> None:
-        """Refuse, since the matrix is the caller's."""
-        del value
-        raise PermissionError(f"{name}: a matrix of the caller's is read, never written")
-
-    def remove(self, name: str) -> None:
-        """Refuse, since the matrix is the caller's."""
-        raise PermissionError(f"{name}: a matrix of the caller's is read, never removed")
 
 
 def _chosen(path: ReadableFile, header: Mapping[str, TensorEntry], tensor: str | None) -> str:

@@ -14,11 +14,12 @@ from torch import Tensor
 from catalog.frames import Finished
 from catalog.requests.assignment import Assignment
 from catalog.requests.job import JobDocument
+from engine.artifacts import Artifacts
 from engine.factors.factor_files import read_factors
 from engine.factors.factor_set import CountedExamples
 from engine.measurement.piece_storage import store_piece
 from engine.model.batches import make_batches
-from engine.workspace import Artifacts, DataPart, JobResults, Workspace
+from engine.workspace import DataPart, JobResults, Workspace
 from worker.execution.data.stream import Chunk, DataStream
 from worker.execution.files.artifact_files import ArtifactFiles, StoredFactors, find_factors
 from worker.execution.files.open_files import OpenFolder

@@ -6,12 +6,14 @@ all: so the labels that are sampled, which are keyed by these numbers, are those
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from catalog.requests.assignment import Assignment
+from engine.artifacts import Held
 from engine.distributed.group import Ranks
 from engine.distributed.shard_model import shard_model
 from engine.memory.budget import free_host_bytes, resident_bytes
@@ -115,26 +117,13 @@ def require_same_data(ranks: Ranks, sha256: str) -> None:
             )
 
 
-class NoFiles:
+class NoFiles(Held):
     """The artifacts of a rank that writes none: rank 0 writes those of the job."""
 
+    @override
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Write nothing."""
+        pass
 
+    @override
     def save_json(self, name: str, value: object) -> None:
-        """Write nothing."""
-
-    def load_tensors(self, name: str) -> dict[str, Tensor]:
-        """Find nothing.
-
-        Raises:
-            FileNotFoundError: Always.
-        """
-        raise FileNotFoundError(name)
-
-    def load_json(self, name: str) -> Any:  # noqa: ANN401 - as the port has it
-        """Find nothing."""
-        raise FileNotFoundError(name)
-
-    def remove(self, name: str) -> None:
-        """Delete nothing."""
+        pass

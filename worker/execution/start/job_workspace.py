@@ -16,12 +16,13 @@ from catalog.record import canonical_json, plain
 from catalog.record_reader import read
 from catalog.requests.assignment import Assignment
 from catalog.requests.job import JobDocument
+from engine.artifacts import Artifacts
 from engine.memory.budget import resident_bytes
 from engine.memory.device_speed import DeviceSpeed, measure_speed
 from engine.memory.guard import Guard
 from engine.memory.memory_curve import MemoryCurve, StagePeaks
 from engine.memory.plan import Chosen
-from engine.workspace import Artifacts, JobOptions, Machine, ModelInputs, Ports, Resume, Workspace
+from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Resume, Workspace
 from worker.execution.computing_environment import process_begun
 from worker.execution.computing_place import ComputingPlace
 from worker.execution.files.artifact_files import ArtifactFiles
