@@ -15,21 +15,16 @@ from catalog import ANALYSES
 from catalog.record import plain
 from catalog.responses.coverage import assess_coverage
 from kronoscope.cli import job_commands
-from kronoscope.cli.autoscale import autoscale
 from kronoscope.cli.compare import compare_jobs
-from kronoscope.cli.devices import devices
 from kronoscope.cli.documents import read_document
 from kronoscope.cli.exit_codes import USAGE, fail, require_whole, run_command
 from kronoscope.cli.extras import require_extra
 from kronoscope.cli.finished_jobs import export, import_run, reproduce
-from kronoscope.cli.options import AsJson, Document, Offline, Settings, Store, epilog
+from kronoscope.cli.options import AsJson, Budget, Device, Document, Offline, Settings, Store, epilog
 from kronoscope.cli.output import message_console, outlast_reader, print_json, result_console
-from kronoscope.cli.plan_options import Budget, Device
 from kronoscope.cli.run_job import Outcome, require_success, run_job, run_request
 from kronoscope.cli.serve import FactoryWrong, exec_module, require_factories, serve_embedded
-from kronoscope.cli.service_commands import keys
-from kronoscope.cli.tenants import tenants
-from kronoscope.cli.worker import worker
+from kronoscope.cli.service_commands import autoscale, devices, keys, tenants, worker
 from kronoscope.client.client import Client
 from kronoscope.client.responses import build_layer, build_summary
 from kronoscope.display.plan_tables import show_plan

@@ -37,6 +37,7 @@ def complete(choices: Sequence[str]) -> Callable[[str], list[str]]:
     return lambda incomplete: [each for each in choices if each.startswith(incomplete)]
 
 
+_DEVICES = ("cpu", "cuda")
 Document = Annotated[Path, typer.Argument(metavar="JOB", help="Job document: YAML, or JSON where it ends in .json.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Set one field, e.g. collection.batch_size=32.")
@@ -48,4 +49,16 @@ Offline = Annotated[bool, typer.Option("--offline", help="Fetch nothing from the
 JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id.")]
 JobOrFolder = Annotated[
     str, typer.Argument(metavar="ID|FOLDER", help="The job's id, or the folder of a `kronoscope run`.")
+]
+Budget = Annotated[
+    str | None, typer.Option(help='Instead of the free memory here: "20GiB", of the device and of the host.')
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        metavar="cpu|cuda",
+        parser=one_of(_DEVICES),
+        autocompletion=complete(_DEVICES),
+        help="Plan for this kind of device, which need not be here; name its --budget.",
+    ),
 ]

@@ -13,8 +13,8 @@ from catalog.analyses.subsamples import NestedCapacity
 from catalog.responses.device_views import DeviceView
 from catalog.responses.layer_record import LayerRecord
 from catalog.responses.views import JobView
-from kronoscope.cli.devices import device_table
 from kronoscope.cli.job_commands import job_table
+from kronoscope.cli.service_commands import device_table
 from kronoscope.client.responses import build, build_layer
 from kronoscope.display.layer_names import shorten, shorten_all
 from kronoscope.display.numbers import format_number
