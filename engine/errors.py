@@ -22,6 +22,8 @@
     │   ├── BrokenFactors        stored factors do not read as written
     │   ├── NotMergeable         sets of factors cannot be merged exactly
     │   ├── RanksRefused         an option is asked for that cannot be measured exactly by several ranks
+    │   ├── FewShotRefused       sizes, names or data that few-shot training cannot take
+    │   ├── TrainingRefused      options, a model or a loss that training in a notebook cannot have
     │   └── BudgetExceeded       the plan does not fit the budget; nothing was allocated
     │       └── OutOfMemory      memory ran out although the plan fitted, with every fallback down to the last
     ├── RankFailed               another rank of the job failed, or is gone; it carries that rank's category
@@ -159,6 +161,18 @@ class NotMergeable(UsageError):
     """Sets of factors are not sums over disjoint examples of one collection."""
 
     code = "not_mergeable"
+
+
+class FewShotRefused(UsageError, ValueError):
+    """A size, a name or an image does not fit; the message names both numbers and says what would do."""
+
+    code = "few_shot_refused"
+
+
+class TrainingRefused(UsageError, ValueError):
+    """An option, a model or a loss that would not give the gradient that was asked for."""
+
+    code = "training_refused"
 
 
 class BudgetExceeded(UsageError):

@@ -27,7 +27,6 @@ from engine.accumulation.output_gradients import (
     unscaled,
     watch_gradient,
 )
-from engine.accumulation.picked_rows import routed
 from engine.accumulation.row_observer import RowObserver
 from engine.layers.elementwise import BareLayer
 from engine.layers.functional_linear import FunctionalLinearLayer
@@ -36,11 +35,11 @@ from engine.layers.parameter_slice import Place
 from engine.model.mixed_precision import LossScale
 from engine.model.outputs import Prediction
 from engine.row_layout.attention_masks import KeptPositions, Key, MaskBroken, counted, position_count
-from engine.row_layout.call_shapes import CallShapes
-from engine.row_layout.layer_calls import entered_by, hidden_by
+from engine.row_layout.layer_calls import CallShapes, entered_by, hidden_by
 from engine.row_layout.row_order import Layout, example_first
 from engine.row_layout.shared_inputs import Sharing
 from engine.row_layout.unbatched_inputs import lacks_examples, spread
+from engine.tracing.batch_provenance import routed
 from engine.tracing.function_mode import ParameterUseMode
 from engine.tracing.parameter_uses import Product
 

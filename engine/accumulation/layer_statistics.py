@@ -23,12 +23,11 @@ from torch import Tensor
 from engine.accumulation.batch_variance import BatchVariance
 from engine.accumulation.example_gradients import Met, block_gradients, squared_norms
 from engine.accumulation.gradient_rows import GradientRows, RowStorage
-from engine.accumulation.pooled_rows import pooled_rows, summed_rows
 from engine.accumulation.probability_rows import ProbabilityRows, Terms
 from engine.accumulation.sketched_rows import SketchRows
 from engine.factors.representation import DENSE, Representation
 from engine.layers.convolution import ConvolutionLayer
-from engine.layers.layer import BlockLayer, TreatedLayer, Use
+from engine.layers.layer import BlockLayer, TreatedLayer, Use, pooled_rows, summed_rows
 from engine.linalg.gram import add_gram_, add_grams_, require_real
 from engine.memory.host_accumulation import Staging
 from engine.merging.estimates import exact_trace

@@ -29,7 +29,7 @@ from typing import Literal
 from torch import Tensor, nn
 from typing_extensions import override
 
-from engine.fewshot.refusal import FewShotRefused
+from engine.errors import FewShotRefused
 
 Stem = Literal["imagenet", "feti"]
 Pool = Literal["gap", "flatten", "map"]

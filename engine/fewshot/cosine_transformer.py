@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from typing_extensions import override
 
+from engine.errors import FewShotRefused
 from engine.fewshot.full_width import widened, without_autocast
 from engine.fewshot.head import EPSILON, Attention, Head
-from engine.fewshot.refusal import FewShotRefused
 
 
 class CosineLayer(nn.Module):

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from engine.errors import NonFiniteLoss
+from engine.errors import FewShotRefused, NonFiniteLoss
 from engine.fewshot.cosine_transformer import FewShotTransformer
 from engine.fewshot.full_width import widened, without_autocast
 from engine.fewshot.head import Head
-from engine.fewshot.refusal import FewShotRefused
 from engine.fewshot.regulariser import VicWeights, covariance, variance
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.fewshot.random_keys import keyed_generator
-from engine.fewshot.refusal import FewShotRefused
+from engine.errors import FewShotRefused
+from engine.model.counter_rng import keyed_generator
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from typing_extensions import override
 
+from engine.errors import FewShotRefused
 from engine.fewshot.cosine_transformer import FewShotTransformer
 from engine.fewshot.full_width import widened, without_autocast
 from engine.fewshot.head import EPSILON, Attention, Head
-from engine.fewshot.refusal import FewShotRefused
 
 METHODS = ("ProtoNet", "CTX_softmax", "CTX_cosine", "FSCT_softmax", "FSCT_cosine", "ProFOCT_softmax", "ProFOCT_cosine")
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.errors import FewShotRefused
 from engine.fewshot.full_width import widened, without_autocast
-from engine.fewshot.refusal import FewShotRefused
 
 _EPSILON = 1e-8
 _CANCELLED = 1e-4

@@ -17,8 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.fewshot.random_keys import keyed_generator
-from engine.fewshot.refusal import FewShotRefused
+from engine.errors import FewShotRefused
+from engine.model.counter_rng import keyed_generator
 
 Split = Literal["train", "validation", "test"]
 _FIRST_CLASS = {"train": 0, "validation": 2**30, "test": 2**31}

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from engine.gradient_identity.recorded_rows import ExampleRows, Recording
+from engine.layers.coverage import DeclaredLayer, declare
+from engine.layers.layer import TreatedLayer
 
+FAILED_CHECK = "gradient_identity"
+"""Reason of a layer whose rows are not the gradient of each example alone."""
+MIXED_EXAMPLES = "examples_mix"
+"""The same where the model's outputs for one example depend on the others."""
 Proof = str
 """`alone`, `single` (batches of one example), `inputs` (no gradients), or `same_forward`."""
 
@@ -181,3 +187,16 @@ def relative(difference: Tensor, plain: Tensor, floor: float = 0.0) -> float:
         return 0.0
     scale = float(torch.linalg.vector_norm(plain))
     return size / (scale + floor) if scale + floor > 0 else math.inf
+
+
+def refusal(layer: TreatedLayer, check: LayerCheck) -> DeclaredLayer:
+    """Turn a layer that failed its check into one that is not covered.
+
+    Args:
+        check: Its failed check.
+
+    Returns:
+        The layer with the reason that its examples mix, or that the gradient identity failed, and the numbers of the
+        check.
+    """
+    return replace(declare(layer, MIXED_EXAMPLES if check.mixes else FAILED_CHECK), why=check.why)

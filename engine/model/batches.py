@@ -6,12 +6,13 @@ the index that keys its sampled labels. Neighbouring chunks whose shapes differ 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from catalog.requests.inputs import Task
 from engine.errors import EmptyData, WrongShape
 
 Tree = Any
@@ -231,3 +232,29 @@ def _sliced(batch: Batch, start: int, stop: int) -> Batch:
         targets=map_tensors(batch.targets, lambda tensor: tensor[start:stop]),
         index=batch.index[start:stop],
     )
+
+
+def _virtual_tokens(model: nn.Module) -> int:
+    config: Any = getattr(model, "active_peft_config", None)
+    if not getattr(config, "is_prompt_learning", False) or "PREFIX" in str(getattr(config, "peft_type", "")):
+        return 0
+    return int(getattr(config, "num_virtual_tokens", 0) or 0)
+
+
+def with_virtual_tokens(model: nn.Module, batch: Batch, task: Task) -> Batch:
+    """Extend targets and mask to the positions that prompt tuning puts in front, and no token of the data answers for.
+
+    Their targets are ignored, and the mask counts them, as PEFT gives its own loss: then the last one answers for the
+    first token, whose term a model without a prompt does not have.
+    """
+    count = _virtual_tokens(model) if task.type in ("causal_lm", "masked_lm", "token_classification") else 0
+    ids = batch.targets
+    if ids is None and isinstance(batch.inputs, dict) and task.type == "causal_lm":
+        ids = batch.inputs.get("input_ids")
+    if count == 0 or not isinstance(ids, Tensor) or ids.ndim != 2:
+        return batch
+    inputs: dict[str, Tensor] = {}
+    if batch.mask is not None:
+        inputs["attention_mask"] = torch.cat([batch.mask.new_ones(batch.size, count), batch.mask], 1)
+    targets = torch.cat([ids.new_full((batch.size, count), task.ignore_index), ids], 1)
+    return replace(batch, inputs=inputs, targets=targets)

@@ -9,11 +9,13 @@ References:
     Steele, Lea & Flood (2014), Fast splittable pseudorandom number generators
 """
 
+import hashlib
 import math
 
 import torch
 from torch import Tensor
 
+_STATES = 2**32
 _BLOCK = 64
 _ROWS_AT_ONCE = 2**15
 
@@ -139,3 +141,17 @@ def _doubled_sums(values: Tensor) -> Tensor:
 def _below(total: Tensor, chance: Tensor) -> Tensor:
     """Return ``chance · total``, less than ``total`` whatever is rounded: beyond it are impossible classes."""
     return torch.minimum(chance * total, torch.nextafter(total, torch.zeros_like(total)))
+
+
+def keyed_generator(key: str, counter: int) -> torch.Generator:
+    """Make the generator of a counter, on the host.
+
+    Torch's generator there has 2³² starting states, so counters of one key never share one as long as they differ by
+    less; two keys may, by chance.
+
+    Args:
+        key: The draws' name, with the seed in it.
+        counter: Such as the number of an episode.
+    """
+    first = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
+    return torch.Generator().manual_seed((first + counter) % _STATES)

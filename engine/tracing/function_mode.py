@@ -33,7 +33,6 @@ from engine.tracing.example_contributions import find_contribution, takes_shapes
 from engine.tracing.matrix_products import Multiplying
 from engine.tracing.parameter_uses import Sink
 from engine.tracing.pullback import Arrived, Derived, Pullback, detach_data
-from engine.tracing.rewrites.custom_functions import show_custom_functions
 from engine.tracing.rewrites.operator_rewrites import REWRITES, expansion_of
 from engine.tracing.rewrites.recurrent_rewrites import RECURRENT
 from engine.tracing.tensor_layouts import REARRANGED, arrange_like, layout_of
@@ -46,6 +45,7 @@ from engine.tracing.torch_functions import (
     hides_operations,
     operation_name,
     reveal_operations,
+    show_custom_functions,
     tensors_of,
     with_tensors,
 )

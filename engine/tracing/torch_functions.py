@@ -1,12 +1,17 @@
 """Torch's functions as a mode is shown them: their names, their tensors, and the operations inside them."""
 
+import contextlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.autograd import Function
+from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils.checkpoint import CheckpointFunction
 
+_APPLY = "apply"
 _IN_PLACE = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__"})
 VIEW_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real"})
 """Properties of a tensor that are tensors too."""
@@ -154,3 +159,35 @@ def with_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa:
     if isinstance(tree, dict):
         return {key: with_tensors(part, change) for key, part in tree.items()}
     return tree
+
+
+@contextlib.contextmanager
+def show_custom_functions(wanted: Callable[[Sequence[Tensor]], bool]) -> Iterator[None]:
+    """Show custom functions (``torch.autograd.Function``) to the modes as one operation each while inside.
+
+    Their gradient is the model's own, so that what happens inside says nothing of it; and no mode is shown ``apply``.
+
+    Args:
+        wanted: Whether a function of these tensors, of any shapes, is to be shown as one operation; else its inside is.
+
+    Returns:
+        A context manager; torch's ``Function.apply`` is replaced inside, and restored afterwards.
+    """
+    original = vars(Function)[_APPLY]
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's own
+        def function(*own: Any, **named: Any) -> Any:  # noqa: ANN401 - likewise
+            return original.__func__(cls, *own, **named)
+
+        function.__name__ = f"function {cls.__name__}"
+        tensors = tuple(tensors_of((args, kwargs)))
+        # what is checkpointed runs a part of the model within
+        if cls is CheckpointFunction or not has_torch_function(tensors) or not wanted(tensors):
+            return function(*args, **kwargs)
+        return handle_torch_function(function, tensors, *args, **kwargs)
+
+    setattr(Function, _APPLY, classmethod(apply))
+    try:
+        yield
+    finally:
+        setattr(Function, _APPLY, original)

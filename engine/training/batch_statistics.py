@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import nn
 
-from engine.training.refusals import TrainingRefused
+from engine.errors import TrainingRefused
 
 BatchNormMode = Literal["whole", "frozen", "per_chunk"]
 """Statistics of all inputs; running ones; those of each chunk, which is refused."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from engine.training.refusals import TrainingRefused
+from engine.errors import TrainingRefused
 from engine.training.repeated_features import (
     RepeatedFeatures,
     buffers_of,

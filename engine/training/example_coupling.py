@@ -15,9 +15,9 @@ import contextlib
 import torch
 from torch import Tensor, nn
 
+from engine.errors import TrainingRefused
 from engine.model.state.preserve_state import in_evaluation
 from engine.training.batch_statistics import BatchNormMode, freeze_statistics
-from engine.training.refusals import TrainingRefused
 from engine.training.repeated_features import RepeatedFeatures, relative_difference, rounding_of
 
 _EXAMPLES = 2

@@ -22,8 +22,8 @@ from typing import Literal
 
 import torch
 
+from engine.errors import TrainingRefused
 from engine.model import mixed_precision
-from engine.training.refusals import TrainingRefused
 from engine.training.simulated_autocast import SimulatedAutocast
 
 

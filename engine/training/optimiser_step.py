@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from catalog.field_errors import suggestion
-from engine.errors import NonFiniteLoss
+from engine.errors import NonFiniteLoss, TrainingRefused
 from engine.training.mixed_precision import TrainingPrecision
-from engine.training.refusals import TrainingRefused
 
 OptimiserName = Literal["AdamW", "Adam", "SGD"]
 _OPTIMISERS = ("AdamW", "Adam", "SGD")

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from engine.errors import EmptyData, WrongShape
+from engine.errors import EmptyData, TrainingRefused, WrongShape
 from engine.model.determinism import Generators, set_generators
 from engine.model.sharding.gathering import uncached_casts
 from engine.model.state.preserve_state import order_gradients
@@ -38,7 +38,6 @@ from engine.training.batch_statistics import (
 )
 from engine.training.checkpointed_chain import find_chain, run_chain
 from engine.training.mixed_precision import TrainingPrecision
-from engine.training.refusals import TrainingRefused
 from engine.training.repeated_features import buffers_of, device_of, relative_difference, rounding_of
 
 Loss = Callable[[Tensor], Tensor | Iterable[Tensor]]

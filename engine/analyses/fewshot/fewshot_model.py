@@ -9,18 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from catalog.analyses.fewshot_training import FewshotTrainingParams
-from engine.errors import UsageError
+from engine.errors import FewShotRefused, TrainingRefused, UsageError
 from engine.factors.kronecker_factors import digest
 from engine.fewshot.backbones import Backbone, Pool, make_backbone
 from engine.fewshot.episode_loss import EpisodeLoss
 from engine.fewshot.episodes import Episode, episode
 from engine.fewshot.heads import make_head
-from engine.fewshot.refusal import FewShotRefused
 from engine.fewshot.regulariser import VicWeights
 from engine.image_data import SPLITS, ImageClasses, Split
 from engine.training.mixed_precision import TrainingPrecision, choose_precision
 from engine.training.optimiser_step import make_optimiser
-from engine.training.refusals import TrainingRefused
 
 _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's colours, as checkpoints of the backbones expect them."""

@@ -1,7 +1,7 @@
 """Gathered parameters: whole parameters that have numbers only while a part of the model that uses them runs.
 
 A gathered parameter has the name, shape and place of the one it stands for. Its storage is empty between uses, so it
-costs nothing then; ``absent_reads`` refuses a model that reads it all the same.
+costs nothing then; ``AbsentReads`` refuses a model that reads it all the same.
 """
 
 from collections.abc import Callable, Iterable

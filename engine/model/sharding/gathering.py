@@ -13,17 +13,19 @@ are there at once. Numbers are moved and never computed with: each has the bits 
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from engine.distributed.group import Ranks
 from engine.distributed.parameter_rounds import ParameterRounds
 from engine.distributed.sharded_tensors import ShardedParameter, read_shard
-from engine.model.sharding.absent_reads import AbsentReads
+from engine.errors import ModelRefused
+from engine.model.batches import tensors
 from engine.model.sharding.gathered_parameters import (
     GatheredParameter,
     empty_storage,
@@ -32,6 +34,29 @@ from engine.model.sharding.gathered_parameters import (
     mark_forward,
 )
 from engine.model.sharding.units import OF_FSDP, Unit, class_before_sharding, find_units
+
+_SHAPES_ALONE = frozenset(
+    {
+        "__get__",
+        "__set__",
+        "__len__",
+        "__hash__",
+        "__repr__",
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "stride",
+    }
+    | {"storage_offset", "element_size", "untyped_storage", "data_ptr", "get_device", "is_floating_point", "is_complex"}
+    | {"is_contiguous", "is_signed", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
+    | {"detach", "view", "view_as", "as_strided", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand"}
+    | {"expand_as", "narrow", "select", "unbind", "chunk", "split", "unflatten", "movedim", "diagonal"}
+    | {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "zeros_like", "ones_like", "empty_like"}
+    | {"full_like", "rand_like", "randn_like", "_unsafe_view"}
+)
+"""Functions that read no number of a tensor."""
 
 
 class _Units:
@@ -295,3 +320,42 @@ def _replace(stack: contextlib.ExitStack, module: nn.Module, forward: Callable[.
     else:
         stack.callback(setattr, module, "forward", before)
     module.forward = forward
+
+
+class AbsentReads(TorchFunctionMode):
+    """Refuses operations on a parameter whose unit does not run: its storage is empty, and torch would read address 0.
+
+    FSDP itself fails there, since the operation meets a part of the parameter.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - as torch returns
+        del types
+        name = getattr(func, "__name__", "")
+        if name not in _SHAPES_ALONE:
+            with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are not the model's
+                for tensor in tensors((tuple(args), dict(kwargs or {}))):
+                    _require_present(tensor, name)
+        return func(*args, **(kwargs or {}))
+
+
+def _require_present(tensor: Tensor, operation: str) -> None:
+    if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+        return
+    try:
+        absent = not tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):
+        # within a transform of torch.func
+        return
+    if absent:
+        raise ModelRefused(
+            f"the model reads a parameter of shape {tuple(tensor.shape)} in `{operation}` while the unit that it is "
+            "sharded in does not run, where `fully_shard` does not gather it; apply `fully_shard` to a module that "
+            "contains every module that reads it",
+            pointer="/model",
+        )

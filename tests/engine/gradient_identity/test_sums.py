@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.accumulation import hooks, layer_statistics, pooled_rows
+from engine.accumulation import hooks, layer_statistics
 from engine.accumulation.gradient_rows import GradientRows
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection import data_pass, normalise
@@ -15,7 +15,7 @@ from engine.errors import NothingToAnalyse
 from engine.gradient_identity import sum_moments
 from engine.gradient_identity.batch_sums import BatchSums
 from engine.layers import coverage
-from engine.layers.layer import Use
+from engine.layers.layer import Use, pooled_rows
 from engine.layers.patch_moments import Patches
 from engine.linalg import gram
 from engine.model.mixed_precision import Precision
@@ -211,7 +211,7 @@ def no_column(patch: pytest.MonkeyPatch) -> None:
 
 
 def summed_in_place_of_averaged(patch: pytest.MonkeyPatch) -> None:
-    plain = pooled_rows.pooled_rows
+    plain = pooled_rows
 
     def summed(rows: Tensor, use: Use) -> tuple[Tensor, int]:
         means, positions = plain(rows, use)
