@@ -4,9 +4,15 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from catalog.analyses.analysis import SHAPE, Analysis, AnalysisStage, Column, Coverage, Figure
-from catalog.analyses.capacity_metrics import METRICS, WITHOUT_DECOMPOSITION, CapacityMetrics, ModelCapacity
-from catalog.analyses.cross_check import CrossCheck, require_cross_check
-from catalog.analyses.token_importance import TokenImportance
+from catalog.analyses.capacity_metrics import (
+    METRICS,
+    WITHOUT_DECOMPOSITION,
+    CapacityMetrics,
+    CrossCheck,
+    ModelCapacity,
+    TokenImportance,
+    require_cross_check,
+)
 from catalog.brief import Brief
 from catalog.field_errors import suggestion
 from catalog.record import FieldError, record

@@ -2,10 +2,41 @@
 
 from collections.abc import Mapping
 
-from catalog.analyses.cross_check import CrossCheck
 from catalog.analyses.subsamples import Convergence, NestedCapacity
 from catalog.brief import Brief
-from catalog.record import record
+from catalog.record import FieldError, record
+
+MAX_PROBES = 4096
+MAX_ITERATIONS = 1000
+
+
+@record
+class CrossCheck:
+    """Trace and largest eigenvalue of a block of the exact Gauss-Newton matrix, beside those of K-FAC."""
+
+    trace: float
+    """Hutchinson's estimate of the block's trace."""
+    trace_low: float | None
+    """Lower end of the trace's 95 % confidence interval; null with a single probe."""
+    trace_high: float | None
+    """Upper end of it."""
+    kronecker_trace: float
+    """K-FAC's trace, tr(A)·tr(G); for the model the sum over its layers."""
+    trace_ratio: float | None
+    """K-FAC's trace over the exact one; null where that is zero."""
+    probes: int
+    """Random vectors of the trace's estimate."""
+    top_eigenvalue: float | None
+    """Largest eigenvalue of the block by Lanczos, which never exceeds the true one; null without iterations."""
+    top_residual: float | None
+    """The block has an eigenvalue within this distance of `top_eigenvalue`."""
+    top_converged: bool | None
+    """Whether the residual came below √ε times the eigenvalue, which then is exact to nearly ε."""
+    kronecker_spectral_norm: float | None
+    """K-FAC's largest eigenvalue; for the model, which it takes to be block-diagonal, the largest over its layers,
+    null where that of one is not known."""
+    iterations: int
+    """Products that Lanczos took."""
 
 
 @record
@@ -225,3 +256,43 @@ class ModelCapacity(Brief):
     convergence: tuple[Convergence, ...] | None
     """These over the sample sizes, where they are one number (a decay is its exponent), and the summary's trace,
     effective dimension and damped log-determinant; null without `collection.nested`."""
+
+
+@record
+class TokenImportance:
+    """The exact diagonal of G of the head, one number a token, by which a vocabulary is pruned.
+
+    Under K-FAC the block of the curvature that belongs to a token's row of weights has the trace `G_vv · tr(A)`, so
+    that tokens stand in the same order. Where it cannot be had all but `layer` and `why` is null.
+    """
+
+    layer: str
+    """The head, as `capacity.token_importance` names it."""
+    why: str | None
+    """Why there is none; null where there is."""
+    tokens: int | None
+    """Rows of G."""
+    artifact: str | None
+    """File with `importance`, (tokens,) float64, in the order of the vocabulary."""
+    trace: float | None
+    """Their sum, the trace of G."""
+    tokens_for_99_percent: int | None
+    """Fewest tokens that carry 99 % of it; the others are what pruning by it removes first."""
+    most: tuple[int, ...] | None
+    """The ten tokens of the largest importance, descending; of equals the first."""
+
+
+def require_cross_check(probes: int, iterations: int) -> None:
+    """Refuse numbers of probes and iterations outside their ranges.
+
+    Args:
+        probes: Random vectors of the trace's estimate, 1 to 4,096.
+        iterations: Products of the Lanczos iteration, 0 (none) to 1,000.
+
+    Raises:
+        FieldError: If one is out of range; it names the field.
+    """
+    if not 1 <= probes <= MAX_PROBES:
+        raise FieldError("cross_check_probes", f"is {probes}; take 1 to {MAX_PROBES}")
+    if not 0 <= iterations <= MAX_ITERATIONS:
+        raise FieldError("cross_check_iterations", f"is {iterations}; take 0 (the trace alone) to {MAX_ITERATIONS}")

@@ -15,9 +15,11 @@ from catalog.requests.pieces import Shards, require_divisible
 from catalog.requests.ranks import require_ranks
 from catalog.requests.schedule import Schedule
 from catalog.requests.series import Series, require_series
-from catalog.requests.uncollected import require_alone
 from catalog.requests.woodbury import Woodbury
 
+_BLOCKS = ("model", "task", "factors", "extends", "shards")
+_OPTIONS = {"collection": Collection, "stabilisation": Stabilisation, "woodbury": Woodbury}
+_HELD = ("micro_batch", "offload", "activation_checkpointing", "model_sharding")
 MAX_LABELS = 32
 MAX_NAME = 120
 MAX_NOTE = 2_000
@@ -133,7 +135,7 @@ class JobDocument:
                 )
         apart = next((analysis for analysis in asked if not analysis.collects), None)
         if apart is not None:
-            require_alone(self, apart)
+            _require_alone(self, apart)
             return
         if self.extends is not None:
             return
@@ -239,3 +241,31 @@ def _require_labels(labels: Mapping[str, str]) -> None:
                 f"holds {name[:63]!r}: {text[:40]!r}; take names of letters, digits and ._/- (at most 63) and "
                 "printable values (at most 256)",
             )
+
+
+def _require_alone(document: "JobDocument", analysis: Analysis) -> None:
+    """Refuse what has no meaning beside an analysis that measures no curvature of a given model."""
+    kind = f"`{analysis.kind}`"
+    if len(document.kinds) > 1:
+        raise FieldError("kind", f"names {kind} beside others, and it collects nothing; give it a job of its own")
+    for name in analysis.inputs:
+        if getattr(document, name) is None:
+            raise FieldError(name, f"is missing; {kind} needs `{name}`")
+    for name in _BLOCKS:
+        if name not in analysis.inputs and getattr(document, name) is not None:
+            raise FieldError(name, f"has no part in {kind}; leave it out")
+    _require_no_options(document, kind)
+    if document.world_size != 1:
+        raise FieldError("world_size", f"is {document.world_size}, and {kind} computes in one process; leave it out")
+    others = [name for name in document.keep if name != "spectra"]
+    if others:
+        raise FieldError("keep", f"holds `{others[0]}`, and {kind} makes none; leave it out")
+
+
+def _require_no_options(document: "JobDocument", kind: str) -> None:
+    for name, options in _OPTIONS.items():
+        if getattr(document, name) != options():
+            raise FieldError(name, f"has no part in {kind}, which collects nothing; leave it out")
+    for name in _HELD:
+        if getattr(document.memory, name) != getattr(Memory(), name):
+            raise FieldError(f"memory.{name}", f"has no part in {kind}, which plans its own slices; leave it out")

@@ -5,8 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from catalog.analyses.capacity import CapacityParams
-from catalog.analyses.capacity_metrics import CapacityMetrics
-from catalog.analyses.cross_check import CrossCheck
+from catalog.analyses.capacity_metrics import CapacityMetrics, CrossCheck
 from engine.analyses.capacity import Capacity
 from tests.oracles import workspace
 

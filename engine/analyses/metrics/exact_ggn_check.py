@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from catalog.analyses.capacity import CapacityParams
-from catalog.analyses.cross_check import CrossCheck
+from catalog.analyses.capacity_metrics import CrossCheck
 from engine.analyses.costs.capacity import probes_at_once, search_bytes, search_lengths
 from engine.collection.pass_job import PassJob
 from engine.collection.ranks.joined_job import pass_again

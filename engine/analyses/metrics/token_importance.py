@@ -8,7 +8,7 @@ the head's weight, G is that of the nearest product of both uses; the diagonal o
 import torch
 from torch import Tensor
 
-from catalog.analyses.token_importance import TokenImportance
+from catalog.analyses.capacity_metrics import TokenImportance
 from engine.errors import NoSuchLayer
 from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Factors

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from catalog.analyses.capacity import CapacityParams
-from catalog.analyses.cross_check import CrossCheck
+from catalog.analyses.capacity_metrics import CrossCheck
 from engine.analyses.capacity import Capacity
 from engine.analyses.metrics.exact_ggn_check import CrossChecked, interval
 from engine.collect import collect_or_read

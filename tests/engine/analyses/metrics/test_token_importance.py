@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from catalog.analyses.capacity import CapacityParams
-from catalog.analyses.token_importance import TokenImportance
+from catalog.analyses.capacity_metrics import TokenImportance
 from catalog.requests.collection import Collection
 from catalog.requests.woodbury import Woodbury
 from engine.analyses.capacity import Capacity
