@@ -7,7 +7,7 @@ from typing import Literal, TypedDict
 
 from catalog.analyses.export import ExportFormat, ExportMetrics, ExportParams
 from catalog.record_reader import read
-from engine.analyses.exports.formats import FORMATS
+from engine.analyses.export import FORMATS
 from engine.factors.factor_set import FactorSet
 from kronoscope.local_inputs import OptionRefused, options_record, refusing
 

@@ -1,19 +1,24 @@
 """`export`: the factors of each layer in the file of another tool."""
 
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 import torch
 from typing_extensions import override
 
-from catalog.analyses.export import ExportMetrics, ExportParams, ExportSummary
+from catalog.analyses.export import ExportFormat, ExportMetrics, ExportParams, ExportSummary
+from engine.analyses.exports.activation_files import CordaFile, GptqFile, SecondMomentFile
 from engine.analyses.exports.exported_file import ExportedFile, is_named
-from engine.analyses.exports.formats import FORMATS
+from engine.analyses.exports.kronecker_files import KronfluenceFile, LaplaceFile
 from engine.analyses.exports.solving_factor import SOLVING_BYTES
 from engine.analyses.layer_analysis import LayerAnalysis
 from engine.errors import NoConditionNumber
 from engine.measurement.layer_measurement import Measured
 from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob, term
 
+FORMATS: Mapping[ExportFormat, type[ExportedFile]] = {
+    each.format: each for each in (GptqFile, CordaFile, LaplaceFile, KronfluenceFile, SecondMomentFile)
+}
 KIND = "export"
 FOLDER = PurePosixPath("export")
 

@@ -27,7 +27,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 from catalog import PLANNED_STAGES
 from catalog.analyses.analysis import Coverage, LayerResult
 from catalog.responses.layer_record import LayerRecord, Observed
-from engine.analyses.given_matrix import record_without_collection
 from engine.collect import collect_or_read
 from engine.factors.factor_set import GIVEN_MATRIX, FactorSet
 from engine.layers.coverage import DeclaredLayer
@@ -41,6 +40,13 @@ from engine.workspace import Workspace
 P = TypeVar("P")
 Record = TypeVar("Record")
 _PLAIN = (int, float, str, type(None))
+_OF_A_COLLECTION = (
+    "policy", "damping_split", "lambda_A", "lambda_G", "lambda_A_relative", "lambda_G_relative", "update_freq",
+    "update_index", "positions", "positions_local", "terms", "world_size", "reduction", "sent_bytes", "pieces",
+    "accumulation_dtype", "accumulation_precision", "amp", "fisher", "sharing", "samples", "seed", "passes", "digest_A",
+    "kappa_A", "kappa_A_clipped", "clipped_A", "scale_A", "scale_G",
+)  # fmt: skip
+"""Fields of a record that say nothing of a given matrix, which no collection made."""
 
 
 class LayerAnalysis(Generic[P]):
@@ -171,6 +177,9 @@ class LayerAnalysis(Generic[P]):
         record, of_record = nullify(layer.record)
         if of_metrics or of_record:
             record = replace(record, why="; ".join(filter(None, (record.why, reason((*of_metrics, *of_record))))))
+        if facts.module == GIVEN_MATRIX:
+            unknown: dict[str, Any] = dict.fromkeys(_OF_A_COLLECTION)
+            record = replace(record, **unknown)
         return LayerResult(
             kind=self.kind,
             ordinal=facts.ordinal,
@@ -181,7 +190,7 @@ class LayerAnalysis(Generic[P]):
             parameters=facts.parameters,
             parameter_count=facts.parameter_count,
             metrics=metrics,
-            record=record_without_collection(record) if facts.module == GIVEN_MATRIX else record,
+            record=record,
             observed=observed,
         )
 

@@ -18,7 +18,6 @@ from catalog.analyses.reconstruction import (
 )
 from catalog.responses.layer_record import Observed
 from engine.analyses.costs.reconstruction import reconstruction_cost
-from engine.analyses.given_matrix import index_entry
 from engine.analyses.layer_analysis import LayerAnalysis
 from engine.analyses.remembered_rows import Outcome, recall, remember
 from engine.artifacts import Artifacts
@@ -339,7 +338,20 @@ def _write_given(run: _Run, layer: Measured, made: Made | None, name: str) -> No
         return
     matrix = made.content
     tensors = matrix.tensors(layer.facts.name) if isinstance(matrix, Eigenbasis) else {layer.facts.name: matrix}
-    run.entries[layer.facts.ordinal] = index_entry(layer.facts, made, name.removeprefix(f"{FOLDER}/"))
+    side = {
+        "kind": "eigenbasis" if isinstance(matrix, Eigenbasis) else "matrix",
+        "floor": made.side.floor,
+        "scale": 1.0,
+        "stored_as": layer.facts.name,
+    }
+    run.entries[layer.facts.ordinal] = {
+        "ordinal": layer.facts.ordinal,
+        "name": layer.facts.name,
+        "form": layer.facts.form,
+        "holder_of_A": layer.facts.ordinal,
+        "file": name.removeprefix(f"{FOLDER}/"),
+        "sides": {"G": side},
+    }
     metadata = {"format": FORMAT, "kappa_max": repr(run.kappa_max), "floor": repr(made.side.floor)}
     run.artifacts.save_tensors(name, tensors, metadata)
 
