@@ -1,11 +1,15 @@
 """The assignment of a child: one JSON object on its standard input, written by its parent and read by the child."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from catalog.record import option, record
+from catalog.record_reader import Reader
 from catalog.requests.pieces import DecomposeRound, Piece
+
+_MAX_BYTES = 16 * 2**20
 
 
 @record
@@ -112,3 +116,16 @@ class Assignment:
     def numerics(self) -> dict[str, Any] | None:
         """Numerics that the first attempt computed with."""
         return (self.plan or {}).get("numerics")
+
+
+def read_assignment(raw: bytes) -> Assignment:
+    """Read the assignment that the parent wrote."""
+    if len(raw) > _MAX_BYTES:
+        raise ValueError(f"an assignment of {len(raw):,} bytes; at most {_MAX_BYTES:,} are read")
+    try:
+        stated = {name: value for name, value in json.loads(raw).items() if value is not None}
+        stated.setdefault("scratch", Path(stated["artifacts"]) / ".waiting")
+    except (KeyError, TypeError, AttributeError) as error:
+        message = f"not an assignment: {error!r}"
+        raise ValueError(message) from error
+    return Reader(strict=False).read(Assignment, stated, "")  # type: ignore[no-any-return] # by its annotation

@@ -29,7 +29,7 @@ from catalog.field_errors import complaints
 from catalog.frames import Divided, Finished, Reading, Started, Stopped, Summarised, layer_frame
 from catalog.record import plain
 from catalog.record_reader import read
-from catalog.requests.assignment import Assignment
+from catalog.requests.assignment import Assignment, read_assignment
 from catalog.requests.cached_factors import FILLED
 from catalog.requests.estimate import unplannable
 from catalog.requests.job import JobDocument
@@ -41,7 +41,6 @@ from engine.layers.coverage_check import survey_layers
 from engine.model.state.usable_model import require_usable
 from engine.operators.loss_gradient import require_fit
 from engine.workspace import Workspace
-from worker.execution.assignment import read_assignment
 from worker.execution.cache.factor_cache import CacheUse, FactorCache, ask_parent
 from worker.execution.cache.factor_cache_key import factor_key, reason_uncacheable
 from worker.execution.caller_code import CallerCode

@@ -24,8 +24,7 @@ from worker.process.confinement import Confinement
 from worker.process.disk_limit import Excess
 from worker.process.guardian import MOMENT
 from worker.process.leftovers import clear_leftovers
-from worker.process.pipe_lines import lines
-from worker.process.process_group import began, group_lives, kill_descendants, wait_until_gone
+from worker.process.process_group import began, group_lives, kill_descendants, lines, wait_until_gone
 
 EXECUTION = (sys.executable, "-P", "-m", "worker.execution")
 RANKS = (sys.executable, "-P", "-m", "worker.execution.ranks")

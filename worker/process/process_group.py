@@ -7,10 +7,14 @@ no device, so it does not count.
 
 import contextlib
 import os
+import select
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+_CHUNK_BYTES = 65_536
+_LEFT_OVER_BYTES = 2**20  # as much as a pipe holds
 _PROC = Path("/proc")
 _POLL_SECONDS = 0.01
 _LONGEST_STEP_SECONDS = 0.1
@@ -118,3 +122,40 @@ def _counts(entry: Path, group: int) -> bool:
         if int(its_group) == group:
             return state not in "ZX" or len(list((entry / "task").iterdir())) > 1
     return False
+
+
+def lines(descriptor: int, gone: int, limit: int) -> Iterator[bytes]:
+    """Yield each line of a pipe that a process writes to, with its end, until that process's group is gone.
+
+    A pipe reads end-of-file only once no process has it open for writing, and what a child leaves behind in a session
+    of its own may have it open for days. Of a longer line ``limit`` bytes come; the last may have been cut short.
+    """
+    pending = bytearray()
+    searched = 0
+    for chunk in _chunks(descriptor, gone):
+        pending += chunk
+        while pending:
+            end = pending.find(b"\n", searched, limit) + 1
+            if not end and len(pending) < limit:
+                searched = len(pending)
+                break
+            piece = bytes(pending[: end or limit])
+            del pending[: len(piece)]
+            searched = 0
+            yield piece
+    if pending:
+        yield bytes(pending)
+
+
+def _chunks(descriptor: int, gone: int) -> Iterator[bytes]:
+    while True:
+        readable, _, _ = select.select([descriptor, gone], [], [])
+        if gone in readable:
+            os.set_blocking(descriptor, False)
+            with contextlib.suppress(BlockingIOError):
+                yield os.read(descriptor, _LEFT_OVER_BYTES)
+            return
+        chunk = os.read(descriptor, _CHUNK_BYTES)
+        if not chunk:
+            return
+        yield chunk

@@ -135,7 +135,7 @@ def assignment(
     factors: LaidOutFactors,
     scratch: Scratch,
 ) -> Assignment:
-    """Return the assignment that `worker.execution.assignment` reads, of a job that is not divided."""
+    """Return the assignment that `catalog.requests.assignment` reads, of a job that is not divided."""
     user = settings.confinement(claim.user_number).user
     if user is not None:
         scratch.give(claim.job_id, claim.fence, user)

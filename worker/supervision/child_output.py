@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 
+import structlog
 from structlog.typing import FilteringBoundLogger
 
 _KEPT_LINES = 40
@@ -30,3 +31,9 @@ class ChildOutput:
             if text:
                 self._kept.append(text)
                 self._log.debug("child says", text=text)
+
+
+def job_logger(**bound: object) -> FilteringBoundLogger:
+    """Return a logger whose lines carry the job's facts."""
+    logger: FilteringBoundLogger = structlog.get_logger("kronoscope.worker").bind(**bound)
+    return logger

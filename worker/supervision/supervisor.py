@@ -70,9 +70,8 @@ from worker.supervision.attempt_failures import (
 )
 from worker.supervision.builtin_training import train_builtin
 from worker.supervision.checkpoint_upload import ScratchMirror
-from worker.supervision.child_output import ChildOutput
+from worker.supervision.child_output import ChildOutput, job_logger
 from worker.supervision.frame_writer import AttemptTerms, LedgerSink, Misplaced
-from worker.supervision.job_logger import job_logger
 from worker.supervision.job_reproduction import with_original
 from worker.supervision.lease_monitor import LeaseWatch, StopReason
 from worker.supervision.retrying_object_store import Interrupted, RetryingObjectStore

@@ -12,13 +12,13 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from catalog.requests.assignment import read_assignment
 from catalog.requests.data_sources import DataFile
 from catalog.requests.inputs import DirectoryModel, HuggingFaceData, SyntheticData, Task
 from engine.errors import BrokenFactors, StopRequested
 from engine.factors.factor_index import FORMAT, INDEX, read_index
 from engine.memory.budget import resident_bytes
 from worker.execution.__main__ import execute
-from worker.execution.assignment import read_assignment
 from worker.execution.data import file, huggingface, synthetic
 from worker.execution.data.request import DataRequest
 from worker.execution.files.artifact_files import find_factors

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from catalog.frames import Divided, Finished, Frame, LayerDone, Planned, decode
+from catalog.requests.assignment import read_assignment
 from engine.factors.factor_files import read_factors
 from engine.factors.factor_set import FactorSet
 from worker.execution.__main__ import execute
-from worker.execution.assignment import read_assignment
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.frame_pipe import FramePipe
 from worker.execution.stop_flag import StopFlag

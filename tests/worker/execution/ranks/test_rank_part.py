@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from catalog.requests.assignment import read_assignment
 from engine.distributed.group import Ranks
 from engine.memory.budget import free_host_bytes
 from engine.model.batches import make_batches
 from engine.workspace import ModelInputs
-from worker.execution.assignment import read_assignment
 from worker.execution.ranks.rank_part import (
     assignment_of_rank,
     bounds_of_rank,

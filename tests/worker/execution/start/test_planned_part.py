@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from catalog.frames import Planned
-from catalog.requests.assignment import Assignment
+from catalog.requests.assignment import Assignment, read_assignment
 from engine.distributed.group import Ranks
 from engine.memory.budget import free_host_bytes
 from engine.workspace import ModelInputs
@@ -17,7 +17,6 @@ from kronoscope.display.plan_tables import plan_lines
 from tests.worker.execution.pieces.conftest import Runner
 from tests.worker.execution.pieces.test_division import DIGITS
 from worker.execution.__main__ import parse_document
-from worker.execution.assignment import read_assignment
 from worker.execution.data.stream import DataStream
 from worker.execution.refusal import Refusal
 from worker.execution.start.planned_part import bounds_of_plan, plan_part
