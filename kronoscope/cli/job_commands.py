@@ -30,7 +30,7 @@ from kronoscope.display.plan_tables import show_plan
 from kronoscope.display.printable import printable
 from kronoscope.display.progress import display_for
 from kronoscope.display.results import placement_problem, read_memory_curve, show_progress, show_results
-from kronoscope.display.series import show_series
+from kronoscope.display.tables import show_series
 
 Priority = Annotated[
     int | None, typer.Option(metavar="-10..10", help="Which of your own waiting jobs goes first; default 0.")

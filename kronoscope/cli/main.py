@@ -15,11 +15,10 @@ from catalog import ANALYSES
 from catalog.record import plain
 from catalog.responses.coverage import assess_coverage
 from kronoscope.cli import job_commands
-from kronoscope.cli.compare import compare_jobs
 from kronoscope.cli.documents import read_document
 from kronoscope.cli.exit_codes import USAGE, fail, require_whole, run_command
 from kronoscope.cli.extras import require_extra
-from kronoscope.cli.finished_jobs import export, import_run, reproduce
+from kronoscope.cli.finished_jobs import compare_jobs, export, import_run, reproduce
 from kronoscope.cli.options import AsJson, Budget, Device, Document, Offline, Settings, Store, epilog
 from kronoscope.cli.output import message_console, outlast_reader, print_json, result_console
 from kronoscope.cli.run_job import Outcome, require_success, run_job, run_request

@@ -21,13 +21,12 @@ from catalog.responses.estimate_view import EstimateView
 from catalog.responses.series import SeriesView
 from catalog.responses.views import ArtifactView, EventView, JobView, ResultsView
 from kronoscope.client.artifact_files import read_memory_curve, save_artifact
-from kronoscope.client.connection import DEFAULT_URL, VISIBLE_ASCII, Connection
+from kronoscope.client.connection import DEFAULT_URL, VISIBLE_ASCII, Connection, find_full_id
 from kronoscope.client.document_fields import set_field
 from kronoscope.client.errors import ClientError, DownloadFailed, ServiceUnreachable, content_of, refusal_of
 from kronoscope.client.event_stream import follow_events, read_events
 from kronoscope.client.responses import Layer, build, build_layer, build_results
 from kronoscope.client.retry import RetryWindow
-from kronoscope.client.short_ids import find_full_id
 from kronoscope.client.uploads import send_upload
 
 __all__ = ["DEFAULT_URL", "Client", "ClientError", "DownloadFailed", "ServiceUnreachable"]
