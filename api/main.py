@@ -17,21 +17,18 @@ from starlette.concurrency import run_in_threadpool
 from api.background.maintenance import Maintenance, WakeupSender
 from api.background.metrics_cache import MetricsCache
 from api.background.request_metrics import RequestMetrics, RequestMetricsMiddleware
-from api.connections.audit_trail import AuditMiddleware
+from api.connections.audit_trail import AuditMiddleware, RefusedLines
 from api.connections.connection_table import ConnectionTable
 from api.connections.forwarded_clients import ForwardedClientsMiddleware
 from api.connections.refused_keys import RefusedKeysMiddleware
-from api.connections.refused_lines import RefusedLines
 from api.live.job_watcher import JobWatcher
 from api.live.stream_limits import StreamLimits
 from api.requests import exception_handlers
 from api.requests.auth import Reader, authenticate
 from api.requests.file_reads import FileReads
-from api.requests.head import HeadMiddleware
 from api.requests.key_limits import KeyLimitsMiddleware
-from api.requests.middleware import SecurityMiddleware
-from api.requests.openapi import openapi_document
-from api.requests.query_parameters import refuse_unknown_parameters
+from api.requests.middleware import HeadMiddleware, SecurityMiddleware
+from api.requests.openapi import openapi_document, refuse_unknown_parameters
 from api.routes import (
     analyses,
     artifacts,

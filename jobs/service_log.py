@@ -18,6 +18,8 @@ from typing import Any, TextIO
 import structlog
 from structlog.typing import Processor
 
+_NAME = "kronoscope.audit"
+_log = logging.getLogger(_NAME)
 _COMMON: tuple[Processor, ...] = (
     structlog.contextvars.merge_contextvars,
     structlog.stdlib.add_log_level,
@@ -118,3 +120,13 @@ def _said(value: object) -> str:
         return str(value)
     except Exception as error:  # noqa: BLE001 - a value that cannot be shown is not a reason to lose the line
         return f"<a {type(value).__name__} that raised {type(error).__name__}>"
+
+
+def write_audit_line(**fields: object) -> None:
+    """Write one line of the audit trail, which says who changed what, to the logger ``kronoscope.audit``.
+
+    Args:
+        fields: Its fields: identifiers and words of this program, and nothing that a caller writes freely.
+    """
+    # a logger's own `extra` becomes the fields of the line
+    _log.info("audit", extra={"logger": _NAME, **fields})

@@ -7,6 +7,8 @@ the client's address (behind a trusted proxy the forwarded one), the template of
 caller writes freely is in them: no body, no header, no path, no query.
 """
 
+import asyncio
+from collections import Counter
 from collections.abc import Mapping
 
 from starlette.datastructures import Headers
@@ -14,12 +16,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.connections.client_addresses import ClientAddresses
 from api.connections.refused_keys import REFUSED_KEYS
-from api.connections.refused_lines import RefusedLines
 from api.requests.middleware import LIMIT, request_id
 from jobs.records import Caller
 from jobs.schema.identifiers import is_id
-from jobs.tenancy.audit_log import write_audit_line
+from jobs.service_log import write_audit_line
 
+_SECONDS = 60.0
+_LINES = 5
+_CLIENTS = 1000
+_OTHERS = None
+"""Stands for the clients that are not counted by themselves."""
 _CHANGES: Mapping[tuple[str, str | None], str] = {
     ("POST", "/v1/jobs"): "submit",
     ("POST", "/v1/jobs/{job_id}:reproduce"): "reproduce",
@@ -41,6 +47,40 @@ _CHANGES: Mapping[tuple[str, str | None], str] = {
 }
 _CREATES = ("submit", "reproduce", "import", "export", "estimate")
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+
+
+class RefusedLines:
+    """The requests without a valid key of the minute that runs, by client, who can send any number.
+
+    ::
+
+        the first five of a client address in a minute   a line each
+        those after them                                 one line with their number, when the minute is over
+        clients beyond the thousandth of a minute        one line with their number, for all of them together
+    """
+
+    def __init__(self) -> None:
+        self._requests: Counter[str | None] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def take_line(self, client: str) -> bool:
+        """Count a request by its client's address, and return whether it has a line of its own."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_SECONDS, self.write)
+        counted = client if client in self._requests or len(self._requests) < _CLIENTS else _OTHERS
+        self._requests[counted] += 1
+        return counted is not _OTHERS and self._requests[counted] <= _LINES
+
+    def write(self) -> None:
+        """Write the lines of the minute that are due at its end, and begin another one."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        requests, self._requests = self._requests, Counter()
+        for client, count in requests.items():
+            together = count if client is _OTHERS else count - _LINES
+            if together > 0:
+                write_audit_line(action="request", outcome="unauthorised", key=None, client=client, requests=together)
 
 
 class AuditMiddleware:

@@ -131,3 +131,33 @@ def _name(host: str) -> str:
 
 def _has_control(text: Iterable[int]) -> bool:
     return any(code < 0x20 or code == 0x7F for code in text)
+
+
+class HeadMiddleware:
+    """The middleware that has a HEAD answered as GET on every route, and ends the answer after its header."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self.app(scope, receive, send)
+            return
+        answered = False
+
+        async def receive_until_answered() -> Message:
+            # a stream that would go on sees that its reader has gone
+            return {"type": "http.disconnect"} if answered else await receive()
+
+        async def send_header(message: Message) -> None:
+            nonlocal answered
+            if message["type"] != "http.response.start" or answered:
+                return
+            answered = True
+            scope["method"] = "HEAD"  # for the server, and for who counts requests by their method
+            await send(message)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        scope["method"] = "GET"
+        await self.app(scope, receive_until_answered, send_header)

@@ -7,20 +7,22 @@ Errors are one schema, listed at each route with the statuses that it can answer
 import threading
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
-from fastapi.routing import iter_route_contexts
+from fastapi.routing import APIRoute, iter_route_contexts
 from pydantic import TypeAdapter
 
-from api.problem_details import MEDIA_TYPE, ProblemDocument
+from api.problem_details import MEDIA_TYPE, Fault, ProblemDocument, Refusal
 from api.requests.auth import is_open, is_scraper_only
 from api.requests.examples import EXAMPLES
 from api.stored_records import describe_stored_values, stored_template
 from catalog import DOCUMENT
+from catalog.field_errors import suggestion
 from catalog.requests.job import Annotations, JobDocument
 from catalog.requests.uploads import UploadDocument
 from catalog.webhooks import WebhookRequest
 
+_MAX_FAULTS = 20
 _SCHEMAS = "#/components/schemas/"
 _TEMPLATE = _SCHEMAS + "{model}"
 _MAKING = threading.Lock()
@@ -223,3 +225,35 @@ def _drop_foreign_validation(operation: dict[str, Any]) -> None:
     answer = operation.get("responses", {}).get("422", {})
     if "application/json" in answer.get("content", {}):
         operation["responses"]["422"] = _entry(422)
+
+
+def refuse_unknown_parameters(request: Request) -> None:
+    """Refuse a request to the API that names a query parameter which its route does not have in the OpenAPI document.
+
+    Probes and the page's files take any: load balancers and browsers add parameters of their own.
+
+    Raises:
+        Refusal: 422, with one fault for each unknown parameter.
+    """
+    if not request.query_params:
+        return
+    route = request.scope.get("route")
+    if not isinstance(route, APIRoute) or not route.path.startswith("/v1/"):
+        return
+    operation = openapi_document(request.app)["paths"].get(route.path_format, {}).get(request.method.lower(), {})
+    known = sorted(each["name"] for each in operation.get("parameters", ()) if each["in"] == "query")
+    unknown = [name for name in dict.fromkeys(request.query_params) if name not in known]
+    if not unknown:
+        return
+    faults = [
+        Fault(pointer=None, parameter=name[:64], code="unknown_parameter", message=_message(name, known))
+        for name in unknown[:_MAX_FAULTS]
+    ]
+    detail = f"`{unknown[0][:64]}` {faults[0].message}"
+    raise Refusal(422, "invalid-parameter", "A parameter is not accepted", detail, errors=faults)
+
+
+def _message(name: str, known: list[str]) -> str:
+    near = suggestion(name, known)
+    there = f"there are {', '.join(known)}" if known else "it takes none"
+    return f"is not a parameter of this address{near or f'; {there}'}"

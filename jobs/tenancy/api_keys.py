@@ -33,9 +33,8 @@ from jobs.schema.clock import ledger_now
 from jobs.schema.database import open_database, reading, require_current_schema, writing
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import api_keys, tenants
-from jobs.service_log import configure_logging
+from jobs.service_log import configure_logging, write_audit_line
 from jobs.settings import LedgerSettings
-from jobs.tenancy.audit_log import write_audit_line
 from jobs.tenancy.key_uses import KeyRecord, list_keys
 
 SCOPES: tuple[Scope, ...] = ("read", "submit", "admin")
