@@ -283,6 +283,11 @@ class BlockLayer(TreatedLayer):
 
     @override
     @property
+    def fan_out(self) -> int:
+        return self.fan_in
+
+    @override
+    @property
     def in_dim(self) -> int:
         return 1
 

@@ -5,6 +5,7 @@ second moment is kept exactly.
 """
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +17,41 @@ from typing_extensions import override
 from engine.layers.layer import BlockLayer
 
 
+class LastDimensions(BlockLayer):
+    """A norm over the last dimensions of its input."""
+
+    @property
+    @abstractmethod
+    def dims(self) -> int:
+        """Their number."""
+
+    @override
+    def gradient_rows(self, gradient: Tensor) -> Tensor:
+        return gradient.reshape(-1, self.fan_in)
+
+    @override
+    def batch_first(self, entered: Tensor, examples: int) -> bool:
+        # whether rows of an input are separable by example
+        leading = entered.ndim - self.dims
+        if leading == 1:
+            return entered.shape[0] % examples == 0
+        return leading > 1 and entered.shape[0] == examples
+
+
+class Channels(BlockLayer):
+    """A norm of the channels, which are dimension 1 of its input."""
+
+    @override
+    def gradient_rows(self, gradient: Tensor) -> Tensor:
+        return _channels_last(gradient)
+
+    @override
+    def batch_first(self, entered: Tensor, examples: int) -> bool:
+        return entered.shape[0] == examples
+
+
 @dataclass(eq=False)
-class LayerNormLayer(BlockLayer):
+class LayerNormLayer(LastDimensions):
     """``nn.LayerNorm`` over the last dimensions."""
 
     module: nn.LayerNorm
@@ -28,31 +62,19 @@ class LayerNormLayer(BlockLayer):
         return math.prod(self.module.normalized_shape)
 
     @override
-    @property
-    def fan_out(self) -> int:
-        return self.fan_in
-
-    @override
     def normalised(self, entered: Tensor) -> Tensor:
         # normalise over the last dimensions, without the affine part
         plain = functional.layer_norm(entered, self.module.normalized_shape, eps=self.module.eps)
         return plain.reshape(-1, self.fan_in)
 
     @override
-    def gradient_rows(self, gradient: Tensor) -> Tensor:
-        return gradient.reshape(-1, self.fan_in)
-
-    @override
-    def batch_first(self, entered: Tensor, examples: int) -> bool:
-        # whether rows of an input are separable by example
-        leading = entered.ndim - len(self.module.normalized_shape)
-        if leading == 1:
-            return entered.shape[0] % examples == 0
-        return leading > 1 and entered.shape[0] == examples
+    @property
+    def dims(self) -> int:
+        return len(self.module.normalized_shape)
 
 
 @dataclass(eq=False)
-class RMSNormLayer(BlockLayer):
+class RMSNormLayer(LastDimensions):
     """``nn.RMSNorm`` over the last dimensions, and the RMSNorm of Hugging Face's models over the last one."""
 
     module: nn.Module
@@ -64,30 +86,18 @@ class RMSNormLayer(BlockLayer):
         return weight.numel() if isinstance(weight, Tensor) else 0
 
     @override
-    @property
-    def fan_out(self) -> int:
-        return self.fan_in
-
-    @override
     def normalised(self, entered: Tensor) -> Tensor:
         # divide by the root mean square, ``x̂ = x / √(mean x² + ε)``
         return _root_mean_square(entered.reshape(-1, self.fan_in), _epsilon(self.module, entered.dtype))
 
     @override
-    def gradient_rows(self, gradient: Tensor) -> Tensor:
-        return gradient.reshape(-1, self.fan_in)
-
-    @override
-    def batch_first(self, entered: Tensor, examples: int) -> bool:
-        # whether rows of an input are separable by example
-        leading = entered.ndim - (self.module.weight.ndim if isinstance(self.module.weight, Tensor) else 1)
-        if leading == 1:
-            return entered.shape[0] % examples == 0
-        return leading > 1 and entered.shape[0] == examples
+    @property
+    def dims(self) -> int:
+        return self.module.weight.ndim if isinstance(self.module.weight, Tensor) else 1
 
 
 @dataclass(eq=False)
-class GroupNormLayer(BlockLayer):
+class GroupNormLayer(Channels):
     """``nn.GroupNorm``, and ``nn.InstanceNorm1d/2d/3d`` (a group a channel); channels are dimension 1."""
 
     module: nn.GroupNorm | nn.InstanceNorm1d
@@ -98,28 +108,14 @@ class GroupNormLayer(BlockLayer):
         return self.module.num_channels if isinstance(self.module, nn.GroupNorm) else self.module.num_features
 
     @override
-    @property
-    def fan_out(self) -> int:
-        return self.fan_in
-
-    @override
     def normalised(self, entered: Tensor) -> Tensor:
         # normalise each example's groups of channels, without the affine part
         groups = self.module.num_groups if isinstance(self.module, nn.GroupNorm) else self.fan_in
         return _channels_last(functional.group_norm(entered, groups, eps=self.module.eps))
 
-    @override
-    def gradient_rows(self, gradient: Tensor) -> Tensor:
-        # read the gradient of every position's channels
-        return _channels_last(gradient)
-
-    @override
-    def batch_first(self, entered: Tensor, examples: int) -> bool:
-        return entered.shape[0] == examples
-
 
 @dataclass(eq=False)
-class BatchNormLayer(BlockLayer):
+class BatchNormLayer(Channels):
     """``nn.BatchNorm1d/2d/3d`` with running statistics; channels are dimension 1."""
 
     module: nn.BatchNorm2d
@@ -130,11 +126,6 @@ class BatchNormLayer(BlockLayer):
         return self.module.num_features
 
     @override
-    @property
-    def fan_out(self) -> int:
-        return self.module.num_features
-
-    @override
     def normalised(self, entered: Tensor) -> Tensor:
         # normalise by the running statistics, without the affine part
         mean, variance = self.module.running_mean, self.module.running_var
@@ -142,15 +133,6 @@ class BatchNormLayer(BlockLayer):
             raise ValueError(f"layer `{self.name}` keeps no running statistics")
         rows = _channels_last(entered)
         return (rows - mean) * torch.rsqrt(variance + self.module.eps)
-
-    @override
-    def gradient_rows(self, gradient: Tensor) -> Tensor:
-        # read the gradient of every position's channels
-        return _channels_last(gradient)
-
-    @override
-    def batch_first(self, entered: Tensor, examples: int) -> bool:
-        return entered.shape[0] == examples
 
 
 def _channels_last(values: Tensor) -> Tensor:

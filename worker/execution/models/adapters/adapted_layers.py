@@ -24,6 +24,9 @@ class AdaptedLayer(nn.Module):
         scaling: The number s of the formulas above.
     """
 
+    lora_A: nn.Linear | nn.Conv2d | nn.Embedding
+    lora_B: nn.Linear | nn.Conv2d
+
     def __init__(self, base: nn.Module, scaling: float) -> None:
         super().__init__()
         self.base_layer = base
@@ -39,9 +42,16 @@ class AdaptedLayer(nn.Module):
         """The frozen layer's bias."""
         return getattr(self.base_layer, "bias", None)
 
+    @override
+    def forward(self, inputs: Tensor) -> Tensor:  # (…, in), of images (N, channels, height, width)
+        below: Tensor = self.base_layer(inputs)
+        beside: Tensor = self.lora_B(self.lora_A(inputs))
+        return below + beside * self.scaling
+
     def places(self) -> dict[str, Tensor]:
         """Return the adapter's tensors by their part, in the order of an adapter's file."""
-        raise NotImplementedError
+        bias = {} if self.lora_B.bias is None else {"lora_B.bias": self.lora_B.bias}
+        return {"lora_A": self.lora_A.weight, "lora_B": self.lora_B.weight, **bias}
 
     def merged_weight(self) -> Tensor:
         """Return the weight of the one layer that computes the same."""
@@ -67,16 +77,6 @@ class AdaptedLinear(AdaptedLayer):
     def _sum(self) -> Tensor:
         """Return W + s B A, shape (out, in)."""
         return self._matrix() + self.scaling * (self.lora_B.weight @ self.lora_A.weight)
-
-    @override
-    def forward(self, inputs: Tensor) -> Tensor:  # (…, in)
-        below: Tensor = self.base_layer(inputs)
-        beside: Tensor = self.lora_B(self.lora_A(inputs))
-        return below + beside * self.scaling
-
-    @override
-    def places(self) -> dict[str, Tensor]:
-        return _pair(self.lora_A, self.lora_B)
 
     @override
     def merged_weight(self) -> Tensor:
@@ -158,23 +158,7 @@ class AdaptedConv2d(AdaptedLayer):
         self.lora_B = nn.Conv2d(rank, base.out_channels, 1, bias=bias, device=device)
 
     @override
-    def forward(self, images: Tensor) -> Tensor:  # (N, channels, height, width)
-        below: Tensor = self.base_layer(images)
-        beside: Tensor = self.lora_B(self.lora_A(images))
-        return below + beside * self.scaling
-
-    @override
-    def places(self) -> dict[str, Tensor]:
-        return _pair(self.lora_A, self.lora_B)
-
-    @override
     def merged_weight(self) -> Tensor:
         first, second = self.lora_A.weight, self.lora_B.weight
         product = torch.einsum("or,rihw->oihw", second[:, :, 0, 0], first)
         return self.weight + product * self.scaling
-
-
-def _pair(first: nn.Linear | nn.Conv2d, second: nn.Linear | nn.Conv2d) -> dict[str, Tensor]:
-    """Return the tensors of a pair by their parts."""
-    bias = {} if second.bias is None else {"lora_B.bias": second.bias}
-    return {"lora_A": first.weight, "lora_B": second.weight, **bias}
