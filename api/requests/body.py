@@ -12,8 +12,6 @@ from api.problem_details import Refusal
 from jobs.codec import guard_body
 from jobs.errors import DocumentRefused
 
-_MEDIA_CODES = {"unsupported_media_type", "unsupported_encoding"}
-
 
 def _too_large(limit: int) -> Refusal:
     return Refusal(413, "body-too-large", "Body too large", f"the body has more than {limit:,} bytes; send less")

@@ -217,32 +217,6 @@ def root_product(prediction: Prediction, probe: Tensor, task: Task) -> Tensor:
     return probe.mul_((probability * (1 - probability)).div_(width).sqrt_())
 
 
-def hessian_product(prediction: Prediction, vector: Tensor, task: Task) -> Tensor:
-    """Compute ``H x`` for the summed loss's Hessian H with respect to the outputs.
-
-    Args:
-        prediction: Outputs, shape (N, R, C), with the terms that count and their weights.
-        vector: The vector x, shape (N, R, C).
-        task: The likelihood.
-
-    Returns:
-        The product, shape (N, R, C); zero in terms that do not count.
-
-    Raises:
-        NoLikelihood: If the loss is the model's own.
-    """
-    outputs, counted = prediction.outputs.detach(), counted_terms(prediction, task)
-    width = outputs.shape[-1]
-    if task.likelihood == "cross_entropy":
-        probability = torch.softmax(outputs, -1)
-        product = probability * vector
-        return product.sub_(probability.mul_(product.sum(-1, keepdim=True))).mul_(counted)
-    if task.likelihood == "mse":
-        return vector * (counted * (2 / width))
-    probability = torch.sigmoid(outputs)
-    return (probability * (1 - probability)).div_(width).mul_(vector).mul_(counted)
-
-
 def loss_gradient(prediction: Prediction, task: Task) -> Tensor:
     """Compute the gradient of the summed loss with respect to the outputs, at the data's own labels.
 

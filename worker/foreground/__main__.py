@@ -41,7 +41,6 @@ from worker.process.log_lines import LogFormatter
 EXIT_STOPPED = 5
 _EXIT_CODES = {"usage": 2, "transient": 3, "fatal": 4}
 _MAX_REQUEST_BYTES = 4 * 2**20
-_PARENT_POLL_SECONDS = 0.5
 _CHECKPOINT_SECONDS = 60.0
 _PASSED_ON = (
     "threads",
