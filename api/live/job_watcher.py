@@ -171,7 +171,6 @@ class JobWatcher:
         """Set up the watcher without a channel.
 
         Args:
-            engine: The ledger's database.
             stopping: Set when the process is asked to end: all subscribers wake then.
         """
         self._engine = engine

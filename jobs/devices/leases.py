@@ -103,7 +103,6 @@ def lease(connection: Connection, taken: Row[Any], place: Place) -> DeviceLease 
     """Lease devices for a job that the same transaction has just claimed; where this returns None it must roll back.
 
     Args:
-        connection: A connection with an open transaction.
         taken: The row of the job, as `take` returned it.
         place: The devices, and the worker that offers them.
 
@@ -157,7 +156,6 @@ def lease_of(connection: Connection, job: Row[Any]) -> DeviceLease | None:
     """Return the lease of a job's current attempt.
 
     Args:
-        connection: A connection with an open transaction.
         job: The job's row.
 
     Returns:
@@ -180,7 +178,6 @@ def correct(connection: Connection, drawn: Row[Any], needs: int) -> bool:
     The attempt stays where no device on offer could hold it: then its own plan decides whether it can run here.
 
     Args:
-        connection: A connection with an open transaction.
         drawn: The locked row of the job, as `draw` returned it.
         needs: The bytes of the plan, of one rank.
 
@@ -215,7 +212,6 @@ def drain(connection: Connection, drawn: Row[Any]) -> None:
     """Mark the lease of a job's attempt as draining: the attempt may write no more, but its processes may still run.
 
     Args:
-        connection: A connection with an open transaction.
         drawn: The locked row of the job, as `draw` returned it.
     """
     silent_since = drawn.lease_expires_at if drawn.lease_expires_at and drawn.lease_expires_at < drawn.now else None
@@ -230,8 +226,6 @@ def note_guardian(engine: Engine, job_id: str, fence: int, pid: int, started: in
     """Record the process that leads an attempt's process group, so that others can tell whether it still runs.
 
     Args:
-        engine: The ledger's database.
-        fence: The attempt, by its fencing token.
         pid: The process's number.
         started: When it began, in the kernel's clock ticks since boot; None where that cannot be read.
     """
@@ -244,12 +238,7 @@ def note_guardian(engine: Engine, job_id: str, fence: int, pid: int, started: in
 
 
 def release(engine: Engine, job_id: str, fence: int) -> None:
-    """Delete the lease of an attempt after all its processes have ended.
-
-    Args:
-        engine: The ledger's database.
-        fence: The attempt, by its fencing token.
-    """
+    """Delete the lease of an attempt after all its processes have ended."""
     with writing(engine) as connection:
         forget(connection, device_leases.c.job_id == job_id, device_leases.c.fence == fence)
 
@@ -273,7 +262,6 @@ def free_drained(
     """Delete the draining leases of attempts that have no running process any more.
 
     Args:
-        engine: The ledger's database.
         worker_id: The worker that asks.
         process_space: The machine and namespace in which this worker can tell whether a process lives.
         running: (job, fence) of the attempts that this worker still supervises.

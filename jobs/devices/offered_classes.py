@@ -16,7 +16,6 @@ def offered_class(connection: Connection, job: Any, needs: int) -> Row[Any] | No
     """Return a class of which one machine would take a job.
 
     Args:
-        connection: A connection with an open transaction.
         job: The job's row.
         needs: The bytes of the job's plan, of one rank.
 

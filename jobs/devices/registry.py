@@ -105,7 +105,6 @@ def register(
     """Insert a worker and its devices, or renew them.
 
     Args:
-        engine: The ledger's database.
         offered: All devices that it offers, with the memory in use there.
         expiry_seconds: The worker counts as gone after so long without another call.
         leased: UUIDs of devices with leases (`leased_devices`): what others hold there is not read anew.
@@ -151,7 +150,6 @@ def renew(engine: Engine, worker_id: str, used_bytes: dict[str, int], expiry_sec
     """Extend a worker's registration, and update the memory in use on its devices.
 
     Args:
-        engine: The ledger's database.
         used_bytes: Memory in use by UUID; a device that is left out keeps what others were last known to hold there.
         expiry_seconds: The worker counts as gone after so long without another call.
 
@@ -184,7 +182,6 @@ def pause(engine: Engine, worker_id: str, reason: str | None) -> None:
     """Note why a worker takes no jobs at the moment, or that it does again.
 
     Args:
-        engine: The ledger's database.
         reason: A clause for those whose jobs wait, such as `its disk is full`; None where it takes jobs.
     """
     with writing(engine) as connection:
@@ -200,9 +197,6 @@ def leased_devices(engine: Engine) -> set[str]:
     would
     count as others'. This holds for a shared host as for a GPU: what others hold is read only while no job is there.
 
-    Args:
-        engine: The ledger's database.
-
     Returns:
         The UUIDs.
     """
@@ -212,9 +206,6 @@ def leased_devices(engine: Engine) -> set[str]:
 
 def isolation_of_jobs(engine: Engine) -> tuple[str, ...] | None:
     """Return the walls that every worker has between itself and its jobs.
-
-    Args:
-        engine: The ledger's database.
 
     Returns:
         The names, sorted; None while no worker is known.
@@ -229,20 +220,13 @@ def isolation_of_jobs(engine: Engine) -> tuple[str, ...] | None:
 
 
 def remove(engine: Engine, worker_id: str) -> None:
-    """Delete a worker that ends; its devices stay known for a day, since jobs may wait for them.
-
-    Args:
-        engine: The ledger's database.
-    """
+    """Delete a worker that ends; its devices stay known for a day, since jobs may wait for them."""
     with writing(engine) as connection:
         connection.execute(delete(workers).where(workers.c.id == worker_id))
 
 
 def forget_silent(engine: Engine) -> int:
     """Delete workers that were silent for an hour, and devices that no worker has offered for a day.
-
-    Args:
-        engine: The ledger's database.
 
     Returns:
         The number of deleted rows.
@@ -258,11 +242,7 @@ def forget_silent(engine: Engine) -> int:
 
 
 def count_slots(engine: Engine) -> int:
-    """Return how many jobs all workers that are at work can compute at a time.
-
-    Args:
-        engine: The ledger's database.
-    """
+    """Return how many jobs all workers that are at work can compute at a time."""
     seen = select(func.coalesce(func.sum(workers.c.slots), 0)).where(workers.c.expires_at >= ledger_now())
     with reading(engine) as connection:
         return int(connection.execute(seen).scalar_one())
@@ -270,9 +250,6 @@ def count_slots(engine: Engine) -> int:
 
 def list_devices(engine: Engine) -> tuple[DeviceStatus, ...]:
     """Return the status of every known device, ordered by node.
-
-    Args:
-        engine: The ledger's database.
 
     Returns:
         One status per device.
@@ -283,9 +260,6 @@ def list_devices(engine: Engine) -> tuple[DeviceStatus, ...]:
 
 def read_devices(connection: Connection) -> tuple[DeviceStatus, ...]:
     """Return what `list_devices` returns, in the caller's transaction.
-
-    Args:
-        connection: A connection with an open transaction.
 
     Returns:
         One status per device, ordered by node, kind and name.

@@ -61,7 +61,6 @@ def add(connection: Connection, counter: Counter, label: str = "", count: int = 
     """Add to a counter; it counts if the transaction commits.
 
     Args:
-        connection: A connection with an open transaction.
         label: The value of its label; empty for a counter without one.
         count: How often it has happened.
     """
@@ -73,7 +72,6 @@ def add_failure(connection: Connection, category: str, code: str, *, ends_job: b
     """Count a failed attempt, and a failed job where the attempt was its last.
 
     Args:
-        connection: A connection with an open transaction.
         category: `usage`, `transient` or `fatal`.
         code: The failure's code; any outside `OPERATOR_CODES` counts as `other`.
         ends_job: Whether the job has failed with it.
@@ -87,20 +85,13 @@ def note_refused(engine: Engine) -> None:
     """Count a refused write of an attempt that has lost its job, outside the transaction that was rolled back.
 
     It stays uncounted while the database is away, which may be why the lease was lost.
-
-    Args:
-        engine: The ledger's database.
     """
     with contextlib.suppress(LedgerUnavailable), writing(engine) as connection:
         add(connection, "refused_writes")
 
 
 def note_round(engine: Engine, reconciler: Reconciler) -> None:
-    """Record that a round of a reconciler has succeeded, in whichever process.
-
-    Args:
-        engine: The ledger's database.
-    """
+    """Record that a round of a reconciler has succeeded, in whichever process."""
     with writing(engine) as connection:
         add(connection, "rounds", reconciler)
 

@@ -45,9 +45,6 @@ class LedgerSnapshot:
 def take_snapshot(engine: Engine) -> LedgerSnapshot:
     """Take a snapshot in one transaction of at most two seconds per statement.
 
-    Args:
-        engine: The ledger's database.
-
     Returns:
         The snapshot.
 

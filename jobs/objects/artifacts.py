@@ -54,7 +54,6 @@ class ArtifactFolder:
         """Return the folder that one attempt's child writes into, and create it if it is missing.
 
         Args:
-            fence: The attempt, by its fencing token.
             group: The job's group, which is to write there; None: the job runs as this process's user.
 
         Returns:
@@ -78,7 +77,6 @@ class ArtifactFolder:
 
         Args:
             tenant_id: The job's tenant.
-            fence: The attempt, by its fencing token.
             name: The file's name below the attempt's folder.
             sha256: The digest that the attempt has declared.
             size_bytes: The size that the attempt has declared.
@@ -101,9 +99,6 @@ class ArtifactFolder:
     def view(self, job_id: str, fence: int) -> Path:
         """Return the folder of the cached files that one attempt is given, which may not exist yet.
 
-        Args:
-            fence: The attempt, by its fencing token.
-
         Returns:
             The folder, which is the service's and beside the one that the attempt writes to.
         """
@@ -113,7 +108,6 @@ class ArtifactFolder:
         """Return the same folder, empty; one that is there stays the one that the job's namespaces show.
 
         Args:
-            fence: The attempt, by its fencing token.
             group: The job's group, which is to enter it and not to write; None: the job runs as this process's user.
 
         Returns:
@@ -138,7 +132,6 @@ class ArtifactFolder:
         """Open what an attempt has written; a link that it put on the way could lead out of its folder.
 
         Args:
-            fence: The attempt, by its fencing token.
             name: The file's name below the attempt's folder, of plain segments.
 
         Returns:
@@ -212,9 +205,6 @@ class ArtifactFolder:
         """Delete the files that an attempt staged, and the job's folder if it is empty then.
 
         Missing files are not an error.
-
-        Args:
-            fence: The attempt, by its fencing token.
         """
         folder = self.root / self._job_part(job_id)
         job_folders.clear(self.view(job_id, fence))

@@ -62,7 +62,6 @@ class CachedEntries:
         """Set up the rows.
 
         Args:
-            engine: The ledger's database.
             place: The folder of caches, by `place_of`.
         """
         self._engine = engine
@@ -135,7 +134,6 @@ def list_tenants(engine: Engine, place: str | None = None) -> list[str]:
     """Return the tenants that have entries.
 
     Args:
-        engine: The ledger's database.
         place: Only those with entries in this folder of caches, by `place_of`; None: all tenants, with entries or not.
 
     Returns:
@@ -150,9 +148,6 @@ def list_tenants(engine: Engine, place: str | None = None) -> list[str]:
 
 def forget_unused(engine: Engine) -> int:
     """Remove the rows that were not used for a month: where their place is still swept, the files follow.
-
-    Args:
-        engine: The ledger's database.
 
     Returns:
         The number of rows.

@@ -50,9 +50,6 @@ class Scratch:
     def attempt_folder(self, job_id: str, fence: int) -> Path:
         """Return the folder of one attempt, which may not exist yet.
 
-        Args:
-            fence: The attempt, by its fencing token.
-
         Returns:
             The folder.
         """
@@ -62,7 +59,6 @@ class Scratch:
         """Make the folder of one attempt, and give it and those before it to the job's group.
 
         Args:
-            fence: The attempt, by its fencing token.
             group: The job's group.
         """
         folder = self.attempt_folder(job_id, fence)
@@ -174,9 +170,6 @@ def open_scratch(
 
 def sweep_scratch(engine: Engine, scratch: Scratch) -> int:
     """Clear the scratch of jobs that ended without an attempt to do it; prune and count it between two attempts.
-
-    Args:
-        engine: The ledger's database.
 
     Returns:
         The number of jobs cleared.

@@ -47,7 +47,6 @@ class ScratchStore:
         """Copy the checkpoint in a folder, and delete the files that only the copy before had.
 
         Args:
-            fence: The attempt, by its fencing token.
             folder: The attempt's folder.
 
         Returns:
@@ -95,7 +94,6 @@ class ScratchStore:
         """Download an attempt's copy to a folder, which appears complete or not at all.
 
         Args:
-            fence: The attempt, by its fencing token.
             target: The folder.
 
         Raises:

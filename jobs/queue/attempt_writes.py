@@ -32,8 +32,6 @@ def write_started(engine: Engine, claim: Claim, frame: Started) -> None:
     """Store the attempt's environment in the job's manifest.
 
     Args:
-        engine: The ledger's database.
-        claim: The claim under which the caller writes.
         frame: The child's first frame.
 
     Raises:
@@ -57,8 +55,6 @@ def write_progress(engine: Engine, claim: Claim, progress: Mapping[str, Any]) ->
     """Store the attempt's progress; only a new stage becomes an event, since batches would flood the history.
 
     Args:
-        engine: The ledger's database.
-        claim: The claim under which the caller writes.
         progress: `stage, done, total, unit, layers_done, layers_total, percent, eta_seconds`; `updated_at`
             is added here.
 
@@ -81,10 +77,6 @@ def write_plan(engine: Engine, claim: Claim, frame: Planned) -> bool:
     was carried out instead, which later attempts repeat. The plan's bytes replace those estimated from the document.
     If they exceed the lease, and another device could hold the job, the attempt must be handed back: then neither the
     plan is stored nor the job bound to this class of device, and a repeated write gives the same answer.
-
-    Args:
-        engine: The ledger's database.
-        claim: The claim under which the caller writes.
 
     Returns:
         Whether the attempt may continue on its device.
@@ -117,8 +109,6 @@ def write_layer(engine: Engine, claim: Claim, frame: LayerDone) -> Written:
     """Insert one layer's row; a second digest for the same layer becomes an event and never replaces the first.
 
     Args:
-        engine: The ledger's database.
-        claim: The claim under which the caller writes.
         frame: The layer's outcome and observations.
 
     Returns:
@@ -162,8 +152,6 @@ def write_artifact(engine: Engine, claim: Claim, frame: ArtifactWritten, uri: st
     """Insert the row of a file; a second digest under the same name becomes an event and never replaces the first.
 
     Args:
-        engine: The ledger's database.
-        claim: The claim under which the caller writes.
         frame: The file's name, digest, size and media type.
         uri: The key under which `ArtifactFolder.publish` has stored the verified file.
 
@@ -203,8 +191,6 @@ def write_summary(engine: Engine, claim: Claim, frame: Summarised) -> None:
     """Store the summary of one analysis.
 
     Args:
-        engine: The ledger's database.
-        claim: The claim under which the caller writes.
         frame: The analysis and its summary.
 
     Raises:
@@ -221,8 +207,6 @@ def write_log_line(engine: Engine, claim: Claim, frame: LogLine) -> None:
     """Append a log line to the job's events.
 
     Args:
-        engine: The ledger's database.
-        claim: The claim under which the caller writes.
         frame: The line and its level.
 
     Raises:

@@ -76,7 +76,6 @@ def claim(
     """Claim a queued job and lease its devices: all or nothing.
 
     Args:
-        engine: The ledger's database.
         owner: The worker process, for the operator's eyes.
         claim_token: A random string, new for each intention to claim: a claim with a lost reply is repeated with the
             same token, and recognised.
@@ -113,8 +112,6 @@ def heartbeat(engine: Engine, claim: Claim, lease_seconds: float) -> datetime | 
     """Renew the lease of a claim.
 
     Args:
-        engine: The ledger's database.
-        claim: The claim under which the caller writes.
         lease_seconds: The lease holds so long from now.
 
     Returns:
@@ -130,8 +127,6 @@ def last_heartbeat(engine: Engine, claim: Claim, lease_seconds: float) -> dateti
     """Renew the lease of an attempt that is about to end its job; a refusal is expected and not counted.
 
     Args:
-        engine: The ledger's database.
-        claim: The claim under which the caller writes.
         lease_seconds: The lease holds so long from now.
 
     Returns:

@@ -20,8 +20,6 @@ def record_crash(engine: Engine, claim: Claim, signature: Mapping[str, Any]) -> 
     """Store the signature of a crash as an event.
 
     Args:
-        engine: The ledger's database.
-        claim: The claim under which the caller writes.
         signature: How and where the process ended.
 
     Returns:

@@ -69,7 +69,6 @@ def draw(connection: Connection, *conditions: ColumnElement[bool]) -> Row[Any] |
     """Lock the one job that fits all conditions, and draw the number of its next event.
 
     Args:
-        connection: A connection with an open transaction.
         conditions: SQL conditions on `jobs`.
 
     Returns:
@@ -129,7 +128,6 @@ def change(connection: Connection, drawn: Row[Any], values: Mapping[str, Any]) -
     """Set columns of a locked job.
 
     Args:
-        connection: A connection with an open transaction.
         drawn: The locked row of the job, as `draw` returned it.
         values: New values by column.
     """
@@ -140,7 +138,6 @@ def append_event(connection: Connection, drawn: Row[Any], event_type: str, data:
     """Insert an event under the drawn number; one `draw` allows one event.
 
     Args:
-        connection: A connection with an open transaction.
         drawn: The locked row of the job, as `draw` returned it.
         event_type: The event's type.
         data: Its content.
@@ -167,7 +164,6 @@ def move(
     """Move the locked job to a state, and write what goes with it: timestamps, lease, wake-up, event.
 
     Args:
-        connection: A connection with an open transaction.
         drawn: The locked row of the job, as `draw` returned it.
         state: The new state.
         values: More columns of the job to set.
@@ -259,7 +255,6 @@ def post_wakeup(connection: Connection, job_id: str, tenant_id: str) -> None:
     """Insert a wake-up for the relay, in the transaction that queues the job: neither exists alone.
 
     Args:
-        connection: A connection with an open transaction.
         tenant_id: The job's tenant.
     """
     connection.execute(insert(outbox).values(id=new_id(), job_id=job_id, tenant_id=tenant_id, created_at=ledger_now()))

@@ -74,7 +74,6 @@ def report_piece(engine: Engine, claim: Claim, *, begins: bool = False) -> bool:
     """Have the parent's row say how far its pieces are, unless it was said within the last second.
 
     Args:
-        engine: The ledger's database.
         claim: The claim of a piece; of any other job nothing is written.
         begins: Whether the piece has just begun: that is written in any case, and becomes an event of the parent.
 

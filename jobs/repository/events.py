@@ -42,8 +42,6 @@ def read_history(engine: Engine, tenant_id: str, job_id: str, after: int, limit:
     """Return a page of a job's events.
 
     Args:
-        engine: The ledger's database.
-        tenant_id: The tenant who asks.
         after: Only events with a greater number.
         limit: The page's size, 1 to 100.
 
@@ -87,7 +85,6 @@ def read_new_events(engine: Engine, positions: Mapping[str, int | None]) -> dict
     No tenant is checked: the caller has made sure that each job belongs to its reader.
 
     Args:
-        engine: The ledger's database.
         positions: The number of the last event known, by job; None asks for the job's position without events.
 
     Returns:

@@ -64,7 +64,6 @@ def import_run(engine: Engine, folder: ArtifactFolder, tenant_id: str, upload: U
     """Store an ended job with the results of an upload, and return its id; if it was imported before, that job's.
 
     Args:
-        engine: The ledger's database.
         folder: The artifacts, which hold the upload's files.
 
     Raises:

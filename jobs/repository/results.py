@@ -149,10 +149,6 @@ def page_of(rows: Iterable[LayerRow], asked: LayerQuery = ALL_LAYERS) -> LayerPa
 def count_layers(engine: Engine, tenant_id: str, job_id: str) -> int:
     """Return the number of layer rows that a job has so far.
 
-    Args:
-        engine: The ledger's database.
-        tenant_id: The tenant who asks.
-
     Returns:
         The number; 0 for a job of another tenant.
     """
@@ -164,10 +160,6 @@ def count_layers(engine: Engine, tenant_id: str, job_id: str) -> int:
 def count_events(engine: Engine, tenant_id: str, job_id: str) -> int:
     """Return the number of a job's events in the ledger.
 
-    Args:
-        engine: The ledger's database.
-        tenant_id: The tenant who asks.
-
     Returns:
         The number; 0 for a job of another tenant.
     """
@@ -178,10 +170,6 @@ def count_events(engine: Engine, tenant_id: str, job_id: str) -> int:
 
 def list_artifacts(engine: Engine, tenant_id: str, job_id: str) -> tuple[Artifact, ...]:
     """Return all files of a job.
-
-    Args:
-        engine: The ledger's database.
-        tenant_id: The tenant who asks.
 
     Returns:
         Their rows, by name; empty for a job of another tenant.
@@ -195,8 +183,6 @@ def read_artifact(engine: Engine, tenant_id: str, job_id: str, name: str) -> Art
     """Return the row of one file; `ArtifactFolder.open` opens it.
 
     Args:
-        engine: The ledger's database.
-        tenant_id: The tenant who asks.
         name: The file's name.
 
     Returns:
@@ -212,8 +198,6 @@ def events_after(engine: Engine, tenant_id: str, job_id: str, seq: int = 0, limi
     """Return a page of a job's events in the ledger.
 
     Args:
-        engine: The ledger's database.
-        tenant_id: The tenant who asks.
         seq: Only events with a greater number; numbers grow, with gaps.
         limit: The page's size, 1 to 100.
 

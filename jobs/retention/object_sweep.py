@@ -33,7 +33,6 @@ def sweep_objects(engine: Engine, folder: ArtifactFolder, grace_seconds: float) 
     Files under temporary names have no row either, and stay as long.
 
     Args:
-        engine: The ledger's database.
         grace_seconds: The least age, by the store's clock.
 
     Returns:
@@ -54,7 +53,6 @@ def delete_unlisted(engine: Engine, folder: ArtifactFolder, deleted: Iterable[Ar
     """Delete the objects that only a deleted job has listed, without waiting for the next sweep.
 
     Args:
-        engine: The ledger's database.
         deleted: The files of the deleted job.
         grace_seconds: The least age, by the store's clock; younger objects are left to the sweep.
 
@@ -70,7 +68,6 @@ def sweep_attempts(engine: Engine, folder: ArtifactFolder, grace_seconds: float)
     """Delete the staged files of attempts that have lost or ended their job.
 
     Args:
-        engine: The ledger's database.
         grace_seconds: Only folders without a change for so long.
 
     Returns:

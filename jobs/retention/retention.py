@@ -55,7 +55,6 @@ def archive_ended(
     Where files are dropped, a job waits for all open jobs that name it as the source of their factors.
 
     Args:
-        engine: The ledger's database.
         days: Only jobs that ended so many days ago.
         drop_files: Whether the job's files are deleted with its rows.
         at_fault: Ids of jobs that cannot be archived: they are passed over, and newly found ones are added. Otherwise a
@@ -95,7 +94,6 @@ def forget_estimates(engine: Engine, days: float) -> int:
     """Delete old estimates with all their rows; they have no files, and can be asked for again.
 
     Args:
-        engine: The ledger's database.
         days: Only estimates that ended so many days ago.
 
     Returns:

@@ -188,9 +188,6 @@ class FleetDevice:
 def read_fleet(connection: Connection) -> list[FleetDevice]:
     """Read every known device, with its offers and its free memory.
 
-    Args:
-        connection: A connection with an open transaction.
-
     Returns:
         The devices, from small to large.
     """

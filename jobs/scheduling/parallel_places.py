@@ -16,7 +16,6 @@ def count_places(engine: Engine, job_id: str) -> int:
     """Return the number of attempts of a job's pieces that could compute at once.
 
     Args:
-        engine: The ledger's database.
         job_id: The job; its pieces compute on its class of device, where a plan has tied it to one.
 
     Returns:

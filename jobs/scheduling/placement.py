@@ -45,7 +45,6 @@ def next_places(
     """Return the jobs that a worker should try to claim, and a device of its own for each.
 
     Args:
-        engine: The ledger's database.
         grace_seconds: A job is left to a smaller free device of another worker for so long.
         most_running: Cap on the running jobs of a tenant; 0 sets none.
         limit: The number of jobs.
@@ -89,7 +88,6 @@ def has_future_work(engine: Engine, worker_id: str, read_seconds: float) -> bool
     """Return whether any queued job could run on the worker's devices once they are free.
 
     Args:
-        engine: The ledger's database.
         read_seconds: Others' use of a device counts if it was read so recently; an older reading is about to be
             renewed.
 
@@ -140,7 +138,6 @@ def reserve(engine: Engine, worker_id: str, after_seconds: float, most_running: 
     between tenants decides, not the time of waiting. Neither does one of a tenant that runs as many jobs as it may.
 
     Args:
-        engine: The ledger's database.
         after_seconds: Only for jobs that have waited so long.
         most_running: Cap on the running jobs of a tenant; 0 sets none.
     """
@@ -169,7 +166,6 @@ def placement_of(engine: Engine, job: Job, most_running: int = 0) -> PlacementVi
     """Return the device of a job, or the reason why it has none yet.
 
     Args:
-        engine: The ledger's database.
         most_running: Cap on the running jobs of a tenant; 0 sets none.
 
     Returns:
@@ -197,7 +193,6 @@ def placement_before(engine: Engine, document: JobDocument, needs_bytes: int | N
     """Return the placement that a job of this document would have if it were submitted now.
 
     Args:
-        engine: The ledger's database.
         needs_bytes: Device memory that it is known to need; None if unknown.
 
     Returns:

@@ -107,9 +107,6 @@ def _connect_limited(_dialect: object, _record: object, arguments: Any, named: A
 def across_tenants(engine: Engine) -> Engine:
     """Return the same database for work on all tenants: maintenance and metrics.
 
-    Args:
-        engine: The ledger's database.
-
     Returns:
         An engine on the same pool.
     """
@@ -120,7 +117,6 @@ def for_purpose(engine: Engine, purpose: Purpose) -> Engine:
     """Return the same database for one purpose that concerns all tenants.
 
     Args:
-        engine: The ledger's database.
         purpose: The purpose, which decides on the tables that can be read.
 
     Returns:
@@ -131,9 +127,6 @@ def for_purpose(engine: Engine, purpose: Purpose) -> Engine:
 
 def for_tenant(engine: Engine, tenant_id: str) -> Engine:
     """Return the same database as one tenant sees it.
-
-    Args:
-        engine: The ledger's database.
 
     Returns:
         An engine on the same pool, each transaction of which declares the tenant.
@@ -201,7 +194,6 @@ def writing(engine: Engine, tenant_id: str | None = None) -> Iterator[Connection
     """Open one short transaction that writes; it commits at the end and rolls back on any exception.
 
     Args:
-        engine: The ledger's database.
         tenant_id: The tenant whose rows it sees; None: as the engine declares.
 
     Yields:
@@ -219,7 +211,6 @@ def reading(engine: Engine, tenant_id: str | None = None) -> Iterator[Connection
     """Open one short transaction that only reads, beside any writer.
 
     Args:
-        engine: The ledger's database.
         tenant_id: The tenant whose rows it sees; None: as the engine declares.
 
     Yields:
@@ -291,9 +282,6 @@ def upgrade_schema(url: str, role: str | None = None) -> None:
 
 def require_current_schema(engine: Engine) -> None:
     """Refuse a database with another schema than this code's.
-
-    Args:
-        engine: The ledger's database.
 
     Raises:
         SchemaOutdated: If it has another one; the message names the command to run.

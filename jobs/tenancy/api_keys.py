@@ -81,7 +81,6 @@ def verify_key(engine: Engine, secret: str, presented: str) -> Caller | None:
     """Return the caller who presents a key.
 
     Args:
-        engine: The ledger's database.
         secret: The server's secret, under which digests of keys are stored.
         presented: The text of the request.
 
@@ -110,7 +109,6 @@ def is_valid(engine: Engine, prefix: str) -> bool:
     """Return whether a key that was verified before is neither revoked nor expired.
 
     Args:
-        engine: The ledger's database.
         prefix: The key's prefix.
 
     Returns:

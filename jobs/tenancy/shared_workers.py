@@ -59,11 +59,7 @@ def missing_walls(isolation: Collection[str]) -> tuple[str, ...]:
 
 
 def has_second_tenant(engine: Engine) -> bool:
-    """Return whether the ledger knows more than one tenant.
-
-    Args:
-        engine: The ledger's database.
-    """
+    """Return whether the ledger knows more than one tenant."""
     with reading(engine) as connection:
         return second_tenant(connection)
 
@@ -72,7 +68,6 @@ def require_walls(engine: Engine, isolation: Collection[str]) -> None:
     """Refuse to start a worker that could take no job.
 
     Args:
-        engine: The ledger's database.
         isolation: The walls that hold there, and `ALLOWED_WITHOUT` where its operator asks for none.
 
     Raises:
@@ -94,7 +89,6 @@ def may_take(connection: Connection, worker_id: str) -> bool:
     """Return whether a worker may take a job, whosever it is.
 
     Args:
-        connection: A connection with an open transaction.
         worker_id: The worker; one that is not registered may not.
     """
     found = connection.execute(select(workers.c.isolation).where(workers.c.id == worker_id)).one_or_none()
@@ -102,21 +96,13 @@ def may_take(connection: Connection, worker_id: str) -> bool:
 
 
 def waits_for_walls(connection: Connection) -> bool:
-    """Return whether there are workers, and none of them may take a job since there are several tenants.
-
-    Args:
-        connection: A connection with an open transaction.
-    """
+    """Return whether there are workers, and none of them may take a job since there are several tenants."""
     isolation = [each or () for each in connection.execute(_ISOLATION).scalars()]
     return bool(isolation) and not any(map(keeps_tenants_apart, isolation)) and second_tenant(connection)
 
 
 def sharing_of_workers(engine: Engine) -> str:
-    """Return a sentence about what the workers do with jobs of several tenants.
-
-    Args:
-        engine: The ledger's database.
-    """
+    """Return a sentence about what the workers do with jobs of several tenants."""
     with reading(engine) as connection:
         isolation = [each or () for each in connection.execute(_ISOLATION).scalars()]
         several = second_tenant(connection)

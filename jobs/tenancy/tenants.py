@@ -38,9 +38,6 @@ def read_bytes(text: str) -> int:
 def separation_of_tenants(engine: Engine) -> str:
     """Return what keeps one tenant from another's rows in this database.
 
-    Args:
-        engine: The ledger's database.
-
     Returns:
         ``row_level_security`` beside the conditions of the queries, or ``queries`` where those alone do: on SQLite,
         and where the service logs in as a superuser or as the tables' owner.
