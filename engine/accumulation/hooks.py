@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from engine.accumulation.example_gradients import Meeting
 from engine.accumulation.hooked_model import CallCounts, hooked
@@ -41,11 +42,11 @@ from engine.row_layout.shared_inputs import Sharing
 from engine.row_layout.unbatched_inputs import lacks_examples, spread
 from engine.tracing.batch_provenance import routed
 from engine.tracing.function_mode import ParameterUseMode
-from engine.tracing.parameter_uses import Product
+from engine.tracing.parameter_uses import Product, Sink
 
 
 @dataclass
-class Collector:
+class Collector(Sink):
     """Attached hooks: each call of a treated layer adds to its statistics."""
 
     statistics: tuple[LayerStatistics, ...]
@@ -225,15 +226,8 @@ class Collector:
 
         return after
 
+    @override
     def multiplied(self, product: Product) -> Tensor:
-        """Let a product with a place in a parameter enter the sums of its layer.
-
-        Args:
-            product: The product: its places, the tensor that entered, and its result.
-
-        Returns:
-            The tensor that stands for the result, of its shape.
-        """
         statistics = self._products.get((product.weight, product.bias))
         if statistics is None:
             places = (product.weight, product.bias)
@@ -257,15 +251,9 @@ class Collector:
         followed = self._follow(statistics, use, product.left, rows.example_first, dropped=dropped, entry=entry)
         return product.left if followed is None else followed
 
+    @override
     def broadcast(self, names: frozenset[str]) -> bool:
-        """Take note of parameters that were broadcast over examples.
-
-        Args:
-            names: Names of the parameters.
-
-        Returns:
-            Whether their gradients are wanted; those of unforeseen parameters are not.
-        """
+        # the gradients of unforeseen parameters are not wanted
         if not names <= set(self._bare):
             self._unforeseen(names)
             return False
@@ -273,40 +261,27 @@ class Collector:
             self._counts(self._bare[name])
         return self.gradients
 
+    @override
     def contributed(self, names: frozenset[str], numbers: int) -> bool:
-        """Take note of parameters that entered an operation whose examples never meet; whether gradients are wanted."""
         del numbers
         return self.broadcast(names)
 
+    @override
     def factorises(self, weight: Place | None, bias: Place | None) -> bool:
-        """Tell whether a product is a layer of A and G, here or in another pass.
-
-        Args:
-            weight: The place that multiplies; None where there is none.
-            bias: The place that is added; None where there is none.
-
-        Returns:
-            False where one of its parameters is a layer by itself and no pass has the product as a layer.
-        """
+        # not where a parameter is a layer by itself and no pass has the product as a layer
         names = {place.parameter for place in (weight, bias) if place is not None}
         return names.isdisjoint(self._bare) or (weight, bias) in self.layout.places
 
+    @override
     def expanded(self, names: frozenset[str], *, examples: int) -> bool:
-        """Tell whether a dimension as long as there are examples, all alike, is that of the examples.
-
-        Args:
-            names: Names of the parameters that were expanded.
-            examples: Examples of the batch; ignored.
-
-        Returns:
-            True where the probe found the dimension in front for each of them.
-        """
+        # where the probe found the dimension in front for each of them
         del examples
         layers = [self._bare[name].layer for name in names if name in self._bare]
         return len(layers) == len(names) and all(isinstance(layer, BareLayer) and layer.leading for layer in layers)
 
+    @override
     def strange(self, names: frozenset[str], operation: str) -> None:
-        """Refuse the layers whose parameters, by name, entered an operation that the probe did not show."""
+        # the probe did not show it, so their layers are refused
         del operation
         self._unforeseen(names)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.row_observer import RowObserver
@@ -47,7 +48,7 @@ def _apart(tensor: Tensor) -> Iterator[None]:
 
 
 @dataclass(eq=False)
-class LayerMoments:
+class LayerMoments(RowObserver):
     """The moments of the rows of one layer, which an observer takes in as they pass."""
 
     statistics: LayerStatistics
@@ -84,8 +85,8 @@ class LayerMoments:
         """Whether G is of the probabilities of the loss's terms, and no gradient of the head enters it."""
         return self.statistics.representation.of_terms
 
+    @override
     def add_input_(self, use: Use) -> None:
-        """Take in the input of one call."""
         layer = self.statistics.layer
         with _apart(use.input):
             if self._is_lookup(use):
@@ -105,15 +106,8 @@ class LayerMoments:
                 rows = layer.activation_rows(use.input)
                 side.add_pooled_(rows, use, mean=True, width=self._width, ones=layer.bias)
 
+    @override
     def follow(self, use: Use) -> Callable[[Tensor], None]:
-        """Follow one call until its gradient arrives.
-
-        Args:
-            use: The call, with its input.
-
-        Returns:
-            A function of the gradient of one direction.
-        """
         own = use if isinstance(self.statistics.layer, BlockLayer) else use.without_input()
 
         def arrived(gradient: Tensor) -> None:
@@ -122,14 +116,8 @@ class LayerMoments:
 
         return arrived
 
+    @override
     def add_example_gradients_(self, gradients: Tensor, start: int, examples: int) -> None:
-        """Take in gradients of some examples with respect to a bare parameter.
-
-        Args:
-            gradients: Shape (n, numbers).
-            start: Place of the first of them in the batch.
-            examples: Examples of the batch.
-        """
         del start, examples
         with _apart(gradients):
             self.sides["G"].add_diagonal_(gradients)

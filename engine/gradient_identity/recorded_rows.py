@@ -12,6 +12,7 @@ from typing_extensions import override
 from engine.accumulation.example_gradients import Met
 from engine.accumulation.hooks import Collector
 from engine.accumulation.layer_statistics import LayerStatistics
+from engine.accumulation.row_observer import RowObserver
 from engine.gradient_identity.checked_model import Subject, unwritten
 from engine.layers.layer import TreatedLayer, Use, of_examples
 from engine.model.backward_pass import drain_backward_queue, pull_back
@@ -23,7 +24,7 @@ from engine.row_layout.layer_calls import InputOverwritten, require_unwritten, v
 
 
 @dataclass(eq=False)
-class RowRecorder:
+class RowRecorder(RowObserver):
     """Keeps the rows of one layer in one forward and backward pass: those of all examples, or of a few."""
 
     layer: TreatedLayer
@@ -49,22 +50,12 @@ class RowRecorder:
         """Whether rows were picked: the rows of one example have no order of their own then."""
         return any(use.owners is not None for use in self.uses)
 
+    @override
     def add_input_(self, use: Use) -> None:
-        """Keep one call's input."""
         self.uses.append(self._kept(use))
 
+    @override
     def follow(self, use: Use) -> Callable[[Tensor], None]:
-        """Follow one call until its gradient arrives.
-
-        Args:
-            use: The call, with the tensor that entered it.
-
-        Returns:
-            A function of the gradient, which adds that of one direction.
-
-        Raises:
-            InputOverwritten: When the gradient arrives, if the model has written to an input that is not a copy.
-        """
         kept, read = self._kept(use), version(use.input)
         number: int | None = None
 
@@ -82,14 +73,8 @@ class RowRecorder:
 
         return arrived
 
+    @override
     def add_example_gradients_(self, gradients: Tensor, start: int, examples: int) -> None:
-        """Keep gradients of examples with respect to a bare parameter.
-
-        Args:
-            gradients: Gradients of k examples, shape (k, numbers).
-            start: Place of the first of them in the batch.
-            examples: Examples of the whole batch.
-        """
         places = range(examples) if self.places is None else self.places
         if self.example_gradients is None:
             self.example_gradients = gradients.new_zeros(len(places), gradients.shape[1])

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from engine.layers.coverage import DeclaredLayer, Survey, layer_name
 from engine.layers.elementwise import BareLayer
@@ -17,13 +18,13 @@ from engine.layers.functional_linear import FunctionalLinearLayer
 from engine.layers.layer import TreatedLayer
 from engine.layers.parameter_slice import Place, Places, label_of, slices_of
 from engine.row_layout.layer_calls import Call, version
-from engine.tracing.parameter_uses import Product
+from engine.tracing.parameter_uses import Product, Sink
 
 _Key = tuple[Place | None, Place | None]
 
 
 @dataclass
-class Uses:
+class Uses(Sink):
     """A record of what the watched parameters did in one dry run; a sink of ``ParameterUseMode``."""
 
     examples: int = 1
@@ -42,12 +43,8 @@ class Uses:
     unknown: dict[str, str] = field(default_factory=dict)
     """The first operation that each parameter entered and that is not understood, by parameter."""
 
+    @override
     def multiplied(self, product: Product) -> Tensor:
-        """Note a product.
-
-        Returns:
-            Its result as it is, shape (…, out).
-        """
         self.products.append(product)
         for place in (product.weight, product.bias):
             if place is not None:
@@ -56,69 +53,34 @@ class Uses:
         self.versions.append(version(product.entered))
         return product.left
 
+    @override
     def factorises(self, weight: Place | None, bias: Place | None) -> bool:
-        """Take every product for a layer, as far as is known yet.
-
-        Args:
-            weight: Place of the matrix; not looked at.
-            bias: Place of its bias; not looked at.
-
-        Returns:
-            True.
-        """
+        # every product may be a layer, as far as is known yet
         del weight, bias
         return True
 
+    @override
     def contributed(self, names: frozenset[str], numbers: int) -> bool:
-        """Note an operation whose examples never meet.
-
-        Args:
-            names: Parameters that entered it.
-            numbers: Numbers of each example that are held until its gradient is there; counted for one of the
-                parameters.
-
-        Returns:
-            False: a dry run wants no gradients.
-        """
         for name in names:
             # held once, whichever of them is asked
             self.held[name] = self.held.get(name, 0) + (numbers if name == min(names) else 0)
         return False
 
+    @override
     def broadcast(self, names: frozenset[str]) -> bool:
-        """Note a broadcast over the examples.
-
-        Args:
-            names: Parameters that were broadcast.
-
-        Returns:
-            False: a dry run wants no gradients.
-        """
+        # a dry run wants no gradients
         self.spread |= names
         return False
 
+    @override
     def expanded(self, names: frozenset[str], *, examples: int) -> bool:
-        """Note parameters that may have a dimension for the examples.
-
-        Args:
-            names: The parameters.
-            examples: Length of the dimension; not looked at, since another number of examples shows whether it is
-                chance.
-
-        Returns:
-            True.
-        """
+        # another number of examples shows whether the length is chance
         del examples
         self.leading |= names
         return True
 
+    @override
     def strange(self, names: frozenset[str], operation: str) -> None:
-        """Note an operation that is not understood.
-
-        Args:
-            names: Parameters that entered it, of which the first such operation is kept.
-            operation: Its name.
-        """
         for name in names:
             self.unknown.setdefault(name, operation)
 

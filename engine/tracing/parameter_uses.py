@@ -27,7 +27,7 @@ class Sink(Protocol):
     """A receiver of what the watched parameters do."""
 
     def factorises(self, weight: Place | None, bias: Place | None) -> bool:
-        """Decide whether products with a matrix and its bias are a layer of A and G."""
+        """Decide whether products with a matrix, its bias, or both are a layer of A and G, here or in another pass."""
 
     def multiplied(self, product: Product) -> Tensor:
         """Receive a product that a matrix, or its bias, entered.
@@ -37,13 +37,21 @@ class Sink(Protocol):
         """
 
     def broadcast(self, names: frozenset[str]) -> bool:
-        """Receive parameters that were broadcast over the examples."""
+        """Receive names of parameters that were broadcast over the examples; return whether gradients are wanted."""
 
     def contributed(self, names: frozenset[str], numbers: int) -> bool:
-        """Receive parameters that entered an operation whose examples never meet."""
+        """Receive parameters that entered an operation whose examples never meet; return whether gradients are wanted.
+
+        Args:
+            numbers: Numbers of each example that are held until its gradient is there; for one of the parameters.
+        """
 
     def expanded(self, names: frozenset[str], *, examples: int) -> bool:
-        """Receive parameters with one dimension as long as there are examples, along which all is alike."""
+        """Receive parameters with one dimension as long as there are examples, along which all is alike.
+
+        Returns:
+            Whether the dimension is that of the examples.
+        """
 
     def strange(self, names: frozenset[str], operation: str) -> None:
         """Receive parameters that entered an operation that is not understood."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from engine.memory.out_of_memory import is_unexplained
 from engine.row_layout.layer_calls import version
@@ -16,6 +17,7 @@ from engine.tracing.batch_provenance import Rows, batch_first, rows_of_one
 from engine.tracing.derived_weights import Derivation
 from engine.tracing.followed_rows import follow_rows
 from engine.tracing.moved_rows import STACKS, follow_moved, with_one
+from engine.tracing.rewrites.operator_rewrites import Watch
 from engine.tracing.scattered_rows import SCATTERS, follow_join, follow_scatter, source_of, written_at
 from engine.tracing.torch_functions import CONSTANTS, JOINS, Operation, tensors_of
 
@@ -278,74 +280,36 @@ class Marks:
             return None
 
 
-class Marking(TorchFunctionMode):
+class Marking(TorchFunctionMode, Watch):
     """A mode that keeps marks, and tells them to those who rewrite its operations."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._marks = Marks(parameters)
 
+    @override
     def is_data(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor depends on what entered the model.
-
-        Args:
-            tensor: A tensor of any shape.
-
-        Returns:
-            False for constants and derived tensors.
-        """
         return self._marks.is_data(tensor)
 
+    @override
     def is_derived(self, tensor: object) -> bool:
-        """Tell whether a tensor was made of the watched parameters alone."""
         return isinstance(tensor, Tensor) and bool(self._marks.sources(tensor))
 
+    @override
     def leads(self, tensor: Tensor) -> bool:
-        """Tell whether the examples of a tensor are along its first dimension, or unknown.
-
-        Args:
-            tensor: Data of any shape.
-
-        Returns:
-            False in a pass of one example, which is along every dimension.
-        """
         return self._marks.examples > 1 and getattr(self._marks.rows(tensor), "dim", 0) == 0
 
+    @override
     def rows_of(self, tensor: Tensor) -> Rows | None:
-        """Return where the examples of a tensor are.
-
-        Args:
-            tensor: Data of any shape.
-
-        Returns:
-            Its rows; None where they are not known.
-        """
         return self._marks.rows(tensor)
 
+    @override
     def rows_put(self, source: Tensor, index: Tensor, left: Tensor) -> Rows | None:
-        """Return where the examples of a result are that the rows of another tensor were put into.
-
-        Args:
-            source: Data of any shape, whose rows were put.
-            index: Places in the result, shape (K,).
-            left: The result, of any shape.
-
-        Returns:
-            The rows of the result; None where examples meet in it.
-        """
         rows = self._marks.rows(source)
         return None if rows is None else follow_scatter(rows, None, index, rows.dim, left, self._marks.examples)
 
+    @override
     def with_rows(self, tensor: Tensor, rows: Rows | None) -> Tensor:
-        """Note where the examples of a tensor are.
-
-        Args:
-            tensor: Data of any shape.
-            rows: Its rows; None where they are not known.
-
-        Returns:
-            The tensor.
-        """
         self._marks.put(tensor, rows=rows)
         return tensor
 

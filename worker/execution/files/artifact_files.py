@@ -21,7 +21,7 @@ from typing_extensions import override
 from catalog.record import plain
 from engine.artifacts import Artifacts, ReadOnly
 from engine.memory.plan import readable_bytes
-from engine.tensor_file import MEDIA_TYPE, Sink, tensor_file_parts
+from engine.tensor_file import MEDIA_TYPE, Files, Sink, tensor_file_parts
 from worker.execution.files.open_files import OpenFolder, ReadableFile
 from worker.execution.files.safetensors_header import read_header
 from worker.execution.refusal import Refusal, storable_text
@@ -31,7 +31,7 @@ Announce = Callable[[str, str, int, str], None]
 """``announce(name, sha256, size_bytes, media_type)``."""
 
 
-class ArtifactFiles(Artifacts):
+class ArtifactFiles(Artifacts, Files):
     """Writes below one folder, reads from it, or from the folder of an earlier job."""
 
     _most_json_bytes = 512 * 2**20
@@ -84,18 +84,9 @@ class ArtifactFiles(Artifacts):
             raise FileNotFoundError(name)
         return path
 
+    @override
     @contextlib.contextmanager
     def writing(self, name: str, media_type: str) -> Iterator[Sink]:
-        """Write a file of another kind.
-
-        Args:
-            name: The file's name below the folder.
-            media_type: Its type, as it is announced.
-
-        Returns:
-            A context with the file, which is written from its beginning to its end and cannot be sought in. It is
-            announced at the context's end, and removed where that is an error.
-        """
         path = self._path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".part-")
