@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from engine.errors import ModelRefused
 from engine.gradient_identity.checked_model import Subject, unwritten
@@ -114,13 +115,10 @@ class _Results(TorchFunctionMode):
         self.narrowest = widest
         self._left = False
 
+    @override
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - as torch returns
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         returned = func(*args, **(kwargs or {}))
         # what leaves torch comes back as an operand that no operation has returned
         self._left = self._left or getattr(func, "__name__", "") in ("numpy", "__array__", "__dlpack__")

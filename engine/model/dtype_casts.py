@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 _MISMATCH = re.compile(r"dtype|scalar type|mixed dtype|should be the same|result type", re.IGNORECASE)
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -41,14 +42,10 @@ class OwnCasts(TorchFunctionMode):
         self.kept, self.dtype = kept, dtype
         self.wanted = False
 
+    @override
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - as torch returns
-        del types
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         name = getattr(func, "__name__", "")
         if _CASTS.get(name) in self.kept and len(args) == 1 and isinstance(args[0], Tensor):
             return args[0].to(self.dtype, **(kwargs or {}))
@@ -82,13 +79,10 @@ class AllCasts(OwnCasts):
     def __init__(self) -> None:
         super().__init__(_NARROW, torch.float64)
 
+    @override
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - as torch returns
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         returned = super().__torch_function__(func, types, args, kwargs)
         if not isinstance(returned, Tensor) or not returned.is_floating_point() or returned.dtype == self.dtype:
             return returned

@@ -16,6 +16,7 @@ import torch.fx.experimental._config as tracer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from engine.model.determinism import Numerics
 
@@ -28,13 +29,10 @@ class _Assumed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # torch would load its compiler
         return False
 
+    @override
     def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401 - an overload of torch's
-        types: object,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - as torch returns
+        self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         if args and isinstance(args[0], Tensor) and args[0].is_meta:
             if func is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001 - its only name
                 return True if args[0].dtype == torch.bool else 1
@@ -82,9 +80,10 @@ class _Attention(TorchFunctionMode):
         # a device that is not here is taken for one of today's
         self._is_old = found is not None and int(found[1]) < _OLDEST_FLASH
 
+    @override
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:  # noqa: ANN401 - as torch returns
+    ) -> Any:
         named = dict(kwargs or {})
         if func is torch.nn.functional.scaled_dot_product_attention:
             call = _AttentionCall(*args, **named)

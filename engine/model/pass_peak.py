@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from engine.model.state.tensor_storage import storage_identity
 
@@ -43,13 +44,10 @@ class StorageEvents(TorchDispatchMode):
         # torch would load its compiler
         return False
 
+    @override
     def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401 - an overload of torch's
-        types: object,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - as torch returns
+        self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         before = {storage_identity(tensor.untyped_storage()) for tensor in _strided((args, kwargs))}
         left = func(*args, **(kwargs or {}))
         for tensor in _strided(left):

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from engine.memory.out_of_memory import is_unexplained
 from engine.model.state.tensor_storage import detach_view, storage_of
@@ -122,13 +123,10 @@ class ParameterUseMode(Multiplying):
                     yield each
                 del each  # before the next examples' gradients are made
 
+    @override
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - as torch returns
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         operation = Operation(func, operation_name(func), args, kwargs or {})
         if operation.name == "backward":
             # what a checkpoint runs again within is to be seen too

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from engine.distributed.group import Ranks
 from engine.distributed.parameter_rounds import ParameterRounds
@@ -328,14 +329,10 @@ class AbsentReads(TorchFunctionMode):
     FSDP itself fails there, since the operation meets a part of the parameter.
     """
 
+    @override
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - as torch returns
-        del types
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         name = getattr(func, "__name__", "")
         if name not in _SHAPES_ALONE:
             with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are not the model's

@@ -26,11 +26,10 @@ from engine.model.state.state_places import (
     ArrayPlace,
     ClassPlace,
     DictPlace,
-    ListPlace,
+    MembersPlace,
     ModulePlace,
     NamesPlace,
     Place,
-    SetPlace,
 )
 
 MOST_PLACES = 20_000
@@ -50,7 +49,7 @@ _Memoised = type(functools.cache(lambda: None))
 _FUNCTIONS = (
     types.FunctionType, types.MethodType, functools.partial, property, staticmethod, classmethod, _Memoised,
 )  # fmt: skip
-_PLACES: dict[type, Callable[..., Place]] = {dict: DictPlace, list: ListPlace, deque: ListPlace, set: SetPlace}
+_PLACES: dict[type, Callable[..., Place]] = {dict: DictPlace, **dict.fromkeys((list, deque, set), MembersPlace)}
 
 
 @functools.cache

@@ -45,10 +45,10 @@ class DictPlace(Place):
             self.held[key] = value
 
 
-class ListPlace(Place):
-    """A list or a queue: its entries."""
+class MembersPlace(Place):
+    """A list, a queue or a set: its members."""
 
-    def __init__(self, held: "list[Any] | deque[Any]", *, outer: bool) -> None:
+    def __init__(self, held: "list[Any] | deque[Any] | set[Any]", *, outer: bool) -> None:
         self.held, self.outer = held, outer
 
     @override
@@ -58,23 +58,10 @@ class ListPlace(Place):
     @override
     def put_back(self, before: Sequence[Any]) -> None:
         self.held.clear()
-        self.held.extend(before)
-
-
-class SetPlace(Place):
-    """A set: its members."""
-
-    def __init__(self, held: set[Any], *, outer: bool) -> None:
-        self.held, self.outer = held, outer
-
-    @override
-    def take(self) -> Sequence[Any]:
-        return tuple(self.held)
-
-    @override
-    def put_back(self, before: Sequence[Any]) -> None:
-        self.held.clear()
-        self.held.update(before)
+        if isinstance(self.held, set):
+            self.held.update(before)
+        else:
+            self.held.extend(before)
 
 
 class ArrayPlace(Place):
