@@ -96,15 +96,7 @@ class SketchRows(GradientRows):
             self.enter_(piece.view(piece.shape[0], -1, self.size))
 
     def add_terms_(self, logits: Tensor, terms: Terms) -> Tensor:  # (N, R, V) -> (P,)
-        """Let the probabilities of some loss terms enter.
-
-        Args:
-            logits: The head's outputs, shape (N, R, V).
-            terms: The P loss terms that count.
-
-        Returns:
-            The trace of each term's Fisher, ``ω (1 − ‖p‖²)``, shape (P,), float64.
-        """
+        """Let the probabilities of some loss terms enter; returns their traces, as ``ProbabilityRows.add_terms_``."""
         diagonals, means = self._sums(self.diagonals), self._sums(self.means)
         traces = torch.empty_like(terms.weights)
         for span, probabilities in chunks(logits, terms):

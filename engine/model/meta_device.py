@@ -15,19 +15,14 @@ import torch
 import torch.fx.experimental._config as tracer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from engine.model.determinism import Numerics
+from engine.model.pass_peak import PlainDispatchMode
 
 
-class _Assumed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Assumed(PlainDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what is asked of numbers that are not there."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch would load its compiler
-        return False
 
     @override
     def __torch_dispatch__(

@@ -26,7 +26,16 @@ Line = tuple[int, int]
 """Bytes at any number of examples, and bytes that each adds."""
 
 
-class StorageEvents(TorchDispatchMode):
+class PlainDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that is shown operations without torch loading its compiler for it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would load its compiler
+        return False
+
+
+class StorageEvents(PlainDispatchMode):
     """Notes the bytes of each storage that an operation inside makes, and again when the storage is let go of."""
 
     def __init__(self, label: str = "") -> None:
@@ -38,11 +47,6 @@ class StorageEvents(TorchDispatchMode):
         self.label = label
         """The label of storages that are made from now on."""
         self._living: dict[int, str] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch would load its compiler
-        return False
 
     @override
     def __torch_dispatch__(

@@ -8,7 +8,8 @@ shows in the next job that measures it. The digest is the job's own claim, so it
 alone: no tenant can make another's model look exchanged.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Engine, Row, select
@@ -155,14 +156,7 @@ def hand_back(engine: Engine, claim: Claim, reason: str = "handed back") -> Stat
     Raises:
         LeaseLost: If the job has another holder by now, or none.
     """
-    with writing(engine) as connection:
-        parent = draw_parent(connection, claim.parent_id)
-        drawn = draw_fenced(connection, claim)
-        state = _returned(connection, drawn, reason)
-        tell_parent(connection, parent, drawn, state)
-        if state == "queued":
-            add(connection, "drains")
-        return state
+    return _give_back(engine, claim, reason, partial(add, counter="drains"))
 
 
 @by_holder
@@ -181,13 +175,20 @@ def decline(engine: Engine, claim: Claim, code: str, pause_seconds: float = 0) -
     Raises:
         LeaseLost: If the job has another holder by now, or none.
     """
+    counted = partial(add_failure, category="transient", code=code, ends_job=False)
+    return _give_back(engine, claim, code, counted, pause_seconds)
+
+
+def _give_back(
+    engine: Engine, claim: Claim, reason: str, count: Callable[[Connection], None], pause_seconds: float = 0
+) -> State:
     with writing(engine) as connection:
         parent = draw_parent(connection, claim.parent_id)
         drawn = draw_fenced(connection, claim)
-        state = _returned(connection, drawn, code, pause_seconds)
+        state = _returned(connection, drawn, reason, pause_seconds)
         tell_parent(connection, parent, drawn, state)
         if state == "queued":
-            add_failure(connection, "transient", code, ends_job=False)
+            count(connection)
         return state
 
 

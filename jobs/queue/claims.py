@@ -124,17 +124,7 @@ def heartbeat(engine: Engine, claim: Claim, lease_seconds: float) -> datetime | 
 
 
 def last_heartbeat(engine: Engine, claim: Claim, lease_seconds: float) -> datetime | None:
-    """Renew the lease of an attempt that is about to end its job; a refusal is expected and not counted.
-
-    Args:
-        lease_seconds: The lease holds so long from now.
-
-    Returns:
-        When cancellation was asked for, or None.
-
-    Raises:
-        LeaseLost: If the job has another holder by now, or none.
-    """
+    """Renew the lease as `heartbeat` of an attempt that is about to end its job: a refusal is expected, not counted."""
     with writing(engine) as connection:
         drawn = draw_fenced(connection, claim)
         change(connection, drawn, {"lease_expires_at": ledger_now(lease_seconds)})

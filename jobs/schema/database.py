@@ -208,17 +208,7 @@ def writing(engine: Engine, tenant_id: str | None = None) -> Iterator[Connection
 
 @contextmanager
 def reading(engine: Engine, tenant_id: str | None = None) -> Iterator[Connection]:
-    """Open one short transaction that only reads, beside any writer.
-
-    Args:
-        tenant_id: The tenant whose rows it sees; None: as the engine declares.
-
-    Yields:
-        The connection.
-
-    Raises:
-        LedgerUnavailable: If the database does not answer.
-    """
+    """Open one short transaction that only reads, beside any writer; otherwise as `writing`."""
     with _translated(), engine.connect() as opened:
         declared = {} if tenant_id is None else {_TENANT: tenant_id}
         connection = opened.execution_options(**{_READING: True, **declared})
