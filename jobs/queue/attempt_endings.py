@@ -84,9 +84,6 @@ def finish(engine: Engine, claim: Claim, frame: Finished | None = None) -> State
 
     Returns:
         The job's last state.
-
-    Raises:
-        LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
         parent = draw_parent(connection, claim.parent_id)
@@ -117,9 +114,6 @@ def fail(engine: Engine, claim: Claim, failure: Failed, pause_seconds: float = 0
 
     Returns:
         The job's new state: `queued`, `failed`, or `cancelled` if that was asked for.
-
-    Raises:
-        LeaseLost: If the job has another holder by now, or none.
     """
     said = plain(failure)
     del said["frame"]
@@ -136,9 +130,6 @@ def end_cancelled(engine: Engine, claim: Claim) -> State:
 
     Returns:
         The job's new state.
-
-    Raises:
-        LeaseLost: If the job has another holder by now, or none.
     """
     return hand_back(engine, claim)
 
@@ -152,9 +143,6 @@ def hand_back(engine: Engine, claim: Claim, reason: str = "handed back") -> Stat
 
     Returns:
         The job's new state: `queued` or `cancelled`.
-
-    Raises:
-        LeaseLost: If the job has another holder by now, or none.
     """
     return _give_back(engine, claim, reason, partial(add, counter="drains"))
 
@@ -171,9 +159,6 @@ def decline(engine: Engine, claim: Claim, code: str, pause_seconds: float = 0) -
 
     Returns:
         The job's new state: `queued` or `cancelled`.
-
-    Raises:
-        LeaseLost: If the job has another holder by now, or none.
     """
     counted = partial(add_failure, category="transient", code=code, ends_job=False)
     return _give_back(engine, claim, code, counted, pause_seconds)

@@ -33,9 +33,6 @@ def write_started(engine: Engine, claim: Claim, frame: Started) -> None:
 
     Args:
         frame: The child's first frame.
-
-    Raises:
-        LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
         drawn = draw_fenced(connection, claim)
@@ -57,9 +54,6 @@ def write_progress(engine: Engine, claim: Claim, progress: Mapping[str, Any]) ->
     Args:
         progress: `stage, done, total, unit, layers_done, layers_total, percent, eta_seconds`; `updated_at`
             is added here.
-
-    Raises:
-        LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
         drawn = draw_fenced(connection, claim)
@@ -80,9 +74,6 @@ def write_plan(engine: Engine, claim: Claim, frame: Planned) -> bool:
 
     Returns:
         Whether the attempt may continue on its device.
-
-    Raises:
-        LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
         drawn = draw_fenced(connection, claim)
@@ -113,9 +104,6 @@ def write_layer(engine: Engine, claim: Claim, frame: LayerDone) -> Written:
 
     Returns:
         Whether the row was written, was there already, or differs from the one there.
-
-    Raises:
-        LeaseLost: If the job has another holder by now, or none.
     """
     outcome = plain(frame.outcome)
     digest = sha256_of(outcome)
@@ -157,9 +145,6 @@ def write_artifact(engine: Engine, claim: Claim, frame: ArtifactWritten, uri: st
 
     Returns:
         Whether the row was written, was there already, or differs from the one there.
-
-    Raises:
-        LeaseLost: If the job has another holder by now, or none.
     """
     key = {"job_id": claim.job_id, "name": frame.name}
     with writing(engine) as connection:
@@ -192,9 +177,6 @@ def write_summary(engine: Engine, claim: Claim, frame: Summarised) -> None:
 
     Args:
         frame: The analysis and its summary.
-
-    Raises:
-        LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
         drawn = draw_fenced(connection, claim)
@@ -208,9 +190,6 @@ def write_log_line(engine: Engine, claim: Claim, frame: LogLine) -> None:
 
     Args:
         frame: The line and its level.
-
-    Raises:
-        LeaseLost: If the job has another holder by now, or none.
     """
     with writing(engine) as connection:
         drawn = draw_fenced(connection, claim)
