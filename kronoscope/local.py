@@ -43,14 +43,13 @@ from engine.training.example_coupling import require_uncoupled
 from engine.training.mixed_precision import TrainingPrecision, choose_precision
 from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Workspace
 from kronoscope.display.progress import notebook_display
+from kronoscope.local_artifacts import open_against, open_gradient
 from kronoscope.local_factors import (
     LayerFactors,
     LayersFactors,
     load_factors,
     load_stabilised,
     load_structures,
-    open_against,
-    open_gradient,
 )
 from kronoscope.local_inputs import (
     Batches,

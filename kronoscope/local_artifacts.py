@@ -1,14 +1,18 @@
-"""Artifacts on disk that a notebook reads: a folder of stored factors."""
+"""Artifacts on disk that a notebook reads: folders of stored factors, and a gradient of its own."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 from torch import Tensor
 from typing_extensions import override
 
 from engine.artifacts import ReadOnly
+from engine.errors import BrokenFactors
+from kronoscope.local_inputs import OptionRefused, WrongOptionType
 
 
 class Folder(ReadOnly):
@@ -24,3 +28,68 @@ class Folder(ReadOnly):
     @override
     def load_json(self, name: str) -> Any:
         return json.loads((self._folder / name.removeprefix("factors/")).read_bytes())
+
+
+def open_against(params: Mapping[str, Any]) -> Folder | None:
+    """Open the second set of factors that an analysis in a notebook names.
+
+    Args:
+        params: The options of each analysis that has any, by kind.
+
+    Returns:
+        The stored factors; None where nothing names any.
+
+    Raises:
+        BrokenFactors: If there is no index where the path leads.
+        OptionRefused: If a job of a service is named.
+    """
+    reference = next((each.against for each in params.values() if getattr(each, "against", None) is not None), None)
+    if reference is None:
+        return None
+    if reference.path is None:
+        raise OptionRefused("`against.job` names a job of a service; in a notebook give `against: {'path': FOLDER}`")
+    return folder_of(Path(reference.path))
+
+
+def open_gradient(params: Mapping[str, Any]) -> dict[str, Tensor] | None:
+    """Read the gradient that an analysis in a notebook names in place of that of the data.
+
+    Args:
+        params: The options of each analysis that has any, by kind.
+
+    Returns:
+        Tensors by parameter, as the file has them; None where nothing names any.
+
+    Raises:
+        OptionRefused: If there is no such file, or it is not one of safetensors.
+    """
+    given = {kind: each.gradient for kind, each in params.items() if getattr(each, "gradient", None) is not None}
+    if not given:
+        return None
+    ((kind, gradient),) = given.items()
+    try:
+        return safetensors.torch.load_file(gradient.path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise OptionRefused(
+            f"`params['{kind}'].gradient.path` is {gradient.path[:80]!r}, which cannot be read "
+            f"({error}); give a `.safetensors` file with a tensor for each trainable parameter"
+        ) from error
+
+
+def path_of(given: object) -> Path:
+    """Return the path that a caller gives."""
+    if not isinstance(given, (str, Path)):
+        raise WrongOptionType(f"`path` is {type(given).__name__}; give the path of a folder")
+    return Path(given)
+
+
+def folder_of(folder: Path) -> Folder:
+    """Return the stored factors of a folder, a run's output or its `artifacts`."""
+    for candidate in (folder, folder / "factors", folder / "artifacts" / "factors"):
+        if (candidate / "factors.index.json").is_file():
+            return Folder(candidate)
+        if (candidate / "stabilised.index.json").is_file():
+            raise BrokenFactors(f"{candidate} holds eigenbases, alone or among matrices; read it by `load_stabilised`")
+    raise BrokenFactors(
+        f"{folder} holds no factors.index.json; give the folder that a job with `keep: [factors]` wrote"
+    )

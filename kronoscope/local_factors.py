@@ -1,20 +1,22 @@
 """Factors of a folder or a measurement, layer by layer, as a notebook reads them."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from catalog.analyses.export import ExportFormat
+from catalog.analyses.export import ExportFormat, ExportMetrics, ExportParams
 from catalog.brief import count_layers, cut, html_table
 from catalog.field_errors import near_names
 from catalog.record_reader import read
+from engine.analyses.export import FORMATS
 from engine.errors import BrokenFactors
 from engine.factors.clipping.clipped_inverse import StabilisedLayers
 from engine.factors.dense import Dense
@@ -28,15 +30,29 @@ from engine.linalg.linear_operator import Operator, Structured
 from engine.memory.plan import readable_bytes
 from engine.operators.preconditioning import precondition
 from engine.semiseparable.semiseparable_matrix import SemiseparableMatrix
-from kronoscope.local_artifacts import Folder
-from kronoscope.local_exports import ExportChoices, Exported, export_factors
-from kronoscope.local_inputs import OptionRefused, WrongOptionType, refusing, usable_device
+from kronoscope.local_artifacts import Folder, folder_of, path_of
+from kronoscope.local_inputs import OptionRefused, options_record, refusing, usable_device
 from kronoscope.local_views import NamedLayers, draw_spectra, make_frame
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 _LARGEST_DENSE_BYTES = 2**31
+Exported = Mapping[str, ExportMetrics]
+"""Entries and figures of each layer in a file, by its name."""
+
+
+class ExportChoices(TypedDict, total=False):
+    """Options of an export."""
+
+    without: Sequence[str]
+    """Names of layers to leave out; `*` stands for any characters."""
+    kappa_max: float
+    """Largest condition number of GPTQ's damped Hessian, 1e6 without it."""
+    likelihood: Literal["classification", "regression"]
+    """That of laplace-torch, which `laplace` needs."""
+    outputs: int
+    """The number of the model's outputs, which `laplace` needs."""
 
 
 class LayerFactors:
@@ -232,7 +248,7 @@ class LayersFactors(Mapping[str, LayerFactors]):
             ExportRefused: If the format cannot hold a layer that is not left out; the message names it.
             OptionRefused: If an option cannot be, or contradicts the format.
         """
-        return export_factors(self.collected, format, _path(path), options)
+        return export_factors(self.collected, format, path_of(path), options)
 
     def to_frame(self) -> "DataFrame":
         """Return the layers with the shapes of their factors as a table of pandas; no factor is read.
@@ -268,73 +284,10 @@ def load_factors(path: str | Path, *, verify: bool = False) -> LayersFactors:
     Raises:
         BrokenFactors: If there is no index, a value of it cannot be, or a factor has another digest than it records.
     """
-    found = LayersFactors(read_factors(_folder_of(_path(path))))
+    found = LayersFactors(read_factors(folder_of(path_of(path))))
     if verify:
         _read_all(found.collected)
     return found
-
-
-def open_against(params: Mapping[str, Any]) -> Folder | None:
-    """Open the second set of factors that an analysis in a notebook names.
-
-    Args:
-        params: The options of each analysis that has any, by kind.
-
-    Returns:
-        The stored factors; None where nothing names any.
-
-    Raises:
-        BrokenFactors: If there is no index where the path leads.
-        OptionRefused: If a job of a service is named.
-    """
-    reference = next((each.against for each in params.values() if getattr(each, "against", None) is not None), None)
-    if reference is None:
-        return None
-    if reference.path is None:
-        raise OptionRefused("`against.job` names a job of a service; in a notebook give `against: {'path': FOLDER}`")
-    return _folder_of(Path(reference.path))
-
-
-def open_gradient(params: Mapping[str, Any]) -> dict[str, Tensor] | None:
-    """Read the gradient that an analysis in a notebook names in place of that of the data.
-
-    Args:
-        params: The options of each analysis that has any, by kind.
-
-    Returns:
-        Tensors by parameter, as the file has them; None where nothing names any.
-
-    Raises:
-        OptionRefused: If there is no such file, or it is not one of safetensors.
-    """
-    given = {kind: each.gradient for kind, each in params.items() if getattr(each, "gradient", None) is not None}
-    if not given:
-        return None
-    ((kind, gradient),) = given.items()
-    try:
-        return safetensors.torch.load_file(gradient.path)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise OptionRefused(
-            f"`params['{kind}'].gradient.path` is {gradient.path[:80]!r}, which cannot be read "
-            f"({error}); give a `.safetensors` file with a tensor for each trainable parameter"
-        ) from error
-
-
-def _path(given: object) -> Path:
-    if not isinstance(given, (str, Path)):
-        raise WrongOptionType(f"`path` is {type(given).__name__}; give the path of a folder")
-    return Path(given)
-
-
-def _folder_of(folder: Path) -> Folder:
-    for candidate in (folder, folder / "factors", folder / "artifacts" / "factors"):
-        if (candidate / "factors.index.json").is_file():
-            return Folder(candidate)
-        if (candidate / "stabilised.index.json").is_file():
-            raise BrokenFactors(f"{candidate} holds eigenbases, alone or among matrices; read it by `load_stabilised`")
-    raise BrokenFactors(
-        f"{folder} holds no factors.index.json; give the folder that a job with `keep: [factors]` wrote"
-    )
 
 
 def load_stabilised(path: str | Path, device: str | torch.device = "cpu") -> StabilisedLayers:
@@ -354,7 +307,7 @@ def load_stabilised(path: str | Path, device: str | torch.device = "cpu") -> Sta
         BrokenFactors: If there are none.
         OptionRefused: If this machine has no such device.
     """
-    folder, place = _path(path), usable_device(device)
+    folder, place = path_of(path), usable_device(device)
     for candidate in (folder, folder / "stabilised", folder / "artifacts" / "stabilised"):
         if (candidate / "stabilised.index.json").is_file():
             index = json.loads((candidate / "stabilised.index.json").read_bytes())
@@ -378,7 +331,7 @@ def load_structures(path: str | Path) -> dict[str, dict[str, SemiseparableMatrix
     Raises:
         BrokenFactors: If there are none, or the index and the files contradict each other.
     """
-    given = _path(path)
+    given = path_of(path)
     for candidate in (given.resolve().parent if given.name == "structures" else given, given / "artifacts"):
         if (candidate / STRUCTURES).is_file():
             return NamedLayers("is stored as structures", read_structures(Folder(candidate)))
@@ -396,3 +349,38 @@ def _read_all(factors: FactorSet) -> None:
         factors.load(layer.ordinal)
         if factors.load_corrected is not None:
             factors.load_corrected(layer.ordinal)
+
+
+def export_factors(collected: FactorSet, named: ExportFormat, path: Path, options: ExportChoices) -> Exported:
+    """Write factors as a file of another tool.
+
+    Args:
+        path: The file, which is replaced once it is whole.
+        options: What else the format takes.
+
+    Returns:
+        What the file holds of each layer, by its name.
+
+    Raises:
+        ExportRefused: If the format cannot hold a layer that is not left out.
+        OptionRefused: If an option cannot be, or contradicts the format.
+    """
+    given = {name: value for name, value in options.items() if name != "kappa_max"}
+    if isinstance(given.get("without"), (list, tuple)):
+        given["without"] = tuple(options["without"])
+    params = options_record(ExportParams, {"format": named, **given}, "export")
+    with refusing():
+        kappa_max = read(float, options.get("kappa_max", 1e6), "kappa_max")
+    if not kappa_max > 1:
+        raise OptionRefused(f"`kappa_max` is {kappa_max}; take a number above 1, such as 1e6")
+    file = FORMATS[params.format](collected, params, kappa_max)
+    rows = {facts.name: file.add(facts, collected.load(facts.ordinal)) for facts in collected.layers}
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".part-", delete=False) as written:
+        try:
+            file.write(written)
+            Path(written.name).chmod(0o644)
+            Path(written.name).replace(path)
+        except BaseException:
+            Path(written.name).unlink(missing_ok=True)
+            raise
+    return rows
