@@ -26,7 +26,9 @@ class Rounds:
         self.failing: dict[str, type[Exception]] = {}
         """The rounds whose last call failed, and what it raised."""
         self._table, self._log, self._last = table, log, last
+        self._name = name
         self._due: dict[str, float] = {}
+        self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -44,7 +46,8 @@ class Rounds:
 
     def postpone(self, name: str, seconds: float) -> None:
         """Have a round be called after so many seconds, instead of when it would be; 0: now."""
-        self._due[name] = time.monotonic() + seconds
+        with self._lock:
+            self._due[name] = time.monotonic() + seconds
         self._wake.set()
 
     def _run(self) -> None:
@@ -54,12 +57,15 @@ class Rounds:
                 break
             for name, seconds, function in self._table:
                 if not self._stopping.is_set() and time.monotonic() >= self._due.get(name, 0.0):
-                    # before the call, which may be asked for anew meanwhile
-                    self._due[name] = time.monotonic() + seconds
+                    # one that is asked for anew meanwhile comes at once, any other after a pause
+                    due = self._due[name] = time.monotonic() + seconds
                     self._call(name, function)
+                    with self._lock:
+                        if self._due[name] == due:
+                            self._due[name] = time.monotonic() + seconds
             self._wake.wait(max(0.0, min(self._due.values(), default=0.0) - time.monotonic()))
         if self._last is not None:
-            self._call("last", self._last)
+            self._call(f"{self._name}: its last", self._last)
 
     def _call(self, name: str, function: Callable[[], object]) -> None:
         try:

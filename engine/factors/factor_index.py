@@ -173,10 +173,13 @@ def _layer(entry: object, place: str) -> LayerEntry:
     )
     if not all(TABLES.fits(str, text) for text in (*metadata, *metadata.values())):
         _refuse(f"{place}/gradient_covariance/metadata", "an object of texts", metadata)
+    scale_G = _scale(stored["gradient_covariance"], f"{place}/gradient_covariance/scale")
+    if facts.representation_G != "dense" and scale_G != 1:
+        _refuse(f"{place}/gradient_covariance/scale", f"1 beside `{facts.representation_G}`", scale_G)
     return LayerEntry(
         facts=facts,
         scale_A=_scale(stored["activation_covariance"], f"{place}/activation_covariance/scale"),
-        scale_G=_scale(stored["gradient_covariance"], f"{place}/gradient_covariance/scale"),
+        scale_G=scale_G,
         metadata_G=metadata,
         digests={
             name: _digest(side["sha256"], f"{place}/{name}/sha256") for name, side in stored.items() if "sha256" in side

@@ -47,9 +47,11 @@ def largest_eigenvalues(
         for the first), and the root of the sum of their squared residuals.
 
     Memory:
-        The basis: 161 columns of n numbers, as far as products are made.
+        The basis: 161 columns of n numbers, or n columns where the products may be as many.
     """
-    search = Lanczos(start=start, length=min(steps, _LONGEST) + 1)
+    # a whole space that the products suffice for is exact, and a basis of so few numbers is small
+    length = steps if start.numel() <= steps else min(steps, _LONGEST)
+    search = Lanczos(start=start, length=length + 1)
     values, residuals = search.values, search.residuals
     while not search.done and search.products < steps:
         search.advance(apply(search.vector[:, None])[:, 0])

@@ -255,6 +255,4 @@ def _sentence(path: Path, document: Mapping[str, Any], error: ValidationError) -
         return f"{at} has no field {field!r}; take one of {', '.join(known)}{suggestion(field, known)}"
     if first["type"] == "missing":
         return f"{at} {field} is missing; it {_RULES[field]}"
-    for step in place:
-        value = value[step]
-    return f"{at} {field} {_RULES[field]} (got {value!r})"
+    return f"{at} {field} {_RULES[field]} (got {value[place[0]]!r})"

@@ -1,11 +1,13 @@
 """The reaper takes jobs from silent holders and dead ones, and fails queued jobs at their deadline."""
 
+import contextlib
 import logging
 from typing import Any
 
 from sqlalchemy import ColumnElement, Engine, Row, and_, delete, exists, literal, not_, select
 
 from jobs.devices.leases import forget
+from jobs.errors import LedgerUnavailable
 from jobs.lifecycle import HELD
 from jobs.metrics.counters import add, note_round
 from jobs.queue.attempt_endings import record_failure
@@ -48,8 +50,13 @@ def reap(engine: Engine) -> int:
     """Make a round of the reaper, and record that it has succeeded; overdue jobs end even where the rest fails."""
     try:
         taken = reap_expired(engine)
-    finally:
-        ended = end_overdue(engine)
+    except LedgerUnavailable:
+        raise
+    except Exception:
+        with contextlib.suppress(LedgerUnavailable):
+            end_overdue(engine)
+        raise
+    ended = end_overdue(engine)
     note_round(engine, "reaper")
     return taken + ended
 

@@ -69,6 +69,7 @@ def open_database(url: str, *, tenants_apart: bool = False) -> Engine:
     if parsed.get_backend_name() == "sqlite":
         engine = create_engine(
             parsed,
+            hide_parameters=True,
             execution_options=options,
             json_serializer=canonical_json,
             pool_size=5,
@@ -82,6 +83,7 @@ def open_database(url: str, *, tenants_apart: bool = False) -> Engine:
     patience = {name: value for name, value in _POSTGRES_PATIENCE.items() if name not in parsed.query}
     engine = create_engine(
         parsed,
+        hide_parameters=True,  # an error that is logged quotes no row of a tenant
         json_serializer=canonical_json,
         pool_size=5,
         max_overflow=5,

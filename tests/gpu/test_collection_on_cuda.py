@@ -324,7 +324,7 @@ def test_where_an_attempt_ended_on_the_device_the_next_decomposes_on_the_host() 
     first = attempt()
     assert first["5"].record.rungs_G == ("device_float64",)
     assert not [name for name in scratch.tables if name.endswith(DEVICE_ASKED)]
-    side = first["5"].sides["G"]
+    side = first["5"].G
     with contextlib.suppress(RuntimeError), mark_device(scratch, f"bases/{side.digest}-{side.rank_bound}", "it"):
         raise RuntimeError("CUDA error: unspecified launch failure")
     second = attempt()

@@ -77,7 +77,8 @@ def gradient_diagonal(factors: Factors) -> Tensor:
     """
     if factors.head_diagonal is not None:
         return factors.head_diagonal.to("cpu", torch.float64)
-    return factors.side_G.diagonal()
+    # what is stored is not handed out
+    return factors.side_G.diagonal().clone()
 
 
 def _tied(name: str, whole: FactorSet) -> LayerFacts | None:

@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import safetensors.torch
 from torch import Tensor
@@ -152,6 +152,10 @@ class StoredFactors(ReadOnly, ArtifactFiles):
         self._pointer = pointer
         self._folder = folder
         self._most_bytes = most_bytes
+
+    @override
+    def writing(self, name: str, media_type: str) -> NoReturn:
+        self.save_json(name, media_type)
 
     def _path(self, name: str) -> Path:
         return super()._path(name.removeprefix("factors/"))
