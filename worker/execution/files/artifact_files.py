@@ -155,7 +155,7 @@ class StoredFactors(ReadOnly, ArtifactFiles):
 
     @override
     def writing(self, name: str, media_type: str) -> NoReturn:
-        self.save_json(name, media_type)
+        raise PermissionError(f"{name}: {self._source} read, never written")
 
     def _path(self, name: str) -> Path:
         return super()._path(name.removeprefix("factors/"))
