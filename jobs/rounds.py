@@ -26,7 +26,6 @@ class Rounds:
         self.failing: dict[str, type[Exception]] = {}
         """The rounds whose last call failed, and what it raised."""
         self._table, self._log, self._last = table, log, last
-        self._name = name
         self._due: dict[str, float] = {}
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -65,7 +64,7 @@ class Rounds:
                             self._due[name] = time.monotonic() + seconds
             self._wake.wait(max(0.0, min(self._due.values(), default=0.0) - time.monotonic()))
         if self._last is not None:
-            self._call(f"{self._name}: its last", self._last)
+            self._call(f"{self._thread.name}: its last", self._last)
 
     def _call(self, name: str, function: Callable[[], object]) -> None:
         try:
@@ -73,7 +72,8 @@ class Rounds:
         except Exception as error:  # noqa: BLE001 - the thread outlives whatever stores, brokers and drivers raise
             if self.failing.get(name) is not type(error):
                 unforeseen = not isinstance(error, LedgerError)
-                self._log.warning("a round fails; it is tried again", round=name, why=str(error), exc_info=unforeseen)
+                said = "a round fails" if self._stopping.is_set() else "a round fails; it is tried again"
+                self._log.warning(said, round=name, why=str(error), exc_info=unforeseen)
             self.failing[name] = type(error)
         else:
             if self.failing.pop(name, None):
