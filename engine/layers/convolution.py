@@ -18,6 +18,7 @@ References:
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -40,18 +41,18 @@ class ConvolutionLayer(TreatedLayer):
     module: nn.modules.conv._ConvNd
 
     @override
-    @property
+    @cached_property
     def groups(self) -> int:
         # groups of channels that never meet; a depthwise convolution has one a channel
         return self.module.groups
 
     @override
-    @property
+    @cached_property
     def fan_in(self) -> int:
         return self.module.in_channels // self.groups * math.prod(self.module.kernel_size)
 
     @override
-    @property
+    @cached_property
     def fan_out(self) -> int:
         return self.module.out_channels // self.groups
 

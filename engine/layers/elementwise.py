@@ -8,6 +8,7 @@ directions, two factors, a scale) or that are used in several ways at once.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
@@ -64,7 +65,7 @@ class BareLayer(TreatedLayer):
         return self.count
 
     @override
-    @property
+    @cached_property
     def in_dim(self) -> int:
         return 1
 

@@ -153,17 +153,17 @@ class TreatedLayer(ABC):
     def fan_out(self) -> int:
         """Width of ``g``."""
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """Independent maps side by side; widths are those of one."""
         return 1
 
-    @property
+    @cached_property
     def in_dim(self) -> int:
         """Rows of A, the column of ones included; a frozen weight leaves the ones alone."""
         return (self.fan_in if self.weight else 0) + int(self.bias)
 
-    @property
+    @cached_property
     def out_dim(self) -> int:
         """Rows of G."""
         return self.fan_out
@@ -287,12 +287,12 @@ class BlockLayer(TreatedLayer):
         return self.fan_in
 
     @override
-    @property
+    @cached_property
     def in_dim(self) -> int:
         return 1
 
     @override
-    @property
+    @cached_property
     def out_dim(self) -> int:
         return self.fan_out * (int(self.weight) + int(self.bias))
 
