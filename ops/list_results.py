@@ -20,6 +20,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
 _DIGITS = {
     "model": {"source": "builtin", "name": "digits_cnn"},
     "data": {"source": "builtin", "name": "digits", "limit": 256},
@@ -69,8 +73,48 @@ CASES: dict[str, dict[str, Any]] = {
         "kind": ["factors", "capacity"],
         "collection": {"batch_size": 16},
     },
+    "digits, 3 pieces": {**_DIGITS, "kind": ["factors", "capacity"], "collection": {"batch_size": 64}, "shards": 3},
+    "digits, 2 ranks": {**_DIGITS, "kind": ["factors", "capacity"], "collection": {"batch_size": 64}, "world_size": 2},
+    # a head whose G is a softmax's Fisher, beside blocks whose G are gradient rows
+    "wide head": {
+        "model": {"source": "directory", "path": "wide"},
+        "data": {"source": "synthetic", "shape": [6], "examples": 24, "vocabulary": 3000},
+        "task": {"type": "causal_lm"},
+        "kind": ["factors", "capacity", "reconstruction", "natural_gradient"],
+        "collection": {"batch_size": 8},
+        "natural_gradient": {"power": [1.0, 0.5]},
+        "keep": ["factors"],
+    },
+    "Woodbury": {
+        **_DIGITS,
+        "data": {"source": "builtin", "name": "digits", "limit": 24},
+        "kind": ["factors", "capacity", "reconstruction", "spectrum"],
+        "collection": {"batch_size": 8, "fisher": "empirical"},
+        "woodbury": {"policy": "all"},
+        "spectrum": {"of": ["kfac"], "k": 3, "steps": 20},
+        "keep": ["factors", "spectra"],
+    },
+    "compressed matrix": {
+        "kind": "compression",
+        "factors": {"path": "matrix.safetensors", "tensor": "H"},
+        "compression": {"structure": "auto"},
+    },
+    "few-shot": {
+        "kind": "fewshot_training",
+        "data": {"source": "strokes", "image_size": 28, "channels": 1},
+        "fewshot_training": {"num_epoch": 1, "n_episode": 4, "test_iter": 6, "width": 8},
+    },
 }
 _OF_THE_MOMENT = re.compile(r"seconds|_at$|measured_peak|^observed$|version|commit|^id$|^host_(peak_)?bytes$")
+
+
+def lay_inputs(place: Path) -> None:
+    """Write the checkpoint and the matrix that cases name."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=3000, n_positions=8, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(place / "wide")
+    points = torch.linspace(0, 1, 192, dtype=torch.float64)
+    save_file({"H": 1 / (1 + 40 * (points[:, None] - points).abs())}, place / "matrix.safetensors")
 
 
 def run(place: Path, name: str, document: dict[str, Any]) -> dict[str, Any]:
@@ -134,6 +178,7 @@ def main() -> int:
     parser.add_argument("--case", action="append", choices=sorted(CASES), help="only this case (again for more)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
+        lay_inputs(Path(place))
         results = {name: run(Path(place), name, CASES[name]) for name in options.case or CASES}
     if options.output:
         options.output.write_text(json.dumps(results, indent=1, ensure_ascii=False))
