@@ -276,6 +276,9 @@ def _reduce_sketch(ranks: Ranks, rows: SketchRows, facts: Sequence[RowFacts], la
     own = _widened(rows)
     rows.count = 0
     for source, each in enumerate(facts):
+        if not each.count:
+            # of a diagonal alone no rank has rows
+            continue
         piece = own if ranks.rank == source else own.new_empty(groups, each.count, size)
         transfer = spread(ranks, piece, source, label)
         yield transfer
