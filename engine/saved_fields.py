@@ -24,6 +24,7 @@ _LISTS = (list, tuple, set, frozenset)
 _MAPPINGS = (dict, collections.abc.Mapping)
 
 
+@cache
 def saved_names(kind: type) -> tuple[str, ...]:
     """List the fields of a class that a checkpoint holds.
 
@@ -82,17 +83,21 @@ def load_fields(kind: type, stored: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _load(stored[name], hint, f"{kind.__name__}.{name}") for name, hint in hints.items()}
 
 
-def save_number(value: float | str | bool | None) -> Any:  # noqa: ANN401 - what JSON holds
-    """Write a plain value so that JSON holds it.
+def save_number(value: Any) -> Any:  # noqa: ANN401 - what JSON holds
+    """Write a plain value, or a list of them, so that JSON holds it.
 
     Returns:
         The value itself; of NaN and infinities, an object with its name.
     """
+    if isinstance(value, list):
+        return [save_number(each) for each in value]
     return {"number": repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def load_number(stored: Any) -> Any:  # noqa: ANN401 - what JSON holds
     """Read what ``save_number`` has written."""
+    if isinstance(stored, list):
+        return [load_number(each) for each in stored]
     return float(stored["number"]) if isinstance(stored, Mapping) else stored
 
 

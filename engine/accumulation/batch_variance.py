@@ -21,18 +21,19 @@ References:
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from engine.accumulation.sums import Sums
 from engine.factors.factor_set import VarianceSums
 from engine.layers.layer import TreatedLayer
 from engine.layers.tied import TiedHeadLayer
 from engine.merging.estimates import missing_variance, relative_variance
-from engine.saved_fields import saved_names
 
 NUMBERS_AT_ONCE = 2**18
 """Numbers of a sum that are widened to float64 together."""
@@ -51,7 +52,7 @@ class RelativeVariance:
 
 
 @dataclass(eq=False)
-class BatchVariance:
+class BatchVariance(Sums):
     """The running variance of one side of a layer, or of each of its groups.
 
     Memory:
@@ -59,6 +60,10 @@ class BatchVariance:
     """
 
     NOT_SAVED: ClassVar[Mapping[str, str]] = {"before": "between two batches nothing is set aside"}
+    DECAYED: ClassVar[Sequence[str]] = ("squares", "counts")
+    JOINED: ClassVar[Mapping[str, Callable[[Sequence[Any]], Any]]] = dict.fromkeys(
+        ("batches", "counts", "weights"), sum
+    )
 
     before: Tensor | None = None
     """Sums of the batches before the one under way; None where no variance is gathered."""
@@ -125,15 +130,9 @@ class BatchVariance:
             self.weights += own
         sums += self.before
 
+    @override
     def decay_(self, past: float) -> None:
-        """Weigh every batch so far less.
-
-        Args:
-            past: Factor of a moving average, above 0 and at most 1.
-        """
-        if self.squares is not None:
-            self.squares *= past
-        self.counts *= past
+        super().decay_(past)
         self.weights *= past**2
 
     def end_pass_(self, sums: Tensor | None, weight: float) -> None:
@@ -185,23 +184,6 @@ class BatchVariance:
         if self.variances[group] is None:
             return RelativeVariance(why=missing_variance(self.batches))
         return RelativeVariance(variance=self.variances[group], standard_error=self.standard_errors[group])
-
-    def state(self) -> dict[str, Any]:
-        """Return everything that a checkpoint holds; between two batches nothing is set aside."""
-        return {name: getattr(self, name) for name in saved_names(type(self))}
-
-    def put(self, name: str, value: Any) -> None:  # noqa: ANN401 - of any field
-        """Put one entry of ``state`` back.
-
-        Args:
-            name: Name of the entry.
-            value: Its value; a tensor is copied into the one that is held.
-        """
-        held = getattr(self, name)
-        if isinstance(held, Tensor) and isinstance(value, Tensor):
-            held.copy_(value)
-        else:
-            setattr(self, name, value)
 
 
 def activation_refusal(layer: TreatedLayer) -> str | None:

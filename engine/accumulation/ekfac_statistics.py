@@ -9,7 +9,9 @@ References:
     George et al. (2018), Fast approximate natural gradient descent in a Kronecker-factored eigenbasis
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +27,8 @@ from engine.layers.tied import TiedHeadLayer
 class CorrectionStatistics(LayerStatistics):
     """The corrected eigenvalues λ of one layer; its bases do not change."""
 
+    DECAYED: ClassVar[Sequence[str]] = ("eigenvalues", "weight_G")
+
     basis_A: Tensor | None = None
     """(groups, in_dim, in_dim); None is the identity, of a diagonal A."""
     basis_G: Tensor | None = None
@@ -36,12 +40,6 @@ class CorrectionStatistics(LayerStatistics):
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         layer = self.layer
         self.eigenvalues = torch.zeros(layer.groups, layer.out_dim, layer.in_dim, dtype=dtype, device=device)
-
-    @override
-    def decay_(self, past: float) -> None:
-        if self.eigenvalues is not None:
-            self.eigenvalues.mul_(past)
-        self.weight_G *= past
 
     @override
     @property

@@ -12,12 +12,14 @@ References:
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from engine.accumulation.sums import Sums
 from engine.factors.kronecker_factors import HOST
 from engine.factors.low_rank import LowRank, scaled_rows
 from engine.linalg.gram import require_real
@@ -44,7 +46,7 @@ class RowStorage:
 
 
 @dataclass(eq=False)
-class GradientRows:
+class GradientRows(Sums):
     """The rows of one layer, or of each of its groups.
 
     Memory:
@@ -118,12 +120,10 @@ class GradientRows:
             self._make_room_(self.count + piece.shape[0])
             self._keep_(piece.view(piece.shape[0], -1, self.size))
 
+    @override
     def decay_(self, past: float) -> None:
-        """Weigh the rows so far less.
-
-        Args:
-            past: Factor of a moving average, above 0 and at most 1; rows are multiplied by its root.
-        """
+        # rows enter as their squares
+        super().decay_(past)
         self.scales[:, : self.count] *= math.sqrt(past)
         if self.triangle is not None:
             self.triangle *= math.sqrt(past)
@@ -156,44 +156,13 @@ class GradientRows:
             for own, beside, gram in zip(rows, scales, grams, strict=True)
         ]
 
-    def copied(self) -> Self:
-        """Return a copy of the rows, without its staging."""
-        return replace(
-            self,
-            rows=self.rows[:, : self.count].clone(),
-            scales=self.scales[:, : self.count].clone(),
-            triangle=None if self.triangle is None else self.triangle.clone(),
-            staging=None,
-        )
+    @override
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "rows": self.rows[:, : self.count], "scales": self.scales[:, : self.count]}
 
-    def state(self) -> dict[str, Tensor | int]:
-        """Return everything that a checkpoint holds."""
-        held: dict[str, Tensor | int] = {
-            "rows": self.rows[:, : self.count],
-            "scales": self.scales[:, : self.count],
-            "largest": self.largest,
-            "count": self.count,
-        }
-        return held if self.triangle is None else {**held, "triangle": self.triangle}
-
-    def put(self, name: str, value: Tensor | int) -> None:
-        """Put one entry of ``state`` back.
-
-        Args:
-            name: Name of the entry.
-            value: A tensor of the shape that was saved, or the count of rows.
-        """
-        if isinstance(value, int):
-            self.count = value
-        elif name == "largest":
-            self.largest = value.to(self.largest.device)
-        elif name == "triangle":
-            self.triangle = value.to(self.rows.device)
-        else:
-            self._make_room_(value.shape[1])
-            (self.rows if name == "rows" else self.scales)[:, : value.shape[1]] = value.to(
-                self.rows.device if name == "rows" else self.scales.device
-            )
+    @override
+    def put(self, entry: str, value: Any, device: torch.device) -> None:
+        super().put(entry, value, self.rows.device)
 
     def _keep_(self, rows: Tensor) -> None:
         """Append ``rows`` (P, groups, n)."""

@@ -13,18 +13,20 @@ References:
     Eschenhagen et al. (2023), Kronecker-factored approximate curvature for modern neural network architectures
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from engine.accumulation.batch_variance import BatchVariance
 from engine.accumulation.example_gradients import Met, block_gradients, squared_norms
 from engine.accumulation.gradient_rows import GradientRows, RowStorage
 from engine.accumulation.probability_rows import ProbabilityRows, Terms
 from engine.accumulation.sketched_rows import SketchRows
+from engine.accumulation.sums import Sums
 from engine.factors.representation import DENSE, Representation
 from engine.layers.convolution import ConvolutionLayer
 from engine.layers.layer import BlockLayer, TreatedLayer, Use, pooled_rows, summed_rows
@@ -37,7 +39,7 @@ UNORDERED = "its rows do not stand example by example, so there is no exact trac
 
 
 @dataclass(eq=False)
-class LayerStatistics:
+class LayerStatistics(Sums):
     """Sums of one layer; a follower leaves A to the layer that shares its input."""
 
     NOT_SAVED: ClassVar[Mapping[str, str]] = {
@@ -46,6 +48,15 @@ class LayerStatistics:
         "representation": "it follows from the plan",
         **dict.fromkeys(("sums_dtype", "precision"), "an option of the collection"),
         **dict.fromkeys(("staging", "row_staging"), "a way to the host, empty between two batches"),
+    }
+    DECAYED: ClassVar[Sequence[str]] = ("A", "G", "weight_A", "weight_G")
+    JOINED: ClassVar[Mapping[str, Callable[[Sequence[Any]], Any]]] = {
+        **dict.fromkeys(("weight_A", "weight_G", "rows_A", "rows_G", "positions", "terms"), sum),
+        **dict.fromkeys(("gradients", "examples", "weights_squared"), sum),
+        "calls": max,
+        "flaw": lambda flaws: next(filter(None, flaws), None),
+        "ordered": all,
+        "unproven": any,
     }
 
     layer: TreatedLayer
@@ -179,23 +190,11 @@ class LayerStatistics:
         if self.traced:
             self.squares = torch.zeros(3, layer.groups, dtype=torch.float64, device=device)
 
+    @override
     def decay_(self, past: float) -> None:
-        """Weigh everything so far less.
-
-        Args:
-            past: Factor of a moving average, above 0 and at most 1.
-        """
-        for total in (self.A, self.G):
-            if total is not None:
-                total.mul_(past)
-        if self.gradient_rows is not None:
-            self.gradient_rows.decay_(past)
+        super().decay_(past)
         if self.squares is not None:
             self.squares[0] *= past
-        self.weight_A *= past
-        self.weight_G *= past
-        self.variance_A.decay_(past)
-        self.variance_G.decay_(past)
 
     def begin_update_(self) -> None:
         """Let the next batch be summed by itself, where its own factors are wanted."""

@@ -11,8 +11,8 @@ References:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ _SHORTENED = 1 - 2.0**-20
 """Factor of a subtracted sketch, so that rounding leaves the difference positive semidefinite."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class SketchRows(GradientRows):
     """Diagonal and sketch of one layer, or of each of its groups.
 
@@ -43,15 +43,17 @@ class SketchRows(GradientRows):
         "of_terms": "it follows from the plan",
     }
 
-    rank: int = 0
+    DECAYED: ClassVar[Sequence[str]] = ("diagonals", "means", "lowered")
+
+    rank: int
     """ℓ; none but the diagonal where it is 0."""
-    of_terms: bool = False
+    of_terms: bool
     """Rows are probabilities, whose outer products are subtracted from their mean."""
-    diagonals: Tensor | None = None
+    diagonals: Tensor
     """(groups, n) float64 sums of the diagonal."""
-    means: Tensor | None = None
+    means: Tensor
     """(groups, n) float64 sums of the probabilities."""
-    lowered: Tensor | None = None
+    lowered: Tensor
     """(groups,) float64 sum of all δ, and of what rounding may have moved."""
 
     @classmethod
@@ -88,7 +90,7 @@ class SketchRows(GradientRows):
         if self.of_terms:
             return
         require_real(rows)
-        diagonals = self._sums(self.diagonals)
+        diagonals = self.diagonals
         height = max(1, _NUMBERS_AT_ONCE // max(rows.shape[1], 1))
         for start in range(0, rows.shape[0], height):
             piece = rows[start : start + height]
@@ -97,22 +99,15 @@ class SketchRows(GradientRows):
 
     def add_terms_(self, logits: Tensor, terms: Terms) -> Tensor:  # (N, R, V) -> (P,)
         """Let the probabilities of some loss terms enter; returns their traces, as ``ProbabilityRows.add_terms_``."""
-        diagonals, means = self._sums(self.diagonals), self._sums(self.means)
         traces = torch.empty_like(terms.weights)
         for span, probabilities in chunks(logits, terms):
             wide, weights = probabilities.to(torch.float64), terms.weights[span, None]
             spread = wide * (wide.sum(1, keepdim=True) - wide) * weights
             traces[span] = spread.sum(1)
-            diagonals[0] += spread.sum(0)
-            means[0] += (wide * weights).sum(0)
+            self.diagonals[0] += spread.sum(0)
+            self.means[0] += (wide * weights).sum(0)
             self.enter_((wide * weights.sqrt()).to(self.rows.dtype)[:, None])
         return traces
-
-    @override
-    def decay_(self, past: float) -> None:
-        super().decay_(past)
-        for sums in (self.diagonals, self.means, self.lowered):
-            self._sums(sums).mul_(past)
 
     @override
     def finished(
@@ -122,12 +117,12 @@ class SketchRows(GradientRows):
         if self.count > self.rank:
             self.merge_()
         sides = []
-        for group, diagonal in enumerate((self._sums(self.diagonals) / weight).cpu()):
+        for group, diagonal in enumerate((self.diagonals / weight).cpu()):
             if self.rank == 0:
                 sides.append(DiagonalSketch(exact_diagonal=diagonal))
                 continue
             rows = self._wide(group, slice(None)) / weight**0.5
-            bound = float(self._sums(self.lowered)[group]) / weight
+            bound = float(self.lowered[group]) / weight
             if self.of_terms:
                 bound += (
                     (1 - _SHORTENED**2) * float(torch.linalg.matrix_norm((rows @ rows.T).cpu(), 2))
@@ -135,7 +130,7 @@ class SketchRows(GradientRows):
                     else 0.0
                 )
                 rows *= _SHORTENED
-                base = (self._sums(self.means)[group] / weight).cpu()
+                base = (self.means[group] / weight).cpu()
             else:
                 base = (diagonal - rows.square().sum(0).cpu()).clamp_min_(0)
             kept = rows.to("cpu", self.rows.dtype)
@@ -143,28 +138,6 @@ class SketchRows(GradientRows):
                 DiagonalSketch(exact_diagonal=diagonal, base=base, rows=kept, subtracts=self.of_terms, bound=bound)
             )
         return sides
-
-    @override
-    def copied(self) -> Self:
-        diagonals, means, lowered = (self._sums(held).clone() for held in (self.diagonals, self.means, self.lowered))
-        return replace(super().copied(), diagonals=diagonals, means=means, lowered=lowered)
-
-    @override
-    def state(self) -> dict[str, Any]:
-        own = {name: self._sums(getattr(self, name)) for name in ("diagonals", "means", "lowered")}
-        return {**super().state(), **own}
-
-    @override
-    def put(self, name: str, value: Tensor | int) -> None:
-        if name in ("diagonals", "means", "lowered") and isinstance(value, Tensor):
-            self._sums(getattr(self, name)).copy_(value)
-        else:
-            super().put(name, value)
-
-    def _sums(self, held: Tensor | None) -> Tensor:
-        if held is None:
-            raise ValueError("a sketch was never allocated")
-        return held
 
     def enter_(self, rows: Tensor) -> None:
         """Append rows to the sketch, whose diagonal is left as it is.
@@ -188,7 +161,7 @@ class SketchRows(GradientRows):
         held, self.count = self.count, self.rank
         width = max(1, _NUMBERS_AT_ONCE // (2 * self.rank))
         for group in range(self.rows.shape[0]):
-            gram = self._sums(self.diagonals).new_zeros(held, held)
+            gram = self.diagonals.new_zeros(held, held)
             for start in range(0, self.size, width):
                 part = self._wide(group, slice(start, start + width), held)
                 gram.addmm_(part, part.T)
@@ -198,7 +171,7 @@ class SketchRows(GradientRows):
             lowest = values[self.rank]
             # rounded once as they entered and once as they are left, a row moves by 2u of its length each time
             rounded = 2 * torch.finfo(self.rows.dtype).eps * (values[0] * values.sum()).sqrt()
-            self._sums(self.lowered)[group] += lowest + rounded
+            self.lowered[group] += lowest + rounded
             kept = values[: self.rank]
             shrunk = (1 - lowest / torch.where(kept > 0, kept, 1.0)).clamp_min(0).sqrt()
             turn = (vectors[:, : self.rank] * shrunk).T

@@ -4,9 +4,9 @@ The head's sums are those of any linear layer. The table's are the counts of its
 the gradients of their vectors; once all data has passed, ``engine.merging.nearest_product`` makes both one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ class TiedHeadStatistics(LayerStatistics):
         **LayerStatistics.NOT_SAVED,
         "made_of": "parts of a product on their way to the factors, which are on the disk once a checkpoint follows",
     }
+    DECAYED: ClassVar[Sequence[str]] = (*LayerStatistics.DECAYED, "counts", "vectors", "weight_counts")
+    JOINED: ClassVar[Mapping[str, Callable[[Sequence[Any]], Any]]] = {**LayerStatistics.JOINED, "weight_counts": sum}
 
     counts: Tensor | None = None
     """(V,) how often each id was looked up."""
@@ -52,14 +54,6 @@ class TiedHeadStatistics(LayerStatistics):
         super().allocate(dtype, device)
         self.counts = torch.zeros(self.layer.fan_out, dtype=dtype, device=device)
         self.vectors = torch.zeros(self.layer.fan_in, self.layer.fan_in, dtype=dtype, device=device)
-
-    @override
-    def decay_(self, past: float) -> None:
-        super().decay_(past)
-        for total in (self.counts, self.vectors):
-            if total is not None:
-                total.mul_(past)
-        self.weight_counts *= past
 
     @override
     def add_input_(self, use: Use) -> None:

@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.artifacts import Artifacts, load_sealed, save_sealed
 from engine.collection.collection_state import CollectionState, Cursor
-from engine.collection.statistics_state import counts, put, set_counts, state_of
 from engine.errors import Unwinding
 from engine.factors.kronecker_factors import digest
 from engine.factors.spilled_factors import SpilledFactors
@@ -207,10 +206,10 @@ class Checkpoints:
         if found.running and set(found.running) != set(statistics):
             raise CheckpointForeign("it holds other layers")
         for name, stored in found.running.items():
-            set_counts(statistics[name], stored)
+            statistics[name].put_plain(stored)
         for kind, name, entry, tensor in self._read_tensors(found):
             if kind == "sums":
-                put(statistics[name], entry, tensor, self.workspace.machine.device)
+                statistics[name].put(entry, tensor, self.workspace.machine.device)
         self._pass_over(found.cursor, stream)
         return found.cursor
 
@@ -307,8 +306,8 @@ class Checkpoints:
                 "conditions": self.conditions,
                 "cursor": save_fields(cursor),
                 "state": state.state(),
-                "finished": {name: counts(each) for name, each in state.statistics.items()},
-                "running": {each.layer.name: counts(each) for each in running},
+                "finished": {name: each.plain() for name, each in state.statistics.items()},
+                "running": {each.layer.name: each.plain() for each in running},
                 "files": files,
             }
             save_sealed(self._scratch, MANIFEST, body)
@@ -346,7 +345,7 @@ class Checkpoints:
             if buffer.layout == torch.strided and bit_sum(buffer) != self._buffers.get(name):
                 yield "buffer", name, "", buffer.detach()
         for each in running:
-            for entry, value in state_of(each).items():
+            for entry, value in each.state().items():
                 if isinstance(value, Tensor):
                     yield "sums", each.layer.name, entry, value
 

@@ -8,11 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+from catalog.analyses.analysis import LookedAt
+from engine.accumulation.batch_variance import BatchVariance
+from engine.accumulation.gradient_rows import GradientRows
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.distributed.traffic import Traffic
-from engine.factors.factor_set import LayerSums
+from engine.accumulation.sketched_rows import SketchRows
+from engine.accumulation.tied_statistics import TiedHeadStatistics
+from engine.distributed.traffic import Moved, Traffic
+from engine.factors.factor_set import LayerSums, TiedSums, VarianceSums
 from engine.factors.kronecker_factors import Factors
 from engine.factors.spilled_factors import SpilledFactors
+from engine.gradient_identity.comparison import LayerCheck
 from engine.gradient_identity.self_check import SelfCheck
 from engine.memory.plan import Chosen
 from engine.merging.example_runs import MOST_RUNS, joined, runs_of
@@ -21,7 +27,7 @@ from engine.model.example_digests import EnteredExamples
 from engine.model.mixed_precision import FIRST_SCALE, LossScale
 from engine.model.state.written_tensors import bit_sum
 from engine.row_layout.attention_masks import Key
-from engine.saved_fields import load_fields, save_fields
+from engine.saved_fields import load_fields, save_fields, saved_names
 
 _MASK = 2**63 - 1
 
@@ -47,7 +53,7 @@ class CollectionState:
     """The sums and factors of the passes over the data so far."""
 
     NOT_SAVED: ClassVar[Mapping[str, str]] = {
-        "statistics": "a checkpoint holds them layer by layer (`statistics_state`)",
+        "statistics": "a checkpoint holds them layer by layer (`Sums.state`)",
         "factors": "they are loaded from `spilled`; those in memory are made of the sums again",
         "self_check": "a checkpoint holds its own saved fields",
         "checked": "a checkpoint holds its own saved fields",
@@ -247,3 +253,31 @@ class Cursor:
             self.runs = joined(self.runs)
             if len(self.runs) > MOST_RUNS:
                 self.runs, self.scattered = [], True
+
+
+RECORDS = (
+    CollectionState,
+    Cursor,
+    Snapshot,
+    SpilledFactors,
+    LayerSums,
+    TiedSums,
+    VarianceSums,
+    EnteredExamples,
+    SelfCheck,
+    LookedAt,
+    LayerCheck,
+    Traffic,
+    Moved,
+    LayerStatistics,
+    TiedHeadStatistics,
+    GradientRows,
+    SketchRows,
+    BatchVariance,
+)
+"""Every record that a checkpoint holds fields of."""
+
+
+def fields_of_state() -> dict[str, list[str]]:
+    """List every field that a checkpoint holds: one with other fields is of another version."""
+    return {record.__name__: list(saved_names(record)) for record in RECORDS}

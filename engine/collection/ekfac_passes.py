@@ -22,7 +22,6 @@ from engine.collection.normalise import flaw
 from engine.collection.pass_job import PassJob
 from engine.collection.ranks.reduce_statistics import add_corrections
 from engine.collection.ranks.turns import Turns
-from engine.collection.statistics_state import counts, set_counts
 from engine.errors import NonFiniteFactor
 from engine.factors.factor_set import Corrected
 from engine.factors.kronecker_factors import Factors
@@ -261,12 +260,12 @@ def _guarded_run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int
 
     Returns the position at its end.
     """
-    before = [counts(each) for each in sums]
+    before = [each.plain() for each in sums]
     seen: list[Cursor] = []
 
     def begun(size: int | None) -> None:
         for each, kept in zip(sums, before, strict=True):
-            set_counts(each, kept)
+            each.put_plain(kept)
             if each.eigenvalues is not None:
                 each.eigenvalues.zero_()
         seen[:] = [_run(replace(job, micro_batch=size), sums, done, total)]

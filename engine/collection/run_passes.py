@@ -16,7 +16,7 @@ from typing import Any
 from engine.accumulation.input_arrival import UnusedCalls
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.checkpoints import CheckpointForeign, Checkpoints, Resumed, fingerprint
-from engine.collection.collection_state import CollectionState, Cursor
+from engine.collection.collection_state import CollectionState, Cursor, fields_of_state
 from engine.collection.data_pass import require_terms, run_pass
 from engine.collection.normalise import keep_factors
 from engine.collection.pass_job import PassJob, PlannedPass
@@ -26,7 +26,6 @@ from engine.collection.ranks.agreement import Left, agree_on_checkpoint, end_tog
 from engine.collection.ranks.owners import owners_of
 from engine.collection.ranks.reduce_statistics import reduce_statistics
 from engine.collection.ranks.turns import Turns
-from engine.collection.statistics_state import fields_of_state, set_counts
 from engine.distributed.group import RankLeft
 from engine.factors.representation import DENSE
 from engine.layers.coverage import Survey
@@ -358,7 +357,7 @@ def _resumed(probed: ProbedModel, found: Resumed) -> CollectionState:
         state.statistics[name] = statistics_kind(treated[name])(
             layer=treated[name], sharing="", leader=leader, representation=job.representations.get(name, DENSE)
         )
-        set_counts(state.statistics[name], numbers)
+        state.statistics[name].put_plain(numbers)
     scratch = job.workspace.ports.scratch
     if scratch is not None:
         state.factors = {name: partial(spilled.load, scratch) for name, spilled in state.spilled.items()}

@@ -7,13 +7,10 @@ batch the later is kept, and none at the end of the data, which is the whole. N 
 says it holds, or else what counting it once beforehand gives.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from catalog.requests.collection import Collection
 from engine.accumulation.layer_statistics import LayerStatistics
@@ -145,8 +142,5 @@ def by_ordinal(sizes: Sizes | None, state: CollectionState, layers: tuple[LayerF
 
 def _copied(found: LayerStatistics, leader: LayerStatistics | None) -> LayerStatistics:
     """The statistics with sums of their own, so that normalising them changes nothing."""
-    values = {entry.name: getattr(found, entry.name) for entry in dataclasses.fields(found)}
-    own: dict[str, Any] = {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
-    if found.gradient_rows is not None:
-        own["gradient_rows"] = found.gradient_rows.copied()
-    return dataclasses.replace(found, leader=leader, **own)
+    rows = found.gradient_rows
+    return found.copied(leader=leader, gradient_rows=None if rows is None else rows.copied(staging=None))

@@ -32,40 +32,22 @@ from engine.distributed.formulas import choose_reduction
 from engine.distributed.group import Ranks
 from engine.distributed.transfers import Label, Reduction, run_together, sum_tensor_, sum_triangle_
 
-_SUMMED = ("weight_A", "weight_G", "rows_A", "rows_G", "positions", "terms", "gradients", "examples", "weights_squared")
-"""Counts and weights of a layer that add up over ranks."""
-
 
 @dataclass(frozen=True)
 class LayerCounts:
     """A layer's sums on one rank without their large tensors."""
 
-    name: str
-    numbers: Mapping[str, Any]
-    calls: int
-    flaw: str | None
-    ordered: bool
-    unproven: bool
+    plain: Mapping[str, Any]
     squares: Tensor | None
     rows: RowFacts | None
-    variances: Mapping[str, tuple[int, float, float]]
 
     @classmethod
     def of(cls, found: LayerStatistics) -> "LayerCounts":
         """Describe the sums of a layer on this rank."""
-        names = (*_SUMMED, "weight_counts") if isinstance(found, TiedHeadStatistics) else _SUMMED
         return cls(
-            name=found.layer.name,
-            numbers={name: getattr(found, name) for name in names},
-            calls=found.calls,
-            flaw=found.flaw,
-            ordered=found.ordered,
-            unproven=found.unproven,
+            plain=found.plain(),
             squares=None if found.squares is None else found.squares.cpu(),
             rows=None if found.gradient_rows is None else RowFacts.of(found.gradient_rows),
-            variances={
-                side: (varied.batches, varied.counts, varied.weights) for side, varied in _varied(found).items()
-            },
         )
 
 
@@ -88,7 +70,7 @@ def reduce_statistics(
     for found, counts in zip(statistics, by_layer, strict=True):
         _add_counts(ranks, found, counts)
     if any(means):
-        _combine_variances(ranks, statistics, means, by_layer)
+        _combine_variances(ranks, statistics, means)
 
 
 def _shared_rows(
@@ -165,14 +147,8 @@ def _add(ranks: Ranks, total: Tensor, label: Label, owner: int | None) -> Reduct
 
 
 def _add_counts(ranks: Ranks, found: LayerStatistics, counts: Sequence[LayerCounts]) -> None:
-    own = counts[ranks.rank]
-    ranks.traffic.positions[found.layer.name] = int(own.numbers["positions"])
-    for name in own.numbers:
-        setattr(found, name, sum(each.numbers[name] for each in counts))
-    found.calls = max(each.calls for each in counts)
-    found.flaw = next((each.flaw for each in counts if each.flaw is not None), None)
-    found.ordered = all(each.ordered for each in counts)
-    found.unproven = any(each.unproven for each in counts)
+    ranks.traffic.positions[found.layer.name] = found.positions
+    found.join_([each.plain for each in counts])
     if found.squares is not None:
         total = torch.zeros_like(found.squares, device="cpu")
         for each in counts:
@@ -198,7 +174,6 @@ def _combine_variances(
     ranks: Ranks,
     statistics: Sequence[LayerStatistics],
     weights: Sequence[Mapping[str, float]],
-    counts: Sequence[Sequence[LayerCounts]],
 ) -> None:
     own: list[dict[str, Tensor]] = []
     for found, weight in zip(statistics, weights, strict=True):
@@ -213,16 +188,12 @@ def _combine_variances(
                 apart = apart + weight[side] * away
             scattered[side] = apart.cpu()
         own.append(scattered)
-    for found, known, every in zip(statistics, counts, zip(*ranks.gather(own, "variances"), strict=True), strict=True):
+    for found, every in zip(statistics, zip(*ranks.gather(own, "variances"), strict=True), strict=True):
         for side, varied in _varied(found).items():
             if varied.squares is not None:
                 varied.squares.copy_(
                     sum((each[side] for each in every), torch.zeros_like(varied.squares, device="cpu"))
                 )
-            pairs = [each.variances[side] for each in known]
-            varied.batches = sum(batches for batches, _, _ in pairs)
-            varied.counts = sum(each for _, each, _ in pairs)
-            varied.weights = sum(each for _, _, each in pairs)
 
 
 def add_corrections(

@@ -270,8 +270,7 @@ def _reduce_sketch(ranks: Ranks, rows: SketchRows, facts: Sequence[RowFacts], la
     """Add diagonals, and let the sketches of all ranks enter one, in the order of the ranks."""
     label = Label(layer, "gather")
     for held in (rows.diagonals, rows.means, rows.lowered):
-        if held is not None:
-            held.copy_((yield from sum_numbers(ranks, held.reshape(-1), label)).view_as(held))
+        held.copy_((yield from sum_numbers(ranks, held.reshape(-1), label)).view_as(held))
     groups, _, size = rows.rows.shape
     own = _widened(rows)
     rows.count = 0

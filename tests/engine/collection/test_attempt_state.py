@@ -17,9 +17,8 @@ from engine.accumulation.input_arrival import InputArrival
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.sketched_rows import SketchRows
 from engine.accumulation.tied_statistics import TiedHeadStatistics
-from engine.collection.collection_state import CollectionState, Cursor
+from engine.collection.collection_state import RECORDS, CollectionState, Cursor, fields_of_state
 from engine.collection.pass_job import PassJob
-from engine.collection.statistics_state import RECORDS, counts, fields_of_state, put, set_counts, state_of
 from engine.distributed.traffic import Traffic
 from engine.gradient_identity.comparison import LayerCheck
 from engine.gradient_identity.self_check import SelfCheck
@@ -166,14 +165,14 @@ def test_every_field_of_a_layers_statistics_comes_back(kind: type[LayerStatistic
         return found
 
     whole, later = made(empty=False), made(empty=True)
-    set_counts(later, json.loads(json.dumps(counts(whole), allow_nan=False)))
-    for name, value in state_of(whole).items():
+    later.put_plain(json.loads(json.dumps(whole.plain(), allow_nan=False)))
+    for name, value in whole.state().items():
         if isinstance(value, Tensor):
-            put(later, name, value.clone(), torch.device("cpu"))
-    own = {name.partition(".")[0] for name in state_of(whole)}
+            later.put(name, value.clone(), torch.device("cpu"))
+    own = {name.partition(".")[0] for name in whole.state()}
     assert own == set(saved_names(kind))
-    for name, value in state_of(whole).items():
-        found = state_of(later)[name]
+    for name, value in whole.state().items():
+        found = later.state()[name]
         assert torch.equal(found, value) if isinstance(value, Tensor) else found == value, name
 
 
@@ -181,7 +180,7 @@ def test_sums_that_overflow_come_back() -> None:
     """JSON has no infinity, and a checkpoint that cannot be written would end a sound job."""
     found, later = (LayerStatistics(layer=None, sharing="expand") for _ in range(2))  # type: ignore[arg-type]
     found.trace_sums, found.weight_G = [float("inf"), None, 2.0], float("inf")
-    set_counts(later, json.loads(json.dumps(counts(found), allow_nan=False)))
+    later.put_plain(json.loads(json.dumps(found.plain(), allow_nan=False)))
     assert (later.trace_sums, later.weight_G) == (found.trace_sums, found.weight_G)
 
 
@@ -252,6 +251,6 @@ def test_another_set_of_fields_is_another_condition(monkeypatch: pytest.MonkeyPa
         more: int = 0
 
     monkeypatch.setattr(
-        "engine.collection.statistics_state.RECORDS", tuple(Later if each is Cursor else each for each in RECORDS)
+        "engine.collection.collection_state.RECORDS", tuple(Later if each is Cursor else each for each in RECORDS)
     )
     assert fields_of_state() != before

@@ -16,7 +16,6 @@ from engine.artifacts import save_sealed
 from engine.collect import collect_or_read
 from engine.collection import checkpoints
 from engine.collection.checkpoints import MANIFEST
-from engine.collection.statistics_state import counts
 from engine.errors import NonFiniteLoss, StopRequested
 from engine.memory.plan import Chosen
 from engine.model.state.written_tensors import bit_sum
@@ -400,10 +399,10 @@ def test_no_checkpoint_sooner_than_it_is_worth(monkeypatch: pytest.MonkeyPatch) 
 
 def test_state_that_a_checkpoint_cannot_hold_is_an_error() -> None:
     statistics = LayerStatistics(layer=None, sharing="expand")  # type: ignore[arg-type]
-    assert counts(statistics)["terms"] == 0
+    assert statistics.plain()["terms"] == 0
     statistics.flaw = ["a list"]  # type: ignore[assignment]
     with pytest.raises(TypeError, match="`flaw`"):
-        counts(statistics)
+        statistics.plain()
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float64, torch.cfloat])

@@ -23,7 +23,6 @@ from engine.collection.normalise import finish_layer, flaw
 from engine.collection.pass_job import PassJob, PlannedPass
 from engine.collection.pass_statistics import begin_statistics
 from engine.collection.run_passes import complete_pass
-from engine.collection.statistics_state import counts, put, set_counts, state_of
 from engine.distributed.group import join
 from engine.factors.diagonal_sketch import DiagonalSketch
 from engine.factors.kronecker_factors import Factors
@@ -154,7 +153,7 @@ def near(found: Mapping[str, Factors], truth: Mapping[str, Factors]) -> None:
 
 
 def numbers(statistics: LayerStatistics) -> dict[str, Any]:
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state_of(statistics).items()}
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in statistics.state().items()}
 
 
 def test_the_jobs_have_every_kind_of_statistics() -> None:
@@ -179,14 +178,14 @@ def test_a_state_comes_back_in_every_bit(name: str) -> None:
     for each in summed(name):
         later = each.empty()
         for own, other in zip(each.statistics, later, strict=True):
-            plain = json.loads(json.dumps(counts(own), allow_nan=False))
+            plain = json.loads(json.dumps(own.plain(), allow_nan=False))
             tensors = {entry: value for entry, value in numbers(own).items() if isinstance(value, Tensor)}
-            set_counts(other, plain)
+            other.put_plain(plain)
             for entry, tensor in tensors.items():
-                put(other, entry, tensor, CPU)
-            back = state_of(other)
-            assert back.keys() == state_of(own).keys()
-            for entry, value in state_of(own).items():
+                other.put(entry, tensor, CPU)
+            back = other.state()
+            assert back.keys() == own.state().keys()
+            for entry, value in own.state().items():
                 same = torch.equal(back[entry], value) if isinstance(value, Tensor) else back[entry] == value
                 assert same, (own.layer.name, entry)
         exact(each.finished(later), each.finished())
@@ -212,7 +211,7 @@ def test_decays_multiply(name: str) -> None:
             one.decay_(0.25**3)
             for past in (0.25, 0.25**2):
                 other.decay_(past)
-            for (entry, value), again in zip(state_of(one).items(), state_of(other).values(), strict=True):
+            for (entry, value), again in zip(one.state().items(), other.state().values(), strict=True):
                 same = torch.equal(value, again) if isinstance(value, Tensor) else value == again
                 assert same, (one.layer.name, entry)
 
