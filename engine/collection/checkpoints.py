@@ -19,40 +19,24 @@ not read as written is discarded with a line in the log, never trusted.
 
 import hashlib
 import itertools
-import json
-import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.artifacts import Artifacts, load_sealed, save_sealed
+from engine.collection.checkpoint_files import CheckpointFiles, CheckpointForeign, canonical
 from engine.collection.collection_state import CollectionState, Cursor
-from engine.errors import Unwinding
-from engine.factors.kronecker_factors import digest
 from engine.factors.spilled_factors import SpilledFactors
 from engine.model.batches import Batch
 from engine.model.sharding.gathered_parameters import present
 from engine.model.state.written_tensors import bit_sum, bit_sums
 from engine.saved_fields import load_fields, save_fields
-from engine.workspace import Workspace
 
-FORMAT = "kronoscope-checkpoint/4"
 MANIFEST = "checkpoint/checkpoint.json"
-_FILE_BYTES = 64 * 2**20
-"""A file holds as many tensors as fit, or one that is larger: what reading back holds at once."""
-_SHARE = 20
-"""No checkpoint sooner than this many times what the last one took: they cost at most 5 % of the time."""
-_FILE = re.compile(r"checkpoint/\d+\.\d+\.safetensors")
-"""Names of the files of tensors."""
-
-
-class CheckpointForeign(Unwinding):
-    """The data differ from those that a checkpoint was made of."""
 
 
 @dataclass(kw_only=True)
@@ -82,44 +66,30 @@ class Resumed:
 
 
 @dataclass(kw_only=True)
-class Checkpoints:
+class Checkpoints(CheckpointFiles):
     """Writes one collection's checkpoints, and reads the one that an earlier attempt left."""
 
-    workspace: Workspace
     model: nn.Module
-    conditions: Mapping[str, Any]
-    """Values that must be equal for a checkpoint to belong: each entry's name says what differs."""
-    clock: Callable[[], float] = time.monotonic
-    _serial: int = 0
-    _files: tuple[str, ...] = ()
-    """Files of the valid checkpoint."""
-    _saved_at: float = 0.0
-    _took: float = 0.0
     _buffers: dict[str, int] = field(default_factory=dict)
     """Checksums of the model's buffers as the collection found them."""
 
+    @override
     def __post_init__(self) -> None:
-        """Begin the first interval."""
-        self._saved_at = self.clock()
+        super().__post_init__()
         if self.workspace.saves_checkpoints:
             self._buffers = {name: bit_sum(buffer) for name, buffer in self.model.named_buffers()}
 
-    @property
-    def _scratch(self) -> Artifacts:
-        if self.workspace.ports.scratch is None:
-            raise ValueError("checkpoints need a scratch place")
-        return self.workspace.ports.scratch
-
     def find(self) -> Resumed | None:
         """Return the checkpoint of an earlier attempt; None without one that belongs and is intact."""
+        return self._found(keep=())
+
+    def _found(self, keep: Collection[str]) -> Resumed | None:
         if not self.workspace.saves_checkpoints:
             return None
         try:
             return self._read()
-        except FileNotFoundError:
-            return None
         except CheckpointForeign as foreign:
-            self.discard(str(foreign))
+            self.discard(str(foreign), keep)
             return None
 
     def under_way(self, number: int, state: CollectionState) -> Resumed | None:
@@ -132,36 +102,17 @@ class Checkpoints:
         Returns:
             The checkpoint; None where there is none of this pass, or it was made of other layers.
         """
-        if not self.workspace.saves_checkpoints:
-            return None
-        try:
-            found = self._read()
-        except FileNotFoundError:
-            return None
-        except CheckpointForeign as foreign:
-            self.discard(str(foreign), keep=state)
-            return None
-        if found.cursor.number != number or not found.running:
+        found = self._found(keep={name for _, each in _spilled(state) for name in each.files})
+        if found is None or found.cursor.number != number or not found.running:
             return None
         names = ("shared", "unmasked", "deferred", "overwritten")
         return found if all(getattr(found.state, name) == getattr(state, name) for name in names) else None
 
-    def _read(self) -> Resumed:
-        """Read the manifest."""
-        try:
-            body = load_sealed(self._scratch, MANIFEST)
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            raise CheckpointForeign(f"it cannot be read ({type(error).__name__})") from error
-        if body.get("format") != FORMAT:
-            raise CheckpointForeign("it is of another format")
-        here, there = self.conditions, body["conditions"]
-        differing = sorted(
-            name for name in here.keys() | there.keys() if _canonical(here.get(name)) != _canonical(there.get(name))
-        )
-        if differing:
-            raise CheckpointForeign(f"it was made under another {', another '.join(differing)}")
+    def _read(self) -> Resumed | None:
+        """Read the manifest, and verify all that it names."""
+        body = self._opened()
+        if body is None:
+            return None
         try:
             found = Resumed(
                 cursor=Cursor(**load_fields(Cursor, body["cursor"])),
@@ -178,9 +129,9 @@ class Checkpoints:
             if not spilled.intact(self._scratch):
                 raise CheckpointForeign(f"the factors of layer `{name}` that waited with it are damaged")
         found.surroundings += [
-            (kind, name, tensor) for kind, name, _, tensor in self._read_tensors(found) if kind != "sums"
+            (kind, name, tensor) for (kind, name, _), tensor in self._read_tensors(found.files) if kind != "sums"
         ]
-        self._serial, self._files = body["serial"], tuple(found.files)
+        self._serial, self._files = body["serial"], found.files
         return found
 
     def restore(self, found: Resumed, statistics: Mapping[str, LayerStatistics], stream: Iterator[Batch]) -> Cursor:
@@ -207,7 +158,7 @@ class Checkpoints:
             raise CheckpointForeign("it holds other layers")
         for name, stored in found.running.items():
             statistics[name].put_plain(stored)
-        for kind, name, entry, tensor in self._read_tensors(found):
+        for (kind, name, entry), tensor in self._read_tensors(found.files):
             if kind == "sums":
                 statistics[name].put(entry, tensor, self.workspace.machine.device)
         self._pass_over(found.cursor, stream)
@@ -227,18 +178,6 @@ class Checkpoints:
             else:
                 torch.set_rng_state(tensor)
 
-    def _read_tensors(self, found: Resumed) -> Iterator[tuple[str, str, str, Tensor]]:
-        for file, entries in found.files.items():
-            try:
-                stored = self._scratch.load_tensors(file)
-            except Exception as error:
-                raise CheckpointForeign(f"{file} cannot be read ({type(error).__name__})") from error
-            for place, (kind, name, entry, written) in enumerate(entries):
-                tensor = stored.get(str(place))
-                if tensor is None or digest(tensor) != written:
-                    raise CheckpointForeign(f"{file} is damaged")
-                yield kind, name, entry, tensor
-
     def _pass_over(self, saved: Cursor, stream: Iterator[Batch]) -> None:
         """Take from the data what the checkpoint holds already, without the model."""
         cursor, ranks = Cursor(number=saved.number), self.workspace.machine.ranks
@@ -250,40 +189,9 @@ class Checkpoints:
         if (cursor.batches, cursor.data) != (saved.batches, saved.data):
             raise CheckpointForeign("the data are others than before")
 
-    def discard(self, why: str, keep: CollectionState | None = None) -> None:
-        """Log that an earlier checkpoint is not used, delete its files, and begin the first interval.
-
-        Args:
-            why: The reason, as the end of a sentence.
-            keep: A state whose own factors stay on the disk; None keeps none.
-        """
-        self.workspace.ports.log("warning", f"the checkpoint of an earlier attempt is discarded: {why}")
-        kept = set() if keep is None else {name for _, each in _spilled(keep) for name in each.files}
-        names = [name for name in self._discarded() if name not in kept]
-        # without its manifest the rest is not a checkpoint, should this be the last that the attempt does
-        for name in (MANIFEST, *names):
-            self._scratch.remove(name)
-        self._serial, self._files = 0, ()
-        self._saved_at = self.clock()
-
-    def _discarded(self) -> list[str]:
-        """The files of a checkpoint of which anything may be wrong, as far as it names them."""
-        try:
-            body = self._scratch.load_json(MANIFEST)["body"]
-            names = [name for name in body["files"] if _FILE.fullmatch(name)]
-            spilled = [each for _, each in _spilled(CollectionState.read(body["state"]))]
-        except Exception:  # noqa: BLE001 - whatever is wrong with it, nothing of it is read again
-            return list(self._files)
-        return [*names, *(name for each in spilled for name in each.files)]
-
-    def due(self) -> bool:
-        """Whether it is time to save."""
-        pause = max(self.workspace.resume.checkpoint_seconds, _SHARE * self._took)
-        return self.workspace.saves_checkpoints and self.clock() - self._saved_at >= pause
-
-    def worth(self) -> bool:
-        """Whether a checkpoint now costs little against the time since the last, whatever the interval."""
-        return self.workspace.saves_checkpoints and self.clock() - self._saved_at >= _SHARE * self._took
+    @override
+    def _beside(self, body: Mapping[str, Any]) -> list[str]:
+        return [name for _, each in _spilled(CollectionState.read(body["state"])) for name in each.files]
 
     def save(self, cursor: Cursor, running: Sequence[LayerStatistics], state: CollectionState) -> None:
         """Write a checkpoint, its manifest last; where the disk refuses, the one before stays valid.
@@ -295,59 +203,31 @@ class Checkpoints:
         Memory:
             One tensor on the host, where the sums are on a device.
         """
-        begun = self.clock()
-        serial = self._serial + 1
-        try:
-            self.workspace.machine.curve.sample("checkpoint", "before", self.workspace.machine.device)
-            files = self._write_tensors(serial, running)
-            body = {
-                "format": FORMAT,
-                "serial": serial,
-                "conditions": self.conditions,
-                "cursor": save_fields(cursor),
-                "state": state.state(),
-                "finished": {name: each.plain() for name, each in state.statistics.items()},
-                "running": {each.layer.name: each.plain() for each in running},
-                "files": files,
-            }
-            save_sealed(self._scratch, MANIFEST, body)
-        except OSError as error:
-            self.workspace.ports.log(
-                "warning", f"no checkpoint could be written ({error.strerror}); the one before stands"
-            )
-        else:
-            for name in set(self._files) - set(files):
-                self._scratch.remove(name)
-            self._serial, self._files = serial, tuple(files)
-            self.workspace.ports.log(
-                "debug", f"checkpoint {serial} after batch {cursor.batches} of pass {cursor.number + 1}"
-            )
-        self.workspace.machine.curve.sample("checkpoint", "after", self.workspace.machine.device)
-        self._saved_at = self.clock()
-        self._took = self._saved_at - begun
+        curve, device = self.workspace.machine.curve, self.workspace.machine.device
+        curve.sample("checkpoint", "before", device)
+        body = {
+            "cursor": save_fields(cursor),
+            "state": state.state(),
+            "finished": {name: each.plain() for name, each in state.statistics.items()},
+            "running": {each.layer.name: each.plain() for each in running},
+        }
+        self._write(self._tensors(running), body, f" after batch {cursor.batches} of pass {cursor.number + 1}")
+        curve.sample("checkpoint", "after", device)
 
-    def _write_tensors(self, serial: int, running: Sequence[LayerStatistics]) -> dict[str, list[list[str]]]:
-        files: dict[str, list[list[str]]] = {}
-        for place, group in enumerate(_grouped(self._tensors(running))):
-            name = f"checkpoint/{serial}.{place}.safetensors"
-            self._scratch.save_tensors(name, {str(key): entry[3] for key, entry in enumerate(group)}, {})
-            files[name] = [[kind, owner, entry, digest(tensor)] for kind, owner, entry, tensor in group]
-        return files
-
-    def _tensors(self, running: Sequence[LayerStatistics]) -> Iterator[tuple[str, str, str, Tensor]]:
-        """(kind, name, field, tensor) of everything that is saved."""
+    def _tensors(self, running: Sequence[LayerStatistics]) -> Iterator[tuple[tuple[str, str, str], Tensor]]:
+        """(kind, name, field) and tensor of everything that is saved."""
         if running:
             # between two passes there is none: each begins with its own
-            yield "generator", "cpu", "", torch.get_rng_state()
+            yield ("generator", "cpu", ""), torch.get_rng_state()
             if self.workspace.machine.device.type == "cuda":
-                yield "generator", "cuda", "", torch.cuda.get_rng_state(self.workspace.machine.device)
+                yield ("generator", "cuda", ""), torch.cuda.get_rng_state(self.workspace.machine.device)
         for name, buffer in self.model.named_buffers():
             if buffer.layout == torch.strided and bit_sum(buffer) != self._buffers.get(name):
-                yield "buffer", name, "", buffer.detach()
+                yield ("buffer", name, ""), buffer.detach()
         for each in running:
             for entry, value in each.state().items():
                 if isinstance(value, Tensor):
-                    yield "sums", each.layer.name, entry, value
+                    yield ("sums", each.layer.name, entry), value
 
 
 def _spilled(state: CollectionState) -> Iterator[tuple[str, SpilledFactors]]:
@@ -355,21 +235,6 @@ def _spilled(state: CollectionState) -> Iterator[tuple[str, SpilledFactors]]:
     yield from state.spilled.items()
     for snapshot in state.nested.values():
         yield from snapshot.spilled.items()
-
-
-def _grouped(entries: Iterable[tuple[str, str, str, Tensor]]) -> Iterator[list[tuple[str, str, str, Tensor]]]:
-    """Runs of entries that share a file."""
-    group: list[tuple[str, str, str, Tensor]] = []
-    size = 0
-    for entry in entries:
-        own = entry[3].numel() * entry[3].element_size()
-        if group and size + own > _FILE_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(entry)
-        size += own
-    if group:
-        yield group
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -384,8 +249,4 @@ def fingerprint(model: nn.Module) -> str:
         [name, str(tensor.dtype), list(tensor.shape), checksum]
         for (name, tensor), checksum in zip(named, sums, strict=True)
     ]
-    return hashlib.sha256(_canonical(entries).encode()).hexdigest()
-
-
-def _canonical(value: object) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical(entries).encode()).hexdigest()

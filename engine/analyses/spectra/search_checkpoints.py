@@ -6,28 +6,19 @@ and one of each tensor. A later attempt with the same factors, options and numer
 that does not belong, or does not read as written, is discarded with a line in the log.
 """
 
-import itertools
-import json
-import re
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
-from engine.artifacts import Artifacts, load_sealed, save_sealed
-from engine.factors.kronecker_factors import digest
-from engine.workspace import Workspace
+from engine.collection.checkpoint_files import CheckpointFiles, CheckpointForeign
 
 MANIFEST = "search/search.json"
 """The file that makes the others a checkpoint of a search."""
 MANIFESTS = (MANIFEST, "training/training.json")
 """The same of every work: a later attempt adopts the files beside one of these, and no others."""
-_SHARE = 20
-"""No checkpoint sooner than this many times what the last one took: they cost at most 5 % of the time."""
-_FILE = re.compile(r"[a-z]+/\d+\.\d+\.safetensors")
-"""Names of the files of tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,40 +38,16 @@ class SavedSearch:
 
 
 @dataclass(kw_only=True)
-class SearchCheckpoints:
+class SearchCheckpoints(CheckpointFiles):
     """Writes the checkpoints of one job's searches, and reads the one that an earlier attempt left."""
 
-    workspace: Workspace
-    conditions: Mapping[str, Any]
-    """Values that must be equal for a checkpoint to belong: each entry's name says what differs."""
     work: str = "search"
-    """The noun of the work, which names its files too."""
-    clock: Callable[[], float] = time.monotonic
-    _serial: int = 0
-    _files: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Digests of the valid checkpoint's tensors, by file and name."""
-    _saved_at: float = 0.0
-    _took: float = 0.0
 
+    @override
     def __post_init__(self) -> None:
-        """Begin the first interval."""
+        super().__post_init__()
         if self._manifest not in MANIFESTS:
             raise ValueError(f"no later attempt would adopt `{self._manifest}`; add it to MANIFESTS")
-        self._saved_at = self.clock()
-
-    @property
-    def _manifest(self) -> str:
-        return f"{self.work}/{self.work}.json"
-
-    @property
-    def _format(self) -> str:
-        return f"kronoscope-{self.work}/2"
-
-    @property
-    def _scratch(self) -> Artifacts:
-        if self.workspace.ports.scratch is None:
-            raise ValueError("checkpoints need a scratch place")
-        return self.workspace.ports.scratch
 
     def find(self) -> SavedSearch | None:
         """Return the checkpoint of an earlier attempt.
@@ -91,30 +58,14 @@ class SearchCheckpoints:
         if not self.workspace.saves_checkpoints:
             return None
         try:
-            body = load_sealed(self._scratch, self._manifest)
-        except FileNotFoundError:
+            body = self._opened()
+        except CheckpointForeign as foreign:
+            self.discard(str(foreign))
             return None
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with the file, it is of no use
-            self.discard(f"it cannot be read ({type(error).__name__})")
-            return None
-        if body.get("format") != self._format:
-            self.discard("it is of another format")
-            return None
-        here, there = self.conditions, body["conditions"]
-        differing = sorted(
-            name for name in here.keys() | there.keys() if _canonical(here.get(name)) != _canonical(there.get(name))
-        )
-        if differing:
-            self.discard(f"it was made under another {', another '.join(differing)}")
+        if body is None:
             return None
         self._serial, self._files = body["serial"], body["files"]
-        return SavedSearch(
-            finished=body["finished"],
-            of=body["of"],
-            chosen=body["chosen"],
-            counts=body["counts"],
-            learnt=body["learnt"],
-        )
+        return SavedSearch(**{entry.name: body[entry.name] for entry in fields(SavedSearch)})
 
     def tensors(self) -> dict[str, Tensor] | None:
         """Read the tensors of the checkpoint that ``find`` returned.
@@ -125,42 +76,11 @@ class SearchCheckpoints:
         Memory:
             The state of one search.
         """
-        found: dict[str, Tensor] = {}
-        for file, written in self._files.items():
-            try:
-                stored = self._scratch.load_tensors(file)
-            except Exception as error:  # noqa: BLE001 - whatever is wrong with the file, it is of no use
-                self.discard(f"{file} cannot be read ({type(error).__name__})")
-                return None
-            if {name: digest(tensor) for name, tensor in stored.items()} != written:
-                self.discard(f"{file} is damaged")
-                return None
-            found |= stored
-        return found
-
-    def discard(self, why: str) -> None:
-        """Log that an earlier checkpoint is not used, and delete its files.
-
-        Args:
-            why: The reason, as the end of a sentence.
-        """
-        self.workspace.ports.log("warning", f"the checkpoint of an earlier attempt's {self.work} is discarded: {why}")
         try:
-            names = [name for name in self._scratch.load_json(self._manifest)["body"]["files"] if _FILE.fullmatch(name)]
-        except Exception:  # noqa: BLE001 - whatever is wrong with it, nothing of it is read again
-            names = list(self._files)
-        for name in (self._manifest, *names):
-            self._scratch.remove(name)
-        self._serial, self._files = 0, {}
-
-    def due(self) -> bool:
-        """Whether it is time to save."""
-        pause = max(self.workspace.resume.checkpoint_seconds, _SHARE * self._took)
-        return self.workspace.saves_checkpoints and self.clock() - self._saved_at >= pause
-
-    def worth(self) -> bool:
-        """Whether a checkpoint now costs little against the time since the last, whatever the interval."""
-        return self.workspace.saves_checkpoints and self.clock() - self._saved_at >= _SHARE * self._took
+            return {name: tensor for (name,), tensor in self._read_tensors(self._files)}
+        except CheckpointForeign as foreign:
+            self.discard(str(foreign))
+            return None
 
     def save(self, saved: SavedSearch, tensors: Mapping[str, Tensor]) -> None:
         """Write a checkpoint, its manifest last; where the disk refuses, the one before stays valid.
@@ -172,40 +92,5 @@ class SearchCheckpoints:
         Memory:
             One tensor on the host, where the state is on a device.
         """
-        begun = self.clock()
-        serial = self._serial + 1
-        try:
-            files: dict[str, dict[str, str]] = {}
-            for place, (name, tensor) in zip(itertools.count(), tensors.items(), strict=False):
-                file = f"{self.work}/{serial}.{place}.safetensors"
-                host = tensor.detach().to("cpu").contiguous()
-                self._scratch.save_tensors(file, {name: host}, {})
-                files[file] = {name: digest(host)}
-            body = {
-                "format": self._format,
-                "serial": serial,
-                "conditions": self.conditions,
-                "finished": saved.finished,
-                "of": saved.of,
-                "chosen": saved.chosen,
-                "counts": saved.counts,
-                "learnt": saved.learnt,
-                "files": files,
-            }
-            save_sealed(self._scratch, self._manifest, body)
-        except OSError as error:
-            self.workspace.ports.log(
-                "warning",
-                f"no checkpoint of the {self.work} could be written ({error.strerror}); the one before stands",
-            )
-        else:
-            for name in self._files.keys() - files.keys():
-                self._scratch.remove(name)
-            self._serial, self._files = serial, files
-            self.workspace.ports.log("debug", f"checkpoint {serial} of the {self.work}")
-        self._saved_at = self.clock()
-        self._took = self._saved_at - begun
-
-
-def _canonical(value: object) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+        entries = (((name,), tensor.detach()) for name, tensor in tensors.items())
+        self._write(entries, vars(saved), f" of the {self.work}")
