@@ -1,6 +1,6 @@
 """Passes: the data goes through the model, and the sums of one pass's layers take in every batch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,32 +36,38 @@ from engine.model.example_digests import EnteredExamples
 from engine.model.loss_directions import directions
 from engine.model.outputs import predict
 from engine.row_layout.length_buckets import group_by_length
-from engine.workspace import Workspace
 
 Sums = tuple[LayerStatistics, ...]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Batches done over all passes."""
+    """Batches done over all passes of a stage."""
 
-    workspace: Workspace
+    job: PassJob
     number: int
     parts: int
+    stage: str = "collection"
 
-    def report(self, done: int, total: int | None) -> None:
+    @property
+    def _total(self) -> int | None:
+        """Batches of one pass, where the data say how many examples they hold."""
+        examples = self.job.workspace.inputs.examples
+        return None if examples is None else -(-examples // self.job.collection.batch_size)
+
+    def report(self, done: int) -> None:
         """Report the batches of this pass that are done."""
-        before = 0 if total is None else self.number * total
-        self.workspace.ports.report(
-            "collection", before + done, None if total is None else self.parts * total, "batches"
-        )
+        total = self._total
+        before, whole = (0, None) if total is None else (self.number * total, self.parts * total)
+        self.job.workspace.ports.report(self.stage, before + done, whole, "batches")
 
-    def resume(self, done: int, total: int | None) -> None:
+    def resume(self, done: int) -> None:
         """Log and report that the collection goes on from an earlier attempt's checkpoint."""
+        total = self._total
         before, whole = (0, "") if total is None else (self.number * total, f" of {self.parts * total}")
         within = f" (pass {self.number + 1} of {self.parts})" if self.parts > 1 else ""
-        self.workspace.ports.log("info", f"collection resumed at batch {before + done}{whole}{within}")
-        self.report(done, total)
+        self.job.workspace.ports.log("info", f"collection resumed at batch {before + done}{whole}{within}")
+        self.report(done)
 
 
 def run_pass(
@@ -70,7 +76,7 @@ def run_pass(
     """Gather the sums of some layers in one pass over the data or its rest; of several ranks, over each one's part."""
     job = job.without_masks(state.unmasked)
     workspace, collection = job.workspace, job.collection
-    progress = Progress(workspace, planned.number, planned.count)
+    progress = Progress(job, planned.number, planned.count)
     stream = job.stream()
     # a model that draws numbers in evaluation mode draws the same ones in every run
     seed_generators(collection.seed)
@@ -83,10 +89,9 @@ def run_pass(
         inputs=InputArrival(deferred=state.deferred, required=wanted),
         head=_head(job, planned.layers),
     )
-    batch_count = None if workspace.inputs.examples is None else -(-workspace.inputs.examples // collection.batch_size)
     cursor = Cursor(number=progress.number) if found is None or not found.running else found.cursor
     if found is not None:
-        progress.resume(cursor.batches, batch_count)
+        progress.resume(cursor.batches)
     ranks = workspace.machine.ranks
     turns = Turns.of(ranks, collection.update_freq)
     collector.scale = job.precision.loss_scale(cursor.loss_scale, cursor.steady)
@@ -98,9 +103,9 @@ def run_pass(
             batch = job.moved(arrived)
             current.begin(batch, cursor.batches)
             # before the model, which may write to its inputs
-            _note_examples(job, cursor, batch, turns)
+            note_examples(job, cursor, batch, turns)
             if turns.update(cursor.batches) is not None:
-                _decay_(collection, cursor, turns, all_statistics)
+                decay_(collection, cursor, turns, all_statistics)
                 summed = _observed(job, state.self_check, (arrived, cursor), collector)
                 cursor.terms += _varied(job, batch, collector, summed)
                 _check(job, state.self_check, (cursor.batches, summed), collector)
@@ -115,7 +120,7 @@ def run_pass(
             if job.sizes is not None and eighths is not None:
                 snapshot = state.snapshot(eighths, cursor.examples)
                 keep_size(job.sizes, snapshot, all_statistics, state, collection, job.dtype)
-            progress.report(cursor.batches, batch_count)
+            progress.report(cursor.batches)
             workspace.machine.curve.sample(f"pass {progress.number + 1}", "within", workspace.machine.device)
             if checkpoints.due():
                 checkpoints.save(cursor, all_statistics, state)
@@ -126,7 +131,7 @@ def run_pass(
     return all_statistics, cursor
 
 
-def _note_examples(job: PassJob, cursor: Cursor, batch: Batch, turns: Turns) -> None:
+def note_examples(job: PassJob, cursor: Cursor, batch: Batch, turns: Turns) -> None:
     """Note the digests of a batch, on the device, by which later passes are held to this one."""
     update = turns.update(cursor.batches)
     if cursor.batches == 0:
@@ -146,7 +151,7 @@ def _require_as_before(job: PassJob, cursor: Cursor) -> None:
         )
 
 
-def _decay_(collection: Collection, cursor: Cursor, turns: Turns, sums: tuple[LayerStatistics, ...]) -> None:
+def decay_(collection: Collection, cursor: Cursor, turns: Turns, sums: Sequence[LayerStatistics]) -> None:
     """Let a moving average weigh all before the next update less."""
     if collection.ema_decay is not None and cursor.updates:
         for statistics in sums:

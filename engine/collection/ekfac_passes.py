@@ -5,7 +5,7 @@ many passes as their bases and eigenvalues need; blocks need none, being exact a
 eigenvalues are the correction's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from engine.accumulation.hooks import Collector
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.artifacts import Artifacts
 from engine.collection.collection_state import CollectionState, Cursor
-from engine.collection.data_pass import update
+from engine.collection.data_pass import Progress, decay_, note_examples, update
 from engine.collection.normalise import flaw
 from engine.collection.pass_job import PassJob
 from engine.collection.ranks.reduce_statistics import add_corrections
@@ -40,16 +40,6 @@ Load = Callable[[], Corrected]
 
 
 @dataclass(frozen=True)
-class _Held:
-    """A correction in memory."""
-
-    found: Corrected
-
-    def __call__(self) -> Corrected:
-        return self.found
-
-
-@dataclass(frozen=True)
 class _Waiting:
     """A correction in the scratch place; a shared Q_A stands with the first that had it."""
 
@@ -63,7 +53,7 @@ class _Waiting:
         return Corrected(
             eigenvectors_A=None if shared is None else shared["eigenvectors_A"],
             eigenvectors_G=own.get("eigenvectors_G"),
-            eigenvalues=own["eigenvalues"],
+            eigenvalues=own["corrected_eigenvalues"],
         )
 
 
@@ -94,7 +84,7 @@ def correct_eigenvalues(job: PassJob, state: CollectionState, parts: Sequence[Se
     done = 0
     for part in needed:
         known = [state.statistics[name] for name in part]
-        bases: dict[str, Tensor] = {}
+        bases: dict[Hashable, Tensor] = {}
         sums = [_prepared(job, each, state, bases) for each in known if not _exact(each.layer)]
         if sums:
             read = _guarded_run(job.laid_out(overwritten=state.overwritten), tuple(sums), done, total)
@@ -107,15 +97,15 @@ def correct_eigenvalues(job: PassJob, state: CollectionState, parts: Sequence[Se
         for found in known:
             leader = _leader(found)
             own = by_name.get(found.layer.name)
-            made = _block(job, state, found) if own is None else _of_parts(own, bases.get(leader))
+            made = _block(job, state, found) if own is None else _of_parts(own)
             for group, (name, correction) in enumerate(zip(found.layer.parts, made, strict=True)):
                 _require_finite(name, correction)
                 if scratch is None:
-                    loads[name] = _Held(correction)
+                    loads[name] = partial(_same, correction)
                 else:
                     place = f"corrected/{len(loads)}"
                     holder = _hold(scratch, correction, f"{leader}[{group}]", place, holders)
-                    _write(scratch, correction, place)
+                    scratch.save_tensors(f"{place}.safetensors", correction.stored(own_a=False), {})
                     loads[name] = _Waiting(scratch, place, holder)
         del sums, by_name, bases
         if scratch is not None:
@@ -158,8 +148,10 @@ def correct_part(
     total, read = sum(bool(part) for part in needed), Cursor(number=0)
     entered: EnteredExamples | None = None
     for done, part in enumerate(part for part in needed if part):
-        shared: dict[int, Tensor] = {}
-        sums = [_given(job, layer, bases, shared) for layer in part]
+        shared: dict[Hashable, Tensor] = {}
+        sums = [
+            _zeroed(job, layer, bases.holders[layer.parts[0]], shared, bases.load_A, bases.load_G) for layer in part
+        ]
         read = _guarded_run(job, tuple(sums), done, total)
         entered = job.require_entered(entered, read.entered, f"pass {done + 1} of the correction")
         for own in sums:
@@ -172,17 +164,23 @@ def correct_part(
     return joined(read.runs)
 
 
-def _given(job: PassJob, layer: TreatedLayer, bases: MergedBases, shared: dict[int, Tensor]) -> CorrectionStatistics:
-    """Zeroed eigenvalues of a layer, and its bases as they were stored."""
-    device, holder = job.workspace.machine.device, bases.holders[layer.parts[0]]
-    dense = layer.form == "kronecker"
+def _zeroed(
+    job: PassJob,
+    layer: TreatedLayer,
+    holder: Hashable,
+    shared: dict[Hashable, Tensor],
+    load_A: Callable[[str], Tensor],
+    load_G: Callable[[str], Tensor],
+) -> CorrectionStatistics:
+    """Zeroed eigenvalues of a layer, and its bases; ``shared`` holds those of each A for the layers that share it."""
+    device, dense = job.workspace.machine.device, layer.form == "kronecker"
     if dense and holder not in shared:
-        shared[holder] = torch.stack([bases.load_A(name) for name in layer.parts]).to(device, job.dtype)
+        shared[holder] = torch.stack([load_A(name) for name in layer.parts]).to(device, job.dtype)
     made = CorrectionStatistics(
         layer=layer,
         sharing=job.collection.sharing if dense else "expand",
         basis_A=shared.get(holder) if dense else None,
-        basis_G=torch.stack([bases.load_G(name) for name in layer.parts]).to(device, job.dtype),
+        basis_G=torch.stack([load_G(name) for name in layer.parts]).to(device, job.dtype),
     )
     made.allocate(job.dtype, device)
     return made
@@ -202,25 +200,18 @@ def _leader(found: LayerStatistics) -> str:
 
 
 def _prepared(
-    job: PassJob, found: LayerStatistics, state: CollectionState, bases: dict[str, Tensor]
+    job: PassJob, found: LayerStatistics, state: CollectionState, bases: dict[Hashable, Tensor]
 ) -> CorrectionStatistics:
-    """Zeroed eigenvalues of a layer, and its bases; ``bases`` holds each A's for the layers that share it."""
-    layer, leader = found.layer, _leader(found)
-    factors = [state.factors[name]() for name in layer.parts]
-    if layer.form == "kronecker" and leader not in bases:
-        bases[leader] = torch.stack([_basis(job, each.A, each.layer) for each in factors])
-    made = CorrectionStatistics(
-        layer=layer,
-        sharing=found.sharing,
-        basis_A=bases.get(leader) if layer.form == "kronecker" else None,
-        basis_G=torch.stack([_basis(job, each.dense_G, each.layer) for each in factors]),
+    """Zeroed eigenvalues of a layer, and the bases of its factors."""
+    factors = {name: state.factors[name]() for name in found.layer.parts}
+    return _zeroed(
+        job,
+        found.layer,
+        _leader(found),
+        bases,
+        lambda name: eigenvectors(job.workspace, factors[name].A, name).to(job.dtype),
+        lambda name: eigenvectors(job.workspace, factors[name].dense_G, name).to(job.dtype),
     )
-    made.allocate(job.dtype, job.workspace.machine.device)
-    return made
-
-
-def _basis(job: PassJob, factor: Tensor, layer: str) -> Tensor:
-    return eigenvectors(job.workspace, factor, layer).to(job.dtype)
 
 
 def eigenvectors(workspace: Workspace, factor: Tensor, layer: str) -> Tensor:
@@ -290,47 +281,34 @@ def _guarded_run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int
 
 def _run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total: int) -> Cursor:
     """One pass over the data; returns the position at its end."""
-    workspace, collection = job.workspace, job.collection
-    scale = job.precision.loss_scale(FIRST_SCALE, 0)
-    collector = Collector(
-        statistics=sums,
-        layout=job.layout,
-        scale=scale,
-    )
-    count = None if workspace.inputs.examples is None else -(-workspace.inputs.examples // collection.batch_size)
-    updates, cursor, ranks = 0, Cursor(number=done), workspace.machine.ranks
+    collection, ranks = job.collection, job.workspace.machine.ranks
+    collector = Collector(statistics=sums, layout=job.layout, scale=job.precision.loss_scale(FIRST_SCALE, 0))
+    progress, cursor = Progress(job, done, total, "correction"), Cursor(number=done)
     turns = Turns.of(ranks, collection.update_freq)
     # the numbers that the passes before this one drew
     seed_generators(collection.seed)
     with collector.attached(), torch.enable_grad():
-        for number, batch in enumerate(job.batches()):
-            workspace.ports.raise_if_cancelled()
+        for batch in job.batches():
+            job.workspace.ports.raise_if_cancelled()
             ranks.sign()
-            update_number = turns.update(number)
-            if update_number is not None:
-                # before the model, which may write to its inputs
-                cursor.entered = job.enter(cursor.entered, batch, update_number)
-                if collection.ema_decay is not None and updates:
-                    for each in sums:
-                        each.decay_(collection.ema_decay ** turns.updates_since(number))
+            # before the model, which may write to its inputs
+            note_examples(job, cursor, batch, turns)
+            if turns.update(cursor.batches) is not None:
+                decay_(collection, cursor, turns, sums)
                 update(job, batch, collector)
-                updates += 1
+                cursor.updates += 1
             cursor.take(batch, checked=False)
-            before = 0 if count is None else done * count
-            workspace.ports.report(
-                "correction", before + number + 1, None if count is None else total * count, "batches"
-            )
+            progress.report(cursor.batches)
     return cursor
 
 
-def _of_parts(sums: CorrectionStatistics, basis_A: Tensor | None) -> list[Corrected]:
+def _of_parts(sums: CorrectionStatistics) -> list[Corrected]:
     if sums.eigenvalues is None or sums.basis_G is None:
         raise ValueError(f"layer `{sums.layer.name}` was never allocated")
     values = sums.eigenvalues.div_(sums.weight_G or 1.0).to("cpu")
-    kronecker = sums.layer.form == "kronecker" and basis_A is not None
     return [
         Corrected(
-            eigenvectors_A=basis_A[group].to("cpu") if kronecker and basis_A is not None else None,
+            eigenvectors_A=None if sums.basis_A is None else sums.basis_A[group].to("cpu"),
             eigenvectors_G=sums.basis_G[group].to("cpu"),
             eigenvalues=values[group],
         )
@@ -381,8 +359,5 @@ def _hold(scratch: Artifacts, found: Corrected, shared: str, place: str, holders
     return holders[shared]
 
 
-def _write(scratch: Artifacts, found: Corrected, place: str) -> None:
-    tensors = {"eigenvalues": found.eigenvalues}
-    if found.eigenvectors_G is not None:
-        tensors["eigenvectors_G"] = found.eigenvectors_G
-    scratch.save_tensors(f"{place}.safetensors", tensors, {})
+def _same(found: Corrected) -> Corrected:
+    return found
