@@ -30,7 +30,7 @@ from engine.factors.kronecker_factors import Factors, TiedParts, to_storage
 from engine.factors.low_rank import LowRank, scaled_rows
 from engine.factors.softmax_fisher import SoftmaxFisher
 from engine.linalg.linear_operator import Structured
-from engine.merging.nearest_product import HeadSide, Terms, head_gradient, nearest_product_
+from engine.merging.nearest_product import Terms, head_gradient, nearest_product_
 
 _NUMBERS_AT_ONCE = 2**18
 
@@ -77,64 +77,69 @@ def merge_layer(addends: Sequence[Addend], idle: float, precision: Precision) ->
         return _merge_tied(addends, idle, precision)
     sums = _Sums(addends, idle)
     for addend in addends:
-        sums.add_(addend.sums, addend.load())
-    return MergedLayer(factors=sums.finished(precision))
+        factors = addend.load()
+        sums.add_(addend.sums, (factors.A, factors.scale_A), (factors.G, factors.scale_G))
+    A, G = sums.means()
+    exact = sums.facts.form in ("block", "diagonal_block")
+    kept_A, scale_A = (A.to(precision.storage), 1.0) if exact else to_storage(A, precision.storage)
+    del A
+    kept_G: tuple[Tensor | Structured, float]
+    if isinstance(G, Structured):
+        kept_G = G, 1.0
+    elif precision.identity:
+        kept_G = torch.eye(G.shape[0], dtype=precision.storage), 1.0
+    else:
+        kept_G = to_storage(G, precision.storage)
+    return MergedLayer(factors=sums.factors((kept_A, scale_A), kept_G))
 
 
 class _Sums:
     """Running sums of one layer."""
 
     def __init__(self, addends: Sequence[Addend], idle: float) -> None:
-        self._facts, self._first = addends[0].facts, addends[0].sums
+        self.facts, self.first = addends[0].facts, addends[0].sums
         self._weight_A = sum(each.sums.weight_A for each in addends)
-        self._weight_G = sum(each.sums.weight_G for each in addends) + idle
+        self.weight_G = sum(each.sums.weight_G for each in addends) + idle
         self._kinds = {each.facts.representation_G for each in addends}
-        _require_one_form(self._facts.name, self._kinds)
-        self.A: Tensor | None = None
-        self.G: Tensor | None = None
-        self.sides: list[tuple[Structured, float]] = []
+        _require_one_form(self.facts.name, self._kinds)
+        self._A: Tensor | None = None
+        self._G: Tensor | None = None
+        self._sides: list[tuple[Structured, float]] = []
 
-    def add_(self, sums: LayerSums, factors: Factors) -> None:
-        """Add one set's factors."""
-        if self._facts.form in ("block", "diagonal_block"):
-            self.A = factors.A if self.A is None else self.A
+    def add_(self, sums: LayerSums, A: tuple[Tensor, float], G: tuple[Tensor | Structured, float]) -> None:
+        """Add one set's A and G, each with its scale."""
+        if self.facts.form in ("block", "diagonal_block"):
+            self._A = A[0] if self._A is None else self._A
         else:
-            self.A = added(self.A, factors.A, sums.weight_A * factors.scale_A)
-        side = factors.G
+            self._A = added(self._A, A[0], sums.weight_A * A[1])
+        side, scale = G
         if isinstance(side, Structured) and len(self._kinds) == 1:
-            self.sides.append((side, sums.weight_G))
+            self._sides.append((side, sums.weight_G))
         elif isinstance(side, Structured):
             # rows here and a sum there: the sum of both is dense
-            self.G = added(self.G, side.to_dense(torch.float64), sums.weight_G)
+            self._G = added(self._G, side.to_dense(torch.float64), sums.weight_G)
         else:
-            self.G = added(self.G, side, sums.weight_G * factors.scale_G)
+            self._G = added(self._G, side, sums.weight_G * scale)
 
-    def finished(self, precision: Precision) -> Factors:
-        """Normalise the sums, and round them once."""
-        A, G, facts = self.A, self.G, self._facts
+    def means(self) -> tuple[Tensor, Tensor | Structured]:
+        """Normalise the sums, which are of no further use here."""
+        A, G, name = self._A, self._G, self.facts.name
         if A is None:
             raise ValueError("a merge of no set")
-        self.A = self.G = None
-        if facts.form in ("block", "diagonal_block"):
-            kept_A, scale_A = A.to(precision.storage), 1.0
-        else:
-            kept_A, scale_A = to_storage(A.div_(self._weight_A or 1.0), precision.storage)
-        del A
-        kept_G: Tensor | Structured
+        self._A = self._G = None
+        if self.facts.form not in ("block", "diagonal_block"):
+            A.div_(self._weight_A or 1.0)
         if G is None:
-            kept_G, scale_G = _joined(facts.name, self.sides, self._weight_G or 1.0, self._first.row_dtype), 1.0
-        elif precision.identity:
-            kept_G, scale_G = torch.eye(G.shape[0], dtype=precision.storage), 1.0
-        else:
-            kept_G, scale_G = to_storage(G.div_(self._weight_G or 1.0), precision.storage)
+            return A, _joined(name, self._sides, self.weight_G or 1.0, self.first.row_dtype)
+        return A, G.div_(self.weight_G or 1.0)
+
+    def factors(
+        self, A: tuple[Tensor, float], G: tuple[Tensor | Structured, float], tied: TiedParts | None = None
+    ) -> Factors:
+        """The layer's factors of A and G as they are kept, each with its scale."""
+        facts = self.facts
         return Factors(
-            layer=facts.name,
-            form=facts.form,
-            bias=facts.bias,
-            A=kept_A,
-            G=kept_G,
-            scale_A=scale_A,
-            scale_G=scale_G,
+            layer=facts.name, form=facts.form, bias=facts.bias, A=A[0], G=G[0], scale_A=A[1], scale_G=G[1], tied=tied
         )
 
 
@@ -230,48 +235,34 @@ def _joined_diagonals(layer: str, sides: Sequence[tuple[DiagonalSketch, float]],
 
 def _merge_tied(addends: Sequence[Addend], idle: float, precision: Precision) -> MergedLayer:
     """Merge the four terms of a head and its table, and make them one product anew."""
-    facts = addends[0].facts
-    weight_A = sum(each.sums.weight_A for each in addends)
-    weight_G = sum(each.sums.weight_G for each in addends) + idle
-    lookups = sum(sums.lookups for sums in _tied(addends))
-    _require_one_form(facts.name, {each.facts.representation_G for each in addends})
-    A: Tensor | None = None
-    G: Tensor | None = None
+    lookups = sum(own.lookups for own in _tied(addends))
+    sums = _Sums(addends, idle)
+    name = sums.facts.name
     counts: Tensor | None = None
     moments: Tensor | None = None
-    sides: list[tuple[Structured, float]] = []
     for addend, own in zip(addends, _tied(addends), strict=True):
-        factors, sums = addend.load(), addend.sums
+        factors = addend.load()
         if factors.tied is None:
             raise NotMergeable(
-                f"layer `{facts.name}`: an earlier version collected it, which did not keep what its product was made "
+                f"layer `{name}`: an earlier version collected it, which did not keep what its product was made "
                 "of; collect the factors again",
-                layer=facts.name,
+                layer=name,
             )
-        side = head_gradient(factors, own)
-        A = added(A, factors.tied.A, sums.weight_A)
+        sums.add_(addend.sums, (factors.tied.A, 1.0), (head_gradient(factors, own), 1.0))
         counts = added(counts, factors.tied.counts, own.lookups)
-        moments = added(moments, factors.tied.moments, sums.weight_G)
-        if isinstance(side, Tensor):
-            G = added(G, side, sums.weight_G)
-        else:
-            sides.append((side, sums.weight_G))
-        del factors, side
-    if A is None or counts is None or moments is None:
+        moments = added(moments, factors.tied.moments, addend.sums.weight_G)
+        del factors
+    A, head = sums.means()
+    if counts is None or moments is None:
         raise ValueError("a merge of no set")
-    head: HeadSide | Structured
-    if G is None:
-        head = _joined(facts.name, sides, weight_G or 1.0, None)
-    else:
-        head = torch.eye(G.shape[0], dtype=torch.float64) if precision.identity else G.div_(weight_G or 1.0)
     if isinstance(head, LowRank):
-        raise TypeError(f"layer `{facts.name}`: a tied head keeps no gradient rows")
-    if precision.identity:
-        moments.zero_().diagonal().fill_(1.0)
-    else:
-        moments.div_(weight_G or 1.0)
-    A.div_(weight_A or 1.0)
+        raise TypeError(f"layer `{name}`: a tied head keeps no gradient rows")
     counts.div_(lookups or 1.0)
+    moments.div_(sums.weight_G or 1.0)
+    if precision.identity:
+        for each in (moments, head):
+            if isinstance(each, Tensor):
+                each.zero_().diagonal().fill_(1.0)
     kept = TiedParts(
         A=A.to(precision.sums, copy=True),
         counts=counts.to(precision.sums, copy=True),
@@ -279,21 +270,10 @@ def _merge_tied(addends: Sequence[Addend], idle: float, precision: Precision) ->
     )
     diagonal = head.diagonal().to(precision.sums, copy=True)
     made = nearest_product_(Terms(A=A, G=head, counts=counts, moments=moments))  # type: ignore[arg-type] # no rows
-    kept_A, scale_A = to_storage(made.A, precision.storage)
-    kept_G, scale_G = (made.G, 1.0) if isinstance(made.G, Structured) else to_storage(made.G, precision.storage)
-    factors = Factors(
-        layer=facts.name,
-        form=facts.form,
-        bias=facts.bias,
-        A=kept_A,
-        G=kept_G,
-        scale_A=scale_A,
-        scale_G=scale_G,
-        head_diagonal=diagonal,
-        tied=kept,
-    )
+    G = (made.G, 1.0) if isinstance(made.G, Structured) else to_storage(made.G, precision.storage)
+    factors = sums.factors(to_storage(made.A, precision.storage), G, kept)
     return MergedLayer(
-        factors=factors,
+        factors=replace(factors, head_diagonal=diagonal),
         tied=TiedSums(lookups=lookups, head_G=made.head_G, table_G=made.table_G),
         residual=made.residual,
     )
