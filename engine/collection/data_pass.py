@@ -17,8 +17,9 @@ from engine.accumulation.loss_head import LossHead
 from engine.collection.checkpoints import Checkpoints, Resumed
 from engine.collection.collection_state import CollectionState, Cursor
 from engine.collection.nan_check import locate_nan
-from engine.collection.pass_job import PassJob, PlannedPass
+from engine.collection.pass_job import PassJob
 from engine.collection.pass_statistics import begin_statistics
+from engine.collection.probe import ProbedModel
 from engine.collection.ranks.turns import Turns
 from engine.collection.subsamples import keep_size
 from engine.errors import DataDiffer, EmptyData
@@ -71,25 +72,26 @@ class Progress:
 
 
 def run_pass(
-    job: PassJob, planned: PlannedPass, state: CollectionState, checkpoints: Checkpoints, found: Resumed | None
+    probed: ProbedModel, number: int, state: CollectionState, checkpoints: Checkpoints, found: Resumed | None
 ) -> tuple[tuple[LayerStatistics, ...], Cursor]:
-    """Gather the sums of some layers in one pass over the data or its rest; of several ranks, over each one's part."""
-    job = job.without_masks(state.unmasked)
+    """Gather the sums of one part's layers in a pass over the data or its rest; of several ranks, over each one's."""
+    job, names = probed.job.without_masks(state.unmasked), state.chosen.parts[number]
+    layers = tuple(layer for layer in probed.survey.treated if layer.name in set(names))
     workspace, collection = job.workspace, job.collection
-    progress = Progress(job, planned.number, planned.count)
+    progress = Progress(job, number, len(state.chosen.parts))
     stream = job.stream()
     # a model that draws numbers in evaluation mode draws the same ones in every run
     seed_generators(collection.seed)
-    all_statistics = begin_statistics(job, planned, state, stream, checkpoints, found)
+    all_statistics = begin_statistics(replace(probed, job=job), layers, state, stream, checkpoints, found)
     wanted = collection.fisher != "forward_only"
     collector = Collector(
         statistics=all_statistics,
         gradients=wanted,
         layout=replace(job.layout, overwritten=state.overwritten),
         inputs=InputArrival(deferred=state.deferred, required=wanted),
-        head=_head(job, planned.layers),
+        head=_head(job, layers),
     )
-    cursor = Cursor(number=progress.number) if found is None or not found.running else found.cursor
+    cursor = Cursor(number=number) if found is None or not found.running else found.cursor
     if found is not None:
         progress.resume(cursor.batches)
     ranks = workspace.machine.ranks
@@ -121,7 +123,7 @@ def run_pass(
                 snapshot = state.snapshot(eighths, cursor.examples)
                 keep_size(job.sizes, snapshot, all_statistics, state, collection, job.dtype)
             progress.report(cursor.batches)
-            workspace.machine.curve.sample(f"pass {progress.number + 1}", "within", workspace.machine.device)
+            workspace.machine.curve.sample(f"pass {number + 1}", "within", workspace.machine.device)
             if checkpoints.due():
                 checkpoints.save(cursor, all_statistics, state)
     _require_as_before(job, cursor)

@@ -270,16 +270,3 @@ def _read_once() -> DataDiffer:
         "model, and is gone; give a list, or a callable that makes a new iterable each time it is called",
         pointer="/data",
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedPass:
-    """One pass of a plan: the layers whose sums it gathers, and its place among the passes."""
-
-    layers: tuple[TreatedLayer, ...]
-    mixed: frozenset[str]
-    """Names of layers whose positions belong to no one example."""
-    number: int
-    """The pass, from 0."""
-    count: int
-    """Passes of the plan."""

@@ -1,6 +1,6 @@
 """Pass statistics: the sums of one pass's layers, zeroed, or as a checkpoint holds them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from engine.accumulation.batch_variance import BatchVariance, activation_refusal, gradient_refusal
@@ -10,7 +10,7 @@ from engine.collection.checkpoint_files import CheckpointForeign
 from engine.collection.checkpoints import Checkpoints, Resumed
 from engine.collection.collection_state import CollectionState
 from engine.collection.normalise import foreseen_flaw
-from engine.collection.pass_job import PassJob, PlannedPass
+from engine.collection.probe import ProbedModel
 from engine.collection.ranks.agreement import agree_on_sums
 from engine.factors.representation import DENSE
 from engine.layers.layer import TreatedLayer, factor_sides
@@ -21,8 +21,8 @@ from engine.model.batches import Batch
 
 
 def begin_statistics(
-    job: PassJob,
-    planned: PlannedPass,
+    probed: ProbedModel,
+    layers: Sequence[TreatedLayer],
     state: CollectionState,
     stream: Iterator[Batch],
     checkpoints: Checkpoints,
@@ -31,11 +31,11 @@ def begin_statistics(
     """Return the sums of the layers of a pass: zeroed, or those of a checkpoint that has proved right on every rank."""
     if found is None:
         state.begin_pass()
-        return tuple(_allocated(job, planned, state.shared).values())
-    ranks, by_name = job.workspace.machine.ranks, dict[str, LayerStatistics]()
+        return tuple(_allocated(probed, layers, state.shared).values())
+    ranks, by_name = probed.job.workspace.machine.ranks, dict[str, LayerStatistics]()
     foreign = full = ""
     try:
-        by_name = _allocated(job, planned, state.shared)
+        by_name = _allocated(probed, layers, state.shared)
         checkpoints.restore(found, by_name, stream)
     except CheckpointForeign as error:
         foreign = str(error)
@@ -55,9 +55,11 @@ def begin_statistics(
     return tuple(by_name.values())
 
 
-def _allocated(job: PassJob, planned: PlannedPass, shared: dict[str, str]) -> dict[str, LayerStatistics]:
+def _allocated(
+    probed: ProbedModel, treated: Sequence[TreatedLayer], shared: dict[str, str]
+) -> dict[str, LayerStatistics]:
     """Zeroed sums of every layer of a pass."""
-    treated, ranks = planned.layers, job.workspace.machine.ranks
+    job, ranks = probed.job, probed.job.workspace.machine.ranks
     by_name: dict[str, LayerStatistics] = {}
     traced = job.collection.exact_trace and job.collection.fisher != "forward_only"
     staging = row_staging = None
@@ -84,7 +86,7 @@ def _allocated(job: PassJob, planned: PlannedPass, shared: dict[str, str]) -> di
             precision=job.precision,
         )
         needs_order = statistics.needs_order or job.collection.ekfac
-        statistics.flaw = foreseen_flaw(layer, job.collection, planned.mixed)
+        statistics.flaw = foreseen_flaw(layer, job.collection, probed.probe.mixed)
         if layer.name in unordered and needs_order and statistics.flaw is None:
             statistics.flaw = "batch_not_first"
         statistics.partial = job.workspace.inputs.part is not None

@@ -20,7 +20,7 @@ from engine.collection.checkpoints import Checkpoints, Resumed, fingerprint
 from engine.collection.collection_state import CollectionState, Cursor, fields_of_state
 from engine.collection.data_pass import require_terms, run_pass
 from engine.collection.normalise import keep_factors
-from engine.collection.pass_job import PassJob, PlannedPass
+from engine.collection.pass_job import PassJob
 from engine.collection.pass_statistics import statistics_kind
 from engine.collection.probe import ProbedModel
 from engine.collection.ranks.agreement import Left, agree_on_checkpoint, end_together, join_cursors
@@ -173,8 +173,7 @@ def _run_parts(
             continue
         state.chosen = _lower(job, state, number, missed)
         plan = replace(plan, chosen=state.chosen)
-        job = replace(job, micro_batch=state.chosen.micro_batch)
-        probed = replace(probed, job=job)
+        probed = probed.for_passes(state.chosen, job.sizes)
         checkpoints.conditions = _conditions(job, probed.survey, plan) if job.workspace.saves_checkpoints else {}
     return state
 
@@ -225,15 +224,12 @@ def _pass(
     probed: ProbedModel, state: CollectionState, number: int, checkpoints: Checkpoints, found: Resumed | None
 ) -> None:
     """One pass over the data, or the rest of it, and its factors."""
-    job, parts = probed.job, state.chosen.parts
-    several = len(parts) > 1
-    layers = tuple(layer for layer in probed.survey.treated if layer.name in set(parts[number]))
-    planned = PlannedPass(layers=layers, mixed=probed.probe.mixed, number=number, count=len(parts))
+    job, several = probed.job, len(state.chosen.parts) > 1
     ranks = job.workspace.machine.ranks
     while True:
         here, found = found, None
         with job.workspace.machine.operation(f"pass {number + 1}", "collection"):
-            statistics, cursor, left = _run_or_leave(job, planned, state, checkpoints, here)
+            statistics, cursor, left = _run_or_leave(probed, number, state, checkpoints, here)
         if ranks.size > 1:
             left = end_together(ranks, left, statistics)
         if not left:
@@ -262,12 +258,12 @@ def _pass(
 
 
 def _run_or_leave(
-    job: PassJob, planned: PlannedPass, state: CollectionState, checkpoints: Checkpoints, found: Resumed | None
+    probed: ProbedModel, number: int, state: CollectionState, checkpoints: Checkpoints, found: Resumed | None
 ) -> tuple[tuple[LayerStatistics, ...], Cursor, Left]:
     """Run a pass; where it cannot go on as it was planned, return why, with no sums."""
-    ranks = job.workspace.machine.ranks
+    ranks = probed.job.workspace.machine.ranks
     try:
-        return *run_pass(job, planned, state, checkpoints, found), Left()
+        return *run_pass(probed, number, state, checkpoints, found), Left()
     except SharingBroken as broken:
         # rare: a model that feeds its layers differently from batch to batch
         left = Left(unshared=frozenset(broken.followers))
@@ -284,7 +280,7 @@ def _run_or_leave(
         if ranks.size == 1 or not ran_out_of_memory(error):
             raise
         left = Left(out_of_memory=frozenset({f"rank {ranks.rank}: {first_line(error)}"}))
-    return (), Cursor(number=planned.number), left
+    return (), Cursor(number=number), left
 
 
 def _take_in(job: PassJob, state: CollectionState, left: Left) -> None:

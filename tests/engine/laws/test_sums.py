@@ -20,13 +20,14 @@ from engine.collection.checkpoints import Checkpoints
 from engine.collection.collection_state import CollectionState
 from engine.collection.data_pass import run_pass
 from engine.collection.normalise import finish_layer, flaw
-from engine.collection.pass_job import PassJob, PlannedPass
 from engine.collection.pass_statistics import begin_statistics
+from engine.collection.probe import ProbedModel
 from engine.collection.run_passes import complete_pass
 from engine.distributed.group import join
 from engine.factors.diagonal_sketch import DiagonalSketch
 from engine.factors.kronecker_factors import Factors
 from engine.factors.representation import Representation
+from engine.memory.plan import Chosen
 from engine.merging.merge import merge_factor_sets
 from engine.merging.part_files import read_part
 from engine.workspace import Workspace
@@ -100,20 +101,20 @@ MERGED = [name for name in KINDS if "sketch" not in name and name != "diagonals"
 class Summed:
     """The sums of one pass, and how to make empty ones of the same layers."""
 
-    def __init__(self, name: str, probed: Any) -> None:
+    def __init__(self, name: str, probed: ProbedModel) -> None:
         if name in SKETCHED:
             kept = {**probed.probe.representations}
             kept[next(layer.name for layer in probed.survey.treated if layer.out_dim == 60)] = SKETCHED[name]
             probed = probed.with_probe(replace(probed.probe, representations=kept))
-        self.job: PassJob = probed.job
-        treated = probed.survey.treated
-        self.planned = PlannedPass(layers=treated, mixed=probed.probe.mixed, number=0, count=1)
+        self.probed, self.job = probed, probed.job
         self.state = CollectionState(statistics={}, factors={}, shared=dict(probed.probe.shared))
+        self.state.chosen = Chosen(parts=(tuple(layer.name for layer in probed.survey.treated),))
         checkpoints = Checkpoints(workspace=self.job.workspace, model=self.job.model, conditions={})
-        self.statistics, self.cursor = run_pass(self.job, self.planned, self.state, checkpoints, None)
+        self.statistics, self.cursor = run_pass(probed, 0, self.state, checkpoints, None)
 
     def empty(self) -> tuple[LayerStatistics, ...]:
-        return begin_statistics(self.job, self.planned, self.state, iter(()), None, None)  # type: ignore[arg-type]
+        layers = self.probed.survey.treated
+        return begin_statistics(self.probed, layers, self.state, iter(()), None, None)  # type: ignore[arg-type]
 
     def finished(self, statistics: tuple[LayerStatistics, ...] | None = None) -> dict[str, Factors]:
         found: dict[str, Factors] = {}
