@@ -23,8 +23,7 @@ from typing_extensions import override
 
 from engine.accumulation.batch_variance import BatchVariance
 from engine.accumulation.example_gradients import Met, block_gradients, squared_norms
-from engine.accumulation.gradient_rows import GradientRows, RowStorage
-from engine.accumulation.probability_rows import ProbabilityRows, Terms
+from engine.accumulation.gradient_rows import GradientRows, ProbabilityRows, RowStorage, Terms
 from engine.accumulation.sketched_rows import SketchRows
 from engine.accumulation.sums import Sums
 from engine.factors.representation import DENSE, Representation

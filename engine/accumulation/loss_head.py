@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engine.accumulation.gradient_rows import Terms
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.accumulation.probability_rows import Terms
 from engine.layers.layer import TreatedLayer, Use
 from engine.layers.linear import LinearLayer
 from engine.model.outputs import Prediction

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from engine.accumulation.gradient_rows import GradientRows
-from engine.accumulation.probability_rows import Terms, chunks
+from engine.accumulation.gradient_rows import GradientRows, Terms, chunks
 from engine.factors.diagonal_sketch import DiagonalSketch
 from engine.factors.kronecker_factors import HOST
 from engine.linalg.gram import require_real

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from catalog import ANALYSES
 from catalog.requests.collection import Collection
+from engine.accumulation.gradient_rows import ProbabilityRows
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.accumulation.probability_rows import ProbabilityRows
 from engine.accumulation.sketched_rows import SketchRows
 from engine.accumulation.tied_statistics import TiedHeadStatistics
 from engine.collection.collection_state import CollectionState

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.accumulation.gradient_rows import GradientRows
-from engine.accumulation.probability_rows import ProbabilityRows
+from engine.accumulation.gradient_rows import GradientRows, ProbabilityRows
 from engine.accumulation.sketched_rows import SketchRows
 from engine.factors.kronecker_factors import mirrored_
 from engine.layers.convolution import ConvolutionLayer

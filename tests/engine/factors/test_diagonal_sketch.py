@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from catalog.analyses.capacity import CapacityParams
 from catalog.analyses.reconstruction import ReconstructionParams
 from catalog.requests.woodbury import Woodbury
-from engine.accumulation.gradient_rows import GradientRows, RowStorage
-from engine.accumulation.probability_rows import ProbabilityRows, Terms
+from engine.accumulation.gradient_rows import GradientRows, ProbabilityRows, RowStorage, Terms
 from engine.accumulation.sketched_rows import SketchRows
 from engine.analyses.capacity import Capacity
 from engine.analyses.reconstruction import Reconstruction
