@@ -134,7 +134,7 @@ def exact(size: int) -> dict[str, Any]:
     first = results["device"].to(torch.float64)
     right = torch.randn(size, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     wanted = torch.linalg.solve(truth, right)
-    through = Eigenbasis.of(values, vectors, KAPPA_MAX).solve(right.to(torch.float32))
+    through = Eigenbasis(values, vectors).clip(KAPPA_MAX).solve(right.to(torch.float32))
     narrow = right.to(torch.float32)
     dense = torch.cholesky_solve(narrow, torch.linalg.cholesky(results["device"]))
     naive = (kept * values.clamp_min(float(values[-1]) / KAPPA_MAX).to(torch.float32)) @ kept.T

@@ -23,17 +23,22 @@ from engine.analyses.remembered_rows import Outcome, recall, remember
 from engine.artifacts import Artifacts
 from engine.errors import BrokenFactors, NoConditionNumber
 from engine.factors.clipping.clipped_inverse import PREFIX
-from engine.factors.clipping.clipped_operator import ClippedOperator
 from engine.factors.dense import Dense
 from engine.factors.factor_files import Kept, write_factors, write_index
 from engine.factors.factor_set import GIVEN_MATRIX, FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Factors, packed
-from engine.linalg.eigenbasis import Eigenbasis
+from engine.linalg.eigenbasis import ClippedSide
 from engine.linalg.eigensolvers import LARGEST
 from engine.linalg.linear_operator import Operator
 from engine.linalg.panels import wide_product
-from engine.measurement.clip_factor import DecomposedFactor, Made, in_eigenbasis, not_stabilised, rebuild
-from engine.measurement.clip_head import clip_structured
+from engine.measurement.clip_factor import (
+    DecomposedFactor,
+    Made,
+    clip_structured,
+    in_eigenbasis,
+    not_stabilised,
+    rebuild,
+)
 from engine.measurement.divided_layers import DividedLayers, SentFiles
 from engine.measurement.layer_measurement import Measured
 from engine.memory.budget import device_bytes, resident_bytes
@@ -288,8 +293,9 @@ def _write(
 ) -> None:
     """One layer's file: packed triangles as a collection writes them, wherever both sides are matrices."""
     facts, artifacts = layer.facts, run.artifacts
-    contents: dict[str, Any] = {side: each.content for side, each in made.items() if each is not None}
+    contents = {side: each.content for side, each in made.items() if each is not None}
     matrices: dict[str, Any] = {side: each for side, each in contents.items() if isinstance(each, Tensor)}
+    scales = {"A": factors.scale_A, "G": factors.scale_G}
     run.entries[facts.ordinal] = {
         "ordinal": facts.ordinal,
         "name": facts.name,
@@ -297,12 +303,11 @@ def _write(
         "holder_of_A": facts.ordinal if facts.shared_A_with is None else facts.shared_A_with,
         "sides": {
             side: each.entry()
-            if isinstance(each, ClippedOperator)
+            if isinstance(each, ClippedSide)
             else {
-                "kind": "matrix" if side in matrices else "none" if each is None else "eigenbasis",
-                "floor": each.floor if isinstance(each, Eigenbasis) else None,
-                # an eigenbasis has it in its values
-                "scale": (factors.scale_A if side == "A" else factors.scale_G) if side in matrices else 1.0,
+                "kind": "none" if each is None else "matrix",
+                "floor": None,
+                "scale": 1.0 if each is None else scales[side],
             }
             for side, each in contents.items()
         },
@@ -323,10 +328,8 @@ def _write(
         return
     tensors: dict[str, Tensor] = {}
     for side, content in contents.items():
-        if isinstance(content, Eigenbasis):
+        if isinstance(content, ClippedSide):
             tensors |= content.tensors(PREFIX[side])
-        elif isinstance(content, ClippedOperator):
-            tensors |= content.tensors()
         elif isinstance(content, Tensor):
             tensors[f"{PREFIX[side]}_covariance"] = packed(content)
     artifacts.save_tensors(name, tensors, {"format": FORMAT, "layer": facts.name})
@@ -334,15 +337,15 @@ def _write(
 
 def _write_given(run: _Run, layer: Measured, made: Made | None, name: str) -> None:
     """A matrix of the caller's comes back as it came: square, under its own name."""
-    if made is None or made.content is None or isinstance(made.content, ClippedOperator):
+    if made is None or made.content is None:
         return
-    matrix = made.content
-    tensors = matrix.tensors(layer.facts.name) if isinstance(matrix, Eigenbasis) else {layer.facts.name: matrix}
+    content, name_of = made.content, layer.facts.name
+    tensors = {name_of: content} if isinstance(content, Tensor) else content.tensors(name_of)
     side = {
-        "kind": "eigenbasis" if isinstance(matrix, Eigenbasis) else "matrix",
+        "kind": "matrix" if isinstance(content, Tensor) else "eigenbasis",
         "floor": made.side.floor,
         "scale": 1.0,
-        "stored_as": layer.facts.name,
+        "stored_as": name_of,
     }
     run.entries[layer.facts.ordinal] = {
         "ordinal": layer.facts.ordinal,

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from engine.factors.clipping.clipped_operator import ClippedOperator
 from engine.linalg.damping import clipping_floor
+from engine.linalg.eigenbasis import ClippedSide
 from engine.linalg.lanczos import largest_eigenvalues
 from engine.linalg.linear_operator import Structured
 from engine.linalg.shift_interpolation import far_above, over_shifts
@@ -55,6 +57,13 @@ class DiagonalUpdateSide(Structured):
         largest, residual = largest_eigenvalues(self.apply, self._start(), count=LARGEST_KNOWN, steps=LARGEST_STEPS)
         floor = None if kappa_max is None else clipping_floor(largest[0], kappa_max)
         return counted_spectrum(self.update(), largest, residual, floor=floor)
+
+    @override
+    def clip(self, kappa_max: float, layer: str, largest: float | None = None) -> ClippedSide:
+        if self.has_basis:
+            return super().clip(kappa_max, layer)
+        largest = self.spectral_norm() if largest is None else largest
+        return ClippedOperator(side=self, floor=clipping_floor(largest, kappa_max), largest=largest)
 
     def count_below(self, value: float) -> int:
         """Count the eigenvalues below a number, by the inertia of C.

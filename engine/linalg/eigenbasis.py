@@ -6,20 +6,73 @@ Where fewer than half of the directions are above the floor f of a clipped side 
 orthogonal to them is multiplied by w(f).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from engine.errors import BrokenFactors, NonFiniteFactor
+from engine.errors import BrokenFactors, NonFiniteFactor, UsageError
 from engine.linalg.damping import clipping_floor
 
 _PANEL_BYTES = 16 * 2**20
 
 
+class ClippedSide(ABC):
+    """``max(S, f)`` of a side S, as it is applied and inverted."""
+
+    floor: float
+    """f ≥ 0."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """N, rows and columns."""
+
+    @abstractmethod
+    def apply(self, right: Tensor) -> Tensor:
+        """Return ``max(S, f) right``.
+
+        Args:
+            right: Shape (n, k), any float dtype and device.
+
+        Returns:
+            Shape (n, k), its dtype and device those of ``right``.
+        """
+
+    @abstractmethod
+    def solve(self, right: Tensor, damping: float = 0.0) -> Tensor:
+        """Return ``(max(S, f) + damping·I)⁻¹ right``.
+
+        Args:
+            right: Shape (n, k), any float dtype and device.
+            damping: Nonnegative, in the unit of the eigenvalues.
+
+        Returns:
+            Shape (n, k), its dtype and device those of ``right``.
+
+        Memory:
+            Four times ``right`` in float64; of an eigenbasis 16 MiB of eigenvectors at a time where ``right`` is.
+        """
+
+    @abstractmethod
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        """Return the stored tensors, on the host, by the names they are stored by.
+
+        Args:
+            prefix: First part of an eigenbasis's names, one of ``PREFIX``.
+        """
+
+    @abstractmethod
+    def entry(self) -> dict[str, Any]:
+        """Return the index's entry for it, which reading needs besides the tensors; the scale is in the numbers."""
+
+
 @dataclass(frozen=True, eq=False)
-class Eigenbasis:
+class Eigenbasis(ClippedSide):
     """``Q diag(s) Qᵀ + f (I − Q Qᵀ)``: one side of a layer."""
 
     values: Tensor
@@ -30,47 +83,9 @@ class Eigenbasis:
     floor: float = 0.0
     """f, the value of all other directions; of a clipped side none of s is below it."""
 
-    @classmethod
-    def of(
-        cls,
-        values: Tensor,  # (n,) ascending; of a diagonal side in the order of its entries
-        vectors: Tensor | None,  # (n, n), or (n, r) of the r largest
-        kappa_max: float,
-        dtype: torch.dtype = torch.float32,
-    ) -> "Eigenbasis":
-        """Clip eigenvalues at ``λ_max / kappa_max`` and keep the eigenvectors that are needed.
-
-        Args:
-            values: Eigenvalues, shape (n,), float64, ascending; of a diagonal side in the order of its entries.
-            vectors: Eigenvectors, one a column, shape (n, n), or (n, r) of the r largest values; None of a diagonal
-                side.
-            kappa_max: Condition number to clip at.
-            dtype: Precision that the eigenvectors are kept in.
-
-        Returns:
-            The clipped side.
-
-        Memory:
-            The eigenvectors kept: (n, n) numbers of ``dtype`` at most.
-
-        Raises:
-            NonFiniteFactor: If the values hold NaN or Inf.
-        """
-        if not bool(torch.isfinite(values).all()):
-            raise NonFiniteFactor("the eigenvalues hold NaN or Inf")
-        floor = clipping_floor(float(values.max()), kappa_max)
-        if vectors is None:
-            return cls(values.to(torch.float64).clamp_min(floor), None, floor)
-        size, width = vectors.shape
-        # of few directions the others are zero, but for rounding that a low floor may lie below
-        kept = min(int((values >= floor).sum()), width)
-        if 2 * kept > size and width == size:
-            kept = size
-        return cls(values[size - kept :].clamp_min(floor), vectors[:, width - kept :].to(dtype).contiguous(), floor)
-
+    @override
     @property
     def size(self) -> int:
-        """N, rows and columns."""
         return self.values.numel() if self.vectors is None else self.vectors.shape[0]
 
     @property
@@ -97,30 +112,54 @@ class Eigenbasis:
         """The basis of the nearest positive semidefinite factor: itself, or eigenvalues below zero as zero."""
         return self if self.extremes[0] >= 0 else replace(self, values=self.values.clamp_min(0))
 
-    def apply(self, right: Tensor) -> Tensor:
-        """Return the product of the stabilised side with columns.
+    def clip(self, kappa_max: float, dtype: torch.dtype = torch.float32) -> "Eigenbasis":
+        """Raise eigenvalues below ``λ_max / kappa_max`` to that floor, and keep the eigenvectors that are needed.
 
         Args:
-            right: Shape (n, k), any float dtype and device.
+            kappa_max: Condition number to clip at.
+            dtype: Precision that the eigenvectors are kept in.
 
         Returns:
-            Shape (n, k), its dtype and device those of ``right``.
-        """
-        return self._through(right, lambda values: values)
-
-    def solve(self, right: Tensor, damping: float = 0.0) -> Tensor:
-        """Return ``(S + damping·I)⁻¹ right``.
-
-        Args:
-            right: Shape (n, k), any float dtype and device.
-            damping: Nonnegative, in the unit of the eigenvalues.
-
-        Returns:
-            Shape (n, k), its dtype and device those of ``right``.
+            The clipped side.
 
         Memory:
-            16 MiB of eigenvectors at a time where ``right`` is, and three times ``right``.
+            The eigenvectors kept: (n, n) numbers of ``dtype`` at most.
+
+        Raises:
+            NonFiniteFactor: If the values hold NaN or Inf.
         """
+        if not bool(torch.isfinite(self.values).all()):
+            raise NonFiniteFactor("the eigenvalues hold NaN or Inf")
+        values = self.all_values
+        floor = clipping_floor(float(values.max()), kappa_max)
+        if self.vectors is None:
+            return Eigenbasis(values.to(torch.float64).clamp_min(floor), None, floor)
+        size, width = self.vectors.shape
+        # of few directions the others are zero, but for rounding that a low floor may lie below
+        kept = min(int((values >= floor).sum()), width)
+        if 2 * kept > size and width == size:
+            kept = size
+        vectors = self.vectors[:, width - kept :].to(dtype).contiguous()
+        return Eigenbasis(values[size - kept :].clamp_min(floor), vectors, floor)
+
+    def power(self, exponent: float) -> "Eigenbasis":
+        """Return the side raised to a power.
+
+        Raises:
+            UsageError: If the power is not positive and an eigenvalue is zero or below.
+        """
+        basis = self if float(exponent).is_integer() else self.nearest
+        if exponent <= 0 and not basis.extremes[0] > 0:
+            raise UsageError(f"a side whose smallest eigenvalue is {basis.extremes[0]:.3g} has no power {exponent:g}")
+        outside = 0.0 if basis.complete else float(basis.floor**exponent)
+        return Eigenbasis(basis.values.pow(exponent), basis.vectors, outside)
+
+    @override
+    def apply(self, right: Tensor) -> Tensor:
+        return self._through(right, lambda values: values)
+
+    @override
+    def solve(self, right: Tensor, damping: float = 0.0) -> Tensor:
         return self._through(right, lambda values: 1 / (values + damping))
 
     def _through(self, right: Tensor, weight: Callable[[Tensor], Tensor]) -> Tensor:
@@ -148,15 +187,8 @@ class Eigenbasis:
             total += rest * float(weight(torch.tensor(self.floor, dtype=torch.float64)))
         return total.to(right.dtype)
 
+    @override
     def tensors(self, prefix: str) -> dict[str, Tensor]:
-        """Return the stored tensors, on the host, by the names they are stored by.
-
-        Args:
-            prefix: First part of each name, one of ``PREFIX``.
-
-        Returns:
-            Values (r,), the floor (1,) and, but for a diagonal side, vectors (n, r).
-        """
         found = {
             f"{prefix}_values": self.values.to("cpu"),
             f"{prefix}_floor": torch.tensor([self.floor], dtype=torch.float64),
@@ -164,6 +196,10 @@ class Eigenbasis:
         if self.vectors is not None:
             found[f"{prefix}_vectors"] = self.vectors.to("cpu")
         return found
+
+    @override
+    def entry(self) -> dict[str, Any]:
+        return {"kind": "eigenbasis", "floor": self.floor, "scale": 1.0}
 
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor], prefix: str) -> "Eigenbasis":

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.errors import NotConverged
-from engine.linalg.eigenbasis import Eigenbasis
+from engine.linalg.eigenbasis import ClippedSide, Eigenbasis
 from engine.linalg.eigendecomposition import Decomposition, signs
 from engine.linalg.eigensolvers import Need
 from engine.linalg.layer_matrices import aligned, as_columns
@@ -247,6 +247,29 @@ class Operator(ABC):
         Raises:
             NotConverged: If a structured side has none without a dense matrix.
         """
+
+    def power(self, exponent: float, layer: str) -> Eigenbasis:
+        """Return ``S`` raised to a power, through its eigenvectors.
+
+        Raises:
+            NotConverged: If there are none without a dense matrix.
+            UsageError: If the power is not positive and S is singular.
+        """
+        return self.basis(layer, _HOST, None, torch.float64).power(exponent)
+
+    def clip(self, kappa_max: float, layer: str, largest: float | None = None) -> ClippedSide:
+        """Return ``max(S, λ_max / kappa_max)``.
+
+        Args:
+            kappa_max: Condition number to clip at.
+            layer: The layer's name, for messages.
+            largest: λ_max, where it is known; eigenvectors know their own.
+
+        Raises:
+            NotConverged: If less is kept than it takes.
+        """
+        del largest
+        return self.basis(layer, _HOST, None, torch.float64).clip(kappa_max, torch.float64)
 
 
 class Structured(Operator):

@@ -1,4 +1,4 @@
-"""The stabilised factor: one side of a layer, rebuilt where that fits, or as its clipped eigenbasis."""
+"""The stabilised factor: one side of a layer, rebuilt where that fits, as its clipped eigenbasis, or as an operator."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -10,12 +10,13 @@ from torch import Tensor
 
 from catalog.analyses.reconstruction import ReconstructedSide
 from engine.factors.clipping.clip_eigenvalues import PLACEMENTS, Clipped, Placement, placement_bytes, stabilise_
-from engine.factors.clipping.clipped_operator import ClippedOperator
 from engine.factors.clipping.clipping_check import ClippingCheck, check_clipping, checking_bytes, relative_difference
 from engine.factors.dense import as_operator
 from engine.factors.kronecker_factors import digest
 from engine.linalg.damping import clipping_floor
-from engine.linalg.eigenbasis import Eigenbasis
+from engine.linalg.eigenbasis import ClippedSide, Eigenbasis
+from engine.linalg.linear_operator import Operator
+from engine.measurement.layer_measurement import Measured
 from engine.memory.guard import Fallback
 from engine.workspace import Workspace
 
@@ -27,9 +28,8 @@ class Made:
     """A stabilised side with its record."""
 
     side: ReconstructedSide
-    content: Tensor | Eigenbasis | ClippedOperator | None
-    """The matrix (n, n) or diagonal (n,), its scale not in it; the eigenbasis; what a wide head is applied through;
-    None where there is none of them."""
+    content: Tensor | ClippedSide | None
+    """The matrix (n, n) or diagonal (n,), its scale not in it; what it is applied through; None for neither."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,19 +44,6 @@ class DecomposedFactor:
     """(n,) float64, ascending."""
     vectors: Tensor | None
     """(n, n), one eigenvector a column; None of a diagonal one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Outcome:
-    """A stabilised side as it came out; its scale is not in the eigenvalues."""
-
-    kind: str
-    smallest: float
-    largest: float
-    relative_error: float | None
-    found_by: str
-    digest: str
-    rungs: tuple[str, ...] = ()
 
 
 def rebuild(
@@ -117,16 +104,16 @@ def rebuild(
     )
     matrix, done = found.value
     came_out = check_clipping(matrix, values, vectors, done.floor) if largest > 0 else _NO_CURVATURE
-    outcome = _Outcome(
-        kind="matrix",
-        smallest=came_out.smallest,
-        largest=came_out.largest,
-        relative_error=came_out.relative_error,
-        found_by=came_out.found_by,
-        digest=digest(matrix),
+    side = _side("matrix", done, float(values.sum()), (came_out.smallest, came_out.largest), decomposed.scale)
+    made = replace(
+        side,
+        placement=done.placement,
         rungs=found.taken,
+        found_by=came_out.found_by,
+        relative_error=came_out.relative_error,
+        digest=digest(matrix),
     )
-    return Made(content=matrix, side=_side(done, values, decomposed.scale, outcome))
+    return Made(content=matrix, side=made)
 
 
 def in_eigenbasis(
@@ -152,32 +139,58 @@ def in_eigenbasis(
     Raises:
         NonFiniteFactor: If the eigenvalues hold NaN or Inf.
     """
-    kept = Eigenbasis.of(values, vectors, kappa_max, dtype)
+    basis = Eigenbasis(values if vectors is None else values[values.numel() - vectors.shape[1] :], vectors)
+    kept = basis.clip(kappa_max, dtype)
     ordered = torch.sort(values).values
-    below = ordered < kept.floor
-    largest = float(ordered[-1])
+    below = ordered[ordered < kept.floor]
     done = Clipped(
         size=values.numel(),
-        clipped=int(below.sum()),
+        clipped=below.numel(),
         update="none",
         floor=kept.floor,
-        largest=largest,
-        mass=float((kept.floor - ordered[below]).sum()),
+        largest=float(ordered[-1]),
+        mass=float((kept.floor - below).sum()),
         precision=str(dtype).removeprefix("torch."),
         placement="host",
     )
-    smallest = max(float(ordered[0]), kept.floor)
-    outcome = _Outcome(
-        kind=kind,
-        smallest=smallest,
-        largest=largest,
-        relative_error=None,
-        found_by="construction",
-        digest=_basis_digest(kept),
+    side = _side(kind, done, float(ordered.sum()), (max(float(ordered[0]), kept.floor), done.largest))
+    return Made(content=kept, side=replace(side, update="eigenbasis", digest=_basis_digest(kept)))
+
+
+def clip_structured(layer: Measured, side: Operator, kappa_max: float) -> Made:
+    """Clip the G of ``layer`` at ``λ_max / kappa_max`` without making it dense.
+
+    Args:
+        layer: The measured layer, whose eigenvalues of G were computed, or counted between bounds.
+        side: G, shape (out_dim, out_dim), as it is kept.
+        kappa_max: Largest condition number of the result, above 1.
+
+    Returns:
+        An eigenbasis of gradient rows, or of a small softmax head; an operator of a wide one, or of a sketch; neither
+        where only the diagonal is known.
+    """
+    if side.has_basis and layer.G.spectrum is not None:
+        basis = layer.load_basis("G")
+        dtype = torch.float64 if side.storage_dtype == torch.float64 else torch.float32
+        return in_eigenbasis(basis.values, basis.vectors, kappa_max, dtype, kind=side.kind)
+    values = layer.G.spectrum if layer.G.counted is None else layer.G.counted.values
+    if values is None:
+        return not_stabilised(side.size, side.kind, "only its diagonal and trace are kept")
+    kept = side.clip(kappa_max, layer.facts.name, max(float(values[-1]), 0.0))
+    below = values[values < kept.floor]
+    done = Clipped(
+        size=side.size,
+        clipped=int(below.numel()) if layer.clipping_G.clipped is None else layer.clipping_G.clipped,
+        update="none",
+        floor=kept.floor,
+        largest=max(float(values[-1]), 0.0),
+        mass=float((kept.floor - below).sum()),
+        precision="float64",
+        placement="host",
     )
-    # no update was summed, and so it has no place
-    side = replace(_side(done, ordered, 1.0, outcome), update="eigenbasis", placement=None)
-    return Made(content=kept, side=side)
+    made = _side(side.kind, done, side.trace(), (max(float(values[0]), kept.floor), done.largest))
+    own = hashlib.sha256(f"{side.digest()} {kept.floor!r}".encode()).hexdigest()
+    return Made(content=kept, side=replace(made, update="operator", digest=own))
 
 
 def not_stabilised(size: int, kind: str, why: str) -> Made:
@@ -208,41 +221,43 @@ def _attempt(
 def _clipped_diagonal(decomposed: DecomposedFactor, kappa_max: float) -> Made:
     factor, values = decomposed.factor, decomposed.values
     diagonal = factor.clone()
-    done = replace(stabilise_(diagonal, values, None, kappa_max), precision="float64", placement="host")
+    done = replace(stabilise_(diagonal, values, None, kappa_max), precision="float64")
     wide, truth = diagonal.to(torch.float64), factor.to(torch.float64).clamp_min(done.floor)
-    outcome = _Outcome(
-        kind="diagonal",
-        smallest=float(wide.min()),
-        largest=float(wide.max()),
-        relative_error=relative_difference(wide, truth),
+    side = _side("diagonal", done, float(values.sum()), (float(wide.min()), float(wide.max())), decomposed.scale)
+    made = replace(
+        side,
+        placement="host",
         found_by="eigenvalues",
+        relative_error=relative_difference(wide, truth),
         digest=digest(diagonal),
     )
-    return Made(content=diagonal, side=_side(done, values, decomposed.scale, outcome))
+    return Made(content=diagonal, side=made)
 
 
-def _side(done: Clipped, values: Tensor, scale: float, outcome: _Outcome) -> ReconstructedSide:
-    trace = float(values.sum())
+def _side(
+    kind: str, done: Clipped, trace: float, reached: tuple[float, float], scale: float = 1.0
+) -> ReconstructedSide:
+    """The record of a side whose extreme eigenvalues are what was ``reached``; no other argument holds the scale."""
     return ReconstructedSide(
         size=done.size,
-        kind=outcome.kind,
+        kind=kind,
         clipped=done.clipped,
         unclipped=done.size - done.clipped,
         update=done.update,
         why=None,
         precision=done.precision,
-        placement=done.placement,
-        rungs=outcome.rungs,
+        placement=None,
+        rungs=(),
         floor=done.floor * scale,
-        floor_reached=outcome.smallest * scale,
-        kappa_reached=outcome.largest / outcome.smallest if outcome.smallest > 0 else None,
-        found_by=outcome.found_by,
+        floor_reached=reached[0] * scale,
+        kappa_reached=reached[1] / reached[0] if reached[0] > 0 else None,
+        found_by="construction",
         trace=trace * scale,
         mass=done.mass * scale,
         mass_share=done.mass / trace if trace > 0 else None,
-        relative_error=outcome.relative_error,
+        relative_error=None,
         smallest=None,
-        digest=outcome.digest,
+        digest=None,
     )
 
 

@@ -69,7 +69,7 @@ def test_panels_leave_the_device_nearly_empty(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_inverse_is_applied_where_the_gradient_is() -> None:
     _, values, vectors = given(400, torch.float64, 0.5)
-    side = Eigenbasis.of(values, vectors, 1e6)
+    side = Eigenbasis(values, vectors).clip(1e6)
     right = torch.randn(400, 8, generator=torch.Generator().manual_seed(1))
     found = side.solve(right.cuda(), 1e-4)
     assert found.device.type == "cuda"

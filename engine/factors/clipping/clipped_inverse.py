@@ -17,7 +17,8 @@ from catalog.field_errors import near_names
 from engine.errors import BrokenFactors
 from engine.factors.clipping.clipped_operator import ClippedOperator
 from engine.factors.kronecker_factors import unpacked
-from engine.linalg.eigenbasis import Eigenbasis
+from engine.factors.representation import read_structured
+from engine.linalg.eigenbasis import ClippedSide, Eigenbasis
 
 PREFIX = {"A": "activation", "G": "gradient"}
 """Prefixes of the names that each side's tensors are stored by."""
@@ -42,7 +43,7 @@ class StabilisedInverse:
     """Both sides of a layer: ``(A_s + λ_A I) ⊗ (G_s + λ_G I)`` and its inverse."""
 
     A: Eigenbasis
-    G: Eigenbasis | ClippedOperator
+    G: ClippedSide
 
     def __repr__(self) -> str:
         """Return one line: the rows of both sides."""
@@ -76,7 +77,10 @@ class StabilisedInverse:
 def _operator(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ClippedOperator | None:
     """A G that is never made dense; None where it is kept otherwise."""
     said = entry["sides"].get("G", {})
-    return ClippedOperator.read(said, tensors) if said.get("kind") == "operator" else None
+    if said.get("kind") != "operator":
+        return None
+    side = read_structured(str(said["representation"]), tensors, said["metadata"])
+    return ClippedOperator(side=side, floor=float(said["floor"]), largest=float(said["largest"]))
 
 
 class StabilisedLayers(Mapping[str, StabilisedInverse]):

@@ -25,17 +25,16 @@ References:
     van den Eshof et al. (2002), Numerical methods for the QCD overlap operator I: sign function of a Hermitian matrix
 """
 
-import hashlib
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from engine.factors.representation import read_structured
+from engine.linalg.eigenbasis import ClippedSide
 from engine.linalg.linear_operator import Operator
 from engine.linalg.spectrum_counts import DiagonalUpdate
 
@@ -96,7 +95,7 @@ class SignPoles:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ClippedOperator:
+class ClippedOperator(ClippedSide):
     """``max(S, f)`` of a side that is never made dense, through solves with it.
 
     Memory:
@@ -110,20 +109,13 @@ class ClippedOperator:
     largest: float
     """The largest eigenvalue of S."""
 
+    @override
     @property
     def size(self) -> int:
-        """Rows and columns."""
         return self.side.size
 
+    @override
     def apply(self, right: Tensor) -> Tensor:
-        """Return ``max(S, f) right``.
-
-        Args:
-            right: Shape (n, k), any float dtype and device.
-
-        Returns:
-            Shape (n, k), its dtype and device those of ``right``.
-        """
         wide = right.to("cpu", torch.float64)
         if self.floor <= 0:
             return self.side.apply(wide).to(right.device, right.dtype)
@@ -134,19 +126,8 @@ class ClippedOperator:
         found = (self.floor * (wide - signed) + through + again) / 2
         return found.to(right.device, right.dtype)
 
+    @override
     def solve(self, right: Tensor, damping: float = 0.0) -> Tensor:
-        """Return ``(max(S, f) + damping·I)⁻¹ right``.
-
-        Args:
-            right: Shape (n, k), any float dtype and device.
-            damping: Nonnegative, in the unit of the eigenvalues.
-
-        Returns:
-            Shape (n, k), its dtype and device those of ``right``.
-
-        Memory:
-            Four times ``right`` in float64.
-        """
         wide = right.to("cpu", torch.float64)
         if self.floor <= 0:
             return self.side.solve(wide, damping).to(right.device, right.dtype)
@@ -156,12 +137,12 @@ class ClippedOperator:
         found = self._resolved(wide, poles, -poles.residues * heights / ((heights + below) * below))
         return ((wide / below + found) / 2).to(right.device, right.dtype)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors to store, by name: those of the side as it is."""
+    @override
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
         return self.side.tensors()
 
+    @override
     def entry(self) -> dict[str, Any]:
-        """Return the index's entry for it, which ``read`` needs besides the tensors."""
         return {
             "kind": "operator",
             "representation": self.side.kind,
@@ -170,27 +151,6 @@ class ClippedOperator:
             "largest": self.largest,
             "scale": 1.0,
         }
-
-    @classmethod
-    def read(cls, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        """Restore an operator from the index and the stored tensors.
-
-        Args:
-            entry: As ``entry`` returned it.
-            tensors: As ``tensors`` returned them, in the shapes of the side's kind.
-
-        Returns:
-            The operator, which computes on the host.
-
-        Raises:
-            BrokenFactors: If something is missing, or of another shape.
-        """
-        side = read_structured(str(entry["representation"]), tensors, entry["metadata"])
-        return cls(side=side, floor=float(entry["floor"]), largest=float(entry["largest"]))
-
-    def digest(self) -> str:
-        """SHA-256 over the side's digest and the floor."""
-        return hashlib.sha256(f"{self.side.digest()} {self.floor!r}".encode()).hexdigest()
 
     def _poles(self, far: float) -> SignPoles:
         if far not in self._known:

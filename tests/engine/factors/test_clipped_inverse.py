@@ -36,7 +36,7 @@ def test_the_inverse_is_that_of_the_dense_matrix(
 ) -> None:
     _, values, basis = psd(200, decades, 1)
     dense = clipped(values, basis, 1e6)
-    side = Eigenbasis.of(values, basis, 1e6, dtype)
+    side = Eigenbasis(values, basis).clip(1e6, dtype)
     right = torch.randn(200, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     damped = dense + damping * torch.eye(200, dtype=torch.float64)
     assert distance(side.solve(right.to(dtype), damping), torch.linalg.solve(damped, right)) <= most
@@ -48,7 +48,7 @@ def test_the_inverse_is_that_of_the_dense_matrix(
 
 def test_panels_of_any_width_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     _, values, basis = psd(60, 8, 3)
-    side = Eigenbasis.of(values, basis, 1e6, torch.float64)
+    side = Eigenbasis(values, basis).clip(1e6, torch.float64)
     right = torch.ones(60, 2, dtype=torch.float64)
     whole = side.solve(right)
     monkeypatch.setattr("engine.linalg.eigenbasis._PANEL_BYTES", 60 * 8 * 7)
@@ -60,8 +60,8 @@ def test_both_sides_of_a_gradient() -> None:
     _, values_g, basis_g = psd(20, 9, 5)
     gradient = torch.randn(20, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     both = StabilisedInverse(
-        A=Eigenbasis.of(values_a, basis_a, 1e6, torch.float64),
-        G=Eigenbasis.of(values_g, basis_g, 1e6, torch.float64),
+        A=Eigenbasis(values_a, basis_a).clip(1e6, torch.float64),
+        G=Eigenbasis(values_g, basis_g).clip(1e6, torch.float64),
     )
     a = clipped(values_a, basis_a, 1e6) + 1e-3 * torch.eye(30, dtype=torch.float64)
     g = clipped(values_g, basis_g, 1e6) + 1e-2 * torch.eye(20, dtype=torch.float64)
@@ -73,7 +73,7 @@ def test_both_sides_of_a_gradient() -> None:
 
 def test_a_diagonal_side() -> None:
     diagonal = torch.tensor([2.0, 0.0, 1.0], dtype=torch.float64)
-    side = Eigenbasis.of(diagonal, None, 10)
+    side = Eigenbasis(diagonal, None).clip(10)
     found = side.solve(torch.ones(3, 1))
     torch.testing.assert_close(found, torch.tensor([[0.5], [5.0], [1.0]]))
     assert side.size == 3
@@ -81,7 +81,7 @@ def test_a_diagonal_side() -> None:
 
 def test_stored_and_read_back() -> None:
     _, values, basis = psd(12, 4, 7)
-    side = Eigenbasis.of(values, basis, 1e3)
+    side = Eigenbasis(values, basis).clip(1e3)
     again = Eigenbasis.read(side.tensors("A"), "A")
     right = torch.ones(12, 1)
     assert torch.equal(again.solve(right), side.solve(right))
@@ -91,7 +91,7 @@ def test_stored_and_read_back() -> None:
 
 def test_values_that_are_not_finite_are_refused() -> None:
     with pytest.raises(NonFiniteFactor):
-        Eigenbasis.of(torch.tensor([1.0, float("inf")], dtype=torch.float64), torch.eye(2), 10)
+        Eigenbasis(torch.tensor([1.0, float("inf")], dtype=torch.float64), torch.eye(2)).clip(10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -232,9 +232,7 @@ def test_what_is_stored_reads_back_with_the_same_digest() -> None:
 def test_clipping_keeps_no_more_directions_than_there_are(rows: str, kappa_max: float) -> None:
     """Beside what is rounding of the Gram matrix any floor is low, and of a factor that is zero there is none."""
     exact = torch.zeros(T, N, dtype=torch.float64) if rows == "zeros" else DEPENDENT[rows]
-    found = low_rank(exact).decompose("layer", need="vectors")
-    assert found is not None
-    side = Eigenbasis.of(found.values, found.vectors, kappa_max, torch.float64)
+    side = low_rank(exact).clip(kappa_max, "layer")
     again, right = Eigenbasis.read(side.tensors("G"), "G"), drawn(N, 3, seed=4)
     clipped = torch.linalg.eigvalsh(dense(exact))[-1] / kappa_max
     _, roots, directions = torch.linalg.svd(exact / math.sqrt(17))

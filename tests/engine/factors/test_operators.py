@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import NotConverged
+from engine.errors import NotConverged, UsageError
+from engine.factors import softmax_fisher
 from engine.factors.dense import Dense, Diagonal, as_operator, digest, to_storage
 from engine.factors.diagonal_sketch import DiagonalSketch
 from engine.factors.low_rank import LowRank, scaled_rows
@@ -120,6 +121,42 @@ def test_functions_of_the_spectrum_are_those_of_the_matrix(name: str) -> None:
     assert float((basis.all_values.sort().values - values.clamp_min(0)).abs().max()) <= 1e-12 * float(values[-1])
     assert close(basis.apply(right), truth @ right, 1e-11)
     assert close(basis.solve(right, SHIFT), side.solve(right, SHIFT), 1e-11)
+
+
+@members
+@pytest.mark.parametrize("exponent", [2.0, 0.5, -1.0])
+def test_a_power_is_that_of_the_eigenvalues(name: str, exponent: float) -> None:
+    side, right = MEMBERS[name](), noise(SIZE, COLUMNS)
+    values, vectors = torch.linalg.eigh(side.to_dense(torch.float64))
+    if not side.has_basis:
+        with pytest.raises(NotConverged, match="layer"):
+            side.power(exponent, "layer")
+    elif exponent < 0 and float(values[0]) < 1e-12 * float(values[-1]):
+        with pytest.raises(UsageError, match="has no power -1"):
+            side.power(exponent, "layer")
+    else:
+        # an eigenvalue that is zero but for rounding has a root of the root of that
+        most = 1e-6 if exponent < 1 else 1e-11
+        truth = (vectors * values.clamp_min(0).pow(exponent)) @ vectors.mT
+        assert close(side.power(exponent, "layer").apply(right), truth @ right, most)
+
+
+@members
+@pytest.mark.parametrize("kappa_max", [3.0, 1e4])
+def test_a_clipped_side_has_the_floor(name: str, kappa_max: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    side, right = MEMBERS[name](), noise(SIZE, COLUMNS)
+    values, vectors = torch.linalg.eigh(side.to_dense(torch.float64))
+    floor = float(values[-1]) / kappa_max
+    clipped, most = values.clamp_min(floor), 1e-9
+    for wide in (False, True):
+        if wide:
+            monkeypatch.setattr(softmax_fisher, "BASIS_ROWS", 4)
+        found = side.clip(kappa_max, "layer")
+        assert found.size == SIZE
+        assert found.floor == pytest.approx(floor, rel=1e-9)
+        assert close(found.apply(right), (vectors * clipped) @ vectors.mT @ right, most)
+        assert close(found.solve(right), (vectors / clipped) @ vectors.mT @ right, most)
+        assert close(found.solve(right, SHIFT), (vectors / (clipped + SHIFT)) @ vectors.mT @ right, most)
 
 
 @members
