@@ -17,7 +17,7 @@ References:
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Literal, Self
 
@@ -27,12 +27,9 @@ from typing_extensions import override
 
 from engine.errors import BrokenFactors, NotConverged
 from engine.factors.diagonal_update import DiagonalUpdateSide
-from engine.factors.kronecker_factors import digest, mirrored_
+from engine.factors.kronecker_factors import digest
 from engine.factors.representation_bytes import NUMBERS_AT_ONCE
-from engine.linalg.gram import add_gram_
 from engine.linalg.spectrum_counts import Counted, DiagonalUpdate
-
-_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,7 +52,6 @@ class DiagonalSketch(DiagonalUpdateSide):
     """BᵀB is subtracted from ``diag c``."""
     bound: float | None = None
     """δ: how far S̃ may be from S in the spectral norm."""
-    computes_on: torch.device = field(default=_HOST)
 
     @override
     @property
@@ -80,13 +76,7 @@ class DiagonalSketch(DiagonalUpdateSide):
     @override
     @property
     def approximate(self) -> bool:  # type: ignore[override] # the same
-        # whether there is anything beyond the diagonal: it is approximate unless the bound is zero
         return self.rows is not None and self.bound != 0
-
-    @override
-    def to(self, device: torch.device) -> Self:
-        # return the same side, its rows taken to another device a part at a time
-        return replace(self, computes_on=device)
 
     @override
     def trace(self) -> float:
@@ -94,7 +84,6 @@ class DiagonalSketch(DiagonalUpdateSide):
 
     @override
     def kept_trace(self) -> float:
-        # sum of the eigenvalues of S̃, which is not that of S where a sketch is subtracted
         return self._sketched_trace
 
     @override
@@ -116,18 +105,15 @@ class DiagonalSketch(DiagonalUpdateSide):
 
     @override
     def _start(self) -> Tensor:
-        # (n,) a vector that the largest eigenvalues' iteration begins with
         noise = torch.rand(self.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         return self._base * 0 + 1 + noise.to(self.computes_on)
 
     @override
     def spectrum(self, layer: str, guard: object = None) -> None:
-        # return None: there are bounds of the eigenvalues only, from ``counted``
         del layer, guard
 
     @override
     def counted(self, kappa_max: float | None) -> Counted | None:
-        # return bounds of all n eigenvalues of S̃ that hold for those of S too
         found = None if self.rows is None else super().counted(kappa_max)
         bound = self.bound or 0.0
         # of probabilities S ≤ S̃: the sketch takes away too little
@@ -146,7 +132,6 @@ class DiagonalSketch(DiagonalUpdateSide):
 
     @override
     def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:
-        # raise: the eigenvectors of S̃ are never computed
         raise NotConverged(f"layer `{layer}`: {_MISSING}", layer=layer)
 
     @override
@@ -157,17 +142,6 @@ class DiagonalSketch(DiagonalUpdateSide):
         for columns, part in self._parts():
             result[columns] += self._sign * (part.T @ inner)
         return result.to(right.device, right.dtype)
-
-    @override
-    def solve(self, right: Tensor, damping: float) -> Tensor:  # (n, k) -> (n, k)
-        # return ``(S̃ + damping·I)⁻¹ right``, by Woodbury's identity in float64
-        wide = right.to(self.computes_on, torch.float64)
-        inverse = 1 / (self._base + damping)
-        solved = wide * inverse[:, None]
-        inner = torch.cholesky_solve(self._inner(solved), self._factorised(damping))
-        for columns, part in self._parts():
-            solved[columns] -= self._sign * inverse[columns, None] * (part.T @ inner)
-        return solved.to(right.device, right.dtype)
 
     def plus_diagonal(self, factor: float, added: Tensor) -> Self:
         """Return ``factor · S + diag(added)``.
@@ -200,7 +174,6 @@ class DiagonalSketch(DiagonalUpdateSide):
 
     @override
     def tensors(self) -> dict[str, Tensor]:
-        # return the diagonals (n,) and, if there is one, the sketch (ℓ, n), on the host
         kept = {"exact_diagonal": self.exact_diagonal, "base_diagonal": self.base, "sketch": self.rows}
         return {name: tensor.to("cpu") for name, tensor in kept.items() if tensor is not None}
 
@@ -215,7 +188,6 @@ class DiagonalSketch(DiagonalUpdateSide):
     @override
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Self:
-        # restore a side from its stored tensors and strings
         try:
             diagonal, stored = tensors["exact_diagonal"], metadata["sketch_bound"]
             subtracts, bound = metadata["sketch_is_subtracted"] == "true", None if stored == "None" else float(stored)
@@ -229,7 +201,6 @@ class DiagonalSketch(DiagonalUpdateSide):
 
     @override
     def digest(self) -> str:
-        # sHA-256 over the digests of all that is stored, and the bound
         parts = [digest(tensor) for tensor in self.tensors().values()]
         return hashlib.sha256(" ".join([*parts, repr(self.bound)]).encode()).hexdigest()
 
@@ -254,21 +225,6 @@ class DiagonalSketch(DiagonalUpdateSide):
         capacitance.diagonal().add_(1)
         factor: Tensor = torch.linalg.cholesky(capacitance)
         return factor
-
-    @override
-    def _gram(self, weights: Tensor) -> Tensor:
-        total = weights.new_zeros(self._rows.shape[0], self._rows.shape[0])
-        roots = weights.sqrt()
-        for columns, part in self._parts():
-            add_gram_(total, (part * roots[columns]).T)
-        return mirrored_(total)
-
-    def _signed_gram(self, weights: Tensor) -> Tensor:
-        """The same for weights of either sign."""
-        total = weights.new_zeros(self._rows.shape[0], self._rows.shape[0])
-        for columns, part in self._parts():
-            total.addmm_(part * weights[columns], part.T)
-        return total
 
     @property
     def _rows(self) -> Tensor:

@@ -19,8 +19,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.factors.clipping.clipped_operator import ClippedOperator
+from engine.factors.kronecker_factors import mirrored_
 from engine.linalg.damping import clipping_floor
 from engine.linalg.eigenbasis import ClippedSide
+from engine.linalg.gram import add_gram_
 from engine.linalg.lanczos import largest_eigenvalues
 from engine.linalg.linear_operator import Structured
 from engine.linalg.shift_interpolation import far_above, over_shifts
@@ -39,21 +41,16 @@ class DiagonalUpdateSide(Structured):
         """Return a vector (n,), float64, that the iteration for the largest eigenvalues begins with."""
 
     @abstractmethod
-    def _gram(self, weights: Tensor) -> Tensor:
-        """Return ``B diag(weights) Bᵀ`` (r, r), for positive weights (n,)."""
-
-    @abstractmethod
     def _factorised(self, shift: float) -> Tensor:
         """Return the Cholesky factor (r, r) of C at a shift."""
 
     @override
     def spectral_norm(self) -> float:
-        # return the largest eigenvalue, to a residual of 1e-10 of it
         return largest_eigenvalues(self.apply, self._start())[0][0]
 
     @override
     def counted(self, kappa_max: float | None) -> Counted | None:
-        # return bounds of all n eigenvalues: by Lanczos' iteration for the largest, by inertia counts for others
+        # by Lanczos' iteration for the largest, by inertia counts for others
         largest, residual = largest_eigenvalues(self.apply, self._start(), count=LARGEST_KNOWN, steps=LARGEST_STEPS)
         floor = None if kappa_max is None else clipping_floor(largest[0], kappa_max)
         return counted_spectrum(self.update(), largest, residual, floor=floor)
@@ -81,6 +78,17 @@ class DiagonalUpdateSide(Structured):
         return int((update.base < value).sum()) - sign * negative
 
     @override
+    def solve(self, right: Tensor, damping: float) -> Tensor:  # (n, k) -> (n, k)
+        # by Woodbury's identity in float64
+        update, wide = self.update(), right.to(self.computes_on, torch.float64)
+        sign, inverse = -1 if update.subtracts else 1, 1 / (update.base + damping)
+        solved = wide * inverse[:, None]
+        inner = torch.cholesky_solve(self._inner(solved), self._factorised(damping))
+        for columns, part in update.parts():
+            solved[columns] -= sign * inverse[columns, None] * (part.T @ inner)
+        return solved.to(right.device, right.dtype)
+
+    @override
     def logdets(self, shifts: Tensor) -> Tensor:
         return over_shifts(self._at, shifts)[:, 0]
 
@@ -106,6 +114,24 @@ class DiagonalUpdateSide(Structured):
             sign = -1 if update.subtracts else 1
             self._known[shift] = logdet, float((update.base / shifted).sum()) + sign * shift * moved
         return self._known[shift]
+
+    def _gram(self, weights: Tensor) -> Tensor:
+        """Return ``B diag(weights) Bᵀ`` (r, r), for weights (n,) of one sign by its upper triangle."""
+        if bool((weights < 0).any()):
+            return self._signed_gram(weights)
+        update = self.update()
+        total = weights.new_zeros(update.rank, update.rank)
+        for columns, part in update.parts():
+            add_gram_(total, (part * weights[columns].sqrt()).T)
+        return mirrored_(total)
+
+    def _signed_gram(self, weights: Tensor) -> Tensor:
+        """Return the same for weights of either sign."""
+        update = self.update()
+        total = weights.new_zeros(update.rank, update.rank)
+        for columns, part in update.parts():
+            total.addmm_(part * weights[columns], part.T)
+        return total
 
     def _inner(self, right: Tensor) -> Tensor:
         """``B right`` (r, k), for ``right`` (n, k) in float64."""

@@ -116,7 +116,6 @@ class LowRank(RowSide):
 
     @override
     def spectrum(self, layer: str, guard: Guard | None = None) -> tuple[Tensor, tuple[str, ...]]:
-        # return all n eigenvalues from the Gram matrix: at most T are not zero
         if self.count > self.size:
             dense = decompose(self.to_dense(torch.float64), layer, guard=guard)
             return dense.values, dense.rungs
@@ -130,7 +129,6 @@ class LowRank(RowSide):
 
     @override
     def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:
-        # return the r nonzero eigenvalues and their eigenvectors
         del layer
         values, inner = self._decomposed()
         vectors = self.combine(inner)
@@ -160,7 +158,7 @@ class LowRank(RowSide):
 
     @override
     def solve(self, right: Tensor, damping: float) -> Tensor:
-        # return ``(G + damping·I)⁻¹ right`` for any right-hand side, split along the eigenvectors and projected twice
+        # split along the eigenvectors and projected twice
         wide = self._arriving(right).to(torch.float64)
         values, inner = self._decomposed()
         along = inner.T @ self._rows_apply(wide)
@@ -199,7 +197,7 @@ class LowRank(RowSide):
 
     @override
     def logdets(self, shifts: Tensor) -> Tensor:
-        # return ``log det(G + s·I)``, from T eigenvalues and the shift itself n − T times
+        # T eigenvalues, and the shift itself n − T times
         wide = shifts.to("cpu", torch.float64)
         values = self._values
         return torch.log(values + wide[:, None]).sum(1) + (self.size - values.numel()) * wide.log()
@@ -218,7 +216,6 @@ class LowRank(RowSide):
 
     @override
     def tensors(self) -> dict[str, Tensor]:
-        # return the rows (T, n) and their scales (T,), on the host
         return {"gradient_rows": self.rows.to("cpu"), "gradient_row_scales": self.scales.to("cpu")}
 
     @override
@@ -228,7 +225,6 @@ class LowRank(RowSide):
     @override
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Self:
-        # restore a side from its stored tensors and strings
         try:
             rows, scales, weight = tensors["gradient_rows"], tensors["gradient_row_scales"], metadata["gradient_weight"]
             found = cls(rows=rows, scales=scales, weight=float(weight))
@@ -244,7 +240,6 @@ class LowRank(RowSide):
 
     @override
     def digest(self) -> str:
-        # sHA-256 over the digests of rows and scales, and the weight
         parts = (self.rows_digest or digest(self.rows), digest(self.scales), repr(self.weight))
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 

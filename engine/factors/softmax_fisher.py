@@ -44,10 +44,9 @@ from typing_extensions import override
 
 from engine.errors import BrokenFactors, NonFiniteFactor, NotConverged
 from engine.factors.diagonal_update import DiagonalUpdateSide
-from engine.factors.kronecker_factors import digest, mirrored_
+from engine.factors.kronecker_factors import digest
 from engine.factors.representation_bytes import NUMBERS_AT_ONCE, dense_head_bytes, softmax_head_bytes
 from engine.linalg.eigendecomposition import decompose
-from engine.linalg.gram import add_gram_
 from engine.linalg.linear_operator import RowSide
 from engine.linalg.spectrum_counts import DiagonalUpdate
 from engine.memory.guard import Guard
@@ -106,13 +105,11 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
 
     @override
     def _start(self) -> Tensor:
-        # (V,) a vector that the largest eigenvalues' iteration begins with
         noise = torch.rand(self.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         return self._diagonal * (1 + noise.to(self.computes_on))
 
     @override
     def spectrum(self, layer: str, guard: Guard | None = None) -> tuple[Tensor, tuple[str, ...]] | None:
-        # return all V eigenvalues of the dense matrix, for a small V that fits
         if not bool(torch.isfinite(self._diagonal).all()):
             raise NonFiniteFactor(f"layer `{layer}`: the probabilities hold NaN or Inf", layer=layer)
         host = self.computes_on.type == "cpu"
@@ -126,7 +123,6 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
     @override
     @property
     def has_basis(self) -> bool:  # type: ignore[override] # a constant of all others
-        # whether the dense matrix is small enough for its eigenvectors
         return self.size <= BASIS_ROWS
 
     @override
@@ -143,7 +139,6 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
 
     @override
     def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:
-        # return the r nonzero eigenvalues and their eigenvectors, for a small V
         if self.size > BASIS_ROWS:
             raise NotConverged(
                 f"layer `{layer}`: a softmax head of {self.size} classes has {self.size - 1} eigenvectors, and they "
@@ -159,7 +154,7 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
 
     @override
     def apply(self, right: Tensor) -> Tensor:  # (V, k) -> (V, k)
-        # return ``S right``; the part along the vector 1, which only the excess sees, is taken out first
+        # the part along the vector 1, which only the excess sees, is taken out first
         wide = right.to(self.computes_on, torch.float64)
         centred = wide - wide.mean(0)
         inner = self._inner(centred)
@@ -173,15 +168,12 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
 
     @override
     def solve(self, right: Tensor, damping: float) -> Tensor:  # (V, k) -> (V, k)
+        if self._excess is not None:
+            return super().solve(right, damping)
         wide = right.to(self.computes_on, torch.float64)
-        level = wide.mean(0) if self._excess is None else wide.new_zeros(wide.shape[1])
-        inverse = 1 / (self._d + damping)
-        solved = (wide - level) * inverse[:, None]
-        inner = torch.cholesky_solve(self._inner(solved), self._factorised(damping))
-        for columns, part in self._parts():
-            solved[columns] += inverse[columns, None] * (part.T @ inner)
-        if self._excess is None:
-            solved += level / damping - solved.mean(0)
+        level = wide.mean(0)
+        solved = super().solve(wide - level, damping)
+        solved += level / damping - solved.mean(0)
         return solved.to(right.device, right.dtype)
 
     @override
@@ -195,7 +187,6 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
 
     @override
     def tensors(self) -> dict[str, Tensor]:
-        # return the rows (T, V), their weights (T,) and, if there is one, the excess (V,), on the host
         kept = {"probabilities": self.rows.to("cpu"), "position_weights": self.weights.to("cpu")}
         return kept if self.excess is None else kept | {"excess_diagonal": self.excess.to("cpu")}
 
@@ -223,7 +214,6 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
 
     @override
     def digest(self) -> str:
-        # sHA-256 over the digests of all that is stored
         parts = [digest(tensor) for tensor in self.tensors().values()]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
@@ -278,7 +268,7 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
 
     @override
     def _factorised(self, shift: float) -> Tensor:
-        # cholesky's factor of C (T, T) at ``shift``, its diagonal from ``C s`` and its other entries
+        # the diagonal of C comes from ``C s`` and its other entries
         inverse = 1 / (self._d + shift)
         capacitance = self._gram(inverse)
         capacitance.diagonal().zero_()
@@ -301,17 +291,6 @@ class SoftmaxFisher(DiagonalUpdateSide, RowSide):
                     entries.diagonal().zero_()
                 total += float(entries.square().sum()) * (1 if within else 2)
         return math.sqrt(total)
-
-    @override
-    def _gram(self, weights: Tensor) -> Tensor:  # (V,) -> (T, T)
-        total = weights.new_zeros(self.count, self.count)
-        if bool((weights < 0).any()):
-            for columns, part in self._parts():
-                total.addmm_(part * weights[columns], part.T)
-            return total
-        for columns, part in self._parts():
-            add_gram_(total, part.mul_(weights[columns].sqrt()).T)
-        return mirrored_(total)
 
     def _spans(self, start: int = 0) -> Iterator[slice]:
         width = max(1, NUMBERS_AT_ONCE // max(self.count, 1))

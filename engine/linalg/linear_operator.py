@@ -272,8 +272,15 @@ class Operator(ABC):
         return self.basis(layer, _HOST, None, torch.float64).clip(kappa_max, torch.float64)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Structured(Operator):
-    """A side that is never made dense."""
+    """A side that is never made dense; its large tensors are taken to where it computes a part at a time."""
+
+    computes_on: torch.device = field(default=_HOST)
+
+    @override
+    def to(self, device: torch.device) -> Self:
+        return replace(self, computes_on=device)
 
     def kept_trace(self) -> float:
         """Return the trace of the stored approximation, which differs from ``trace`` where that is not ``S`` itself."""
@@ -376,7 +383,6 @@ class RowSide(Structured):
 
     rows: Tensor
     """(T, n), in the storage dtype."""
-    computes_on: torch.device = field(default=_HOST)
 
     @override
     @property
@@ -392,8 +398,3 @@ class RowSide(Structured):
     @property
     def storage_dtype(self) -> torch.dtype:
         return self.rows.dtype
-
-    @override
-    def to(self, device: torch.device) -> Self:
-        # return the same rows, taken to another device a part at a time
-        return replace(self, computes_on=device)
