@@ -1,5 +1,11 @@
 """The cross-check of a capacity job: the exact Gauss-Newton's trace and largest eigenvalue, layer by layer and whole.
 
+F is that of ``ExactCurvature``, over the examples that entered the job's factors. For outputs f with Jacobian J, the
+loss's Hessian S Sᵀ with respect to them and loss terms of total weight W (docs/convention.md), and for signs u that are
+independent over examples, terms and outputs, ``w = Σ_n J_nᵀ S_n u_n`` has ``E ‖w‖² / W = tr F``. It is Hutchinson's
+estimator on the side of the outputs, and one backward pass serves every block at once, none of which sees another's
+numbers. Signs are keyed by the example: batches do not matter.
+
 Samples of a trace are positive and skewed where few directions carry it, so the interval is Student's of the mean
 taken on the logarithmic scale, ``m · exp(± t s/(m √n))``: it holds its 95 % nearer than the symmetric one.
 
@@ -8,7 +14,7 @@ References:
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Self
@@ -26,10 +32,16 @@ from engine.factors.factor_set import FactorSet
 from engine.linalg.lanczos import Lanczos
 from engine.linalg.student import student_quantile
 from engine.memory.guard import Fallback
+from engine.model.batches import Batch
+from engine.model.loss_directions import root_product
+from engine.model.outputs import predict
 from engine.operators.blocks import Block, block_of, joined
-from engine.operators.exact_products import GaussNewton
+from engine.operators.exact.random_signs import signs
+from engine.operators.products import ExactCurvature
 from engine.workspace import Workspace
 
+_REMEDY = "leave `capacity.cross_check` out, or write it with operations that torch can differentiate twice"
+_POINTER = "/capacity/cross_check"
 _STAGE: Literal["cross_check"] = "cross_check"
 
 
@@ -113,12 +125,12 @@ class _Check:
     blocks: dict[int, Block]
     _done: int = 0
     _total: int | None = None
-    _matrix: GaussNewton = field(init=False)
+    _matrix: ExactCurvature = field(init=False)
 
     def run(self) -> CrossChecked:
         """Probe the traces, then search for the largest eigenvalues from where the first probe points."""
         workspace, ordinals = self.job.workspace, tuple(self.blocks)
-        self._matrix = GaussNewton(job=self.job, updates=self.whole.updates, report=self._report)
+        self._matrix = exact_ggn(self.job, self.whole.updates, self._report)
         if not ordinals:
             return CrossChecked(samples={}, searches={}, whole=None)
         at_once = self._probes_at_once()
@@ -159,7 +171,7 @@ class _Check:
         starts: list[Tensor] = []
         for first in range(0, self.params.cross_check_probes, at_once):
             numbers = range(first, min(first + at_once, self.params.cross_check_probes))
-            for vectors in self._matrix.probes(blocks, numbers, self.job.collection.seed):
+            for vectors in trace_probes(self._matrix, blocks, numbers, self.job.collection.seed):
                 for block, own, vector in zip(blocks, samples, vectors, strict=True):
                     own.append(_finite(float(vector.double().square().sum()), block))
                 starts = starts or vectors
@@ -202,7 +214,7 @@ class _Check:
             active = [ordinal for ordinal, search in searches.items() if not search.converged]
             if not active:
                 break
-            products = self._matrix.products(
+            products = self._matrix.block_products(
                 [blocks[ordinal] for ordinal in active], [searches[ordinal].vector for ordinal in active]
             )
             for ordinal, product in zip(active, products, strict=True):
@@ -210,6 +222,70 @@ class _Check:
                 _finite(searches[ordinal].value, blocks[ordinal])
         # the bases are let go of: factors are decomposed next
         return {ordinal: Searched.of(search) for ordinal, search in searches.items()}
+
+
+def exact_ggn(job: PassJob, updates: int, report: Callable[[], None]) -> ExactCurvature:
+    """Return F over the examples that entered a job's factors, in the precision of its passes.
+
+    Args:
+        updates: Batches that entered; with a moving average, each weighs as it does there.
+        report: Called after every batch.
+    """
+    return ExactCurvature(
+        job=job, of="ggn", updates=updates, report=report, parameters=(), what="the cross-check", remedy=_REMEDY,
+        pointer=_POINTER,
+    )  # fmt: skip
+
+
+def trace_probes(
+    exact: ExactCurvature, blocks: Sequence[Block], numbers: Sequence[int], seed: int
+) -> list[list[Tensor]]:
+    """Compute ``w / √W`` of each block for each probe in one pass over the data.
+
+    Its squared norm is the probe's estimate of the block's trace, and ``w`` itself points where F curves most.
+
+    Args:
+        numbers: Numbers of the probes, which key their random signs.
+        seed: Seed of those signs.
+
+    Returns:
+        For each probe one vector per block, shape (size,), on the device of the passes.
+
+    Raises:
+        ModelRefused: If the model refuses a batch.
+
+    Memory:
+        ``2 · len(numbers)`` vectors of each block.
+    """
+    job, device = exact.job, exact.job.workspace.machine.device
+    totals = [[torch.zeros(block.size, dtype=job.dtype, device=device) for block in blocks] for _ in numbers]
+
+    def compute(batch: Batch, parameters: Mapping[str, Tensor]) -> tuple[list[list[Tensor]], float]:
+        found: list[list[Tensor]] = []
+        with torch.enable_grad():
+            prediction = predict(job.model, batch, job.task)
+        outputs = prediction.outputs
+        if not prediction.terms or not outputs.requires_grad:
+            return found, prediction.divisor
+        for number in numbers:
+            probe = signs(outputs, batch.index, seed, number)
+            direction = root_product(prediction, probe, job.task)
+            gradients = torch.autograd.grad(
+                outputs, list(parameters.values()), direction, retain_graph=number != numbers[-1],
+                materialize_grads=True,
+            )  # fmt: skip
+            by_name = dict(zip(parameters, gradients, strict=True))
+            found.append([block.join(by_name) for block in blocks])
+        return found, prediction.divisor
+
+    def add(found: list[list[Tensor]], weight: float) -> None:
+        for total, vectors in zip(totals, found, strict=False):
+            for own, vector in zip(total, vectors, strict=True):
+                own.add_(vector, alpha=weight**0.5)
+
+    names = tuple(dict.fromkeys(piece.parameter for block in blocks for piece in block.pieces))
+    divisor = exact.passes.run(names, compute, add)
+    return [[own.div_(divisor**0.5) for own in total] for total in totals]
 
 
 def _finite(value: float, block: Block) -> float:

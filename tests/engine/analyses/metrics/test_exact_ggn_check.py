@@ -14,7 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from catalog.analyses.capacity import CapacityParams
 from catalog.analyses.capacity_metrics import CrossCheck
 from engine.analyses.capacity import Capacity
-from engine.analyses.metrics.exact_ggn_check import CrossChecked, interval
+from engine.analyses.metrics import exact_ggn_check
+from engine.analyses.metrics.exact_ggn_check import CrossChecked, exact_ggn, interval, trace_probes
 from engine.collect import collect_or_read
 from engine.collection.pass_job import PassJob
 from engine.errors import ModelRefused, UsageError
@@ -22,7 +23,7 @@ from engine.factors.factor_set import FactorSet
 from engine.linalg.lanczos import Lanczos
 from engine.model.determinism import Numerics
 from engine.operators.blocks import block_of, joined
-from engine.operators.exact_products import GaussNewton
+from engine.operators.products import ExactCurvature
 from engine.workspace import Workspace
 from tests.oracles import ggn_block, relative_error, stacked, workspace
 
@@ -74,7 +75,7 @@ def perceptron(loss: str) -> tuple[nn.Module, Tensor, Tensor]:
     return model, x, targets[loss]()
 
 
-def matrix(space: Workspace, whole: FactorSet, **options: Any) -> GaussNewton:
+def matrix(space: Workspace, whole: FactorSet, **options: Any) -> ExactCurvature:
     assert space.inputs.model is not None
     assert space.inputs.task is not None
     job = PassJob(
@@ -82,7 +83,7 @@ def matrix(space: Workspace, whole: FactorSet, **options: Any) -> GaussNewton:
         dtype=torch.float64,
         numerics=Numerics.here(space.machine.device, None), heard=set(), **options,
     )  # fmt: skip
-    return GaussNewton(job=job, updates=whole.updates, report=lambda: None)
+    return exact_ggn(job, whole.updates, lambda: None)
 
 
 def dense(model: nn.Module, x: Tensor, y: Tensor, loss: str, names: tuple[str, ...]) -> Tensor:
@@ -119,7 +120,7 @@ def test_products_are_those_of_the_dense_matrix(loss: str, micro_batch: int | No
     vectors = [torch.randn(block.size, dtype=torch.float64) for block in blocks]  # type: ignore[union-attr]
     found = matrix(space, whole, micro_batch=micro_batch)
     with found.prepared():
-        products = found.products(blocks, vectors)  # type: ignore[arg-type]
+        products = found.block_products(blocks, vectors)  # type: ignore[arg-type]
     names = ("0.weight", "0.bias"), ("2.weight", "2.bias"), ("0.weight", "0.bias", "2.weight", "2.bias")
     for own, vector, product in zip(names, vectors, products, strict=True):
         assert relative_error(product, dense(model, x, y, loss, own) @ vector) < EXACT
@@ -240,7 +241,7 @@ def test_the_interval_covers_in_about_95_of_100_seeds() -> None:
     covered = 0
     with found.prepared():
         for seed in range(seeds):
-            (vectors,) = zip(*found.probes([block], range(probes), seed), strict=True)
+            (vectors,) = zip(*trace_probes(found, [block], range(probes), seed), strict=True)
             low, high = interval([float(vector.square().sum()) for vector in vectors])
             assert low is not None
             assert high is not None
@@ -278,16 +279,14 @@ def test_memory_that_runs_out_halves_the_slices(monkeypatch: pytest.MonkeyPatch)
     heard: list[str] = []
     space = workspace(model, [(x, y)], "classification", batch_size=9)
     space.ports.log = lambda _, message: heard.append(message)
-    import engine.operators.exact_products as module  # noqa: PLC0415 - the name is looked up there
-
-    real = module.signs
+    real = exact_ggn_check.signs
 
     def scarce(outputs: Tensor, index: Tensor, seed: int, probe: int) -> Tensor:
         if outputs.shape[0] > 2 and probe == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(outputs, index, seed, probe)
 
-    monkeypatch.setattr(module, "signs", scarce)
+    monkeypatch.setattr(exact_ggn_check, "signs", scarce)
     assert checks(space, cross_check_probes=2)[1].trace == pytest.approx(expected.trace, rel=EXACT)
     assert any("2 examples at a time" in message for message in heard)
 
