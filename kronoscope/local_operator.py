@@ -10,8 +10,7 @@ import torch
 from catalog.brief import count_layers
 from catalog.requests.collection import Stabilisation
 from engine.factors.factor_set import FactorSet
-from engine.operators.kronecker.ill_conditioned import IllConditioned
-from engine.operators.kronecker.layer_store import OperatorOptions
+from engine.operators.kronecker.layer_store import IllConditioned, OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
 from kronoscope.local_inputs import OptionRefused, options_record, usable_device
 from kronoscope.local_inputs import choices as read_choices

@@ -29,7 +29,7 @@ SEED = 20_261_127
 ROOM_SECONDS = 1_800
 TRANSPOSITIONS = ("T", "mT", "H", "mH")
 EQUIVALENT = {
-    "engine/linalg/kronecker_sums.py:154: a.weights @ inner -> inner @ a.weights": "a product of two vectors commutes",
+    "engine/linalg/kronecker_spectrum.py:358: a.weights @ inner -> inner @ a.weights": "a product commutes",
 }
 """Mutations that change no number, as `module:line: before -> after`, each with the reason."""
 

@@ -56,12 +56,11 @@ from engine.model.activation_memory import set_activation_checkpointing
 from engine.model.batches import Batch, make_batches
 from engine.model.example_digests import EnteredExamples, digest_examples
 from engine.operators.conjugate_gradients import Solved, solve_gauss_newton
-from engine.operators.example_scores import example_gradients, of_examples, score_examples
+from engine.operators.example_scores import example_gradients, of_examples, score_examples, statistics_of
 from engine.operators.kronecker.layer_store import OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
 from engine.operators.parameter_space import ParameterSpace
 from engine.operators.products import ExactCurvature
-from engine.operators.score_statistics import statistics_of
 from engine.workspace import JobResults, ModelInputs, Workspace
 
 KIND = "influence"

@@ -18,9 +18,8 @@ from torch import Tensor
 from engine.errors import BrokenFactors, NoSuchLayer, UsageError
 from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.merging.blend import blend_factor_sets
-from engine.operators.kronecker.ill_conditioned import IllConditioned, least_share
 from engine.operators.kronecker.layer_operator import LayerOperator
-from engine.operators.kronecker.layer_store import LayerStore, OperatorOptions
+from engine.operators.kronecker.layer_store import IllConditioned, LayerStore, OperatorOptions, least_share
 from engine.operators.parameter_space import ParameterSpace, Vector
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from catalog.analyses.capacity import CapacityParams
 from engine.collection.probe import Probe
+from engine.factors.diagonal_update import NODES, PANELS
 from engine.factors.representation_bytes import capacitance_bytes, gram_bytes
 from engine.factors.softmax_fisher import DENSE_ROWS
 from engine.layers.layer import TreatedLayer
-from engine.linalg.shift_interpolation import NODES, PANELS
 from engine.memory.plan import BUDGETED, Term
 from engine.planning.analysis_cost import Cost, PlannedJob, term
 from engine.planning.collection.seconds import Work

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from engine.linalg import kronecker_spectrum as closed
-from engine.linalg import kronecker_sums as sums
 from engine.linalg.damping import Damping
 from engine.linalg.kronecker_quantiles import Pair, Products
 from engine.linalg.linear_operator import Structured
@@ -163,10 +162,10 @@ class Sides:
         """Smallest shift at which ``structured_G`` is asked: a side that is not made dense is known to its rounding."""
         return 0.0 if self.structured_G is None else _RESOLVED * self.structured_G.spectral_norm()
 
-    def answering(self, side: Structured) -> sums.Answering:
+    def answering(self, side: Structured) -> closed.Answering:
         """Return a structured G together with its counted eigenvalues, which answer below ``lowest_shift``."""
         counted = None if self.counted_G is None else condense_spectrum(self.counted_G.values / self.scale_G)
-        return sums.Answering(side=side, lowest=self.lowest_shift, counted=counted)
+        return closed.Answering(side=side, lowest=self.lowest_shift, counted=counted)
 
     def products(self) -> Products | None:
         """The eigenvalues of F, to be counted and ordered."""
@@ -189,11 +188,11 @@ class Sides:
         if self.structured_G is not None:
             if self.quadrature_A.nodes.numel() == 0:
                 return [0.0] * len(grid)
-            return sums.effective_dimensions_structured(self.quadrature_A, self.answering(self.structured_G), grid)
+            return closed.effective_dimensions_structured(self.quadrature_A, self.answering(self.structured_G), grid)
         return (
             [None] * len(grid)
             if self.quadrature_G is None
-            else sums.effective_dimensions(self.quadrature_A, self.quadrature_G, grid)
+            else closed.effective_dimensions(self.quadrature_A, self.quadrature_G, grid)
         )
 
 
@@ -279,8 +278,8 @@ def _logdet_damped(sides: Sides) -> float | None:
     if damping is None or sides.quadrature_A is None:
         return None
     if sides.structured_G is not None:
-        return sums.logdet_damped_structured(sides.quadrature_A, sides.answering(sides.structured_G), damping)
-    return None if sides.quadrature_G is None else sums.logdet_damped(sides.quadrature_A, sides.quadrature_G, damping)
+        return closed.logdet_damped_structured(sides.quadrature_A, sides.answering(sides.structured_G), damping)
+    return None if sides.quadrature_G is None else closed.logdet_damped(sides.quadrature_A, sides.quadrature_G, damping)
 
 
 def _logdet_factored(sides: Sides) -> float | None:
@@ -316,7 +315,7 @@ def _effective_dimension_factored(sides: Sides) -> float | None:
     return left * float(answering.effective_dimensions(shift))
 
 
-def _asked(sides: Sides, damping: float) -> tuple[sums.Answering, Tensor] | None:
+def _asked(sides: Sides, damping: float) -> tuple[closed.Answering, Tensor] | None:
     """Structured G and ``damping`` of G as it is asked at, (1,); None where it does not know."""
     if sides.structured_G is None:
         return None

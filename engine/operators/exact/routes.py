@@ -1,23 +1,165 @@
-"""Routes: how a slice's products are computed, the cheap way first and the one that asks for less where it fails."""
+"""Routes: how a slice's products are computed, the cheap way first and the one that asks for less where it fails.
+
+The backward route is J v by a pullback of the pullback, which asks for second gradients and for no forward derivative.
+For a direction u of the outputs, ``s = ⟨Jᵀ u, v⟩`` is linear in u, so that ``∂s/∂u = J v``; and ``∂s/∂θ`` at a fixed
+``u = ∇L`` is what the curvature of the outputs themselves adds to the loss's Hessian:
+
+    Hessian v = Jᵀ H (J v) + ∂⟨Jᵀ ∇L, v⟩/∂θ
+
+The Hessian goes this way; the other curvatures do where an operation has no forward derivative, or another one than its
+gradient (a rounding whose gradient passes straight through).
+
+References:
+    Pearlmutter (1994), Fast exact multiplication by the Hessian
+    Schraudolph (2002), Fast curvature matrix-vector products for second-order gradient descent
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
+from engine.collection.pass_job import PassJob
 from engine.errors import EngineError, ModelRefused, Unwinding
 from engine.memory.budget import free_host_bytes
 from engine.memory.out_of_memory import ran_out_of_memory
 from engine.model.batches import Batch
 from engine.model.determinism import seed_generators
-from engine.operators.exact.backward_route import BackwardRoute
-from engine.operators.exact.columns import Column, Sliced
+from engine.model.loss_directions import loss_gradient
+from engine.model.outputs import Prediction, predict
+from engine.operators.exact.attention_calls import AttentionCalls
+from engine.operators.exact.columns import Column, Sliced, flaw, norm
 from engine.operators.exact.data_passes import DataPasses
 from engine.operators.exact.forward_route import ForwardRoute, NotAdjoint, require_no_draws
-from engine.operators.exact.output_curvature import Curvature
+from engine.operators.exact.output_curvature import Curvature, OutputCurvature
+from engine.operators.exact.random_signs import TANGENT, signs
 
 _SHARE = 4
 """Columns side by side take one part of so many of what is free; the graph is beside them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardRoute:
+    """Products of any curvature."""
+
+    job: PassJob
+    of: Curvature
+    samples: int
+    remedy: str
+    """Remedy where the model cannot be differentiated twice."""
+    pointer: str | None
+
+    def products(self, batch: Batch, parameters: Mapping[str, Tensor], columns: Sequence[Column]) -> Sliced:
+        """Multiply columns by the curvature of a slice.
+
+        Args:
+            batch: The slice, on the device.
+            parameters: The parameters that the columns name, which require gradients.
+            columns: The vectors.
+
+        Returns:
+            The products of the summed loss, and the divisor.
+
+        Raises:
+            ModelRefused: If an operation has a gradient without a gradient of its own.
+        """
+        job = self.job
+        calls = AttentionCalls()
+        with calls, torch.enable_grad():
+            with job.precision.autocast(job.workspace.machine.device):
+                prediction = predict(job.model, batch, job.task)
+            # as the collection does: the loss in the precision of the sums
+            prediction = replace(prediction, outputs=prediction.outputs.to(job.dtype), logits=None)
+            if not prediction.terms or not prediction.outputs.requires_grad:
+                nothing = [{name: torch.zeros_like(parameters[name]) for name in own.wanted} for own in columns]
+                return Sliced(products=nothing, divisor=prediction.divisor)
+            found = [
+                self._product(prediction, batch, parameters, column, calls.narrowest or job.dtype) for column in columns
+            ]
+        return Sliced(products=found, divisor=prediction.divisor)
+
+    def _product(
+        self,
+        prediction: Prediction,
+        batch: Batch,
+        parameters: Mapping[str, Tensor],
+        column: Column,
+        precision: torch.dtype,
+    ) -> dict[str, Tensor]:
+        if not column.tangents:
+            # a vector of zeros: the search has exhausted the space, or the block of a smaller matrix is padded
+            return {name: torch.zeros_like(parameters[name]) for name in column.wanted}
+        job, outputs = self.job, prediction.outputs
+        true_hessian = self.of == "hessian"
+        direction = (
+            loss_gradient(prediction, job.task)
+            if true_hessian
+            else signs(outputs.detach(), batch.index, job.collection.seed, TANGENT)
+        )
+        # J v is the same at any direction; another one than zero shows whether it is J v
+        direction = direction.requires_grad_()
+        names = tuple(column.tangents)
+        wanted = {name: parameters[name] for name in column.wanted}
+        moving = [parameters[name] for name in names]
+        gradients = torch.autograd.grad(outputs, moving, direction, create_graph=True, materialize_grads=True)
+        inner = column_inner(dict(zip(names, gradients, strict=True)), column)
+        if not inner.requires_grad:
+            # the column does not reach the outputs
+            return {name: torch.zeros_like(own) for name, own in wanted.items()}
+        second = [*wanted.values()] if true_hessian else []
+        pushed, *bent = torch.autograd.grad(
+            inner, [direction, *second], materialize_grads=True, allow_unused=True, retain_graph=True
+        )
+        self._require_adjoint(inner.detach(), direction.detach(), pushed, gradients, column, precision)
+        del gradients, inner
+        curvature = OutputCurvature(
+            prediction=prediction,
+            index=batch.index,
+            job=job,
+            of="ggn" if true_hessian else self.of,
+            samples=self.samples,
+            reusable=False,
+        )
+        product, _ = curvature.product_(pushed.detach().contiguous())
+        found = torch.autograd.grad(outputs, list(wanted.values()), product, retain_graph=True, materialize_grads=True)
+        if true_hessian:
+            found = tuple(own + each for own, each in zip(found, bent, strict=True))
+        return dict(zip(wanted, found, strict=True))
+
+    def _require_adjoint(
+        self,
+        inner: Tensor,
+        direction: Tensor,
+        pushed: Tensor,
+        gradients: Sequence[Tensor],
+        column: Column,
+        precision: torch.dtype,
+    ) -> None:
+        """Check ``⟨u, J v⟩ = ⟨Jᵀ u, v⟩``: torch leaves out without a word what has no second gradient."""
+        left = (direction * pushed).sum().double()
+        of_gradients = norm(dict(enumerate(own.detach() for own in gradients)))  # type: ignore[arg-type]
+        broken = flaw(left, inner.double(), of_gradients * norm(column.tangents), precision)
+        if not float(broken) <= 1:
+            first = next(iter(column.tangents))
+            raise ModelRefused(
+                f"the model cannot be differentiated twice: an operation between `{first}` and the outputs has a "
+                f"gradient without a gradient of its own; {self.remedy}",
+                pointer=self.pointer,
+            )
+
+
+def column_inner(gradients: Mapping[str, Tensor], column: Column) -> Tensor:
+    """Compute ``⟨g, v⟩``, differentiable in g.
+
+    Args:
+        gradients: g by parameter, each of its parameter's shape.
+        column: The vector v.
+
+    Returns:
+        A scalar tensor.
+    """
+    return torch.stack([(gradients[name] * own).sum() for name, own in column.tangents.items()]).sum()
 
 
 @dataclass(kw_only=True)

@@ -17,7 +17,6 @@ from engine.linalg.eigenbasis import Eigenbasis
 from engine.linalg.linear_operator import Operator
 from engine.memory.guard import Guard
 from engine.operators.kronecker.factor_side import FactorSide
-from engine.operators.kronecker.ill_conditioned import IllConditioned
 from engine.operators.kronecker.layer_operator import DampingKind, LayerOperator
 
 Curvature = Literal["kfac", "ekfac"]
@@ -25,7 +24,41 @@ _OF_SOLVERS = 4
 """Roundings of the largest eigenvalue, for each row, that an eigensolver's error in float64 stays within."""
 _POLAR_STEPS = 3
 """From the rounding of 16 bits, 4e-3, to that of 64."""
+_LEAST_SHARES = {torch.float64: 1e-12}
+"""In float64 a solve at a condition of 1e12 keeps about three digits; of float32 none are left at its rounding."""
 _UNDAMPED = Damping(joint=None, A=None, G=None, relative_A=None, relative_G=None)
+
+
+def least_share(dtype: torch.dtype) -> float:
+    """Return the smallest eigenvalue, as a share of the largest, below which a negative power is reported."""
+    return _LEAST_SHARES.get(dtype) or float(torch.finfo(dtype).eps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IllConditioned:
+    """A layer that was raised to a negative power though ``smallest < least_share · largest``."""
+
+    layer: str
+    exponent: float
+    """The power of the damped curvature M, negative."""
+    smallest: float
+    """The smallest eigenvalue of M, or a lower bound of it; below zero where the rounding of its factors exceeds the
+    damping."""
+    largest: float
+    """The largest, or an upper bound of it."""
+    residual: float
+    """``‖M^(−α) x − v‖ / ‖v‖`` of the very product ``x = M^α v``, over the layer's numbers."""
+    dtype: torch.dtype
+    """Precision of the arithmetic."""
+
+    def __str__(self) -> str:
+        """Say what was seen, and what helps."""
+        wider = "" if self.dtype == torch.float64 else ", or vectors in float64"
+        return (
+            f"layer `{self.layer}`: the smallest eigenvalue of its damped curvature, {self.smallest:.3g}, must be at "
+            f"least {least_share(self.dtype):.2g} of its largest, {self.largest:.3g}; its power {self.exponent:g} has "
+            f"a relative residual of {self.residual:.2g}: take a larger damping{wider}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

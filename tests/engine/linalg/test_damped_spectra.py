@@ -13,11 +13,11 @@ from engine.analyses.capacity import Capacity
 from engine.analyses.factors import KeptFactors
 from engine.factors.clipping.clip_eigenvalues import stabilise_
 from engine.factors.dense import as_operator
+from engine.linalg import kronecker_spectrum
 from engine.linalg import kronecker_spectrum as spectrum
-from engine.linalg import kronecker_sums
 from engine.linalg.damping import Clipping, clipping_floor, damping, identity_warnings
 from engine.linalg.eigendecomposition import decompose
-from engine.linalg.kronecker_sums import effective_dimensions, logdet_damped
+from engine.linalg.kronecker_spectrum import effective_dimensions, logdet_damped
 from engine.linalg.spectrum_quadrature import condense_spectrum
 from engine.measurement.decompose_layer import rounded
 from tests.oracles import workspace
@@ -118,7 +118,7 @@ def test_clipping_compares_with_the_floor_that_it_raises_to() -> None:
 def test_products_are_summed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     sides = [condense_spectrum(torch.rand(size).double().sort().values) for size in (37, 11)]
     whole = *effective_dimensions(*sides, [0.1]), logdet_damped(*sides, 0.1)
-    monkeypatch.setattr(kronecker_sums, "_PRODUCTS_AT_ONCE", 25)
+    monkeypatch.setattr(kronecker_spectrum, "_PRODUCTS_AT_ONCE", 25)
     cut = *effective_dimensions(*sides, [0.1]), logdet_damped(*sides, 0.1)
     assert cut == pytest.approx(whole, rel=1e-13)
 

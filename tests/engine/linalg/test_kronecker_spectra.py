@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.analyses.metrics.layer_metrics import decay
 from engine.linalg import kronecker_quantiles as order
 from engine.linalg.kronecker_quantiles import Products, histogram, largest, quantile, quantile_rank
-from engine.linalg.kronecker_sums import (
+from engine.linalg.kronecker_spectrum import (
     Answering,
     effective_dimensions,
     effective_dimensions_structured,

@@ -22,8 +22,7 @@ from engine.layers.parameter_slice import Window
 from engine.linalg import layer_matrices
 from engine.linalg.damping import damping
 from engine.linalg.linear_operator import Structured
-from engine.operators.kronecker.ill_conditioned import IllConditioned
-from engine.operators.kronecker.layer_store import OperatorOptions, held_bytes
+from engine.operators.kronecker.layer_store import IllConditioned, OperatorOptions, held_bytes
 from engine.operators.kronecker_operator import KroneckerOperator
 from kronoscope.local import measure, operator
 from kronoscope.local_operator import IllConditionedWarning

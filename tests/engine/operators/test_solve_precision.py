@@ -15,8 +15,7 @@ from engine.factors.factor_set import Corrected, FactorSet
 from engine.factors.low_rank import LowRank
 from engine.factors.softmax_fisher import SoftmaxFisher
 from engine.linalg.eigendecomposition import decompose
-from engine.operators.kronecker.ill_conditioned import IllConditioned
-from engine.operators.kronecker.layer_store import OperatorOptions
+from engine.operators.kronecker.layer_store import IllConditioned, OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
 from tests.engine.operators.test_operator_inputs import covariance, generator, one_layer
 
