@@ -12,7 +12,7 @@ attempt has collected everything, one is made for the digest.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -67,6 +67,11 @@ def weights_digest(model: nn.Module) -> str:
 def factors_digest(stored: Artifacts | None) -> str | None:
     """Return the digest of stored factors, as their index records them."""
     return None if stored is None else read_index(stored.load_json(INDEX)).sha256()
+
+
+def composed_digest(digests: Iterable[str | None]) -> str:
+    """Return the digest of data that were read in parts."""
+    return hashlib.sha256("".join(f"{each}\n" for each in digests).encode()).hexdigest()
 
 
 def _examples(inputs: Any) -> int:  # noqa: ANN401 - a tensor, or any tree of tensors

@@ -22,7 +22,7 @@ from catalog.frames import (
     encode,
 )
 from engine.errors import NotConverged, OutOfMemory, WrongShape
-from worker.execution.__main__ import parse_document
+from worker.execution.attempt import parse_document
 from worker.execution.failures import DocumentRefused, failure_of
 from worker.execution.frame_pipe import FramePipe
 from worker.execution.job_inputs import DATA_SOURCES, MODEL_SOURCES

@@ -16,7 +16,7 @@ from engine.collection.nan_check import require_known_labels
 from engine.errors import EngineError, WrongShape
 from tests.oracles import workspace
 from tests.worker.execution.test_execution import assignment, run
-from worker.execution.__main__ import parse_document
+from worker.execution.attempt import parse_document
 from worker.execution.failures import failure_of
 from worker.execution.job_inputs import load_data, load_model, try_before_training
 from worker.execution.loader_context import LoaderContext

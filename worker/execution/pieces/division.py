@@ -17,25 +17,26 @@ the model, probes it and is merged, which takes seconds; below a minute of work 
 device gains nothing from pieces.
 """
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from catalog.frames import Divided, Finished
 from catalog.record import plain
 from catalog.requests.assignment import Assignment, FinishedPiece
-from catalog.requests.job import JobDocument
 from catalog.requests.pieces import PIECES_PER_DEVICE, ROUNDS, Piece, auto_pieces
 from engine.analyses.run_analyses import make_analysis
 from engine.collect import collect_or_read, plan_collection
 from engine.measurement.piece_storage import store_bases, store_correction, store_layers, store_piece
 from engine.memory.plan import read_plan
-from engine.workspace import DataPart, JobOptions, ModelInputs, Workspace
+from engine.workspace import DataPart, JobOptions, ModelInputs
+from worker.execution.attempt import Attempt
 from worker.execution.data.stream import Chunk, DataStream
 from worker.execution.files.artifact_files import ArtifactFiles
+from worker.execution.input_digests import composed_digest
 from worker.execution.pieces.data_extent import Extent, cut_pieces, measure_extent, read_share
 from worker.execution.pieces.decompose_round import Circumstances, divide_decompositions
+from worker.execution.pieces.extension import collecting
 from worker.execution.pieces.read_digests import (
     ReadDigests,
     count_queries,
@@ -77,35 +78,20 @@ def with_round(options: JobOptions) -> str | None:
     return next((kind for kind in options.kinds if getattr(options.of(kind), "has_round", False)), None)
 
 
-def begins(document: JobDocument, assignment: Assignment) -> bool:
-    """Return whether an attempt has to divide its job before anything is collected."""
-    undivided = assignment.piece is None and not assignment.pieces
-    return document.shards is not None and undivided and not assignment.estimate
-
-
-def joins(assignment: Assignment) -> bool:
-    """Return whether an attempt goes on from what the pieces of its job have computed."""
-    return assignment.piece is None and bool(assignment.pieces)
-
-
-def collecting(options: JobOptions) -> JobOptions:
-    """Return the options of a job that collects factors and stores them, and analyses nothing."""
-    return replace(options, kinds=("factors",), keep=("factors",), decomposition="none", params={})
-
-
-def divide(document: JobDocument, devices: int, data: DataStream, workspace: Workspace) -> Divided:
+def divide(attempt: Attempt, data: DataStream) -> Divided:
     """Cut the data of a job into pieces, once the plan of a piece is known."""
+    document, workspace = attempt.document, attempt.workspace
     if (kind := with_round(workspace.options)) is not None:
         make_analysis(kind, workspace).require()
     extent = measure_extent(data, document.collection, workspace.ports.raise_if_cancelled)
     cuts, log = len(extent.cuts), workspace.ports.log
-    asked = most_pieces(devices, cuts) if document.shards == "auto" else int(document.shards or 1)
+    asked = most_pieces(attempt.assignment.devices, cuts) if document.shards == "auto" else int(document.shards or 1)
     pieces = cut_pieces(extent, asked)
     whole = workspace.options
-    enter_share(pieces[0], document, data, workspace)
+    _enter_share(attempt, pieces[0], data)
     plan = plan_collection(workspace, len(pieces), whole)
     if document.shards == "auto":
-        count, why = choose_count(plan.as_json(), len(pieces), devices, cuts)
+        count, why = choose_count(plan.as_json(), len(pieces), attempt.assignment.devices, cuts)
         pieces = cut_pieces(extent, count)
         log("info", f"`shards: auto` takes {len(pieces)}: {why}")
     elif len(pieces) < asked:
@@ -117,43 +103,36 @@ def divide(document: JobDocument, devices: int, data: DataStream, workspace: Wor
     return _divided(pieces, log)
 
 
-def enter_share(
-    piece: Piece,
-    document: JobDocument,
-    data: DataStream,
-    workspace: Workspace,
-    digests: ReadDigests | None = None,
-) -> DataStream:
-    """Put the data of one piece in the place of the whole, and leave the analyses to the job that merges them."""
-    share, inputs = read_share(data, piece, document.collection.batch_size, digests), workspace.inputs
-    if digests is not None and inputs.query is not None:
-        query, checkpoint = _stream_of(inputs.query), workspace.ports.raise_if_cancelled
-        digests.queries = measure_extent(query, document.collection, checkpoint).examples
-    workspace.options = collecting(workspace.options)
-    inputs.batches, inputs.examples, inputs.labels = share.batches, share.examples, share.labels
-    inputs.part = _part(piece, data.batches)
-    return share
-
-
-def enter_piece(
-    assignment: Assignment, document: JobDocument, data: DataStream, workspace: Workspace, digests: ReadDigests
-) -> DataStream:
+def enter_piece(attempt: Attempt, data: DataStream) -> DataStream:
     """Put what a piece has in the place of the whole: examples, or queries beside all the data."""
-    piece, inputs, kind = assignment.piece, workspace.inputs, with_round(workspace.options)
+    piece, digests, options = attempt.assignment.piece, attempt.read, attempt.workspace.options
+    inputs, kind, batch_size = attempt.workspace.inputs, with_round(options), options.collection.batch_size
     if piece is None:
         return data
     if piece.round != "score" or kind is None or inputs.query is None:
-        return enter_share(piece, document, data, workspace, digests)
-    collected, query, digests.data = assignment.pieces[0].piece, _stream_of(inputs.query), ReadDigests()
-    whole = replace(collected, begin=0, end=collected.total)
-    data = read_share(data, whole, document.collection.batch_size, digests.data)
+        if inputs.query is not None:
+            query, checkpoint = _stream_of(inputs.query), attempt.workspace.ports.raise_if_cancelled
+            digests.queries = measure_extent(query, options.collection, checkpoint).examples
+        return _enter_share(attempt, piece, data, digests)
+    collected, query, digests.data = attempt.assignment.pieces[0].piece, _stream_of(inputs.query), ReadDigests()
+    data = read_share(data, replace(collected, begin=0, end=collected.total), batch_size, digests.data)
     inputs.batches, inputs.examples, inputs.labels = data.batches, data.examples, data.labels
-    share = read_share(query, piece, workspace.options.of(kind).block, digests)
+    share = read_share(query, piece, options.of(kind).block, digests)
     digests.queries = share.examples
     inputs.query = replace(
         inputs.query, batches=share.batches, examples=share.examples, part=_part(piece, query.batches)
     )
     return data
+
+
+def _enter_share(attempt: Attempt, piece: Piece, data: DataStream, digests: ReadDigests | None = None) -> DataStream:
+    """Put the data of one piece in the place of the whole, and leave the analyses to the job that merges them."""
+    workspace, inputs = attempt.workspace, attempt.workspace.inputs
+    share = read_share(data, piece, workspace.options.collection.batch_size, digests)
+    workspace.options = collecting(workspace.options)
+    inputs.batches, inputs.examples, inputs.labels = share.batches, share.examples, share.labels
+    inputs.part = _part(piece, data.batches)
+    return share
 
 
 def _stream_of(inputs: ModelInputs) -> DataStream:
@@ -164,15 +143,16 @@ def _part(piece: Piece, batches: Callable[[], Iterator[Chunk]]) -> DataPart:
     return DataPart(begin=piece.begin or 0, end=piece.end or 0, examples=piece.total or 0, batches=batches)
 
 
-def compute_piece(assignment: Assignment, piece: Piece, workspace: Workspace) -> None:
+def compute_piece(attempt: Attempt, piece: Piece) -> None:
     """Compute one piece, and store it as artifacts."""
+    workspace = attempt.workspace
     if piece.round == "decompose":
         store_layers(workspace, piece.layers or ())
     elif piece.round == "correct":
-        workspace.inputs.bases = _stored_by_job(assignment)
+        workspace.inputs.bases = _stored_by_job(attempt.assignment)
         store_correction(workspace)
     elif piece.round == "score" and (kind := with_round(workspace.options)) is not None:
-        _take_corrections(take_pieces(assignment, workspace)[2], assignment, workspace)
+        _take_corrections(take_pieces(attempt)[2], attempt)
         workspace.options = replace(workspace.options, kinds=(kind,), keep=(), decomposition="none")
         collect_or_read(workspace)
         plan_collection(workspace, len(workspace.inputs.stored_pieces), workspace.options)
@@ -181,19 +161,20 @@ def compute_piece(assignment: Assignment, piece: Piece, workspace: Workspace) ->
         store_piece(workspace)
 
 
-def join(document: JobDocument, assignment: Assignment, workspace: Workspace) -> Divided | None:
+def join(attempt: Attempt) -> Divided | None:
     """Take the pieces of the rounds that have ended as the job's factors."""
-    collected, decomposed, corrected, scored = take_pieces(assignment, workspace)
-    if assignment.plan is not None:
+    workspace, plan = attempt.workspace, attempt.assignment.plan
+    collected, decomposed, corrected, scored = take_pieces(attempt)
+    if plan is not None:
         # what is measured from here on stands beside what the job's first attempt has planned
-        workspace.machine.curve.stages.plan = read_plan(assignment.plan)
+        workspace.machine.curve.stages.plan = read_plan(plan)
     later = decomposed or corrected or scored
-    if not later and (divided := _divide_decompositions(collected, assignment, workspace)):
+    if not later and (divided := _divide_decompositions(len(collected), attempt)):
         return divided
-    if document.collection.ekfac and not corrected:
+    if attempt.document.collection.ekfac and not corrected:
         store_bases(workspace)
         return _divided(tuple(replace(each.piece, round="correct") for each in collected), workspace.ports.log)
-    _take_corrections(corrected, assignment, workspace)
+    _take_corrections(corrected, attempt)
     kind = with_round(workspace.options)
     if kind is not None and not scored:
         queries, block = count_queries(collected), workspace.options.of(kind).block
@@ -204,17 +185,19 @@ def join(document: JobDocument, assignment: Assignment, workspace: Workspace) ->
     return None
 
 
-def _take_corrections(corrected: tuple[FinishedPiece, ...], assignment: Assignment, workspace: Workspace) -> None:
+def _take_corrections(corrected: tuple[FinishedPiece, ...], attempt: Attempt) -> None:
     """Take EK-FAC's eigenvalues, where pieces have corrected them, in the bases that the job has stored."""
     if corrected:
-        workspace.inputs.bases = _stored_by_job(assignment)
-        workspace.inputs.stored_corrections = tuple(ArtifactFiles(each.path, None) for each in corrected)
+        inputs = attempt.workspace.inputs
+        inputs.bases = _stored_by_job(attempt.assignment)
+        inputs.stored_corrections = tuple(ArtifactFiles(each.path, None) for each in corrected)
 
 
-def take_pieces(assignment: Assignment, workspace: Workspace) -> tuple[tuple[FinishedPiece, ...], ...]:
+def take_pieces(attempt: Attempt) -> tuple[tuple[FinishedPiece, ...], ...]:
     """Take what pieces have collected as the job's factors, and what they have decomposed of them."""
-    _require_one_job(assignment.pieces, with_round(workspace.options))
-    found = tuple(tuple(each for each in assignment.pieces if each.piece.round == name) for name in ROUNDS)
+    pieces, workspace = attempt.assignment.pieces, attempt.workspace
+    _require_one_job(pieces, with_round(workspace.options))
+    found = tuple(tuple(each for each in pieces if each.piece.round == name) for name in ROUNDS)
     inputs = workspace.inputs
     inputs.stored_pieces, inputs.stored_decompositions = (
         tuple(ArtifactFiles(each.path, None) for each in own) for own in found[:2]
@@ -223,21 +206,19 @@ def take_pieces(assignment: Assignment, workspace: Workspace) -> tuple[tuple[Fin
     return found
 
 
-def _divide_decompositions(
-    collected: tuple[FinishedPiece, ...], assignment: Assignment, workspace: Workspace
-) -> Divided | None:
+def _divide_decompositions(collected: int, attempt: Attempt) -> Divided | None:
     """The round over layers, where it pays."""
-    options, log = workspace.options, workspace.ports.log
+    assignment, options, log = attempt.assignment, attempt.workspace.options, attempt.workspace.ports.log
     if options.decomposition == "none" and not options.collection.ekfac:
         return None
     given = Circumstances(
         wanted=assignment.decompose_round,
-        collected=len(collected),
+        collected=collected,
         devices=assignment.devices,
         plan=assignment.plan,
         vectors=options.decomposition == "vectors" or options.collection.ekfac,
     )
-    pieces, why = divide_decompositions(collect_or_read(workspace).layers, given)
+    pieces, why = divide_decompositions(collect_or_read(attempt.workspace).layers, given)
     if not pieces:
         log("info", f"the job decomposes its layers itself: {why}")
         return None
@@ -258,11 +239,6 @@ def joined_digests(finished: Finished, pieces: tuple[FinishedPiece, ...]) -> Fin
         data_sha256=composed_digest([each.data_sha256 for each in collected]),
         examples=sum(each.examples or 0 for each in collected),
     )
-
-
-def composed_digest(digests: Iterable[str | None]) -> str:
-    """Return the digest of data that were read in parts."""
-    return hashlib.sha256("".join(f"{each}\n" for each in digests).encode()).hexdigest()
 
 
 def _divided(pieces: tuple[Piece, ...], log: Callable[[str, str], None]) -> Divided:

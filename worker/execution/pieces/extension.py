@@ -7,6 +7,7 @@ the earlier examples leave free. Both sets of sums are merged, the earlier one f
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -19,18 +20,18 @@ from engine.factors.factor_files import read_factors
 from engine.factors.factor_set import CountedExamples
 from engine.measurement.piece_storage import store_piece
 from engine.model.batches import make_batches
-from engine.workspace import DataPart, JobResults, Workspace
+from engine.workspace import DataPart, JobOptions, JobResults, Workspace
 from worker.execution.data.stream import Chunk, DataStream
 from worker.execution.files.artifact_files import ArtifactFiles, StoredFactors, find_factors
 from worker.execution.files.open_files import OpenFolder
+from worker.execution.input_digests import composed_digest
 from worker.execution.loader_context import LoaderContext
 from worker.execution.pieces.data_extent import measure_extent
-from worker.execution.pieces.division import collecting, composed_digest
 from worker.execution.refusal import Refusal
 
 Parse = Callable[[Mapping[str, Any]], JobDocument]
 POINTER = "/extends"
-EXTENSION = "extension"
+_FOLDER = "extension"
 """Folder of the new data's factors below the scratch folder."""
 _MOST_LINKS = 1000
 _JOB = "job.json"
@@ -108,6 +109,11 @@ def open_extended(
     )
 
 
+def collecting(options: JobOptions) -> JobOptions:
+    """Return the options of a job that collects factors and stores them, and analyses nothing."""
+    return replace(options, kinds=("factors",), keep=("factors",), decomposition="none", params={})
+
+
 def enter_extension(extended: Extended, data: DataStream, workspace: Workspace) -> DataStream:
     """Put the new data behind those of the earlier job."""
     first = extended.counted.runs[-1].end
@@ -129,8 +135,9 @@ def enter_extension(extended: Extended, data: DataStream, workspace: Workspace) 
     return added
 
 
-def collect_extension(extended: Extended, model_sha256: str, place: ArtifactFiles, workspace: Workspace) -> None:
+def collect_extension(extended: Extended, model_sha256: str, scratch: Path, workspace: Workspace) -> None:
     """Collect the new data, and give the workspace both sets in place of model and data."""
+    place = ArtifactFiles(scratch / _FOLDER, None)
     if extended.model_sha256 is not None and extended.model_sha256 != model_sha256:
         raise Refusal(
             f"names a job that measured a model of digest {extended.model_sha256}, and its document gives one of "

@@ -6,7 +6,7 @@ all: so the labels that are sampled, which are keyed by these numbers, are those
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,13 @@ class RankPlace(Protocol):
         """The number of ranks."""
 
 
+class PlannedRanks(NamedTuple):
+    """Ranks that are not started yet, seen from the first."""
+
+    size: int
+    rank: int = 0
+
+
 def own_examples(examples: int | None, ranks: RankPlace, batch_size: int) -> int | None:
     """Return the number of examples of one rank, where all batches but the last are full."""
     if examples is None:
@@ -58,6 +65,14 @@ def own_examples(examples: int | None, ranks: RankPlace, batch_size: int) -> int
 def bounds_of_rank(bounds: Mapping[str, int], ranks: RankPlace) -> Mapping[str, int]:
     """Return the bounds of one rank: an equal part of the host's free memory, where nothing was leased for it."""
     return {"host_bytes": (free_host_bytes() + resident_bytes()) // ranks.size, **bounds}
+
+
+def bounds_of_plan(assignment: Assignment) -> Assignment:
+    """Return the assignment of a plan with the memory that one of its ranks would have."""
+    ranks = assignment.document.get("world_size")
+    if not assignment.estimate or not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 2:
+        return assignment
+    return replace(assignment, bounds=bounds_of_rank(assignment.bounds, PlannedRanks(ranks)))
 
 
 def assignment_of_rank(assignment: Assignment, ranks: Ranks) -> Assignment:

@@ -15,7 +15,8 @@ from catalog.frames import CacheAnswer, CacheAsked, CacheFilled, Frame, LayerDon
 from catalog.requests.assignment import read_assignment
 from engine.errors import StopRequested
 from worker.disk import cache_folder
-from worker.execution.__main__ import execute, parse_document
+from worker.execution.__main__ import execute
+from worker.execution.attempt import parse_document
 from worker.execution.cache.factor_cache import CacheUse, FactorCache
 from worker.execution.cache.factor_cache_key import Witness, data_digest, factor_key, model_digest, reason_uncacheable
 from worker.execution.frame_pipe import FramePipe

@@ -21,7 +21,7 @@ from engine.workspace import JobOptions, ModelInputs, Ports, Workspace
 from kronoscope.local import load_stabilised
 from kronoscope.local_inputs import OptionRefused
 from tests.oracles import MemoryArtifacts
-from worker.execution.__main__ import parse_document
+from worker.execution.attempt import parse_document
 from worker.execution.files.matrix_file import MatrixFile
 from worker.execution.refusal import Refusal
 

@@ -16,10 +16,11 @@ from engine.workspace import ModelInputs
 from kronoscope.display.plan_tables import plan_lines
 from tests.worker.execution.pieces.conftest import Runner
 from tests.worker.execution.pieces.test_division import DIGITS
-from worker.execution.__main__ import parse_document
+from worker.execution.attempt import parse_document
 from worker.execution.data.stream import DataStream
+from worker.execution.ranks.rank_part import bounds_of_plan
 from worker.execution.refusal import Refusal
-from worker.execution.start.planned_part import bounds_of_plan, plan_part
+from worker.execution.sources import plan_part
 
 
 def data(examples: int | None) -> DataStream:
@@ -45,8 +46,8 @@ def test_the_examples_are_those_of_one_rank_or_piece(
     options: Any, examples: int | None, own: int | None, whole: int | None, pieces: int
 ) -> None:
     inputs = ModelInputs(model=None, batches=None, examples=examples)
-    part = plan_part(parse_document({**DIGITS, **options}), data(examples), inputs)
-    assert (inputs.examples, inputs.foreseen_examples(Ranks.alone()), part.pieces) == (own, whole, pieces)
+    merged, _ = plan_part(parse_document({**DIGITS, **options}), data(examples), inputs)
+    assert (inputs.examples, inputs.foreseen_examples(Ranks.alone()), merged) == (own, whole, pieces)
     with pytest.raises(Refusal, match="take 118 or fewer"):
         plan_part(parse_document({**DIGITS, "shards": 119}), data(118), ModelInputs(examples=118))
 
