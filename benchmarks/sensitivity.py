@@ -24,10 +24,9 @@ from catalog.analyses.sensitivity import SensitivityParams
 from catalog.requests.inputs import BuiltinModel, Task
 from engine.analyses.metrics.weight_formats import in_format
 from kronoscope.local import Measurement, measure
-from worker.execution.data.bundled import digits, english_bytes
+from worker.execution.data.builtin import digits, english_bytes
 from worker.execution.loader_context import LoaderContext
-from worker.execution.models.builtin import load
-from worker.execution.models.builtin_architectures import CONTEXT
+from worker.execution.models.builtin import CONTEXT, load
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "use.md"
 PARAMS: dict[str, Any] = {"formats": ("int8", "int4", "int4_group", "fp8", "2:4"), "group": 32}

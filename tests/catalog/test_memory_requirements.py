@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from catalog import DOCUMENT, JobDocument
 from catalog.requests.memory import Memory
 from catalog.requests.memory_requirements import BUILTIN_PARAMETERS, least_bytes, memory_of, planned_bytes
-from worker.execution.models.builtin_architectures import ARCHITECTURES
+from worker.execution.models.builtin import ARCHITECTURES
 
 DOCUMENTED: dict[str, Any] = {
     "kind": "capacity",

@@ -27,15 +27,13 @@ from catalog.requests.assignment import Assignment, read_assignment
 from engine.analyses.run_analyses import run_analyses
 from engine.distributed import group
 from engine.errors import StopRequested
-from worker.execution.attempt import Attempt, begin_attempt
-from worker.execution.caller_code import CallerCode
-from worker.execution.failures import failure_of
+from worker.execution.attempt import Attempt, StopFlag, begin_attempt
+from worker.execution.failures import CallerCode, failure_of
 from worker.execution.frame_pipe import FramePipe
 from worker.execution.input_digests import factors_digest
 from worker.execution.pieces.division import compute_piece
 from worker.execution.ranks.rank_link import connect, read_assignment_text
 from worker.execution.sources import open_inputs
-from worker.execution.stop_flag import StopFlag
 
 gc.freeze()
 gc.enable()

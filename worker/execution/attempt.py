@@ -4,9 +4,12 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+import shutil
+import signal
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,15 +24,20 @@ from catalog.record_reader import read
 from catalog.requests.assignment import Assignment
 from catalog.requests.estimate import unplannable
 from catalog.requests.job import JobDocument
+from engine.analyses.spectra import search_checkpoints
 from engine.artifacts import Artifacts
+from engine.collection import checkpoints
 from engine.distributed import group
-from engine.memory.budget import resident_bytes
+from engine.errors import StopRequested
+from engine.measurement import stored_decompositions
+from engine.memory.budget import MemoryBudget, resident_bytes
 from engine.memory.device_speed import DeviceSpeed, measure_speed
 from engine.memory.guard import Guard
 from engine.memory.memory_curve import MemoryCurve, StagePeaks
 from engine.memory.plan import Chosen
 from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Resume, Workspace
 from worker.execution.computing_environment import (
+    computing_budget,
     computing_device,
     computing_environment,
     process_begun,
@@ -37,7 +45,6 @@ from worker.execution.computing_environment import (
     settle_numerics,
     settle_threads,
 )
-from worker.execution.computing_place import ComputingPlace, computing_place
 from worker.execution.failures import DocumentRefused
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.frame_pipe import FramePipe
@@ -46,12 +53,35 @@ from worker.execution.pieces.extension import Extended, open_extended
 from worker.execution.pieces.read_digests import ReadDigests
 from worker.execution.ranks.rank_part import NoFiles, assignment_of_rank, bounds_of_plan
 from worker.execution.refusal import Refusal
-from worker.execution.resume_scratch import adopt_checkpoint
-from worker.execution.stop_flag import StopFlag
 
 _SMALL_INPUT_BYTES = 256 * 2**20
 _MOST_UNUSED = 500
 _MOST_NOTICES = 50
+MANIFESTS = (checkpoints.MANIFEST, *search_checkpoints.MANIFESTS)
+"""The files that make others a checkpoint: of a collection, of a search for eigenvalues, and of a training."""
+_MARKERS = f"bases/*{stored_decompositions.DEVICE_ASKED}"
+_PART = ".part-"
+
+
+class StopFlag:
+    """A flag that SIGTERM sets, and that the computation reads before each unit of work."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def install(self) -> None:
+        """Handle SIGTERM, and ignore SIGINT: an interrupt from the keyboard is handled by the parent."""
+        signal.signal(signal.SIGTERM, self._ask)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._asked = True
+
+    def checkpoint(self) -> None:
+        """Stop here if a signal has asked for it."""
+        if self._asked:
+            raise StopRequested
 
 
 @dataclass(frozen=True)
@@ -106,8 +136,9 @@ class Attempt:
     workspace: Workspace
     context: LoaderContext
     pipe: FramePipe
-    place: ComputingPlace
     notes: InputNotes
+    unmeasured: tuple[str, ...]
+    """Assumptions of a plan for a device that is not here."""
     read: ReadDigests = field(default_factory=ReadDigests)
     """Digests of the data that a piece has read."""
 
@@ -150,29 +181,45 @@ def begin_attempt(assignment: Assignment, pipe: FramePipe, stop: StopFlag) -> At
     if assignment.estimate and (refused := unplannable(requested)) is not None:
         raise DocumentRefused((refused,))
     assignment = bounds_of_plan(assignment)
-    place = computing_place(requested, device, assignment.bounds, assignment.device if assignment.estimate else None)
-    place = replace(place, ranks=ranks, threads=threads)
+    wanted = assignment.device if assignment.estimate else None
+    device, memory, unmeasured = computing_budget(requested, device, assignment.bounds, wanted)
     notes = InputNotes()
-    context = _context(assignment, pipe, stop, place, notes)
+    context = _context(assignment, pipe, stop, memory, notes)
     extended = None if requested.extends is None else open_extended(requested, assignment, context, parse_document)
     document = requested if extended is None else extended.document
     seed_libraries(document.collection.seed)
     adopt_checkpoint(assignment.scratch, assignment.earlier)
-    workspace = _workspace(assignment, document, pipe, place, context)
+    here = not unmeasured
+    machine = Machine(
+        budget=memory,
+        curve=MemoryCurve(stages=StagePeaks(apart=True), begun=process_begun()),
+        guard=Guard(
+            budget=memory,
+            # one that is not here has nothing to ask what is free
+            device=device if here else torch.device("cpu"),
+            log=pipe.log,
+            # a budget that is named is held by the kernel; CUDA maps what no such limit is meant for
+            by_kernel=document.memory.host != "auto" and device.type != "cuda",
+        ),
+        device=device,
+        ranks=ranks,
+        threads=threads,
+        measure_speed=_measured(device, assignment.scratch, pipe) if here else lambda _: None,
+    )
     return Attempt(
         assignment=assignment,
         document=document,
         extended=extended,
-        workspace=workspace,
+        workspace=_workspace(assignment, document, pipe, machine, context),
         context=context,
         pipe=pipe,
-        place=place,
         notes=notes,
+        unmeasured=unmeasured,
     )
 
 
 def _context(
-    assignment: Assignment, pipe: FramePipe, stop: StopFlag, place: ComputingPlace, notes: InputNotes
+    assignment: Assignment, pipe: FramePipe, stop: StopFlag, memory: MemoryBudget, notes: InputNotes
 ) -> LoaderContext:
     return LoaderContext(
         store=assignment.store,
@@ -192,15 +239,14 @@ def _context(
         adapted=notes.adapters.append,
         shapes_only=assignment.estimate,
         # the budget counts what this process holds already; inputs that are small the plan refuses, with its reasons
-        most_bytes=max(_SMALL_INPUT_BYTES, place.memory.host_bytes - resident_bytes()),
+        most_bytes=max(_SMALL_INPUT_BYTES, memory.host_bytes - resident_bytes()),
     )
 
 
 def _workspace(
-    assignment: Assignment, document: JobDocument, pipe: FramePipe, place: ComputingPlace, context: LoaderContext
+    assignment: Assignment, document: JobDocument, pipe: FramePipe, machine: Machine, context: LoaderContext
 ) -> Workspace:
-    device, memory = place.device, place.memory
-    keeps_files = place.ranks.rank == 0
+    keeps_files = machine.ranks.rank == 0
     artifacts: Artifacts = ArtifactFiles(assignment.artifacts, pipe.artifact) if keeps_files else NoFiles()
     options = {kind: None if ANALYSES[kind].params is None else getattr(document, kind) for kind in document.kinds}
     return Workspace(
@@ -215,21 +261,7 @@ def _workspace(
             params=options,
             memory=document.memory,
         ),
-        machine=Machine(
-            budget=memory,
-            curve=MemoryCurve(stages=StagePeaks(apart=True), begun=process_begun()),
-            # a budget that is named is held by the kernel; CUDA maps what no such limit is meant for
-            guard=Guard(
-                budget=memory,
-                device=place.guarded,
-                log=pipe.log,
-                by_kernel=document.memory.host != "auto" and device.type != "cuda",
-            ),
-            device=device,
-            ranks=place.ranks,
-            threads=place.threads,
-            measure_speed=_measured(device, assignment.scratch, pipe) if place.here else lambda _: None,
-        ),
+        machine=machine,
         ports=Ports(
             artifacts=artifacts,
             files=artifacts if isinstance(artifacts, ArtifactFiles) else None,
@@ -267,3 +299,45 @@ def _measured(device: torch.device, scratch: Path, pipe: FramePipe) -> Callable[
             return None
 
     return measure
+
+
+def adopt_checkpoint(own: Path, earlier: Iterable[Path]) -> None:
+    """Bring the newest checkpoint of earlier attempts, and what it needs, into this attempt's folder.
+
+    The earlier folders are deleted. Without a checkpoint, or where a file cannot be had, ``own``
+    holds none: the attempt begins anew. A marker of decompositions that an attempt ended in is brought like one.
+    A file is never written in place, so a link to it keeps its bytes whatever a zombie of an earlier attempt does next.
+    """
+    for torn in own.rglob(f"{_PART}*") if own.is_dir() else ():
+        torn.unlink(missing_ok=True)
+    earlier = tuple(earlier)
+    if not _holds_one(own):
+        newest = next((each for each in earlier if _holds_one(each)), None)
+        if newest is not None:
+            try:
+                _link_all(newest, own)
+            except OSError:
+                shutil.rmtree(own, ignore_errors=True)
+    for each in earlier:
+        shutil.rmtree(each, ignore_errors=True)
+
+
+def _holds_one(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in MANIFESTS) or any(folder.glob(_MARKERS))
+
+
+def _link_all(source: Path, target: Path) -> None:
+    """Link every complete file, the manifests last: they are what makes the others a checkpoint."""
+    names = [
+        each.relative_to(source) for each in source.rglob("*") if each.is_file() and not each.name.startswith(_PART)
+    ]
+    for name in sorted(names, key=lambda name: name.as_posix() in MANIFESTS):
+        place = target / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source / name, place)
+        except FileExistsError:
+            continue
+        except OSError:
+            # a file system without links
+            shutil.copyfile(source / name, place)

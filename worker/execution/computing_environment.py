@@ -1,4 +1,8 @@
-"""Environment of a job: versions, device, threads, platform. The manifest's part that the child knows."""
+"""Environment of a job: versions, device with its memory budget, threads, platform.
+
+A plan may be asked for a device of another machine (`kronoscope plan --device cuda`). Nothing can be measured
+then: the document names the device's bytes, and the plan says what was taken for granted.
+"""
 
 import importlib.metadata
 import os
@@ -6,19 +10,30 @@ import platform
 import random
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from catalog.record import FieldError
 from catalog.requests.assignment import Assignment
-from engine.memory.budget import context_bytes
+from catalog.requests.job import JobDocument
+from engine.memory.budget import MemoryBudget, context_bytes
 from engine.memory.device_speed import fastest_threads
+from engine.memory.limits import hold_device
 from worker.execution.refusal import Refusal, Unavailable
 from worker.process.crash import DEVICE_LOST
 
 _PACKAGES = ("kronoscope", "torch", "numpy", "scipy", "safetensors", "transformers", "tokenizers", "datasets")
+_UNMEASURED = (
+    "what is free on the device: all of its budget is",
+    "what CUDA takes for itself and its libraries (some hundred MiB of the device, and more of the host than here)",
+    "the device's pace: that of a usual GPU",
+    "its compute capability: units for bfloat16 and TF32, and the attention kernels of recent GPUs",
+)
 
 
 def computing_device(leased: str | None) -> torch.device:
@@ -134,3 +149,26 @@ def seed_libraries(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - a caller's factory may use the global generator
+
+
+def computing_budget(
+    document: JobDocument, here: torch.device, bounds: Mapping[str, int], wanted: Literal["cpu", "cuda"] | None = None
+) -> tuple[torch.device, MemoryBudget, tuple[str, ...]]:
+    """Return the device that a document is computed on, or planned for, and its budget, which is measured.
+
+    Call it before the model is there: the plan counts its weights.
+
+    Returns:
+        Device, budget, and the assumptions of a plan for a device that is not here; none where it is here.
+    """
+    device = here if wanted in (None, here.type) else torch.device(str(wanted))
+    if device.type == "cuda" and here.type != "cuda":
+        try:
+            memory = MemoryBudget.named(document.memory)
+        except FieldError as error:
+            raise Refusal(error.message, pointer=f"/memory/{error.field}") from error
+        host = () if document.memory.host != "auto" else ("the host's memory: what is free of this machine's",)
+        return device, memory, (*_UNMEASURED, *host)
+    memory = MemoryBudget.measure(document.memory, device, replace(MemoryBudget.unlimited(), **bounds))
+    hold_device(memory, device)
+    return device, memory, ()

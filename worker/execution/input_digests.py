@@ -21,8 +21,8 @@ from torch import nn
 from engine.artifacts import Artifacts
 from engine.factors.factor_index import INDEX, read_index
 from engine.tensor_file import tensor_bytes
-from worker.execution.cache.factor_cache_key import Witness, data_digest
 from worker.execution.data.stream import Chunk
+from worker.execution.factor_cache import Witness, data_digest
 
 
 class InputDigests:

@@ -19,8 +19,7 @@ from catalog.requests.job import JobDocument
 from engine.artifacts import Artifacts
 from engine.memory.plan import readable_bytes
 from engine.workspace import ModelInputs
-from worker.execution.data.request import DataRequest
-from worker.execution.data.stream import DataStream
+from worker.execution.data.stream import DataRequest, DataStream
 from worker.execution.data.validation import validate_chunks
 from worker.execution.files.artifact_files import StoredFactors, find_factors
 from worker.execution.files.matrix_file import MatrixFile
@@ -242,7 +241,7 @@ def try_before_training(document: JobDocument, context: LoaderContext) -> None:
     # the loaders have their say in the log when the job itself loads
     quiet = replace(context, log=_ignore, note=_ignore, unused=_ignore, describe=_ignore, adapted=_ignore)
     bare = load_model(document, replace(quiet, shapes_only=True))
-    resolve("worker.execution.models.trial_run:try_untrained")(make, load_data(document, bare, quiet), document.task)
+    resolve("worker.execution.models.builtin:try_untrained")(make, load_data(document, bare, quiet), document.task)
     context.checkpoint()
 
 

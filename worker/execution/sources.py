@@ -21,10 +21,9 @@ from engine.model.state.usable_model import require_usable
 from engine.operators.loss_gradient import require_fit
 from engine.workspace import DataPart, ModelInputs
 from worker.execution.attempt import Attempt
-from worker.execution.cache.factor_cache import CacheUse, FactorCache, ask_parent
-from worker.execution.cache.factor_cache_key import factor_key, reason_uncacheable
 from worker.execution.data.images.opened_images import OpenedImages, load_images
 from worker.execution.data.stream import DataStream
+from worker.execution.factor_cache import CacheUse, FactorCache, ask_parent, factor_key, reason_uncacheable
 from worker.execution.input_digests import InputDigests
 from worker.execution.job_inputs import (
     enter_data,
@@ -153,8 +152,8 @@ SOURCES = (
 
 def _announce(attempt: Attempt, plan: Mapping[str, Any]) -> Finished:
     """Send the plan of a job that is planned and not run, which is all that is made of it."""
-    device, unmeasured = attempt.place.device.type, list(attempt.place.unmeasured)
-    attempt.pipe.planned({**plan, "device": device, "unmeasured": unmeasured})
+    device = attempt.workspace.machine.device.type
+    attempt.pipe.planned({**plan, "device": device, "unmeasured": list(attempt.unmeasured)})
     return Finished()
 
 

@@ -26,8 +26,8 @@ from engine.memory.guard import FallbackFailed
 from jobs.objects.scratch import Scratch
 from tests.engine.measurement.test_decompose_layer import space
 from tests.oracles import MemoryArtifacts
+from worker.execution.attempt import adopt_checkpoint
 from worker.execution.files.artifact_files import ArtifactFiles
-from worker.execution.resume_scratch import adopt_checkpoint
 
 ROWS = 9
 """Rows of the factor at which the device fails: G of the layer `last`."""

@@ -17,7 +17,7 @@ from jobs.objects.s3_store import S3Objects
 from jobs.objects.scratch import Scratch
 from jobs.objects.scratch_store import MANIFEST, MANIFESTS, ScratchStore
 from jobs.schema.identifiers import new_id
-from worker.execution import resume_scratch
+from worker.execution import attempt
 
 JOB = new_id()
 
@@ -48,7 +48,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_manifests_are_those_that_the_engine_writes_and_a_later_attempt_adopts() -> None:
     assert MANIFEST == checkpoints.MANIFEST
-    assert MANIFESTS == (MANIFEST, *search_checkpoints.MANIFESTS) == resume_scratch.MANIFESTS
+    assert MANIFESTS == (MANIFEST, *search_checkpoints.MANIFESTS) == attempt.MANIFESTS
 
 
 def test_the_newest_checkpoint_comes_back_and_the_one_before_is_dropped(store: ObjectStore, tmp_path: Path) -> None:

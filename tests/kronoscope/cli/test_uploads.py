@@ -16,7 +16,7 @@ from tests.kronoscope.cli.test_input_notices import JOB, Run
 from tests.kronoscope.cli.test_input_notices import model as model  # noqa: PLC0414 - a fixture
 from tests.kronoscope.cli.test_serve import home as home  # noqa: PLC0414 - a fixture
 from tests.kronoscope.cli.test_serve import url as url  # noqa: PLC0414 - a fixture
-from worker.execution.data.bundled import digits
+from worker.execution.data.builtin import digits
 
 
 class Cutting:

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from catalog.requests.inputs import Task
-from worker.execution.data.request import DataRequest
+from worker.execution.data.stream import DataRequest
 from worker.execution.loaded_model import LoadedModel
 from worker.execution.loader_context import LoaderContext
 

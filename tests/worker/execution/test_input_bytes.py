@@ -19,8 +19,9 @@ from engine.errors import BrokenFactors, StopRequested
 from engine.factors.factor_index import FORMAT, INDEX, read_index
 from engine.memory.budget import resident_bytes
 from worker.execution.__main__ import execute
+from worker.execution.attempt import StopFlag
 from worker.execution.data import file, huggingface, synthetic
-from worker.execution.data.request import DataRequest
+from worker.execution.data.stream import DataRequest
 from worker.execution.files.artifact_files import find_factors
 from worker.execution.files.matrix_file import MatrixFile
 from worker.execution.files.open_files import OpenFolder
@@ -29,7 +30,6 @@ from worker.execution.loaded_model import LoadedModel, Vocabulary
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models.checkpoint import load
 from worker.execution.refusal import Refusal
-from worker.execution.stop_flag import StopFlag
 
 MB = 10**6
 BYTES = LoadedModel(model=torch.nn.Linear(3, 2), vocabulary=Vocabulary(size=256, max_length=16, tokenizer=None))

@@ -20,7 +20,7 @@ from jobs.repository.store import request_cancel
 from jobs.s3_settings import S3Settings
 from jobs.settings import LedgerSettings
 from worker.agent.maintenance import WorkerMaintenance
-from worker.execution.resume_scratch import adopt_checkpoint
+from worker.execution.attempt import adopt_checkpoint
 from worker.process.child_process import EXECUTION
 from worker.settings import WorkerSettings
 from worker.supervision import checkpoint_upload, retrying_object_store

@@ -6,8 +6,7 @@ from torch.utils.data import Dataset
 
 from catalog.requests.inputs import DataFactory
 from engine.model.examples import read_chunks
-from worker.execution.data.request import DataRequest
-from worker.execution.data.stream import Chunk, DataStream
+from worker.execution.data.stream import Chunk, DataRequest, DataStream
 from worker.execution.data.validation import iterate_caller_data
 from worker.execution.refusal import Refusal
 from worker.execution.resolve import call_factory, resolve_factory

@@ -16,8 +16,7 @@ from engine.model.examples import scale_pixels
 from worker.execution.data.byte_count import ByteCount
 from worker.execution.data.forward_inputs import model_inputs, require_arguments
 from worker.execution.data.labels import Labels
-from worker.execution.data.request import DataRequest
-from worker.execution.data.stream import Chunk, DataStream
+from worker.execution.data.stream import Chunk, DataRequest, DataStream
 from worker.execution.data.table_files import column_names, is_untyped, read_columns
 from worker.execution.data.texts.table_texts import TableColumns, describe_columns, table_stream
 from worker.execution.data.texts.tagged_words import (

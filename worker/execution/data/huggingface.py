@@ -17,8 +17,7 @@ import huggingface_hub.errors
 
 from catalog.requests.inputs import HuggingFaceData, is_path
 from worker.execution.data.labels import Labels
-from worker.execution.data.request import DataRequest
-from worker.execution.data.stream import DataStream
+from worker.execution.data.stream import DataRequest, DataStream
 from worker.execution.data.table_files import Table, is_untyped, read_columns, take_rows
 from worker.execution.data.texts.table_texts import TableColumns, table_stream
 from worker.execution.files.open_files import OpenFile, OpenFolder

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from worker.execution.data.request import DataRequest
+from worker.execution.data.stream import DataRequest
 from worker.execution.refusal import Refusal, is_storable, names
 
 CLASS_TASKS = frozenset({"classification", "sequence_classification", "token_classification"})

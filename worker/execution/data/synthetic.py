@@ -8,8 +8,7 @@ import torch
 from catalog.requests.inputs import SyntheticData
 from engine.memory.plan import readable_bytes
 from worker.execution.data.forward_inputs import model_inputs
-from worker.execution.data.request import DataRequest
-from worker.execution.data.stream import Chunk, DataStream
+from worker.execution.data.stream import Chunk, DataRequest, DataStream
 from worker.execution.refusal import Refusal
 
 _CHUNK_NUMBERS = 2**22

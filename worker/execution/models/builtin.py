@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +25,17 @@ import torch
 from torch import Tensor, nn
 
 from catalog.requests.inputs import BuiltinModel, Task
-from worker.execution.data.bundled import TEST_EXAMPLES, digits, english_bytes
+from engine.collection.nan_check import require_known_labels
+from engine.model.batches import make_batches
+from engine.model.outputs import predict
+from worker.execution.data.builtin import TEST_EXAMPLES, digits, english_bytes
+from worker.execution.data.stream import DataStream
 from worker.execution.loaded_model import LoadedModel, Vocabulary
 from worker.execution.loader_context import LoaderContext
-from worker.execution.models.builtin_architectures import ARCHITECTURES, BYTES, CONTEXT
 
+BYTES = 256
+CONTEXT = 64
+"""Positions of `tiny_gpt`."""
 PACKAGED = Path(__file__).parent / "trained"
 _RECIPE = 1
 """Raised when an architecture or its training changes, so that no older file is taken for it."""
@@ -36,6 +43,95 @@ _SEED = 20_240_601
 _STEPS = {"digits_cnn": 600, "digits_mlp": 1000, "tiny_gpt": 220}
 _BATCH = {"digits_cnn": 64, "digits_mlp": 64, "tiny_gpt": 24}
 _LEARNING_RATE = {"digits_cnn": 5e-3, "digits_mlp": 5e-3, "tiny_gpt": 3e-3}
+
+
+def digits_cnn() -> nn.Module:
+    """Two convolutions with batch normalisation and a linear head on 8×8 images."""
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(1, 16, 3, padding=1),
+            norm1=nn.BatchNorm2d(16),
+            relu1=nn.ReLU(),
+            conv2=nn.Conv2d(16, 32, 3, padding=1),
+            norm2=nn.BatchNorm2d(32),
+            relu2=nn.ReLU(),
+            pool=nn.MaxPool2d(2),
+            flatten=nn.Flatten(),
+            head=nn.Linear(32 * 4 * 4, 10),
+        )
+    )
+
+
+def digits_mlp() -> nn.Module:
+    """Two hidden layers of 64."""
+    return nn.Sequential(
+        OrderedDict(
+            flatten=nn.Flatten(),
+            hidden1=nn.Linear(64, 64),
+            tanh1=nn.Tanh(),
+            hidden2=nn.Linear(64, 64),
+            tanh2=nn.Tanh(),
+            head=nn.Linear(64, 10),
+        )
+    )
+
+
+class _Block(nn.Module):
+    """Causal attention and an MLP, each after a LayerNorm, each added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_attention = nn.LayerNorm(width)
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.project = nn.Linear(width, width)
+        self.norm_mlp = nn.LayerNorm(width)
+        self.widen = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:  # (B, T, width)
+        batch, length, width = hidden.shape
+        normed = self.norm_attention(hidden)
+        split = (batch, length, self.heads, width // self.heads)
+        query, key, value = (part(normed).view(split).transpose(1, 2) for part in (self.query, self.key, self.value))
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.project(mixed.transpose(1, 2).reshape(batch, length, width))
+        widened: Tensor = self.narrow(nn.functional.gelu(self.widen(self.norm_mlp(hidden))))
+        return hidden + widened
+
+
+class TinyGPT(nn.Module):
+    """A byte-level GPT: 4 blocks, 64 wide."""
+
+    def __init__(self, width: int = 64, heads: int = 4, depth: int = 4) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(BYTES, width)
+        self.positions = nn.Embedding(CONTEXT, width)
+        self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, BYTES, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # (B, T) byte values -> (B, T, 256)
+        """Return the logits of the next byte at every position.
+
+        Args:
+            input_ids: Byte values, shape (B, T), int64, T at most 64.
+
+        Returns:
+            Logits, shape (B, T, 256).
+        """
+        # one row of positions per example: the rows' gradients must not arrive summed over the batch
+        places = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
+        hidden = self.tokens(input_ids) + self.positions(places)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+ARCHITECTURES = {"digits_cnn": digits_cnn, "digits_mlp": digits_mlp, "tiny_gpt": TinyGPT}
 
 
 def load(source: BuiltinModel, task: Task, context: LoaderContext) -> LoadedModel:  # noqa: ARG001 - as every loader
@@ -201,6 +297,19 @@ def _printed_progress() -> Callable[[str, int, int | None, str], None]:
             print(f"{stage}: {done}/{total} {unit}", flush=True)  # noqa: T201 - a command speaks
 
     return report
+
+
+def try_untrained(make: Callable[[], nn.Module], data: DataStream, task: Task) -> None:
+    """Run an untrained model on the first example, and compare the labels with its classes.
+
+    Training takes seconds to half a minute, and no weight changes which inputs a model takes and which classes it has.
+    Any other model is tried by the engine's dry run, before a pass over the data is made.
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model = make().eval()
+        batch = next(make_batches(data.batches(), 1)).to(torch.device("cpu"), torch.float32)
+        classes = predict(model, batch, task).outputs.shape[-1]
+    require_known_labels(data.labels, classes, task)
 
 
 if __name__ == "__main__":

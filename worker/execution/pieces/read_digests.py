@@ -16,7 +16,7 @@ from typing import Any
 
 from catalog.requests.assignment import FinishedPiece
 from engine.model.batches import Batch
-from worker.execution.cache.factor_cache_key import enter_tree
+from worker.execution.factor_cache import enter_tree
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.refusal import Refusal
 

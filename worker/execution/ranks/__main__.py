@@ -28,9 +28,8 @@ from typing import Any
 from catalog.cgroups import oom_kills
 from catalog.frames import Failed, Finished
 from worker.execution.frame_pipe import FramePipe
-from worker.execution.ranks.rank_hub import ADDRESS, RankHub
+from worker.execution.ranks.rank_hub import ADDRESS, RankHub, last_frame
 from worker.execution.ranks.rank_link import read_assignment_text
-from worker.execution.ranks.verdict import last_frame
 from worker.process.crash import OOM, RANK_LOST
 
 _EXIT_CODES = {"usage": 2, "transient": 3, "fatal": 4}

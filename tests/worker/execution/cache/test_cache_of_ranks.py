@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from catalog.frames import CacheAnswer, CacheAsked, CacheFilled, Finished, Frame, LayerDone, Progress
-from worker.execution.cache.factor_cache import CacheUse, FactorCache, ask_parent
+from worker.execution.factor_cache import CacheUse, FactorCache, ask_parent
 from worker.execution.frame_pipe import FramePipe
 from worker.foreground.cache_rows import RunCache
 from worker.process.child_process import EXECUTION, RANKS, Child

@@ -16,11 +16,17 @@ from catalog.requests.assignment import read_assignment
 from engine.errors import StopRequested
 from worker.disk import cache_folder
 from worker.execution.__main__ import execute
-from worker.execution.attempt import parse_document
-from worker.execution.cache.factor_cache import CacheUse, FactorCache
-from worker.execution.cache.factor_cache_key import Witness, data_digest, factor_key, model_digest, reason_uncacheable
+from worker.execution.attempt import StopFlag, parse_document
+from worker.execution.factor_cache import (
+    CacheUse,
+    FactorCache,
+    Witness,
+    data_digest,
+    factor_key,
+    model_digest,
+    reason_uncacheable,
+)
 from worker.execution.frame_pipe import FramePipe
-from worker.execution.stop_flag import StopFlag
 from worker.foreground.cache_rows import RunCache
 
 KEY = "0" * 64
@@ -333,7 +339,7 @@ def test_more_than_the_cache_holds_is_not_kept(tmp_path: Path) -> None:
 def test_a_disk_that_is_nearly_full_is_left_to_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
     with monkeypatch.context() as scratch:
-        scratch.setattr("worker.execution.cache.factor_cache.free_share", lambda *_: 0.04)
+        scratch.setattr("worker.execution.factor_cache.free_share", lambda *_: 0.04)
         filled(cache(tmp_path, log=lambda _, message: heard.append(message)))
     with monkeypatch.context() as scratch:
         scratch.setattr("worker.disk.cache_folder.free_share", lambda *_: 0.04)

@@ -22,7 +22,7 @@ from engine.errors import WrongShape
 from kronoscope.local import OptionRefused, measure
 from worker.execution.data import file, huggingface
 from worker.execution.data.labels import class_names
-from worker.execution.data.request import DataRequest
+from worker.execution.data.stream import DataRequest
 from worker.execution.loaded_model import LoadedModel, Vocabulary
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models.checkpoint import load

@@ -23,7 +23,7 @@ from engine.memory.budget import status_bytes
 from worker.execution.data import byte_count, file, huggingface
 from worker.execution.data.byte_count import ByteCount
 from worker.execution.data.labels import Labels
-from worker.execution.data.request import DataRequest
+from worker.execution.data.stream import DataRequest
 from worker.execution.data.table_files import read_columns
 from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.loaded_model import LoadedModel, Vocabulary

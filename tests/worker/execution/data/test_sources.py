@@ -20,7 +20,7 @@ from catalog.requests.inputs import (
     Task,
 )
 from worker.execution.data import builtin, factory, file, huggingface, synthetic
-from worker.execution.data.request import DataRequest
+from worker.execution.data.stream import DataRequest
 from worker.execution.data.validation import validate_chunks
 from worker.execution.loaded_model import LoadedModel, Vocabulary
 from worker.execution.loader_context import LoaderContext

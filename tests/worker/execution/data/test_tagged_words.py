@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from catalog.requests.data_sources import DataFile
 from catalog.requests.inputs import HuggingFaceData
 from worker.execution.data import file, huggingface
-from worker.execution.data.request import DataRequest
+from worker.execution.data.stream import DataRequest
 from worker.execution.files.open_files import OpenFolder
 from worker.execution.loaded_model import LoadedModel, Vocabulary
 from worker.execution.refusal import Refusal

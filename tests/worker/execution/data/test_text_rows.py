@@ -17,7 +17,7 @@ from catalog.record import FieldError
 from catalog.requests.data_sources import DataFile
 from catalog.requests.inputs import DirectoryModel, HuggingFaceData, Task
 from worker.execution.data import builtin, file, huggingface
-from worker.execution.data.request import DataRequest
+from worker.execution.data.stream import DataRequest
 from worker.execution.data.texts.text_rows import PAIRS
 from worker.execution.loaded_model import LoadedModel, Vocabulary
 from worker.execution.loader_context import LoaderContext

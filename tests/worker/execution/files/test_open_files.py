@@ -17,7 +17,7 @@ from catalog import open_beneath
 from catalog.requests.data_sources import DataFile
 from catalog.requests.inputs import DirectoryModel, HuggingFaceData, Task
 from worker.execution.data import file, huggingface
-from worker.execution.data.request import DataRequest
+from worker.execution.data.stream import DataRequest
 from worker.execution.failures import failure_of
 from worker.execution.files import open_files
 from worker.execution.files.artifact_files import find_factors

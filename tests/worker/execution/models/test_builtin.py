@@ -11,8 +11,8 @@ import torch
 from catalog.requests.inputs import BuiltinData, BuiltinModel, Task
 from engine.errors import StopRequested
 from worker.execution.data import builtin as builtin_data
-from worker.execution.data.bundled import TEST_EXAMPLES, digits
-from worker.execution.data.request import DataRequest
+from worker.execution.data.builtin import TEST_EXAMPLES, digits
+from worker.execution.data.stream import DataRequest
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models import builtin
 from worker.execution.models.builtin import load
@@ -82,7 +82,7 @@ def test_training_stops_at_a_checkpoint_and_leaves_no_file(tmp_path: Path) -> No
 
 
 def test_positions_of_the_tiny_gpt_have_gradients_per_example() -> None:
-    from worker.execution.models.builtin_architectures import TinyGPT  # noqa: PLC0415 - the class alone is looked at
+    from worker.execution.models.builtin import TinyGPT  # noqa: PLC0415 - the class alone is looked at
 
     torch.manual_seed(0)
     model, seen = TinyGPT(), []

@@ -14,7 +14,7 @@ from catalog.requests.inputs import DirectoryModel, Task
 from engine.workspace import ModelInputs
 from jobs.codec import parse_document
 from worker.execution.data import file
-from worker.execution.data.request import DataRequest
+from worker.execution.data.stream import DataRequest
 from worker.execution.job_inputs import enter_data
 from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal

@@ -15,9 +15,9 @@ from catalog.requests.assignment import read_assignment
 from engine.factors.factor_files import read_factors
 from engine.factors.factor_set import FactorSet
 from worker.execution.__main__ import execute
+from worker.execution.attempt import StopFlag
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.frame_pipe import FramePipe
-from worker.execution.stop_flag import StopFlag
 
 
 @dataclass

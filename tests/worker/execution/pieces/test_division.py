@@ -17,7 +17,7 @@ from engine.errors import NotMergeable
 from engine.factors.factor_set import FactorSet
 from engine.linalg.linear_operator import Structured
 from tests.worker.execution.pieces.conftest import Run, Runner
-from worker.execution.data.bundled import english_paragraphs
+from worker.execution.data.builtin import english_paragraphs
 from worker.execution.refusal import Refusal
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}

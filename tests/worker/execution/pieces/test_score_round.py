@@ -15,10 +15,10 @@ from catalog.frames import Divided, LogLine, Planned, Progress, Summarised
 from engine.errors import StopRequested
 from tests.worker.execution.pieces.conftest import Run, Runner
 from tests.worker.execution.pieces.test_division import DIGITS, SHUFFLED
-from worker.execution.data.bundled import english_paragraphs
+from worker.execution.attempt import StopFlag
+from worker.execution.data.builtin import english_paragraphs
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.refusal import Refusal
-from worker.execution.stop_flag import StopFlag
 
 KIND = "influence"
 QUERY = {"source": "builtin", "name": "digits", "limit": 7}

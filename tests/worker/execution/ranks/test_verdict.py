@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from catalog.frames import Failed, Finished, Frame, Stopped
-from worker.execution.ranks.verdict import RankEnd, last_frame
+from worker.execution.ranks.rank_hub import RankEnd, last_frame
 
 
 def failed(code: str, message: str = "m", category: str = "fatal") -> Failed:

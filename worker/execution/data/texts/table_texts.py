@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from worker.execution.data.labels import Labels
-from worker.execution.data.request import DataRequest
-from worker.execution.data.stream import DataStream
+from worker.execution.data.stream import DataRequest, DataStream
 from worker.execution.data.table_files import Table
 from worker.execution.data.texts.tagged_words import read_tagged_words, tag_words, tagged_stream
 from worker.execution.data.texts.text import Text, text_stream

@@ -16,10 +16,8 @@ from torch import Tensor
 from catalog.requests.inputs import EMBEDDINGS
 from engine.model.counter_rng import uniforms
 from worker.execution.data.forward_inputs import row_positions
-from worker.execution.data.request import DataRequest
-from worker.execution.data.stream import Chunk, DataStream
-from worker.execution.data.texts.batch_bounds import batch_bounds, reads_mask
-from worker.execution.data.texts.text_rows import LABELLED
+from worker.execution.data.stream import Chunk, DataRequest, DataStream
+from worker.execution.data.texts.text_rows import LABELLED, batch_bounds, reads_mask
 from worker.execution.data.texts.tokenizer_process import TokenizerProcess, tokenizer_settings
 from worker.execution.loaded_model import Vocabulary
 from worker.execution.refusal import Refusal, is_storable

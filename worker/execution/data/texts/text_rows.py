@@ -4,11 +4,13 @@ What a row holds besides is not read, and is listed: by name, once for the file.
 measured if it were read (the other half of a pair, token ids, a weight) is refused with the remedy, or a notice.
 """
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from catalog.requests.data_sources import FileOptions
 from catalog.requests.inputs import EMBEDDINGS
+from worker.execution.loaded_model import Vocabulary
 from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal, names
 
@@ -155,3 +157,28 @@ def _half(text: str, other: str, remedy: str, pointer: str) -> Refusal:
         pointer=pointer,
         code="unused_field",
     )
+
+
+def reads_mask(vocabulary: Vocabulary) -> bool:
+    """Return whether a model is given which tokens are padding; one that takes bare ids is not asked."""
+    return not vocabulary.arguments or "attention_mask" in vocabulary.arguments
+
+
+def batch_bounds(lengths: Sequence[int], batch_size: int, vocabulary: Vocabulary) -> Iterator[slice]:
+    """Yield the texts of each batch, in their order; of one length where the model reads no mask.
+
+    Such a model, as FNet, takes padding for text: what it gives for one text would depend on the others of its batch.
+
+    Args:
+        lengths: Tokens of each text.
+        batch_size: Texts of a batch at most.
+        vocabulary: That of the model, which may read no mask.
+    """
+    ends = [len(lengths)]
+    if not reads_mask(vocabulary):
+        ends = [place for place, (one, other) in enumerate(itertools.pairwise(lengths), 1) if one != other] + ends
+    begin = 0
+    for end in ends:
+        for start in range(begin, end, batch_size):
+            yield slice(start, min(start + batch_size, end))
+        begin = end

@@ -29,15 +29,16 @@ from worker.execution.models.architectures.bounded_build import bounded
 from worker.execution.models.architectures.config_fields import (
     MAX_DEPTH,
     MAX_LABELS,
+    ROTARY,
     Field,
     declared_fields,
     read_integer,
+    read_rotary,
     read_undeclared,
     read_value,
     refuse,
 )
 from worker.execution.models.architectures.model_types import ModelType, model_types, reason_unknown
-from worker.execution.models.architectures.rotary_fields import ROTARY, read_rotary
 from worker.execution.refusal import Refusal, names, unique_keys
 
 _HARMLESS = re.compile(
