@@ -1,13 +1,19 @@
-"""The launch of a child: its environment, the assignment that it reads, and its start."""
+"""The launch of a child: its environment, the assignment that it reads, its start, and what it says beside frames."""
 
 import os
 import subprocess
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import structlog
+from structlog.typing import FilteringBoundLogger
+
 from catalog.record import plain
 from catalog.requests.assignment import Allowed, Assignment
+from catalog.requests.cached_factors import reason_uncached
 from catalog.requests.estimate import ESTIMATE
 from jobs.objects import job_folders
 from jobs.objects.artifacts import view_of
@@ -19,15 +25,13 @@ from worker.process.confinement import Confinement
 from worker.process.disk_limit import DiskLimit
 from worker.process.spare_child import SpareChild
 from worker.settings import WorkerSettings
-from worker.supervision.frame_writer import AttemptTerms
 from worker.supervision.job_namespaces import job_namespaces
-from worker.supervision.stage_factors import LaidOutFactors
-from worker.supervision.tenant_cache import cache_bytes_of
 
 _SPARE_FREE_BYTES = 4 * 2**30
 """Host memory that must be free for a child to be prepared."""
 _SPARE_BYTES = 2**29
 """Host memory of one that waits: 270 MB with torch for CPUs, and room for that of CUDA."""
+_KEPT_LINES = 40
 _HOME = ".home"
 """Folder in an attempt's folder for whatever a job's libraries write; no artifact has such a name."""
 
@@ -127,15 +131,28 @@ def _environment(threads: int) -> dict[str, str]:
     return passed | {"USER": "kronoscope-job", "LOGNAME": "kronoscope-job"}
 
 
-def assignment(
-    claim: Claim,
-    settings: WorkerSettings,
-    terms: AttemptTerms,
-    artifacts: Path,
-    factors: LaidOutFactors,
-    scratch: Scratch,
-) -> Assignment:
-    """Return the assignment that `catalog.requests.assignment` reads, of a job that is not divided."""
+def computing_threads(claim: Claim, settings: WorkerSettings) -> tuple[int, bool]:
+    """Return the threads of each rank of an attempt, and whether the child may take fewer, as nobody has said how many.
+
+    A later attempt computes with the threads of the first.
+    """
+    own = settings.computing_threads()
+    if claim.lease is None or claim.lease.kind == "host":
+        own = max(1, own // claim.world_size)
+    # a job over stored factors announces no plan
+    environment = (claim.manifest or {}).get("environment") or {}
+    earlier = (claim.plan or {}).get("threads") or environment.get("threads")
+    return int(earlier or own), settings.threads is None and earlier is None
+
+
+def cache_bytes_of(claim: Claim, settings: WorkerSettings) -> int:
+    """Return what the cache of a claim's tenant may hold; 0 where its job can have none."""
+    keyless = claim.piece is not None or claim.kinds == (ESTIMATE,) or reason_uncached(claim.document) is not None
+    return 0 if keyless else settings.ledger.cache_bytes
+
+
+def assignment(claim: Claim, settings: WorkerSettings, artifacts: Path, scratch: Scratch) -> Assignment:
+    """Return the assignment that `catalog.requests.assignment` reads, without what is staged for the attempt."""
     user = settings.confinement(claim.user_number).user
     if user is not None:
         scratch.give(claim.job_id, claim.fence, user)
@@ -143,12 +160,13 @@ def assignment(
     elif settings.child_namespaces:
         (artifacts / _HOME).mkdir(exist_ok=True)
     cache_bytes = cache_bytes_of(claim, settings)
+    threads, may_choose = computing_threads(claim, settings)
     return Assignment(
         document=plain(claim.document),
         artifacts=artifacts,
         completed=tuple(claim.completed),
-        threads=terms.threads,
-        choose_threads=terms.choose_threads,
+        threads=threads,
+        choose_threads=may_choose,
         paths=tuple(map(Path, settings.paths)),
         allowed=Allowed(
             factories=tuple(settings.factories_of(claim.tenant_id)),
@@ -157,12 +175,9 @@ def assignment(
         store=settings.model_store,
         plan=claim.plan,
         estimate=claim.kinds == (ESTIMATE,),
-        factors_path=factors.factors,
-        against_path=factors.against,
-        extends=factors.extends,
         # one that could have no key is not given a cache
         cache=view_of(artifacts) if cache_bytes else None,
-        cache_bytes=cache_bytes or 0,
+        cache_bytes=cache_bytes,
         scratch=scratch.attempt_folder(claim.job_id, claim.fence),
         earlier=tuple(scratch.before(claim.job_id, claim.fence)),
         checkpoint_seconds=settings.checkpoint_seconds,
@@ -197,3 +212,32 @@ def _part_of_host(settings: WorkerSettings, ranks: int) -> dict[str, int]:
         others = min(others, len(devices_of(settings.node, settings.fake_gpus)()) - ranks)
     part = (capacity - max(0, others) * (capacity // settings.slots)) // ranks
     return {"host_bytes": part, "host_shared_by": max(settings.slots, ranks)}
+
+
+class ChildOutput:
+    """Reads in a thread of its own, so that a talkative child never blocks on a full pipe."""
+
+    def __init__(self, lines: Iterable[bytes], log: FilteringBoundLogger) -> None:
+        self._lines = lines
+        self._log = log
+        self._kept: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._thread = threading.Thread(target=self._read, name="child-output", daemon=True)
+        self._thread.start()
+
+    def tail(self) -> str | None:
+        """The last lines, once the child has ended."""
+        self._thread.join()
+        return "\n".join(self._kept) or None
+
+    def _read(self) -> None:
+        for line in self._lines:
+            text = line.decode(errors="replace").rstrip().replace("\0", "")
+            if text:
+                self._kept.append(text)
+                self._log.debug("child says", text=text)
+
+
+def job_logger(**bound: object) -> FilteringBoundLogger:
+    """Return a logger whose lines carry the job's facts."""
+    logger: FilteringBoundLogger = structlog.get_logger("kronoscope.worker").bind(**bound)
+    return logger

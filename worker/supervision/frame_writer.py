@@ -9,8 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import singledispatchmethod
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from sqlalchemy import Engine
 from structlog.typing import FilteringBoundLogger
@@ -29,20 +28,23 @@ from catalog.frames import (
     Started,
     Summarised,
 )
-from catalog.record import record
-from jobs.errors import DiskTooSmall, LeaseLost, LedgerUnavailable, StoreUnavailable
+from catalog.requests.cached_factors import FILLED
+from jobs.errors import ArtifactDamaged, DiskTooSmall, LeaseLost, LedgerUnavailable, StoreUnavailable
+from jobs.objects import job_folders
 from jobs.objects.artifacts import ArtifactFolder
+from jobs.objects.cached_entries import CachedEntries, place_of
 from jobs.queue import attempt_writes
 from jobs.queue.piece_progress import report_piece
 from jobs.records import Claim
 from jobs.schema.query_limits import limit_queries
 from jobs.tenancy.quotas import require_room_for
+from worker.disk.cache_folder import CacheFolder, Filling, cache_of_tenant, tenants_caches
 from worker.process.log_lines import LogFormatter
 from worker.settings import WorkerSettings
+from worker.supervision.child_launch import cache_bytes_of, computing_threads
 from worker.supervision.job_progress import ProgressView
 from worker.supervision.lease_monitor import LeaseWatch
 from worker.supervision.retrying_object_store import Interrupted
-from worker.supervision.tenant_cache import TenantCache, cache_bytes_of
 
 T = TypeVar("T")
 _FIRST_RETRY_SECONDS = 0.2
@@ -67,41 +69,6 @@ class Misplaced(Exception):
     """The job needs more than was leased for it, and another device could hold it."""
 
 
-@record
-class AttemptTerms:
-    """The operator's settings for one attempt."""
-
-    threads: int
-    choose_threads: bool
-    """Whether the child may take fewer of them: the operator has not said how many."""
-    stored_bytes: int | None
-    """The quota of tenants without one of their own; None for no limit."""
-    cache_bytes: int
-    """Bytes that its tenant's cached factors may take; 0 where the job can have none."""
-    group: int | None
-    """The group of a job with a user of its own."""
-    disk_bytes: int | None
-    """Bytes that it may have on the disk at a time; None: its part of what is free."""
-
-    @classmethod
-    def of(cls, claim: Claim, settings: WorkerSettings) -> Self:
-        """Return the terms of an attempt; a later one computes with the threads of the first, of each rank."""
-        own = settings.computing_threads()
-        if claim.lease is None or claim.lease.kind == "host":
-            own = max(1, own // claim.world_size)
-        # a job over stored factors announces no plan
-        environment = (claim.manifest or {}).get("environment") or {}
-        earlier = (claim.plan or {}).get("threads") or environment.get("threads")
-        return cls(
-            threads=int(earlier or own),
-            choose_threads=settings.threads is None and earlier is None,
-            stored_bytes=settings.ledger.stored_bytes,
-            cache_bytes=cache_bytes_of(claim, settings),
-            group=settings.confinement(claim.user_number).user,
-            disk_bytes=settings.child_disk_bytes,
-        )
-
-
 def _disk_bytes(plan: Mapping[str, Any]) -> int | None:
     size = plan.get("disk_peak_bytes")
     return size if isinstance(size, int) else None
@@ -114,15 +81,15 @@ class LedgerSink:
         self,
         engine: Engine,
         claim: Claim,
+        settings: WorkerSettings,
         folder: ArtifactFolder,
-        terms: AttemptTerms,
         watch: LeaseWatch,
         log: FilteringBoundLogger,
     ) -> None:
         self._engine = engine
         self._claim = claim
+        self._settings = settings
         self._folder = folder
-        self._terms = terms
         self._watch = watch
         self._log = log
         self._progress = ProgressView(
@@ -170,18 +137,47 @@ class LedgerSink:
                 raise FrameBeyond(f"progress through more than {_MOST_STAGES:,} stages")
 
     def _use_cache(self, frame: CacheAsked | CacheFilled, answer: Callable[[CacheAnswer], None]) -> None:
-        cache = TenantCache(self._engine, self._claim, self._folder, self._terms.cache_bytes, self._terms.group)
-        if self._terms.cache_bytes == 0:
+        """Serve the cache of the tenant; what another has collected is neither found nor noticed."""
+        limit_bytes = cache_bytes_of(self._claim, self._settings)
+        if limit_bytes == 0:
             raise FrameBeyond(f"a frame `{frame.frame}`, where no job of its document has cached factors")
+        root, tenant = self._folder.root, self._claim.tenant_id
+        rows = CachedEntries(self._engine, tenant, place_of(tenants_caches(root)))
+        cache = CacheFolder(cache_of_tenant(root, tenant), rows, limit_bytes)
         if isinstance(frame, CacheAsked):
-            answer(self.write(lambda: cache.answer(frame)))
+            answer(self.write(lambda: self._cached(cache, frame.key)))
             return
-        why = self.write(lambda: cache.take(frame))
-        cache.clear_filled()
+        why = self.write(lambda: self._fill(cache, frame))
+        # what the child has left counts among the bytes of its attempt
+        job_folders.clear(self._folder.attempt_dir(self._claim.job_id, self._claim.fence) / FILLED)
         if why is not None:
             line = LogLine(level="warning", message=f"factors are not cached: {why}")
             self._keep(line)
             self._log.warning(line.message)
+
+    def _cached(self, cache: CacheFolder, key: str) -> CacheAnswer:
+        """Verify the entry that a child asks for, and lay it out."""
+        try:
+            user = self._settings.confinement(self._claim.user_number).user
+            return cache.answer(key, self._folder.new_view(self._claim.job_id, self._claim.fence, user))
+        except OSError as error:
+            why = error.strerror or error
+            return CacheAnswer(job=None, warning=f"cached factors cannot be used here: {why}; collected again")
+
+    def _fill(self, cache: CacheFolder, filled: CacheFilled) -> str | None:
+        """Publish what a child has left; it is its claim, and serves jobs of its tenant alone."""
+        claim, folder = self._claim, self._folder
+        filling = Filling(
+            key=filled.key,
+            job=claim.job_id,
+            files=filled.files,
+            open=lambda name: folder.staged(claim.job_id, claim.fence, f"{FILLED}/{name}"),
+            replace=claim.document.get("cache") == "refresh",
+        )
+        try:
+            return cache.take(filling)
+        except (ArtifactDamaged, OSError) as error:
+            return str(error)
 
     def write(self, write: Callable[[], T]) -> T:
         """Write, and repeat a write that was not answered after ever longer pauses, which differ between workers."""
@@ -204,21 +200,43 @@ class LedgerSink:
                 self._watch.lost.wait(pause * random.uniform(0.5, 1))  # noqa: S311 - spreads load, guards nothing
                 pause = min(2 * pause, _LONGEST_RETRY_SECONDS)
 
-    @singledispatchmethod
     def _keep(self, frame: Frame) -> None:
-        raise TypeError(f"a {type(frame).__name__} frame is not a row; the supervisor takes last frames itself")
+        """Write a frame that is not the last one, which the supervisor takes itself."""
+        engine, claim = self._engine, self._claim
+        match frame:
+            case Started():
+                self.write(lambda: attempt_writes.write_started(engine, claim, frame))
+                self._report(begins=True)
+            case Progress():
+                view = self._progress.take(frame)
+                if view is not None:
+                    self.write(lambda: attempt_writes.write_progress(engine, claim, view))
+                    self._report()
+            case Planned():
+                self._plan(frame.plan)
+            case LayerDone():
+                self._progress.take_layer(frame)
+                if self.write(lambda: attempt_writes.write_layer(engine, claim, frame)) == "differs":
+                    self._log.warning("another digest stands for this layer already", layer=frame.layer)
+            case ArtifactWritten():
+                kept = (claim.tenant_id, frame.sha256, frame.size_bytes, self._settings.ledger.stored_bytes)
+                self.write(lambda: require_room_for(engine, *kept))
+                place = (claim.tenant_id, claim.job_id, claim.fence, frame.name)
+                uri = self.write(lambda: self._folder.publish(*place, sha256=frame.sha256, size_bytes=frame.size_bytes))
+                self.write(lambda: attempt_writes.write_artifact(engine, claim, frame, uri))
+            case Summarised():
+                self.write(lambda: attempt_writes.write_summary(engine, claim, frame))
+            case LogLine():
+                self._write_line(frame)
+            case _:
+                raise TypeError(f"a {type(frame).__name__} frame is not a row; the supervisor takes last frames itself")
 
-    @_keep.register
-    def _started(self, frame: Started) -> None:
-        self.write(lambda: attempt_writes.write_started(self._engine, self._claim, frame))
-        self._report(begins=True)
-
-    @_keep.register
-    def _progressed(self, frame: Progress) -> None:
-        view = self._progress.take(frame)
-        if view is not None:
-            self.write(lambda: attempt_writes.write_progress(self._engine, self._claim, view))
-            self._report()
+    def _write_line(self, frame: LogLine) -> None:
+        """Write a line of the job's history; a child that talks without end is cut off."""
+        self._log_lines += 1
+        if self._log_lines <= _MAX_LOG_LINES and frame.level != "debug":
+            line = replace(frame, message=_LOGGED.cut(frame.message))
+            self.write(lambda: attempt_writes.write_log_line(self._engine, self._claim, line))
 
     def _report(self, *, begins: bool = False) -> None:
         """Have a parent show how far its pieces are; what fails is not repeated, as the next report says more."""
@@ -226,48 +244,20 @@ class LedgerSink:
             with contextlib.suppress(LedgerUnavailable), limit_queries(self._watch.query_seconds):
                 report_piece(self._engine, self._claim, begins=begins)
 
-    @_keep.register
-    def _planned(self, frame: Planned) -> None:
+    def _plan(self, plan: Mapping[str, Any]) -> None:
         # threads stand in the plan: both decide the digests, and later attempts follow both
-        planned = Planned(plan={**frame.plan, "threads": self._threads(frame.plan)})
-        self._progress.take_plan(frame.plan)
-        self.planned_disk_bytes = _disk_bytes(frame.plan)
+        planned = Planned(plan={**plan, "threads": self._threads(plan)})
+        self._progress.take_plan(plan)
+        self.planned_disk_bytes = _disk_bytes(plan)
         if not self.write(lambda: attempt_writes.write_plan(self._engine, self._claim, planned)):
             raise Misplaced
-        most = self._terms.disk_bytes
+        most = self._settings.child_disk_bytes
         if most is not None and (self.planned_disk_bytes or 0) >= most:
             raise DiskTooSmall(self.planned_disk_bytes or 0, most)
 
     def _threads(self, plan: Mapping[str, Any]) -> int:
         """Return the threads that the child says it computes with, as far as it may choose them."""
-        own, most = plan.get("threads"), self._terms.threads
-        if not self._terms.choose_threads or not isinstance(own, int) or isinstance(own, bool):
+        own, (most, may_choose) = plan.get("threads"), computing_threads(self._claim, self._settings)
+        if not may_choose or not isinstance(own, int) or isinstance(own, bool):
             return most
         return own if 1 <= own <= most else most
-
-    @_keep.register
-    def _layer_done(self, frame: LayerDone) -> None:
-        self._progress.take_layer(frame)
-        if self.write(lambda: attempt_writes.write_layer(self._engine, self._claim, frame)) == "differs":
-            self._log.warning("another digest stands for this layer already", layer=frame.layer)
-
-    @_keep.register
-    def _artifact_written(self, frame: ArtifactWritten) -> None:
-        claim = self._claim
-        kept = (claim.tenant_id, frame.sha256, frame.size_bytes, self._terms.stored_bytes)
-        self.write(lambda: require_room_for(self._engine, *kept))
-        place = (claim.tenant_id, claim.job_id, claim.fence, frame.name)
-        uri = self.write(lambda: self._folder.publish(*place, sha256=frame.sha256, size_bytes=frame.size_bytes))
-        self.write(lambda: attempt_writes.write_artifact(self._engine, self._claim, frame, uri))
-
-    @_keep.register
-    def _summarised(self, frame: Summarised) -> None:
-        self.write(lambda: attempt_writes.write_summary(self._engine, self._claim, frame))
-
-    @_keep.register
-    def _line(self, frame: LogLine) -> None:
-        """A line of the job's history; a child that talks without end is cut off."""
-        self._log_lines += 1
-        if self._log_lines <= _MAX_LOG_LINES and frame.level != "debug":
-            frame = replace(frame, message=_LOGGED.cut(frame.message))
-            self.write(lambda: attempt_writes.write_log_line(self._engine, self._claim, frame))

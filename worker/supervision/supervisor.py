@@ -70,13 +70,12 @@ from worker.supervision.attempt_failures import (
 )
 from worker.supervision.builtin_training import train_builtin
 from worker.supervision.checkpoint_upload import ScratchMirror
-from worker.supervision.child_output import ChildOutput, job_logger
-from worker.supervision.frame_writer import AttemptTerms, LedgerSink, Misplaced
+from worker.supervision.child_launch import ChildOutput, job_logger
+from worker.supervision.frame_writer import LedgerSink, Misplaced
 from worker.supervision.job_reproduction import with_original
 from worker.supervision.lease_monitor import LeaseWatch, StopReason
 from worker.supervision.retrying_object_store import Interrupted, RetryingObjectStore
-from worker.supervision.stage_factors import FactorsUnavailable, lay_out_factors, lay_out_uploads
-from worker.supervision.stage_pieces import lay_out_pieces
+from worker.supervision.staging import FactorsUnavailable, lay_out
 
 _OUTPUT_LINE_BYTES = 1_000
 _SICK_PAUSE_SECONDS = 10.0
@@ -105,10 +104,9 @@ class Supervisor:
         self._folder = open_artifacts(settings.ledger, self._retrying)
         self._scratch = open_scratch(settings.ledger, self._retrying)
         self._copies = open_scratch(settings.ledger).copies
-        self._terms = AttemptTerms.of(claim, settings)
         self._last_position = LastPosition(row_name(*claim.completed[-1]) if claim.completed else None)
         self._child: Child | None = None
-        self._sink = LedgerSink(engine, claim, self._folder, self._terms, self._watch, self._log)
+        self._sink = LedgerSink(engine, claim, settings, self._folder, self._watch, self._log)
 
     def _retrying(self, store: ObjectStore) -> RetryingObjectStore:
         return RetryingObjectStore(store, self._claim, self._watch)
@@ -128,7 +126,8 @@ class Supervisor:
         Args:
             held_since: The moment before the claim was asked for, on the machine's clock (`node_seconds`); None: now.
         """
-        self._log.info("job claimed", kinds=self._claim.kinds, threads=self._terms.threads)
+        threads, _ = child_launch.computing_threads(self._claim, self._settings)
+        self._log.info("job claimed", kinds=self._claim.kinds, threads=threads)
         try:
             self._watch.start(held_since)
         except RuntimeError as error:
@@ -261,16 +260,13 @@ class Supervisor:
 
     def _assignment(self) -> Assignment:
         place = self._folder.attempt_dir(*self.held, self._settings.confinement(self._claim.user_number).user)
-        factors = lay_out_factors(self._engine, self._folder, self._claim)
-        pieces = lay_out_pieces(self._engine, self._folder, self._claim)
-        pieces |= lay_out_uploads(self._engine, self._folder, self._claim)
-        self._devices = int(pieces.get("devices", 1))
+        staged = lay_out(self._engine, self._folder, self._claim)
+        self._devices = int(staged.get("devices", 1))
         self._slots = 1 if self._copies is not None else count_slots(self._engine)
         if self._watch.reason is None:  # else no child will read it
             self._bring_scratch()
             train_builtin(self._engine, self._claim, self._settings, self._watch)
-        told = child_launch.assignment(self._claim, self._settings, self._terms, place, factors, self._scratch)
-        return replace(told, **pieces)
+        return replace(child_launch.assignment(self._claim, self._settings, place, self._scratch), **staged)
 
     def _bring_scratch(self) -> None:
         """From the machine of an earlier attempt; what is damaged is collected again."""

@@ -12,7 +12,7 @@ from jobs.objects.artifacts import ArtifactFolder
 from jobs.objects.s3_store import S3Objects
 from jobs.objects.uploads import Uploads
 from jobs.records import LOCAL_TENANT, Claim
-from worker.supervision.stage_factors import FactorsUnavailable, lay_out_uploads
+from worker.supervision.staging import FactorsUnavailable, lay_out_uploads
 
 CONTENT = bytes(range(256)) * 500
 FILES = {"config.json": b"{}", "1_Pooling/config.json": b"{ }", "model.safetensors": CONTENT}

@@ -7,9 +7,7 @@ import pytest
 from jobs.devices.leases import DeviceLease
 from jobs.records import Claim
 from worker.devices.discover import host
-from worker.supervision.child_launch import assignment, environment
-from worker.supervision.frame_writer import AttemptTerms
-from worker.supervision.stage_factors import LaidOutFactors
+from worker.supervision.child_launch import assignment, computing_threads, environment
 
 MIB = 2**20
 
@@ -36,9 +34,7 @@ def claim_of(ranks: int, kind: Any, bound: int | None, **changes: Any) -> Claim:
 
 
 def bounds(claim: Claim, settings: Any) -> Any:
-    told = assignment(
-        claim, settings, AttemptTerms.of(claim, settings), settings.ledger.artifact_root, LaidOutFactors(), Scratch()
-    )  # type: ignore[arg-type]
+    told = assignment(claim, settings, settings.ledger.artifact_root, Scratch())  # type: ignore[arg-type]
     return told.bounds
 
 
@@ -54,9 +50,9 @@ def test_every_rank_sees_all_leased_gpus_and_no_other(monkeypatch: pytest.Monkey
 )
 def test_on_a_host_ranks_divide_the_threads_of_a_slot(settings: Any, kind: str, ranks: int, threads: int) -> None:
     chosen = settings(threads=8)
-    assert AttemptTerms.of(claim_of(ranks, kind, None), chosen).threads == threads
+    assert computing_threads(claim_of(ranks, kind, None), chosen)[0] == threads
     # the first attempt's plan has those of one rank
-    assert AttemptTerms.of(claim_of(ranks, kind, None, plan={"threads": 3}), chosen).threads == 3
+    assert computing_threads(claim_of(ranks, kind, None, plan={"threads": 3}), chosen)[0] == 3
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from jobs.records import LOCAL_TENANT
 from jobs.repository.pieces import read_pieces
 from jobs.repository.results import layer_rows, list_artifacts
 from tests.queue_order import next_claimable
-from worker.supervision.stage_pieces import files_of_others
+from worker.supervision.staging import files_of_others
 from worker.supervision.supervisor import Supervisor
 
 FIRST, SECOND = 3, 2
