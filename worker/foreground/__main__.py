@@ -18,25 +18,24 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from catalog.frames import CacheFilled, Divided, Failed, Finished, Frame, LogLine, Stopped, encode
+from catalog.frames import Divided, Failed, Finished, Frame, LogLine, Stopped, encode
 from catalog.record import FieldError
 from catalog.record_reader import read
 from catalog.requests.assignment import Assignment
 from catalog.requests.schedule import Schedule
 from catalog.responses.reproduction import name_inputs
-from worker.foreground.cache_rows import RunCache
-from worker.foreground.child_run import Last, Stopper, run_child, trouble
-from worker.foreground.original_run import read_original
-from worker.foreground.output_folder import OutputFolder, OutputRefused
+from worker.foreground.child_run import Stopper, run_child, trouble
+from worker.foreground.output_folder import OutputFolder, OutputRefused, read_original
 from worker.foreground.piece_runs import PieceRuns
+from worker.process.attended_child import Last
 from worker.process.child_process import EXECUTION
-from worker.process.log_lines import LogFormatter
+from worker.process.crash import failure_frame
 
 EXIT_STOPPED = 5
 _EXIT_CODES = {"usage": 2, "transient": 3, "fatal": 4}
@@ -115,7 +114,7 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
     try:
         assignment: Assignment = read(Assignment, stated, "")
         original = read_original(document, output)
-        folder = OutputFolder(output, document, replace=request.get("replace") is True)
+        folder = OutputFolder(output, request, document, echo)
     except FieldError as error:
         return _refuse(echo, str(error), code="invalid_request")
     except OutputRefused as error:
@@ -124,8 +123,7 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
     if original is not None:
         threads = assignment.threads or original.manifest["environment"]["threads"]
         assignment = replace(assignment, threads=threads, choose_threads=False)
-    cache = RunCache(request, folder.artifacts)
-    assignment = replace(assignment, artifacts=folder.artifacts, scratch=folder.scratch, cache=cache.told())
+    assignment = replace(assignment, artifacts=folder.artifacts, scratch=folder.scratch, cache=folder.cache.told())
     overdue = threading.Event()
 
     def end_at_deadline() -> None:
@@ -136,41 +134,23 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
     timer.daemon = True
     if seconds is not None:
         timer.start()
-    attempt = partial(run_child, stopper=stopper, command=command, answer=cache.answer)
-    keep = _keeper(folder, cache, echo, LogFormatter(document))
-    rounds = PieceRuns(folder, assignment, attempt, echo)
+    attempt = partial(run_child, stopper=stopper, command=command)
+    rounds = PieceRuns(folder, assignment, attempt)
     # what a killed run was divided into stays so
     last: Last | None = rounds.run()
     while last is None:
-        ended = attempt(
-            replace(assignment, **rounds.finished(), plan=folder.plan or (original and original.plan)), keep
-        )
+        told = replace(assignment, **rounds.finished(), plan=folder.plan or (original and original.plan))
+        ended = attempt(told, folder.take)
         if isinstance(ended, Divided):
-            folder.take(ended)
-            last = rounds.run()
-        else:
-            last = ended
+            folder.write(ended)
+        last = rounds.run() if isinstance(ended, Divided) else ended
     stopper.ended()
     timer.cancel()
-    cache.close()
+    folder.cache.close()
     if overdue.is_set() and isinstance(last, Stopped):
-        last = _overdue()
+        message = "the job was stopped at its deadline; run it again with a later one, or none"
+        last = failure_frame("usage", "deadline_exceeded", message, "/schedule")
     return _end(folder, last, echo)
-
-
-def _keeper(folder: OutputFolder, cache: RunCache, echo: Echo, formatter: LogFormatter) -> Callable[[Frame], None]:
-    """Return what takes the child's frames."""
-
-    def keep(frame: Frame) -> None:
-        said = cache.take(frame) if isinstance(frame, CacheFilled) else frame
-        if said is None:
-            return
-        folder.take(said)
-        echo(said)
-        for line in formatter.lines(said):
-            echo(line)
-
-    return keep
 
 
 def _end(folder: OutputFolder, last: Last, echo: Echo) -> int:
@@ -180,7 +160,7 @@ def _end(folder: OutputFolder, last: Last, echo: Echo) -> int:
     state = "succeeded" if isinstance(last, Finished) else "failed" if failure else "cancelled"
     try:
         if isinstance(last, Finished):
-            folder.take(last)
+            folder.write(last)
         folder.end(state, failure)
     except OSError as error:
         last = trouble(error)
@@ -207,15 +187,8 @@ def _seconds_left(schedule: Schedule, now: float) -> float | None:
     return schedule.within_seconds if moment is None else moment.timestamp() - now
 
 
-def _overdue() -> Failed:
-    message = "the job was stopped at its deadline; run it again with a later one, or none"
-    return Failed(
-        category="usage", code="deadline_exceeded", message=message, pointer="/schedule", layer=None, detail=None
-    )
-
-
 def _refuse(echo: Echo, message: str, code: str) -> int:
-    echo(Failed(category="usage", code=code, message=message, pointer=None, layer=None, detail=None))
+    echo(failure_frame("usage", code, message))
     return _EXIT_CODES["usage"]
 
 

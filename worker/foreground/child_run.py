@@ -6,23 +6,20 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from catalog.cgroups import oom_kills
 from catalog.frame_bounds import FrameBeyond
-from catalog.frames import CacheAnswer, CacheAsked, Divided, Failed, Finished, Frame, Stopped
+from catalog.frames import Divided, Failed, Stopped
 from catalog.record import plain
 from catalog.requests.assignment import Assignment
 from catalog.requests.ranks import MAX_WORLD_SIZE
-from worker.process.artifact_check import ArtifactMismatch
+from worker.foreground.output_folder import ArtifactMismatch
+from worker.process.attended_child import AttendedChild, Last, Sink
 from worker.process.child_process import EXECUTION, RANKS, STOP_GRACE_SECONDS, Child, MalformedFrame
-from worker.process.crash import BROKEN_CHILD, LastPosition, Signature, crash_failure, ending
+from worker.process.crash import BROKEN_CHILD, ending, failure_frame
 
 _PARENT_POLL_SECONDS = 0.5
-
-Last = Finished | Failed | Stopped
-"""Frames that a job ends with."""
 
 
 class Stopper:
@@ -82,41 +79,23 @@ class Stopper:
                 self.stop()
 
 
-def run_child(
-    assignment: Assignment,
-    take: Callable[[Frame], None],
-    *,
-    stopper: Stopper,
-    command: Sequence[str],
-    answer: Callable[[CacheAsked], CacheAnswer],
-) -> Last | Divided:
+def run_child(assignment: Assignment, sink: Sink, stopper: Stopper, command: Sequence[str]) -> Last | Divided:
     """Run one child to its end."""
     if stopper.asked.is_set():
         return Stopped()
-    last_position, kills = LastPosition(), oom_kills()
-    last: Last | Divided | None = None
+    attended = AttendedChild(sink)
     command = RANKS if command == EXECUTION and _asks_for_ranks(assignment) else command
     with contextlib.closing(Child.start(plain(assignment), sys.stderr.fileno(), os.environ, command)) as child:
         stopper.guard(child)
         try:
-            for frame in child.frames():
-                last_position.follow(frame)
-                if isinstance(frame, (Finished, Failed, Stopped, Divided)):
-                    last = frame
-                elif isinstance(frame, CacheAsked):
-                    child.answer(answer(frame))
-                else:
-                    take(frame)
+            last = attended.follow(child, lambda: None)
         except (MalformedFrame, FrameBeyond, ArtifactMismatch, OSError) as error:
             child.kill()
             last = trouble(error)
         code = child.wait()
     if last is not None:
         return last
-    if stopper.asked.is_set():
-        return Stopped()
-    signature = Signature(signal=ending(code), stage=last_position.stage, layer=last_position.layer)
-    return replace(crash_failure(signature, None, exhausted=oom_kills() > kills), category="fatal")
+    return Stopped() if stopper.asked.is_set() else replace(attended.crash(ending(code), None), category="fatal")
 
 
 def trouble(error: Exception) -> Failed:
@@ -129,7 +108,7 @@ def trouble(error: Exception) -> Failed:
         code, message = BROKEN_CHILD, f"the computing process sent {error}"
     else:
         code, message = "malformed_frame", f"{error}; a factory that writes to foreign file descriptors would do this"
-    return Failed(category="fatal", code=code, message=message, pointer=None, layer=None, detail=None)
+    return failure_frame("fatal", code, message)
 
 
 def _asks_for_ranks(assignment: Assignment) -> bool:

@@ -9,17 +9,32 @@ grows by whole lines.
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterable, Mapping
+import stat
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from catalog.frames import ArtifactWritten, Divided, Failed, Finished, Frame, LayerDone, Planned, Started, Summarised
-from catalog.record import canonical_json, plain
-from catalog.responses.reproduction import Run, compare_runs
-from worker.foreground.original_run import run_of
-from worker.process.artifact_check import require_artifact
+from catalog.frames import (
+    ArtifactWritten,
+    CacheAnswer,
+    CacheAsked,
+    CacheFilled,
+    Divided,
+    Failed,
+    Finished,
+    Frame,
+    LayerDone,
+    Planned,
+    Started,
+    Summarised,
+)
+from catalog.record import FieldError, canonical_json, plain
+from catalog.responses.reproduction import Run, compare_runs, reason_unreproducible
+from worker.foreground.cache_rows import RunCache
+from worker.process.log_lines import LogFormatter
 
 _FORMAT = "kronoscope.run/1"
 _OURS = ("results.json", "log.jsonl", "artifacts")
@@ -27,6 +42,8 @@ _SCRATCH = ".waiting"
 _EARLIER = ".earlier"
 _PIECES = ".pieces"
 _BASES = "factors/bases"
+_CHUNK_BYTES = 2**20
+_PART = re.compile(r"[\w\-][\w.\-]{0,127}", re.ASCII)
 
 
 class OutputRefused(ValueError):
@@ -36,10 +53,12 @@ class OutputRefused(ValueError):
 class OutputFolder:
     """One run's folder; the only writer of everything in it but the artifacts' bytes."""
 
-    def __init__(self, path: Path, document: object, *, replace: bool = False) -> None:
-        """Take the folder over, setting aside what an earlier run left in it."""
+    def __init__(self, path: Path, request: Mapping[str, Any], document: object, echo: Callable[[Frame], None]) -> None:
+        """Take the folder over for what a request asks, setting aside what an earlier run left in it."""
         self.path = path.absolute()
         self.artifacts = self.path / "artifacts"
+        self.cache = RunCache(request, self.artifacts)
+        self.echo = echo
         self.scratch = self.path / _SCRATCH
         """Scratch folder; a run of the same document that was killed, or failed for no fault of the document, is
         continued from its files, by its plan."""
@@ -50,6 +69,7 @@ class OutputFolder:
         killed = self._killed_run(document)
         self.plan: dict[str, Any] | None = None if killed is None else killed["plan"]
         divided = {} if killed is None else {name: killed.get(name) or [] for name in ("pieces", "artifacts")}
+        self._formatter = LogFormatter(document)
         self._rows: list[dict[str, Any]] = []
         self._summary: dict[str, Any] = {}
         self._job: dict[str, Any] = {
@@ -69,7 +89,7 @@ class OutputFolder:
             self._job |= divided
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._set_aside(replace=replace)
+            self._set_aside(replace=request.get("replace") is True)
             self._write("job.json", self._job)
             self.artifacts.mkdir(exist_ok=True)
             self._log: IO[bytes] = (self.path / "log.jsonl").open("ab", buffering=0)
@@ -78,7 +98,19 @@ class OutputFolder:
                 f"the output folder {path} cannot be used: {error.strerror}; give a folder that you may write"
             ) from error
 
-    def take(self, frame: Frame) -> None:
+    def take(self, frame: Frame, answer: Callable[[CacheAnswer], None]) -> None:
+        """Write one frame of the job's own attempts, and echo it with what is to be said of it."""
+        if isinstance(frame, CacheAsked):
+            answer(self.cache.answer(frame))
+            return
+        said = self.cache.take(frame) if isinstance(frame, CacheFilled) else frame
+        if said is None:
+            return
+        self.write(said)
+        for each in (said, *self._formatter.lines(said)):
+            self.echo(each)
+
+    def write(self, frame: Frame) -> None:
         """Write down one frame."""
         match frame:
             case Started():
@@ -238,3 +270,62 @@ def _log_record(frame: LayerDone) -> dict[str, Any]:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat()
+
+
+def run_of(name: str, job: Mapping[str, Any], results: Mapping[str, Any]) -> Run:
+    """Return a run by the contents of its `job.json`, which is its manifest too, and of its `results.json`."""
+    files = {each["name"]: each["sha256"] for each in job["artifacts"]}
+    return Run(name, job, job["plan"], results["layers"], results["summary"], files)
+
+
+def read_original(document: Any, output: Path) -> Run | None:  # noqa: ANN401 - the child has not judged it yet
+    """Read the run that a document reproduces, if it does; a FieldError says why it cannot be reproduced."""
+    named = document.get("reproduces") if isinstance(document, dict) else None
+    if not isinstance(named, str):
+        return None
+    folder = Path(named)
+    try:
+        job = json.loads((folder / "job.json").read_bytes())
+        why = reason_unreproducible(job["state"], job, job["document"], document)
+        original = None if why else run_of(named, job, json.loads((folder / "results.json").read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"names {named}, which cannot be read as a run ({error}); give the folder of a `kronoscope run`"
+    if why is None and folder.resolve() == output.resolve():
+        why = f"names {named}, which stays as it is; give another folder for the output"
+    if why is not None:
+        raise FieldError("reproduces", why)
+    return original
+
+
+class ArtifactMismatch(ValueError):
+    """The announced artifact is not what stands on the disk; it must not be listed."""
+
+
+def require_artifact(root: Path, frame: ArtifactWritten) -> Path:
+    """Check a file that a child announced, and return its path.
+
+    Raises:
+        ArtifactMismatch: If the name leaves the folder, a link is in the way, or size or digest differ.
+    """
+    parts = frame.name.split("/")
+    if not 1 <= len(parts) <= 4 or not all(_PART.fullmatch(part) for part in parts):
+        raise ArtifactMismatch(f"{frame.name[:200]!r} is not a name for an artifact")
+    path = root.joinpath(*parts)
+    if path.parent.resolve() != root.resolve().joinpath(*parts[:-1]):
+        raise ArtifactMismatch(f"artifact {frame.name} is reached through a link")
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise ArtifactMismatch(f"artifact {frame.name} was announced and cannot be read: {error.strerror}") from error
+    digest = hashlib.sha256()
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size != frame.size_bytes:
+            raise ArtifactMismatch(
+                f"artifact {frame.name} has {status.st_size:,} bytes where {frame.size_bytes:,} were announced"
+            )
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    if digest.hexdigest() != frame.sha256:
+        raise ArtifactMismatch(f"artifact {frame.name} has sha256 {digest.hexdigest()}, announced was {frame.sha256}")
+    return path

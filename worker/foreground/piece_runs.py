@@ -10,36 +10,45 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from catalog.frames import ArtifactWritten, Divided, Failed, Finished, Frame, LogLine, Progress, Stopped
+from catalog.frames import (
+    ArtifactWritten,
+    CacheAnswer,
+    CacheAsked,
+    Divided,
+    Failed,
+    Finished,
+    Frame,
+    LogLine,
+    Progress,
+    Stopped,
+)
 from catalog.record import plain
 from catalog.record_reader import read
 from catalog.requests.assignment import Assignment, FinishedPiece
 from catalog.requests.pieces import Piece, read_piece
-from worker.foreground.child_run import Last, trouble
-from worker.foreground.output_folder import OutputFolder
-from worker.process.artifact_check import require_artifact
-from worker.process.crash import BROKEN_CHILD
+from worker.foreground.child_run import trouble
+from worker.foreground.output_folder import OutputFolder, require_artifact
+from worker.process.attended_child import Last, Sink
+from worker.process.crash import BROKEN_CHILD, failure_frame
 
 _RECORD = "piece.json"
 
-Attempt = Callable[[Assignment, Callable[[Frame], None]], Last | Divided]
-"""Runs one child by its assignment, and hands over its frames."""
+Attempt = Callable[[Assignment, Sink], Last | Divided]
+"""Runs one child by its assignment, and hands its frames over."""
 
 
 class PieceRuns:
     """The rounds of one job."""
 
-    def __init__(
-        self, folder: OutputFolder, assignment: Assignment, attempt: Attempt, echo: Callable[[Frame], None]
-    ) -> None:
+    def __init__(self, folder: OutputFolder, assignment: Assignment, attempt: Attempt) -> None:
         """Set up the rounds; nothing runs before ``run``."""
         self._folder = folder
         self._assignment = assignment
         self._attempt = attempt
-        self._echo = echo
 
     def run(self) -> Failed | Stopped | None:
         """Compute every piece that has not ended yet, in the order of rounds and pieces."""
@@ -84,18 +93,10 @@ class PieceRuns:
             plan=self._folder.plan,
         )
 
-        def take(frame: Frame) -> None:
-            if isinstance(frame, ArtifactWritten):
-                require_artifact(artifacts, frame)
-            elif isinstance(frame, LogLine):
-                self._echo(replace(frame, message=f"{piece.title}: {frame.message}"))
-            elif isinstance(frame, Progress):
-                self._echo(frame)
-
-        last = self._attempt(assignment, take)
+        last = self._attempt(assignment, partial(self._take, piece, artifacts))
         if isinstance(last, Divided):
             message = f"{piece.title} was divided itself, which no piece may be"
-            return Failed(category="fatal", code=BROKEN_CHILD, message=message, pointer=None, layer=None, detail=None)
+            return failure_frame("fatal", BROKEN_CHILD, message)
         if isinstance(last, Finished):
             try:
                 self._write(piece, last)
@@ -103,6 +104,16 @@ class PieceRuns:
                 return trouble(error)
             return None
         return last
+
+    def _take(self, piece: Piece, artifacts: Path, frame: Frame, answer: Callable[[CacheAnswer], None]) -> None:
+        if isinstance(frame, ArtifactWritten):
+            require_artifact(artifacts, frame)
+        elif isinstance(frame, LogLine):
+            self._folder.echo(replace(frame, message=f"{piece.title}: {frame.message}"))
+        elif isinstance(frame, Progress):
+            self._folder.echo(frame)
+        elif isinstance(frame, CacheAsked):
+            answer(CacheAnswer(job=None))  # no piece is cached
 
     def _place(self, piece: Piece) -> Path:
         return self._folder.piece_folders / f"{piece.round}-{piece.index}"

@@ -6,9 +6,9 @@ same signature twice in a row means that a third try would end the same way.
 
 import signal
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
-from catalog.frames import Failed, Frame, LayerDone, Progress
+from catalog.frames import Failed
 from worker.process.guardian import NOT_STARTED
 
 DEVICE_LOST = "device_lost"
@@ -47,40 +47,15 @@ class Signature:
         return asdict(self)
 
 
-class LastPosition:
-    """The last position of a child, by its frames: whether it began, its stage, its last row."""
-
-    def __init__(self, last_row: str | None = None) -> None:
-        self.begun = False
-        """Whether it came to the job at all: before its first word of that nothing was the job's doing."""
-        self.stage: str | None = None
-        self.layer = last_row
-
-    def follow(self, frame: Frame) -> None:
-        """Note the stage and the row that a frame reports.
-
-        Args:
-            frame: The child's frame.
-        """
-        self.begun = self.begun or not isinstance(frame, Failed)
-        if isinstance(frame, Progress):
-            self.stage = frame.stage
-        elif isinstance(frame, LayerDone):
-            self.stage = frame.kind
-            self.layer = row_name(frame.kind, frame.ordinal)
-
-
-def row_name(kind: str, ordinal: int) -> str:
-    """Return the name of one row of the results.
-
-    Args:
-        kind: The analysis.
-        ordinal: The layer's number in it.
-
-    Returns:
-        Such as `capacity/3`.
-    """
-    return f"{kind}/{ordinal}"
+def failure_frame(
+    category: Literal["usage", "transient", "fatal"],
+    code: str,
+    message: str,
+    pointer: str | None = None,
+    detail: str | None = None,
+) -> Failed:
+    """Return a failure that concerns the whole attempt, so without a layer."""
+    return Failed(category=category, code=code, message=message, pointer=pointer, layer=None, detail=detail)
 
 
 def ending(code: int) -> str:
@@ -125,28 +100,16 @@ def crash_failure(signature: Signature, detail: str | None, *, exhausted: bool =
     """
     place = _place(signature)
     if exhausted and signature.signal == "SIGKILL":
-        return Failed(
-            category="transient",
-            code=OOM,
-            message=f"the kernel killed the computing process for want of memory{place}; {MEMORY_REMEDY}",
-            pointer="/memory/host",
-            layer=None,
-            detail=detail,
-        )
+        message = f"the kernel killed the computing process for want of memory{place}; {MEMORY_REMEDY}"
+        return failure_frame("transient", OOM, message, "/memory/host", detail)
     remedy = (
         "SIGKILL is most often the machine running out of memory: lower `memory.host`, or `collection.batch_size` "
         "where factors are collected"
         if signature.signal == "SIGKILL"
         else "if it happens again, the operator's log of this job has the process's last lines"
     )
-    return Failed(
-        category="transient",
-        code="crashed",
-        message=f"the computing process ended without a word ({signature.signal}){place}; {remedy}",
-        pointer=None,
-        layer=None,
-        detail=detail,
-    )
+    message = f"the computing process ended without a word ({signature.signal}){place}; {remedy}"
+    return failure_frame("transient", "crashed", message, detail=detail)
 
 
 def silence_failure(signature: Signature, seconds: float, detail: str | None) -> Failed:
@@ -160,16 +123,12 @@ def silence_failure(signature: Signature, seconds: float, detail: str | None) ->
     Returns:
         A transient failure, `no_progress`.
     """
-    return Failed(
-        category="transient",
-        code="no_progress",
-        message=f"nothing came from the computing process for {seconds:g} s{_place(signature)}, so it was stopped; a "
+    message = (
+        f"nothing came from the computing process for {seconds:g} s{_place(signature)}, so it was stopped; a "
         "second time at the same place ends the job. Where one step takes that long, the operator allows more "
-        "(KRONOSCOPE_NO_PROGRESS)",
-        pointer=None,
-        layer=None,
-        detail=detail,
+        "(KRONOSCOPE_NO_PROGRESS)"
     )
+    return failure_frame("transient", "no_progress", message, detail=detail)
 
 
 def _place(signature: Signature) -> str:

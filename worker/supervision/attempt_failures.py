@@ -2,14 +2,13 @@
 
 import re
 from dataclasses import replace
-from typing import Literal
 
 from catalog.frame_bounds import FrameBeyond
 from catalog.frames import Divided, Failed, Finished, Frame
 from jobs.errors import ArtifactDamaged, DiskTooSmall, QuotaExceeded
 from worker.disk.free_space import DISK_FULL, describe_full_disk
 from worker.process.child_process import Child
-from worker.process.crash import BROKEN_CHILD, OOM, RANK_LOST
+from worker.process.crash import BROKEN_CHILD, OOM, RANK_LOST, failure_frame
 
 _SAID_BY_FACTORIES = frozenset({"factory_failed", "model_refused"})
 _MOST_SAID = 2_045
@@ -121,11 +120,6 @@ def stop_failure(reason: str | None, attempt_seconds: float, tail: str | None) -
     if reason == "timeout":
         return failure_frame("usage", "timeout", _ATTEMPT_TOO_LONG.format(attempt_seconds)), None
     return failure_frame("transient", "stopped_from_outside", _STOPPED_FROM_OUTSIDE), tail
-
-
-def failure_frame(category: Literal["usage", "transient", "fatal"], code: str, message: str) -> Failed:
-    """Return a failure that concerns the whole attempt, so without pointer, layer and detail."""
-    return Failed(category=category, code=code, message=message, pointer=None, layer=None, detail=None)
 
 
 def how_it_broke(failure: Failed) -> str:

@@ -18,7 +18,6 @@ from typing import Any
 
 from sqlalchemy import Engine
 
-from catalog.frames import Failed
 from catalog.record import plain
 from catalog.requests.assignment import ExtendedJob, FinishedPiece
 from catalog.requests.pieces import ROUNDS, read_piece
@@ -29,6 +28,7 @@ from jobs.repository.pieces import PieceJob, read_pieces
 from jobs.repository.results import list_artifacts
 from jobs.repository.store import read_job
 from jobs.scheduling.parallel_places import count_places
+from worker.process.crash import failure_frame
 
 _FACTORS = "factors/"
 _INDEX = "factors/factors.index.json"
@@ -39,14 +39,7 @@ class FactorsUnavailable(Exception):
 
     def __init__(self, message: str, pointer: str, field: str = "job", code: str = "factors_unavailable") -> None:
         super().__init__(message)
-        self.failure = Failed(
-            category="usage",
-            code=code,
-            message=message,
-            pointer=f"{pointer}/{field}",
-            layer=None,
-            detail=None,
-        )
+        self.failure = failure_frame("usage", code, message, f"{pointer}/{field}")
 
 
 def lay_out(engine: Engine, folder: ArtifactFolder, claim: Claim) -> dict[str, Any]:

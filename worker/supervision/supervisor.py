@@ -24,9 +24,8 @@ from dataclasses import replace
 
 from sqlalchemy import Engine
 
-from catalog.cgroups import oom_kills
 from catalog.frame_bounds import FrameBeyond
-from catalog.frames import Divided, Failed, Finished, Frame, Stopped
+from catalog.frames import Divided, Failed, Finished, Frame
 from catalog.requests.assignment import Assignment
 from jobs.devices.leases import note_guardian, release
 from jobs.devices.registry import count_slots
@@ -40,16 +39,15 @@ from jobs.queue.crash_signatures import record_crash
 from jobs.queue.division import divide
 from jobs.records import Claim
 from worker.devices.device_health import DeviceHealth
+from worker.process.attended_child import AttendedChild, row_name
 from worker.process.child_process import EXECUTION, Child, MalformedFrame
 from worker.process.crash import (
     DEVICE_LOST,
     LOST_PARTS,
-    LastPosition,
     Signature,
-    crash_failure,
     ending,
+    failure_frame,
     never_ran,
-    row_name,
     silence_failure,
 )
 from worker.process.spare_child import SpareChild
@@ -57,7 +55,6 @@ from worker.settings import WorkerSettings
 from worker.supervision import child_launch
 from worker.supervision.attempt_failures import (
     LEASE_TOO_SMALL,
-    failure_frame,
     for_callers,
     full_disk_failure,
     how_it_broke,
@@ -104,9 +101,9 @@ class Supervisor:
         self._folder = open_artifacts(settings.ledger, self._retrying)
         self._scratch = open_scratch(settings.ledger, self._retrying)
         self._copies = open_scratch(settings.ledger).copies
-        self._last_position = LastPosition(row_name(*claim.completed[-1]) if claim.completed else None)
         self._child: Child | None = None
         self._sink = LedgerSink(engine, claim, settings, self._folder, self._watch, self._log)
+        self._attended = AttendedChild(self._sink.take, row_name(*claim.completed[-1]) if claim.completed else None)
 
     def _retrying(self, store: ObjectStore) -> RetryingObjectStore:
         return RetryingObjectStore(store, self._claim, self._watch)
@@ -170,11 +167,10 @@ class Supervisor:
     def _attempt(self) -> None:
         if self._claim.cancel_requested_at is not None:
             self._watch.stop("cancel")
-        kills = oom_kills()
         told = self._lay_out()
         started = self._launch(told) if isinstance(told, Assignment) else told
         if isinstance(started, tuple):
-            self._attend(*started, kills)
+            self._attend(*started)
             return
         self._watch.settle()
         if started is None:
@@ -184,7 +180,7 @@ class Supervisor:
         else:
             self._fail(started, None, retry_later=True)
 
-    def _attend(self, child: Child, output: ChildOutput, kills: int) -> None:
+    def _attend(self, child: Child, output: ChildOutput) -> None:
         """Write what it sends, and end the attempt as it ended."""
         with contextlib.closing(child), self._mirroring():
             self._watch.guard(child)
@@ -196,18 +192,19 @@ class Supervisor:
             raise LeaseLost(self._claim.job_id, self._claim.fence)
         self._watch.settle()
         died = None if last is not None else fault or (ending(code) if self._watch.reason is None else None)
-        if died is not None and fault is None and not self._last_position.begun and never_ran(code):
+        if died is not None and fault is None and not self._attended.begun and never_ran(code):
             self._not_started(tail or died)
         elif died is not None:
-            signature = self._signature(died)
-            self._crash(signature, crash_failure(signature, tail, exhausted=oom_kills() > kills))
+            self._crash(self._attended.signature(died), self._attended.crash(died, tail))
         else:
             self._end(last, tail)
 
     def _hear(self, child: Child, output: ChildOutput) -> tuple[Frame | None, str | None]:
         """Its last frame, or what is to stand in its place; else what was wrong with what it sent."""
         try:
-            return within_disk(child, self._follow(child), self._sink.planned_disk_bytes), None
+            self._note(child)
+            last = self._attended.follow(child, self._heard)
+            return within_disk(child, last, self._sink.planned_disk_bytes), None
         except (LeaseLost, LedgerUnavailable):
             child.kill()
             output.tail()  # its thread reads from descriptors that are about to be others'
@@ -215,6 +212,10 @@ class Supervisor:
         except (ArtifactDamaged, DiskTooSmall, FrameBeyond, QuotaExceeded) as error:
             child.kill()
             return unkept_failure(error), None
+        except Misplaced:
+            self._watch.stop("misplaced")
+            child.kill()  # nothing was computed yet, and what it would say next is of no interest
+            return None, None
         except Interrupted:
             child.kill()
             return None, None
@@ -284,26 +285,9 @@ class Supervisor:
         with ScratchMirror(self._copies, self._claim, self._scratch.attempt_folder(*self.held), self._watch, self._log):
             yield
 
-    def _follow(self, child: Child) -> Frame | None:
-        """Write every frame; return the last one, if the child came to say it."""
-        last: Frame | None = None
-        self._note(child)
-        for frame in child.frames():
-            if self._watch.lost.is_set():
-                raise LeaseLost(self._claim.job_id, self._claim.fence)
-            self._device_health.started()
-            self._last_position.follow(frame)
-            if isinstance(frame, (Finished, Failed, Stopped, Divided)):
-                last = frame
-            else:
-                try:
-                    self._sink.take(frame, child.answer)
-                except Misplaced:
-                    self._watch.stop("misplaced")
-                    child.kill()  # nothing was computed yet, and what it would say next is of no interest
-                    return None
-            self._watch.progressed()
-        return last
+    def _heard(self) -> None:
+        self._device_health.started()
+        self._watch.progressed()
 
     def _end(self, last: Frame | None, tail: str | None) -> None:
         reason = self._watch.reason
@@ -317,7 +301,7 @@ class Supervisor:
         elif isinstance(last, Failed):
             state = self._fail(last, tail)
         elif reason == "no_progress":
-            signature = self._signature("no progress")
+            signature = self._attended.signature("no progress")
             state = self._crash(signature, silence_failure(signature, self._settings.no_progress_seconds, tail))
         elif reason == "cancel":
             state = self._sink.write(lambda: attempt_endings.end_cancelled(self._engine, self._claim))
@@ -350,8 +334,8 @@ class Supervisor:
 
     def _lose_part(self, failure: Failed) -> State:
         """End the attempt as a crash; one whose device did not even come up for it is left to others, uncounted."""
-        if self._last_position.begun or failure.code != DEVICE_LOST:
-            return self._crash(self._signature(how_it_broke(failure)), failure)
+        if self._attended.begun or failure.code != DEVICE_LOST:
+            return self._crash(self._attended.signature(how_it_broke(failure)), failure)
         leased = self._claim.lease
         self._log.warning(
             "the device did not come up; the job is handed back, and the device not offered for some minutes: mend it, "
@@ -371,9 +355,6 @@ class Supervisor:
             self._watch.wind_up()
             with contextlib.suppress(Interrupted, LeaseLost):  # the clean-up removes it later
                 self._scratch.clear(self._claim.job_id)
-
-    def _signature(self, how: str) -> Signature:
-        return Signature(signal=how, stage=self._last_position.stage, layer=self._last_position.layer)
 
     def _crash(self, signature: Signature, failure: Failed) -> State:
         """End the attempt with ``failure``; what ended the attempt before in the same way and place is poison."""

@@ -28,7 +28,7 @@ from worker.execution.frame_pipe import FramePipe
 from worker.execution.job_inputs import DATA_SOURCES, MODEL_SOURCES
 from worker.execution.refusal import Refusal, Unavailable
 from worker.execution.resolve import resolve
-from worker.process.artifact_check import require_artifact
+from worker.foreground.output_folder import require_artifact
 from worker.process.child_process import Child
 
 DOCUMENT = {

@@ -31,8 +31,8 @@ from jobs.schema.identifiers import new_id
 from jobs.schema.tables import jobs, outbox
 from jobs.tenancy.quotas import set_quota
 from worker.devices.discover import host
+from worker.process import attended_child
 from worker.supervision import lease_monitor
-from worker.supervision import supervisor as supervisor_module
 from worker.supervision.supervisor import Supervisor
 
 pytestmark = pytest.mark.real_programs
@@ -241,7 +241,7 @@ def test_a_kill_for_want_of_memory_is_called_that(
     job_id = submitted()
     for state in ("queued", "failed"):
         # what the kernel counts before the child is started, and after it died
-        monkeypatch.setattr(supervisor_module, "oom_kills", iter([3, 4]).__next__)
+        monkeypatch.setattr(attended_child, "oom_kills", iter([3, 4]).__next__)
         supervise(job_id, ["kill_self"])
         assert job(job_id).state == state
     failure = job(job_id).failure

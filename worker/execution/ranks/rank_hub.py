@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from catalog.frames import Failed, Finished, Frame, Stopped, decode
-from worker.process.crash import MEMORY_REMEDY, OOM, RANK_LOST, ending
+from worker.process.crash import MEMORY_REMEDY, OOM, RANK_LOST, ending, failure_frame
 from worker.process.process_group import began
 
 _REMEDY = "; SIGKILL is most often the machine running out of memory: lower `collection.batch_size` or `memory.host`"
@@ -99,14 +99,8 @@ def _named(end: RankEnd, ends: Sequence[RankEnd], exhausted: bool) -> Failed:
         if killed and exhausted:
             place = f"rank {end.rank} of {ranks} for want of memory, and the attempt ended with it"
             message = f"the kernel killed {place}; {MEMORY_REMEDY}"
-        return Failed(
-            category="transient",
-            code=OOM if killed and exhausted else RANK_LOST,
-            message=message,
-            pointer="/memory/host" if killed and exhausted else None,
-            layer=None,
-            detail=f"rank {end.rank} of {ranks}{how}",
-        )
+        code, pointer = (OOM, "/memory/host") if killed and exhausted else (RANK_LOST, None)
+        return failure_frame("transient", code, message, pointer, f"rank {end.rank} of {ranks}{how}")
     same = [each for each in ends if isinstance(each.last, Failed) and each.last.message == end.last.message]
     if len(same) == ranks or end.last.code in _OF_ANOTHER:
         return end.last  # whatever is wrong is wrong on every rank, or it names the rank itself
