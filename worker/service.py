@@ -37,7 +37,7 @@ from worker.lifetime import end_by_itself
 from worker.process.child_process import Child, child_environment
 from worker.process.confinement import Confinement
 from worker.settings import WorkerSettings
-from worker.supervision.job_namespaces import job_namespaces
+from worker.supervision.child_launch import job_namespaces
 
 _UMASK = 0o022
 _MADE_BY_JOBS = ("builtin", "pace")

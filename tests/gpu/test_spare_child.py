@@ -12,7 +12,7 @@ from catalog.frames import Finished, LayerDone, Started
 from tests.machine.stopwatch import until
 from worker.process.child_process import EXECUTION, Child, Hold, child_environment
 from worker.process.confinement import Confinement
-from worker.process.node_clock import node_seconds
+from worker.process.guardian import node_seconds
 from worker.process.process_group import descendants
 from worker.process.spare_child import SpareChild
 

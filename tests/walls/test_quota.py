@@ -18,8 +18,7 @@ from jobs.objects import job_folders
 from jobs.queue.claims import claim
 from jobs.records import Job
 from worker.process.child_process import Child
-from worker.process.confinement import Confinement
-from worker.process.disk_limit import DiskLimit, Excess
+from worker.process.confinement import Confinement, DiskLimit, Excess
 from worker.process.disk_monitor import DiskMonitor
 from worker.supervision.attempt_failures import within_disk
 from worker.supervision.supervisor import Supervisor

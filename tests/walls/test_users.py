@@ -20,7 +20,7 @@ from tests.walls.interpreter import PACKAGES, ROOT, environment, is_open
 from worker.agent.isolation import measure_isolation
 from worker.process.child_process import Child
 from worker.process.confinement import Confinement
-from worker.supervision import builtin_training
+from worker.supervision import child_launch
 from worker.supervision.supervisor import Supervisor
 
 FIRST = 20_000
@@ -152,7 +152,7 @@ def test_attempts_in_two_slots_are_two_users_and_a_later_attempt_is_the_same(
 def test_the_worker_trains_a_model_that_the_package_lacks_once_for_all_jobs(
     ledger: Engine, settings: Any, submitted: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builtin_training, "_TRAINING_SECONDS", 600.0)  # other tests take their part of the processor
+    monkeypatch.setattr(child_launch, "_TRAINING_SECONDS", 600.0)  # other tests take their part of the processor
     chosen = settings(child_user=FIRST)
     chosen.ledger.artifact_root.mkdir(parents=True, exist_ok=True)
     english = {"data": {"source": "builtin", "name": "english"}, "task": {"type": "causal_lm"}}

@@ -29,7 +29,7 @@ from worker.devices.device_health import DeviceHealth
 from worker.disk.free_space import free_bytes
 from worker.lifetime import DRAIN_SECONDS
 from worker.process.child_process import EXECUTION
-from worker.process.node_clock import node_seconds
+from worker.process.guardian import node_seconds
 from worker.process.process_group import group_lives
 from worker.settings import WorkerSettings
 from worker.supervision.child_launch import spare_child

@@ -29,7 +29,7 @@ from worker.disk.cache_folder import cache_of_tenant
 from worker.process.child_process import Child, child_environment
 from worker.process.confinement import Confinement
 from worker.process.process_group import descendants
-from worker.supervision.job_namespaces import secret_files
+from worker.supervision.child_launch import secret_files
 
 _LINE_BYTES = 10_000
 _PROBE_SECONDS = 60.0

@@ -5,7 +5,8 @@ before a tensor is read; names, shapes and values are held against the model's p
 engine, which knows them.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from catalog import ANALYSES
 from catalog.requests.assignment import Assignment
 from catalog.requests.inputs import BuiltinModel
 from catalog.requests.job import JobDocument
+from engine.analyses.fewshot.fewshot_model import weights_digest
 from engine.artifacts import Artifacts
+from engine.image_data import ImageData
 from engine.memory.plan import readable_bytes
 from engine.workspace import ModelInputs
 from worker.execution.data.stream import DataRequest, DataStream
@@ -33,6 +36,26 @@ from worker.execution.resolve import resolve
 POINTER = "/natural_gradient/gradient/path"
 WEIGHTS = "/fewshot_training/weights"
 _TYPES = ("F64", "F32", "F16", "BF16")
+AGAINST = "/compare_curvature/against"
+MODEL_SOURCES = {
+    "builtin": "worker.execution.models.builtin:load",
+    "directory": "worker.execution.models.checkpoint:load",
+    "factory": "worker.execution.models.factory:load",
+    "huggingface": "worker.execution.models.huggingface:load",
+    "upload": "worker.execution.models.checkpoint:load_uploaded",
+}
+DATA_SOURCES = {
+    "builtin": "worker.execution.data.builtin:load",
+    "factory": "worker.execution.data.factory:load",
+    "file": "worker.execution.data.file:load",
+    "huggingface": "worker.execution.data.huggingface:load",
+    "synthetic": "worker.execution.data.synthetic:load",
+    "upload": "worker.execution.data.file:load_uploaded",
+}
+IMAGE_SOURCES = {
+    "image_splits": "worker.execution.data.images.image_splits:load",
+    "strokes": "worker.execution.data.images.strokes:load",
+}
 
 
 def load_gradient(path: str, context: LoaderContext) -> dict[str, Tensor]:
@@ -103,24 +126,6 @@ def _read_tensors(
         )
     with safe_open(found, framework="pt") as file:
         return {name: file.get_tensor(name) for name in header}
-
-
-AGAINST = "/compare_curvature/against"
-MODEL_SOURCES = {
-    "builtin": "worker.execution.models.builtin:load",
-    "directory": "worker.execution.models.checkpoint:load",
-    "factory": "worker.execution.models.factory:load",
-    "huggingface": "worker.execution.models.huggingface:load",
-    "upload": "worker.execution.models.checkpoint:load_uploaded",
-}
-DATA_SOURCES = {
-    "builtin": "worker.execution.data.builtin:load",
-    "factory": "worker.execution.data.factory:load",
-    "file": "worker.execution.data.file:load",
-    "huggingface": "worker.execution.data.huggingface:load",
-    "synthetic": "worker.execution.data.synthetic:load",
-    "upload": "worker.execution.data.file:load_uploaded",
-}
 
 
 def load_model(document: JobDocument, context: LoaderContext) -> LoadedModel:
@@ -313,3 +318,55 @@ def _open_stored(
         )
     found = context.open_path(path, f"{pointer}/path")
     return find_factors(found, f"{pointer}/path", context.most_bytes) if isinstance(found, OpenFolder) else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedImages:
+    """Images of a job, read by class and index."""
+
+    data: ImageData
+
+    @property
+    def examples(self) -> int:
+        """Images in all splits."""
+        return sum(sum(split.sizes) for split in self.data.splits.values())
+
+    @property
+    def model_sha256(self) -> str | None:
+        """Digest of the weights that the training begins with; None where it draws its own."""
+        return None if self.data.weights is None else weights_digest(self.data.weights)
+
+    def data_sha256(self, checkpoint: Callable[[], None]) -> str:
+        """Return the digest of the images."""
+        del checkpoint
+        return self.data.sha256
+
+
+def load_images(document: JobDocument, context: LoaderContext) -> OpenedImages:
+    """Open the images that a document names.
+
+    Args:
+        document: One of an analysis that draws episodes.
+        context: The loaders' rules for paths, and what may be held.
+
+    Returns:
+        Three splits of one image shape.
+
+    Raises:
+        Refusal: If they cannot be read, or share a class or an image.
+    """
+    source: Any = document.data
+    loader = IMAGE_SOURCES.get(source.source)
+    if loader is None:
+        raise Refusal(
+            f"`source: {source.source}` is not served here; take one of {', '.join(IMAGE_SOURCES)}",
+            pointer="/data/source",
+            code="unsupported_source",
+        )
+    context.report("data", 0, None, "sources")
+    data: ImageData = resolve(loader)(source, context)
+    context.checkpoint()
+    given = document.given("weights")
+    if given is None or context.shapes_only:
+        return OpenedImages(data=data)
+    return OpenedImages(data=replace(data, weights=load_weights(given[1], context)))

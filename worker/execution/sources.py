@@ -21,12 +21,13 @@ from engine.model.state.usable_model import require_usable
 from engine.operators.loss_gradient import require_fit
 from engine.workspace import DataPart, ModelInputs
 from worker.execution.attempt import Attempt
-from worker.execution.data.images.opened_images import OpenedImages, load_images
 from worker.execution.data.stream import DataStream
 from worker.execution.factor_cache import CacheUse, FactorCache, ask_parent, factor_key, reason_uncacheable
 from worker.execution.input_digests import InputDigests
 from worker.execution.job_inputs import (
+    OpenedImages,
     enter_data,
+    load_images,
     load_model,
     open_against,
     open_factors,

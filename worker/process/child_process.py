@@ -20,8 +20,7 @@ from typing import IO, Any, Self
 from catalog.frame_bounds import FrameBeyond
 from catalog.frames import MAX_FRAME_BYTES, CacheAnswer, Frame, decode, encode_answer
 from catalog.record import record
-from worker.process.confinement import Confinement
-from worker.process.disk_limit import Excess
+from worker.process.confinement import Confinement, Excess
 from worker.process.guardian import MOMENT
 from worker.process.leftovers import clear_leftovers
 from worker.process.process_group import began, group_lives, kill_descendants, lines, wait_until_gone

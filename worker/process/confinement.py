@@ -11,6 +11,17 @@
 There is no limit on the address space: CUDA reserves far more of it than it uses. The number of processes is counted
 by the kernel for each user, not for each child, so it is bounded only where the child has a user of its own.
 
+An attempt is beyond its limit of the disk for one of four reasons::
+
+    bytes   more than the operator allows an attempt                               (`DiskLimit.total_bytes`)
+    room    a volume has less than a tenth left of what was free at the start, and
+            the attempt has more of it than its part of the other nine tenths      (`DiskLimit.parts`)
+    files   more files and folders than an attempt may have, or too many to count  (`DiskLimit.total_files`)
+    hidden  a folder or process of it that cannot be looked into
+
+Without a figure of the operator's an attempt is held to its part only when room is short: as long as all keep to their
+parts it never is, and a job that needs more while no other misses it is left alone.
+
 Standard library only: the guardian imports it.
 """
 
@@ -24,12 +35,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from worker.process.disk_limit import DiskLimit
 from worker.process.namespaces import Namespaces
 from worker.process.system_calls import filter_program
 
+ExcessKind = Literal["bytes", "room", "files", "hidden"]
 _DEVICE_FILES = ("nvidia*", "nvidia-caps/*", "dri/*", "kfd")
 _PR_SET_DUMPABLE = 4  # linux/prctl.h
 _PR_CAP_AMBIENT = 47
@@ -38,6 +49,42 @@ _PR_SET_NO_NEW_PRIVS = 38
 _PR_SET_SECCOMP = 22
 _SECCOMP_MODE_FILTER = 2
 _CAPABILITY_VERSION_3 = 0x20080522
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskLimit:
+    """The disk limit of one attempt."""
+
+    folder: str
+    """The job's folder: whatever its attempts write is below it."""
+    total_bytes: int | None = None
+    """The most bytes, in all places together; None: its part of what is free."""
+    total_files: int = 2**17
+    """The most files and folders."""
+    parts: int = 1
+    """Attempts that may write to the volume at a time."""
+    floor_bytes: int = 0
+    """Bytes of the folder's volume that belong to no attempt's part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Excess:
+    """The use of an attempt when it was found beyond its limit."""
+
+    kind: ExcessKind
+    found: int
+    limit: int
+    place: str
+    """The folder of the volume, or what could not be looked into."""
+
+    def as_bytes(self) -> bytes:
+        """Return it for a pipe."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, text: bytes) -> "Excess":
+        """Read what `as_bytes` returned."""
+        return cls(**json.loads(text))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from worker.process.disk_limit import DiskLimit, Excess
+from worker.process.confinement import DiskLimit, Excess
 from worker.process.process_group import descendants
 
 _TICK_SECONDS = 0.5

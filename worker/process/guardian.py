@@ -37,25 +37,29 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from worker.process.confinement import Confinement
 from worker.process.disk_monitor import DiskMonitor
-from worker.process.node_clock import node_seconds
 from worker.process.process_group import kill_descendants
 
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # counts suspension, and is the same in every process
 NOT_STARTED = 71
 """The exit code where the command could not be started: sysexits.h's for what the system refused."""
-
 MOMENT = struct.Struct("=d")
 """One message on the lifeline: a moment of the machine's clock (`node_seconds`)."""
-
 _PR_SET_DUMPABLE = 4  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 _MESSAGES_BYTES = 512 * MOMENT.size
 _LONGEST_WAIT_SECONDS = 3600.0
+
+
+def node_seconds() -> float:
+    """Return the seconds since this machine started; only differences of two of its own readings mean anything."""
+    return time.clock_gettime(_CLOCK)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,16 +1,21 @@
 """The launch of a child: its environment, the assignment that it reads, its start, and what it says beside frames."""
 
+import contextlib
 import os
 import subprocess
+import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import structlog
+from sqlalchemy import Engine
 from structlog.typing import FilteringBoundLogger
 
+from catalog.frames import LogLine
 from catalog.record import plain
 from catalog.requests.assignment import Allowed, Assignment
 from catalog.requests.cached_factors import reason_uncached
@@ -18,14 +23,15 @@ from catalog.requests.estimate import ESTIMATE
 from jobs.objects import job_folders
 from jobs.objects.artifacts import view_of
 from jobs.objects.scratch import Scratch
+from jobs.queue.attempt_writes import write_log_line
 from jobs.records import Claim
 from worker.devices.discover import devices_of, gpus_given, host
 from worker.process.child_process import EXECUTION, RANKS, Child, Hold, child_environment
-from worker.process.confinement import Confinement
-from worker.process.disk_limit import DiskLimit
+from worker.process.confinement import Confinement, DiskLimit
+from worker.process.namespaces import Namespaces
 from worker.process.spare_child import SpareChild
 from worker.settings import WorkerSettings
-from worker.supervision.job_namespaces import job_namespaces
+from worker.supervision.lease_monitor import LeaseWatch
 
 _SPARE_FREE_BYTES = 4 * 2**30
 """Host memory that must be free for a child to be prepared."""
@@ -34,6 +40,13 @@ _SPARE_BYTES = 2**29
 _KEPT_LINES = 40
 _HOME = ".home"
 """Folder in an attempt's folder for whatever a job's libraries write; no artifact has such a name."""
+_SECRETS = ("KRONOSCOPE_", "DATABASE_", "REDIS_", "AWS_")
+_KEPT_BY_USERS = (".aws", ".docker", ".gnupg", ".kube", ".netrc", ".pgpass", ".ssh")
+"""Folders and files of a home in which programs keep keys and passwords."""
+_FOLDERS_OF_LIBRARIES = ("HF_DATASETS_CACHE", "HF_HUB_CACHE", "LD_LIBRARY_PATH", "PYTHONPATH", "SCIKIT_LEARN_DATA")
+_PACKAGED = Path(__file__).parents[1] / "execution" / "models" / "trained"
+_TRAINING_SECONDS = 120.0
+_POLL_SECONDS = 0.05
 
 
 def keeps_spare_child(settings: WorkerSettings) -> bool:
@@ -241,3 +254,80 @@ def job_logger(**bound: object) -> FilteringBoundLogger:
     """Return a logger whose lines carry the job's facts."""
     logger: FilteringBoundLogger = structlog.get_logger("kronoscope.worker").bind(**bound)
     return logger
+
+
+def job_namespaces(
+    settings: WorkerSettings, home: Path, written: Sequence[Path], read: Sequence[str] = ()
+) -> Namespaces | None:
+    """Return what the processes of a job see.
+
+    Args:
+        settings: The worker's settings.
+        home: The job's folder for whatever its libraries write.
+        written: The folders that it writes to.
+        read: The folders that it reads; `*` stands for all.
+
+    Returns:
+        The namespaces; None where jobs are started without any.
+    """
+    if not settings.child_namespaces:
+        return None
+    libraries = [each for name in _FOLDERS_OF_LIBRARIES for each in os.environ.get(name, "").split(os.pathsep)]
+    installed = (*sys.path, sys.prefix, sys.base_prefix, *libraries)
+    return Namespaces(
+        temporary=os.path.realpath(home),
+        closed=_paths((settings.ledger.artifact_root, *secret_files(os.environ), *_of_user())),
+        written=_paths(written),
+        read=_paths(
+            (settings.model_store, *settings.paths, *installed, *("/" if each == "*" else each for each in read))
+        ),
+    )
+
+
+def secret_files(environ: Mapping[str, str]) -> list[str]:
+    """Return the files that hold a service's secrets."""
+    return [
+        path for name, path in sorted(environ.items()) if name.endswith("_FILE") and name.startswith(_SECRETS) and path
+    ]
+
+
+def _of_user() -> list[Path]:
+    """Return the folders of keys and sockets of the worker's user."""
+    places = [Path("/run/user", str(os.getuid()))]
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        places += [Path.home() / name for name in _KEPT_BY_USERS]
+    return places
+
+
+def _paths(paths: Iterable[str | Path]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(os.path.realpath(each) for each in paths if str(each)))
+
+
+def train_builtin(engine: Engine, claim: Claim, settings: WorkerSettings, watch: LeaseWatch) -> None:
+    """Train the builtin model of a job that cannot write to the store, by a process that runs our code alone.
+
+    Where that does not succeed, the job trains the model for itself.
+    """
+    model = claim.document.get("model") or {}
+    name, store = str(model.get("name")), settings.model_store
+    apart = settings.child_namespaces or settings.confinement(claim.user_number).apart
+    if not apart or claim.kinds == (ESTIMATE,) or model.get("source") != "builtin":
+        return
+    if any(any(folder.glob(f"{name}-*.json")) for folder in (_PACKAGED, store / "builtin")):
+        return
+    text = f"training the builtin model {name} for this service: once, for all jobs"
+    write_log_line(engine, claim, LogLine(level="info", message=text))
+    command = [sys.executable, "-P", "-m", "worker.execution.models.builtin", name, "--store", str(store)]
+    until = time.monotonic() + _TRAINING_SECONDS
+    with contextlib.suppress(OSError), _started(command) as process:
+        while process.poll() is None:
+            if watch.reason is not None or watch.lost.is_set() or time.monotonic() > until:
+                process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_POLL_SECONDS)
+
+
+def _started(command: list[str]) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(  # noqa: S603 - our own module, and a name that the document's schema lists
+        command, env=child_environment(os.environ), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )

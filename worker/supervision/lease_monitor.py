@@ -28,7 +28,7 @@ from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading
 from jobs.schema.query_limits import limit_queries
 from worker.process.child_process import STOP_GRACE_SECONDS, Child, Hold
-from worker.process.node_clock import node_seconds
+from worker.process.guardian import node_seconds
 from worker.settings import WorkerSettings
 
 StopReason = Literal["cancel", "misplaced", "deadline", "drain", "no_progress", "timeout"]

@@ -65,9 +65,8 @@ from worker.supervision.attempt_failures import (
     with_detail,
     within_disk,
 )
-from worker.supervision.builtin_training import train_builtin
 from worker.supervision.checkpoint_upload import ScratchMirror
-from worker.supervision.child_launch import ChildOutput, job_logger
+from worker.supervision.child_launch import ChildOutput, job_logger, train_builtin
 from worker.supervision.frame_writer import LedgerSink, Misplaced
 from worker.supervision.job_reproduction import with_original
 from worker.supervision.lease_monitor import LeaseWatch, StopReason

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from worker.process.guardian import MOMENT
-from worker.process.node_clock import node_seconds
+from worker.process.guardian import MOMENT, node_seconds
 
 pytestmark = pytest.mark.real_programs
 

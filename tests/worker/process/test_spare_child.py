@@ -23,9 +23,8 @@ from worker.execution.spare import imported_files, unfit
 from worker.process import spare_child
 from worker.process.child_process import EXECUTION, Child, Hold, child_environment
 from worker.process.confinement import Confinement
-from worker.process.guardian import NOT_STARTED
+from worker.process.guardian import NOT_STARTED, node_seconds
 from worker.process.namespaces import Namespaces
-from worker.process.node_clock import node_seconds
 from worker.process.process_group import descendants
 from worker.process.spare_child import SpareChild
 

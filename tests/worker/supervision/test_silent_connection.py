@@ -14,7 +14,7 @@ from jobs.schema.database import open_database, reading
 from jobs.schema.query_limits import limit_queries
 from tests.chaos.stack.proxy import LossyProxy
 from tests.machine.stopwatch import Stopwatch
-from worker.process.node_clock import node_seconds
+from worker.process.guardian import node_seconds
 from worker.supervision.supervisor import Supervisor
 
 LEASE_SECONDS = 2.0

@@ -15,18 +15,30 @@ all rounds ended    analyse the merged factors, as a job over stored factors doe
 Two pieces for each device let a fast one take more than a slow one, and halve what a killed worker loses. A piece loads
 the model, probes it and is merged, which takes seconds; below a minute of work that is no longer small beside it. One
 device gains nothing from pieces.
+
+The decompositions are divided as well where that saves more than it costs, by m devices that may take pieces, at most
+one for each layer; layers that share an A stay together::
+
+    saved = D · (1 − busiest)        cost = start + bytes / throughput
+
+D are the seconds of merge and decompositions by the plan, and `busiest` the part that the busiest of m pieces has
+when layers go to pieces by longest processing time first. A piece starts a process, merges its own layers, and its
+decompositions are brought to the job.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from catalog.frames import Divided, Finished
 from catalog.record import plain
 from catalog.requests.assignment import Assignment, FinishedPiece
-from catalog.requests.pieces import PIECES_PER_DEVICE, ROUNDS, Piece, auto_pieces
+from catalog.requests.pieces import PIECES_PER_DEVICE, ROUNDS, DecomposeRound, Piece, auto_pieces
 from engine.analyses.run_analyses import make_analysis
 from engine.collect import collect_or_read, plan_collection
+from engine.distributed.longest_first import divide_longest_first, longest_share
+from engine.factors.factor_set import LayerFacts
+from engine.measurement.divided_layers import layer_units
 from engine.measurement.piece_storage import store_bases, store_correction, store_layers, store_piece
 from engine.memory.plan import read_plan
 from engine.workspace import DataPart, JobOptions, ModelInputs
@@ -35,7 +47,6 @@ from worker.execution.data.stream import Chunk, DataStream
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.input_digests import composed_digest
 from worker.execution.pieces.data_extent import Extent, cut_pieces, measure_extent, read_share
-from worker.execution.pieces.decompose_round import Circumstances, divide_decompositions
 from worker.execution.pieces.extension import collecting
 from worker.execution.pieces.read_digests import (
     ReadDigests,
@@ -47,6 +58,11 @@ from worker.execution.refusal import Refusal
 
 LEAST_SECONDS = 60.0
 """Collection that makes a piece worth while."""
+START_SECONDS = 20.0
+"""Claim, process, imports and opening of the factors."""
+BYTES_PER_SECOND = 100e6
+"""Rate of a store of artifacts."""
+_BYTES_OF_A_VALUE = 4
 
 
 def most_pieces(devices: int, cuts: int) -> int:
@@ -282,3 +298,75 @@ def _require_one_job(pieces: tuple[FinishedPiece, ...], kind: str | None) -> Non
     require_same_pieces(collected, corrected)
     require_one_pass(scored, "query", f"/{kind}/query")
     require_same_pieces(collected[-1:] * len(scored), scored)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Circumstances:
+    """The circumstances that the choice depends on besides the layers."""
+
+    wanted: DecomposeRound
+    collected: int
+    """Pieces of the round `collect`."""
+    devices: int
+    """Devices that may take pieces."""
+    plan: Mapping[str, Any] | None
+    """The job's plan."""
+    vectors: bool
+    """Whether eigenvectors are asked for."""
+
+
+def divide_decompositions(layers: Sequence[LayerFacts], given: Circumstances) -> tuple[tuple[Piece, ...], str]:
+    """Divide layers into the pieces of a round."""
+    if given.collected < 2:
+        return (), "the job was collected in one piece"
+    if given.wanted == "never":
+        return (), "the operator has switched the round `decompose` off"
+    units = layer_units(layers)
+    costs = [cost for cost, _ in units]
+    wanted = given.devices if given.wanted == "auto" else max(given.devices, given.collected)
+    count = min(wanted, sum(cost > 0 for cost in costs))
+    if count < 2:
+        what = f"{given.devices} device{'s are' if given.devices != 1 else ' is'} at hand"
+        return (), f"{what}, and {len(units)} group{'s' if len(units) != 1 else ''} of layers can be decomposed apart"
+    busiest = longest_share(costs, count)
+    why = "the operator asks for it in any case"
+    if given.wanted == "auto":
+        pays, why = _weigh(layers, given, count, busiest)
+        if not pays:
+            return (), why
+    return _pieces(units, divide_longest_first(costs, count)), why
+
+
+def _weigh(layers: Sequence[LayerFacts], given: Circumstances, count: int, busiest: float) -> tuple[bool, str]:
+    seconds = ((given.plan or {}).get("stages") or {}).get("decomposition", {}).get("seconds")
+    if seconds is None:
+        return False, "nobody foresees how long decompositions take"
+    saved, cost = seconds * (1 - busiest), START_SECONDS + _moved_bytes(layers, given) / BYTES_PER_SECOND
+    why = (
+        f"decompositions take about {seconds:.0f} s, of which {count} pieces save {saved:.0f} s, and to start them and "
+        f"bring what they make takes {cost:.0f} s"
+    )
+    return saved > cost, why
+
+
+def _moved_bytes(layers: Sequence[LayerFacts], given: Circumstances) -> float:
+    """Triangles of every piece of `collect`, and the eigenvectors that come back."""
+    numbers = sum(facts.in_dim**2 + facts.out_dim**2 for facts in layers)
+    return _BYTES_OF_A_VALUE * numbers * (given.collected / 2 + (1 if given.vectors else 0))
+
+
+def _pieces(units: Sequence[tuple[float, tuple[LayerFacts, ...]]], division: Sequence[int]) -> tuple[Piece, ...]:
+    """One piece for each worker, its layers in the model's order; layers that cost nothing go with the others."""
+    named: dict[int, list[LayerFacts]] = {}
+    for (_, unit), worker in zip(units, division, strict=True):
+        named.setdefault(worker, []).extend(unit)
+    count = len(named)
+    return tuple(
+        Piece(
+            round="decompose",
+            index=index,
+            count=count,
+            layers=tuple(facts.name for facts in sorted(named[worker], key=lambda facts: facts.ordinal)),
+        )
+        for index, worker in enumerate(sorted(named))
+    )

@@ -14,7 +14,7 @@ from engine.measurement import decompose_layer
 from engine.measurement.divided_layers import layer_units
 from tests.worker.execution.pieces.conftest import Run, Runner
 from tests.worker.execution.pieces.test_division import DIGITS
-from worker.execution.pieces.decompose_round import START_SECONDS, Circumstances, divide_decompositions
+from worker.execution.pieces.division import START_SECONDS, Circumstances, divide_decompositions
 
 ANALYSED = {**DIGITS, "kind": ["factors", "capacity", "reconstruction"], "shards": 3}
 CORRECTED = {
