@@ -48,12 +48,7 @@ _OTHERS_READ = stat.S_IRUSR | stat.S_IXUSR
 
 
 def share_folders(artifacts: Path, models: Path) -> None:
-    """Give the folders of artifacts and of models the rights above; what an earlier version wrote gets them too.
-
-    Args:
-        artifacts: The root of the artifacts.
-        models: The model store.
-    """
+    """Give the folders of artifacts and of models the rights above; what an earlier version wrote gets them too."""
     os.umask(_UMASK)
     caches = tenants_caches(artifacts)
     if caches.exists() and caches.stat().st_uid != os.getuid():
@@ -102,15 +97,7 @@ _ROOT = "the worker is root, and so its jobs would be, whom no namespace holds; 
 
 @contextmanager
 def trial_job(settings: WorkerSettings, number: int = 0) -> Iterator[Confinement]:
-    """Make a folder as a job has it, for a child that is to be held to what a job is.
-
-    Args:
-        settings: The worker's settings.
-        number: Which of the users for jobs it has.
-
-    Yields:
-        The limits.
-    """
+    """Make a folder as a job has it, and yield the limits of a child that is held to what a job of this user is."""
     held_to = settings.confinement(number)
     folder, name = ArtifactFolder(settings.ledger.artifact_root), new_id()
     place = folder.attempt_dir(name, 1, held_to.user)
@@ -121,11 +108,7 @@ def trial_job(settings: WorkerSettings, number: int = 0) -> Iterator[Confinement
 
 
 def with_possible_namespaces(settings: WorkerSettings) -> WorkerSettings:
-    """Return the settings without `KRONOSCOPE_CHILD_NAMESPACES` where no child can be started like that.
-
-    Args:
-        settings: The operator's choice.
-    """
+    """Return the settings without `KRONOSCOPE_CHILD_NAMESPACES` where no child can be started like that."""
     why = _refused(settings) if settings.child_namespaces else ""
     if not why:
         return settings
@@ -152,11 +135,7 @@ _DEVICE_NODE = Path("/dev/nvidiactl")
 def describe_device(environ: Mapping[str, str] = os.environ) -> str:
     """Describe the device that this worker computes on, for its first log line.
 
-    Args:
-        environ: The environment's variables; `CUDA_VISIBLE_DEVICES` and `PATH` are read.
-
-    Returns:
-        ``cpu (…)`` with the reason, or ``cuda (…)`` with the names of the GPUs.
+    It is ``cpu (…)`` with the reason, or ``cuda (…)`` with the names of the GPUs, by `CUDA_VISIBLE_DEVICES` and `PATH`.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):

@@ -89,11 +89,7 @@ class Agent:
         self._wakeup.set()
 
     def take(self) -> bool:
-        """Claim the next job in fair-share order if a slot is free; return whether one was claimed.
-
-        Raises:
-            LedgerUnavailable: If the database does not answer; nothing is held then.
-        """
+        """Claim the next job in fair-share order if a slot is free; return whether. Nothing is held where it raises."""
         if self._draining or not self._may_take() or not self._slots.acquire(blocking=False):
             return False
         taken = False
@@ -152,14 +148,7 @@ class Agent:
             self._wakeup.set()
 
     def drain(self, seconds: float = DRAIN_SECONDS) -> bool:
-        """Hand every running job back, its attempt uncounted.
-
-        Args:
-            seconds: How long to wait for the attempts to end.
-
-        Returns:
-            Whether all of them ended within the time.
-        """
+        """Hand every running job back, its attempt uncounted; return whether all have ended within the seconds."""
         self.begin_drain()
         deadline = time.monotonic() + seconds
         self._stop_all()

@@ -28,14 +28,7 @@ class DeviceHealth:
         self._rested_at = clock()
 
     def withhold(self, uuid: str) -> float:
-        """Stop offering a device for a while.
-
-        Args:
-            uuid: The device's name in the ledger.
-
-        Returns:
-            Seconds until it is offered again.
-        """
+        """Stop offering a device for a while; return the seconds until it is offered again."""
         with self._lock:
             self._withheld[uuid] = self._clock() + WITHHELD_SECONDS
         return WITHHELD_SECONDS
@@ -48,14 +41,7 @@ class DeviceHealth:
             return set(self._withheld)
 
     def well(self, devices: Sequence[Device]) -> tuple[Device, ...]:
-        """Return the devices that may be offered.
-
-        Args:
-            devices: All devices of this worker.
-
-        Returns:
-            Those that are not withheld, in the same order.
-        """
+        """Return the devices that are not withheld, in the same order."""
         withheld = self.withheld()
         return tuple(each for each in devices if each.uuid not in withheld)
 

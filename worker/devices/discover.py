@@ -30,15 +30,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def devices_of(node: str, fake_gpus: tuple[int, ...], environ: Mapping[str, str] = os.environ) -> Provider:
-    """Return the provider of this machine's devices.
+    """Return the provider of this machine's devices: fake GPUs of these bytes, else NVIDIA's, else the host's memory.
 
-    Args:
-        node: The machine's name.
-        fake_gpus: Capacities in bytes of made-up GPUs; they take the place of all others.
-        environ: The environment's variables, of which CUDA_VISIBLE_DEVICES counts.
-
-    Returns:
-        A function that reads the devices anew: fake GPUs, else NVIDIA's GPUs, else the host's memory.
+    It reads them anew at each call; of the environment's variables CUDA_VISIBLE_DEVICES counts.
     """
     if fake_gpus:
         made_up = tuple(fake_gpu(node, index, size) for index, size in enumerate(fake_gpus))
@@ -49,15 +43,9 @@ def devices_of(node: str, fake_gpus: tuple[int, ...], environ: Mapping[str, str]
 
 
 def usual_slots(node: str, fake_gpus: tuple[int, ...], environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of jobs at a time where the operator names none: one for each GPU.
+    """Return the number of jobs at a time where the operator names none: one for each GPU, made-up ones too.
 
-    Args:
-        node: The machine's name.
-        fake_gpus: Capacities in bytes of made-up GPUs, each of which counts.
-        environ: The environment's variables, of which CUDA_VISIBLE_DEVICES counts.
-
-    Returns:
-        At least 1, and no more than the host's memory has 4 GiB for each; 1 without a GPU.
+    At least 1, and no more than the host's memory has 4 GiB for each; 1 without a GPU.
     """
     if fake_gpus:
         return len(fake_gpus)
@@ -73,13 +61,9 @@ def fake_gpu(node: str, index: int, capacity_bytes: int) -> Device:
 
 
 def host(node: str) -> Device:
-    """Return the machine's memory as a device.
+    """Return the machine's memory as a device; inside a control group its capacity is the group's limit.
 
-    Args:
-        node: The machine's name, used where the kernel has no name for its present run.
-
-    Returns:
-        The device, of kind `host`; inside a control group its capacity is the group's limit.
+    The node's name is used where the kernel has no name for its present run.
     """
     group = tightest_group()
     memory = psutil.virtual_memory()
@@ -102,14 +86,7 @@ def host(node: str) -> Device:
 
 
 def process_space(node: str) -> str:
-    """Return a name for the space in which process numbers mean the same processes.
-
-    Args:
-        node: The machine's name.
-
-    Returns:
-        Node, boot of the kernel and process namespace, in one string.
-    """
+    """Return node, boot of the kernel and process namespace: where they are the same, so are process numbers."""
     try:
         namespace = str(Path("/proc/self/ns/pid").stat().st_ino)
     except OSError:

@@ -79,27 +79,12 @@ class Filling:
 
 
 def cache_of_tenant(artifact_root: Path, tenant_id: str) -> Path:
-    """Return the folder of one tenant's entries.
-
-    Args:
-        artifact_root: The folder of the artifacts.
-        tenant_id: The tenant, of which only a digest is in the path.
-
-    Returns:
-        The folder, which need not exist.
-    """
+    """Return the folder of one tenant's entries, which need not exist; a digest of the tenant alone is in its path."""
     return tenants_caches(artifact_root) / hashlib.sha256(tenant_id.encode()).hexdigest()[:32]
 
 
 def tenants_caches(artifact_root: Path) -> Path:
-    """Return the folder that holds the caches of all tenants.
-
-    Args:
-        artifact_root: The folder of the artifacts.
-
-    Returns:
-        The folder, which need not exist.
-    """
+    """Return the folder that holds the caches of all tenants, which need not exist."""
     return artifact_root / ".factor-cache"
 
 
@@ -118,14 +103,9 @@ class CacheFolder:
         self._limit_bytes = limit_bytes
 
     def answer(self, key: str, view: Path) -> CacheAnswer:
-        """Verify the entry of a key, and lay it out for a job.
+        """Verify the entry of a key, and lay it out in a folder that a job may enter, in which nothing is yet.
 
-        Args:
-            key: The entry's key.
-            view: A folder of the service that the job may enter, in which nothing is yet.
-
-        Returns:
-            The job that left the entry; None without one, and where it is damaged or cannot be read here.
+        The answer names no job where there is no entry, and where it is damaged or cannot be read here.
         """
         answer = self._answer(key, view)
         if answer.job is None:
@@ -136,11 +116,7 @@ class CacheFolder:
     def take(self, filling: Filling) -> str | None:
         """Copy what a job has left, and make it the entry of its key; of two that leave one at once the first wins.
 
-        Args:
-            filling: The files, and the key that the job claims for them.
-
-        Returns:
-            The reason why it is not kept; None where it is, or an entry is there already.
+        Return why it is not kept; None where it is, or an entry is there already.
         """
         size = sum(each.size_bytes for each in filling.files)
         if size > self._limit_bytes:

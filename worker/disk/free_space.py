@@ -9,14 +9,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def describe_full_disk(error: OSError) -> str | None:
-    """Describe a full disk or quota in a sentence.
-
-    Args:
-        error: Any error of a file operation.
-
-    Returns:
-        The sentence, with folder and free bytes; None where the error is another one.
-    """
+    """Describe a full disk or quota in a sentence with folder and free bytes; None where the error is another one."""
     if error.errno not in _FULL:
         return None
     place = existing(Path(str(error.filename2 or error.filename or ".")))
@@ -35,26 +28,11 @@ def existing(path: Path) -> Path:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes that may still be written below a folder.
-
-    Args:
-        folder: A folder, which need not exist yet.
-
-    Returns:
-        Free bytes for a process without privileges.
-    """
+    """Return the bytes that a process without privileges may still write below a folder, which need not exist yet."""
     return shutil.disk_usage(existing(folder)).free
 
 
 def free_share(folder: Path, size_bytes: int = 0) -> float:
-    """Return the share of a disk that is free, or would be after a write.
-
-    Args:
-        folder: The folder, which need not exist yet.
-        size_bytes: The bytes to be written.
-
-    Returns:
-        The share, from 0; 1 where the disk does not tell its size.
-    """
+    """Return the share of a disk that is free, or would be after a write; 1 where the disk does not tell its size."""
     usage = shutil.disk_usage(existing(folder))
     return max(0, usage.free - size_bytes) / usage.total if usage.total else 1.0

@@ -59,35 +59,16 @@ IMAGE_SOURCES = {
 
 
 def load_gradient(path: str, context: LoaderContext) -> dict[str, Tensor]:
-    """Read a gradient.
+    """Return a gradient by parameter, on the host, of the shapes and dtypes that the file has.
 
-    Args:
-        path: The file, as the document names it.
-        context: The loaders' rules for paths, and how many bytes may be read.
-
-    Returns:
-        Host tensors by parameter, of the shapes and dtypes that the file has.
-
-    Raises:
-        Refusal: If the file lies outside what the operator lists, is not a safetensors file, holds a tensor that is not
-            of floating-point numbers, or has more bytes than are left to the job.
+    A file is refused that lies outside what the operator lists, is not a safetensors file, holds a tensor that is not
+    of floating-point numbers, or has more bytes than are left to the job.
     """
     return _read_tensors(path, context, POINTER, "gradient", "trainable parameter")
 
 
 def load_weights(path: str, context: LoaderContext) -> dict[str, Tensor]:
-    """Read weights that a training begins with, by the same rules; BatchNorm's counts of batches are left out.
-
-    Args:
-        path: The file, as the document names it.
-        context: The loaders' rules for paths, and how many bytes may be read.
-
-    Returns:
-        Host tensors by name, all finite.
-
-    Raises:
-        Refusal: As of a gradient, or if a tensor holds NaN or Inf.
-    """
+    """Read weights that a training begins with, by the same rules: finite, without BatchNorm's counts of batches."""
     weights = _read_tensors(path, context, WEIGHTS, "checkpoint", "parameter and buffer", ".num_batches_tracked")
     for name, tensor in weights.items():
         if not bool(tensor.isfinite().all()):
@@ -150,17 +131,7 @@ def load_data(document: JobDocument, loaded: LoadedModel, context: LoaderContext
 
 
 def enter_data(document: JobDocument, loaded: LoadedModel, context: LoaderContext, inputs: ModelInputs) -> DataStream:
-    """Give the workspace the data that the document names, and the examples that an analysis of it explains.
-
-    Args:
-        inputs: Takes both.
-
-    Returns:
-        The data.
-
-    Raises:
-        Refusal: If one of them cannot be read, or fits neither model nor task.
-    """
+    """Give the workspace the data that the document names, and the examples that an analysis of it explains."""
     pads: list[int] = []
     data = _stream(document.data, document, document.collection.batch_size, _noting(loaded, pads), context)
     inputs.batches, inputs.examples, inputs.labels = data.batches, data.examples, data.labels
@@ -272,17 +243,7 @@ def open_factors(document: JobDocument, assignment: Assignment, context: LoaderC
 
 
 def open_gradient(document: JobDocument, context: LoaderContext) -> dict[str, Tensor] | None:
-    """Read the gradient that the document names in place of that of its data.
-
-    Args:
-        context: The loaders' rules for paths.
-
-    Returns:
-        Tensors by parameter; None where it names none, or a plan is made of shapes alone.
-
-    Raises:
-        Refusal: If the file cannot be read, or holds no gradient.
-    """
+    """Read the gradient that the document names in place of that of its data; None for a plan, which reads none."""
     given = document.given("gradient")
     if given is None or context.shapes_only:
         return None
@@ -343,18 +304,7 @@ class OpenedImages:
 
 
 def load_images(document: JobDocument, context: LoaderContext) -> OpenedImages:
-    """Open the images that a document names.
-
-    Args:
-        document: One of an analysis that draws episodes.
-        context: The loaders' rules for paths, and what may be held.
-
-    Returns:
-        Three splits of one image shape.
-
-    Raises:
-        Refusal: If they cannot be read, or share a class or an image.
-    """
+    """Open the images that a document names: three splits of one image shape, which share no class and no image."""
     source: Any = document.data
     loader = IMAGE_SOURCES.get(source.source)
     if loader is None:

@@ -33,11 +33,7 @@ class AttendedChild:
         self._layer = last_row
 
     def follow(self, child: Child, heard: Callable[[], None]) -> Last | Divided | None:
-        """Have every frame written, and return the last one, if the child came to say it.
-
-        Args:
-            heard: Called after each frame.
-        """
+        """Have every frame written, with a call of ``heard`` after it; return the last one, if the child said it."""
         last: Last | Divided | None = None
         for frame in child.frames():
             self.begun = self.begun or not isinstance(frame, Failed)

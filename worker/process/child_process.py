@@ -68,14 +68,7 @@ class MalformedFrame(ValueError):
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of a service's environment that a child may see: no database, no broker, no secret.
-
-    Args:
-        environ: The service's environment.
-
-    Returns:
-        The variables that are passed on.
-    """
+    """Return the part of a service's environment that a child may see: no database, no broker, no secret."""
     return {
         name: value for name, value in environ.items() if name in _PASSED_NAMES or name.startswith(_PASSED_PREFIXES)
     }
@@ -214,16 +207,9 @@ class Child:
         return group_lives(self.pid, self.began)
 
     def output(self, limit: int) -> Iterator[bytes]:
-        """Yield lines of standard output and error, where ``start`` was given ``subprocess.PIPE``.
+        """Yield lines of standard output and error with their ends, where ``start`` was given ``subprocess.PIPE``.
 
-        Args:
-            limit: The most bytes of one piece; longer lines come in pieces.
-
-        Returns:
-            An iterator over the lines with their ends, until the group is gone.
-
-        Raises:
-            ValueError: If the child was started with an output of its own.
+        They end when the group is gone; a line longer than the limit comes in pieces.
         """
         if self._process.stdout is None:
             raise ValueError("this child was started with an output of its own; there is no pipe to read")
@@ -256,11 +242,7 @@ class Child:
                 ) from error
 
     def answer(self, answer: CacheAnswer) -> None:
-        """Answer a question of the child's.
-
-        Args:
-            answer: The answer; it is dropped where it is not read, since a child that does not read waits for none.
-        """
+        """Answer a question of the child's; what it does not read is dropped, since it does not wait for it."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._answers, encode_answer(answer))
 
@@ -271,10 +253,9 @@ class Child:
                 os.kill(self.pid, signal.SIGTERM)  # not Popen's: it would reap the leader before its group
 
     def extend(self, until: float) -> None:
-        """Let it run longer; a caller that stops calling this, for whatever reason, has it killed in time.
+        """Let it run until a moment of the machine's clock (`node_seconds`), when its guardian kills it.
 
-        Args:
-            until: When its guardian kills it, on the machine's clock (`node_seconds`).
+        A caller that stops calling this, for whatever reason, has it killed in time.
         """
         with self._lock:
             if not self._reaped:
@@ -290,12 +271,7 @@ class Child:
         return True
 
     def begin(self, user: int | None, until: float) -> None:
-        """Have one that was started before its job was known begin it, now that its order is written.
-
-        Args:
-            user: The user that it becomes; None: this process's.
-            until: As for `extend`.
-        """
+        """Have one that was started before its job was known begin it, as this user, now that its order is written."""
         self._user = user
         self.extend(until)
 
@@ -305,16 +281,9 @@ class Child:
             self._kill_group()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until the whole process group is gone.
+        """Wait until the whole process group is gone, and return the exit code; 128 + n if signal n ended the child.
 
-        Args:
-            timeout: Seconds; None waits for ever.
-
-        Returns:
-            The exit code; 128 + n if signal n ended the child.
-
-        Raises:
-            TimeoutError: If it still runs after ``timeout`` seconds.
+        Raises TimeoutError if it still runs after so many seconds; None waits for ever.
         """
         if not self._gone.wait(timeout):
             raise TimeoutError(f"process {self.pid} still runs after {timeout} s")
@@ -322,11 +291,7 @@ class Child:
         return code if code >= 0 else 128 - code
 
     def excess(self) -> Excess | None:
-        """Wait for the end of the group, and return what it had on the disk if that was beyond its limit.
-
-        Returns:
-            What was found; None if it was within the limit, or there is none.
-        """
+        """Wait for the end of the group, and return what it had on the disk if that was beyond its limit."""
         self.wait()
         text = os.read(self._report, _REPORT_BYTES)  # its only writer is gone
         return Excess.from_bytes(text) if text else None

@@ -115,14 +115,7 @@ class Confinement:
 
     @classmethod
     def from_text(cls, text: str) -> "Confinement":
-        """Read the limits from a command line.
-
-        Args:
-            text: What `as_text` returned.
-
-        Returns:
-            The limits.
-        """
+        """Read the limits that `as_text` returned."""
         values: dict[str, Any] = json.loads(text)
         if values["namespaces"] is not None:
             values["namespaces"] = Namespaces.from_values(values["namespaces"])

@@ -59,14 +59,7 @@ def failure_frame(
 
 
 def ending(code: int) -> str:
-    """Describe an exit code.
-
-    Args:
-        code: The exit code; 128 + n stands for signal n.
-
-    Returns:
-        The signal's name, or `exit N`.
-    """
+    """Describe an exit code by the signal's name, which 128 + n stands for, or as `exit N`."""
     if code > 128:
         try:
             return signal.Signals(code - 128).name
@@ -78,11 +71,7 @@ def ending(code: int) -> str:
 def never_ran(code: int) -> bool:
     """Return whether a silent child ended because it could not be started, not because of its job.
 
-    Args:
-        code: Its exit code.
-
-    Returns:
-        True for the guardian's own code and for 1, Python's where a module is missing or does not load.
+    So says the guardian's own code, and 1, Python's where a module is missing or does not load.
     """
     return code in (1, NOT_STARTED)
 
@@ -90,13 +79,7 @@ def never_ran(code: int) -> bool:
 def crash_failure(signature: Signature, detail: str | None, *, exhausted: bool = False) -> Failed:
     """Return the failure that the job's owner sees after a crash, as long as the job is tried again.
 
-    Args:
-        signature: How and where the child ended.
-        detail: The last lines of its output, if any.
-        exhausted: Whether the kernel has killed a process of this control group for want of memory meanwhile.
-
-    Returns:
-        A transient failure, `oom` or `crashed`.
+    Its code is `oom` where the kernel has killed a process of this control group for want of memory meanwhile.
     """
     place = _place(signature)
     if exhausted and signature.signal == "SIGKILL":
@@ -113,16 +96,7 @@ def crash_failure(signature: Signature, detail: str | None, *, exhausted: bool =
 
 
 def silence_failure(signature: Signature, seconds: float, detail: str | None) -> Failed:
-    """Return the failure of a child that was stopped because nothing came from it.
-
-    Args:
-        signature: Where the child was.
-        seconds: How long nothing came.
-        detail: The last lines of its output, if any.
-
-    Returns:
-        A transient failure, `no_progress`.
-    """
+    """Return the failure of a child that was stopped because nothing came from it for so many seconds."""
     message = (
         f"nothing came from the computing process for {seconds:g} s{_place(signature)}, so it was stopped; a "
         "second time at the same place ends the job. Where one step takes that long, the operator allows more "

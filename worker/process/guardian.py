@@ -136,11 +136,7 @@ def guard(
 def read_order(order: int) -> dict[str, Any]:
     """Read the order of a job, whatever was read of its file before.
 
-    Args:
-        order: The file's descriptor.
-
-    Returns:
-        The text of `confinement`, the whole `environment`, and what of it is `changed` beside that of the process.
+    It has the text of `confinement`, the whole `environment`, and what of it is `changed` beside that of the process.
     """
     content: dict[str, Any] = json.loads(os.pread(order, os.fstat(order).st_size, 0))
     return content

@@ -37,14 +37,7 @@ class LogFormatter:
         self._branches: dict[str, Counter[str]] = {}
 
     def lines(self, frame: Frame) -> list[LogLine]:
-        """Return the log lines of a frame, and count its layer for the closing line.
-
-        Args:
-            frame: Any frame.
-
-        Returns:
-            Zero or more lines.
-        """
+        """Return the log lines of a frame, and count its layer for the closing line."""
         analysis = ANALYSES.get(frame.kind) if isinstance(frame, (LayerDone, Summarised)) else None
         if isinstance(frame, LayerDone) and analysis is not None and analysis.log_row is not None:
             return [_plain_row(frame, analysis.log_row(frame.outcome.get("metrics") or {}))]

@@ -60,11 +60,7 @@ class Namespaces:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Namespaces":
-        """Return namespaces from their fields, as JSON holds them.
-
-        Args:
-            values: The fields' values by their names, with lists in place of tuples.
-        """
+        """Return namespaces from their fields, as JSON holds them: lists in place of tuples."""
         lists = {name: tuple(values[name]) for name in ("closed", "written", "read")}
         return cls(temporary=values["temporary"], **lists)
 

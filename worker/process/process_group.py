@@ -33,13 +33,9 @@ def wait_until_gone(group: int, seconds: float) -> bool:
 
 
 def began(pid: int) -> int | None:
-    """Return when a process began, which tells it from a later one of the same number.
+    """Return when a process began, in clock ticks since the machine's start; None where there is no such process.
 
-    Args:
-        pid: The process.
-
-    Returns:
-        Clock ticks since the machine's start; None where there is no such process.
+    It tells the process from a later one of the same number.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int((_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[19])
@@ -47,15 +43,7 @@ def began(pid: int) -> int | None:
 
 
 def group_lives(leader: int, leader_began: int | None) -> bool:
-    """Return whether anything runs of the group that a process led.
-
-    Args:
-        leader: The leader's process number in this namespace.
-        leader_began: When it began, by `began`.
-
-    Returns:
-        True while any process of that group lives.
-    """
+    """Return whether anything runs of the group that a process led, which began at that moment (`began`)."""
     now = began(leader)
     if now is not None and leader_began is not None and now != leader_began:
         return False  # another process has the number, so no member of the group was left
@@ -76,14 +64,7 @@ def kill_descendants(root: int) -> None:
 
 
 def descendants(root: int) -> set[int]:
-    """Return the processes below one, as far as they can be seen.
-
-    Args:
-        root: The process.
-
-    Returns:
-        Their numbers in this process's namespace.
-    """
+    """Return the numbers of the processes below one in this namespace, as far as they can be seen."""
     children: dict[int, list[int]] = {}
     with contextlib.suppress(OSError):  # no /proc, no list: the group is what can be killed there
         for entry in _PROC.iterdir():

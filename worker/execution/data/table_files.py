@@ -86,14 +86,9 @@ class TableProcess:
 
 @contextlib.contextmanager
 def open_table(file: OpenFile, kind: str, count: ByteCount) -> Iterator[TableProcess]:
-    """Open a file in a process of its own, and end that at last.
+    """Open a parquet or CSV file in a process of its own, within the limits above, and end that at last.
 
-    Args:
-        kind: ``parquet`` or ``csv``.
-        count: The count of what is held; its checkpoint is called while the process is waited for.
-
-    Raises:
-        Refusal: If the file cannot be read within the limits.
+    The checkpoint of the count is called while the process is waited for.
     """
     size = file.stat().st_size
     limits = Limits(

@@ -48,17 +48,7 @@ class TensorEntry:
 
 
 def read_header(path: ReadableFile, pointer: str) -> dict[str, TensorEntry]:
-    """Read the header of a safetensors file, after every check.
-
-    Args:
-        pointer: The field of the document that named it.
-
-    Returns:
-        Dtype, shape and place of each tensor by its name.
-
-    Raises:
-        Refusal: If anything about the header is not as it must be.
-    """
+    """Return dtype, shape and place of each tensor of a safetensors file by its name, after every check."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
