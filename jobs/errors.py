@@ -6,11 +6,10 @@
     ├── UsageError           the caller: mend the request
     │   ├── DocumentRefused      a job document with its complaints
     │   ├── IdempotencyConflict  one key, two documents
-    │   ├── IdempotencyKeyRefused
+    │   ├── ParameterRefused     a header or query parameter: IdempotencyKeyRefused, PageRefused
     │   ├── JobEnded             a schedule for a job that needs none any more
     │   ├── JobNotFound          absent, or another tenant's: the same answer
     │   ├── JobStillActive       delete before cancel
-    │   ├── PageRefused          a sort key, limit or cursor that means nothing
     │   ├── QuotaExceeded        the tenant's files take all that they may
     │   └── UploadRefused        sent by two at once, or other than declared
     ├── TransientError       we, by trying again
@@ -27,7 +26,15 @@ from catalog.field_errors import Complaint
 
 
 class LedgerError(Exception):
-    """Anything the ledger says no to."""
+    """Anything the ledger says no to.
+
+    A class names the HTTP status, kind and title of its answer, the sentence that stands there in place of its own, and
+    the seconds after which to ask again.
+    """
+
+    status, kind, title = 500, "internal", "Internal error"
+    answer: str | None = None
+    retry_seconds: int | None = None
 
 
 class UsageError(LedgerError):
@@ -37,21 +44,35 @@ class UsageError(LedgerError):
 class TransientError(LedgerError):
     """Trying again later can mend it."""
 
+    status, kind, title = 503, "unavailable", "The service cannot answer now"
+    answer: str | None = "a part of the service does not answer; try again"
+    retry_seconds = 5
+
 
 class FatalError(LedgerError):
     """Only the operator can mend it."""
+
+    answer = "the service failed at this request; its operator finds it by the id below"
 
 
 class DocumentRefused(UsageError):
     """A body that is not a job document; each complaint names a field and the remedy."""
 
+    status, kind, title = 422, "invalid-document", "The job document is not accepted"
+
     def __init__(self, complaints: tuple[Complaint, ...]) -> None:
         super().__init__("; ".join(f"{each.pointer or '(document)'} {each.message}" for each in complaints))
         self.complaints = complaints
+        many = len(complaints)
+        self.answer = f"the job document has {many} fault{'' if many == 1 else 's'}; nothing was stored"
+        if any(each.code == "body_too_large" for each in complaints):
+            self.status = 413
 
 
 class IdempotencyConflict(UsageError):
     """The key was used before, with another document."""
+
+    status, kind, title = 422, "idempotency-conflict", "Idempotency key used before"
 
     def __init__(self, job_id: str) -> None:
         super().__init__(
@@ -60,12 +81,25 @@ class IdempotencyConflict(UsageError):
         self.job_id = job_id
 
 
-class IdempotencyKeyRefused(UsageError):
+class ParameterRefused(UsageError):
+    """A query parameter or header means nothing here; the sentence goes on after its name."""
+
+    def __init__(self, parameter: str, message: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class IdempotencyKeyRefused(ParameterRefused):
     """The key cannot be kept."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("Idempotency-Key", message)
 
 
 class JobNotFound(UsageError):
     """No such job for this tenant."""
+
+    status, kind, title = 404, "not-found", "Not found"
 
     def __init__(self, job_id: str) -> None:
         super().__init__("there is no such job")
@@ -74,6 +108,8 @@ class JobNotFound(UsageError):
 
 class JobEnded(UsageError):
     """The job has ended, so the request cannot change it."""
+
+    status, kind, title = 409, "job-ended", "The job has ended"
 
     def __init__(self, job_id: str, state: str) -> None:
         super().__init__(f"job {job_id} is {state} already; submit it again with the schedule that you want")
@@ -84,6 +120,8 @@ class JobEnded(UsageError):
 class JobStillActive(UsageError):
     """The job has an owner that writes to it."""
 
+    status, kind, title = 409, "job-still-active", "The job has not ended"
+
     def __init__(self, job_id: str, state: str) -> None:
         super().__init__(f"job {job_id} is {state}; cancel it and wait until it has ended")
         self.job_id = job_id
@@ -93,22 +131,24 @@ class JobStillActive(UsageError):
 class PieceRefused(UsageError):
     """The request is not done to one piece of a divided job, but to the job."""
 
+    status, kind, title = 409, "piece-of-a-job", "The job is a piece of another"
+
     def __init__(self, job_id: str, parent_id: str) -> None:
         super().__init__(f"job {job_id} is a piece of job {parent_id}, and goes with it; delete that one")
         self.job_id = job_id
         self.parent_id = parent_id
 
 
-class PageRefused(UsageError):
+class PageRefused(ParameterRefused):
     """A page was asked for by a key, limit or cursor that means nothing here."""
-
-    def __init__(self, parameter: str, message: str) -> None:
-        super().__init__(message)
-        self.parameter = parameter
 
 
 class QuotaExceeded(UsageError):
     """The tenant's files take, or with one more would take, more than they may."""
+
+    status, kind, title = 429, "quota-exceeded", "No bytes are left"
+    # deleting jobs frees bytes at once, but that is the caller's to do
+    retry_seconds = 300
 
     def __init__(self, used_bytes: int, quota_bytes: int, more_bytes: int) -> None:
         wanted = f" and {more_bytes:,} more do not fit" if more_bytes else ""
@@ -133,17 +173,25 @@ class DiskTooSmall(UsageError):
 class QueueFull(UsageError):
     """A tenant has as many queued jobs as it may, or documents of as many bytes."""
 
+    status, kind, title = 429, "queue-full", "Too many jobs wait"
+    retry_seconds = 60
+
 
 class UploadRefused(UsageError):
     """A part of an upload that another writer sends, or that is other than what was declared."""
 
+    title = "Upload not accepted"
+
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
-        self.code = code
+        self.code, self.kind = code, f"upload-{code}"
+        self.status = 422 if code in ("digest", "claim") else 409
 
 
 class LedgerUnavailable(TransientError):
     """The database did not answer in time, or not at all."""
+
+    answer = None
 
 
 class StoreUnavailable(TransientError):
@@ -171,3 +219,6 @@ class SchemaOutdated(FatalError):
 
 class ArtifactDamaged(FatalError):
     """A file is missing, or is not what was recorded."""
+
+    kind, title = "artifact-damaged", "The file is damaged"
+    answer = "the stored file is not what was recorded, so it is not served"
