@@ -20,13 +20,11 @@ from api.background.request_metrics import RequestMetrics, RequestMetricsMiddlew
 from api.connections.audit_trail import AuditMiddleware, RefusedLines
 from api.connections.connection_table import ConnectionTable
 from api.connections.forwarded_clients import ForwardedClientsMiddleware
-from api.connections.refused_keys import RefusedKeysMiddleware
 from api.live.job_watcher import JobWatcher
-from api.live.stream_limits import StreamLimits
 from api.requests import exception_handlers
 from api.requests.auth import Reader, authenticate
 from api.requests.file_reads import FileReads
-from api.requests.key_limits import KeyLimitsMiddleware
+from api.requests.limits import KeyLimitsMiddleware, Limits, RefusedKeysMiddleware
 from api.requests.middleware import HeadMiddleware, SecurityMiddleware
 from api.requests.openapi import openapi_document, refuse_unknown_parameters
 from api.routes import (
@@ -65,7 +63,7 @@ def create_app(settings: Settings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = _open(settings, request_metrics)
+        service = _open(settings, limits, request_metrics)
         try:
             await run_in_threadpool(require_current_schema, service.fleet)
             app.state.service = service
@@ -92,14 +90,12 @@ def create_app(settings: Settings) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.long_polls = set()
-    request_metrics = RequestMetrics(lambda: len(app.state.long_polls), lambda: table.open_connections)
+    limits = Limits(settings)
+    request_metrics = RequestMetrics(lambda: limits.long_polls.open, lambda: table.open_connections)
     table = ConnectionTable(settings, request_metrics.count_connection)
     app.state.connections = table
     refused_lines = RefusedLines()
-    app.add_middleware(
-        KeyLimitsMiddleware, per_second=settings.requests_per_second, at_a_time=settings.requests_per_key
-    )
+    app.add_middleware(KeyLimitsMiddleware, limits=limits)
     app.add_middleware(HeadMiddleware)
     app.add_middleware(
         ForwardedClientsMiddleware,
@@ -107,7 +103,7 @@ def create_app(settings: Settings) -> FastAPI:
         most=settings.connections_per_client,
         count=request_metrics.count_connection,
     )
-    app.add_middleware(RefusedKeysMiddleware, addresses=table.addresses, per_minute=settings.refused_per_minute)
+    app.add_middleware(RefusedKeysMiddleware, addresses=table.addresses, limits=limits)
     app.add_middleware(SecurityMiddleware, embedded=settings.embedded, database_seconds=settings.database_seconds)
     app.add_middleware(AuditMiddleware, addresses=table.addresses, refused_lines=refused_lines)
     app.add_middleware(RequestMetricsMiddleware, request_metrics=request_metrics)
@@ -124,7 +120,7 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
-def _open(settings: Settings, request_metrics: RequestMetrics) -> Service:
+def _open(settings: Settings, limits: Limits, request_metrics: RequestMetrics) -> Service:
     engine = open_database(settings.ledger.database_url, tenants_apart=True)
     # embedded mode has no broker: its worker polls the database
     wakeups = WakeupSender(settings.redis_url) if settings.redis_url and not settings.embedded else None
@@ -143,7 +139,7 @@ def _open(settings: Settings, request_metrics: RequestMetrics) -> Service:
         metrics_cache=MetricsCache(settings),
         request_metrics=request_metrics,
         job_watcher=JobWatcher(for_purpose(engine, EVENTS), stopping),
-        stream_limits=StreamLimits(settings.streams_at_most, settings.streams_per_key),
+        limits=limits,
         stopping=stopping,
     )
 

@@ -13,8 +13,8 @@ from api.background.maintenance import Maintenance
 from api.background.metrics_cache import MetricsCache
 from api.background.request_metrics import RequestMetrics
 from api.live.job_watcher import JobWatcher
-from api.live.stream_limits import StreamLimits
 from api.requests.file_reads import FileReads
+from api.requests.limits import Limits
 from api.settings import Settings
 from jobs.objects.artifacts import ArtifactFolder
 
@@ -47,8 +47,7 @@ class Service:
     request_metrics: RequestMetrics
     job_watcher: JobWatcher
     """Wakes long polls and streams of events when their job changes."""
-    stream_limits: StreamLimits
-    """The open streams of events, counted against their caps."""
+    limits: Limits
     imports: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
     """Its one import at a time."""
     probe: Probe = field(default_factory=Probe)

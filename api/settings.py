@@ -105,16 +105,6 @@ class Settings(ServiceSettings):
             )
         return self
 
-    @property
-    def streams_at_most(self) -> int:
-        """The cap on streams, which leaves connections for other requests also where all come from one address."""
-        return min(self.streams, self.connections // 2)
-
-    @property
-    def long_polls_at_most(self) -> int:
-        """The same of requests that wait."""
-        return min(self.long_polls, self.connections // 4)
-
 
 def is_loopback(host: str) -> bool:
     """Return whether an address reaches this machine alone.

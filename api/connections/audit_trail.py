@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.connections.client_addresses import ClientAddresses
-from api.connections.refused_keys import REFUSED_KEYS
+from api.requests.limits import REFUSED_KEYS
 from api.requests.middleware import LIMIT, request_id
 from jobs.records import Caller
 from jobs.schema.identifiers import is_id

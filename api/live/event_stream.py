@@ -15,7 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from api.live.job_watcher import EventBatch, Subscription, read_in_time
 from api.live.sse_format import KEEPALIVE, MEDIA_TYPE, encode_event, retry_hint
-from api.requests.key_limits import release_slot
+from api.problem_details import Refusal
+from api.requests.limits import limited, release_slot
 from api.service import Service
 from jobs.errors import LedgerUnavailable
 from jobs.repository.events import History
@@ -23,6 +24,7 @@ from jobs.tenancy.api_keys import is_valid
 
 _RETRY_MILLISECONDS = 2_000
 _DATABASE_RETRY_SECONDS = 1.0
+_LATER_SECONDS = 10
 
 
 class EventStream(Response):
@@ -54,8 +56,17 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until the job has ended, the stream's time is over, or the reader has gone."""
         release_slot(scope)
+        streams = self._service.limits.streams
+        if streams.is_used_up(self._key):
+            raise _refusal(
+                429, "too-many-streams", f"this key has {streams.most_per_key} streams of events open; end one of them"
+            )
+        if streams.open >= streams.most:
+            raise _refusal(
+                503, "streams-full", f"all {streams.most} streams of events are taken; try again in a moment"
+            )
         with (
-            self._service.stream_limits.slot(self._key),
+            streams.hold(self._key),
             self._service.job_watcher.subscribe(self._job_id, events=True) as subscription,
         ):
             disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
@@ -118,6 +129,11 @@ class EventStream(Response):
         if history is None:
             return EventBatch(text=b"", through=position, ended=True)
         return _batch(history)
+
+
+def _refusal(status: int, kind: str, detail: str) -> Refusal:
+    detail += ", or ask with `Accept: application/json`, or `GET /v1/jobs/{job_id}?wait=30`"
+    return limited(kind, "Too many streams of events", detail, _LATER_SECONDS, status=status)
 
 
 def _batch(history: History) -> EventBatch:

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 from fastapi import Request
 from starlette.concurrency import run_in_threadpool
 
-from api.problem_details import Refusal, invalid_parameter, not_found
+from api.problem_details import invalid_parameter, not_found
 from api.requests.auth import NOT_VALID, unauthorised
-from api.requests.key_limits import release_slot
+from api.requests.limits import limited, release_slot
 from api.service import Service
 from jobs.errors import LedgerUnavailable
 from jobs.records import Job
@@ -74,21 +74,14 @@ async def wait_for_job(
     if seconds <= 0 or over(job):
         return job
     release_slot(request.scope)
-    polls: set[tuple[str | None, object]] = request.app.state.long_polls
+    polls = service.limits.long_polls
     key = request.state.caller.key
-    if key is not None and sum(each == key for each, _ in polls) >= service.settings.long_polls_per_key:
-        raise Refusal(
-            429,
-            "too-many-long-polls",
-            "Too many long polls",
-            f"{service.settings.long_polls_per_key} requests of this key wait for news; ask without `wait`, or later",
-            headers={"retry-after": str(_LATER_SECONDS)},
-        )
-    if len(polls) >= service.settings.long_polls_at_most:
+    if polls.is_used_up(key):
+        detail = f"{polls.most_per_key} requests of this key wait for news; ask without `wait`, or later"
+        raise limited("too-many-long-polls", "Too many long polls", detail, _LATER_SECONDS)
+    if polls.open >= polls.most:
         return job  # answered at once, which every caller must expect anyway
-    ticket = (key, object())
-    polls.add(ticket)
-    try:
+    with polls.hold(key):
         with service.job_watcher.subscribe(job.id) as subscription:
             while not (over(job) or service.stopping.is_set()):
                 if subscription.is_newer_than(job.event_seq):
@@ -102,8 +95,6 @@ async def wait_for_job(
                 await subscription.wait(min(left, _DISCONNECT_CHECK_SECONDS))
         await _require_key(service, key)
         return job
-    finally:
-        polls.discard(ticket)
 
 
 async def _require_key(service: Service, key: str | None) -> None:

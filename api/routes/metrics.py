@@ -33,7 +33,7 @@ async def metrics(service: ServiceOf) -> Response:
     """The metrics for Prometheus, in its text format 0.0.4; it needs the operator's token, no key."""
     reading = await service.metrics_cache.read()
     return Response(
-        _text(service.settings, reading, service.stream_limits.open_streams)
+        _text(service.settings, reading, service.limits.streams.open)
         + generate_latest(service.request_metrics.registry),
         media_type=CONTENT_TYPE_PLAIN_0_0_4,
     )

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from sqlalchemy import Engine
 
-from api.requests.key_limits import RequestRate
+from api.requests.limits import RequestRate
 from catalog.frames import ArtifactWritten
 from jobs.objects.artifacts import object_key
 from jobs.queue.attempt_writes import write_artifact
