@@ -48,19 +48,10 @@ class CorrectionStatistics(LayerStatistics):
         return True
 
     def add_input_(self, use: Use) -> None:
-        """Do nothing: A is known already.
-
-        Args:
-            use: The call.
-        """
+        """Do nothing: A is known already."""
 
     def add_gradient_(self, use: Use, gradient: Tensor) -> None:
-        """Do nothing: G is known already.
-
-        Args:
-            use: The call.
-            gradient: Gradient of its output, of that output's shape.
-        """
+        """Do nothing: G is known already."""
 
     @override
     def add_met_(self, met: Met) -> None:

@@ -265,11 +265,7 @@ class ProbabilityRows(GradientRows):
         return traces
 
     def add_(self, rows: Tensor) -> None:
-        """Do nothing: probabilities are kept here, not gradients.
-
-        Args:
-            rows: Gradients, shape (P, V).
-        """
+        """Do nothing: probabilities are kept here, not gradients."""
 
     @override
     def decay_(self, past: float) -> None:

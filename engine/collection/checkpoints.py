@@ -93,15 +93,7 @@ class Checkpoints(CheckpointFiles):
             return None
 
     def under_way(self, number: int, state: CollectionState) -> Resumed | None:
-        """Find the checkpoint of one pass that this attempt or an earlier one has saved before the pass ended.
-
-        Args:
-            number: The pass, from 0.
-            state: State of the collection, whose shared and unmasked layers the checkpoint must agree with.
-
-        Returns:
-            The checkpoint; None where there is none of this pass, or it was made of other layers.
-        """
+        """Find the checkpoint of a pass that was saved before its end; None of another pass, or of other layers."""
         found = self._found(keep={name for _, each in _spilled(state) for name in each.files})
         if found is None or found.cursor.number != number or not found.running:
             return None
@@ -165,11 +157,7 @@ class Checkpoints(CheckpointFiles):
         return found.cursor
 
     def take_over(self, found: Resumed) -> None:
-        """Set generators and buffers as they were saved; the last step, since passing over the data may draw numbers.
-
-        Args:
-            found: The checkpoint, of which everything else has proved right.
-        """
+        """Set generators and buffers as they were saved; the last step, for passing over the data may draw numbers."""
         for kind, name, tensor in found.surroundings:
             if kind == "buffer":
                 self.model.get_buffer(name).data.copy_(tensor)
@@ -194,11 +182,7 @@ class Checkpoints(CheckpointFiles):
         return [name for _, each in _spilled(CollectionState.read(body["state"])) for name in each.files]
 
     def save(self, cursor: Cursor, running: Sequence[LayerStatistics], state: CollectionState) -> None:
-        """Write a checkpoint, its manifest last; where the disk refuses, the one before stays valid.
-
-        Args:
-            cursor: Position in the pass under way.
-            running: Sums of that pass; empty between two passes.
+        """Write a checkpoint of a position in a pass and its running sums, of which there are none between two passes.
 
         Memory:
             One tensor on the host, where the sums are on a device.

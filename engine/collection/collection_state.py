@@ -103,15 +103,7 @@ class CollectionState:
     """The choice that the passes follow: the plan's, or a fallback where memory ran out."""
 
     def snapshot(self, eighths: int, examples: int) -> Snapshot:
-        """Return the snapshot of one sample size, which the first pass that reaches it makes.
-
-        Args:
-            eighths: The size, in eighths of the data.
-            examples: Examples that have entered the sums by then.
-
-        Returns:
-            The snapshot, which the passes that follow add their layers to.
-        """
+        """Return the snapshot of a sample size: the first pass that reaches it makes it, later ones add layers."""
         return self.nested.setdefault(eighths, Snapshot(eighths=eighths, examples=examples))
 
     def settled(self) -> dict[str, Any]:
@@ -120,11 +112,7 @@ class CollectionState:
         return {name: _copied(getattr(self, name)) for name in names}
 
     def restore(self, before: dict[str, Any]) -> None:
-        """Go back to the state before a pass that did not end; which layers share no A stays known.
-
-        Args:
-            before: What ``settled`` returned before the pass.
-        """
+        """Go back to what ``settled`` returned before a pass that did not end; which layers share no A stays known."""
         for name, value in before.items():
             setattr(self, name, value)
 
@@ -148,13 +136,7 @@ class CollectionState:
 
     @classmethod
     def read(cls, stored: Mapping[str, Any]) -> "CollectionState":
-        """Read the state of a checkpoint, and take nothing over.
-
-        Args:
-            stored: What ``state`` returned.
-
-        Returns:
-            A state with the saved fields alone.
+        """Read the saved fields of what ``state`` returned, and take nothing over.
 
         Raises:
             ValueError: If a field is missing, unknown, or does not hold what its type says.
@@ -165,14 +147,7 @@ class CollectionState:
         return cls(statistics={}, factors={}, **load_fields(cls, stored["fields"]))
 
     def take_over(self, stored: Mapping[str, Any]) -> None:
-        """Go on from the state of a checkpoint.
-
-        Args:
-            stored: What ``state`` returned.
-
-        Raises:
-            ValueError: If it does not fit, and part of it has been taken over; ``read`` tells beforehand.
-        """
+        """Go on from what ``state`` returned; ``read`` tells beforehand if it does not fit."""
         heard = self.nondeterministic
         for name, value in load_fields(type(self), stored["fields"]).items():
             setattr(self, name, value)

@@ -121,24 +121,13 @@ class PassJob:
         return self.noted(next(self.whole_stream()))
 
     def noted(self, first: Batch) -> Batch:
-        """Note the digest of a first batch that is read before the passes.
-
-        Args:
-            first: The batch, where the caller has it; a plan's has shapes alone, and nothing to note.
-
-        Returns:
-            The same batch.
-        """
+        """Note the digest of a first batch that is read before the passes; a plan's, of shapes alone, has none."""
         if self.workspace.machine.device.type != "meta":
             self.probed.append(EnteredExamples().added(self.moved(first), self.task, None))
         return first
 
     def require_readable_again(self, first: EnteredExamples | None, batches: int) -> None:
-        """Require that the data begin anew at every pass, where a pass began with another batch than the probe saw.
-
-        Args:
-            first: The first batch of the pass; None where it had none, or was resumed.
-            batches: Batches of the pass.
+        """Require that the data begin anew at every pass, where one began with another batch than the probe saw.
 
         Raises:
             DataDiffer: If nothing is left to read: what the probe saw has entered nothing.
@@ -222,14 +211,7 @@ class PassJob:
         return replace(self, task=replace(task, class_axis=axis))
 
     def settled(self) -> "PassJob":
-        """Return the same job with what its first batch decides, for passes that no probe goes before.
-
-        Returns:
-            A copy of the job; the job itself where a probe has decided it.
-
-        Raises:
-            EngineError: As ``with_class_axis`` does.
-        """
+        """Return the job with what its first batch decides (``with_class_axis``), where no probe has decided it."""
         if not self.task.leaves_class_axis or self.workspace.results.plan is not None:
             return self
         with preserve_state(self.model, self.dtype):
@@ -237,14 +219,7 @@ class PassJob:
             return self.with_class_axis(self.moved(self.probed_batch()))
 
     def without_masks(self, calls: frozenset[Key]) -> "PassJob":
-        """Return the same job with the mask not laid on some calls; padding is not cut either then.
-
-        Args:
-            calls: Calls whose padding takes part; none leaves the job as it is.
-
-        Returns:
-            A copy of the job.
-        """
+        """Return the same job with the mask not laid on some calls; padding is not cut either where there are any."""
         masking, cut = self.layout.masking.without(calls), self.cut_padding and not calls
         return replace(self.laid_out(masking=masking), cut_padding=cut)
 
@@ -253,14 +228,7 @@ class PassJob:
         return replace(self, layout=replace(self.layout, **changes))
 
     def moved(self, batch: Batch) -> Batch:
-        """Copy a batch to the device, in the precision of the passes.
-
-        Args:
-            batch: The batch, where the caller has it.
-
-        Returns:
-            A copy, which the model may write to.
-        """
+        """Copy a batch, which the model may write to, to the device, in the precision of the passes."""
         return batch.to(self.workspace.machine.device, self.dtype)
 
 

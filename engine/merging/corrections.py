@@ -174,12 +174,7 @@ class CorrectionFiles:
         self._layers.append(_Corrected(name=name, ordinal=ordinal, weight=weight, digest=digest(own)))
 
     def close(self, runs: Sequence[Sequence[int]], *, begin: int) -> None:
-        """Write the table, which says that all are there.
-
-        Args:
-            runs: Indices of the examples, ``[begin, end]`` of each run.
-            begin: Examples of the data before these, by their position.
-        """
+        """Write the table, which says that all are there: runs of indices, and how many of the data come before."""
         table = _Corrections(
             bases=self.bases.table.sha256(),
             begin=begin,

@@ -128,15 +128,10 @@ def _gather(ranks: Ranks, rows: GradientRows, facts: Sequence[RowFacts], label: 
 
 
 def shared_rows(ranks: Ranks, wanted: Sequence[tuple[GradientRows, Sequence[RowFacts]]]) -> list[Tensor] | None:
-    """Allocate the rows of all ranks of some layers, once on their node.
-
-    Args:
-        ranks: The ranks, which all ask for the same layers.
-        wanted: Rows of each layer on this rank, and the facts of every rank.
+    """Allocate the rows of all ranks of some layers once on their node, for every rank to write its columns.
 
     Returns:
-        For each layer a tensor (groups, T, n) on the host, of which every rank is to write its columns; None where the
-        ranks have no memory in common.
+        For each layer a tensor (groups, T, n) on the host; None where the ranks have no memory in common.
     """
     sizes = []
     for rows, facts in wanted:

@@ -31,26 +31,12 @@ class Turns:
         return cls(ranks.rank, ranks.size, update_freq)
 
     def update(self, batch: int) -> int | None:
-        """Return the update that a batch is.
-
-        Args:
-            batch: Number of the batch on this rank, from 0.
-
-        Returns:
-            The update, from 0; None where the batch does not enter.
-        """
+        """Return the update, from 0, that a batch of this rank is; None where it does not enter."""
         number, rest = divmod(batch * self.size + self.rank, self.update_freq)
         return None if rest else number
 
     def last_update(self, batches: int) -> int | None:
-        """Return the last update of the first batches of this rank.
-
-        Args:
-            batches: How many batches these are.
-
-        Returns:
-            The update; None where none of them enters.
-        """
+        """Return the last update of the first batches of this rank; None where none of them enters."""
         for batch in range(batches - 1, max(batches - 1 - self.update_freq, -1), -1):
             update = self.update(batch)
             if update is not None:
@@ -58,14 +44,7 @@ class Turns:
         return None
 
     def updates_since(self, batch: int) -> int:
-        """Count the updates from the last one of this rank up to that of a batch.
-
-        Args:
-            batch: Number of a batch on this rank that enters.
-
-        Returns:
-            The power of a moving average's decay that is due before it; 0 where nothing has entered before.
-        """
+        """Count the updates from this rank's last one up to that of a batch; 0 where nothing has entered before."""
         now, before = self.update(batch), self.last_update(batch)
         return 0 if now is None or before is None else now - before
 
