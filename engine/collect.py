@@ -19,7 +19,7 @@ from engine.collection.checkpoints import fingerprint
 from engine.collection.collection_state import CollectionState
 from engine.collection.ekfac_passes import correct_block, correct_eigenvalues
 from engine.collection.first_check import Verification, explain
-from engine.collection.layer_facts import Surroundings, layer_facts
+from engine.collection.layer_facts import layer_facts
 from engine.collection.nan_check import require_finite_model, require_known_labels
 from engine.collection.normalise import flaw, foreseen_flaw, leaves_once
 from engine.collection.parameter_windows import find_windows, list_parameters
@@ -302,15 +302,8 @@ def _finished(
     ordinals = {name: ordinal for ordinal, name in enumerate(names)}
     tensors = {id(parameter): name for name, parameter in job.model.named_parameters()}
     facts = []
-    around = Surroundings(
-        collection=job.collection,
-        ordinals=ordinals,
-        checks={} if state.self_check is None else state.self_check.layers,
-        device=job.workspace.machine.device,
-        sums=torch.device("cpu") if job.offload else job.workspace.machine.device,
-    )
     for found, group in parts:
-        own = layer_facts(found, group, around)
+        own = layer_facts(found, group, job, state.self_check, ordinals)
         windows = find_windows(found.layer, group, tensors)
         facts.append(dataclasses.replace(own, windows=windows, **_reduced(job, found)))
     factors = {ordinal: state.factors[name] for name, ordinal in ordinals.items()}

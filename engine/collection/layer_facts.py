@@ -1,9 +1,7 @@
 """Layer facts: what is known of a covered layer after its passes, and what a merge takes, read off its statistics."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,52 +10,38 @@ from torch import nn
 from catalog.requests.collection import Collection
 from engine.accumulation.batch_variance import activation_refusal, gradient_refusal
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.accumulation.tied_statistics import TiedHeadStatistics
-from engine.factors.factor_set import LayerFacts, LayerSums
-from engine.gradient_identity.comparison import LayerCheck
+from engine.collection.normalise import layer_sums
+from engine.collection.pass_job import PassJob
+from engine.factors.factor_set import LayerFacts
+from engine.gradient_identity.self_check import SelfCheck
 from engine.layers.layer import TreatedLayer
 
 WITHOUT_CUDNN = "it runs without cuDNN, which has no backward pass of recurrent layers in evaluation mode"
 """How the record of a recurrent layer on a GPU says that its numbers are not those of cuDNN's kernel."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """The values that every layer's facts in one collection follow from, besides its own statistics."""
-
-    collection: Collection
-    ordinals: Mapping[str, int]
-    """The places of all groups of all covered layers, by name."""
-    checks: Mapping[str, LayerCheck]
-    """Findings of each layer's self-check, by name; empty where nothing was checked."""
-    device: torch.device
-    """Device that the model computes on."""
-    sums: torch.device
-    """Device of the sums."""
-
-
-def layer_facts(found: LayerStatistics, group: int, around: Surroundings) -> LayerFacts:
+def layer_facts(
+    found: LayerStatistics, group: int, job: PassJob, self_check: SelfCheck | None, ordinals: Mapping[str, int]
+) -> LayerFacts:
     """Return what is known of one group of a covered layer, but for its places in the parameters.
 
     Args:
         found: Statistics of the layer, its passes done.
         group: The group, from 0.
-        around: What else they follow from.
-
-    Returns:
-        The facts.
+        self_check: Findings of each layer's check; None where nothing was checked.
+        ordinals: The places of all groups of all covered layers, by name.
     """
-    layer, ordinals = found.layer, around.ordinals
+    layer, device = found.layer, job.workspace.machine.device
     leader = found.leader if found.leader is not None and found.leader.layer.name in ordinals else None
     source = leader or found
     # examples of a moving average do not weigh alike, and the formula takes them to
-    weighted = around.collection.ema_decay is not None
+    weighted = job.collection.ema_decay is not None
     own = LayerFacts(
         ordinal=ordinals[layer.parts[group]],
         name=layer.parts[group],
         module=type(layer.module).__name__,
         form=layer.form,
-        why="; ".join([found.explanation, *_instead_of_cudnn(layer, around.device)]),
+        why="; ".join([found.explanation, *instead_of_cudnn(layer, device)]),
         parameters=layer.part_parameters[group],
         parameter_count=layer.parameter_count // layer.groups,
         in_dim=layer.in_dim,
@@ -72,61 +56,23 @@ def layer_facts(found: LayerStatistics, group: int, around: Surroundings) -> Lay
         shared_A_with=None if leader is None else ordinals[leader.layer.name],
         exact_trace=found.exact_traces[group] if found.exact_traces else None,
         representation_G=found.representation.kind,
-        rows_place=found.representation.place(around.sums),
+        rows_place=found.representation.place(torch.device("cpu") if job.offload else device),
         trace_standard_error=None if weighted or not found.standard_errors else found.standard_errors[group],
         sums=None if weighted else layer_sums(found, group),
         holders=layer.holders,
         frozen_bias=not layer.bias and getattr(layer.module, "bias", None) is not None,
     )
-    return dataclasses.replace(own, **_proved(around, found.layer), **_varied(around.collection, found, group))
+    return dataclasses.replace(own, **_proved(self_check, found.layer), **_varied(job.collection, found, group))
 
 
-def layer_sums(
-    found: LayerStatistics, group: int, *, weight_A: float | None = None, weight_G: float | None = None
-) -> LayerSums | None:
-    """Return the counts and sums of one group of a layer, once its pass is done."""
-    layer, holder = found.layer, found.leader or found
-    counted_A, counted_G = weight_A, weight_G
-    if weight_A is None or weight_G is None:
-        counted_A, counted_G = holder.total_A, found.total_G
-    if counted_A is None or counted_G is None:
-        return None
-    # of a part of the pass there are none
-    whole = weight_G is None
-    return LayerSums(
-        whole=layer.name,
-        reason_uncalled=layer.reason_uncalled,
-        weight_A=counted_A,
-        weight_G=counted_G,
-        rows_A=holder.rows_A,
-        rows_G=found.rows_G,
-        gradients=found.gradients,
-        unproven=found.unproven,
-        row_dtype=None
-        if found.representation.kind == "dense"
-        else str(found.representation.dtype).removeprefix("torch."),
-        examples=found.examples,
-        traces=_traces(found, group) if whole else None,
-        variance_A=holder.variance_A.sums(group) if whole else None,
-        variance_G=found.variance_G.sums(group) if whole else None,
-        tied=found.tied_sums if isinstance(found, TiedHeadStatistics) else None,
-    )
-
-
-def _traces(found: LayerStatistics, group: int) -> tuple[float, ...] | None:
-    own = found.trace_sums[3 * group : 3 * group + 3]
-    numbers = tuple(each for each in (*own, found.weights_squared) if each is not None and math.isfinite(each))
-    return numbers if len(numbers) == 4 else None
-
-
-def _instead_of_cudnn(layer: TreatedLayer, device: torch.device) -> tuple[str, ...]:
+def instead_of_cudnn(layer: TreatedLayer, device: torch.device) -> tuple[str, ...]:
     """Say that a recurrent layer runs without cuDNN, where it would have run with it."""
     return (WITHOUT_CUDNN,) if device.type == "cuda" and isinstance(layer.module, nn.RNNBase) else ()
 
 
-def _proved(around: Surroundings, layer: TreatedLayer) -> dict[str, Any]:
+def _proved(self_check: SelfCheck | None, layer: TreatedLayer) -> dict[str, Any]:
     """Numbers of a covered layer's self-check, by the names of its facts."""
-    check = around.checks.get(layer.name)
+    check = None if self_check is None else self_check.layers.get(layer.name)
     if check is None:
         return {}
     return {

@@ -4,6 +4,7 @@ A layer that no gradient reached, or that turned out to mix examples, is not cov
 sums are freed with the others.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -20,6 +21,7 @@ from engine.collection.collection_state import CollectionState
 from engine.collection.ranks.owners import is_elsewhere, refuse_elsewhere
 from engine.errors import NonFiniteFactor
 from engine.factors.diagonal_sketch import DiagonalSketch
+from engine.factors.factor_set import LayerSums
 from engine.factors.kronecker_factors import HOST, Factors, mirrored_, to_storage
 from engine.factors.softmax_fisher import SoftmaxFisher
 from engine.factors.spilled_factors import spill
@@ -186,6 +188,44 @@ def flaw(found: LayerStatistics, collection: Collection) -> str | None:
     if found.calls == 0:
         return found.layer.reason_uncalled
     return None if reached else "no_gradient"
+
+
+def layer_sums(
+    found: LayerStatistics, group: int, *, weight_A: float | None = None, weight_G: float | None = None
+) -> LayerSums | None:
+    """Return the counts and sums of one group of a layer, once its pass is done."""
+    layer, holder = found.layer, found.leader or found
+    counted_A, counted_G = weight_A, weight_G
+    if weight_A is None or weight_G is None:
+        counted_A, counted_G = holder.total_A, found.total_G
+    if counted_A is None or counted_G is None:
+        return None
+    # of a part of the pass there are none
+    whole = weight_G is None
+    return LayerSums(
+        whole=layer.name,
+        reason_uncalled=layer.reason_uncalled,
+        weight_A=counted_A,
+        weight_G=counted_G,
+        rows_A=holder.rows_A,
+        rows_G=found.rows_G,
+        gradients=found.gradients,
+        unproven=found.unproven,
+        row_dtype=None
+        if found.representation.kind == "dense"
+        else str(found.representation.dtype).removeprefix("torch."),
+        examples=found.examples,
+        traces=_traces(found, group) if whole else None,
+        variance_A=holder.variance_A.sums(group) if whole else None,
+        variance_G=found.variance_G.sums(group) if whole else None,
+        tied=found.tied_sums if isinstance(found, TiedHeadStatistics) else None,
+    )
+
+
+def _traces(found: LayerStatistics, group: int) -> tuple[float, ...] | None:
+    own = found.trace_sums[3 * group : 3 * group + 3]
+    numbers = tuple(each for each in (*own, found.weights_squared) if each is not None and math.isfinite(each))
+    return numbers if len(numbers) == 4 else None
 
 
 def _activation(found: LayerStatistics) -> Tensor:

@@ -16,8 +16,7 @@ from catalog.requests.collection import Collection
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.artifacts import Artifacts, Held
 from engine.collection.collection_state import CollectionState, Snapshot
-from engine.collection.layer_facts import layer_sums
-from engine.collection.normalise import Stored, finish_layer
+from engine.collection.normalise import Stored, finish_layer, layer_sums
 from engine.factors.factor_set import LayerFacts, NestedSize
 from engine.factors.spilled_factors import spill
 from engine.model.batches import make_batches
