@@ -179,37 +179,20 @@ def read_factors(artifacts: Artifacts) -> FactorSet:
         ) from error
     entries = {entry.facts.ordinal: entry for entry in index.layers}
     held: _Held = WeakValueDictionary()
-    counts = index.counts
+    kept = ("declared", "collection", "woodbury", "looked_at", "parameters", "counted", "entered")
     return FactorSet(
         layers=tuple(entry.facts for entry in index.layers),
-        declared=index.declared,
-        collection=index.collection,
-        woodbury=index.woodbury,
+        **{name: getattr(index, name) for name in kept},
+        **{each.name: getattr(index.counts, each.name) for each in fields(CollectionCounts)},
         device="cpu",
         storage_policy="stored",
-        micro_batch=counts.micro_batch,
-        amp=counts.amp,
-        amp_fallback=counts.amp_fallback,
-        accumulation_precision=counts.accumulation_precision,
-        accumulation_fallback=counts.accumulation_fallback,
-        loss_scale=counts.loss_scale,
-        looked_at=index.looked_at,
         planned_peak_bytes=None,
-        nondeterministic=counts.nondeterministic,
         not_replayed=(),
         load=lambda ordinal: _load(artifacts, entries[ordinal], held),
         load_corrected=(lambda ordinal: _load_corrected(artifacts, entries[ordinal]))
         if index.collection.ekfac
         else None,
         nested=(),
-        counted=index.counted,
-        entered=index.entered,
-        trainable_parameters=counts.trainable_parameters,
-        examples=counts.examples,
-        updates=counts.updates,
-        passes=counts.passes,
-        parameters=index.parameters,
-        loss=counts.loss,
     )
 
 
