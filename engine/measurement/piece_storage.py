@@ -8,8 +8,6 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from torch import Tensor
-
 from engine.collect import collect_or_read, prepare_collection
 from engine.collection.checkpoints import fingerprint
 from engine.collection.ekfac_passes import correct_part, eigenvectors
@@ -68,7 +66,7 @@ def store_layers(workspace: Workspace, names: Collection[str]) -> None:
             write_bases(
                 workspace.ports.artifacts,
                 replace(whole, layers=tuple(layers)),
-                partial(_eigenvectors, workspace),
+                partial(eigenvectors, workspace),
             )
 
 
@@ -87,12 +85,7 @@ def store_bases(workspace: Workspace) -> None:
         if workspace.inputs.stored_decompositions:
             join_bases(workspace.ports.artifacts, whole, workspace.inputs.stored_decompositions)
         else:
-            decompose = partial(_eigenvectors, workspace)
-            write_bases(workspace.ports.artifacts, whole, decompose)
-
-
-def _eigenvectors(workspace: Workspace, factor: Tensor, layer: str) -> Tensor:
-    return eigenvectors(workspace, factor, layer)
+            write_bases(workspace.ports.artifacts, whole, partial(eigenvectors, workspace))
 
 
 def store_correction(workspace: Workspace) -> None:
