@@ -6,8 +6,7 @@ from dataclasses import replace
 from engine.accumulation.batch_variance import BatchVariance, activation_refusal, gradient_refusal
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.tied_statistics import TiedHeadStatistics
-from engine.collection.checkpoint_files import CheckpointForeign
-from engine.collection.checkpoints import Checkpoints, Resumed
+from engine.collection.checkpoints import CheckpointForeign, Checkpoints, Resumed
 from engine.collection.collection_state import CollectionState
 from engine.collection.normalise import foreseen_flaw
 from engine.collection.probe import ProbedModel

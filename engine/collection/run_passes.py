@@ -15,8 +15,7 @@ from typing import Any
 
 from engine.accumulation.input_arrival import UnusedCalls
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.collection.checkpoint_files import CheckpointForeign
-from engine.collection.checkpoints import Checkpoints, Resumed, fingerprint
+from engine.collection.checkpoints import CheckpointForeign, Checkpoints, Resumed, fingerprint
 from engine.collection.collection_state import CollectionState, Cursor, fields_of_state
 from engine.collection.data_pass import require_terms, run_pass
 from engine.collection.normalise import keep_factors

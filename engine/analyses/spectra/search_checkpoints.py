@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from engine.collection.checkpoint_files import CheckpointFiles, CheckpointForeign
+from engine.collection.checkpoints import CheckpointFiles, CheckpointForeign
 
 MANIFEST = "search/search.json"
 """The file that makes the others a checkpoint of a search."""

@@ -12,7 +12,7 @@ from catalog.requests.memory import Memory
 from catalog.requests.woodbury import Woodbury
 from engine.accumulation.batch_variance import BatchVariance
 from engine.collect import collect_or_read
-from engine.collection import checkpoint_files, data_pass, run_passes
+from engine.collection import checkpoints, data_pass, run_passes
 from engine.errors import StopRequested
 from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.factors.kronecker_factors import digest
@@ -348,7 +348,7 @@ def test_a_batch_that_is_halved_for_want_of_memory_counts_once(monkeypatch: pyte
 def test_a_resumed_collection_has_the_same_bits(
     options: dict[str, Any], parts: Any, stop_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_files, "_SHARE", 0)
+    monkeypatch.setattr(checkpoints, "_SHARE", 0)
 
     def made(scratch: MemoryArtifacts, stop: Callable[[], None] = lambda: None) -> Workspace:
         found = space(**options)
@@ -380,11 +380,11 @@ def test_a_resumed_collection_has_the_same_bits(
 
 
 def test_a_checkpoint_of_an_earlier_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_files, "_SHARE", 0)
+    monkeypatch.setattr(checkpoints, "_SHARE", 0)
     scratch, lines = MemoryArtifacts(), []
-    for number, name in enumerate((2, checkpoint_files._VERSION)):
+    for number, name in enumerate((2, checkpoints._VERSION)):
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint_files, "_VERSION", name)
+            patch.setattr(checkpoints, "_VERSION", name)
             made = space()
             made.ports.scratch, made.resume.checkpoint_seconds = scratch, 1e-9
             if number:

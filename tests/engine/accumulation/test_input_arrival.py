@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from engine.collect import collect_or_read
-from engine.collection import checkpoint_files
+from engine.collection import checkpoints
 from engine.collection.checkpoints import MANIFEST
 from engine.factors.factor_set import FactorSet
 from engine.workspace import Workspace
@@ -178,7 +178,7 @@ class Killed(Exception):
 
 
 def test_an_attempt_that_goes_on_knows_which_inputs_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_files, "_SHARE", 0)
+    monkeypatch.setattr(checkpoints, "_SHARE", 0)
     data = chunks(detached)
     scratch = MemoryArtifacts()
 

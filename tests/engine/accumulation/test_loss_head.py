@@ -13,7 +13,7 @@ from catalog.requests.inputs import Task
 from catalog.requests.woodbury import Woodbury
 from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
-from engine.collection import checkpoint_files
+from engine.collection import checkpoints
 from engine.errors import StopRequested
 from engine.factors.diagonal_sketch import DiagonalSketch
 from engine.factors.factor_set import FactorSet
@@ -254,7 +254,7 @@ def test_nested_sizes_are_those_of_the_first_examples() -> None:
 def test_a_stopped_collection_ends_with_the_same_bits(
     stop_at: int, monkeypatch: pytest.MonkeyPatch, *, tied: bool
 ) -> None:
-    monkeypatch.setattr(checkpoint_files, "_SHARE", 0)
+    monkeypatch.setattr(checkpoints, "_SHARE", 0)
 
     def made(scratch: MemoryArtifacts, stop: int = 0) -> Workspace:
         own = space(language_model(tied=tied), texts(), fisher="mc", batch_size=1, ema_decay=0.9)

@@ -18,7 +18,7 @@ from engine.analyses.fewshot import training_run
 from engine.analyses.fewshot.episode_tests import EpisodeTest
 from engine.analyses.fewshot.fewshot_model import Episodes
 from engine.analyses.fewshot_training import FewshotTraining, estimate_training
-from engine.collection import checkpoint_files
+from engine.collection import checkpoints
 from engine.errors import BudgetExceeded, NonFiniteLoss, OutOfMemory, StopRequested, UsageError
 from engine.fewshot.strokes import draw
 from engine.image_data import SPLITS, ImageData, Split
@@ -157,7 +157,7 @@ def test_a_budget_is_met_by_smaller_slices_and_never_slower_with_more() -> None:
 
 
 def test_a_killed_training_ends_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_files, "_SHARE", 0)
+    monkeypatch.setattr(checkpoints, "_SHARE", 0)
     # one whose best epoch may lie before the kill
     options: dict[str, Any] = {"num_epoch": 3, "method": "ProFOCT_cosine", "optimiser": "Adam"}
     truth = space(**options)
@@ -191,7 +191,7 @@ def test_a_killed_training_ends_with_the_same_bits(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_checkpoint_of_other_images_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_files, "_SHARE", 0)
+    monkeypatch.setattr(checkpoints, "_SHARE", 0)
     first = space()
     first.ports.scratch, first.resume.checkpoint_seconds = MemoryArtifacts(), 1e-9
     run(first)
@@ -205,7 +205,7 @@ def test_a_checkpoint_of_other_images_is_discarded(monkeypatch: pytest.MonkeyPat
 
 def test_a_checkpoint_of_other_weights_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of weights that is replaced under its name begins another training."""
-    monkeypatch.setattr(checkpoint_files, "_SHARE", 0)
+    monkeypatch.setattr(checkpoints, "_SHARE", 0)
     given = [space(seed=seed) for seed in (1, 2)]
     for each in given:
         run(each)
@@ -221,7 +221,7 @@ def test_a_checkpoint_of_other_weights_is_discarded(monkeypatch: pytest.MonkeyPa
 
 def test_a_checkpoint_of_another_precision_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor without units for bfloat16 trains in float32, and has the same capability to torch."""
-    monkeypatch.setattr(checkpoint_files, "_SHARE", 0)
+    monkeypatch.setattr(checkpoints, "_SHARE", 0)
     narrow = TrainingPrecision(compute_dtype=torch.bfloat16)
     lines: list[str] = []
     kept = MemoryArtifacts()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from catalog.analyses.spectrum import SpectrumParams
 from engine.analyses.spectra.search_checkpoints import MANIFEST, SearchCheckpoints
-from engine.collection import checkpoint_files
+from engine.collection import checkpoints
 from engine.workspace import Workspace
 from tests.engine.analyses.test_spectrum import data, job, outcome, run
 from tests.oracles import MemoryArtifacts
@@ -56,7 +56,7 @@ def ended(made: Workspace) -> str:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_files, "_SHARE", 0)
+    monkeypatch.setattr(checkpoints, "_SHARE", 0)
 
 
 def moments(made: Workspace) -> list[MemoryArtifacts]:

@@ -14,7 +14,7 @@ from engine.accumulation.layer_statistics import LayerStatistics
 from engine.analyses.factors import KeptFactors
 from engine.artifacts import save_sealed
 from engine.collect import collect_or_read
-from engine.collection import checkpoint_files
+from engine.collection import checkpoints
 from engine.collection.checkpoints import MANIFEST, Checkpoints
 from engine.errors import NonFiniteLoss, StopRequested
 from engine.memory.plan import Chosen
@@ -100,8 +100,8 @@ def said(made: Workspace) -> list[str]:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint after every batch, whatever the last one took, in more than one file."""
-    monkeypatch.setattr(checkpoint_files, "_SHARE", 0)
-    monkeypatch.setattr(checkpoint_files, "_FILE_BYTES", 600)
+    monkeypatch.setattr(checkpoints, "_SHARE", 0)
+    monkeypatch.setattr(checkpoints, "_FILE_BYTES", 600)
 
 
 def stopped(scratch: MemoryArtifacts, stop_at: int, **more: Any) -> None:
@@ -375,7 +375,7 @@ def test_a_fault_after_resuming_names_the_same_examples() -> None:
 
 
 def test_no_checkpoint_sooner_than_it_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_files, "_SHARE", 20)
+    monkeypatch.setattr(checkpoints, "_SHARE", 20)
     made = space(MemoryArtifacts())
     now = 0.0
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.collection import checkpoint_files
+from engine.collection import checkpoints
 from engine.distributed.group import join
 from tests.engine.collection.killed_attempts import KINDS, WAYS, Attempt, Moments, Setting, harms, killed, outcome
 from tests.engine.distributed.rank_processes import run_ranks
@@ -46,8 +46,8 @@ def pair(settings: list[Setting]) -> list[Setting]:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint after every batch, in several files, and no waiting for a disk."""
-    monkeypatch.setattr(checkpoint_files, "_SHARE", 0)
-    monkeypatch.setattr(checkpoint_files, "_FILE_BYTES", 600)
+    monkeypatch.setattr(checkpoints, "_SHARE", 0)
+    monkeypatch.setattr(checkpoints, "_FILE_BYTES", 600)
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
@@ -115,7 +115,7 @@ def test_a_batch_without_loss_terms_proves_nothing_of_a_layer(tmp_path: Path) ->
 
 def campaign(rank: int, size: int, root: Path, settings: list[Setting]) -> list[tuple[Any, ...]]:
     """Kill both ranks of every setting; return each kill with the layers that differ, and how the attempt went on."""
-    checkpoint_files._SHARE, checkpoint_files._FILE_BYTES = 0, 600
+    checkpoints._SHARE, checkpoints._FILE_BYTES = 0, 600
     os.fsync = lambda _: None
     own, results = root / str(rank), list[tuple[Any, ...]]()
     for number, setting in enumerate(settings):

@@ -154,7 +154,7 @@ def test_a_pass_that_fails_late_keeps_the_passes_before_it(monkeypatch: pytest.M
 def test_a_second_attempt_goes_on_from_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     made, undisturbed = space(batch_size=1), space(batch_size=1)
     made.ports.scratch, made.resume.checkpoint_seconds = MemoryArtifacts(), 1e-9
-    monkeypatch.setattr("engine.collection.checkpoint_files._SHARE", 0)
+    monkeypatch.setattr("engine.collection.checkpoints._SHARE", 0)
     lines: list[str] = []
     made.ports.log = lambda _, line: lines.append(line)
     wanted, _, (whole,) = disturbed(monkeypatch, undisturbed, lambda _: None)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from engine.analyses.factors import KeptFactors
-from engine.collection import checkpoint_files
+from engine.collection import checkpoints
 from engine.memory.budget import give_back_host_memory
 from engine.memory.memory_curve import MOST_POINTS, MemoryCurve, Sample, thinned
 from tests.oracles import MemoryArtifacts, workspace
@@ -56,7 +56,7 @@ def test_it_never_grows_beyond_its_bound() -> None:
 
 
 def test_every_operation_has_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_files, "_SHARE", 0)
+    monkeypatch.setattr(checkpoints, "_SHARE", 0)
     torch.manual_seed(0)
     chunks = [(torch.randn(4, 6), torch.tensor([0, 1, 2, 0])) for _ in range(3)]
     made = workspace(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)), chunks, "classification", batch_size=4)

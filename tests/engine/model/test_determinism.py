@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
-from engine.collection import checkpoint_files, layer_facts
+from engine.collection import checkpoints, layer_facts
 from engine.collection.layer_facts import WITHOUT_CUDNN, instead_of_cudnn
 from engine.errors import StopRequested
 from engine.model.determinism import Numerics, set_numerics
@@ -101,7 +101,7 @@ def test_a_callers_filters_hide_no_alert_and_are_restored() -> None:
 
 
 def test_alerts_before_a_checkpoint_are_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_files, "_SHARE", 0)
+    monkeypatch.setattr(checkpoints, "_SHARE", 0)
     scratch, stopped = MemoryArtifacts(), 0
 
     def attempt(stop_at: int | None) -> Workspace:

@@ -68,16 +68,16 @@ def fsync(descriptor):
     real(descriptor)
 
 os.fsync = fsync
-from engine.collection import checkpoint_files
-checkpoint_files._SHARE = 0
+from engine.collection import checkpoints
+checkpoints._SHARE = 0
 from worker.execution.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
 
 AT_EVERY_BATCH = """
 import sys
-from engine.collection import checkpoint_files
-checkpoint_files._SHARE = 0
+from engine.collection import checkpoints
+checkpoints._SHARE = 0
 from worker.execution.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
