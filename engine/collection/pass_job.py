@@ -12,6 +12,7 @@ from catalog.requests.inputs import Task
 from engine.collection.ranks.turns import numbered
 from engine.collection.subsamples import Sizes
 from engine.errors import DataDiffer, EmptyData, ModelRefused
+from engine.factors.factor_set import FactorSet
 from engine.factors.representation import Representation
 from engine.gradient_identity.self_check import SelfCheck
 from engine.layers.layer import TreatedLayer
@@ -90,6 +91,13 @@ class PassJob:
             heard=set(),
             precision=choose_precision(collection.amp, device, collection.precision),
         )
+
+    @classmethod
+    def again(cls, workspace: Workspace, whole: FactorSet) -> "PassJob":
+        """Return what passes need over the examples of a collection once more, without autocast."""
+        dtype = torch.float64 if whole.collection.dtype == "float64" else torch.float32
+        job = replace(cls.of(workspace, workspace.machine.device), collection=whole.collection, dtype=dtype)
+        return replace(job, precision=Precision(), micro_batch=whole.micro_batch, entered=whole.entered).settled()
 
     def batches(self) -> Iterator[Batch]:
         """The data, anew, in batches on the device."""

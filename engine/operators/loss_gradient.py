@@ -16,7 +16,6 @@ from engine.factors.factor_set import FactorSet, LayerFacts, ParameterShape
 from engine.factors.kronecker_factors import digest
 from engine.layers.coverage_check import survey_layers
 from engine.memory.plan import readable_bytes
-from engine.model.determinism import Numerics
 from engine.operators.data_gradient import GradientPass
 from engine.operators.parameter_space import ParameterSpace
 from engine.operators.row_inputs import RowInputs, row_inputs
@@ -175,31 +174,17 @@ def data_gradient(
     Memory:
         Twice the parameters, the graph of a slice, and T · in_dim numbers of each layer that keeps gradient rows.
     """
-    inputs, collection = workspace.inputs, factors.collection
-    if inputs.model is None or inputs.task is None:
-        raise ValueError("the data's gradient needs a model and a task")
-    dtype = torch.float64 if collection.dtype == "float64" else torch.float32
+    job = PassJob.again(workspace, factors)
     watched: dict[int, RowInputs] = {}
     refused: dict[int, str] = {}
     if rows:
-        treated = survey_layers(inputs.model, collection).treated
+        treated = survey_layers(job.model, factors.collection).treated
         watched, refused = row_inputs(
-            factors, treated, dtype, lambda size: workspace.machine.guard.fits(host_bytes=size)
+            factors, treated, job.dtype, lambda size: workspace.machine.guard.fits(host_bytes=size)
         )
         for watcher in watched.values():
             size = watcher.inner.numel() * watcher.inner.element_size()
             workspace.ports.log("debug", f"layer `{watcher.facts.name}`: {readable_bytes(size)} of its rows' inputs")
-    job = PassJob(
-        workspace=workspace,
-        model=inputs.model,
-        task=inputs.task,
-        collection=collection,
-        dtype=dtype,
-        numerics=Numerics.here(workspace.machine.device, workspace.resume.numerics),
-        heard=set(),
-        micro_batch=factors.micro_batch,
-        entered=factors.entered,
-    ).settled()
     names = [each.name for each in space.parameters]
     run = GradientPass(
         job=job, names=names, updates=factors.updates, report=report, watchers=tuple(watched.values())

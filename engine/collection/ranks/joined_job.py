@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-import torch
-
 from engine.collection.checkpoints import fingerprint
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import Probe, ProbedModel
@@ -21,7 +19,6 @@ from engine.errors import ModelRefused, RanksRefused, UsageError
 from engine.factors.factor_set import FactorSet
 from engine.factors.representation import Representation
 from engine.memory.plan import Plan
-from engine.model.mixed_precision import Precision
 from engine.model.sharding.gathering import gather_on_request
 from engine.model.sharding.units import describe_units
 from engine.workspace import Workspace
@@ -168,6 +165,4 @@ def pass_again(workspace: Workspace, whole: FactorSet, field: str, asked: str) -
             pointer=f"/{field.replace('.', '/')}",
         )
     require_one_rank(workspace, field)
-    dtype = torch.float64 if whole.collection.dtype == "float64" else torch.float32
-    job = replace(PassJob.of(workspace, workspace.machine.device), collection=whole.collection, dtype=dtype)
-    return replace(job, precision=Precision(), micro_batch=whole.micro_batch, entered=whole.entered).settled()
+    return PassJob.again(workspace, whole)
