@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from catalog.analyses.spectrum import SpectrumParams
 from engine.analyses.spectra.search_checkpoints import MANIFEST, SearchCheckpoints
+from engine.artifacts import save_sealed
 from engine.collection import checkpoints
+from engine.factors.kronecker_factors import digest
 from engine.workspace import Workspace
 from tests.engine.analyses.test_spectrum import data, job, outcome, run
 from tests.oracles import MemoryArtifacts
@@ -124,3 +126,18 @@ def test_a_discarded_search_leaves_nothing() -> None:
     assert SearchCheckpoints(workspace=again, conditions={}).find() is None
     assert not named & left.tensors.keys()
     assert MANIFEST not in left.tables
+
+
+def test_a_search_of_an_earlier_format_is_discarded() -> None:
+    """As a version that wrote each tensor into a file of its own has left it."""
+    made, scratch, lines = space(), MemoryArtifacts(), list[str]()
+    made.ports.scratch, made.resume.checkpoint_seconds = scratch, 1e-9
+    made.ports.log = lambda _, line: lines.append(line)
+    tensor, file = torch.ones(3), "search/1.0.safetensors"
+    scratch.save_tensors(file, {"basis": tensor}, {})
+    body = {"format": "kronoscope-search/2", "serial": 1, "conditions": {}, "files": {file: {"basis": digest(tensor)}}}
+    save_sealed(scratch, MANIFEST, body)
+    assert SearchCheckpoints(workspace=made, conditions={}).find() is None
+    assert not scratch.tensors
+    assert not scratch.tables
+    assert lines == ["the checkpoint of an earlier attempt's search is discarded: it is of another format"]
