@@ -1,9 +1,7 @@
 """Checkpoints of a search or a training: its state so far, so that a killed job goes on where it was.
 
-At an interval, between two passes over the data or two steps, the state is written into the job's scratch place, the
-tensors first, under new names, and the manifest last: it replaces the one before in one step, with a digest of its own
-and one of each tensor. A later attempt with the same factors, options and numerics continues with the same bits; one
-that does not belong, or does not read as written, is discarded with a line in the log.
+They are written between two passes over the data or two steps. A later attempt with the same factors, options and
+numerics continues with the same bits.
 """
 
 from collections.abc import Mapping
