@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from catalog.analyses.analysis import RefusedAnalysis
-from catalog.frames import Divided, Finished, Stopped, Summarised, layer_frame
+from catalog.frames import Divided, Failed, Finished, Stopped, Summarised, layer_frame
 from catalog.record import plain
 from catalog.requests.assignment import Assignment, read_assignment
 from engine.analyses.run_analyses import run_analyses
@@ -34,13 +34,10 @@ from worker.execution.input_digests import factors_digest
 from worker.execution.pieces.division import compute_piece
 from worker.execution.ranks.rank_link import connect, read_assignment_text
 from worker.execution.sources import open_inputs
+from worker.process.crash import EXIT_CODES, exit_code
 
 gc.freeze()
 gc.enable()
-
-EXIT_STOPPED = 5
-EXIT_DIVIDED = 6
-_EXIT_CODES = {"usage": 2, "transient": 3, "fatal": 4}
 
 
 def execute(assignment: Assignment, pipe: FramePipe, checkpoint: StopFlag) -> Finished | Divided:
@@ -97,19 +94,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = sys.stdin.buffer.read() if ranked is None else read_assignment_text()
         assignment = read_assignment(text)
         callers = CallerCode.of(assignment)
-        finished = execute(assignment, pipe, stop)
+        last: Finished | Failed | Stopped | Divided = execute(assignment, pipe, stop)
     except StopRequested:
-        pipe.send(Stopped())
-        return EXIT_STOPPED
+        last = Stopped()
     except BrokenPipeError:
         # the reader is gone: the parent has ended, and the guardian is about to end this process
-        return _EXIT_CODES["fatal"]
+        return EXIT_CODES["fatal"]
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, the parent gets it
-        failed = failure_of(error, callers)
-        pipe.send(failed)
-        return _EXIT_CODES[failed.category]
-    pipe.send(finished)
-    return EXIT_DIVIDED if isinstance(finished, Divided) else 0
+        last = failure_of(error, callers)
+    pipe.send(last)
+    return exit_code(last)
 
 
 def run(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -5,7 +5,7 @@ before a tensor is read; names, shapes and values are held against the model's p
 engine, which knows them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,18 +111,30 @@ def _read_tensors(
 
 def load_model(document: JobDocument, context: LoaderContext) -> LoadedModel:
     """Load the model that the document names."""
-    source: Any = document.model
-    loader = MODEL_SOURCES.get(source.source)
+    loaded: LoadedModel = _open(MODEL_SOURCES, document.model, ("model", "models"), context, document.task, context)
+    return loaded
+
+
+def _open(
+    sources: Mapping[str, str],
+    source: Any,  # noqa: ANN401 - any of the catalog's
+    stage: tuple[str, str],
+    context: LoaderContext,
+    *arguments: object,
+) -> Any:  # noqa: ANN401 - as its loader returns it
+    """Have a source of the document opened by its loader; the stage is the block's name and the unit of progress."""
+    block, unit = stage
+    loader = sources.get(source.source)
     if loader is None:
         raise Refusal(
-            f"`source: {source.source}` is not served here; take one of {', '.join(MODEL_SOURCES)}",
-            pointer="/model/source",
+            f"`source: {source.source}` is not served here; take one of {', '.join(sources)}",
+            pointer=f"/{block}/source",
             code="unsupported_source",
         )
-    context.report("model", 0, None, "models")
-    loaded: LoadedModel = resolve(loader)(source, document.task, context)
+    context.report(block, 0, None, unit)
+    opened = resolve(loader)(source, *arguments)
     context.checkpoint()
-    return loaded
+    return opened
 
 
 def load_data(document: JobDocument, loaded: LoadedModel, context: LoaderContext) -> DataStream:
@@ -139,7 +151,7 @@ def enter_data(document: JobDocument, loaded: LoadedModel, context: LoaderContex
     asked = document.given("query")
     if asked is not None:
         kind, source = asked
-        block, quiet = getattr(document, kind).block, replace(context, describe=_ignore)
+        block, quiet = getattr(document, kind).block, replace(context, describe=lambda *_: None)
         try:
             query = _stream(source, document, block, _noting(loaded, pads), quiet, kind)
         except Refusal as refused:
@@ -179,17 +191,10 @@ def _stream(
     kind: str | None = None,
 ) -> DataStream:
     """Open the data, or the query of an analysis of this kind."""
-    loader = DATA_SOURCES.get(source.source)
-    if loader is None or document.task is None:
-        raise Refusal(
-            f"`source: {source.source}` is not served here; take one of {', '.join(DATA_SOURCES)}",
-            pointer="/data/source",
-            code="unsupported_source",
-        )
-    context.report("data", 0, None, "sources")
     texts = document.given("texts")
+    task: Any = document.task  # the catalog requires one beside data
     request = DataRequest(
-        task=document.task,
+        task=task,
         loaded=loaded,
         batch_size=batch_size,
         seed=document.collection.seed,
@@ -197,13 +202,8 @@ def _stream(
         block="data" if kind is None else "query",
         texts=texts is not None and texts[1],
     )
-    stream: DataStream = resolve(loader)(source, request)
-    context.checkpoint()
+    stream: DataStream = _open(DATA_SOURCES, source, ("data", "sources"), context, request)
     return validate_chunks(stream, loaded, "/data" if kind is None else f"/{kind}/query")
-
-
-def _ignore(*_: object) -> None:
-    """Discard the report."""
 
 
 def try_before_training(document: JobDocument, context: LoaderContext) -> None:
@@ -215,7 +215,7 @@ def try_before_training(document: JobDocument, context: LoaderContext) -> None:
     if make is None:
         return
     # the loaders have their say in the log when the job itself loads
-    quiet = replace(context, log=_ignore, note=_ignore, unused=_ignore, describe=_ignore, adapted=_ignore)
+    quiet = context.quiet()
     bare = load_model(document, replace(quiet, shapes_only=True))
     resolve("worker.execution.models.builtin:try_untrained")(make, load_data(document, bare, quiet), document.task)
     context.checkpoint()
@@ -305,17 +305,7 @@ class OpenedImages:
 
 def load_images(document: JobDocument, context: LoaderContext) -> OpenedImages:
     """Open the images that a document names: three splits of one image shape, which share no class and no image."""
-    source: Any = document.data
-    loader = IMAGE_SOURCES.get(source.source)
-    if loader is None:
-        raise Refusal(
-            f"`source: {source.source}` is not served here; take one of {', '.join(IMAGE_SOURCES)}",
-            pointer="/data/source",
-            code="unsupported_source",
-        )
-    context.report("data", 0, None, "sources")
-    data: ImageData = resolve(loader)(source, context)
-    context.checkpoint()
+    data: ImageData = _open(IMAGE_SOURCES, document.data, ("data", "sources"), context, context)
     given = document.given("weights")
     if given is None or context.shapes_only:
         return OpenedImages(data=data)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,10 @@ class LoaderContext:
 
     adapted: Callable[[AppliedAdapter], None] = _ignore
     """Receives the adapter that was applied to the model."""
+
+    def quiet(self) -> "LoaderContext":
+        """Return a context for what is read once more, or is not the job's data: nobody hears of it."""
+        return replace(self, log=_ignore, note=_ignore, unused=_ignore, describe=_ignore, adapted=_ignore)
 
     def notice(self, message: str) -> None:
         """Say in log and record that numbers are of something else than what stands in a folder or file."""

@@ -35,10 +35,8 @@ from worker.foreground.output_folder import OutputFolder, OutputRefused, read_or
 from worker.foreground.piece_runs import PieceRuns
 from worker.process.attended_child import Last
 from worker.process.child_process import EXECUTION
-from worker.process.crash import failure_frame
+from worker.process.crash import EXIT_CODES, exit_code, failure_frame
 
-EXIT_STOPPED = 5
-_EXIT_CODES = {"usage": 2, "transient": 3, "fatal": 4}
 _MAX_REQUEST_BYTES = 4 * 2**20
 _CHECKPOINT_SECONDS = 60.0
 _PASSED_ON = (
@@ -165,9 +163,7 @@ def _end(folder: OutputFolder, last: Last, echo: Echo) -> int:
     except OSError as error:
         last = trouble(error)
     echo(last)
-    if isinstance(last, Failed):
-        return _EXIT_CODES[last.category]
-    return 0 if isinstance(last, Finished) else EXIT_STOPPED
+    return exit_code(last)
 
 
 def _apart(document: Any) -> tuple[Any, Schedule]:  # noqa: ANN401 - the child has not judged it yet
@@ -189,7 +185,7 @@ def _seconds_left(schedule: Schedule, now: float) -> float | None:
 
 def _refuse(echo: Echo, message: str, code: str) -> int:
     echo(failure_frame("usage", code, message))
-    return _EXIT_CODES["usage"]
+    return EXIT_CODES["usage"]
 
 
 def _read_request(descriptor: int) -> tuple[bytes, bool]:

@@ -8,7 +8,7 @@ import signal
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from catalog.frames import Failed
+from catalog.frames import Divided, Failed, Finished, Stopped
 from worker.process.guardian import NOT_STARTED
 
 DEVICE_LOST = "device_lost"
@@ -22,6 +22,9 @@ OOM = "oom"
 
 BROKEN_CHILD = "broken_child"
 """The code of a failure of a process that said what none of ours would."""
+
+EXIT_CODES = {"finished": 0, "usage": 2, "transient": 3, "fatal": 4, "stopped": 5, "divided": 6}
+"""Exit codes of a computing process by its last frame, of failures by who acts."""
 
 LOST_PARTS = (DEVICE_LOST, RANK_LOST, OOM)
 """Codes of last frames that report a crash: of a device, or of one rank of several."""
@@ -56,6 +59,11 @@ def failure_frame(
 ) -> Failed:
     """Return a failure that concerns the whole attempt, so without a layer."""
     return Failed(category=category, code=code, message=message, pointer=pointer, layer=None, detail=detail)
+
+
+def exit_code(last: Finished | Failed | Stopped | Divided) -> int:
+    """Return the exit code of a process that ends with this frame."""
+    return EXIT_CODES[last.category if isinstance(last, Failed) else last.frame]
 
 
 def ending(code: int) -> str:

@@ -70,10 +70,6 @@ def english_bytes(length: int) -> Tensor:
     return torch.frombuffer(bytearray(text[: rows * length]), dtype=torch.uint8).to(torch.int64).view(rows, length)
 
 
-def _ignore(*_: object) -> None:
-    """Discard the report."""
-
-
 def load(source: BuiltinData, request: DataRequest) -> DataStream:
     """Open the digits as images with classes, or English as bytes or as the model's own tokens."""
     if source.name == "digits":
@@ -81,7 +77,7 @@ def load(source: BuiltinData, request: DataRequest) -> DataStream:
     vocabulary = request.loaded.vocabulary
     if vocabulary is not None and vocabulary.arguments:
         # that its paragraphs are cut is what this data set is
-        quiet = replace(request, context=replace(request.context, log=_ignore, note=_ignore))
+        quiet = replace(request, context=replace(request.context, log=lambda *_: None, note=lambda *_: None))
         return text_stream(english_paragraphs()[: source.limit], None, _TOKENS, quiet, "/data")
     rows = english_bytes((vocabulary.max_length if vocabulary is not None else None) or 64)[: source.limit]
     if request.task.type != "causal_lm":

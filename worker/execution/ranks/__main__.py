@@ -30,10 +30,8 @@ from catalog.frames import Failed, Finished
 from worker.execution.frame_pipe import FramePipe
 from worker.execution.ranks.rank_hub import ADDRESS, RankHub, last_frame
 from worker.execution.ranks.rank_link import read_assignment_text
-from worker.process.crash import OOM, RANK_LOST
+from worker.process.crash import OOM, RANK_LOST, exit_code
 
-_EXIT_CODES = {"usage": 2, "transient": 3, "fatal": 4}
-_EXIT_STOPPED = 5
 _STOP_SECONDS = 6
 """From SIGTERM to SIGKILL of the ranks, shorter than the parent's own patience with this process."""
 _LOOK_SECONDS = 0.1
@@ -102,11 +100,9 @@ def main(arguments: Sequence[str] | None = None, command: Sequence[str] = RANK) 
         if isinstance(last, Failed) and last.code in (RANK_LOST, OOM):
             pipe.log("warning", last.message)  # the attempt's failure is forgotten when the next one succeeds
         pipe.send(last)
-    if isinstance(last, Finished):
-        if scratch:
-            shutil.rmtree(scratch, ignore_errors=True)
-        return 0
-    return _EXIT_CODES[last.category] if isinstance(last, Failed) else _EXIT_STOPPED
+    if isinstance(last, Finished) and scratch:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return exit_code(last)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class RankEnd:
     """Whether the launcher ended it, since another rank had failed."""
 
 
-def last_frame(ends: Sequence[RankEnd], *, stopped: bool, exhausted: bool = False) -> Frame:
+def last_frame(ends: Sequence[RankEnd], *, stopped: bool, exhausted: bool = False) -> Finished | Failed | Stopped:
     """Return the frame that ends the job, from each rank's own and from how it ended.
 
     ::
