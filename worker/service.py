@@ -31,7 +31,7 @@ from jobs.tenancy.shared_workers import require_walls
 from worker.agent.agent import Agent
 from worker.agent.isolation import measure_isolation
 from worker.agent.maintenance import WorkerMaintenance
-from worker.devices.discover import gpus_given, process_space
+from worker.devices import gpus_given, process_space
 from worker.disk.cache_folder import tenants_caches
 from worker.lifetime import end_by_itself
 from worker.process.child_process import Child, child_environment

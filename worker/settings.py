@@ -18,7 +18,7 @@ from catalog.requests.pieces import DecomposeRound
 from jobs.environment import Flag, Limit, Variables, split_list
 from jobs.errors import SettingsInvalid
 from jobs.settings import ServiceSettings
-from worker.devices.discover import usual_slots
+from worker.devices import usual_slots
 from worker.lifetime import Lifetime, LifetimeSettings
 from worker.process.confinement import Confinement
 

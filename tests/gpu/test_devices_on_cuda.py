@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from worker.devices.discover import devices_of, nvidia_gpus
+from worker.devices import devices_of, nvidia_gpus
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,7 @@ from jobs.queue.claims import claim
 from jobs.schema.database import writing
 from jobs.schema.tables import jobs
 from worker.agent.agent import Agent
-from worker.devices.discover import host
+from worker.devices import host
 from worker.lifetime import ENDING_SECONDS, Lifetime, LifetimeSettings, end_by_itself
 
 NOW = 1_800_000_000.0

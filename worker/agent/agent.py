@@ -25,7 +25,7 @@ from jobs.scheduling.waiting_reason import readable
 from jobs.tenancy.shared_workers import ALLOWED_WITHOUT, REMEDY, has_second_tenant, keeps_tenants_apart, missing_walls
 from worker.agent.registration import Registration
 from worker.agent.worker_locks import WorkerLock
-from worker.devices.device_health import DeviceHealth
+from worker.devices import DeviceHealth
 from worker.disk.free_space import free_bytes
 from worker.lifetime import DRAIN_SECONDS
 from worker.process.child_process import EXECUTION

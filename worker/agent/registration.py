@@ -16,8 +16,7 @@ from jobs.devices.registry import Device, Worker, forget_silent, leased_devices,
 from jobs.errors import LedgerUnavailable
 from jobs.rounds import Rounds
 from jobs.schema.identifiers import new_id
-from worker.devices.device_health import DeviceHealth
-from worker.devices.discover import Provider, devices_of, process_space
+from worker.devices import DeviceHealth, Provider, devices_of, process_space
 from worker.settings import WorkerSettings
 
 _FORGET_SECONDS = 300

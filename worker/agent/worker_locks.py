@@ -21,7 +21,7 @@ from pathlib import Path
 
 import structlog
 
-from worker.devices.discover import boot_id
+from worker.devices import boot_id
 
 _FOLDER = ".workers"
 _FORGET_SECONDS = 15.0

@@ -25,7 +25,7 @@ from jobs.objects.artifacts import view_of
 from jobs.objects.scratch import Scratch
 from jobs.queue.attempt_writes import write_log_line
 from jobs.records import Claim
-from worker.devices.discover import devices_of, gpus_given, host
+from worker.devices import devices_of, gpus_given, host
 from worker.process.child_process import EXECUTION, RANKS, Child, Hold, child_environment
 from worker.process.confinement import Confinement, DiskLimit
 from worker.process.namespaces import Namespaces

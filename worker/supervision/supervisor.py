@@ -13,7 +13,7 @@ It starts the child, has its frames written (``worker.supervision.frame_writer``
     a device that failed             -> crash: queued again; the same crash twice in a row -> failed
     misplaced by its plan            -> queued again, uncounted, for a device that holds it
     never begun: its process cannot
-    be started, its device not used  -> queued again, uncounted, for another worker (``worker.devices.device_health``)
+    be started, its device not used  -> queued again, uncounted, for another worker (``worker.devices``)
     lease lost                       -> nothing is written
 """
 
@@ -38,7 +38,7 @@ from jobs.queue import attempt_endings
 from jobs.queue.crash_signatures import record_crash
 from jobs.queue.division import divide
 from jobs.records import Claim
-from worker.devices.device_health import DeviceHealth
+from worker.devices import DeviceHealth
 from worker.process.attended_child import AttendedChild, row_name
 from worker.process.child_process import EXECUTION, Child, MalformedFrame
 from worker.process.crash import (

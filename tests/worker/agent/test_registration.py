@@ -21,10 +21,10 @@ from jobs.scheduling.placement import has_future_work, next_places
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
 from jobs.schema.tables import device_leases, workers
+from worker import devices as discover
 from worker.agent.agent import Agent
 from worker.agent.registration import Registration
-from worker.devices import discover
-from worker.devices.discover import devices_of, fake_gpu, host
+from worker.devices import devices_of, fake_gpu, host
 from worker.execution.computing_environment import computing_device
 from worker.execution.failures import failure_of
 from worker.execution.refusal import Unavailable

@@ -14,11 +14,10 @@ from jobs.devices.registry import list_devices
 from jobs.schema.database import reading, writing
 from jobs.schema.tables import device_leases, jobs, workers
 from tests.queue_order import next_claimable
+from worker import devices as device_health_module
 from worker.agent.agent import Agent
 from worker.agent.registration import Registration
-from worker.devices import device_health as device_health_module
-from worker.devices.device_health import LONGEST_REST_SECONDS, WITHHELD_SECONDS, DeviceHealth
-from worker.devices.discover import fake_gpu
+from worker.devices import LONGEST_REST_SECONDS, WITHHELD_SECONDS, DeviceHealth, fake_gpu
 from worker.process import child_process as child_module
 from worker.supervision import supervisor as supervisor_module
 

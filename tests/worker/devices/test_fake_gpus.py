@@ -9,7 +9,7 @@ from jobs.devices.registry import list_devices
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import writing
 from jobs.schema.tables import jobs
-from worker.devices.discover import fake_gpu
+from worker.devices import fake_gpu
 
 pytestmark = pytest.mark.real_programs
 

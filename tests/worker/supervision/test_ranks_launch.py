@@ -6,7 +6,7 @@ import pytest
 
 from jobs.devices.leases import DeviceLease
 from jobs.records import Claim
-from worker.devices.discover import host
+from worker.devices import host
 from worker.supervision.child_launch import assignment, computing_threads, environment
 
 MIB = 2**20

@@ -30,7 +30,7 @@ from jobs.schema.database import reading, writing
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import jobs, outbox
 from jobs.tenancy.quotas import set_quota
-from worker.devices.discover import host
+from worker.devices import host
 from worker.process import attended_child
 from worker.supervision import lease_monitor
 from worker.supervision.supervisor import Supervisor

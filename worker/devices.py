@@ -1,15 +1,21 @@
-"""Discovered devices of this worker: NVIDIA's GPUs, GPUs that are only a number of bytes, or the host itself.
+"""Devices of this worker: NVIDIA's GPUs, GPUs that are only a number of bytes, or the host itself; and their health.
 
 A provider reads its devices anew at each call. NVIDIA's are read through its management library, which makes no
 context on the GPU, so this process holds none of its memory; they are known by UUID, since their numbers differ
 from process to process. A *fake* GPU is a capacity in bytes and computes on the CPU, held to that capacity: what is
 leased, reserved and refused on a machine without a GPU is so by the same code. A host's memory is that of the
 machine, or of the control group that bounds it.
+
+A device that did not come up for a job, and a process that cannot be started at all, are no fault of the job's: it is
+handed back, uncounted, for others to take. The worker offers such a device no more for some minutes, and takes nothing
+for some seconds, ever longer, while nothing can be started.
 """
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 
@@ -27,6 +33,11 @@ _SLOT_BYTES = 4 * 2**30
 """Host memory of a job on a GPU: with less there is hardly room beside CUDA's libraries."""
 _NODES = Path("/dev")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+WITHHELD_SECONDS = 300.0
+"""How long a device is not offered that did not come up; then the next job tries it again."""
+FIRST_REST_SECONDS = 5.0
+"""How long nothing is taken after a process that could not be started; twice as long after each further one."""
+LONGEST_REST_SECONDS = 60.0
 
 
 def devices_of(node: str, fake_gpus: tuple[int, ...], environ: Mapping[str, str] = os.environ) -> Provider:
@@ -225,3 +236,51 @@ def _uuid(handle: object) -> str | None:
         return str(pynvml.nvmlDeviceGetUUID(handle))
     except pynvml.NVMLError:
         return None
+
+
+class DeviceHealth:
+    """The health of one worker process's devices, and whether it can start processes."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._withheld: dict[str, float] = {}
+        self._rests = 0
+        self._rested_at = clock()
+
+    def withhold(self, uuid: str) -> float:
+        """Stop offering a device for a while; return the seconds until it is offered again."""
+        with self._lock:
+            self._withheld[uuid] = self._clock() + WITHHELD_SECONDS
+        return WITHHELD_SECONDS
+
+    def withheld(self) -> set[str]:
+        """Return the devices that are not offered at the moment."""
+        now = self._clock()
+        with self._lock:
+            self._withheld = {uuid: until for uuid, until in self._withheld.items() if until > now}
+            return set(self._withheld)
+
+    def well(self, devices: Sequence[Device]) -> tuple[Device, ...]:
+        """Return the devices that are not withheld, in the same order."""
+        withheld = self.withheld()
+        return tuple(each for each in devices if each.uuid not in withheld)
+
+    def not_started(self) -> float:
+        """A process could not be started: rest. Returns for how long; what fails during a rest makes it no longer."""
+        with self._lock:
+            now = self._clock()
+            if now >= self._rested_at:
+                self._rested_at = now + min(FIRST_REST_SECONDS * 2**self._rests, LONGEST_REST_SECONDS)
+                self._rests = min(self._rests + 1, 16)
+            return self._rested_at - now
+
+    def started(self) -> None:
+        """A process was started and has spoken: all is well."""
+        with self._lock:
+            self._rests = 0
+
+    def resting(self) -> bool:
+        """Whether no job is to be taken now."""
+        with self._lock:
+            return self._clock() < self._rested_at

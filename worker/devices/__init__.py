@@ -1,1 +1,0 @@
-"""The devices that this worker offers, and which of them failed."""
