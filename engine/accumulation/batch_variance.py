@@ -33,6 +33,7 @@ from engine.accumulation.sums import Sums
 from engine.factors.factor_set import VarianceSums
 from engine.layers.layer import TreatedLayer
 from engine.layers.tied import TiedHeadLayer
+from engine.linalg.eigendecomposition import is_diagonal
 from engine.merging.estimates import missing_variance, relative_variance
 
 NUMBERS_AT_ONCE = 2**18
@@ -228,7 +229,7 @@ def squared_norms(sums: Tensor, scale: float, other: Tensor | None = None, other
     Returns:
         The squares, on the device of ``sums``.
     """
-    if sums.ndim == 1:
+    if is_diagonal(sums):
         found = sums.new_zeros(1, dtype=torch.float64)
         for start in range(0, sums.shape[0], NUMBERS_AT_ONCE):
             part = slice(start, start + NUMBERS_AT_ONCE)

@@ -333,7 +333,7 @@ def correct_block(workspace: Workspace, factors: Factors, dtype: torch.dtype) ->
         Q_G (n, n), None of a diagonal, and the eigenvalues (n, 1), on the host.
     """
     block = factors.widened_G.to(workspace.machine.device, torch.float64)
-    basis = None if block.ndim == 1 else eigenvectors(workspace, block, factors.layer)
+    basis = None if factors.side_G.is_diagonal else eigenvectors(workspace, block, factors.layer)
     values = block if basis is None else (basis * (block @ basis)).sum(0)
     return Corrected(
         eigenvectors_A=None,

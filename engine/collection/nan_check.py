@@ -19,6 +19,7 @@ from catalog.requests.inputs import Task
 from catalog.responses.layer_record import WHOLE_MODEL
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.errors import NonFiniteFactor, NonFiniteLoss, NonFiniteModel, WrongShape
+from engine.factors.dense import diagonals
 from engine.model.batches import Batch, tensors
 from engine.model.outputs import predict
 from engine.model.sharding.gathered_parameters import present
@@ -158,7 +159,7 @@ def _diagonals(found: LayerStatistics) -> Iterator[tuple[str, Tensor]]:
     """The diagonals of a layer's own sums; a sum that is a diagonal is its own."""
     for side, total in (("A", found.A), ("G", found.G)):
         if total is not None:
-            yield side, total if total.ndim == 1 else total.diagonal(dim1=-2, dim2=-1)
+            yield side, diagonals(total)
     if found.gradient_rows is not None:
         yield "G", found.gradient_rows.largest
 

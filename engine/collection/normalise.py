@@ -20,6 +20,7 @@ from engine.accumulation.tied_statistics import TiedHeadStatistics
 from engine.collection.collection_state import CollectionState
 from engine.collection.ranks.owners import is_elsewhere, refuse_elsewhere
 from engine.errors import NonFiniteFactor
+from engine.factors.dense import diagonals
 from engine.factors.diagonal_sketch import DiagonalSketch
 from engine.factors.factor_set import LayerSums
 from engine.factors.kronecker_factors import HOST, Factors, mirrored_, to_storage
@@ -234,11 +235,8 @@ def _activation(found: LayerStatistics) -> Tensor:
     if holder.A is None:
         return torch.ones(1, 1, dtype=found.sums_dtype)
     # a decayed count may lie below one; without any position the sum is zero
-    normalised = holder.A.div_(holder.weight_A or 1.0)
+    symmetric, layer = mirrored_(holder.A.div_(holder.weight_A or 1.0)), holder.layer
     holder.weight_A = 1.0
-    if normalised.ndim == 1:
-        return normalised
-    symmetric, layer = mirrored_(normalised), holder.layer
     return layer.in_parameter_order_(symmetric) if isinstance(layer, ConvolutionLayer) else symmetric
 
 
@@ -278,8 +276,7 @@ def _gradient(found: LayerStatistics, collection: Collection) -> Tensor:
         raise ValueError(f"layer `{found.layer.name}` was never allocated")
     if collection.fisher == "forward_only":
         return torch.eye(found.layer.out_dim, dtype=found.G.dtype, device=found.G.device).expand(found.G.shape)
-    normalised = found.G.div_(found.weight_G or 1.0)
-    return normalised if normalised.ndim == 1 else mirrored_(normalised)
+    return mirrored_(found.G.div_(found.weight_G or 1.0))
 
 
 def _stored(
@@ -317,5 +314,4 @@ def _is_finite(factor: Tensor) -> bool:
 
     The whole would take another factor's worth of memory to look at.
     """
-    diagonal = factor if factor.ndim == 1 else factor.diagonal(dim1=-2, dim2=-1)
-    return bool(torch.isfinite(diagonal).all())
+    return bool(torch.isfinite(diagonals(factor)).all())

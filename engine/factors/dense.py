@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from engine.errors import BrokenFactors
 from engine.linalg.eigenbasis import Eigenbasis
-from engine.linalg.eigendecomposition import decompose
+from engine.linalg.eigendecomposition import decompose, is_diagonal
 from engine.linalg.layer_matrices import aligned, left_product, right_product
 from engine.linalg.linear_operator import Operator, Structured
 from engine.linalg.panels import wide_product
@@ -223,7 +223,7 @@ def as_operator(
     """
     if isinstance(factor, Structured):
         return factor
-    return (Diagonal if factor.ndim == 1 else Dense)(stored=factor, scale=scale, rank_bound=rank_bound, host=host)
+    return (Diagonal if is_diagonal(factor) else Dense)(stored=factor, scale=scale, rank_bound=rank_bound, host=host)
 
 
 def to_storage(matrix: Tensor, dtype: torch.dtype, place: torch.device = HOST) -> tuple[Tensor, float]:
@@ -265,11 +265,13 @@ def mirrored_(matrix: Tensor) -> Tensor:
     one triangle decides.
 
     Args:
-        matrix: Shape (…, n, n).
+        matrix: Shape (…, n, n), or a diagonal (n,), which is left as it is.
 
     Returns:
         ``matrix``, exactly symmetric.
     """
+    if is_diagonal(matrix):
+        return matrix
     # few rows at once: what is read down the columns stays in the cache, and 4096 rows take a ninth of the time
     size = matrix.shape[-1]
     for start in range(0, size, _MIRRORED_ROWS):
@@ -280,6 +282,11 @@ def mirrored_(matrix: Tensor) -> Tensor:
         upper = torch.ones(blocks.shape[-2:], dtype=torch.bool, device=matrix.device).triu_()
         blocks.copy_(torch.where(upper, blocks, blocks.mT))
     return matrix
+
+
+def diagonals(factor: Tensor) -> Tensor:
+    """Return the diagonals (…, n) of matrices (…, n, n), or of what is held as one, as a view."""
+    return factor if is_diagonal(factor) else factor.diagonal(dim1=-2, dim2=-1)
 
 
 def _diagonal_blocks(matrix: Tensor) -> Tensor:
@@ -300,7 +307,7 @@ def packed(matrix: Tensor) -> Tensor:
     """
     size = matrix.shape[0]
     host = matrix.detach().to("cpu")
-    if matrix.ndim == 1:
+    if is_diagonal(matrix):
         return host
     triangle = torch.empty(size * (size + 1) // 2, dtype=host.dtype)
     for packed_at, dense_at, length in _upper_rows(triangle, host.contiguous()):

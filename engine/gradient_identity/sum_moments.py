@@ -10,6 +10,7 @@ from engine.accumulation.sketched_rows import SketchRows
 from engine.factors.kronecker_factors import mirrored_
 from engine.layers.convolution import ConvolutionLayer
 from engine.layers.layer import TreatedLayer
+from engine.linalg.eigendecomposition import is_diagonal
 
 _MIRRORED = 64
 """Rows of a matrix that is mirrored as the factor will be; of a larger one as many, evenly spaced."""
@@ -50,7 +51,7 @@ def of_sum(total: Tensor, vector: Tensor, rounding: float = 0.0) -> SumMoments:
         256 Ki numbers; on a device 2 Mi.
     """
     own = vector.to(total.device)
-    if total.ndim == 1:
+    if is_diagonal(total):
         wide = total.to(torch.float64)
         return SumMoments(wide.sum()[None], (wide @ own[0].square())[None], total.dtype)
     total = total if total.ndim == 3 else total[None]

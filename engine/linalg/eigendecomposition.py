@@ -145,7 +145,7 @@ def decompose(  # noqa: PLR0913 - each is a fact of its own
         NotConverged: If every solver failed, or a factor on the host is beyond LAPACK.
         BudgetExceeded: If none fits into what is free.
     """
-    if factor.ndim == 1:
+    if is_diagonal(factor):
         if not bool(torch.isfinite(factor).all()):
             raise _not_finite(factor, layer)
         values = torch.sort(factor.to("cpu", torch.float64)).values.clamp_min_(0)
@@ -191,6 +191,11 @@ def decompose(  # noqa: PLR0913 - each is a fact of its own
             f"layer `{layer}`: no eigenvalue solver converged on a {size}×{size} factor ({error})", layer=layer
         ) from error
     return replace(found.value, rungs=found.taken, refused=found.refused)
+
+
+def is_diagonal(factor: Tensor) -> bool:
+    """Return whether a factor, or a sum of one, is held as its diagonal (n,), not as (n, n) or (groups, n, n)."""
+    return factor.ndim == 1
 
 
 def _not_finite(factor: Tensor, layer: str) -> NonFiniteFactor:

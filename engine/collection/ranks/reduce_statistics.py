@@ -31,6 +31,7 @@ from engine.collection.ranks.turns import Turns
 from engine.distributed.formulas import choose_reduction
 from engine.distributed.group import Ranks
 from engine.distributed.transfers import Label, Reduction, run_together, sum_tensor_, sum_triangle_
+from engine.linalg.eigendecomposition import is_diagonal
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def _reduced(
 
 
 def _add(ranks: Ranks, total: Tensor, label: Label, owner: int | None) -> Reduction[None]:
-    if total.ndim == 1:
+    if is_diagonal(total):
         yield from sum_tensor_(ranks, total, label)
     else:
         yield from sum_triangle_(ranks, total, label, owner)
