@@ -1,4 +1,4 @@
-"""Linear operators: one symmetric positive semidefinite side ``S`` (n, n) of a layer, in whichever form it is kept.
+"""Linear operators: a matrix ``S`` (n, n), such as a symmetric side of a layer, in whichever form it is kept.
 
 What an analysis needs of a side it asks of the form: numbers, a spectrum, products, solves. Each says what it holds and
 which of these cost what, and refuses by name what it cannot do. ``Structured`` sides are never made dense.
@@ -27,19 +27,8 @@ _RESIDUAL = 1e-9
 Kind = Literal["dense", "woodbury", "softmax_head", "diagonal_sketch"]
 
 
-class Operator(ABC):
-    """One side of a layer's curvature, ``S`` (n, n)."""
-
-    kind: ClassVar[Kind]
-    """Which representation this is; matrices and diagonals are `dense`."""
-    is_diagonal: ClassVar[bool] = False
-    """Whether the side is kept as a diagonal."""
-    complete: ClassVar[bool] = True
-    """Whether more is known than diagonal and trace; else nothing but those may be asked for."""
-    approximate: ClassVar[bool] = False
-    """Whether ``S`` is not the factor itself but near it."""
-    has_basis: ClassVar[bool] = True
-    """Whether there are eigenvectors."""
+class LinearOperator(ABC):
+    """A square matrix ``S`` (n, n), symmetric or not; what a form cannot do it refuses by name."""
 
     @property
     @abstractmethod
@@ -50,43 +39,6 @@ class Operator(ABC):
     @abstractmethod
     def size_bytes(self) -> int:
         """Bytes of all tensors it holds."""
-
-    @property
-    @abstractmethod
-    def storage_dtype(self) -> torch.dtype:
-        """Precision of the largest tensor it holds."""
-
-    @property
-    def wide_dtype(self) -> torch.dtype:
-        """Precision of ``widened``: float32, or wider."""
-        return torch.promote_types(self.storage_dtype, torch.float32)
-
-    @abstractmethod
-    def to(self, device: torch.device) -> Self:
-        """Return the same side with its arithmetic on another device; large tensors stay where they are.
-
-        Args:
-            device: Where products and solves are computed.
-
-        Returns:
-            A side that shares its tensors with this one.
-        """
-
-    @abstractmethod
-    def trace(self) -> float:
-        """Sum of the eigenvalues."""
-
-    @abstractmethod
-    def diagonal(self) -> Tensor:
-        """(n,) float64 on the host."""
-
-    @abstractmethod
-    def frobenius_norm(self) -> float:
-        """Root of the sum of the squared eigenvalues."""
-
-    @abstractmethod
-    def spectral_norm(self) -> float:
-        """Largest eigenvalue."""
 
     @abstractmethod
     def spectrum(self, layer: str, guard: Guard | None = None) -> tuple[Tensor, tuple[str, ...]] | None:
@@ -103,23 +55,6 @@ class Operator(ABC):
         Raises:
             NonFiniteFactor: If the stored tensors are not finite.
         """
-
-    def update(self) -> DiagonalUpdate | None:
-        """``S`` as a diagonal plus or minus a matrix of low rank; None where it is none."""
-        return None
-
-    def counted(self, kappa_max: float | None) -> Counted | None:
-        """Return bounds of all n eigenvalues for a side without a ``spectrum``.
-
-        Args:
-            kappa_max: Condition number for whose floor ``λ_max / kappa_max`` the eigenvalues below it are counted; None
-                counts none.
-
-        Returns:
-            Estimates between bounds; None where there are no bounds either.
-        """
-        del kappa_max
-        return None
 
     @abstractmethod
     def apply(self, right: Tensor) -> Tensor:
@@ -168,7 +103,91 @@ class Operator(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Return the stored tensors, on the host, by the names they are stored by; each kind has its own shapes."""
+        """Return the stored tensors by the names they are stored by, those of a side on the host."""
+
+    @abstractmethod
+    def power(self, exponent: float, layer: str) -> Eigenbasis:
+        """Return ``S`` raised to a power, through its eigenvectors.
+
+        Raises:
+            NotConverged: If there are none without a dense matrix.
+            UsageError: If the power is not positive and S is singular.
+        """
+
+    @abstractmethod
+    def clip(self, kappa_max: float, layer: str, largest: float | None = None) -> ClippedSide:
+        """Return ``max(S, λ_max / kappa_max)``.
+
+        Args:
+            kappa_max: Condition number to clip at.
+            layer: The layer's name, for messages.
+            largest: λ_max, where it is known; eigenvectors know their own.
+
+        Raises:
+            NotConverged: If less is kept than it takes.
+        """
+
+
+class Operator(LinearOperator):
+    """One side of a layer's curvature, ``S`` (n, n)."""
+
+    kind: ClassVar[Kind]
+    """Which representation this is; matrices and diagonals are `dense`."""
+    is_diagonal: ClassVar[bool] = False
+    """Whether the side is kept as a diagonal."""
+    complete: ClassVar[bool] = True
+    """Whether more is known than diagonal and trace; else nothing but those may be asked for."""
+    approximate: ClassVar[bool] = False
+    """Whether ``S`` is not the factor itself but near it."""
+    has_basis: ClassVar[bool] = True
+    """Whether there are eigenvectors."""
+
+    @property
+    @abstractmethod
+    def storage_dtype(self) -> torch.dtype:
+        """Precision of the largest tensor it holds."""
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """Precision of ``widened``: float32, or wider."""
+        return torch.promote_types(self.storage_dtype, torch.float32)
+
+    @abstractmethod
+    def to(self, device: torch.device) -> Self:
+        """Return the same side with its arithmetic on another device; large tensors stay where they are."""
+
+    @abstractmethod
+    def trace(self) -> float:
+        """Sum of the eigenvalues."""
+
+    @abstractmethod
+    def diagonal(self) -> Tensor:
+        """(n,) float64 on the host."""
+
+    @abstractmethod
+    def frobenius_norm(self) -> float:
+        """Root of the sum of the squared eigenvalues."""
+
+    @abstractmethod
+    def spectral_norm(self) -> float:
+        """Largest eigenvalue."""
+
+    def update(self) -> DiagonalUpdate | None:
+        """``S`` as a diagonal plus or minus a matrix of low rank; None where it is none."""
+        return None
+
+    def counted(self, kappa_max: float | None) -> Counted | None:
+        """Return bounds of all n eigenvalues for a side without a ``spectrum``.
+
+        Args:
+            kappa_max: Condition number for whose floor ``λ_max / kappa_max`` the eigenvalues below it are counted; None
+                counts none.
+
+        Returns:
+            Estimates between bounds; None where there are no bounds either.
+        """
+        del kappa_max
+        return None
 
     @abstractmethod
     def metadata(self) -> dict[str, str]:
@@ -248,26 +267,12 @@ class Operator(ABC):
             NotConverged: If a structured side has none without a dense matrix.
         """
 
+    @override
     def power(self, exponent: float, layer: str) -> Eigenbasis:
-        """Return ``S`` raised to a power, through its eigenvectors.
-
-        Raises:
-            NotConverged: If there are none without a dense matrix.
-            UsageError: If the power is not positive and S is singular.
-        """
         return self.basis(layer, _HOST, None, torch.float64).power(exponent)
 
+    @override
     def clip(self, kappa_max: float, layer: str, largest: float | None = None) -> ClippedSide:
-        """Return ``max(S, λ_max / kappa_max)``.
-
-        Args:
-            kappa_max: Condition number to clip at.
-            layer: The layer's name, for messages.
-            largest: λ_max, where it is known; eigenvectors know their own.
-
-        Raises:
-            NotConverged: If less is kept than it takes.
-        """
         del largest
         return self.basis(layer, _HOST, None, torch.float64).clip(kappa_max, torch.float64)
 
@@ -314,30 +319,17 @@ class Structured(Operator):
     @classmethod
     @abstractmethod
     def read(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Self:
-        """Restore a side from its stored tensors and strings.
-
-        Args:
-            tensors: As ``tensors`` returned them, in the shapes of the kind.
-            metadata: As ``metadata`` returned them.
-
-        Returns:
-            A side that computes on the host.
+        """Restore a side, which computes on the host, from what ``tensors`` and ``metadata`` returned.
 
         Raises:
             BrokenFactors: If something is missing or of another shape.
         """
 
     def decompose(self, layer: str, *, need: Need = "values", guard: Guard | None = None) -> Decomposition | None:
-        """Decompose the side.
-
-        Args:
-            layer: The layer's name, for messages.
-            need: Whether the eigenvectors of the r nonzero eigenvalues are wanted besides all n values.
-            guard: Knows what memory is free; None assumes that everything fits.
+        """Decompose the side: values (n,) and, where asked for, vectors (n, r) of those that are not zero.
 
         Returns:
-            Values (n,) and, where asked for and available, vectors (n, r); None if the side has no spectrum without an
-            (n, n) matrix.
+            None if the side has no spectrum without an (n, n) matrix.
 
         Raises:
             NotConverged: If the eigenvectors do not reproduce the side to a relative residual of 1e-9.

@@ -214,8 +214,10 @@ class BlockSSS(SemiseparableMatrix):
         return type(self)(self.size, **named, orders=self.orders, error_bound=self.error_bound)
 
     @override
-    def solve(self, b: Tensor) -> Tensor:
-        columns = as_columns(self, b)
+    def solve(self, right: Tensor, damping: float = 0.0) -> Tensor:
+        if damping:
+            return self.shifted(-damping).solve(right)
+        columns = as_columns(self, right)
         m, p = self.D.shape[:2]
         rows = torch.cat([columns, columns.new_zeros(m * p - self.size, columns.shape[1])]).view(m, p, -1)
         elimination = self._elimination(columns.dtype)
@@ -224,7 +226,7 @@ class BlockSSS(SemiseparableMatrix):
         missing = (columns - self.matvec(solution)).reshape(self.size, -1)
         missing = torch.cat([missing, missing.new_zeros(m * p - self.size, missing.shape[1])]).view(m, p, -1)
         solution = solution + elimination.solve(missing).reshape(m * p, -1)[: self.size]
-        return solution.reshape(b.shape)
+        return solution.reshape(right.shape)
 
     @override
     def slogdet(self) -> tuple[Tensor, Tensor]:

@@ -11,14 +11,16 @@ Gradients flow through every one of them to the tensors that the matrix is held 
 
 import math
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from engine.errors import NonFiniteFactor, UsageError, WrongShape
+from engine.linalg.linear_operator import LinearOperator
 
 _ROWS_AT_ONCE = 256
 
@@ -35,16 +37,11 @@ class SingularMatrix(UsageError):
     code = "singular_matrix"
 
 
-class SemiseparableMatrix(ABC):
+class SemiseparableMatrix(LinearOperator):
     """An N×N matrix that is held in far fewer than N² numbers."""
 
-    kind: str
+    kind: ClassVar[str]
     """The structure's name in files and tables."""
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """N, rows and columns."""
 
     @property
     @abstractmethod
@@ -55,10 +52,6 @@ class SemiseparableMatrix(ABC):
     @abstractmethod
     def device(self) -> torch.device:
         """The device of the tensors."""
-
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that the matrix is held in, by name."""
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
@@ -89,17 +82,22 @@ class SemiseparableMatrix(ABC):
         return tensor if dtype is None else tensor.to(dtype)
 
     @property
+    @override
     def size_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     @abstractmethod
     def memory_usage(self) -> dict[str, Any]:
         """Return the report of its bytes, counted from the tensors that exist."""
 
-    def to_dense(self) -> Tensor:
-        """Return the matrix (N, N)."""
-        return self.matvec(torch.eye(self.size, dtype=self.dtype, device=self.device))
+    @override
+    def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        dense = self.matvec(torch.eye(self.size, dtype=self.dtype, device=self.device))
+        return dense if dtype is None else dense.to(dtype)
+
+    @override
+    def apply(self, right: Tensor) -> Tensor:
+        return self.matvec(right)
 
     @abstractmethod
     def matvec(self, x: Tensor) -> Tensor:
@@ -119,24 +117,48 @@ class SemiseparableMatrix(ABC):
     def rmatvec(self, x: Tensor) -> Tensor:
         """Return Aᵀ x, without a conjugate; arguments as for ``matvec``."""
 
+    @override
     @abstractmethod
-    def solve(self, b: Tensor) -> Tensor:
-        """Return A⁻¹ b.
+    def solve(self, right: Tensor, damping: float = 0.0) -> Tensor:
+        """Return (A + damping I)⁻¹ b.
 
         Args:
-            b: One column (N,) or several (N, k).
+            right: b, one column (N,) or several (N, k).
+            damping: Of either sign.
 
         Returns:
             The solution, in the shape of ``b``.
 
         Raises:
             SingularMatrix: If a pivot is no more than rounding.
-            WrongShape: If ``b`` has other rows than N.
+            WrongShape: If b has other rows than N.
         """
 
     @abstractmethod
     def slogdet(self) -> tuple[Tensor, Tensor]:
         """Return sign (or phase) and log of the absolute value of the determinant; 0 and −inf where it is singular."""
+
+    @override
+    def logdets(self, shifts: Tensor) -> Tensor:
+        # of the absolute value of the determinant, which may be of either sign
+        return torch.stack([self.shifted(-shift).slogdet()[1] for shift in shifts]).to("cpu", torch.float64)
+
+    @override
+    def spectrum(self, layer: str, guard: object = None) -> NoReturn:
+        raise self._need_not_be_symmetric("spectrum")
+
+    @override
+    def power(self, exponent: float, layer: str) -> NoReturn:
+        raise self._need_not_be_symmetric(f"power {exponent:g}")
+
+    @override
+    def clip(self, kappa_max: float, layer: str, largest: float | None = None) -> NoReturn:
+        raise self._need_not_be_symmetric(f"spectrum to be clipped at {kappa_max:g}")
+
+    def _need_not_be_symmetric(self, what: str) -> MatrixRefused:
+        return MatrixRefused(
+            f"a matrix kept as `{self.kind}` need not be symmetric, so it has no {what}; decompose `to_dense()`"
+        )
 
     @abstractmethod
     def inverse_diagonal(self) -> Tensor:

@@ -187,8 +187,8 @@ class TridiagonalLowRank(SemiseparableMatrix):
         return type(self)(diagonal, lower, upper, self.U, self.V, ranks=self.ranks, exponents=self.exponents)
 
     @override
-    def solve(self, b: Tensor) -> Tensor:
-        return self.as_sss().solve(b)
+    def solve(self, right: Tensor, damping: float = 0.0) -> Tensor:
+        return self.as_sss().solve(right, damping)
 
     @override
     def slogdet(self) -> tuple[Tensor, Tensor]:

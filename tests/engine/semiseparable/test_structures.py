@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import NonFiniteFactor, WrongShape
+from engine.linalg.linear_operator import LinearOperator
 from engine.semiseparable.block_sss import BlockSSS
 from engine.semiseparable.semiseparable_matrix import (
     MatrixRefused,
@@ -52,6 +53,26 @@ def test_determinant_and_inverse_are_those_of_the_dense_matrix(pair: tuple[Semis
     close(sign, wanted[0])
     close(logarithm, wanted[1])
     close(matrix.inverse_diagonal(), torch.linalg.inv(dense).diagonal())
+
+
+def test_a_structure_is_a_linear_operator_and_refuses_what_needs_symmetry(
+    pair: tuple[SemiseparableMatrix, Tensor],
+) -> None:
+    matrix, dense = pair
+    assert isinstance(matrix, LinearOperator)
+    x, eye = Draw(9, dense.dtype)(matrix.size, 2), torch.eye(matrix.size, dtype=dense.dtype)
+    close(matrix.apply(x), dense @ x)
+    close(matrix.solve(x, 0.5), torch.linalg.solve(dense + 0.5 * eye, x))
+    shifts = torch.tensor([0.5, 2.0], dtype=REAL)
+    close(matrix.logdets(shifts), torch.stack([torch.linalg.slogdet(dense + s * eye)[1] for s in shifts]))
+    close(matrix.to_dense(torch.complex128), dense.to(torch.complex128))
+    for refused in (
+        lambda: matrix.spectrum("layer"),
+        lambda: matrix.power(-1.0, "layer"),
+        lambda: matrix.clip(1e6, "layer"),
+    ):
+        with pytest.raises(MatrixRefused, match=f"`{matrix.kind}` need not be symmetric, so it has no"):
+            refused()
 
 
 @pytest.mark.parametrize("z", [0.25, 0.25 + 0.5j])
