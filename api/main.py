@@ -14,7 +14,7 @@ from fastapi import Depends, FastAPI
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
-from api.background.maintenance import Maintenance, WakeupSender
+from api.background.maintenance import Maintenance
 from api.background.metrics_cache import MetricsCache
 from api.background.request_metrics import RequestMetrics, RequestMetricsMiddleware
 from api.connections.audit_trail import AuditMiddleware, RefusedLines
@@ -46,7 +46,8 @@ from api.routes import (
 from api.service import Service
 from api.settings import Settings
 from jobs.objects.artifacts import open_artifacts
-from jobs.schema.database import across_tenants, for_purpose, open_database, require_current_schema
+from jobs.queue.wakeups import WakeupSender
+from jobs.schema.database import across_tenants, after_queueing, for_purpose, open_database, require_current_schema
 from jobs.schema.tenant_declaration import EVENTS, FLEET, KEYS
 
 _DESCRIPTION = """\
@@ -123,7 +124,10 @@ def create_app(settings: Settings) -> FastAPI:
 def _open(settings: Settings, limits: Limits, request_metrics: RequestMetrics) -> Service:
     engine = open_database(settings.ledger.database_url, tenants_apart=True)
     # embedded mode has no broker: its worker polls the database
-    wakeups = WakeupSender(settings.redis_url) if settings.redis_url and not settings.embedded else None
+    wakeups = None
+    if settings.redis_url and not settings.embedded:
+        wakeups = WakeupSender(engine, settings.redis_url)
+        after_queueing(engine, wakeups.wake)
     if settings.ledger.bucket is None:
         settings.ledger.artifact_root.mkdir(parents=True, exist_ok=True)
     stopping = threading.Event()

@@ -39,7 +39,7 @@ from jobs.scheduling.placement import next_places
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import open_database, reading, upgrade_schema, writing
 from jobs.schema.identifiers import new_id
-from jobs.schema.tables import jobs, outbox
+from jobs.schema.tables import jobs
 from jobs.tenancy.api_keys import create_key, verify_key
 from tests import servers
 
@@ -102,7 +102,7 @@ def fill(engine: Engine, count: int) -> list[str]:
     tenants = [caller.tenant_id for caller in callers if caller is not None]
     document = document_json(parse_document(json.dumps(DOCUMENT).encode()))
     kept = {"document": document, "document_sha256": sha256_of(document), "kind": "capacity", "state": "queued"}
-    rows, bells = [], []
+    rows = []
     for number in range(count):
         tenant = tenants[0 if number % 2 else 1 + number // 2 % (TENANTS - 1)]
         rows.append({**kept, "id": new_id(), "tenant_id": tenant, "needs_bytes": 2**28, "event_seq": 1})
@@ -110,9 +110,7 @@ def fill(engine: Engine, count: int) -> list[str]:
         now = connection.execute(select(ledger_now())).scalar_one()
         for row in rows:
             row["created_at"] = row["queued_at"] = now
-            bells.append({"id": new_id(), "job_id": row["id"], "tenant_id": row["tenant_id"], "created_at": now})
         connection.execute(insert(jobs), rows)
-        connection.execute(insert(outbox), bells)
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.exec_driver_sql("ANALYZE")
     return keys

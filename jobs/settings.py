@@ -36,10 +36,6 @@ class LedgerSettings(EnvironmentSettings):
     """How long a silent worker keeps its job; at least two heartbeats."""
     reaper_seconds: Seconds = 10
     """Seconds between two searches of every API and worker for jobs with an expired lease or deadline."""
-    relay_seconds: Seconds = 5
-    """Seconds between rounds of the relay, which sends wake-ups."""
-    unclaimed_seconds: Seconds = 15
-    """A wake-up is sent again if its job is not claimed within this time."""
     sweep_seconds: Seconds = 600
     """Seconds between two searches of a worker for unreferenced files."""
     grace_seconds: Seconds = 3600

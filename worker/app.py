@@ -1,7 +1,7 @@
 """The Celery app: ``celery -A worker.app worker -P threads`` is a worker of the service.
 
-Celery carries wake-ups and nothing else: messages are acknowledged at once, nothing is
-prefetched, no result is kept. Losing any of it costs seconds, because the database is the queue.
+Celery carries wake-ups and nothing else: every worker hears each of them, and none is kept.
+Losing any of it costs seconds, because the database is the queue.
 Importing this module reads the broker's address and starts nothing.
 """
 
@@ -15,10 +15,11 @@ import traceback
 from typing import Any
 
 from celery import Celery, signals
+from kombu import Queue
 
 from jobs.environment import EnvironmentSource
 from jobs.errors import LedgerError
-from jobs.queue.broker_backlog import BrokerBacklog
+from jobs.queue.wakeups import TRANSPORT_OPTIONS
 from worker.service import Service
 from worker.settings import WorkerSettings
 
@@ -29,37 +30,27 @@ _DEFAULT_BROKER = "redis://127.0.0.1:6379/0"
 
 
 class WorkerApp(Celery):  # type: ignore[misc]  # Celery publishes no types
-    """The application, and the Agent that its task wakes once a worker runs."""
+    """The application, and the service whose Agent its messages wake."""
 
-    agent: Any = None
     service: Service | None = None
 
 
 def create_app(broker: str) -> WorkerApp:
     """Return the application on one broker."""
-    celery = WorkerApp("kronoscope", broker=broker, include=["worker.tasks"])
+    celery = WorkerApp("kronoscope", broker=broker)
     celery.conf.update(
-        accept_content=["json"],
         broker_channel_error_retry=True,
         broker_connection_max_retries=None,  # Redis may be away for days: the poll finds the jobs
         broker_connection_retry_on_startup=True,
         broker_heartbeat=0,
         broker_transport="worker.broker_connection:Transport",
-        broker_transport_options={"socket_connect_timeout": 3, "socket_keepalive": True, "health_check_interval": 15},
-        result_backend=None,
-        task_acks_late=False,
-        task_ignore_result=True,
-        task_publish_retry=False,
-        task_serializer="json",
-        result_serializer="json",
+        broker_transport_options={**TRANSPORT_OPTIONS, "socket_keepalive": True, "health_check_interval": 15},
         worker_cancel_long_running_tasks_on_connection_loss=False,
-        worker_concurrency=2,  # wake-ups are handled in milliseconds; jobs run in threads of the Agent's
+        worker_concurrency=1,  # no task is ever run; jobs run in threads of the Agent's
         worker_consumer="worker.broker_connection:SteadyConsumer",
-        worker_disable_prefetch=True,
         worker_enable_remote_control=False,  # any writer to Redis could end every worker by it
         worker_hijack_root_logger=False,
         worker_pool="threads",
-        worker_prefetch_multiplier=1,
         worker_redirect_stdouts=False,
     )
     return celery
@@ -69,23 +60,20 @@ _broker = EnvironmentSource(WorkerSettings, os.environ)().get("redis_url") or _D
 app = create_app(_broker)
 
 
-def send_wakeup(job_id: str) -> None:
-    """Send the wake-up of one job, without a second try."""
-    app.send_task("worker.tasks.ring", args=[job_id], retry=False, ignore_result=True)
-
-
 @signals.celeryd_init.connect(weak=False)  # type: ignore[untyped-decorator]
 def _open(instance: Any, **_: object) -> None:  # noqa: ANN401 - Celery publishes no types
     """Take up the ledger before the broker, so that the first line logged is ours."""
     instance.quiet = True  # Celery's banner is not JSON, and it shows the broker's address
     try:
-        app.service = Service(WorkerSettings.from_environment(os.environ), send_wakeup, BrokerBacklog(_broker))
+        app.service = Service(WorkerSettings.from_environment(os.environ), _broker)
+        if app.service.wakeups is not None:
+            exchange = app.service.wakeups.exchange
+            app.conf.task_queues = [Queue(exchange.name, exchange, durable=False, no_ack=True)]
     except LedgerError as error:
         sys.stderr.write(f"the worker does not start: {error}\n")
         raise SystemExit(2) from error
     except Exception as error:
         raise _stopped(error) from error
-    app.agent = app.service.agent
 
 
 def _stopped(error: Exception) -> SystemExit:
@@ -114,12 +102,12 @@ def _start(sender: Any, **_: object) -> None:  # noqa: ANN401 - Celery publishes
 @signals.worker_shutting_down.connect(weak=False)  # type: ignore[untyped-decorator]
 def _begin_drain(**_: object) -> None:
     """Inside Celery's signal handler: only note it."""
-    if app.agent is not None:
-        app.agent.begin_drain()
+    if app.service is not None:
+        app.service.agent.begin_drain()
 
 
 @signals.worker_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
 def _drain(**_: object) -> None:
     if app.service is not None:
         app.service.stop()
-        app.service = app.agent = None
+        app.service = None

@@ -1,4 +1,4 @@
-"""The service of a worker process from start to end, with a broker that sends wake-ups or without one.
+"""The service of a worker process from start to end, with a broker for wake-ups or without one.
 
 Where jobs run as users of their own, shared folders have these rights::
 
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,8 @@ import structlog
 from catalog.private_memory import hide_memory
 from jobs.objects.artifacts import OBJECTS, ArtifactFolder
 from jobs.objects.local_store import LOCKS
-from jobs.schema.database import open_database, require_current_schema
+from jobs.queue.wakeups import WakeupSender
+from jobs.schema.database import after_queueing, open_database, require_current_schema
 from jobs.schema.identifiers import new_id
 from jobs.service_log import configure_logging, log_last_words
 from jobs.tenancy.shared_workers import require_walls
@@ -159,18 +160,13 @@ def _kind(visible: str | None) -> str:
 class Service:
     """Agent and maintenance over one database connection pool."""
 
-    def __init__(
-        self,
-        settings: WorkerSettings,
-        send_wakeup: Callable[[str], object] | None = None,
-        broker_backlog: Callable[[], int] = lambda: 0,
-    ) -> None:
-        """Open the ledger."""
+    def __init__(self, settings: WorkerSettings, redis_url: str | None = None) -> None:
+        """Open the ledger; without a broker nothing wakes other workers, nor this one."""
         began = time.monotonic()  # the machine is not lent for longer because it took long to start
         configure_logging(settings.log_level)
         log_last_words()
         log = structlog.get_logger("kronoscope.worker")
-        log.info("worker starts", device=describe_device(), slots=settings.slots, wakeups=send_wakeup is not None)
+        log.info("worker starts", device=describe_device(), slots=settings.slots, wakeups=redis_url is not None)
         hide_memory()
         if settings.child_user is not None:
             share_folders(settings.ledger.artifact_root, settings.model_store)
@@ -181,15 +177,20 @@ class Service:
         log.info("isolation of jobs", holds=isolation)
         self._engine = open_database(settings.ledger.database_url)
         require_current_schema(self._engine)
+        self.wakeups = None if redis_url is None else WakeupSender(self._engine, redis_url)
+        """Wakes the workers of this ledger; None without a broker."""
+        after_queueing(self._engine, self._wake)
         self.agent = Agent(self._engine, settings, isolation=isolation)
         require_walls(self._engine, self.agent.isolation)
-        self._maintenance = WorkerMaintenance(
-            *(self._engine, settings.ledger, send_wakeup, broker_backlog),
-            process_space=process_space(settings.node),
-            wake=self.agent.wake,
-        )
+        self._maintenance = WorkerMaintenance(self._engine, settings.ledger, process_space(settings.node), self.wakeups)
         self._lifetime, self._began = settings.lifetime, began
         self._log = log
+
+    def _wake(self) -> None:
+        """Have this worker's agent, and then all, look for what was queued here."""
+        self.agent.wake()
+        if self.wakeups is not None:
+            self.wakeups.wake()
 
     def start(self) -> None:
         """Take jobs from now on."""

@@ -49,14 +49,6 @@ def _queue(snapshot: LedgerSnapshot) -> Iterator[Metric]:
         "Jobs with an expired lease that were not reclaimed yet.",
         snapshot.leases_expired,
     )
-    yield GaugeMetricFamily(
-        "kronoscope_doorbells_unsent", "Queued jobs for which no wake-up was sent yet.", snapshot.wakeups_unsent
-    )
-    yield GaugeMetricFamily(
-        "kronoscope_doorbells_oldest_unsent_age_seconds",
-        "Age of the oldest of them.",
-        snapshot.wakeups_oldest_unsent_seconds,
-    )
     rounds = GaugeMetricFamily(
         "kronoscope_reconciler_last_round_age_seconds",
         "Seconds since the last successful round of this reconciler, in any process.",

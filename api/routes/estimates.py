@@ -70,8 +70,6 @@ async def create(
     settings = service.settings
     raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
     submitted = await run_in_threadpool(_submitted, service, caller.tenant_id, raw, idempotency_key)
-    if submitted.created:
-        service.maintenance.wake()
     stored = partial(read_estimate, service.engine, caller.tenant_id, submitted.job.id)
     return _answer(
         await wait_for_job(request, service, stored, settings.estimate_seconds, what="estimate"), waiting=202

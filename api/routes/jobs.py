@@ -131,8 +131,6 @@ async def accept(service: Service, caller: Caller, document: JobDocument, idempo
         submitted = await run_in_threadpool(
             submit, service.engine, caller.tenant_id, document, idempotency_key, needs_bytes=least_bytes(document)
         )
-    if submitted.created:
-        service.maintenance.wake()
     job = submitted.job
     headers = {"location": f"/v1/jobs/{job.id}", "retry-after": str(_RETRY_SECONDS)}
     return await run_in_threadpool(_placed, service, job, 202, headers)

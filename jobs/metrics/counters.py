@@ -25,7 +25,7 @@ Counter = Literal[
 """``moves`` by the state moved to, ``attempt_failures`` by category and code, ``job_failures`` by category, ``rounds``
 by reconciler, ``device_milliseconds`` by the tenant whose attempts have had a device."""
 
-Reconciler = Literal["reaper", "relay"]
+Reconciler = Literal["reaper"]
 
 SHARDS = 16
 

@@ -13,7 +13,7 @@ from jobs.lifecycle import HELD, State
 from jobs.metrics.counters import Counter, Reconciler, read_counters, seconds_since_round
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading
-from jobs.schema.tables import jobs, outbox, workers
+from jobs.schema.tables import jobs, workers
 
 _STATEMENT_SECONDS = 2
 
@@ -35,8 +35,6 @@ class LedgerSnapshot:
     slots_busy: int
     """The slots that hold a job."""
     devices: tuple[DeviceStatus, ...]
-    wakeups_unsent: int
-    wakeups_oldest_unsent_seconds: float
     counters: Mapping[Counter, Mapping[str, int]]
     seconds_since_round: Mapping[Reconciler, float]
     """Seconds by reconciler; one that never had a round is absent."""
@@ -55,7 +53,6 @@ def take_snapshot(engine: Engine) -> LedgerSnapshot:
         if connection.dialect.name == "postgresql":
             connection.execute(text(f"SET LOCAL statement_timeout = '{_STATEMENT_SECONDS}s'"))
         waiting, waiting_seconds = _waiting(connection)
-        unsent, unsent_seconds = _unsent(connection)
         workers_seen, slots = _workers(connection)
         return LedgerSnapshot(
             workers=workers_seen,
@@ -67,8 +64,6 @@ def take_snapshot(engine: Engine) -> LedgerSnapshot:
             leases_expired=connection.execute(
                 select(func.count()).where(jobs.c.state.in_(HELD), jobs.c.lease_expires_at < ledger_now())
             ).scalar_one(),
-            wakeups_unsent=unsent,
-            wakeups_oldest_unsent_seconds=unsent_seconds,
             counters=read_counters(connection),
             seconds_since_round=seconds_since_round(connection),
         )
@@ -101,10 +96,3 @@ def _workers(connection: Connection) -> tuple[int, int]:
 def _busy(connection: Connection) -> int:
     held = select(func.count()).where(jobs.c.state.in_(HELD), jobs.c.lease_expires_at >= ledger_now())
     return int(connection.execute(held).scalar_one())
-
-
-def _unsent(connection: Connection) -> tuple[int, float]:
-    count, oldest, now = connection.execute(
-        select(func.count(), func.min(outbox.c.created_at), ledger_now()).where(outbox.c.sent_at.is_(None))
-    ).one()
-    return count, 0.0 if oldest is None else max(0.0, (now - oldest).total_seconds())

@@ -1,1 +1,1 @@
-"""Claims, fencing tokens, the reaper of expired leases, and the outbox of wake-ups."""
+"""Claims, fencing tokens, the reaper of expired leases, and wake-ups."""

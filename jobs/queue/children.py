@@ -12,8 +12,9 @@ from jobs.errors import LedgerUnavailable
 from jobs.lifecycle import TERMINAL, State
 from jobs.queue.fence import cancel_queued, change, draw, move
 from jobs.schema.clock import ledger_now
+from jobs.schema.database import note_queued
 from jobs.schema.identifiers import new_id
-from jobs.schema.tables import job_events, jobs, outbox
+from jobs.schema.tables import job_events, jobs
 
 _log = logging.getLogger("kronoscope.jobs")
 
@@ -61,7 +62,7 @@ def draw_parent(connection: Connection, parent_id: str | None, *, skip_locked: b
 
 
 def insert_children(connection: Connection, drawn: Row[Any], children: Sequence[Mapping[str, Any]]) -> None:
-    """Insert children of a locked job with their first events and wake-ups; one statement holds up to 500 of them.
+    """Insert children of a locked job with their first events; one statement holds up to 500 of them.
 
     Args:
         connection: A connection with an open transaction, in which the parent's row is locked.
@@ -79,7 +80,7 @@ def insert_children(connection: Connection, drawn: Row[Any], children: Sequence[
         connection.execute(
             insert(job_events), [{**row, "seq": 1, "at": now, "type": "state", "data": first} for row in of_job]
         )
-        connection.execute(insert(outbox), [{**row, "id": new_id(), "created_at": now} for row in of_job])
+    note_queued(connection)
 
 
 def child_name(parent: str | None, title: str) -> str:

@@ -18,7 +18,6 @@ from sqlalchemy import (
     Row,
     and_,
     bindparam,
-    delete,
     func,
     insert,
     literal,
@@ -35,8 +34,9 @@ from jobs.metrics.counters import add, note_refused
 from jobs.records import Claim
 from jobs.scheduling.fair_share import is_due
 from jobs.schema.clock import ledger_now
+from jobs.schema.database import note_queued
 from jobs.schema.identifiers import new_id
-from jobs.schema.tables import job_events, jobs, outbox
+from jobs.schema.tables import job_events, jobs
 from jobs.schema.webhook_tables import webhook_deliveries, webhooks
 
 P = ParamSpec("P")
@@ -62,7 +62,6 @@ _TAKE = _DRAW.where(
 _EVENT = insert(job_events).values(at=ledger_now())
 _HOOKS = select(webhooks.c.id).where(webhooks.c.tenant_id == bindparam("tenant"))
 _DELIVERY = insert(webhook_deliveries).values(created_at=ledger_now(), due_at=ledger_now())
-_SILENCE = delete(outbox).where(outbox.c.job_id == bindparam("job"))
 
 
 def draw(connection: Connection, *conditions: ColumnElement[bool]) -> Row[Any] | None:
@@ -161,7 +160,7 @@ def move(
     values: Mapping[str, Any] | None = None,
     reason: str | None = None,
 ) -> None:
-    """Move the locked job to a state, and write what goes with it: timestamps, lease, wake-up, event.
+    """Move the locked job to a state, and write what goes with it: timestamps, lease, event.
 
     Args:
         drawn: The locked row of the job, as `draw` returned it.
@@ -219,8 +218,6 @@ def cancel_queued(connection: Connection, which: ColumnElement[bool], reason: st
     values = {"state": "cancelled", "finished_at": ledger_now(), "cancel_requested_at": ledger_now()}
     event = "state", lambda row: {"state": row.state, "attempt": row.attempt, "reason": reason}
     ids = change_all(connection, and_(which, jobs.c.state == "queued"), values, event)
-    for start in range(0, len(ids), _AT_ONCE):
-        connection.execute(delete(outbox).where(outbox.c.job_id.in_(ids[start : start + _AT_ONCE])))
     if ids:
         add(connection, "moves", "cancelled", len(ids))
 
@@ -231,9 +228,7 @@ def _follow(connection: Connection, drawn: Row[Any], before: State, after: State
     if before in HELD and after not in HELD:
         drain(connection, drawn)
     if after == "queued":
-        post_wakeup(connection, drawn.id, drawn.tenant_id)
-    elif before == "queued":
-        connection.execute(_SILENCE, {"job": drawn.id})
+        note_queued(connection)
     append_event(connection, drawn, "state", {"state": after, **data})
     announce(connection, drawn, before, after)
 
@@ -249,12 +244,3 @@ def announce(connection: Connection, drawn: Row[Any], before: State | None, afte
         payload = json.dumps({"type": f"job.{after}", "timestamp": timestamp(drawn.now), "data": data})
         row = {"tenant_id": drawn.tenant_id, "job_id": drawn.id, "payload": payload}
         connection.execute(_DELIVERY, [{"id": new_id(), "webhook_id": hook, **row} for hook in hooks])
-
-
-def post_wakeup(connection: Connection, job_id: str, tenant_id: str) -> None:
-    """Insert a wake-up for the relay, in the transaction that queues the job: neither exists alone.
-
-    Args:
-        tenant_id: The job's tenant.
-    """
-    connection.execute(insert(outbox).values(id=new_id(), job_id=job_id, tenant_id=tenant_id, created_at=ledger_now()))

@@ -1,4 +1,4 @@
-"""The submission of a job: one transaction stores it with its first event and its wake-up, once per idempotency key.
+"""The submission of a job: one transaction stores it with its first event, once per idempotency key.
 
 Every statement names the tenant, so that a key of another tenant is never found.
 """
@@ -21,14 +21,14 @@ from jobs.errors import (
     IdempotencyKeyRefused,
     JobNotFound,
 )
-from jobs.queue.fence import announce, append_event, draw, post_wakeup
+from jobs.queue.fence import announce, append_event, draw
 from jobs.queue.series import start_series
 from jobs.records import Job, Submitted
 from jobs.repository.row_records import job_record
 from jobs.scheduling.deadlines import deadline_of, require_in_time, stored_schedule
 from jobs.scheduling.fair_share import AHEAD
 from jobs.schema.clock import ledger_now
-from jobs.schema.database import reading, writing
+from jobs.schema.database import note_queued, reading, writing
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import jobs
 
@@ -45,9 +45,9 @@ def submit(
     estimate: bool = False,
     needs_bytes: int | None = None,
 ) -> Submitted:
-    """Store a job and its wake-up in one transaction, or return the job that this key stored earlier.
+    """Store a job, or return the job that this key stored earlier.
 
-    A series is stored with the jobs of its checkpoints, which have the wake-ups.
+    A series is stored with the jobs of its checkpoints.
 
     An estimate is a job that is only planned: `read_estimate` finds it, and no function that looks for jobs. Its
     idempotency keys are apart from those of jobs, and it precedes all jobs instead of following the document's
@@ -120,7 +120,7 @@ def submit(
         if checkpoints:
             start_series(connection, drawn, checkpoints)
         else:
-            post_wakeup(connection, job_id, tenant_id)
+            note_queued(connection)
         return Submitted(job=job_record(drawn), created=True)
 
 

@@ -13,7 +13,7 @@ that forgets to is refused on every database: seeing nothing by mistake would ma
 import functools
 import math
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,8 @@ from jobs.schema.tenant_declaration import ALL_TENANTS, DECLARE, Purpose, declar
 
 _READING = "kronoscope_reading"
 _TENANT = "kronoscope_tenant"
+_QUEUED = "kronoscope_queued"
+_WAKE = "kronoscope_wake"
 _BUSY_SECONDS = 15
 _POSTGRES_OPTIONS = (
     "-c statement_timeout=30s -c lock_timeout=5s -c idle_in_transaction_session_timeout=10s -c timezone=UTC"
@@ -136,6 +138,20 @@ def for_tenant(engine: Engine, tenant_id: str) -> Engine:
     return engine.execution_options(**{_TENANT: tenant_id})
 
 
+def after_queueing(engine: Engine, wake: Callable[[], object]) -> None:
+    """Have ``wake`` be called after each commit that queues work, here and of engines that are derived from here on.
+
+    Args:
+        wake: Returns at once and raises nothing.
+    """
+    engine.update_execution_options(**{_WAKE: wake})
+
+
+def note_queued(connection: Connection) -> None:
+    """Note that a transaction of `writing` queues work."""
+    connection.execution_options(**{_QUEUED: True})
+
+
 def _tenant_of(connection: Connection) -> str:
     """The tenant that a transaction declares."""
     tenant: str | None = connection.get_execution_options().get(_TENANT)
@@ -206,6 +222,9 @@ def writing(engine: Engine, tenant_id: str | None = None) -> Iterator[Connection
     """
     with _translated(), (engine if tenant_id is None else for_tenant(engine, tenant_id)).begin() as connection:
         yield connection
+    options = connection.get_execution_options()
+    if _WAKE in options and _QUEUED in options:
+        options[_WAKE]()
 
 
 @contextmanager

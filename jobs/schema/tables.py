@@ -158,17 +158,6 @@ Index(
     sqlite_where=text("state = 'queued' AND deadline_at IS NOT NULL"),
 )
 
-outbox = Table(
-    "outbox",
-    metadata,
-    Column("id", _Id, primary_key=True),
-    _tenant(),
-    _job(),
-    Column("created_at", Moment(), nullable=False),
-    Column("sent_at", Moment()),
-    Index(None, "job_id"),
-)
-
 job_events = Table(
     "job_events",
     metadata,

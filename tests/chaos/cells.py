@@ -5,27 +5,29 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jobs.lifecycle import TERMINAL
+from tests.chaos import removals
 from tests.chaos.stack.gated_jobs import GatedJob, outcomes
 from tests.chaos.stack.processes import Part, gone
-from tests.chaos.stack.stack import Stack
+from tests.chaos.stack.stack import Stack, running_stack
 from tests.machine.stopwatch import until
 
-PARTS = ("api", "relay", "worker", "child", "redis", "postgres")
+PARTS = ("api", "sender", "worker", "child", "redis", "postgres")
 POINTS = ("before_claim", "mid_collection", "mid_layer", "write_to_settle", "cancelling")
 ALL_CELLS = tuple((part, point) for part in PARTS for point in POINTS)
 
-MATRIX: dict[str, Any] = {
-    "workers": 3,
-    # the third takes no job: of it, only what clears up and relays can be missed; and what holds a relaying
-    # process stands in the workers
-    "own": {"worker2": {"CHAOS_IDLE": "1"}, "api": {"KRONOSCOPE_RELAY_SECONDS": "3600"}},
-}
-"""How a stack is made on which cells run: ``running_stack(folder, **MATRIX)``."""
+
+def matrix_stack(folder: Path, **more: Any) -> AbstractContextManager[Stack]:
+    """Run a stack for cells; its third worker takes no job: of it, only what clears up can be missed."""
+    held = removals.preload(folder / "changes", "held wake-ups")
+    return running_stack(folder, workers=3, own={"worker2": {"CHAOS_IDLE": "1"}}, preload=held, **more)
+
+
 ORPHAN_SECONDS = 2
 """A computing process must be gone this long after the kill -9 of its worker, on a machine that is there."""
 
@@ -114,11 +116,11 @@ class Cell:
             self._job.submit()
             self._job.await_at("start", self._seconds)
             return lambda: self._job.release("start")
-        point = "wakeup" if self.part == "relay" else "claim"
+        point = "wakeup" if self.part == "sender" else "claim"
         for each in {"claim", point}:
             self._worker_gate(each).touch()
-        self._job.submit()
-        until(lambda: self._waiting(point), 200, f"a worker comes to {point}")
+        self._job.submit()  # stored, and no worker was told
+        until(lambda: self._waiting(point), 200, f"somebody comes to {point}")
 
         def release() -> None:
             for each in ("wakeup", "claim"):
@@ -160,8 +162,9 @@ class Cell:
         """The process to kill: the one that holds the job, where a worker is meant."""
         if self.part == "api":
             return self.stack.api
-        if self.part == "relay":
+        if self.part == "sender":
             waiting = self._waiting("wakeup")
+            assert self.point != "before_claim" or waiting == [self.stack.api]
             return waiting[0] if waiting else self.stack.workers[-1]
         if self.part == "worker" and self.point == "before_claim":
             return self._waiting("claim")[0]

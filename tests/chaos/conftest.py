@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.cells import MATRIX
+from tests.chaos.cells import matrix_stack
 from tests.chaos.stack.gated_jobs import document, outcomes
 from tests.chaos.stack.stack import LONG_LEASES, Stack, running_stack
 
@@ -18,7 +18,7 @@ CHECKPOINTS = {"KRONOSCOPE_CHECKPOINT_SECONDS": "0.001"}
 @pytest.fixture(scope="module")
 def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A stack for every test of a file; ``stack`` hands it over whole."""
-    with running_stack(tmp_path_factory.mktemp("stack"), settings=LONG_LEASES | CHECKPOINTS, **MATRIX) as stack:
+    with matrix_stack(tmp_path_factory.mktemp("stack"), settings=LONG_LEASES | CHECKPOINTS) as stack:
         yield stack
 
 

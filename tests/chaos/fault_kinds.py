@@ -41,7 +41,7 @@ BROUGHT_ABOUT_BY: Mapping[str, tuple[str, ...]] = {
         "tests/api/background/test_database_loss.py::test_a_submission_whose_commit_nobody_confirmed_is_repeated_safely",
     ),
     "silent database": (f"{_SILENCE}::test_the_child_ends_within_the_lease_while_the_heartbeat_waits_in_its_query",),
-    "redis a replica": (f"{_BROKER}::test_a_replica_and_a_full_server_are_waited_for",),
-    "redis full": (f"{_BROKER}::test_a_replica_and_a_full_server_are_waited_for",),
+    "redis a replica": (f"{_BROKER}::test_a_replica_and_a_full_server_carry_wakeups",),
+    "redis full": (f"{_BROKER}::test_a_replica_and_a_full_server_carry_wakeups",),
     "malformed messages": (f"{_BROKER}::test_what_is_no_message_ends_no_worker",),
 }

@@ -37,7 +37,6 @@ _HELD = text(
     "AND failures < max_failures - :spared AND (NOT :crash OR NOT EXISTS ("
     "SELECT 1 FROM job_events WHERE job_id = jobs.id AND type = 'crash')) ORDER BY id"
 )
-_OPEN = text("SELECT id FROM jobs WHERE state IN ('queued', 'running', 'cancelling') ORDER BY id")
 _TERMINATE = text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = :name")
 
 
@@ -243,6 +242,7 @@ class Nemesis:
     def _flushall(self) -> Struck:
         with self.stack.broker() as broker:
             broker.flushall()
+            broker.client_kill_filter(_type="pubsub")  # nobody hears what is sent now
         return Struck(time.time(), "flushall", "redis")
 
     def _kill_redis(self) -> Struck:
@@ -268,13 +268,8 @@ class Nemesis:
         return _at(aim, "terminate backends")
 
     def _double_wakeups(self) -> Struck:
-        with self.stack.engine.connect() as connection:
-            open_jobs = list(connection.execute(_OPEN).scalars())
-        for job_id in open_jobs[:5]:
-            try:
-                self.stack.send_wakeup(job_id, 5)
-            except (RedisError, LedgerUnavailable):
-                break
+        with contextlib.suppress(RedisError, LedgerUnavailable):
+            self.stack.send_wakeup(25)
         return Struck(time.time(), "double wake-ups", "redis")
 
     def _lose_replies(self) -> Struck:
@@ -324,7 +319,8 @@ class Nemesis:
     def _malformed_messages(self) -> Struck:
         struck = Struck(time.time(), "malformed messages", "redis")
         with self.stack.broker() as broker:
-            broker.lpush("celery", *self._chance.sample(_MALFORMED, 4))
+            for each in self._chance.sample(_MALFORMED, 4):
+                broker.publish(self.stack.channel, each)
         return struck
 
 

@@ -10,6 +10,7 @@ import importlib.machinery
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -93,10 +94,18 @@ def _no_fence(fence: Any, _folder: Path) -> None:
     fence.draw_fenced = unfenced
 
 
-def _no_second_wakeup(outbox: Any, _folder: Path) -> None:
-    """A wake-up is sent once, whether or not anybody claims the job."""
-    relay = outbox.relay
-    outbox.relay = lambda engine, send_wakeup, _unclaimed, *more: relay(engine, send_wakeup, 1e9, *more)
+def _held_wakeups(wakeups: Any, _folder: Path) -> None:
+    """No protection is lost by this: a process waits before it sends a wake-up, where somebody wants that."""
+    publish = wakeups.WakeupSender._publish
+
+    def held(self: Any) -> None:
+        gates = Path(os.environ["CHAOS_GATES"])
+        while (gates / "wakeup.hold").exists():
+            (gates / f"wakeup.{os.getpid()}.seen").touch()
+            time.sleep(0.01)
+        publish(self)
+
+    wakeups.WakeupSender._publish = held
 
 
 def _no_poll(agent: Any, _folder: Path) -> None:
@@ -117,7 +126,7 @@ def _no_reaper(reaper: Any, _folder: Path) -> None:
     """Nobody is taken to be silent, nor to have ended."""
     for name in ("reap_expired", "reap_ended_worker"):
         assert getattr(reaper, name)
-        setattr(reaper, name, lambda *_: 0)
+        setattr(reaper, name, lambda *_, **__: 0)
 
 
 def _no_idempotency(submission: Any, _folder: Path) -> None:
@@ -163,10 +172,11 @@ def _no_rename(local_objects: Any, _folder: Path) -> None:
 
 CHANGES: Mapping[str, Mapping[str, Change]] = {
     "fence": {"jobs.queue.fence": _no_fence},
-    "reconciler": {"jobs.queue.outbox": _no_second_wakeup, "worker.agent.agent": _no_poll},
+    "poll": {"worker.agent.agent": _no_poll},
     "reaper": {"jobs.queue.reaper": _no_reaper},
     "idempotency": {"jobs.repository.submission": _no_idempotency},
     "rename": {"jobs.objects.local_store": _no_rename},
+    "held wake-ups": {"jobs.queue.wakeups": _held_wakeups},
     "mortal takes": {"jobs.objects.local_store": _mortal_takes},
 }
 """By name: which module is changed, and how."""

@@ -29,13 +29,12 @@ from typing import Any
 from benchmarks.results_file import claim, not_measured, write
 from tests import servers
 from tests.chaos.campaign import Report, run_campaign
-from tests.chaos.cells import ALL_CELLS, MATRIX, PARTS, Recovery, run_cell
+from tests.chaos.cells import ALL_CELLS, PARTS, Recovery, matrix_stack, run_cell
 from tests.chaos.embedded_cells import CELLS as EMBEDDED_CELLS
 from tests.chaos.embedded_cells import run_embedded_cell
 from tests.chaos.stack.documents import VARIANTS, Pace
 from tests.chaos.stack.embedded import PROCESSES, embedded_service
 from tests.chaos.stack.gated_jobs import document, outcomes
-from tests.chaos.stack.stack import running_stack
 
 MOST_SECONDS, MEDIAN_SECONDS = 20, 10
 """From the kill to a living holder's first write: the host notices, and no lease (45 s) has to run out."""
@@ -79,7 +78,7 @@ class Soak:
             return
         with tempfile.TemporaryDirectory(prefix=f"kronoscope-soak-{number}-") as folder:
             try:
-                with running_stack(Path(folder), **MATRIX) as stack:
+                with matrix_stack(Path(folder)) as stack:
                     job_id = stack.submit(document())
                     stack.await_end(job_id)
                     undisturbed = outcomes(stack, job_id)

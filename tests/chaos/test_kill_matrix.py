@@ -12,7 +12,7 @@ from tests.chaos.stack.stack import Stack
     ("part", "point"),
     [
         ("api", "cancelling"),
-        pytest.param("relay", "before_claim", marks=pytest.mark.nightly),
+        pytest.param("sender", "before_claim", marks=pytest.mark.nightly),
         ("worker", "mid_layer"),
         ("child", "mid_collection"),
         ("redis", "before_claim"),

@@ -14,7 +14,7 @@ from tests.chaos.stack.stack import DURABLE
 
 BROKEN = {
     "fence": "stale",
-    "reconciler": "lost",
+    "poll": "lost",
     "reaper": "lost",
     "idempotency": "duplicated",
     "rename": "artifact",

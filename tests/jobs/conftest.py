@@ -17,7 +17,7 @@ from jobs.queue.claims import claim
 from jobs.records import LOCAL_TENANT, Claim
 from jobs.repository.submission import submit
 from jobs.schema.clock import ledger_now
-from jobs.schema.database import writing
+from jobs.schema.database import after_queueing, writing
 from jobs.schema.tables import jobs
 from tests.conftest import Databases, Dialect
 
@@ -55,6 +55,20 @@ def queued(ledger: Engine, document: Callable[..., JobDocument]) -> Callable[...
         return submit(ledger, LOCAL_TENANT, document(**changes)).job.id
 
     return make
+
+
+@pytest.fixture
+def woken(ledger: Engine) -> Callable[[], int]:
+    """``woken()``: how many commits have queued work since it was last asked."""
+    heard: list[int] = []
+    after_queueing(ledger, lambda: heard.append(1))
+
+    def ask() -> int:
+        number = len(heard)
+        heard.clear()
+        return number
+
+    return ask
 
 
 @pytest.fixture

@@ -46,8 +46,6 @@ class Job:
     last_token: str | None = None
     silent: bool = False
     """Whether its lease has run out; the holder keeps the job until a reaper comes."""
-    wakeup: str | None = "new"
-    """`new`: not sent yet, `sent`, or `unanswered`; None where the job waits for nobody."""
     stage: str | None = None
     environment: dict[str, Any] | None = None
     plan: dict[str, Any] | None = None
@@ -82,7 +80,6 @@ class Job:
         """Go to ``state`` with all that belongs to it."""
         assert state in MOVES[self.state], f"the model itself goes from {self.state} to {state}"
         self.state = state
-        self.wakeup = "new" if state == "queued" else None
         if state not in HELD:
             self.token, self.silent = None, False
         if state in ENDED:

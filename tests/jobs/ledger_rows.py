@@ -9,8 +9,8 @@ from sqlalchemy import Engine, select
 
 from jobs.repository.store import list_jobs
 from jobs.schema.clock import ledger_now
-from jobs.schema.database import reading
-from jobs.schema.tables import artifacts, job_events, jobs, layer_results, outbox
+from jobs.schema.database import after_queueing, reading
+from jobs.schema.tables import artifacts, job_events, jobs, layer_results
 from tests.jobs.ledger_model import ENDED, HELD, MOVES, Job, Model
 from tests.queue_order import next_claimable
 
@@ -27,9 +27,12 @@ class LedgerRows:
     def __init__(self, engine: Engine, tenants: tuple[str, ...]) -> None:
         self._engine = engine
         self._tenants = tenants
-        self._before: Rows = {table.name: {} for table in (jobs, outbox, *WRITTEN_ONCE)}
+        self._before: Rows = {table.name: {} for table in (jobs, *WRITTEN_ONCE)}
         self._versions: dict[str, int] = {}
         self._shown: dict[str, str] = {}
+        self._woken: list[int] = []
+        self._queued = 0
+        after_queueing(engine, lambda: self._woken.append(1))
         self._stamps: dict[tuple[str, str, int], datetime] = {}
 
     def compare(self, model: Model) -> None:
@@ -41,13 +44,13 @@ class LedgerRows:
         for job in model.jobs():
             [row] = rows["jobs"][job.id]
             _compare_row(job, row, now)
-            _compare_wakeup(job, rows["outbox"].get(job.id, []))
             _compare_events(job, row, rows["job_events"][job.id])
             _compare_results(job, rows["layer_results"].get(job.id, []), rows["artifacts"].get(job.id, []))
             assert {each["tenant_id"] for table in rows.values() for each in table.get(job.id, [])} == {job.tenant}
             self._compare_stamps(job, row)
             if job.id in self._before["jobs"]:
                 self._compare_with_before(job, rows)
+        self._compare_wakeups(model)
         self._compare_what_is_shown(model)
         self._before = rows
         self._versions = {job.id: job.version for job in model.jobs()}
@@ -55,7 +58,7 @@ class LedgerRows:
     def _read(self) -> tuple[Rows, datetime]:
         rows: Rows = {}
         with reading(self._engine) as connection:
-            for table in (jobs, outbox, *WRITTEN_ONCE):
+            for table in (jobs, *WRITTEN_ONCE):
                 of_jobs: dict[str, list[Mapping[str, Any]]] = {}
                 for row in connection.execute(select(table).order_by(*table.primary_key)).mappings():
                     of_jobs.setdefault(row["id" if table is jobs else "job_id"], []).append(dict(row))
@@ -70,6 +73,14 @@ class LedgerRows:
             if times:
                 assert self._stamps.setdefault((job.id, stamp, times), row[stamp]) == row[stamp], stamp
                 assert row[stamp] >= self._stamps.get((job.id, stamp, times - 1), row["created_at"]), stamp
+
+    def _compare_wakeups(self, model: Model) -> None:
+        """One for each time that a job was queued since, and none for what was refused or rolled back."""
+        told = [data["state"] for job in model.ever for kind, data in job.events if kind == "state"]
+        queued = told.count("queued")
+        assert len(self._woken) == queued - self._queued
+        self._queued = queued
+        self._woken.clear()
 
     def _compare_with_before(self, job: Job, rows: Rows) -> None:
         [before], [after] = self._before["jobs"][job.id], rows["jobs"][job.id]
@@ -121,12 +132,6 @@ def _compare_row(job: Job, row: Mapping[str, Any], now: datetime) -> None:
     assert manifest.get("environment") == job.environment
     assert manifest | (job.ended_as or {}) == manifest
     assert (row["finished_at"] is not None) == (job.state in ENDED)
-
-
-def _compare_wakeup(job: Job, wakeups: list[Mapping[str, Any]]) -> None:
-    assert len(wakeups) == (job.state == "queued"), f"{job} is {job.state} and has {len(wakeups)} wake-ups"
-    for wakeup in wakeups:
-        assert (wakeup["sent_at"] is None) == (job.wakeup == "new")
 
 
 def _compare_events(job: Job, row: Mapping[str, Any], events: list[Mapping[str, Any]]) -> None:

@@ -86,16 +86,16 @@ def test_one_that_is_asked_for_during_its_call_is_called_again() -> None:
     under_way, go, calls = threading.Event(), threading.Event(), Calls()
 
     def call() -> None:
-        calls["relay"] += 1
+        calls["again"] += 1
         under_way.set()
         go.wait(240)
 
-    rounds = Rounds("t", [("relay", NEVER, call)], LOG)
+    rounds = Rounds("t", [("again", NEVER, call)], LOG)
     rounds.start()
     under_way.wait(240)
-    rounds.postpone("relay", 0)
+    rounds.postpone("again", 0)
     go.set()
-    until(lambda: calls["relay"] == 2, 240, "the rounds were made")
+    until(lambda: calls["again"] == 2, 240, "the rounds were made")
     rounds.stop(240)
 
 

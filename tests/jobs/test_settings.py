@@ -17,7 +17,6 @@ def test_the_environment_is_read_once_with_its_defaults() -> None:
     read = LedgerSettings.from_environment({"KRONOSCOPE_DATABASE_URL": URL, "DATABASE_URL": "sqlite:///other"})
     assert read.database_url == URL
     assert (read.heartbeat_seconds, read.lease_seconds, read.reaper_seconds) == (10, 45, 10)
-    assert (read.relay_seconds, read.unclaimed_seconds) == (5, 15)
     assert (read.retention_days, read.retention_files) == (None, "keep")
     assert read.artifact_root == Path(".kronoscope/artifacts").absolute()
 
@@ -35,7 +34,7 @@ def test_secrets_come_from_files_and_do_not_show(tmp_path: Path) -> None:
         {},
         {"DATABASE_URL": URL, "KRONOSCOPE_LEASE_SECONDS": "soon"},
         {"DATABASE_URL": URL, "KRONOSCOPE_LEASE_SECONDS": "nan"},
-        {"DATABASE_URL": URL, "KRONOSCOPE_RELAY_SECONDS": "0"},
+        {"DATABASE_URL": URL, "KRONOSCOPE_REAPER_SECONDS": "0"},
         {"DATABASE_URL": URL, "KRONOSCOPE_LEASE_SECONDS": "12"},
         {"DATABASE_URL": URL, "KRONOSCOPE_RETENTION_DAYS": "a year"},
         {"DATABASE_URL": URL, "KRONOSCOPE_RETENTION_DAYS": "-1"},

@@ -1,4 +1,4 @@
-"""Whatever submitters, holders, zombies, reapers and relays do in whatever order, the ledger is as the model says.
+"""Whatever submitters, holders, zombies and reapers do in whatever order, the ledger is as the model says.
 
 After every step all rows of all jobs are compared with `ledger_model`, and with themselves before the step: what the
 model does not know to have changed is the same to the bit, such as after a refused write or at the end of a job.
@@ -29,7 +29,6 @@ from catalog.requests.job import JobDocument
 from jobs.errors import IdempotencyConflict, JobNotFound, JobStillActive, LeaseLost
 from jobs.queue import attempt_endings, attempt_writes, claims
 from jobs.queue.crash_signatures import record_crash
-from jobs.queue.outbox import relay
 from jobs.queue.reaper import reap_expired
 from jobs.records import LOCAL_TENANT
 from jobs.repository.results import count_layers, events_after, layer_rows, list_artifacts
@@ -37,7 +36,7 @@ from jobs.repository.store import delete_job, read_job, request_cancel
 from jobs.repository.submission import submit
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import writing
-from jobs.schema.tables import jobs, outbox
+from jobs.schema.tables import jobs
 from jobs.tenancy.api_keys import create_key, verify_key
 from tests.jobs.ledger_model import ENDED, Hold, Job, Model
 from tests.jobs.ledger_rows import LedgerRows
@@ -53,9 +52,8 @@ GAMES = settings(
     suppress_health_check=list(HealthCheck),
 )
 LEASE_SECONDS = 3600.0  # none runs out by itself
-UNANSWERED_SECONDS = 1800.0
 MOST_JOBS = 3
-PAST_MOVES = 24
+PAST_MOVES = 25
 ZOMBIE = "a_zombie_tries_everything"
 Move = tuple[Any, ...]
 """A method's name, and what there is to choose from for each of its arguments."""
@@ -65,7 +63,6 @@ MAX_FAILURES = (1, 2, 3)
 ASKED = ("looks around", "cancels", "deletes")
 KEYS = (None, "key", "other-key")
 FIRST = ("beats", "finishes", "hands back", "is cancelled", "changes")
-FATES = ("heard", "answered", "lost")
 ENDINGS = ("transient", "hands back", "crashes", "finishes", "transient", "stops", "crashes", "usage", "fatal")
 
 HAPPENED = (
@@ -85,8 +82,6 @@ HAPPENED = (
     "a holder heard before the reaper",
     "a new holder before the reaper",
     "a held job cancelled",
-    "a wake-up lost",
-    "a wake-up answered while it was sent",
 )
 """Each must have happened in the games, or they showed nothing."""
 
@@ -134,7 +129,6 @@ class LedgerMachine(RuleBasedStateMachine):
         yield "a_zombie_tries_everything", [hold for hold in model.zombies() if hold.standing not in self.tried]
         yield "a_reaper_comes", model.silent()
         yield "somebody_comes_before_the_reaper", holders, FIRST
-        yield "a_relay_rings", model.jobs("queued"), FATES, FATES, FATES, ("soon", "late")
 
     @initialize(moves=st.integers(0, PAST_MOVES), max_failures=st.sampled_from((2, 3)))
     def there_is_a_past(self, moves: int, max_failures: int) -> None:
@@ -159,6 +153,7 @@ class LedgerMachine(RuleBasedStateMachine):
             ("the_holder_ends", 2, "crashes", 9),
             ("somebody_submits", self.tenants[0], "a", None, 3),
             ("a_worker_claims", 2),
+            ("somebody_comes_before_the_reaper", 3, "beats"),
             ("somebody_comes_before_the_reaper", 3, "changes"),
             ("a_zombie_tries_everything", 3),
             ("the_holder_writes", 4, "a layer", 0, 1),
@@ -307,13 +302,6 @@ class LedgerMachine(RuleBasedStateMachine):
             with pytest.raises(LeaseLost, match=f"fence {hold.fence};"):
                 write(self.ledger, hold.claim)
 
-    def wakeups_go_unanswered(self) -> None:
-        with writing(self.ledger) as connection:
-            sent = update(outbox).where(outbox.c.sent_at.is_not(None))
-            connection.execute(sent.values(sent_at=ledger_now(-2 * UNANSWERED_SECONDS)))
-        for job in self.model.jobs():
-            job.wakeup = "unanswered" if job.wakeup == "sent" else job.wakeup
-
     # --- those who look after the queue -----------------------------------------------------------------------------
 
     def the_holder_falls_silent(self, hold: Hold) -> None:
@@ -357,39 +345,6 @@ class LedgerMachine(RuleBasedStateMachine):
             each.fail("transient", "worker_lost")
         assert taken == len(left)
         self.happened["a silent job failed once too often"] += any(each.state == "failed" for each in left)
-
-    def a_relay_rings(self, _: Job, first: str, second: str, third: str, when: str) -> None:
-        """Wake-ups are received, or answered at once by a worker, or the broker takes no more of them."""
-        fates = [first, second, third]
-        if when == "late":
-            self.wakeups_go_unanswered()
-        due = [job for job in self.model.jobs() if job.wakeup == "new"]
-        never_sent = len(due)
-        due += [job for job in self.model.jobs() if job.wakeup == "unanswered"]
-        fates = fates[: len(due)]
-        sent: list[Job] = []
-
-        def send_wakeup(job_id: str) -> None:
-            fate = fates[len(sent)]
-            sent.append(next(job for job in due if job.id == job_id))
-            if fate == "lost":
-                raise ConnectionError("the broker is down")
-            sent[-1].wakeup = "sent"
-            if fate == "answered":
-                self.happened["a wake-up answered while it was sent"] += 1
-                self.a_worker_claims(sent[-1])
-
-        if "lost" in fates:
-            self.happened["a wake-up lost"] += 1
-            with pytest.raises(ConnectionError):
-                relay(self.ledger, send_wakeup, UNANSWERED_SECONDS)
-            assert len(sent) == fates.index("lost") + 1
-            for job in (sent[-1], *(job for job in due if job not in sent)):
-                job.wakeup = "new"
-        else:
-            assert relay(self.ledger, send_wakeup, UNANSWERED_SECONDS) == len(due) == len(sent)
-        assert len(set(sent)) == len(sent)
-        assert set(sent[:never_sent]) <= set(due[:never_sent])
 
 
 def test_the_ledger_plays_every_game_as_the_model_does(ledger: Engine, document: Callable[..., JobDocument]) -> None:

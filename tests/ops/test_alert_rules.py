@@ -23,7 +23,6 @@ QUIET = {
     "kronoscope_workers": "2",
     'kronoscope_worker_slots{state="idle"}': "2",
     'kronoscope_reconciler_last_round_age_seconds{reconciler="reaper"}': "5",
-    'kronoscope_reconciler_last_round_age_seconds{reconciler="relay"}': "3",
     "kronoscope_leases_reaped_total": "7",
     "kronoscope_fenced_writes_total": "4",
     'kronoscope_jobs_failed_total{category="fatal"}': "3",
@@ -48,7 +47,7 @@ FIRES: dict[str, tuple[dict[str, str], int, int]] = {
     ),
     "KronoscopeWorkerIdle": ({**BUSY, 'kronoscope_worker_slots{state="idle"}': "0x9 1x50"}, 14, 16),
     "KronoscopeReconcilerSilent": (
-        {'kronoscope_reconciler_last_round_age_seconds{reconciler="relay"}': "3x9 3+60x49"},
+        {'kronoscope_reconciler_last_round_age_seconds{reconciler="reaper"}': "5x9 5+60x49"},
         12,
         16,
     ),

@@ -78,8 +78,6 @@ def settings(ledger_url: str, tmp_path: Path) -> Callable[..., WorkerSettings]:
             heartbeat_seconds=min(0.5, lease_seconds / 10),
             lease_seconds=lease_seconds,
             reaper_seconds=0.2,
-            relay_seconds=0.2,
-            unclaimed_seconds=1,
         )
         given = {"threads": 1, "poll_seconds": 0.1, "cancel_seconds": 0.1, "model_store": tmp_path / "store"}
         given |= {"shared_without_walls": True} | changes

@@ -1,8 +1,10 @@
-"""Redis answers with errors, is full or away, or holds what is no message: the worker stays, and wake-ups work."""
+"""Redis is a replica, full or away, or sends what is no message: the worker stays, and wake-ups work."""
 
 import base64
+import functools
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,14 +12,15 @@ from typing import Any
 
 import pytest
 import redis
-from celery import Celery
+from sqlalchemy import Engine
 
 from tests import servers
-from tests.worker.test_celery import USAGE, Process, celery_command
+from tests.worker.test_celery import CELERY, USAGE, Process, channel_of, ring
 from worker.app import create_app
 
 COMPOSE = Path(__file__).resolve().parents[2] / "docker-compose.yml"
 HEADERS = {"task": "worker.tasks.ring", "id": "x", "argsrepr": None}
+"""As an earlier version sent them, to a task that there is no more."""
 PROPERTIES = {
     "delivery_tag": "t",
     "delivery_info": {"exchange": "", "routing_key": "celery"},
@@ -69,11 +72,10 @@ def start(ledger_url: str, server: servers.PrivateServer, tmp_path: Path) -> Ite
             "KRONOSCOPE_ARTIFACTS": str(tmp_path / "artifacts"),
             "KRONOSCOPE_MODEL_STORE": str(tmp_path / "store"),
             "KRONOSCOPE_POLL_SECONDS": "3600",
-            "KRONOSCOPE_RELAY_SECONDS": "3600",
             "OMP_NUM_THREADS": "1",
             "KRONOSCOPE_THREADS": "1",
         }
-        process = Process(celery_command(), environment, tmp_path)
+        process = Process(CELERY, environment, tmp_path)
         started.append(process)
         return process
 
@@ -84,31 +86,45 @@ def start(ledger_url: str, server: servers.PrivateServer, tmp_path: Path) -> Ite
 
 @pytest.fixture
 def wakes(
-    server: servers.PrivateServer, submitted: Callable[..., str], job: Callable[[str], Any], eventually: Any
+    ledger: Engine,
+    server: servers.PrivateServer,
+    submitted: Callable[..., str],
+    job: Callable[[str], Any],
+    eventually: Any,
 ) -> Callable[[Process], None]:
     """``wakes(process)``: a wake-up reaches it, and it does the job."""
 
     def ask(process: Process) -> None:
         job_id = submitted(**USAGE)
-        with Celery(broker=server.url, set_as_current=False) as sender:
-            sender.send_task("worker.tasks.ring", args=[job_id], ignore_result=True)
+        with redis.Redis.from_url(server.url) as client:
+            heard_by = functools.partial(client.pubsub_numsub, channel_of(ledger))
+            eventually(lambda: process.popen.poll() is not None or heard_by()[0][1] > 0)
+        ring(ledger, server.url)
         eventually(lambda: process.popen.poll() is not None or job(job_id).state == "failed")
         assert process.popen.poll() is None, process.raw[-20:]
 
     return ask
 
 
-def test_what_is_no_message_ends_no_worker(start: Any, wakes: Any, admin: Any, eventually: Any) -> None:
+def connections(process: Process) -> int:
+    """How often it has connected to its broker."""
+    return sum("Connected to" in line for line in process.raw)
+
+
+def test_what_is_no_message_ends_no_worker(start: Any, wakes: Any, admin: Any, eventually: Any, ledger: Engine) -> None:
     process = start()
     eventually(lambda: process.said("ready"))
     for text in MALFORMED:
-        admin.lpush("celery", text.encode(errors="surrogatepass"))
-        eventually(lambda: process.popen.poll() is not None or admin.llen("celery") == 0)
+        assert admin.publish(channel_of(ledger), text.encode(errors="surrogatepass")) == 1
         assert process.popen.poll() is None, text
     wakes(process)
+    assert admin.pubsub_numsub(channel_of(ledger))[0][1] == 1
+    assert connections(process) == 1  # nothing made it connect anew
 
 
-def test_no_message_fills_the_log_or_reaches_celery(start: Any, wakes: Any, admin: Any, eventually: Any) -> None:
+def test_no_message_fills_the_log_or_reaches_celery(
+    start: Any, wakes: Any, admin: Any, eventually: Any, ledger: Engine
+) -> None:
     process = start()
     eventually(lambda: process.said("ready"))
     known = "11111111-2222-4333-8444-555555555555"
@@ -123,33 +139,40 @@ def test_no_message_fills_the_log_or_reaches_celery(start: Any, wakes: Any, admi
     ):
         text = json.dumps({"properties": PROPERTIES, "headers": HEADERS | headers, "body": body})
         for _ in range(3):
-            admin.lpush("celery", text)
-    eventually(lambda: process.popen.poll() is not None or admin.llen("celery") == 0)
+            admin.publish(channel_of(ledger), text)  # Redis ends a subscription that is too far behind
+            admin.lpush("celery", text)  # where earlier versions had their queue, and Celery has its own
     wakes(process)
     assert sum(map(len, process.raw)) < 20_000
-    assert process.said("is no wake-up and was dropped")
     assert not process.said("evil")
-    assert admin.llen("celery") == 0  # what messages name is not sent
+    assert admin.llen("celery") == 12  # nothing is taken from there
 
 
-def test_a_replica_and_a_full_server_are_waited_for(start: Any, wakes: Any, admin: Any, eventually: Any) -> None:
-    """READONLY is what a worker reads that stayed with the former primary after a failover."""
+def test_a_worker_writes_no_key(start: Any, wakes: Any, admin: Any, eventually: Any) -> None:
+    """So that what kills a worker leaves nothing in Redis, and its user needs no right to any key."""
+    process = start()
+    eventually(lambda: process.said("ready"))
+    wakes(process)
+    process.stop(signal.SIGKILL)
+    assert admin.keys() == []
+
+
+def test_a_replica_and_a_full_server_carry_wakeups(
+    start: Any, wakes: Any, admin: Any, eventually: Any, ledger: Engine
+) -> None:
+    """A replica is what a worker is connected to that stayed with the former primary after a failover."""
     running = start()
     eventually(lambda: running.said("ready"))
     admin.replicaof("127.0.0.1", "1")
-    eventually(lambda: running.said("ReadOnlyError") or running.popen.poll() is not None)
     begun = start()
-    eventually(lambda: begun.said("ReadOnlyError") or begun.popen.poll() is not None)
-    assert [running.popen.poll(), begun.popen.poll()] == [None, None]
-    admin.replicaof("NO", "ONE")
+    eventually(lambda: begun.said("ready") or begun.popen.poll() is not None)
+    wakes(running)
     begun.stop()
-    wakes(running)
+    admin.replicaof("NO", "ONE")
     admin.config_set("maxmemory", "1")
-    admin.client_kill_filter(_type="normal", skipme=True)
-    eventually(lambda: running.said("OutOfMemoryError") or running.popen.poll() is not None)
-    assert running.popen.poll() is None
-    admin.config_set("maxmemory", "0")
+    admin.client_kill_filter(_type="pubsub", skipme=True)
+    eventually(lambda: connections(running) == 2)
     wakes(running)
+    admin.config_set("maxmemory", "0")
 
 
 @pytest.mark.nightly(

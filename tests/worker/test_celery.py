@@ -15,16 +15,15 @@ from typing import Any
 
 import pytest
 import redis
-from celery import Celery
-from kombu.exceptions import OperationalError
-from sqlalchemy import update
+from sqlalchemy import Engine, update
 
+from jobs.queue.wakeups import WakeupSender
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import writing
 from jobs.schema.tables import jobs
 from worker.agent.agent import DRAIN_SECONDS
 
-CELERY = [sys.executable, "-P", "-m", "celery", "-A", "worker.app", "worker", "-P", "threads", "-Q"]
+CELERY = [sys.executable, "-P", "-m", "celery", "-A", "worker.app", "worker", "-P", "threads"]
 KRONOSCOPE = [sys.executable, "-P", "-c", "from kronoscope.cli import main; main()"]
 EMBEDDED = [sys.executable, "-P", "-m", "worker.embedded"]
 SLURM = Path(__file__).resolve().parents[2] / "examples/slurm/worker.sbatch"
@@ -91,7 +90,6 @@ def worker(ledger_url: str, broker: str, tmp_path: Path) -> Iterator[Callable[..
             "KRONOSCOPE_ARTIFACTS": str(tmp_path / "artifacts"),
             "KRONOSCOPE_MODEL_STORE": str(tmp_path / "store"),
             "KRONOSCOPE_REAPER_SECONDS": "0.5",
-            "KRONOSCOPE_RELAY_SECONDS": "0.5",
             "OMP_NUM_THREADS": "1",
             "KRONOSCOPE_THREADS": "1",
         }
@@ -105,17 +103,13 @@ def worker(ledger_url: str, broker: str, tmp_path: Path) -> Iterator[Callable[..
         process.stop()
 
 
-def celery_command() -> list[str]:
-    return [*CELERY, "celery"]
-
-
 def mapped_libraries(pid: int) -> str:
     return Path(f"/proc/{pid}/maps").read_text()
 
 
 @pytest.mark.real_programs
 @pytest.mark.part(of=4, by=())
-@pytest.mark.parametrize("command", [celery_command(), EMBEDDED], ids=["celery", "embedded"])
+@pytest.mark.parametrize("command", [CELERY, EMBEDDED], ids=["celery", "embedded"])
 def test_it_does_a_job_to_the_end_without_torch(
     worker: Any, submitted: Any, job: Any, eventually: Any, command: list[str]
 ) -> None:
@@ -135,37 +129,64 @@ def test_it_does_a_job_to_the_end_without_torch(
 
 
 def test_the_wakeup_is_answered_before_any_poll(
-    worker: Any, submitted: Any, job: Any, eventually: Any, broker: str
+    worker: Any, submitted: Any, job: Any, eventually: Any, ledger: Engine, broker: str
 ) -> None:
-    process = worker(celery_command(), KRONOSCOPE_POLL_SECONDS="3600", KRONOSCOPE_RELAY_SECONDS="3600")
+    process = worker(CELERY, KRONOSCOPE_POLL_SECONDS="3600")
     eventually(lambda: process.said("ready"))
-    job_id = submitted(**USAGE)
-    _ring(broker, job_id)
-    eventually(lambda: job(job_id).state == "failed")
-    for stray in (job_id, "not an id"):
-        _ring(broker, stray)
-    other = submitted(**USAGE)
-    _ring(broker, other)
-    eventually(lambda: job(other).state == "failed")
+    for _ in range(2):
+        job_id = submitted(**USAGE)
+        ring(ledger, broker)
+        eventually(lambda job_id=job_id: job(job_id).state == "failed")
+        for _ in range(3):
+            ring(ledger, broker)  # for nothing
 
 
-def test_the_relay_rings_for_jobs_that_redis_lost(
-    worker: Any, submitted: Any, job: Any, eventually: Any, broker: str
+def test_every_worker_hears_a_wakeup(
+    worker: Any, submitted: Any, job: Any, eventually: Any, ledger: Engine, broker: str, gated: Any
 ) -> None:
+    """Two jobs and one message: each worker takes one."""
+    given = {"KRONOSCOPE_POLL_SECONDS": "3600", "KRONOSCOPE_SLOTS": "1", **gated.environment}
+    started = [worker(CELERY, **given) for _ in range(2)]
+    eventually(lambda: all(each.said("ready") for each in started))
+    ids = [submitted(**gated.document) for _ in range(2)]
+    with redis.Redis.from_url(broker) as client:
+        assert client.publish(channel_of(ledger), "") == 2
+    eventually(lambda: [job(each).state for each in ids] == ["running", "running"])
+    gated.open()
+
+
+def test_what_a_worker_hands_back_another_takes_at_once(
+    worker: Any, submitted: Any, job: Any, eventually: Any, gated: Any
+) -> None:
+    """No poll finds it: the wake-up follows the commit of whoever queues it, though that ends by now."""
+    given = {"KRONOSCOPE_POLL_SECONDS": "3600", **gated.environment}
+    first = worker(CELERY, **given)
+    job_id = submitted(**gated.document)
+    eventually(gated.begun)
+    second = worker(CELERY, **given)
+    eventually(lambda: second.said("ready"))
+    assert first.stop() == 0
+    eventually(lambda: second.said("job claimed"))
+    gated.open()
+    eventually(lambda: job(job_id).ended)
+
+
+def test_a_job_without_a_wakeup_is_found_by_the_poll(worker: Any, submitted: Any, job: Any, eventually: Any) -> None:
+    process = worker(CELERY)
+    eventually(lambda: process.said("ready"))
     job_id = submitted(**USAGE)  # no wake-up is sent
-    worker(celery_command(), KRONOSCOPE_POLL_SECONDS="3600")
     eventually(lambda: job(job_id).state == "failed")
 
 
 def test_without_redis_jobs_are_done_all_the_same(worker: Any, submitted: Any, job: Any, eventually: Any) -> None:
-    process = worker(celery_command(), KRONOSCOPE_REDIS_URL="redis://127.0.0.1:1/0")
+    process = worker(CELERY, KRONOSCOPE_REDIS_URL="redis://127.0.0.1:1/0")
     job_id = submitted(**USAGE)
     eventually(lambda: job(job_id).state == "failed")
     assert process.popen.poll() is None
 
 
 @pytest.mark.part(of=4, by=())
-@pytest.mark.parametrize("command", [celery_command(), EMBEDDED], ids=["celery", "embedded"])
+@pytest.mark.parametrize("command", [CELERY, EMBEDDED], ids=["celery", "embedded"])
 def test_an_outdated_schema_is_refused_with_the_remedy(
     worker: Any, databases: Any, dialect: Any, command: list[str]
 ) -> None:
@@ -176,13 +197,18 @@ def test_an_outdated_schema_is_refused_with_the_remedy(
     assert not process.said("Traceback")
 
 
-def _ring(broker: str, job_id: str) -> None:
-    """As the API does, which knows the task by name only."""
-    with Celery(broker=broker, set_as_current=False) as sender:
-        try:
-            sender.send_task("worker.tasks.ring", args=[job_id], ignore_result=True)
-        except OperationalError as error:
-            pytest.fail(f"the test's Redis does not answer: {error}")
+def channel_of(ledger: Engine) -> str:
+    """The channel in Redis on which this ledger's workers hear."""
+    return f"/kronoscope.{WakeupSender(ledger, '').exchange.name}"
+
+
+def ring(ledger: Engine, broker: str) -> None:
+    """Send a wake-up, as whatever process has queued something."""
+    sender = WakeupSender(ledger, broker)
+    sender.stop(0)  # so that it does no more than send its last
+    sender.start()
+    sender.stop(240)
+    assert sender.failing == {}, "the test's Redis does not answer"
 
 
 def children_of(pid: int) -> list[int]:
@@ -208,7 +234,7 @@ def children_of(pid: int) -> list[int]:
 def test_sigterm_hands_the_job_back_and_another_worker_finishes_it(
     worker: Any, submitted: Any, job: Any, eventually: Any, ended: Any, gated: Any
 ) -> None:
-    first = worker(celery_command(), **gated.environment)
+    first = worker(CELERY, **gated.environment)
     job_id = submitted(**gated.document)
     eventually(gated.begun)
     running = children_of(first.popen.pid)
@@ -218,7 +244,7 @@ def test_sigterm_hands_the_job_back_and_another_worker_finishes_it(
     handed = job(job_id)
     assert (handed.state, handed.attempt, handed.failures) == ("queued", 0, 0)
     gated.open()
-    worker(celery_command(), **gated.environment)
+    worker(CELERY, **gated.environment)
     eventually(lambda: job(job_id).ended)
     done = job(job_id)
     assert (done.state, done.attempt, done.failures) == ("succeeded", 1, 0), done.failure
@@ -269,7 +295,7 @@ def test_slurm_is_asked_for_more_time_than_a_drain_takes() -> None:
 def test_a_worker_killed_with_minus_9_leaves_no_orphan_and_loses_no_job(
     ledger: Any, worker: Any, submitted: Any, job: Any, eventually: Any, ended: Any, gated: Any
 ) -> None:
-    first = worker(celery_command(), **gated.environment)
+    first = worker(CELERY, **gated.environment)
     job_id = submitted(**gated.document)
     eventually(gated.begun)
     running = children_of(first.popen.pid)
@@ -287,7 +313,7 @@ def test_a_worker_killed_with_minus_9_leaves_no_orphan_and_loses_no_job(
 
 
 @pytest.mark.part(of=4, by=())
-@pytest.mark.parametrize("command", [celery_command(), EMBEDDED], ids=["celery", "embedded"])
+@pytest.mark.parametrize("command", [CELERY, EMBEDDED], ids=["celery", "embedded"])
 def test_until_idle_it_does_what_is_queued_and_ends(worker: Any, submitted: Any, job: Any, command: list[str]) -> None:
     ids = [submitted(**USAGE) for _ in range(2)]
     process = worker(command, KRONOSCOPE_UNTIL_IDLE="1")
@@ -301,8 +327,8 @@ def test_until_idle_it_does_what_is_queued_and_ends(worker: Any, submitted: Any,
 @pytest.mark.parametrize(
     ("command", "given"),
     [
-        (celery_command(), {"KRONOSCOPE_UNTIL_IDLE": "1"}),
-        (celery_command(), {"KRONOSCOPE_UNTIL_IDLE": "1", "KRONOSCOPE_REDIS_URL": "redis://127.0.0.1:1/0"}),
+        (CELERY, {"KRONOSCOPE_UNTIL_IDLE": "1"}),
+        (CELERY, {"KRONOSCOPE_UNTIL_IDLE": "1", "KRONOSCOPE_REDIS_URL": "redis://127.0.0.1:1/0"}),
         ([*KRONOSCOPE, "worker", "--until-idle"], {}),
     ],
     ids=["celery", "celery without redis", "kronoscope"],
@@ -316,7 +342,7 @@ def test_until_idle_with_nothing_queued_it_ends_at_once(worker: Any, command: li
 
 
 @pytest.mark.part(of=4, by=())
-@pytest.mark.parametrize("command", [celery_command(), EMBEDDED], ids=["celery", "embedded"])
+@pytest.mark.parametrize("command", [CELERY, EMBEDDED], ids=["celery", "embedded"])
 def test_before_the_wall_time_it_hands_its_job_back_and_has_ended(
     worker: Any, submitted: Any, job: Any, gated: Any, command: list[str]
 ) -> None:
@@ -348,14 +374,14 @@ def test_before_the_wall_time_it_hands_its_job_back_and_has_ended(
 
 def test_a_worker_that_cannot_start_ends(worker: Any) -> None:
     """Celery would go on without what its handlers did not do: as a worker that takes no job."""
-    process = worker(celery_command(), KRONOSCOPE_ARTIFACTS="/proc/no/such/folder")
+    process = worker(CELERY, KRONOSCOPE_ARTIFACTS="/proc/no/such/folder")
     assert process.popen.wait(240) == 4
     process.reader.join()
     assert process.said("the worker does not start: FileNotFoundError")
 
 
 def test_a_wall_time_too_near_is_refused_with_the_remedy(worker: Any) -> None:
-    process = worker(celery_command(), KRONOSCOPE_WALL="5m", KRONOSCOPE_DRAIN_BEFORE="10m")
+    process = worker(CELERY, KRONOSCOPE_WALL="5m", KRONOSCOPE_DRAIN_BEFORE="10m")
     assert process.popen.wait(240) == 2
     process.reader.join()
     assert process.said("lengthen the one or shorten the other")

@@ -1,9 +1,8 @@
 """The Agent: owns this process's slots, and claims jobs for them in fair-share order.
 
 A wake-up says no more than that there is something in the queue: the database decides which job is
-next, or a tenant with a thousand wake-ups would go before all others. Without a free
-slot a wake-up is dropped: the job stands in the database, where the next poll, here or elsewhere,
-finds it. So a worker deaf to its broker costs seconds, never a job.
+next. Every agent hears it; without a free slot it is dropped: the job stands in the database, where
+another agent, or the next poll, finds it. So a worker deaf to its broker costs seconds, never a job.
 """
 
 import os
@@ -85,8 +84,9 @@ class Agent:
         self._poller.start()
 
     def wake(self) -> None:
-        """Look into the queue now: a wake-up came, for whichever job; a superfluous one costs one query."""
-        self._wakeup.set()
+        """Look into the queue now, if a slot is free; one that becomes free is a reason by itself."""
+        if len(self._supervisors) < self._settings.slots:
+            self._wakeup.set()
 
     def take(self) -> bool:
         """Claim the next job in fair-share order if a slot is free; return whether. Nothing is held where it raises."""

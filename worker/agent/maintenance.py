@@ -1,24 +1,21 @@
-"""Maintenance: reaper, relay and clean-up, which run in every worker process, so that no single one matters.
+"""Maintenance: reaper and clean-up, which run in every worker process, so that no single one matters.
 
 The clean-up has a thread of its own: a store that is silent for minutes must not hold up the reaper. So has the look
-for workers of this machine that were killed: neither must a silent broker.
+for workers of this machine that were killed.
 """
 
 import functools
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import structlog
 from sqlalchemy import Engine
 from structlog.typing import FilteringBoundLogger
 
-from jobs.metrics.counters import note_round
 from jobs.objects.artifacts import open_artifacts
 from jobs.objects.cached_entries import CachedEntries, forget_unused, list_tenants, place_of
 from jobs.objects.scratch import open_scratch, sweep_scratch
-from jobs.queue.outbox import relay
 from jobs.queue.reaper import reap, reap_ended_worker
 from jobs.retention.object_sweep import sweep_attempts, sweep_objects
 from jobs.retention.retention import archive_ended, forget_estimates
@@ -54,49 +51,27 @@ _FAULTS_SECONDS = 3600
 
 
 class WorkerMaintenance:
-    """Threads that reap the jobs of silent workers, relay wake-ups, and clear up after ended jobs."""
+    """Threads that reap the jobs of silent workers, clear up after ended jobs, and send wake-ups."""
 
     def __init__(
-        self,
-        engine: Engine,
-        settings: LedgerSettings,
-        send_wakeup: Callable[[str], object] | None,
-        broker_backlog: Callable[[], int] = lambda: 0,
-        process_space: str = "",
-        wake: Callable[[], object] = lambda: None,
+        self, engine: Engine, settings: LedgerSettings, process_space: str = "", wakeups: Rounds | None = None
     ) -> None:
         """Get ready.
 
         Args:
             engine: The ledger.
             settings: How often.
-            send_wakeup: Sends one wake-up to all workers. None: nothing is relayed, since a row marked as sent is not
-                sent again for a while, and workers elsewhere that have a broker would miss it.
-            broker_backlog: Returns how many wake-ups are at the broker, not yet received.
             process_space: The scope of process numbers that this process can see.
-            wake: Has this process look into the queue.
+            wakeups: Their sender; None where there is no broker.
         """
         log = structlog.get_logger("kronoscope.worker")
         ended = EndedWorkers(settings.artifact_root)
-
-        def send() -> int:
-            sent = 0 if send_wakeup is None else relay(engine, send_wakeup, settings.unclaimed_seconds, broker_backlog)
-            note_round(engine, "relay")
-            return sent
-
-        def take_back(worker_id: str) -> int:
-            taken = reap_ended_worker(engine, worker_id, process_space)
-            if taken:
-                wake()
-            return taken
-
-        reconcilers: list[Round] = [("reaped or overdue", settings.reaper_seconds, lambda: reap(engine))]
-        if send_wakeup is not None:
-            reconcilers.append(("wake-ups sent", settings.relay_seconds, send))
+        take_back = functools.partial(reap_ended_worker, engine, process_space=process_space)
         self._rounds = (
-            Rounds("reconcilers", reconcilers, log),
+            Rounds("reaper", [("reaped or overdue", settings.reaper_seconds, lambda: reap(engine))], log),
             _clean_up(engine, settings, log),
             Rounds("ended workers", [("taken back", _ENDED_SECONDS, lambda: ended.sweep(take_back))], log),
+            *(() if wakeups is None else (wakeups,)),
         )
 
     def start(self) -> None:

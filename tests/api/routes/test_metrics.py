@@ -36,7 +36,6 @@ UNITS = (
     "_connections",
     "_jobs",
     "_expired",
-    "_unsent",
     "_polls",
     "_streams",
     "_workers",
@@ -222,12 +221,6 @@ def test_a_snapshot_costs_no_more_with_many_jobs(databases: Databases) -> None:
         connection.execute(text("SET LOCAL statement_timeout = 0"))
         connection.execute(text(FILL), {"state": "succeeded", "first": 1, "last": 30_000})
         connection.execute(text(FILL), {"state": "queued", "first": 30_001, "last": 32_000})
-        connection.execute(
-            text(
-                "INSERT INTO outbox (id, tenant_id, job_id, created_at) "
-                "SELECT id, tenant_id, id, created_at FROM jobs WHERE state = 'queued'"
-            )
-        )
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.execute(text("VACUUM ANALYZE"))
     plans: list[str] = []

@@ -2,9 +2,9 @@
 
     celery -A tests.chaos.stack.held_worker worker …       in place of `-A worker.app`
 
-The points, below the folder CHAOS_GATES: ``claim`` (a job was chosen, nothing is written), ``wakeup``
-(an outbox row is marked as sent, the broker was not told) and ``settle`` (every row is written and the
-computing process is gone; the job's end is not written), which is also ``settle-<job>`` for one job. With
+The points, below the folder CHAOS_GATES: ``claim`` (a job was chosen, nothing is written) and ``settle`` (every
+row is written and the computing process is gone; the job's end is not written), which is also ``settle-<job>`` for one
+job. ``tests.chaos.removals`` adds ``wakeup``, to API and workers (work is queued, the broker was not told). With
 CHAOS_IDLE this worker takes no job and only sweeps; with CHAOS_QUICK its jobs are computed by ``quick_child.py``.
 """
 
@@ -46,7 +46,6 @@ def _held(point: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 worker.agent.agent.claim = _held("claim", worker.agent.agent.claim)  # type: ignore[attr-defined]
-worker.app.send_wakeup = _held("wakeup", worker.app.send_wakeup)
 _endings = worker.supervision.supervisor.attempt_endings  # type: ignore[attr-defined]
 _finish = _held("settle", _endings.finish)
 

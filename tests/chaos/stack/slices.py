@@ -37,7 +37,6 @@ _DRAIN_SECONDS = 600
 _SETTINGS = LONG_LEASES | {"KRONOSCOPE_CANCEL_SECONDS": LONG_LEASES["KRONOSCOPE_HEARTBEAT_SECONDS"]}
 """Looking for a cancellation as often as beating, the holder learns of its loss by the fence alone."""
 _SERVED = text("SELECT count(*) FROM pg_stat_activity WHERE application_name = :name AND datname = current_database()")
-_ROUND = text("SELECT max(changed_at) FROM counters WHERE name = 'rounds' AND label = 'relay'")
 
 
 @dataclass
@@ -155,15 +154,14 @@ def _zombie(scene: Scene) -> None:
 
 
 def _lost_wakeup(scene: Scene) -> None:
-    """A job's wake-up is lost before there is a worker to receive it."""
+    """A job is submitted while the broker is gone; the worker is connected again, and nothing tells it of the job."""
+    (worker,) = scene.stack.workers
+    scene.stack.redis.kill()
     scene.submit(scene.job("unheard"))
+    until(lambda: scene.stack.api.said("a round fails"), 200, "its wake-up is lost")
+    scene.stack.redis.restart()
     with scene.stack.broker() as broker:
-        until(lambda: broker.llen("celery") > 0, 200, "the wake-up is sent")
-        # a relay that heard of that too late would send once more, whether or not wake-ups are repeated
-        last_round = _last_round(scene.stack)
-        until(lambda: _last_round(scene.stack) != last_round, 200, "the relay's round has ended well")
-        broker.flushall()
-    scene.stack.await_ready(scene.stack.add_worker("late"))
+        until(lambda: broker.pubsub_numsub(scene.stack.channel)[0][1] == 1, 200, worker.tail)
 
 
 def _killed_holder(scene: Scene) -> None:
@@ -209,15 +207,9 @@ def _served(stack: Stack, part: Part) -> int:
         return int(connection.execute(_SERVED, {"name": part.name}).scalar_one())
 
 
-def _last_round(stack: Stack) -> object:
-    """When a relay has last ended a round well."""
-    with reading(stack.engine) as connection:
-        return connection.execute(_ROUND).scalar_one()
-
-
 SLICES: Mapping[str, Slice] = {
     "fence": Slice(2, _zombie),
-    "reconciler": Slice(0, _lost_wakeup),
+    "poll": Slice(1, _lost_wakeup),
     "reaper": Slice(1, _killed_holder),
     "idempotency": Slice(1, _lost_reply),
     "rename": Slice(1, _torn_object, ("mortal takes",)),

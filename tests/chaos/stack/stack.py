@@ -20,12 +20,12 @@ from typing import Any
 
 import httpx
 import redis
-from celery import Celery
 from sqlalchemy import Engine, event, make_url, select, update
 
 from jobs.errors import LedgerUnavailable
 from jobs.lifecycle import HELD, TERMINAL
 from jobs.objects.artifacts import ArtifactFolder
+from jobs.queue.wakeups import WakeupSender
 from jobs.records import Artifact, Event
 from jobs.repository.results import events_after, list_artifacts
 from jobs.schema.clock import ledger_now
@@ -45,8 +45,6 @@ SHORT_LEASES = {
     "KRONOSCOPE_HEARTBEAT_SECONDS": "0.5",
     "KRONOSCOPE_LEASE_SECONDS": "3",
     "KRONOSCOPE_REAPER_SECONDS": "0.5",
-    "KRONOSCOPE_RELAY_SECONDS": "0.5",
-    "KRONOSCOPE_UNCLAIMED_SECONDS": "2",
     "KRONOSCOPE_POLL_SECONDS": "1",
     "KRONOSCOPE_CANCEL_SECONDS": "0.2",
 }
@@ -295,11 +293,16 @@ class Stack:
         """A client of Redis with every right."""
         return redis.Redis.from_url(self.redis.url)
 
-    def send_wakeup(self, job_id: str, times: int = 1) -> None:
-        """Deliver the job's wake-up, as the relay does."""
-        with Celery(broker=self.redis.url, set_as_current=False) as sender:
+    @functools.cached_property
+    def channel(self) -> str:
+        """The channel in Redis on which all workers hear wake-ups."""
+        return f"/kronoscope.{WakeupSender(self.engine, self.redis.url).exchange.name}"
+
+    def send_wakeup(self, times: int = 1) -> None:
+        """Wake every worker."""
+        with self.broker() as broker:
             for _ in range(times):
-                sender.send_task("worker.tasks.ring", args=[job_id], ignore_result=True)
+                broker.publish(self.channel, "")
 
     def close(self) -> None:
         """End everything that was started here."""

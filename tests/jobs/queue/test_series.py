@@ -22,7 +22,7 @@ from jobs.repository.store import delete_job, read_job, request_cancel
 from jobs.repository.submission import submit, submitted_earlier
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
-from jobs.schema.tables import jobs, outbox
+from jobs.schema.tables import jobs
 from jobs.tenancy.quotas import require_place
 from tests.api import seeding
 
@@ -87,17 +87,17 @@ def pairs(ledger: Engine, series: str) -> list[tuple[int, Job]]:
     return read_series(ledger, LOCAL_TENANT, series)[1]
 
 
-def test_a_series_is_one_job_for_each_checkpoint_and_waits(ledger: Engine, made: Make) -> None:
+def test_a_series_is_one_job_for_each_checkpoint_and_waits(
+    ledger: Engine, made: Make, woken: Callable[[], int]
+) -> None:
     series = made(12)
+    assert woken() == 1
     assert seen(ledger, series).state == "waiting"
     children = checkpoints(ledger, series)
     assert [each.document["model"]["path"] for each in children] == [f"/c/{place}" for place in range(12)]
     assert {(each.state, each.document["series"], each.parent_id) for each in children} == {("queued", None, series)}
     assert [each.name for each in children][:2] == ["training · checkpoint 1 of 12", "training · checkpoint 2 of 12"]
     assert read_pieces(ledger, LOCAL_TENANT, series) == ()
-    with reading(ledger) as connection:
-        waking = set(connection.execute(select(outbox.c.job_id)).scalars())
-    assert waking == {each.id for each in children}
     assert claim(ledger, series, "worker-1:7", "t", 60) is None
 
 

@@ -16,7 +16,7 @@ from jobs.repository.results import events_after
 from jobs.repository.store import read_job, request_cancel, reschedule
 from jobs.repository.submission import submit
 from jobs.schema.database import reading
-from jobs.schema.tables import jobs, outbox
+from jobs.schema.tables import jobs
 from tests.queue_order import next_claimable
 
 Make = Callable[..., JobDocument]
@@ -39,11 +39,13 @@ def test_a_job_keeps_the_terms_that_it_was_given(ledger: Engine, document: Make)
     assert until.document_sha256 == within.document_sha256 == neither.document_sha256
 
 
-def test_a_deadline_that_has_passed_is_refused_and_nothing_is_stored(ledger: Engine, document: Make) -> None:
+def test_a_deadline_that_has_passed_is_refused_and_nothing_is_stored(
+    ledger: Engine, document: Make, woken: Callable[[], int]
+) -> None:
     with pytest.raises(DocumentRefused, match="has passed") as refused:
         submit(ledger, LOCAL_TENANT, document(schedule={"deadline": "2020-01-01T00:00Z"}), "k")
     assert [(each.pointer, each.code) for each in refused.value.complaints] == [("/schedule/deadline", "in_the_past")]
-    assert (count(ledger, jobs), count(ledger, outbox)) == (0, 0)
+    assert (count(ledger, jobs), woken()) == (0, 0)
 
 
 def test_a_repeated_request_is_known_by_its_schedule_too(ledger: Engine, document: Make) -> None:

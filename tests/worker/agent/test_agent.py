@@ -4,7 +4,6 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,18 +12,16 @@ from sqlalchemy import insert, update
 from jobs.codec import parse_document
 from jobs.errors import LedgerUnavailable
 from jobs.queue.claims import claim
-from jobs.queue.outbox import relay
 from jobs.records import LOCAL_TENANT
 from jobs.repository.store import read_job, request_cancel
 from jobs.repository.submission import submit
 from jobs.scheduling.placement import next_places
 from jobs.schema.clock import ledger_now
-from jobs.schema.database import writing
+from jobs.schema.database import after_queueing, writing
 from jobs.schema.tables import jobs, tenants
 from worker.agent import agent as agent_module
 from worker.agent.agent import Agent
 from worker.agent.maintenance import WorkerMaintenance
-from worker.tasks import wake_agent
 
 pytestmark = pytest.mark.real_programs
 
@@ -84,23 +81,38 @@ def test_a_slot_takes_a_job_and_without_one_the_next_stays(
     eventually(lambda: job(second).state == "succeeded")
 
 
-@pytest.mark.parametrize("message", ["", "not an id", "0" * 36, "x" * 10_000])
 def test_a_wakeup_for_nothing_costs_a_look(
-    agent: Any, submitted: Any, job: Any, eventually: Any, monkeypatch: Any, message: Any
+    agent: Any, submitted: Any, job: Any, eventually: Any, monkeypatch: Any
 ) -> None:
-    """And one for a job takes whatever is next: the id in it decides nothing."""
     looks = []
     monkeypatch.setattr(agent_module, "next_places", lambda *given: looks.append(1) or next_places(*given))
     chosen = agent(["finish"], poll_seconds=3600)
     eventually(lambda: looks)
-    task = SimpleNamespace(app=SimpleNamespace(agent=chosen))
     heard = len(looks)
-    wake_agent.run.__func__(task, message)
+    chosen.wake()
     eventually(lambda: len(looks) > heard)
     assert len(looks) == heard + 1
     job_id = submitted()
-    wake_agent.run.__func__(task, message)
+    chosen.wake()
     eventually(lambda: job(job_id).state == "succeeded")
+
+
+def test_without_a_free_slot_a_wakeup_costs_nothing_and_loses_nothing(
+    agent: Any, submitted: Any, job: Any, eventually: Any, monkeypatch: Any, tmp_path: Any
+) -> None:
+    looks = []
+    watched = Agent._look_after_devices
+    monkeypatch.setattr(Agent, "_look_after_devices", lambda self: looks.append(1) or watched(self))
+    first = submitted()
+    chosen = agent(["wait_for", str(tmp_path / "go")], ["finish"], poll_seconds=3600)
+    eventually(lambda: job(first).state == "running")
+    second = submitted()
+    for _ in range(100):
+        chosen.wake()
+    time.sleep(0.3)
+    assert len(looks) == 1  # at its start
+    (tmp_path / "go").touch()
+    eventually(lambda: job(second).state == "succeeded")
 
 
 @pytest.mark.parametrize("dialect", ["sqlite"])
@@ -128,7 +140,7 @@ def test_a_claim_of_which_every_reply_was_lost_is_found_again_and_counts_no_fail
 def test_a_look_that_failed_is_repeated_soon_however_rare_the_others_are(
     agent: Any, submitted: Any, job: Any, eventually: Any, monkeypatch: Any, error: type[Exception]
 ) -> None:
-    """It may have been for a wake-up, and none is sent again for an hour."""
+    """It may have been for a wake-up, and none is sent again."""
     failing = [error, error]
 
     def away_twice(*given: Any) -> Any:
@@ -153,9 +165,8 @@ def test_many_wakeups_of_one_tenant_do_not_overtake_another(
     with writing(ledger) as connection:
         connection.execute(insert(tenants).values(id="late", name="late", created_at=ledger_now()))
     late = submit(ledger, "late", parse_document(json.dumps(job(backlog[0]).document).encode())).job.id
-    task = SimpleNamespace(app=SimpleNamespace(agent=chosen))
-    for each in backlog * 3:
-        wake_agent.run.__func__(task, each)
+    for _ in backlog * 3:
+        chosen.wake()
     (tmp_path / "go").touch()
     eventually(lambda: all(job(each).ended for each in backlog) and read_job(ledger, "late", late).ended)
     claimed = {each: job(each).started_at for each in backlog} | {late: read_job(ledger, "late", late).started_at}
@@ -216,22 +227,19 @@ def test_cancelled_before_it_is_claimed_it_never_runs(ledger: Any, agent: Any, s
     assert job(job_id).state == "cancelled"
 
 
-def test_the_maintenance_sends_wakeups_and_takes_jobs_from_the_silent(
+def test_the_maintenance_takes_jobs_from_the_silent(
     ledger: Any, settings: Any, submitted: Any, job: Any, eventually: Any
 ) -> None:
-    chosen = settings()
-    sent = []
     job_id = submitted()
-    maintenance = WorkerMaintenance(ledger, chosen.ledger, sent.append)
+    assert claim(ledger, job_id, "gone", "token", 0.5) is not None
+    woken: list[int] = []
+    after_queueing(ledger, lambda: woken.append(1))
+    maintenance = WorkerMaintenance(ledger, settings().ledger)
     maintenance.start()
     try:
-        eventually(lambda: job_id in sent)
-
-        assert claim(ledger, job_id, "gone", "token", 0.5) is not None
         eventually(lambda: job(job_id).state == "queued")
         assert job(job_id).failures == 1
-        heard = len(sent)
-        eventually(lambda: len(sent) > heard)
+        eventually(lambda: woken == [1])
     finally:
         maintenance.stop()
 
@@ -244,7 +252,7 @@ def test_the_maintenance_archives_what_has_ended_if_it_is_told_to(
     chosen = settings().ledger
     for days, files in ((None, "keep"), (0, "drop")):
         maintenance = WorkerMaintenance(
-            ledger, chosen.model_copy(update={"retention_days": days, "retention_files": files}), None
+            ledger, chosen.model_copy(update={"retention_days": days, "retention_files": files})
         )
         maintenance.start()
         try:
@@ -260,7 +268,7 @@ def test_a_store_that_is_silent_holds_up_no_rescue(
 ) -> None:
     silent = threading.Event()
     monkeypatch.setattr("worker.agent.maintenance.sweep_scratch", lambda *_: silent.wait() and 0)
-    maintenance = WorkerMaintenance(ledger, settings().ledger, None)
+    maintenance = WorkerMaintenance(ledger, settings().ledger)
     maintenance.start()
     try:
         lost = submitted()
@@ -278,49 +286,10 @@ def test_the_maintenance_ends_what_waits_past_its_deadline(
     job_id = submitted()
     with writing(ledger) as connection:
         connection.execute(update(jobs).where(jobs.c.id == job_id).values(deadline_at=ledger_now(0.3)))
-    maintenance = WorkerMaintenance(ledger, settings().ledger, lambda _: None)
+    maintenance = WorkerMaintenance(ledger, settings().ledger)
     maintenance.start()
     try:
         eventually(lambda: job(job_id).ended)
     finally:
         maintenance.stop()
     assert (job(job_id).attempt, job(job_id).failure["code"]) == (0, "deadline_exceeded")
-
-
-def test_a_broker_that_is_down_stops_no_sweep(ledger: Any, settings: Any, submitted: Any, eventually: Any) -> None:
-    sent = []
-
-    def send_wakeup(job_id: Any) -> None:
-        sent.append(job_id)
-        if len(sent) == 1:
-            raise ConnectionError("no broker")
-
-    job_id = submitted()
-    maintenance = WorkerMaintenance(ledger, settings().ledger, send_wakeup)
-    maintenance.start()
-    try:
-        eventually(lambda: len(sent) > 1)
-    finally:
-        maintenance.stop()
-    assert set(sent) == {job_id}
-
-
-def test_a_worker_without_a_broker_leaves_the_wakeups_to_those_who_have_one(
-    ledger: Any, settings: Any, submitted: Any, job: Any, eventually: Any, agent: Any
-) -> None:
-    """What it would mark as sent, only it would have received."""
-    chosen = settings()
-    waiting = submitted()
-    maintenance = WorkerMaintenance(ledger, chosen.ledger, None)
-    maintenance.start()
-    try:
-        lost = submitted()
-        assert claim(ledger, lost, "gone", "token", 0.3) is not None
-        eventually(lambda: job(lost).state == "queued")  # it does sweep
-        sent: list[str] = []
-        relay(ledger, sent.append, 3600)
-        assert {waiting, lost} <= set(sent)
-    finally:
-        maintenance.stop()
-    agent(["finish"])  # and its own jobs it finds by looking
-    eventually(lambda: job(waiting).ended and job(lost).ended)

@@ -195,7 +195,7 @@ def test_a_job_that_ends_without_an_attempt_is_cleared_by_the_maintenance(
         left(scratch, job_id, 1)
     assert sweep_scratch(ledger, scratch) == 0
     request_cancel(ledger, LOCAL_TENANT, ended)
-    maintenance = WorkerMaintenance(ledger, settings().ledger, lambda _: None)
+    maintenance = WorkerMaintenance(ledger, settings().ledger)
     maintenance.start()
     try:
         eventually(lambda: scratch.jobs() == [waiting])
