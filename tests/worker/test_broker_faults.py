@@ -198,7 +198,7 @@ def test_the_user_of_compose_runs_no_scripts_and_needs_none(
     admin.execute_command("ACL", "SETUSER", "kronoscope", "on", ">secret", *written[1].split())
     url = re.sub("//.*@", "//kronoscope:secret@", server.url)
     with redis.Redis.from_url(url) as client:
-        for words in (["EVAL", "return 1", 0], ["SCRIPT", "LOAD", "return 1"], ["EVALSHA", "0" * 40, 0]):
+        for words in (["EVAL", "return 1", 0], ["SCRIPT", "LOAD", "return 1"], ["EVALSHA", "0" * 40, 0], ["LPOP", "x"]):
             with pytest.raises(redis.exceptions.NoPermissionError):
                 client.execute_command(*words)
     process = start(url)

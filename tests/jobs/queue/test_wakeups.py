@@ -3,14 +3,18 @@
 import contextlib
 import json
 import re
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import redis
 from redis.client import PubSub
+from redis.exceptions import NoPermissionError
 from sqlalchemy import Engine, select
 
 from catalog.requests.job import JobDocument
@@ -30,6 +34,7 @@ from tests import servers
 from tests.conftest import Databases
 from tests.machine.stopwatch import until
 
+COMPOSE = Path(__file__).resolve().parents[3] / "docker-compose.yml"
 SECONDS = 240
 
 Sender = Callable[..., WakeupSender]
@@ -168,3 +173,36 @@ def test_after_a_broker_came_back_wakeups_are_heard_again(
         submit(ledger, LOCAL_TENANT, document())
         assert subscription.get_message(timeout=SECONDS)["type"] == "message"
     until(lambda: not made.failing, SECONDS, "it works again")
+
+
+def test_the_user_of_compose_sends_and_hears_wakeups_and_does_nothing_else(
+    ledger: Engine, server: servers.PrivateServer, heard: PubSub
+) -> None:
+    (rules,) = re.findall(r"user kronoscope on >%s (.*?)\\n", COMPOSE.read_text())
+    name, password = f"test-{secrets.token_hex(4)}", secrets.token_hex(16)
+    parsed = urlsplit(server.url)
+    theirs = parsed._replace(netloc=f"{name}:{password}@{parsed.hostname}:{parsed.port}").geturl()
+    with redis.Redis.from_url(server.url) as admin:
+        admin.execute_command("ACL", "SETUSER", name, "on", f">{password}", *rules.split())
+    made = WakeupSender(ledger, theirs)
+    made.start()
+    made.stop(SECONDS)
+    assert next_of(heard) is not None
+    with redis.Redis.from_url(theirs) as client, client.pubsub() as subscription:
+        client.ping()
+        subscription.subscribe(f"/kronoscope.{made.exchange.name}")
+        for words in (
+            ("SET", "key", "1"),
+            ("GET", "key"),
+            ("LPUSH", "celery", "1"),
+            ("KEYS", "*"),
+            ("PUBLISH", "another", "1"),
+            ("SUBSCRIBE", "another"),
+            ("PSUBSCRIBE", "*"),
+            ("FLUSHALL",),
+            ("CLIENT", "LIST"),
+            ("EVAL", "return 1", 0),
+            ("CONFIG", "GET", "*"),
+        ):
+            with pytest.raises(NoPermissionError):
+                client.execute_command(*words)
