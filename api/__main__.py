@@ -8,7 +8,6 @@ import gc
 gc.disable()  # modules that are loaded are no garbage: to look for some takes a seventh of the start
 
 import argparse
-import asyncio
 import os
 import sys
 from collections.abc import Sequence
@@ -17,10 +16,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from api.connections.connection_table import ConnectionTable
 from api.connections.descriptors import BACKLOG, require_descriptors
-from api.connections.protocol import HttpProtocol
-from api.connections.strict_framing import MOST_HEADER_BYTES
 from api.main import create_app
 from api.settings import Settings
 from catalog.private_memory import hide_memory
@@ -33,23 +29,18 @@ gc.freeze()
 gc.enable()
 
 _SHUTDOWN_SECONDS = 10
-_TICKS_PER_SWEEP = 2
-"""A tick is a tenth of a second."""
+_IDLE_SECONDS = 10
+"""Longer than clients keep a connection that they may use again."""
+_MOST_HEADER_BYTES = 32 * 1024
 
 
 class _Server(uvicorn.Server):
-    """A server that looks after its connections, and ends long polls and streams when the process is asked to end."""
+    """A server that ends long polls and streams when the process is asked to end."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
         super().__init__(config)
         self._app = app
-
-    async def on_tick(self, counter: int) -> bool:
-        """Do as uvicorn does, and end the connections whose deadline has passed."""
-        if counter % _TICKS_PER_SWEEP == 0:
-            table: ConnectionTable = self._app.state.connections
-            table.sweep(asyncio.get_running_loop().time())
-        return await super().on_tick(counter)
+        app.state.connections = self.server_state.connections
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle the signal as uvicorn does, and wake all that wait."""
@@ -91,12 +82,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=settings.idle_seconds,
+        timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         backlog=BACKLOG,
-        http=HttpProtocol,
+        limit_concurrency=settings.connections,
+        http="h11",
         ws="none",
-        h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+        h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
         proxy_headers=False,
     )
     server = _Server(config, app)

@@ -18,8 +18,7 @@ from api.background.maintenance import Maintenance
 from api.background.metrics_cache import MetricsCache
 from api.background.request_metrics import RequestMetrics, RequestMetricsMiddleware
 from api.connections.audit_trail import AuditMiddleware, RefusedLines
-from api.connections.connection_table import ConnectionTable
-from api.connections.forwarded_clients import ForwardedClientsMiddleware
+from api.connections.client_addresses import ClientAddresses
 from api.live.job_watcher import JobWatcher
 from api.requests import exception_handlers
 from api.requests.auth import Reader, authenticate
@@ -92,21 +91,15 @@ def create_app(settings: Settings) -> FastAPI:
         redirect_slashes=False,
     )
     limits = Limits(settings)
-    request_metrics = RequestMetrics(lambda: limits.long_polls.open, lambda: table.open_connections)
-    table = ConnectionTable(settings, request_metrics.count_connection)
-    app.state.connections = table
+    app.state.connections = set()  # the server that runs it puts its own here
+    request_metrics = RequestMetrics(lambda: limits.long_polls.open, lambda: len(app.state.connections))
+    addresses = app.state.addresses = ClientAddresses(settings.trusted_proxies)
     refused_lines = RefusedLines()
     app.add_middleware(KeyLimitsMiddleware, limits=limits)
     app.add_middleware(HeadMiddleware)
-    app.add_middleware(
-        ForwardedClientsMiddleware,
-        table=table,
-        most=settings.connections_per_client,
-        count=request_metrics.count_connection,
-    )
-    app.add_middleware(RefusedKeysMiddleware, addresses=table.addresses, limits=limits)
+    app.add_middleware(RefusedKeysMiddleware, addresses=addresses, limits=limits)
     app.add_middleware(SecurityMiddleware, embedded=settings.embedded, database_seconds=settings.database_seconds)
-    app.add_middleware(AuditMiddleware, addresses=table.addresses, refused_lines=refused_lines)
+    app.add_middleware(AuditMiddleware, addresses=addresses, refused_lines=refused_lines)
     app.add_middleware(RequestMetricsMiddleware, request_metrics=request_metrics)
     exception_handlers.install(app)
     rooms = (jobs, comparison, events, results, artifacts, exports, estimates, analyses, devices, health, metrics)

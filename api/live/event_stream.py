@@ -1,4 +1,4 @@
-"""A stream of one job's events to one reader, whose connection the server cuts when it takes nothing for too long.
+"""A stream of one job's events to one reader, whose connection the proxy cuts when it takes nothing for too long.
 
 The stream ends after the job's last event; where it ends earlier, because its time is over or the
 process is asked to end, its reader connects again with the number of the last event it has.

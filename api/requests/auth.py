@@ -103,7 +103,7 @@ def authenticate(request: Request, service: ServiceOf, _: Annotated[object, Depe
         raise unauthorised(NOT_VALID)
     request.state.caller = caller
     if caller.key is not None:
-        client = request.app.state.connections.addresses.client_of(request.scope)
+        client = request.app.state.addresses.client_of(request.scope)
         service.maintenance.key_uses.note(caller.key, client)
 
 

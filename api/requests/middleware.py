@@ -40,6 +40,8 @@ SECURITY_HEADERS = {
 
 _SINGLE = ("authorization", "content-type", "content-encoding", "idempotency-key", "last-event-id", "range", "if-range")
 """Headers that may be sent once."""
+_MOST_HEADERS = 101
+"""A hundred of the client's, and the one that the proxy adds."""
 
 
 def request_id(scope: Scope) -> str:
@@ -99,14 +101,9 @@ class SecurityMiddleware:
                 await problem_response(internal_error(), identity)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Refusal | None:
-        if _has_control(scope["path"].encode("utf-8", "replace")) or b"%00" in scope["query_string"]:
-            return Refusal(400, "bad-request", "Bad request", "the address holds control characters; leave them out")
-        repeated = next((name for name in _SINGLE if len(Headers(scope=scope).getlist(name)) > 1), None)
-        if repeated is not None:
-            # a proxy may have looked at the other one
-            return Refusal(400, "bad-request", "Bad request", f"the header `{repeated}` is sent twice; send it once")
-        if not self.embedded:
-            return None
+        malformed = _malformed(scope)
+        if malformed is not None or not self.embedded:
+            return malformed
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if not is_loopback(_name(host)):
@@ -122,6 +119,18 @@ class SecurityMiddleware:
                 403, "foreign-origin", "Foreign origin", "embedded mode takes requests from its own page and from tools"
             )
         return None
+
+
+def _malformed(scope: Scope) -> Refusal | None:
+    if _has_control(scope["path"].encode("utf-8", "replace")) or b"%00" in scope["query_string"]:
+        return Refusal(400, "bad-request", "Bad request", "the address holds control characters; leave them out")
+    if len(scope["headers"]) > _MOST_HEADERS:
+        return Refusal(431, "header-too-large", "Header too large", "the header has more than 100 lines; send less")
+    repeated = next((name for name in _SINGLE if len(Headers(scope=scope).getlist(name)) > 1), None)
+    if repeated is not None:
+        # a proxy may have looked at the other one
+        return Refusal(400, "bad-request", "Bad request", f"the header `{repeated}` is sent twice; send it once")
+    return None
 
 
 def _name(host: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 
 from tests.machine.stopwatch import Stopwatch, until
+from tests.servers import PrivateServer, proxy
 
 KEY_SECRET = "a secret that only the tests know"
 WEBHOOK_KEY = "a key of webhooks that only the tests know"
@@ -28,9 +29,11 @@ class Server:
 
     def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
         self.url = url
-        self.port = int(url.rpartition(":")[2])
+        self.port = self.api_port = int(url.rpartition(":")[2])
         self.process = process
         self.log = log
+        self.proxy: PrivateServer | None = None
+        """The proxy before it, where there is one."""
 
     def client(self, key: str | None = None) -> httpx.Client:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -120,6 +123,20 @@ def serve(database_url: str, folder: Path, more: Mapping[str, str], port: int | 
             process.kill()
             process.wait()
             raise
+
+
+@contextlib.contextmanager
+def serve_behind_proxy(
+    database_url: str, folder: Path, more: Mapping[str, str], changes: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """The same behind the service's own proxy, whose configuration has these changes; its address is the proxy's."""
+    with (
+        serve(database_url, folder, {"KRONOSCOPE_TRUSTED_PROXIES": "127.0.0.1", **more}) as server,
+        proxy(server.port, changes) as door,
+    ):
+        behind = Server(door.url, server.process, server.log)
+        behind.proxy, behind.api_port = door, server.port
+        yield behind
 
 
 def _await_answer(server: Server) -> None:

@@ -30,6 +30,7 @@ LONG = {
         ["docker-compose.yml"],
         ["docker-compose.yml", "docker-compose.gpu.yml"],
         ["docker-compose.yml", "docker-compose.join.yml"],
+        ["docker-compose.yml", "docker-compose.tls.yml"],
         ["docker-compose.node.yml"],
     ],
     ids=" and ".join,
@@ -40,6 +41,8 @@ def test_the_compose_files_are_sound(files: list[str]) -> None:
         "REDIS_URL": "redis://kronoscope:change-me@10.0.0.1:6379/0",
         "PRIVATE_ADDRESS": "10.0.0.1",
         "SHARED_FOLDER": "/mnt/kronoscope",
+        "TLS_CERTIFICATE": "/etc/tls/certificate.pem",
+        "TLS_KEY": "/etc/tls/key.pem",
     }
     words = [word for name in files for word in ("--file", str(ROOT / name))]
     done = subprocess.run(
@@ -53,13 +56,13 @@ def test_the_compose_files_are_sound(files: list[str]) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_nothing_but_the_api_is_published(stack: Stack) -> None:
+def test_nothing_but_the_proxy_is_published(stack: Stack) -> None:
     published = {
         stack.inspect(container)["Config"]["Labels"]["com.docker.compose.service"]: bindings
         for container in stack.containers()
         if (bindings := {port: at for port, at in stack.inspect(container)["NetworkSettings"]["Ports"].items() if at})
     }
-    assert published == {"api": {"8000/tcp": [{"HostIp": "127.0.0.1", "HostPort": str(stack.port)}]}}
+    assert published == {"proxy": {"8080/tcp": [{"HostIp": "127.0.0.1", "HostPort": str(stack.port)}]}}
 
 
 def test_every_container_is_hardened(stack: Stack) -> None:
@@ -196,14 +199,14 @@ def test_no_container_of_the_service_but_the_webhooks_sender_has_a_way_out(stack
         (found,) = json.loads(run("docker", "network", "inspect", f"{stack.project}_{name}"))
         return dict(found)
 
-    assert network("backend")["Internal"] is True
+    assert network("backend")["Internal"] is network("proxied")["Internal"] is True
     assert network("front")["Options"]["com.docker.network.bridge.enable_ip_masquerade"] == "false"
     for container in stack.containers():
         facts = stack.inspect(container)
         joined = {name.removeprefix(f"{stack.project}_") for name in facts["NetworkSettings"]["Networks"]}
         service = facts["Config"]["Labels"]["com.docker.compose.service"]
-        more = {"api": {"front"}, "webhooks": {"egress"}}.get(service, set())
-        assert joined == {"backend", *more}, service
+        more = {"api": {"backend", "proxied"}, "proxy": {"proxied", "front"}, "webhooks": {"backend", "egress"}}
+        assert joined == more.get(service, {"backend"}), service
 
 
 @pytest.mark.parametrize(

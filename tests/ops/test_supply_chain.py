@@ -78,6 +78,7 @@ def test_pins_every_image_of_a_registry(tmp_path: Path) -> None:
     assert pin(tmp_path).returncode == 0
     assert (tmp_path / ".env").read_text().splitlines() == [
         "REDIS_PASSWORD=secret",
+        "NGINX_IMAGE=nginx:1.28@sha256:abc",
         "POSTGRES_IMAGE=postgres:17@sha256:abc",
         "PROMETHEUS_IMAGE=prom/prometheus:v3.5.0@sha256:abc",
         "PYTHON_IMAGE=python:3.11-slim@sha256:abc",

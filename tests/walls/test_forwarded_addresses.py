@@ -5,6 +5,7 @@ import pytest
 from api.connections.client_addresses import ClientAddresses
 from api.requests.middleware import _name
 from api.settings import Settings, is_loopback
+from jobs.errors import SettingsInvalid
 
 
 @pytest.mark.parametrize("peer", ["127.0.0.1", "::1", "10.0.0.1", "198.51.100.7"])
@@ -17,10 +18,17 @@ def test_by_default_no_header_is_read(peer: str) -> None:
     ) == ("::1" if peer == "::1" else peer)
 
 
-def test_loopback_stays_a_shared_address() -> None:
-    nobody = ClientAddresses(())
-    assert (nobody.direct_client("127.0.0.1"), nobody.direct_client("::1")) == (None, None)
-    assert nobody.direct_client("198.51.100.7") == "198.51.100.7"
+@pytest.mark.parametrize("proxies", ["", "127.0.0.1", "::1,127.0.0.0/8,localhost"])
+def test_the_api_listens_beyond_loopback_behind_a_proxy_alone(proxies: str) -> None:
+    beyond = {
+        "KRONOSCOPE_DATABASE_URL": "sqlite:////tmp/none.db",
+        "KRONOSCOPE_KEY_SECRET": "x" * 16,
+        "KRONOSCOPE_HOST": "0.0.0.0",
+    }
+    with pytest.raises(SettingsInvalid, match="only a proxy bounds silent and slow connections"):
+        Settings.from_environment({**beyond, "KRONOSCOPE_TRUSTED_PROXIES": proxies})
+    for named in ("10.213.77.2", "gateway", f"{proxies},10.0.0.0/8"):
+        assert Settings.from_environment({**beyond, "KRONOSCOPE_TRUSTED_PROXIES": named}).host == "0.0.0.0"
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,14 @@ ADDRESSES = ClientAddresses(("127.0.0.1", "::1", "10.0.0.0/8"))
         ("2001:db8:0:1:aaaa::1", "2001:db8:0:1::/64"),
         ("2001:db8:0:1:bbbb::2", "2001:db8:0:1::/64"),
         ("fe80::1%eth0", "fe80::/64"),
-        ("127.0.0.1", None),
-        ("::1", None),
-        ("10.2.3.4", None),
-        ("", None),
+        ("127.0.0.1", "127.0.0.1"),
+        ("::1", "::1"),
+        ("10.2.3.4", "10.2.3.4"),
+        ("", ""),
     ],
 )
-def test_the_other_end_of_a_connection(peer: str, client: str | None) -> None:
-    assert ADDRESSES.direct_client(peer) == client
+def test_the_other_end_of_a_connection(peer: str, client: str) -> None:
+    assert ADDRESSES.client_of({"type": "http", "client": (peer, 1), "headers": []}) == client
 
 
 @pytest.mark.parametrize(

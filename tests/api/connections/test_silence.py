@@ -1,7 +1,7 @@
-"""Clients that open connections and say little or nothing: they are dropped, and others are answered meanwhile."""
+"""Clients that open connections and say little or nothing: the proxy drops them, and others are answered meanwhile."""
 
 import contextlib
-import json
+import os
 import resource
 import socket
 import subprocess
@@ -29,42 +29,40 @@ from tests.api.connections.sockets import (
     seconds_of,
 )
 from tests.api.expect import problem
-from tests.api.server import Server, environment, free_port, serve
+from tests.api.server import Server, environment, free_port, serve_behind_proxy
 from tests.conftest import Databases
 from tests.machine.stopwatch import until
 
-BRIEF = {
-    "KRONOSCOPE_EMBEDDED": "1",
-    "KRONOSCOPE_HEADER_SECONDS": "0.4",
-    "KRONOSCOPE_BODY_SECONDS": "0.4",
-    "KRONOSCOPE_STREAM_WRITE_SECONDS": "0.4",
-    "KRONOSCOPE_IDLE_SECONDS": "1",
-    "KRONOSCOPE_METRICS_SECONDS": "0",
+BRIEF = {"KRONOSCOPE_EMBEDDED": "1", "KRONOSCOPE_BODY_SECONDS": "0.4", "KRONOSCOPE_STREAM_SECONDS": "1"}
+IMPATIENT = {
+    name: name.replace("10s", "400ms")
+    for name in ("client_header_timeout 10s", "client_body_timeout 10s", "send_timeout 10s", "keepalive_timeout 10s")
 }
-FEW = {
-    "KRONOSCOPE_EMBEDDED": "1",
-    "KRONOSCOPE_CONNECTIONS": "40",
-    "KRONOSCOPE_CONNECTIONS_PER_CLIENT": "10",
-    "KRONOSCOPE_METRICS_SECONDS": "0",
-    "KRONOSCOPE_TRUSTED_PROXIES": "127.0.0.1",
+FEW = {"KRONOSCOPE_EMBEDDED": "1", "KRONOSCOPE_CONNECTIONS": "40"}
+NARROW = {
+    "limit_conn connections 128": "limit_conn connections 15",
+    "limit_conn requests 100": "limit_conn requests 10",
+    "limit_conn all 900": "limit_conn all 38",
 }
 
 
 @pytest.fixture(scope="module")
 def brief(databases: Databases, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, str]]:
-    """An API that waits for nobody, and a running job of its ledger."""
+    """A service that waits for nobody, and a running job of its ledger with a large file."""
     url = databases.migrated("sqlite")
+    folder = tmp_path_factory.mktemp("brief")
     engine = open_database(url)
-    job_id = seeding.running(engine, LOCAL_TENANT).job_id
+    claim = seeding.running(engine, LOCAL_TENANT)
+    seeding.artifact(engine, folder / "artifacts", claim, "large.safetensors", os.urandom(2**25), "application/x-any")
     engine.dispose()
-    with serve(url, tmp_path_factory.mktemp("brief"), BRIEF) as server:
-        yield server, job_id
+    with serve_behind_proxy(url, folder, BRIEF, IMPATIENT) as server:
+        yield server, claim.job_id
 
 
 @pytest.fixture(scope="module")
 def few(databases: Databases, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """An API that takes few connections, which may be silent for as long as the defaults say."""
-    with serve(databases.migrated("sqlite"), tmp_path_factory.mktemp("few"), FEW) as server:
+    """A service that takes few connections, which may be silent for as long as its proxy says."""
+    with serve_behind_proxy(databases.migrated("sqlite"), tmp_path_factory.mktemp("few"), FEW, NARROW) as server:
         yield server
 
 
@@ -72,16 +70,15 @@ def opened(stack: contextlib.ExitStack, server: Server, number: int, source: str
     return [stack.enter_context(connect(server, source)) for _ in range(number)]
 
 
-def ended(server: Server, reason: str) -> int:
+def api_connections(server: Server) -> int:
+    """The connections that the API has now, without the one that asks."""
     with client(server) as asking:
-        line = f'kronoscope_http_connections_ended_total{{reason="{reason}"}} '
         text = asking.get("/metrics").text
-    return int(float(text.partition(line)[2].partition("\n")[0]))
+    return int(float(text.partition("\nkronoscope_http_connections ")[2].partition("\n")[0])) - 1
 
 
 def test_silent_and_dripping_sockets_are_dropped(brief: tuple[Server, str]) -> None:
     server, _ = brief
-    before = ended(server, "headers")
     with contextlib.ExitStack() as stack, client(server) as other:
         silent, dripping = opened(stack, server, 60), opened(stack, server, 30)
         for connection in dripping:
@@ -94,17 +91,15 @@ def test_silent_and_dripping_sockets_are_dropped(brief: tuple[Server, str]) -> N
             assert seconds_of(other, "/livez") < 5
             return closed(silent) == 60 and closed(dripping) == 30
 
+        assert api_connections(server) == 0
         until(all_dropped)
-    assert ended(server, "headers") == before + 90
 
 
-def test_a_header_that_does_not_end_is_answered(brief: tuple[Server, str]) -> None:
+def test_a_header_that_does_not_end_is_cut(brief: tuple[Server, str]) -> None:
     server, _ = brief
     with connect(server) as connection:
         connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n")
-        refused = received(connection)
-    assert refused.startswith(b"HTTP/1.1 408 ")
-    assert json.loads(refused.partition(b"\r\n\r\n")[2])["type"] == "urn:kronoscope:problem:header-timeout"
+        assert received(connection) == b""
 
 
 def test_a_second_request_has_a_deadline_too(brief: tuple[Server, str]) -> None:
@@ -113,7 +108,7 @@ def test_a_second_request_has_a_deadline_too(brief: tuple[Server, str]) -> None:
         connection.sendall(head(server, "GET /livez HTTP/1.1"))
         assert answer(connection).status == 200
         connection.sendall(b"GET /livez")
-        assert received(connection).startswith(b"HTTP/1.1 408 ")
+        assert received(connection) == b""
 
 
 def test_an_idle_connection_is_closed(brief: tuple[Server, str]) -> None:
@@ -124,42 +119,42 @@ def test_an_idle_connection_is_closed(brief: tuple[Server, str]) -> None:
         assert received(connection) == b""
 
 
-@pytest.mark.parametrize("path", ["/v1/jobs/{}/events", "/v1/jobs/{}?wait=30"])
-def test_a_body_that_does_not_end_is_cut_where_nobody_reads_it(brief: tuple[Server, str], path: str) -> None:
+@pytest.mark.parametrize("path", ["/v1/jobs/{}/events", "/v1/jobs/{}?wait=1"])
+def test_a_body_that_does_not_end_holds_no_connection_beyond_the_answer(brief: tuple[Server, str], path: str) -> None:
     server, job_id = brief
-    with connect(server) as connection:
-        connection.sendall(head(server, f"GET {path.format(job_id)} HTTP/1.1", "Content-Length: 100000"))
+    with connect(server) as silent, connect(server) as dripping:
+        for connection in (silent, dripping):
+            connection.sendall(head(server, f"GET {path.format(job_id)} HTTP/1.1", "Content-Length: 100000"))
 
-        def is_cut() -> bool:
+        def are_cut() -> bool:
             with contextlib.suppress(OSError):
-                connection.sendall(b"a")
-            return is_closed(connection)
+                dripping.sendall(b"a")
+            return is_closed(silent) and is_closed(dripping)
 
-        until(is_cut)
+        until(are_cut)
+    until(lambda: api_connections(server) == 0)
 
 
 def test_a_reader_of_any_answer_that_takes_nothing_is_cut(brief: tuple[Server, str]) -> None:
-    server, _ = brief
-    before = ended(server, "reader")
+    server, job_id = brief
     with socket.socket() as stubborn:
         stubborn.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stubborn.connect(("127.0.0.1", server.port))
-        # answers of 15 kB, asked for again and again without taking any
-        stubborn.settimeout(5)
-        with contextlib.suppress(OSError):
-            for _ in range(3000):
-                stubborn.sendall(head(server, "GET /v1/analyses HTTP/1.1"))
-        until(lambda: ended(server, "reader") > before)
+        stubborn.sendall(head(server, f"GET /v1/jobs/{job_id}/artifacts/large.safetensors HTTP/1.1"))
+        until(lambda: api_connections(server) == 1)
+        until(lambda: api_connections(server) == 0)
+        # what was under way comes, and no more
+        assert len(received(stubborn)) < 2**24
 
 
 def test_a_client_has_its_share_of_connections_and_no_more(few: Server) -> None:
     with contextlib.ExitStack() as stack, client(few, OTHER) as other:
         silent = opened(stack, few, 25)
-        until(lambda: closed(silent) == 15)
-        # those that waited longest have given way, and the newest is served
-        assert not is_closed(silent[-1])
-        silent[-1].sendall(head(few, "GET /livez HTTP/1.1"))
-        assert answer(silent[-1]).status == 200
+        until(lambda: closed(silent) == 10)
+        # those that came first are served, also where they say nothing yet
+        assert not is_closed(silent[0])
+        silent[0].sendall(head(few, "GET /livez HTTP/1.1"))
+        assert answer(silent[0]).status == 200
         assert other.get("/livez").status_code == 200
 
 
@@ -170,11 +165,24 @@ def test_where_every_connection_of_a_client_is_being_answered_it_is_refused_anot
         for connection in waiting:
             connection.sendall(head(few, f"GET /v1/jobs/{job_id}?wait=30 HTTP/1.1"))
         few.await_long_polls(10)
-        with connect(few, "127.0.0.4") as one_more:
-            refused = received(one_more)
-    assert refused.startswith(b"HTTP/1.1 429 ")
-    assert b"\r\nretry-after: " in refused
-    assert ended(few, "refused") == 1
+
+        def asked(source: str, *headers: str) -> bytes:
+            with connect(few, source) as connection:
+                connection.sendall(head(few, "GET /livez HTTP/1.1", "Connection: close", *headers))
+                return received(connection)
+
+        # what a client writes about its address is not passed on; others and this machine's own probes go on
+        for headers in (
+            (),
+            ("X-Forwarded-For: 198.51.100.8",),
+            ("X-Forwarded-For: 127.0.0.1", "Forwarded: for=127.0.0.1"),
+        ):
+            refused = asked("127.0.0.4", *headers)
+            assert refused.startswith(b"HTTP/1.1 429 ")
+            assert b"\r\nretry-after: 5\r\n" in refused.lower()
+            assert b'"type":"urn:kronoscope:problem:too-many-connections"' in refused
+        assert asked("127.0.0.5", "X-Forwarded-For: 127.0.0.4").startswith(b"HTTP/1.1 200 ")
+        assert asked("127.0.0.1").startswith(b"HTTP/1.1 200 ")
 
 
 def stored_job(server: Server, stack: contextlib.ExitStack) -> str:
@@ -203,36 +211,14 @@ def test_streams_and_long_polls_of_this_machine_leave_room_for_its_page(few: Ser
 
 def test_many_addresses_do_not_take_all_connections(few: Server) -> None:
     with contextlib.ExitStack() as stack, client(few, OTHER) as other:
-        for number in range(10, 20):
-            opened(stack, few, 8, f"127.0.0.{number}")
+        for number in range(10, 60):
+            opened(stack, few, 12, f"127.0.0.{number}")
         for _ in range(5):
             assert other.get("/livez").status_code == 200
-        with connect(few, "127.0.0.20") as newest:
+        with connect(few, "127.0.0.70") as newest:
             newest.sendall(head(few, "GET /readyz HTTP/1.1"))
             assert answer(newest).status == 200
-
-
-def test_a_proxy_is_many_clients_and_each_has_its_share(few: Server) -> None:
-    """This machine's own address is a named proxy's here; by default nobody is believed."""
-    with contextlib.ExitStack() as stack:
-        job_id = stored_job(few, stack)
-        through = opened(stack, few, 12, "127.0.0.1")
-        for connection in through:
-            line = f"GET /v1/jobs/{job_id}?wait=30 HTTP/1.1"
-            connection.sendall(head(few, line, "X-Forwarded-For: 6.6.6.6, 198.51.100.7", "X-Forwarded-For: 127.0.0.1"))
-        few.await_long_polls(10)  # the eleventh and twelfth were refused
-
-        def asked(*headers: str) -> bytes:
-            with connect(few, "127.0.0.1") as connection:
-                connection.sendall(head(few, "GET /livez HTTP/1.1", "Connection: close", *headers))
-                return received(connection)
-
-        refused = asked("X-Forwarded-For: 198.51.100.7")
-        assert refused.startswith(b"HTTP/1.1 429 ")
-        assert b"\r\nretry-after: " in refused
-        # what a client writes into the header itself is not believed, other clients and the proxy's own probes go on
-        assert asked("X-Forwarded-For: 198.51.100.7, 198.51.100.8").startswith(b"HTTP/1.1 200 ")
-        assert asked().startswith(b"HTTP/1.1 200 ")
+        assert api_connections(few) == 0  # what says nothing does not come to it
 
 
 def test_after_an_early_refusal_the_body_is_not_read(brief: tuple[Server, str]) -> None:
@@ -248,7 +234,9 @@ def test_after_an_early_refusal_the_body_is_not_read(brief: tuple[Server, str]) 
             while sent < 2**31 and time.monotonic() - began < 10:
                 connection.sendall(chunk)
                 sent += 65_536
-    assert sent < 16 * 2**20  # what the kernel's buffers hold, and no more than a body's size was read
+    assert sent < 2**31
+    assert time.monotonic() - began < 10  # the proxy reads on for a second, so that the answer is seen
+    until(lambda: api_connections(server) == 0)
 
 
 def test_a_client_that_sends_on_sees_why_it_is_refused(brief: tuple[Server, str]) -> None:
