@@ -1,10 +1,11 @@
 """Others under attack: what an honest caller waits for while silent, dripping and greedy clients are at the service.
 
-A real PostgreSQL and a real API with its default limits. The attackers are a process of their own, at addresses of the
-loopback network that are not trusted: 1,100 sockets that say nothing, 300 that send one byte of a header a second, and
-50 threads with one key that ask for 20 lists each of long documents. The honest caller has another address, key and
-tenant, and asks for a list, a job and the probe in turn, before the attack and during it. Before that attack come 40
-readers with keys of their own, each of a part of one file of 64 MiB that was never verified, 16 KiB every 50 ms.
+A real PostgreSQL and a real API behind its proxy, with their default limits. The attackers are a process of their own,
+at addresses of the loopback network that the proxy counts: 1,100 sockets that say nothing, 300 that send one byte of a
+header a second, and 50 threads with one key that ask for 20 lists each of long documents. The honest caller has another
+address, key and tenant, and asks for a list, a job and the probe in turn, before the attack and during it. Before that
+attack come 40 readers with keys of their own, each of a part of one file of 64 MiB that was never verified, 16 KiB
+every 50 ms.
 
     python -m benchmarks.exhaustion [--silent 1100] [--dripping 300] [--threads 50] [--lists 20] [--seconds 20]
            [--readers 40]
@@ -37,6 +38,7 @@ from jobs.repository.submission import submit
 from jobs.schema.database import open_database
 from jobs.tenancy.api_keys import create_key, verify_key
 from tests.api import seeding
+from tests.servers import proxy
 
 JOBS = 200
 LABELS, LABEL_CHARACTERS = 32, 250
@@ -50,7 +52,7 @@ _PAUSE_SECONDS = 0.02
 
 @contextlib.contextmanager
 def api(url: str, folder: Path) -> Iterator[tuple[int, psutil.Process]]:
-    """The port and the process of an API with its defaults."""
+    """The port of the proxy before an API with its defaults, and the API's process."""
     port = free_port()
     ours = {
         "KRONOSCOPE_DATABASE_URL": url,
@@ -59,6 +61,7 @@ def api(url: str, folder: Path) -> Iterator[tuple[int, psutil.Process]]:
         "KRONOSCOPE_KEY_SECRET": SECRET,
         "KRONOSCOPE_METRICS_TOKEN": SECRET.replace(" ", "-"),
         "KRONOSCOPE_PORT": str(port),
+        "KRONOSCOPE_TRUSTED_PROXIES": "127.0.0.1",
     }
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("KRONOSCOPE_", "REDIS_"))}
     with (folder / "api.log").open("wb") as log, subprocess.Popen(
@@ -70,7 +73,8 @@ def api(url: str, folder: Path) -> Iterator[tuple[int, psutil.Process]]:
                     break
             time.sleep(0.1)
         try:
-            yield port, psutil.Process(process.pid)
+            with proxy(port) as door:
+                yield door.port, psutil.Process(process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
