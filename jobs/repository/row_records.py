@@ -1,23 +1,19 @@
 """Records of the ledger's rows: a job and an artifact as the rest of the service reads them."""
 
+import dataclasses
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from sqlalchemy import Row
 
 from jobs.records import Artifact, Job
 
+T = TypeVar("T")
+
 
 def artifact_record(row: Row[Any]) -> Artifact:
     """Return the record of a row of `artifacts`."""
-    return Artifact(
-        job_id=row.job_id,
-        name=row.name,
-        sha256=row.sha256,
-        size_bytes=row.size_bytes,
-        media_type=row.media_type,
-        uri=row.uri,
-    )
+    return _read(Artifact, row)
 
 
 def job_record(row: Row[Any] | SimpleNamespace) -> Job:
@@ -25,38 +21,10 @@ def job_record(row: Row[Any] | SimpleNamespace) -> Job:
     failure = row.failure
     if failure is not None:
         failure = {name: value for name, value in failure.items() if name != "detail"}
-    return Job(
-        id=row.id,
-        tenant_id=row.tenant_id,
-        name=row.name,
-        labels=row.labels or {},
-        note=row.note,
-        kinds=tuple(row.kind.split(",")),
-        document=row.document,
-        document_sha256=row.document_sha256,
-        idempotency_key=row.idempotency_key,
-        state=row.state,
-        priority=row.priority,
-        world_size=row.world_size,
-        needs_bytes=row.needs_bytes,
-        attempt=row.attempt,
-        failures=row.failures,
-        max_failures=row.max_failures,
-        fence=row.fence,
-        event_seq=row.event_seq,
-        cancel_requested_at=row.cancel_requested_at,
-        cancel_requested_by=row.cancel_requested_by,
-        deadline_at=row.deadline_at,
-        progress=row.progress,
-        failure=failure,
-        plan=row.plan,
-        manifest=row.manifest,
-        summary=row.summary,
-        created_at=row.created_at,
-        queued_at=row.queued_at,
-        started_at=row.started_at,
-        finished_at=row.finished_at,
-        archived_at=row.archived_at,
-        parent_id=row.parent_id,
-        piece=row.piece,
-    )
+    return _read(Job, row, labels=row.labels or {}, kinds=tuple(row.kind.split(",")), failure=failure)
+
+
+def _read(record: type[T], row: Row[Any] | SimpleNamespace, **others: Any) -> T:  # noqa: ANN401 - fields of any type
+    """Return a record with the columns of its fields' names, but for the others."""
+    names = {field.name for field in dataclasses.fields(cast("Any", record))} - others.keys()
+    return record(**{name: getattr(row, name) for name in names}, **others)
