@@ -13,7 +13,7 @@ from catalog.requests.pieces import ROUNDS, Piece, read_piece
 from jobs.lifecycle import HELD, State
 from jobs.queue.series import OVERLAP, series_place
 from jobs.records import Job
-from jobs.repository.row_records import job_record
+from jobs.repository.row_records import job_record, read_row
 from jobs.schema.database import reading
 from jobs.schema.identifiers import is_id
 from jobs.schema.tables import jobs
@@ -80,15 +80,5 @@ def read_series(engine: Engine, tenant_id: str, parent_id: str) -> tuple[list[Jo
 
 
 def _record(row: Any) -> PieceJob:  # noqa: ANN401 - a row of the columns above
-    return PieceJob(
-        id=row.id,
-        piece=read_piece(row.piece),
-        state=row.state,
-        worker=row.lease_owner if row.state in HELD else None,
-        attempt=row.attempt,
-        failures=row.failures,
-        progress=row.progress,
-        model_sha256=row.model_sha256,
-        data_sha256=row.data_sha256,
-        examples=row.examples,
-    )
+    worker = row.lease_owner if row.state in HELD else None
+    return read_row(PieceJob, row, piece=read_piece(row.piece), worker=worker)

@@ -7,16 +7,16 @@ import heapq
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
-from sqlalchemy import ColumnElement, Double, Engine, Row, Table, and_, func, literal, or_, select
+from sqlalchemy import ColumnElement, Double, Engine, Table, and_, func, literal, or_, select
 from sqlalchemy import cast as sql_cast
 
 from catalog import ANALYSES
 from catalog.record import record
 from jobs.errors import PageRefused
 from jobs.records import Artifact, Event, LayerPage, LayerRow
-from jobs.repository.row_records import artifact_record
+from jobs.repository.row_records import artifact_record, read_row
 from jobs.repository.store import check_limit
 from jobs.schema.database import reading
 from jobs.schema.identifiers import is_id
@@ -100,7 +100,7 @@ def layer_rows(
     kept = rows[: asked.limit]
     last = kept[-1] if len(rows) > asked.limit else None
     following = None if last is None else _cursor(asked.sort, last.sort_value, last.kind, last.ordinal)
-    return LayerPage(items=tuple(_layer_row(row) for row in kept), next=following)
+    return LayerPage(items=tuple(read_row(LayerRow, row) for row in kept), next=following)
 
 
 def every_layer_row(engine: Engine, tenant_id: str, job_id: str) -> Iterator[LayerRow]:
@@ -283,16 +283,3 @@ def _read_cursor(cursor: str, sort: str | None) -> tuple[float, str, int]:
     ):
         raise refusal
     return number, kind, ordinal
-
-
-def _layer_row(row: Row[Any]) -> LayerRow:
-    return LayerRow(
-        kind=row.kind,
-        ordinal=row.ordinal,
-        layer=row.layer,
-        attempt=row.attempt,
-        fence=row.fence,
-        sha256=row.sha256,
-        outcome=row.outcome,
-        observed=row.observed,
-    )

@@ -1,4 +1,4 @@
-"""Records of the ledger's rows: a job and an artifact as the rest of the service reads them."""
+"""Records of the ledger's rows, as the rest of the service reads them."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 def artifact_record(row: Row[Any]) -> Artifact:
     """Return the record of a row of `artifacts`."""
-    return _read(Artifact, row)
+    return read_row(Artifact, row)
 
 
 def job_record(row: Row[Any] | SimpleNamespace) -> Job:
@@ -21,10 +21,10 @@ def job_record(row: Row[Any] | SimpleNamespace) -> Job:
     failure = row.failure
     if failure is not None:
         failure = {name: value for name, value in failure.items() if name != "detail"}
-    return _read(Job, row, labels=row.labels or {}, kinds=tuple(row.kind.split(",")), failure=failure)
+    return read_row(Job, row, labels=row.labels or {}, kinds=tuple(row.kind.split(",")), failure=failure)
 
 
-def _read(record: type[T], row: Row[Any] | SimpleNamespace, **others: Any) -> T:  # noqa: ANN401 - fields of any type
+def read_row(record: type[T], row: Row[Any] | SimpleNamespace, **others: Any) -> T:  # noqa: ANN401 - fields of any type
     """Return a record with the columns of its fields' names, but for the others."""
     names = {field.name for field in dataclasses.fields(cast("Any", record))} - others.keys()
     return record(**{name: getattr(row, name) for name in names}, **others)
