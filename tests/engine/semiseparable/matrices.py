@@ -12,14 +12,25 @@ from torch import Tensor, nn
 SIZE = 512
 EXACT = ("exp_4", "exp_64", "inverse_tridiagonal", "two_scales", "inverse_7_band")
 """Those that block SSS represents exactly, with orders 1, 1, 1, 2 and 3."""
+KFAC = ("kfac_A", "kfac_G")
 NAMES = (
     "random", "exp_4", "exp_64", "gauss", "cauchy", "inverse_distance", "inverse_tridiagonal", "two_scales",
-    "inverse_7_band", "attention_iid", "attention_causal_smooth", "alibi_causal", "kfac_A", "kfac_G",
+    "inverse_7_band", "attention_iid", "attention_causal_smooth", "alibi_causal", *KFAC,
 )  # fmt: skip
 
 
+class Matrices(dict[str, Tensor]):
+    """Matrices by name; the K-FAC factors, which take longer than all others, once one is asked for."""
+
+    def __missing__(self, name: str) -> Tensor:
+        if name not in KFAC:
+            raise KeyError(name)
+        self.update(zip(KFAC, kfac_factors(), strict=True))
+        return self[name]
+
+
 @functools.cache
-def matrices(size: int = SIZE) -> dict[str, Tensor]:
+def matrices(size: int = SIZE) -> Matrices:
     """Return all of them by name, (size, size) in float64; the K-FAC factors always have 512 rows."""
     generator = torch.Generator().manual_seed(5)
 
@@ -39,7 +50,7 @@ def matrices(size: int = SIZE) -> dict[str, Tensor]:
     q, k = normal(size, 32), normal(size, 32)
     smooth = [normal(size + 63, 16).unfold(0, 64, 1).sum(-1) for _ in range(2)]
     future = torch.full((size, size), -torch.inf, dtype=torch.float64).triu(1)
-    found = {
+    return Matrices({
         "random": normal(size, size),
         "exp_4": torch.exp(-d / 4),
         "exp_64": torch.exp(-d / 64),
@@ -52,8 +63,7 @@ def matrices(size: int = SIZE) -> dict[str, Tensor]:
         "attention_iid": torch.softmax(q @ k.T / 32**0.5, 1),
         "attention_causal_smooth": torch.softmax(smooth[0] @ smooth[1].T / 4 + future, 1),
         "alibi_causal": torch.softmax(q @ k.T / 32**0.5 - d / 16 + future, 1),
-    }
-    return found | dict(zip(("kfac_A", "kfac_G"), kfac_factors(), strict=True))
+    })  # fmt: skip
 
 
 def kfac_factors() -> tuple[Tensor, Tensor]:

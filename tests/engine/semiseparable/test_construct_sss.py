@@ -15,6 +15,7 @@ from tests.engine.semiseparable.structures import COMPLEX, REAL, Draw, sss
 CHOICES = [{"block": 4, "order": 3}, {"block": 16, "tolerance": 1e-3}, {"block": 32, "order": 8}]
 
 
+@pytest.mark.part(of=6, by=("choice",))
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_stated_bound_is_the_error(name: str, choice: dict[str, float]) -> None:

@@ -33,6 +33,7 @@ def imputed(dense: Tensor, rank: int, sweeps: int) -> float:
     return float((dense - low).masked_fill(near, 0).norm() / dense.norm())
 
 
+@pytest.mark.part(of=6, by=())
 @pytest.mark.parametrize("name", NAMES)
 def test_the_error_falls_and_beats_the_copied_recipe(name: str) -> None:
     dense = matrices()[name]
@@ -46,6 +47,7 @@ def test_the_error_falls_and_beats_the_copied_recipe(name: str) -> None:
     assert measured * BETTER.get(name, 1) <= copied
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("name", ["gauss", "kfac_G", "exp_64"])
 def test_the_end_is_that_of_expectation_and_maximisation(name: str) -> None:
     dense = matrices()[name][:128, :128]
