@@ -45,6 +45,7 @@ def tiny() -> dict[str, Any]:
     return stored
 
 
+@pytest.mark.nightly(covered_by="tests/engine/training/test_training_peak.py::test_the_peak_is_that_of_a_real_step")
 def test_the_benchmark_runs_at_tiny_sizes(tiny: dict[str, Any]) -> None:
     claims = {each["claim"]: each for each in tiny["claims"]}
     peaks = {text: each for text, each in claims.items() if "peak" in text}
@@ -54,12 +55,18 @@ def test_the_benchmark_runs_at_tiny_sizes(tiny: dict[str, Any]) -> None:
     assert len(rows) == 3 + len(list(recipes_found(tiny["figures"]))) + len(claims) + len(tiny["figures"]["peaks"])
 
 
+@pytest.mark.nightly(
+    covered_by="tests/engine/analyses/test_fewshot_training.py::test_slices_train_to_the_weights_of_the_undivided_episode"
+)
 def test_slices_change_no_weight_and_the_loop_of_the_scripts_does(tiny: dict[str, Any]) -> None:
     apart = {name: found["weights_apart"] for name, found in tiny["figures"]["accuracies"].items()}
     assert apart["4 slices, float64"] <= 1e-10
     assert apart["the circulating loop, 4 steps"] >= 1e-4
 
 
+@pytest.mark.nightly(
+    covered_by="tests/engine/fewshot/test_figures.py::test_gradients_of_a_step_are_the_mean_of_those_that_enter_it"
+)
 def test_the_loop_of_the_scripts_saves_nothing_and_drops_gradients(tiny: dict[str, Any]) -> None:
     loop = tiny["figures"]["loop"]["steps"]
     assert min(loop["2"]["bytes"], loop["4"]["bytes"]) >= loop["1"]["bytes"]

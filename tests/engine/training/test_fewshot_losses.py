@@ -130,6 +130,7 @@ def limited(chunk: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.nightly(covered_by="tests/engine/training/test_training_peak.py::test_the_peak_is_that_of_a_real_step")
 def test_under_a_limit_of_the_kernel_chunks_end_and_the_undivided_step_dies() -> None:
     died, ended = limited(0), limited(5)
     assert died.returncode != 0
