@@ -244,7 +244,9 @@ def test_a_softmax_head_too_large_for_eigenvalues_keeps_its_sums(rows: int, monk
     params = CapacityParams(damping_grid=(1e-20, 1e-8, 1e-5, 1e-2, 1e3))
 
     def head(**options: Any) -> tuple[CapacityMetrics, ModelCapacity]:
-        made = workspace(copy.deepcopy(model).double(), [(data[0].double(), data[1])], "classification")
+        made = workspace(
+            copy.deepcopy(model).double(), [(data[0].double(), data[1])], "classification", batch_size=rows
+        )
         made.inputs.examples = rows
         made.options.woodbury = Woodbury(**options)
         found, summary = measured(made, params)
@@ -295,7 +297,7 @@ def within(found: Any, truth: Any) -> None:
     assert found.decay.exponent == pytest.approx(truth.decay.exponent, rel=0.05)
 
 
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("damping_g", [1e-4, 1e-11, 1e-18, 1e-30])
 def test_damping_below_what_a_large_head_answers_takes_the_rest_from_its_counted_eigenvalues(
     damping_g: float, monkeypatch: pytest.MonkeyPatch
@@ -306,7 +308,7 @@ def test_damping_below_what_a_large_head_answers_takes_the_rest_from_its_counted
     chunks = [(torch.randn(60, 12, dtype=torch.float64), torch.randint(0, 200, (60,)))]
 
     def run(**options: Any) -> tuple[dict[str, LayerResult], CapacitySummary]:
-        made = workspace(copy.deepcopy(model), chunks, "classification")
+        made = workspace(copy.deepcopy(model), chunks, "classification", batch_size=60)
         made.inputs.examples = 60
         made.options.stabilisation = Stabilisation(damping=damping_g, damping_G=damping_g, damping_mode="absolute")
         made.options.woodbury = Woodbury(**options)
@@ -479,7 +481,7 @@ def all_metrics() -> dict[str, Any]:
     return measured(space())[0]
 
 
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("name", METRICS)
 def test_each_metric_can_be_asked_for_alone(name: str) -> None:
     whole = all_metrics()

@@ -1,6 +1,7 @@
 """Few-shot training: the gradient of the undivided episode in every exact way, resumption, refusals and the plan."""
 
 import copy
+import functools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -38,13 +39,17 @@ SMALL: dict[str, Any] = {
     "n_way": 3,
     "k_shot": 2,
     "n_query": 3,
-    "n_episode": 4,
+    "n_episode": 2,
     "num_epoch": 2,
-    "test_iter": 3,
+    "test_iter": 2,
     "learning_rate": 1e-2,
     "gradient_accumulation_steps": 1,
     **FLOAT64,
 }
+
+
+strokes = functools.cache(draw)
+"""The images, once for all runs: a fifth of the time of one."""
 
 
 class Drawn:
@@ -56,7 +61,7 @@ class Drawn:
         self.sizes = [per_class] * classes
 
     def read(self, place: int, images: tuple[int, ...]) -> Tensor:
-        return draw(self.split, place, images, 0, image_size=SIZE, channels=self.shape[0])
+        return strokes(self.split, place, images, 0, image_size=SIZE, channels=self.shape[0])
 
 
 def images(classes: int = 5, per_class: int = 6, **others: Any) -> ImageData:
@@ -86,6 +91,13 @@ def run(made: Workspace) -> tuple[list[LayerResult], FewshotTrainingSummary]:
             return rows, end.value
 
 
+@functools.cache
+def trained_once() -> tuple[Workspace, FewshotTrainingSummary]:
+    """A training by the options above, once for all tests that read what it leaves."""
+    made = space()
+    return made, run(made)[1]
+
+
 def weights(made: Workspace) -> dict[str, Tensor]:
     assert isinstance(made.ports.artifacts, MemoryArtifacts)
     return made.ports.artifacts.tensors["model.safetensors"]
@@ -105,6 +117,7 @@ CASES = [
 ]
 
 
+@pytest.mark.part(of=3, by=("batch_norm",))
 @pytest.mark.parametrize(("method", "batch_norm"), CASES, ids=[each["method"] for each, _ in CASES])
 def test_slices_train_to_the_weights_of_the_undivided_episode(method: dict[str, Any], batch_norm: str) -> None:
     # Adam would blow the rounding of a gradient that is 0 up to a step: that of a bias just before a BatchNorm
@@ -119,8 +132,7 @@ def test_slices_train_to_the_weights_of_the_undivided_episode(method: dict[str, 
 
 
 def test_blocks_that_are_computed_again_train_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, again = space(), space()
-    run(plain)
+    (plain, _), again = trained_once(), space()
 
     def checkpointed(plans: TrainingPlans) -> Iterator[Any]:
         return (way for way in ways(plans) if way.way.checkpointing)
@@ -156,38 +168,47 @@ def test_a_budget_is_met_by_smaller_slices_and_never_slower_with_more() -> None:
         plans.chosen(tight).require(tight, {"host": enough})
 
 
-def test_a_killed_training_ends_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+# one whose best epoch may lie before the kill
+KILLED: dict[str, Any] = {
+    "num_epoch": 3, "n_episode": 4, "test_iter": 3, "method": "ProFOCT_cosine", "optimiser": "Adam",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> tuple[Workspace, tuple[list[LayerResult], FewshotTrainingSummary]]:
+    truth = space(**KILLED)
+    return truth, run(truth)
+
+
+@pytest.mark.part(of=4, by=())
+@pytest.mark.parametrize("stop_after", [9, 1, 5, 14])
+def test_a_killed_training_ends_with_the_same_bits(
+    stop_after: int, undisturbed: tuple[Workspace, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoints, "_SHARE", 0)
-    # one whose best epoch may lie before the kill
-    options: dict[str, Any] = {"num_epoch": 3, "method": "ProFOCT_cosine", "optimiser": "Adam"}
-    truth = space(**options)
-    expected = run(truth)
-    for stop_after in (1, 5, 9, 14):
-        scratch = MemoryArtifacts()
-        first = space(**options)
-        first.ports.scratch, first.resume.checkpoint_seconds = scratch, 1e-9
-        episodes = 0
+    truth, expected = undisturbed
+    scratch = MemoryArtifacts()
+    first = space(**KILLED)
+    first.ports.scratch, first.resume.checkpoint_seconds = scratch, 1e-9
 
-        def stop(stage: str, done: int, total: int | None, unit: str, last: int = stop_after) -> None:
-            nonlocal episodes
-            episodes = done
-            if stage == "training" and done >= last:
-                raise StopRequested
+    def stop(stage: str, done: int, total: int | None, unit: str) -> None:
+        if stage == "training" and done >= stop_after:
+            raise StopRequested
 
-        first.ports.report = stop
-        with pytest.raises(StopRequested):
-            run(first)
-        again = space(**options)
-        again.ports.scratch, again.resume.checkpoint_seconds = copy.copy(scratch), 1e-9
-        lines: list[str] = []
-        again.ports.log = lambda level, message, lines=lines: lines.append(message)  # type: ignore[misc]
-        rows, summary = run(again)
-        assert any("the training resumed after" in line for line in lines) == (stop_after > 1)
-        assert distance(weights(truth), weights(again)) == 0
-        assert (summary.losses, summary.vic, summary.best_epoch) == (
-            expected[1].losses, expected[1].vic, expected[1].best_epoch,
-        )  # fmt: skip
-        assert [row.metrics for row in rows] == [row.metrics for row in expected[0]]
+    first.ports.report = stop
+    with pytest.raises(StopRequested):
+        run(first)
+    again = space(**KILLED)
+    again.ports.scratch, again.resume.checkpoint_seconds = copy.copy(scratch), 1e-9
+    lines: list[str] = []
+    again.ports.log = lambda level, message: lines.append(message)
+    rows, summary = run(again)
+    assert any("the training resumed after" in line for line in lines) == (stop_after > 1)
+    assert distance(weights(truth), weights(again)) == 0
+    assert (summary.losses, summary.vic, summary.best_epoch) == (
+        expected[1].losses, expected[1].vic, expected[1].best_epoch,
+    )  # fmt: skip
+    assert [row.metrics for row in rows] == [row.metrics for row in expected[0]]
 
 
 def test_a_checkpoint_of_other_images_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,12 +227,11 @@ def test_a_checkpoint_of_other_images_is_discarded(monkeypatch: pytest.MonkeyPat
 def test_a_checkpoint_of_other_weights_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of weights that is replaced under its name begins another training."""
     monkeypatch.setattr(checkpoints, "_SHARE", 0)
-    given = [space(seed=seed) for seed in (1, 2)]
-    for each in given:
-        run(each)
+    other = space(seed=2)
+    run(other)
     lines: list[str] = []
     kept = MemoryArtifacts()
-    for each in given:
+    for each in (trained_once()[0], other):
         made = space(images(weights=weights(each)), weights="w")
         made.ports.scratch, made.resume.checkpoint_seconds = kept, 1e-9
         made.ports.log = lambda level, message: lines.append(message)
@@ -253,8 +273,7 @@ def test_rows_are_the_parts_of_the_training() -> None:
 
 
 def test_given_weights_are_tested_as_they_are() -> None:
-    trained = space()
-    truth = run(trained)[1]
+    trained, truth = trained_once()
     tested = space(images(weights=weights(trained)), num_epoch=0, weights="w")
     rows, summary = run(tested)
     assert summary.accuracies[-1].accuracy == truth.accuracies[-1].accuracy
@@ -285,10 +304,8 @@ def test_given_weights_are_tested_as_they_are() -> None:
     ],
 )
 def test_weights_of_another_model_are_refused(changed: dict[str, Any], said: str) -> None:
-    trained = space()
-    run(trained)
     with pytest.raises(UsageError, match=said) as refused:
-        run(space(images(weights=weights(trained)), num_epoch=0, weights="w", **changed))
+        run(space(images(weights=weights(trained_once()[0])), num_epoch=0, weights="w", **changed))
     assert refused.value.pointer == "/fewshot_training/weights"
 
 
@@ -359,8 +376,7 @@ def test_parts_whose_measurement_runs_out_of_memory_are_counted_by_shapes(monkey
             raise MemoryError("can't allocate memory")
         return real(run, plans, images)
 
-    truth, short = space(), space()
-    run(truth)
+    (truth, _), short = trained_once(), space()
     monkeypatch.setattr(fewshot_training, "count_components", count)
     run(short)
     assert given == [True, False]
@@ -426,6 +442,7 @@ def test_the_kind_is_that_of_the_plan() -> None:
     assert fewshot_training.KIND == KIND
 
 
+@pytest.mark.part(of=4, by=("pool",))
 @pytest.mark.parametrize("pool", ["flatten", "gap"])
 @pytest.mark.parametrize("method", ["FSCT_cosine", "CTX_cosine"])
 def test_images_need_not_be_square(method: str, pool: str) -> None:
@@ -434,7 +451,7 @@ def test_images_need_not_be_square(method: str, pool: str) -> None:
         each.shape, each.read = (1, 32, 16), partial(oblong_images, each)
     rows, summary = run(space(ImageData(splits=oblong, sha256="0"), method=method, pool=pool, num_epoch=1))
     assert rows[-2].metrics.planned_bytes == rows[-2].metrics.measured_bytes
-    assert summary.episodes == 4
+    assert summary.episodes == SMALL["n_episode"]
 
 
 def oblong_images(images: Drawn, place: int, indices: tuple[int, ...]) -> Tensor:
@@ -464,8 +481,10 @@ def test_fp16_on_a_cpu_names_its_field() -> None:
     assert caught.value.pointer == "/fewshot_training/amp_dtype"
 
 
-def test_the_plan_of_the_tests_holds_the_baselines() -> None:
+def test_the_plan_of_the_tests_holds_the_baselines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Differences of all queries to all classes, in pixels, are more than all else of a narrow network."""
+    # images that are kept are none of the memory of a test
+    monkeypatch.setitem(globals(), "strokes", draw)
     many = {split: Drawn(split, 12, 6, channels=16) for split in SPLITS}
     made = space(ImageData(splits=many, sha256="0"), n_way=12, n_query=4, width=1, dtype="float32")
     plans = TrainingPlans.of(made)

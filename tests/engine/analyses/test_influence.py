@@ -17,7 +17,7 @@ from engine.workspace import JobOptions, ModelInputs, Ports, Resume, Workspace
 from kronoscope.local import Measurement, OptionRefused, measure, operator
 from tests.oracles import MemoryArtifacts
 
-FLOAT64 = {"dtype": "float64", "fisher": "type2", "batch_size": 16}
+FLOAT64 = {"dtype": "float64", "fisher": "type2", "batch_size": 16, "self_check": "off"}
 DAMPING = 1e-2
 
 
@@ -149,10 +149,11 @@ def resumable(scratch: MemoryArtifacts, log: list[str], shift: float = 0.0) -> W
             query=ModelInputs(batches=lambda: iter([(asked + shift, wanted)]), examples=7),
         ),
         options=JobOptions(
-            collection=Collection(dtype="float64", batch_size=16),
+            collection=Collection(dtype="float64", batch_size=16, self_check="off"),
             kinds=("influence",),
             decomposition="none",
-            params={"influence": InfluenceParams(block=3, of="ggn")},
+            # whether the search converges does not matter here
+            params={"influence": InfluenceParams(block=3, of="ggn", iterations=8)},
         ),
         ports=Ports(artifacts=MemoryArtifacts(), scratch=scratch, log=lambda _, line: log.append(line)),
         resume=Resume(checkpoint_seconds=1e-9),

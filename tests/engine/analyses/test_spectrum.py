@@ -48,7 +48,7 @@ def job(params: SpectrumParams, model: nn.Module | None = None, **options: Any) 
     if model is None:
         torch.manual_seed(0)
         model = Net().double()
-    space = workspace(model, [data()], "classification", **options)
+    space = workspace(model, [data()], "classification", **{"batch_size": 6} | options)
     space.options.kinds, space.options.params = ("spectrum",), {"spectrum": params}
     space.options.decomposition = params.decomposition
     return space
@@ -146,7 +146,7 @@ def test_of_a_sampled_fisher_the_collections_labels_are_taken() -> None:
 @pytest.mark.parametrize("of", ["ggn", "hessian"])
 def test_the_bands_hold_the_dense_matrix(of: Any) -> None:
     params = SpectrumParams(of=of, **SMALL | {"probes": 24, "steps": 30, "decades": 6})
-    space = job(params)
+    space = job(params, batch_size=11)
     true = torch.linalg.eigvalsh(dense(space.inputs.model, of))  # type: ignore[arg-type]
     found = the(run(params, space)[1], of)
     assert found.density is not None
@@ -270,6 +270,9 @@ def undisturbed(params: SpectrumParams) -> str:
     return outcome(*run(params, job(params)))
 
 
+@pytest.mark.nightly(
+    covered_by="tests/engine/analyses/test_spectrum.py::test_a_search_goes_on_where_it_was_and_ends_with_the_same_bits"
+)
 def test_two_runs_are_equal_to_the_bit() -> None:
     params = SpectrumParams(of=("kfac", "ggn", "hessian"), **SMALL)
     assert outcome(*run(params, job(params))) == undisturbed(params)

@@ -24,7 +24,7 @@ from engine.errors import BrokenFactors
 from engine.workspace import JobOptions
 from kronoscope.local import LayersFactors, Measurement, OptionRefused, measure
 
-FLOAT64 = {"dtype": "float64", "fisher": "empirical", "exact_trace": False}
+FLOAT64 = {"dtype": "float64", "fisher": "empirical", "exact_trace": False, "self_check": "off"}
 LAPLACE: dict[str, Any] = {"outputs": 4, "likelihood": "classification"}
 A_ONLY = ("gptq", "corda", "mom2")
 BOTH = ("laplace", "kronfluence")

@@ -26,14 +26,16 @@ def effective_rank(spectrum: Tensor) -> float:
     return math.exp(-float((share * share.log()).sum()))
 
 
-def measured(size: int, exponent: float, examples: int, seed: int = 0) -> tuple[dict[str, Any], Any, Any]:
+def measured(
+    size: int, exponent: float, examples: int, seed: int = 0, **options: Any
+) -> tuple[dict[str, Any], Any, Any]:
     """A linear layer fed with ``examples`` draws from the law: A is their covariance, G one number."""
     drawn = torch.randn(examples, size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     inputs = drawn * law(size, exponent).sqrt()
     torch.manual_seed(0)
     model = nn.Linear(size, 1, bias=False).double()
     chunks = [(part, torch.zeros(len(part), 1).double()) for part in inputs.split(math.ceil(examples / 8))]
-    made = workspace(model, chunks, "regression", nested=True)
+    made = workspace(model, chunks, "regression", nested=True, **options)
     made.inputs.examples = examples
     rows = Capacity(CapacityParams(), made).rows()
     row = next(rows)
@@ -65,7 +67,7 @@ def test_a_power_law_is_flagged_although_reruns_agree(exponent: float, examples:
 @pytest.mark.parametrize("exponent", [0.5, 1.0])
 def test_enough_examples_are_not_flagged(exponent: float) -> None:
     truth = effective_rank(law(40, exponent))
-    found, metrics, summary = measured(40, exponent, 6000)
+    found, metrics, summary = measured(40, exponent, 6000, batch_size=50)
     assert metrics.effective_rank == pytest.approx(truth, rel=0.02)
     assert found["effective_rank"].not_converged is False
     assert found["effective_rank"].extrapolation == pytest.approx(truth, rel=0.02)
@@ -131,6 +133,7 @@ def two_layers(outputs: int, **options: Any) -> Workspace:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(11, 9), nn.Tanh(), nn.Linear(9, outputs)).double()
     x, y = torch.randn(64, 11, dtype=torch.float64), torch.randint(0, outputs, (64,))
+    options = {"batch_size": 8, **options}
     made = workspace(model, list(zip(x.split(8), y.split(8), strict=True)), "classification", nested=True, **options)
     made.inputs.examples = 64
     return made
