@@ -169,6 +169,7 @@ def test_rows_that_a_loop_packs_have_their_traces(sharing: str) -> None:
             assert relative_error(whole.load(layer.ordinal).dense_G, truth[layer.name][1]) < EXACT, layer.name
 
 
+@pytest.mark.part(of=4, by=("ekfac",))
 @pytest.mark.parametrize("sharing", ["reduce", "expand"])
 @pytest.mark.parametrize("ekfac", [False, True])
 def test_rows_in_an_order_of_their_own_are_summed_and_have_no_trace(sharing: str, ekfac: bool) -> None:

@@ -182,7 +182,7 @@ CASES: dict[str, tuple[Any, Any, tuple[tuple[int, ...], ...]]] = {
 }
 
 
-@pytest.mark.part(of=4)
+@pytest.mark.part(of=8, by=("case",))
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("batch_size", [2, 4])
 def test_the_factors_are_those_of_the_products_written_out(case: str, batch_size: int) -> None:

@@ -133,7 +133,7 @@ def models() -> Iterator[Model]:
             yield Model(pair=Pair(kind="loop", name=run.__name__, mixing=run, apart=run, inputs=data), is_twin=True)
 
 
-@pytest.mark.part(of=3, by=())
+@pytest.mark.part(of=6, by=())
 @pytest.mark.parametrize("model", list(models()), ids=lambda model: model.pair.name)
 def test_what_a_loop_feeds_is_counted_at_its_example(model: Model) -> None:
     verdict = str(judge(model, 8, "float64"))
