@@ -94,7 +94,8 @@ class Setting:
 
     def space(self, ranks: Ranks = ALONE) -> Workspace:
         torch.manual_seed(0)
-        options = {"fisher": "mc", "batch_size": BATCH, "exact_trace": True, **KINDS[self.kind], **self.options}
+        options: dict[str, Any] = {"fisher": "mc", "batch_size": BATCH, "exact_trace": True, "self_check": "growing"}
+        options |= {**KINDS[self.kind], **self.options}
         data = self.data(ranks.rank, ranks.size)
         made = workspace(MODELS[self.model]().to(torch.float64), data, "classification", **options)
         made.options.kinds, made.inputs.examples, made.machine.ranks = ("factors",), BATCH * BATCHES, ranks

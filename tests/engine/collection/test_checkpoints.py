@@ -1,5 +1,6 @@
 """A collection that is stopped anywhere and gone on with from its checkpoint ends with the same bits."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -62,7 +63,7 @@ def space(
 ) -> Workspace:
     torch.manual_seed(0)
     # a check would be one forward pass more in a batch that only some attempts come to
-    options = {"self_check": "first", **options}
+    options = {"self_check": "off", **options}
     made = workspace(Small(), chunks or data(), "classification", batch_size=4, **options)
     made.options.kinds, made.inputs.examples, made.ports.scratch, made.resume.checkpoint_seconds = (
         ("factors",),
@@ -88,6 +89,12 @@ def rows(made: Workspace) -> list[dict[str, Any]]:
     return [asdict(row) | {"observed": None} for row in KeptFactors(None, made).rows()]
 
 
+@functools.cache
+def undisturbed_rows() -> list[dict[str, Any]]:
+    """The rows of a collection that was never stopped, once for all tests that compare with it."""
+    return rows(space(MemoryArtifacts()))
+
+
 def said(made: Workspace) -> list[str]:
     lines: list[str] = []
     # that the model draws is said in every attempt
@@ -110,7 +117,7 @@ def stopped(scratch: MemoryArtifacts, stop_at: int, **more: Any) -> None:
         collect_or_read(made)
 
 
-@pytest.mark.part(of=8)
+@pytest.mark.part(of=10, by=("options",))
 @pytest.mark.parametrize("stop_at", range(2, BATCHES + 1))
 @pytest.mark.parametrize(
     "options",
@@ -149,7 +156,7 @@ def undisturbed_passes() -> tuple[list[dict[str, Any]], int]:
     return truth, next(undisturbed.inputs.model.forwards)  # type: ignore[union-attr, return-value]
 
 
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=9, by=())
 @pytest.mark.parametrize("stop_at", range(1, 3 * BATCHES + 2))
 def test_finished_passes_are_not_made_again(stop_at: int, undisturbed_passes: tuple[list[dict[str, Any]], int]) -> None:
     truth, forwards = undisturbed_passes
@@ -187,7 +194,7 @@ def test_killed_while_the_eigenvalues_are_corrected() -> None:
 
 
 def test_a_third_attempt_goes_on_from_the_second() -> None:
-    truth = rows(space(MemoryArtifacts()))
+    truth = undisturbed_rows()
     scratch = MemoryArtifacts()
     stopped(scratch, 3)
     # passing over the two batches asks twice
@@ -233,7 +240,7 @@ def without_a_field(scratch: MemoryArtifacts) -> None:
 
 @pytest.mark.parametrize("damage", [flipped, counted, missing, earlier, without_a_field])
 def test_a_damaged_checkpoint_is_discarded(damage: Callable[[MemoryArtifacts], None]) -> None:
-    truth = rows(space(MemoryArtifacts()))
+    truth = undisturbed_rows()
     scratch = MemoryArtifacts()
     stopped(scratch, 4)
     damage(scratch)
@@ -295,6 +302,7 @@ def others() -> Iterator[tuple[str, Callable[[Workspace], None]]]:
     yield "data", fewer
 
 
+@pytest.mark.part(of=4, by=("named",))
 @pytest.mark.parametrize(("named", "change"), list(others()))
 def test_a_checkpoint_of_something_else_is_discarded(named: str, change: Callable[[Workspace], None]) -> None:
     fresh = space(MemoryArtifacts())
@@ -311,7 +319,7 @@ def test_a_checkpoint_of_something_else_is_discarded(named: str, change: Callabl
 
 
 def test_a_full_disk_costs_the_checkpoint_and_not_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    truth = rows(space(MemoryArtifacts()))
+    truth = undisturbed_rows()
     made = space(MemoryArtifacts())
 
     def refuse(*_: object) -> None:

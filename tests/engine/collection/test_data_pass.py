@@ -156,12 +156,12 @@ def test_less_memory_is_never_faster_and_never_enough_again(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = chosen_part(request.config)
-    # a landing takes every other budget
-    step, begin = (1, 0) if part == ALL else (2, first_of(part, 2))
+    # a landing takes every other budget of those that are short, and two that are not
+    halves = range(60, 0, -1) if part == ALL else [60, 44, *range(28 - first_of(part, 2), 0, -2)]
     monkeypatch.setattr(job_plan, "resident_bytes", lambda: 0)
     seen: list[tuple[int, int]] = []
     seconds: list[float | None] = []
-    for extra in range(30 * 2**20 - begin * 2**19, 0, -step * 2**19):
+    for extra in (each * 2**19 for each in halves):
         plan = planned(LIBRARY_BYTES + extra)
         fits = plan["host_peak_bytes"] <= LIBRARY_BYTES + extra
         seconds.append(sum(stage["seconds"] or 0 for stage in plan["stages"].values()) if fits else None)

@@ -71,7 +71,7 @@ def kills(moments: Moments) -> Iterator[Kill]:
         yield moment, pick.choice([each for each in harmed if each not in manifest])
 
 
-@pytest.mark.parametrize("setting", [*pair(SETTINGS), *pair(WRITES)], ids=str)
+@pytest.mark.parametrize("setting", [*pair(SETTINGS), *pair(WRITES)[: None if ALL else 1]], ids=str)
 def test_one_rank_is_killed_anywhere(setting: Setting, tmp_path: Path) -> None:
     truth = setting.undisturbed(folder=tmp_path / "undisturbed")
     moments = Moments(tmp_path / "first", tmp_path / "moments")
@@ -145,7 +145,7 @@ def rank_kills(rank: int, moments: Moments, of_first: Path) -> Iterator[Kill]:
     """
     pick, intact = random.Random(chosen().random()), ("", "intact")
     last = len(moments.batches) - 1
-    steps = range(1, last + 1) if ALL else [last, *pick.sample(range(1, last), 2)]
+    steps = range(1, last + 1) if ALL else [last, pick.randrange(1, last)]
     for step in steps:
         yield moments.batches[step], intact
         # one rank is a batch ahead
@@ -161,7 +161,7 @@ def rank_kills(rank: int, moments: Moments, of_first: Path) -> Iterator[Kill]:
 
 
 # several passes with a decay are where ranks once went on with other numbers
-FEW = sorted({*pair(SETTINGS), Setting("plain", "ekfac", 3)}, key=str)
+FEW = sorted({pair(SETTINGS)[0], Setting("plain", "ekfac", 3)}, key=str)
 
 
 @pytest.mark.parametrize("settings", [[each] for each in SETTINGS] if ALL else [FEW], ids=lambda some: str(some[0]))

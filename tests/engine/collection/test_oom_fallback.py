@@ -30,7 +30,7 @@ SAID = "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate 
 
 STRIDE = int(os.environ.get("KRONOSCOPE_TEST_STRIDE", "7"))
 """Every operation takes half a minute: `KRONOSCOPE_TEST_STRIDE=1`."""
-LANDING = 8
+LANDING = 16
 """A landing takes so many times fewer, others for each commit."""
 
 
@@ -61,7 +61,9 @@ def space(micro_batch: int | None = None, batch_size: int = 4) -> Workspace:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
-    made = workspace(model, [(x, y)], "classification", fisher="mc", dtype="float32", batch_size=batch_size)
+    made = workspace(
+        model, [(x, y)], "classification", fisher="mc", dtype="float32", batch_size=batch_size, self_check="growing"
+    )
     made.options.memory = Memory(micro_batch=micro_batch)
     return made
 

@@ -95,11 +95,12 @@ LATER: dict[str, dict[str, Any]] = {
 
 def run(data: Any, later: str, **options: Any) -> Measurement:
     given = dict(LATER[later])
-    collection = {"batch_size": 8, "dtype": "float64", "fisher": "type2", **given.pop("collection", {}), **options}
+    collection = {"batch_size": 8, "dtype": "float64", "fisher": "type2", "self_check": "off"}
+    collection |= {**given.pop("collection", {}), **options}
     return measure(net(), data, task="classification", collection=collection, **given)
 
 
-@pytest.mark.part(of=4)
+@pytest.mark.part(of=6, by=("later",))
 @pytest.mark.parametrize(
     # smaller sizes are of one pass, whose examples are counted beforehand
     ("later", "change"),
@@ -118,6 +119,7 @@ def test_a_difference_ends_the_job_and_not_the_analysis_alone() -> None:
         measure(net(), Source(augmented), task="classification", kinds=("factors", "natural_gradient"))
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("later", ["correction", "gradient", "cross-check", "spectrum"])
 def test_another_order_gives_what_a_list_gives(later: str) -> None:
     ordered, other = run([examples()], later), run(Source(shuffled), later)
@@ -178,6 +180,7 @@ def test_every_pass_of_a_collection_sees_what_the_first_saw(change: Change) -> N
         collect_or_read(made(Source(change)))
 
 
+@pytest.mark.part(of=4, by=("count", "ekfac"))
 @pytest.mark.parametrize("wrapped", [lambda chunks: chunks, lambda chunks: map(tuple, chunks)])
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("ekfac", [False, True])

@@ -90,7 +90,7 @@ def same(left: FactorSet, size: int, right: FactorSet) -> None:
         assert nested.rank_bounds[ordinals[layer.name]] == (layer.rank_bound_A, layer.rank_bound_G)
 
 
-@pytest.mark.part(of=5, by=("scratch",))
+@pytest.mark.part(of=8, by=("scratch",))
 @pytest.mark.parametrize("scratch", [True, False])
 @pytest.mark.parametrize(
     "options",
@@ -130,7 +130,7 @@ def test_several_passes_keep_the_same_sizes(parts: tuple[tuple[str, ...], ...]) 
         same(cut, size, once(examples))
 
 
-@pytest.mark.part(of=4, by=("parts",))
+@pytest.mark.part(of=8, by=("parts",))
 @pytest.mark.parametrize("parts", [None, (("table", "norm"), ("q", "k"), ("conv", "late", "head"))])
 @pytest.mark.parametrize("stop_at", [2, 4, 5, 9, 15, 22, 40])
 def test_sizes_outlive_a_kill(stop_at: int, parts: tuple[tuple[str, ...], ...] | None) -> None:
@@ -203,6 +203,7 @@ def test_data_of_unknown_length_is_counted_first() -> None:
     assert [size.examples for size in collect_or_read(made).nested] == [8, 16, 32]
 
 
+@pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize("storage_dtype", [None, "float16"])
 def test_rows_show_every_size_up_to_the_whole(storage_dtype: str | None) -> None:
     made = space(nested=True, storage_dtype=storage_dtype)
