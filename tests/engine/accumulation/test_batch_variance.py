@@ -109,6 +109,7 @@ def apart(examples: int, options: dict[str, Any]) -> tuple[list[list[tuple[np.nd
     return found, sizes
 
 
+@pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize(
     "options",
     [
@@ -175,6 +176,7 @@ def hooked(model: nn.Module, chunks: list[tuple[Tensor, Tensor]]) -> list[list[t
     return found  # type: ignore[return-value]
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("sizes", [[4] * 8, [4, 4, 4, 4, 4, 1]])
 @pytest.mark.parametrize("decay", [None, 0.7])
 def test_plain_hooks_give_the_same(sizes: list[int], decay: float | None) -> None:
@@ -338,7 +340,7 @@ def test_a_batch_that_is_halved_for_want_of_memory_counts_once(monkeypatch: pyte
     assert [figures(layer) for layer in halved.layers] == [figures(layer) for layer in collect_or_read(sliced).layers]
 
 
-@pytest.mark.part(of=4)
+@pytest.mark.part(of=12, by=("parts",))
 @pytest.mark.parametrize("options", [{}, {"ema_decay": 0.8, "fisher": "mc"}, {"nested": True, "update_freq": 2}])
 @pytest.mark.parametrize(
     ("parts", "stop_at"),

@@ -72,7 +72,7 @@ class Twice(nn.Module):
         return self.head(x.mean(2) if self.convolves else x)
 
 
-@pytest.mark.part(of=4)
+@pytest.mark.part(of=6, by=("kind",))
 @pytest.mark.parametrize("kind", ["linear", "Conv1D", "layer norm", "convolution"])
 @pytest.mark.parametrize("options", [{}, {"sharing": "reduce"}, {"fisher": "mc", "ema_decay": 0.5}])
 def test_modules_that_share_all_are_one_module_called_again(kind: str, options: dict[str, Any]) -> None:

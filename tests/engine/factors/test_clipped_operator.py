@@ -43,6 +43,7 @@ def test_the_approximant_is_the_sign_beyond_its_corner(near: float, far: float) 
     assert len(poles.heights) < 130
 
 
+@pytest.mark.part(of=4, by=("kind",))
 @pytest.mark.parametrize("kind", ["softmax", "tied", "sketched terms", "sketched rows"])
 @pytest.mark.parametrize("kappa_max", [1e2, 1e6])
 def test_it_is_the_clipped_matrix_and_its_inverse(kind: str, kappa_max: float) -> None:
@@ -75,7 +76,7 @@ def test_a_wide_head_is_reconstructed_as_an_operator_and_reads_back(monkeypatch:
     data = torch.randn(24, 6, dtype=torch.float64), torch.randint(0, 200, (24,))
 
     def run() -> tuple[Any, Any, Any]:
-        made = workspace(model, [data], "classification")
+        made = workspace(model, [data], "classification", batch_size=24)
         made.inputs.examples, made.options.decomposition, made.options.kinds = 24, "vectors", ("reconstruction",)
         made.ports.artifacts = MemoryArtifacts()
         rows = {row.layer: row.metrics for row in Reconstruction(ReconstructionParams(), made).rows()}

@@ -56,6 +56,7 @@ def sketched(rank: int, *, of_terms: bool, seed: int = 0, pieces: int = 37, past
     return side, dense / T
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("of_terms", [False, True])
 @pytest.mark.parametrize("rank", [3, 12, 40])
 @pytest.mark.parametrize("past", [1.0, 0.8])
@@ -115,6 +116,7 @@ def test_many_shifts_are_answered_from_few_factorisations(*, of_terms: bool, mon
     assert torch.allclose(logdets, (values + shifts[:, None]).log().sum(1), rtol=1e-9, atol=1e-7)
 
 
+@pytest.mark.part(of=4, by=("of_terms",))
 @pytest.mark.parametrize("of_terms", [False, True])
 @pytest.mark.parametrize("rank", [3, 12, 40])
 def test_its_eigenvalues_are_counted_and_those_of_g_lie_within_the_bounds(rank: int, *, of_terms: bool) -> None:
@@ -227,6 +229,7 @@ def tight(monkeypatch: pytest.MonkeyPatch) -> MemoryBudget:
     return MemoryBudget(device_bytes=0, host_bytes=LIBRARY_BYTES + 5 * 2**20)
 
 
+@pytest.mark.part(of=4, by=("approximate",))
 @pytest.mark.parametrize("fisher", ["mc", "empirical"])
 @pytest.mark.parametrize("approximate", [False, True])
 def test_a_head_that_does_not_fit_keeps_its_diagonal(

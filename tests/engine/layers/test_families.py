@@ -44,6 +44,7 @@ CONVOLUTIONS = [
 ]
 
 
+@pytest.mark.part(of=4, by=("kind", "sharing"))
 @pytest.mark.parametrize(("around", "sharing"), [(Everywhere, "expand"), (Averaged, "reduce")])
 @pytest.mark.parametrize(("kind", "options", "extent"), CONVOLUTIONS)
 def test_convolutions_are_exact(

@@ -175,7 +175,7 @@ def exact_dimension(products: Tensor, damping: float) -> float:
 SPIKE = (ascending([1e-12] * 2000 + [1.0]), ascending([3e-12] * 500 + [1.0]))
 
 
-@pytest.mark.part(of=4)
+@pytest.mark.part(of=6, by=("name",))
 @pytest.mark.parametrize("relative", [1e-16, 1e-9, 1e-3, 1.0, 1e4])
 @pytest.mark.parametrize("name", [*(name for name in CASES if name != "underflow"), "spike"])
 def test_sums_under_damping_equal_the_dense_ones(name: str, relative: float) -> None:
@@ -228,7 +228,7 @@ class Known:
         return (self.values / (self.values + shifts[:, None])).sum(1)
 
 
-@pytest.mark.part(of=4)
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("relative", [1e-10, 1e-4, 1.0])
 @pytest.mark.parametrize("name", ["decades", "zeros", "power law"])
 def test_a_side_without_eigenvalues_is_asked_at_shifts(name: str, relative: float) -> None:
