@@ -67,6 +67,7 @@ def seeded(make: type[nn.Module], **options: object) -> nn.Module:
     return make(**options).double()
 
 
+@pytest.mark.part(of=4)
 @pytest.mark.parametrize("loss", ["mse", "bce", "cross_entropy"])
 @pytest.mark.parametrize("layer", ["0", "2"])
 def test_one_datum_is_exact_for_any_net(loss: str, layer: str) -> None:
@@ -108,6 +109,7 @@ def test_each_sharing_is_exact_in_its_setting_and_not_in_the_other(
     assert relative_error(kronecker(collect(model, [(x, y)], "regression", sharing=wrong), layer), truth) > 0.1
 
 
+@pytest.mark.part(of=4, by=("sharing",))
 @pytest.mark.parametrize(
     "options",
     [
@@ -206,17 +208,17 @@ def test_frozen_bias_has_no_column_of_ones() -> None:
     assert tuple(whole.load(0).A.shape) == (4, 4)
 
 
-@pytest.mark.part(of=3, by=())
+@pytest.mark.part(of=6, by=())
 @pytest.mark.parametrize("loss", ["cross_entropy", "mse", "bce"])
 def test_sampled_fisher_converges_to_the_exact_one(loss: str) -> None:
     torch.manual_seed(6)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    x = torch.randn(64, 4, dtype=torch.float64)
-    y = torch.randint(0, 3, (64,)) if loss == "cross_entropy" else torch.rand(64, 3, dtype=torch.float64)
+    x = torch.randn(512, 4, dtype=torch.float64)
+    y = torch.randint(0, 3, (512,)) if loss == "cross_entropy" else torch.rand(512, 3, dtype=torch.float64)
     task = "classification" if loss == "cross_entropy" else "regression"
-    exact = collect(model, [(x, y)], task, loss).load(0).G
-    few = collect(model, [(x, y)], task, loss, fisher="mc", samples=16, batch_size=64).load(0).G
-    many = collect(model, [(x, y)], task, loss, fisher="mc", samples=1024, batch_size=64).load(0).G
+    exact = collect(model, [(x, y)], task, loss, batch_size=512).load(0).G
+    few = collect(model, [(x, y)], task, loss, fisher="mc", samples=2, batch_size=512).load(0).G
+    many = collect(model, [(x, y)], task, loss, fisher="mc", samples=128, batch_size=512).load(0).G
     assert relative_error(many, exact) < 0.03
     # eight times less noise is expected; a biased sampler would level off
     assert relative_error(many, exact) < relative_error(few, exact)

@@ -218,6 +218,7 @@ def test_padding_and_ignored_targets_are_no_data() -> None:
 # 6
 
 
+@pytest.mark.part(of=4, by=("sharing",))
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("fisher", ["type2", "mc", "empirical"])
 def test_a_linear_layer_and_a_convolution_of_one_have_the_same_trace(fisher: str, sharing: str) -> None:
@@ -466,6 +467,7 @@ def test_the_exact_fisher_needs_no_second_derivative_of_the_model() -> None:
 # 10
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("fisher", ["mc", "type2", "empirical"])
 def test_results_do_not_depend_on_batches_or_their_order(fisher: str) -> None:
     """Elsewhere the sampled labels follow the order in which a generator is asked, so that another batch size, a

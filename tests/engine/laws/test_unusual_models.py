@@ -108,6 +108,7 @@ def test_sharing_that_breaks_later_is_undone_whoever_breaks_it(change: str) -> N
     assert whole.passes == (3 if change == "written to" else 2)
 
 
+@pytest.mark.part(of=4, by=("reentrant",))
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("fisher", ["mc", "type2"])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

@@ -83,6 +83,7 @@ def require_twin(model: nn.Module, twin: nn.Module) -> None:
         assert left.exact_trace == pytest.approx(own, rel=EXACT)
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize(("use", "without"), NOTHING)
 def test_casts_to_what_a_float32_model_is_kept_in_do_nothing_in_float64(use: Use, without: Use) -> None:
     model = Casting(use)
@@ -160,6 +161,7 @@ def test_another_precision_is_settled_anew() -> None:
     assert not isinstance(casts_of(model), OwnCasts)
 
 
+@pytest.mark.part(of=4, by=("reentrant",))
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("fisher", ["mc", "empirical"])

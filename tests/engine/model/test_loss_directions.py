@@ -93,6 +93,7 @@ def torch_loss(options: dict[str, Any], y: Tensor) -> Callable[[Tensor], Tensor]
     )
 
 
+@pytest.mark.part(of=4, by=("options",))
 @pytest.mark.parametrize("options", CLASSES)
 @pytest.mark.parametrize("positions", [None, 3])
 def test_exact_block_is_the_gauss_newton_of_torchs_mean_loss(options: dict[str, Any], positions: int | None) -> None:
@@ -187,7 +188,7 @@ def test_a_weight_is_a_count(fisher: str, smoothing: float) -> None:
             assert relative_error(weighted.load(ordinal).G, repeated.load(ordinal).G) < EXACT
 
 
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize(
     "task",
     [
@@ -197,12 +198,12 @@ def test_a_weight_is_a_count(fisher: str, smoothing: float) -> None:
 )
 def test_sampled_fisher_of_a_weighted_loss_converges_to_the_exact_one(task: dict[str, Any]) -> None:
     model = Net()
-    x, y = data(64)
+    x, y = data(512)
     if task["type"] == "regression":
         y = functional.one_hot(y, 4).double()
     exact, few, many = (
-        run(model, x, y, task, batch_size=64, **options)
-        for options in ({}, {"fisher": "mc", "samples": 16}, {"fisher": "mc", "samples": 1024})
+        run(model, x, y, task, batch_size=512, **options)
+        for options in ({}, {"fisher": "mc", "samples": 2}, {"fisher": "mc", "samples": 128})
     )
     for ordinal in range(3):
         error = relative_error(many.load(ordinal).G, exact.load(ordinal).G)
@@ -270,6 +271,7 @@ def test_a_models_own_loss_has_no_likelihood_to_sample_from() -> None:
     assert len(run(Own(), x, y, {"type": "classification", "loss": "model"}, fisher="empirical").layers) == 3
 
 
+@pytest.mark.part(of=4, by=("options",))
 @pytest.mark.parametrize("options", CLASSES)
 @pytest.mark.parametrize("layer", [0, 2])
 def test_exact_traces_and_corrected_eigenvalues_are_those_of_torchs_mean_loss(
