@@ -221,7 +221,9 @@ def small_convolutions() -> tuple[nn.Module, Any, Tensor, str]:
 
 @pytest.mark.part(of=8, by=("problem",))
 @pytest.mark.parametrize("problem", [small_gpt2, small_convolutions])
-@pytest.mark.parametrize("options", [{}, {"sharing": "reduce", "fisher": "mc"}, {"fisher": "type2"}])
+@pytest.mark.parametrize(
+    "options", [{"sharing": "reduce", "fisher": "mc"}, {"fisher": "empirical"}, {"fisher": "type2"}]
+)
 def test_the_check_changes_no_bit(problem: Callable[[], tuple[Any, ...]], options: dict[str, Any]) -> None:
     found = []
     for mode in ("off", "growing"):
