@@ -37,7 +37,7 @@ def assert_true(found: tuple[Eigenvalue, ...], truth: Tensor, *, rounding: float
         assert abs(entry.value - value) <= entry.bound + rounding * float(truth.abs().max())
 
 
-@pytest.mark.part(of=4)
+@pytest.mark.part(of=8, by=("name", "end"))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("end", ["largest", "smallest", "both"])
@@ -58,6 +58,7 @@ def test_every_eigenvalue_is_found_and_every_bound_is_true(name: str, dtype: tor
     assert search.products <= options.most_products
 
 
+@pytest.mark.part(of=6, by=("name",))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_short_basis_restarts_and_finds_them_too(name: str, seed: int) -> None:
@@ -68,6 +69,7 @@ def test_a_short_basis_restarts_and_finds_them_too(name: str, seed: int) -> None
     assert_true(result.smallest, truth[:7])
 
 
+@pytest.mark.part(of=4, by=("dtype",))
 @pytest.mark.parametrize(
     ("values", "count"),
     [
@@ -113,6 +115,7 @@ def test_what_the_products_do_not_suffice_for_says_so_and_lies_near_an_eigenvalu
         assert search.ritz_vectors()[1].shape == (300, 0)
 
 
+@pytest.mark.part(of=4, by=("length",))
 @pytest.mark.parametrize("length", [None, 34])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_search_goes_on_from_any_state_bit_by_bit(length: int | None, dtype: torch.dtype) -> None:

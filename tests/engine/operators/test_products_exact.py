@@ -242,7 +242,7 @@ def size_of(model: nn.Module) -> int:
     return sum(p.numel() for p in trainable(model).values())
 
 
-@pytest.mark.part(of=6)
+@pytest.mark.part(of=10)
 @pytest.mark.parametrize("of", ["ggn", "hessian", "fisher", "empirical"])
 @pytest.mark.parametrize("loss", ["cross_entropy", "mse", "bce"])
 @pytest.mark.parametrize("net", list(NETS))
@@ -307,6 +307,7 @@ def test_positive_weights_of_bce_weigh_as_in_torch() -> None:
     assert relative_error(product(space, "hessian", v), hessian(loss)(at) @ v) < EXACT
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("of", ["ggn", "hessian", "fisher", "empirical"])
 def test_batches_and_micro_batches_do_not_matter(of: Curvature) -> None:
     model, x = made("attending")
@@ -320,6 +321,7 @@ def test_batches_and_micro_batches_do_not_matter(of: Curvature) -> None:
             assert relative_error(found, whole) < EXACT
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("of", ["ggn", "hessian", "fisher", "empirical"])
 def test_only_what_entered_the_factors_enters_with_its_weight(of: Curvature) -> None:
     model, x = made("perceptron")
@@ -484,7 +486,7 @@ def texts(padded: bool) -> tuple[dict[str, Tensor], Tensor]:
 SWITCHES = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
 
 
-@pytest.mark.part(of=4)
+@pytest.mark.part(of=8, by=("make",))
 @pytest.mark.parametrize("of", ["ggn", "hessian", "fisher", "empirical"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("make", [gpt2, llama])

@@ -33,7 +33,7 @@ def covered(truth: Tensor, low: Tensor, high: Tensor) -> float:
     return float(((low <= truth + 1e-12) & (truth <= high + 1e-12)).double().mean())
 
 
-@pytest.mark.part(of=5, by=("name",))
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("probes", "steps"), [(10, 40), (12, 60)])
 def test_bands_of_the_distribution_cover_and_are_narrow(name: str, probes: int, steps: int) -> None:
@@ -52,6 +52,7 @@ def test_bands_of_the_distribution_cover_and_are_narrow(name: str, probes: int, 
         assert bool((low >= 0).all() and (high <= 1).all())
 
 
+@pytest.mark.part(of=4, by=("kind",))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["linear", "symlog"])
 def test_bands_of_the_density_cover(name: str, kind: str) -> None:
@@ -81,7 +82,7 @@ def test_a_logarithmic_axis_holds_what_is_below_its_threshold_at_it() -> None:
     assert estimate[1] < 1e-8
 
 
-@pytest.mark.part(of=4)
+@pytest.mark.part(of=6, by=("steps",))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_moments_are_those_of_the_probe(name: str, steps: int) -> None:
@@ -117,6 +118,7 @@ def test_each_probes_own_measure_is_bracketed() -> None:
         assert float((high - low).mean()) < 0.02
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("name", NAMES)
 def test_traces_of_functions_lie_in_their_intervals(name: str) -> None:
     values = spectrum(name, 150)
@@ -132,6 +134,7 @@ def test_traces_of_functions_lie_in_their_intervals(name: str) -> None:
     assert inside >= 18
 
 
+@pytest.mark.part(of=4, by=("dtype",))
 @pytest.mark.parametrize("values", [[2.5], [0.0] * 5, [1.0, 1.0, 4.0], [*([0.0] * 30), 2.0, 3.0]])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_an_exhausted_space_is_known_exactly(values: list[float], dtype: torch.dtype) -> None:
@@ -184,6 +187,12 @@ torch.save((made.result().nodes, made.result().weights), sys.argv[2])
 """
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/engine/operators/test_quadrature.py::test_a_quadrature_goes_on_from_any_state_bit_by_bit",
+        "tests/engine/operators/test_lanczos_ends.py::test_another_process_ends_with_the_same_bits",
+    )
+)
 def test_another_process_ends_with_the_same_bits(tmp_path: Path) -> None:
     full = matrix(spectrum("power law", 150))
     made = LanczosQuadrature(150, OPTIONS)

@@ -56,6 +56,7 @@ def test_a_power_law_errs_at_most_half_as_much_as_hutchinson(kind: Kind) -> None
         assert root_mean_square(errors) <= root_mean_square(hutchinson) / 2
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("kind", KINDS)
 def test_intervals_cover(kind: Kind) -> None:
     shares = []
