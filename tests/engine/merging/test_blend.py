@@ -37,7 +37,7 @@ def measured(seed: int, woodbury: Mapping[str, Any] | None = None, examples: int
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 30, (examples, 3), generator=generator)
     y = torch.randint(0, 30, (examples,), generator=generator)
-    collection = {"dtype": "float64", "fisher": "mc"}
+    collection = {"dtype": "float64", "fisher": "mc", "self_check": "off"}
     return measure(
         model, [(ids, y)], task="classification", kinds=["factors"], collection=collection, woodbury=woodbury
     )

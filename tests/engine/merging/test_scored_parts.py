@@ -68,8 +68,10 @@ def job(of: str = "kfac", seed: int = 0, log: Callable[[str, str], None] = lambd
             query=ModelInputs(batches=lambda: iter([asked]), examples=QUERIES, text_of=lambda place: f"query {place}"),
         ),
         options=JobOptions(
-            collection=Collection(dtype="float64", batch_size=16, fisher="type2", ekfac=of == "ekfac"),
-            stabilisation=Stabilisation(damping=1e-2, damping_mode="absolute"),
+            collection=Collection(
+                dtype="float64", batch_size=16, fisher="type2", ekfac=of == "ekfac", self_check="off"
+            ),
+            stabilisation=Stabilisation(damping=1e-1, damping_mode="absolute"),
             kinds=(KIND,),
             decomposition="none",
             params={KIND: params},
