@@ -180,6 +180,7 @@ CASES = [
 ]
 
 
+@pytest.mark.part(of=3, by=("net", "of"))
 @pytest.mark.parametrize(("net", "kind", "of"), CASES)
 def test_every_number_is_that_of_the_dense_matrix(net: str, kind: Any, of: Any) -> None:
     params = NaturalGradientParams(power=POWERS, damping=kind, of=of)

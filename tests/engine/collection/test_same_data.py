@@ -231,6 +231,7 @@ def test_padding_is_no_part_of_an_example() -> None:
     assert entered((x, y)) != entered((torch.cat([x, torch.zeros(2, 1)], 1), y))
 
 
+@pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16,
                                    torch.float32, torch.float64, torch.complex64])  # fmt: skip
 def test_any_single_number_counts(dtype: torch.dtype) -> None:

@@ -107,6 +107,7 @@ def made_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return
 
 
+@pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize("name", CASES)
 def test_quantiles_are_bitwise_those_of_a_sort(name: str, made_at_once: None) -> None:
     check([case(name)])

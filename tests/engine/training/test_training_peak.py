@@ -181,6 +181,7 @@ def test_parts_are_those_that_shapes_give() -> None:
     assert parts["features and cotangents"] == 2 * 4 * IMAGES * 64 * 2 * 2
 
 
+@pytest.mark.part(of=3, by=("moments",))
 @pytest.mark.parametrize(
     ("optimiser", "moments"),
     [

@@ -46,6 +46,7 @@ def measured(
     raise AssertionError("one layer gives one row")
 
 
+@pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize(("exponent", "examples"), [(0.5, 340), (0.8, 240), (0.65, 300)])
 def test_a_power_law_is_flagged_although_reruns_agree(exponent: float, examples: int) -> None:
     truth = effective_rank(law(200, exponent))
