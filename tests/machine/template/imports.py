@@ -49,6 +49,9 @@ _FORKED_WELL = {"jemalloc_bg_thd"}
 _NOT_READ = {
     "HF_HUB_DISABLE_PROGRESS_BARS",
     "HF_HUB_DISABLE_TELEMETRY",
+    # threadpoolctl and scikit-learn set these as they are imported, here and in whatever asks
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
     "OPENBLAS_NUM_THREADS",
     "PYTHONDONTWRITEBYTECODE",
     "PYTHONPATH",

@@ -1,5 +1,6 @@
 """Programs that are forked from the template do what they do when they are started."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -143,6 +144,7 @@ def test_a_command_says_the_same(either_way: Any, tmp_path: Path) -> None:
 
 def test_no_module_of_the_run_keeps_programs_from_being_forked() -> None:
     """A variable that a test's import sets would: every program of the run would be started anew, and nobody told."""
+    importlib.import_module("sklearn.datasets")  # as a test does that loads digits in this process
     assert read_at_import(os.environ) == read_at_import(TEMPLATE.environment)
 
 
