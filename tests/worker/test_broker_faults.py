@@ -3,6 +3,7 @@
 import base64
 import functools
 import json
+import os
 import re
 import signal
 import sys
@@ -64,7 +65,8 @@ def start(ledger_url: str, server: servers.PrivateServer, tmp_path: Path) -> Ite
     started = []
 
     def run(broker: str | None = None) -> Process:
-        environment = {
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("KRONOSCOPE_")}
+        environment = inherited | {
             "PATH": str(Path(sys.executable).parent),
             "PYTHONPATH": ":".join(sys.path[1:]),
             "KRONOSCOPE_DATABASE_URL": ledger_url,
