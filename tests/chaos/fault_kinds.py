@@ -20,7 +20,7 @@ BROUGHT_ABOUT_BY: Mapping[str, tuple[str, ...]] = {
         "tests/worker/devices/test_ranks.py::test_after_the_death_of_a_rank_the_next_attempt_gives_the_undisturbed_numbers",
     ),
     "kill two workers": (
-        "tests/chaos/test_divided_jobs.py::test_whoever_is_killed_or_frozen_the_job_gives_the_undisturbed_result_once",
+        "tests/chaos/test_divided_jobs.py::test_two_workers_killed_in_one_moment_cost_their_pieces_an_attempt",
     ),
     "kill api": (f"{_MATRIX}[api-cancelling]",),
     "stop beyond the lease": (f"{_NAMED}::test_two_zombies_write_nothing",),

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from tests.chaos.stack.gated_jobs import document as gated_document
 from tests.chaos.stack.processes import Part, gone
 from tests.chaos.stack.stack import LONG_LEASES, Stack, running_stack
 from tests.machine.stopwatch import until
+from tests.machine.template.client import forked
 
 PIECES, WORKERS = 4, 3
 EXAMPLES = 4 * BATCHES
@@ -35,21 +35,49 @@ def three_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield stack
 
 
+def test_two_workers_killed_in_one_moment_cost_their_pieces_an_attempt(quick: Stack, tmp_path: Path) -> None:
+    """Children that only do what they are told, so that the job's end is known: each piece counts once."""
+    stack, gate = quick, tmp_path / "gate"
+    job_id = stack.submit(scripted(["wait_for", str(gate)], ["collect"], ["finish", 2]))
+    until(lambda: len(pieces(stack, job_id, "running")) == 4, 200, "each slot has a piece")
+    assert len(set(map(id, holders(stack, job_id)))) == len(stack.workers) == 2
+    lost(stack, *stack.workers)
+    until(lambda: sum(each.failures for each in pieces(stack, job_id)) == 4, 200, lambda: stack.describe(job_id))
+    gate.touch()
+    assert stack.await_end(job_id) == ["succeeded"], stack.describe(job_id)
+    done = pieces(stack, job_id)
+    assert [each.state for each in done] == ["succeeded"] * QUICK_PIECES
+    assert sorted(each.failures for each in done) == [0, 1, 1, 1, 1]
+    assert stack.row(job_id).failures == 0
+    (result,) = stack.layers(job_id)
+    assert result.outcome["metrics"]["effective_rank"] == sum(n**2 for n in range(2 * QUICK_PIECES))
+    until(lambda: nothing_is_held(stack), 200, "every device is given back")
+
+
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/chaos/test_divided_jobs.py::test_two_workers_killed_in_one_moment_cost_their_pieces_an_attempt",
+        "tests/chaos/test_kill_matrix.py::test_every_job_ends_as_if_nobody_had_killed_anything[worker-mid_layer]",
+        "tests/chaos/test_named_faults.py::test_two_zombies_write_nothing",
+        "tests/jobs/queue/test_division.py::test_a_piece_is_retried_and_its_end_for_good_fails_the_job",
+        "tests/worker/supervision/test_stage_pieces.py::test_a_job_goes_on_after_each_round_with_the_files_of_its_pieces",
+        "tests/worker/execution/pieces/test_shard_plans.py::test_any_number_of_pieces_gives_the_figures_of_the_whole",
+    )
+)
 def test_whoever_is_killed_or_frozen_the_job_gives_the_undisturbed_result_once(
     three_workers: Stack, tmp_path: Path
 ) -> None:
     """One job of four pieces and all faults: its own worker is killed as it divides and as it merges, that of a piece,
     those of two at once; and one sleeps beyond its lease and wakes beside its successor."""
     stack = three_workers
+    with forked():  # nothing is done to its processes
+        truth = run_alone(gated_document() | SHARDED, tmp_path)
     job = GatedJob(stack, "divided", **SHARDED)
-    with ThreadPoolExecutor(1) as beside:
-        quiet = beside.submit(run_alone, gated_document() | SHARDED, tmp_path)
-        lose_the_divider(stack, job)
-        lose_workers_of_pieces(stack, job)
-        wake_a_zombie(stack, job)
-        lose_the_merger(stack, job)
-        assert stack.await_end(job.id) == ["succeeded"]
-        truth = quiet.result()
+    lose_the_divider(stack, job)
+    lose_workers_of_pieces(stack, job)
+    wake_a_zombie(stack, job)
+    lose_the_merger(stack, job)
+    assert stack.await_end(job.id) == ["succeeded"]
 
     row, done = stack.row(job.id), pieces(stack, job.id)
     rounds = len({each.piece.round for each in done})
