@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
 
 import pytest
 
@@ -21,15 +20,17 @@ BROKEN = {
 }
 """The promise that each protection keeps."""
 ENDS = {"rename": {"succeeded", "cancelled"}}
-FENCE = "fence"
-"""The slice of a landing."""
+FAULTS = (
+    "tests/chaos/test_named_faults.py::test_two_zombies_write_nothing",
+    "tests/chaos/test_lost_wakeups.py::test_flushall_with_many_queued_loses_none",
+    "tests/chaos/test_kill_matrix.py::test_every_job_ends_as_if_nobody_had_killed_anything[worker-mid_layer]",
+    "tests/api/background/test_database_loss.py::test_a_submission_whose_commit_nobody_confirmed_is_repeated_safely",
+)
+"""Tests of a landing that miss a protection: the fence, the reconciler, the reaper, and idempotency."""
+CHECKER = ("tests/chaos/test_checker.py::test_each_broken_promise_is_told",)
+"""What the checker says of each broken promise, in a landing."""
 
 Verdicts = Callable[[str, bool], Verdict]
-
-
-def at_night(name: str, *promise: str) -> Any:
-    """A slice; but for the fence, they are judged at night."""
-    return pytest.param(name, *promise, marks=() if name == FENCE else pytest.mark.nightly)
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +49,23 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verdicts]:
         yield judged
 
 
-@pytest.mark.parametrize("name", [at_night(name) for name in SLICES])
+@pytest.mark.nightly(covered_by=(*FAULTS, "tests/chaos/test_checker.py::test_a_sound_job_breaks_no_promise"))
+@pytest.mark.parametrize("name", SLICES)
 def test_with_every_protection_in_place_no_promise_is_broken(verdicts: Verdicts, name: str) -> None:
     verdict = verdicts(name, False)
     assert not verdict.violations, verdict
     assert {job["state"] for job in verdict.evidence.jobs.values()} == ENDS.get(name, {"succeeded"}), verdict
 
 
-@pytest.mark.parametrize(("name", "promise"), [at_night(*pair) for pair in BROKEN.items()])
+@pytest.mark.nightly(covered_by=(*FAULTS, *CHECKER))
+@pytest.mark.parametrize(("name", "promise"), BROKEN.items())
 def test_a_protection_that_is_missing_is_missed(verdicts: Verdicts, name: str, promise: str) -> None:
     verdict = verdicts(name, True)
     assert promise in verdict.promises, verdict
 
 
-@pytest.mark.parametrize("name", [at_night(name) for name in ("fence", "reaper", "idempotency")])
+@pytest.mark.nightly(covered_by=FAULTS)
+@pytest.mark.parametrize("name", ["fence", "reaper", "idempotency"])
 def test_the_slices_do_what_they_are_there_for(verdicts: Verdicts, name: str) -> None:
     verdict = verdicts(name, False)
     if name == "fence":
@@ -72,5 +76,6 @@ def test_the_slices_do_what_they_are_there_for(verdicts: Verdicts, name: str) ->
         assert verdict.evidence.reclaims == 1
 
 
+@pytest.mark.nightly(covered_by=(*FAULTS, *CHECKER))
 def test_without_the_fence_nobody_is_refused(verdicts: Verdicts) -> None:
     assert verdicts("fence", True).refused == 0
