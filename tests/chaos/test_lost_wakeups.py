@@ -49,6 +49,13 @@ def test_a_wakeup_delivered_many_times_is_one_job(quick: Stack, times: int) -> N
     each_was_done_once(quick, [job_id, quick.submit(quick_document())])
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/api/test_start.py::test_a_probe_says_what_fails",
+        "tests/worker/test_celery.py::test_without_redis_jobs_are_done_all_the_same",
+        "tests/chaos/test_kill_matrix.py::test_every_job_ends_as_if_nobody_had_killed_anything[redis-before_claim]",
+    )
+)
 def test_without_redis_from_start_to_end_every_job_ends_once(quick: Stack) -> None:
     quick.redis.kill()
     for part in quick.parts:

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.chaos.stack.gated_jobs import BATCHES, GatedJob, outcomes, quick_document
 from tests.chaos.stack.processes import Part, gone
 from tests.chaos.stack.stack import Stack
@@ -100,6 +102,12 @@ def test_a_busy_worker_hands_its_job_back_and_another_goes_on_from_the_checkpoin
     assert (stack.row(job_id).attempt, stack.row(job_id).failures) == (1, 0)
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/worker/supervision/test_supervisor.py::test_the_same_crash_twice_is_poison",
+        "tests/chaos/test_kill_matrix.py::test_every_job_ends_as_if_nobody_had_killed_anything[child-mid_collection]",
+    )
+)
 def test_a_poison_job_ends_and_others_go_on(quick: Stack) -> None:
     poison = [["started"], ["progress", "capacity", 0, 2], ["layer", 0], ["kill_self"]]
     poisoned = quick.submit(quick_document(*poison))
@@ -111,6 +119,12 @@ def test_a_poison_job_ends_and_others_go_on(quick: Stack) -> None:
     assert [quick.row(other).attempt for other in others] == [1] * len(others)
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/jobs/queue/test_reaper.py::test_a_job_that_kills_every_worker_ends_after_max_failures",
+        "tests/chaos/test_kill_matrix.py::test_every_job_ends_as_if_nobody_had_killed_anything[worker-mid_layer]",
+    )
+)
 def test_a_job_that_kills_its_worker_ends_after_its_failures_and_others_go_on(quick: Stack) -> None:
     murderer = quick.submit(quick_document(["started"], ["murder"]))
     others = []
@@ -167,7 +181,8 @@ def test_clocks_two_hours_off_steal_nothing(quick: Stack, tmp_path: Path) -> Non
     assert quick.await_end(*held) == ["succeeded"] * 4
     assert [(row.attempt, row.failures) for row in map(quick.row, held)] == [(1, 0)] * 4
     for worker in quick.workers:
-        worker.restart(PYTHONPATH=paths[worker.name])
+        worker.kill()
+        worker.environment["PYTHONPATH"] = paths[worker.name]  # with which a test that follows revives it
 
 
 def checkpointed_batches(folder: Path) -> int:
