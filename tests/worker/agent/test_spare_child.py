@@ -73,6 +73,13 @@ def test_the_second_job_is_the_prepared_childs_and_has_the_same_rows(
     assert gone(left, 0)
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/worker/process/test_spare_child.py::test_one_that_was_killed_begins_nothing_and_the_next_is_there",
+        # its first job finds none that waits, either
+        "tests/worker/agent/test_spare_child.py::test_the_second_job_is_the_prepared_childs_and_has_the_same_rows",
+    )
+)
 def test_one_that_was_killed_meanwhile_costs_no_attempt(
     agent: Agent, begun: list[str], submitted: Any, job: Callable[[str], Job], eventually: Any
 ) -> None:
