@@ -21,6 +21,7 @@ from jobs.repository.submission import submit
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
 from jobs.schema.tables import cached_factors, tenants
+from tests.machine.template.client import forked
 from worker.disk.cache_folder import cache_of_tenant, tenants_caches
 from worker.process.child_process import EXECUTION
 from worker.service import with_possible_namespaces
@@ -188,7 +189,8 @@ def test_factors_that_somebody_scaled_are_collected_again(
     """The attack that made another tenant's same job succeed with traces sixteen times too large."""
 
     def compute() -> tuple[list[str], list[str]]:
-        done = attempt(command=EXECUTION, store=store)
+        with forked():
+            done = attempt(command=EXECUTION, store=store)
         assert done.state == "succeeded", done.failure
         rows = layer_rows(ledger, LOCAL_TENANT, done.id).items
         return [row.sha256 for row in rows], said(ledger, done)

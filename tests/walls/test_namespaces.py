@@ -258,7 +258,7 @@ def test_what_the_kernel_refuses_is_measured_and_jobs_run_as_before(tmp_path: Pa
 HONEST = {
     "kind": ["factors", "capacity"],
     "model": {"source": "builtin", "name": "digits_mlp"},
-    "data": {"source": "builtin", "name": "digits"},
+    "data": {"source": "builtin", "name": "digits", "limit": 300},
     "task": {"type": "classification"},
     "keep": ["factors"],
     "cache": "refresh",
