@@ -5,19 +5,37 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from catalog.frames import Divided, Finished, Frame, LayerDone, Planned, decode
 from catalog.requests.assignment import read_assignment
 from engine.factors.factor_files import read_factors
 from engine.factors.factor_set import FactorSet
+from engine.memory.device_speed import DeviceSpeed, measure_speed
 from worker.execution.__main__ import execute
+from worker.execution import attempt
 from worker.execution.attempt import StopFlag
+from worker.execution.data import bundled
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.frame_pipe import FramePipe
+
+speed_of, table_of_digits = cache(measure_speed), cache(bundled._table_of_digits)
+
+
+@pytest.fixture(autouse=True)
+def found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure the machine, and read the table of digits, for the first of all attempts in this process."""
+
+    def speed(device: torch.device, scratch: Path | None = None) -> DeviceSpeed:
+        return speed_of(device) if scratch is None else measure_speed(device, scratch)
+
+    monkeypatch.setattr(attempt, "measure_speed", speed)
+    monkeypatch.setattr(bundled, "_table_of_digits", table_of_digits)
 
 
 @dataclass
