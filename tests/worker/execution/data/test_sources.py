@@ -32,8 +32,10 @@ BYTES = LoadedModel(model=torch.nn.Linear(3, 2), vocabulary=Vocabulary(size=256,
 TEXTS = ["the first text", "a second, rather longer text than the first", "third", "and one more to make four of them"]
 
 
-@pytest.fixture
-def encoder(minilm: Path, context: LoaderContext) -> Any:
+@pytest.fixture(scope="module")
+def encoder(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The real encoder, which no test changes."""
+    context = LoaderContext(store=tmp_path_factory.mktemp("store"))
     return load(DirectoryModel(source="directory", path=str(minilm)), Task(type="sentence_embedding"), context)
 
 

@@ -49,8 +49,10 @@ class Read:
         return chunk
 
 
-@pytest.fixture
-def encoder(minilm: Path, context: LoaderContext) -> LoadedModel:
+@pytest.fixture(scope="module")
+def encoder(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """The real encoder, which no test changes."""
+    context = LoaderContext(store=tmp_path_factory.mktemp("store"))
     return load(DirectoryModel(source="directory", path=str(minilm)), Task(type="sentence_embedding"), context)
 
 
