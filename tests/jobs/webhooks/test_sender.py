@@ -260,6 +260,7 @@ def test_a_server_that_answers_nothing_delays_no_other_tenant_and_is_asked_four_
             silence.set()
 
 
+@pytest.mark.real_programs
 def test_a_sender_that_is_killed_between_sending_and_recording_leaves_what_is_sent_again_under_its_id(
     ledger: Engine, ledger_url: str, queued: Callable[..., str], authority: trustme.CA, tmp_path: Path
 ) -> None:

@@ -14,6 +14,10 @@ MODULES = {
     "api": STARTS_NONE,
     "api.__main__": STARTS_NONE,
     "celery": ASKS,
+    "jobs.autoscale": STARTS_NONE,
+    "jobs.tenancy.api_keys": STARTS_NONE,
+    "jobs.webhooks": STARTS_NONE,
+    "jobs.webhooks.__main__": STARTS_NONE,
     "migrations": STARTS_NONE,
     "migrations.__main__": STARTS_NONE,
     "worker.embedded": ASKS,
@@ -23,7 +27,9 @@ MODULES = {
     "worker.foreground": ASKS,
     "worker.process.guardian": FORKS,
 }
-"""Programs that a template runs, and how they start others. The command, which is code, asks as well."""
+"""Programs that a template runs, and how they start others."""
+COMMANDS_THAT_START = {"export", "plan", "reproduce", "run", "serve"}
+"""Words of the command, which is code, that start our programs; after others nothing is asked for."""
 IMPORTED = (
     "torch",
     "transformers",
@@ -39,6 +45,7 @@ IMPORTED = (
     "kombu.transport.redis",
     "uvicorn",
     "api.main",
+    "jobs.webhooks.__main__",
 )
 _READ_AT_IMPORT = (
     *("OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS_", "NUMEXPR_", "PYTORCH_", "TORCH", "TRANSFORMERS_", "TOKENIZERS_"),

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from tests.machine.template.imports import ASKS, FORKS, MODULES, read_at_import
+from tests.machine.template.imports import ASKS, COMMANDS_THAT_START, FORKS, MODULES, read_at_import
 from tests.machine.template.program import (
     Program,
     close_descriptors,
@@ -85,7 +85,7 @@ def spawner_of(command: Sequence[str], link: socket.socket | None) -> Spawner | 
 def asks(command: Sequence[str]) -> bool:
     """Return whether a program needs a template of its own."""
     module = module_of(command)
-    return module is None or MODULES[module] == ASKS
+    return bool(COMMANDS_THAT_START & set(command[4:])) if module is None else MODULES[module] == ASKS
 
 
 def _words(arguments: Any) -> list[str]:
