@@ -42,7 +42,7 @@ def run(tmp_path: Path, embedded: Embedded) -> Run:
     def command(*arguments: str, shell: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
         words = [*KRONOSCOPE, *arguments]
         return subprocess.run(
-            ["bash", "-o", "pipefail", "-c", f"{shlex.join(words)} {shell}"],
+            ["bash", "-o", "pipefail", "-c", f"{shlex.join(words)} {shell}"] if shell else words,
             cwd=tmp_path,
             env=environment(KRONOSCOPE_URL=embedded.server.url, **variables),
             capture_output=True,
