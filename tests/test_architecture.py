@@ -7,6 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,7 @@ def test_the_import_contracts_hold(copied_tree: Path) -> None:
     assert re.search(r"Contracts: [1-9]\d* kept, 0 broken", report.stdout)
 
 
+@pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize(
     ("planted_in", "line"),
     [
@@ -162,12 +165,42 @@ def script_asks_for_a_kind(text: str) -> bool:
     return re.search(rf"{asked}|^ *(?:{every}):", text, re.MULTILINE) is not None
 
 
+@dataclass(frozen=True)
+class Looked:
+    """What several rules look for in a module, which is parsed once."""
+
+    silent: bool
+    """Whether it has code and no sentence at its top."""
+    asks_for_a_kind: bool
+    hidden_imports: tuple[int, ...]
+    """Lines of imports within functions."""
+
+
+@cache
+def looked_at(path: Path) -> Looked:
+    tree = ast.parse(path.read_text())
+    first = (ast.get_docstring(tree) or "").split("\n\n")[0].strip()
+    nodes = list(ast.walk(tree))
+    hidden = (
+        node.lineno
+        for function in nodes
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    )
+    return Looked(
+        silent=bool(tree.body) and not first.endswith((".", ":", "?")),
+        asks_for_a_kind=any(map(asks_for_a_kind, nodes)),
+        hidden_imports=tuple(hidden),
+    )
+
+
 def test_only_the_files_of_an_analysis_ask_for_it_by_name() -> None:
     found = {
         str(path.relative_to(ROOT))
         for path in modules()
         if path.parent.relative_to(ROOT).parts[:2] not in (("catalog", "analyses"), ("engine", "analyses"))
-        if any(map(asks_for_a_kind, ast.walk(ast.parse(path.read_text()))))
+        if looked_at(path).asks_for_a_kind
     }
     scripts = [path for path in (ROOT / "api/dashboard").rglob("*.js") if "vendor" not in path.parts]
     found |= {str(path.relative_to(ROOT)) for path in scripts if script_asks_for_a_kind(path.read_text())}
@@ -215,25 +248,12 @@ def test_no_file_is_longer_than_one_sitting() -> None:
 
 
 def test_every_module_opens_with_a_sentence() -> None:
-    silent = []
-    for path in modules():
-        tree = ast.parse(path.read_text())
-        first = (ast.get_docstring(tree) or "").split("\n\n")[0].strip()
-        if tree.body and not first.endswith((".", ":", "?")):
-            silent.append(str(path.relative_to(ROOT)))
-    assert silent == []
+    assert [str(path.relative_to(ROOT)) for path in modules() if looked_at(path).silent] == []
 
 
 def test_imports_stand_at_the_top() -> None:
     """Only the child's ``resolve`` imports while it runs, and it does so by name."""
-    hidden = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in modules()
-        for function in ast.walk(ast.parse(path.read_text()))
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-    ]
+    hidden = [f"{path.relative_to(ROOT)}:{line}" for path in modules() for line in looked_at(path).hidden_imports]
     assert hidden == []
 
 
