@@ -30,6 +30,14 @@ from tests.ops.test_alert_rules import rules
 
 pytestmark = pytest.mark.real_programs
 
+ON_MADE_SERIES = pytest.mark.nightly(
+    covered_by=(
+        "tests/ops/test_alert_rules.py::test_it_fires_when_it_should_and_alone",
+        "tests/api/routes/test_metrics.py::test_what_the_alerts_read_is_told",
+        "tests/jobs/metrics/test_counters.py::test_the_snapshot_of_a_ledger",
+    )
+)
+"""A landing holds the rules against made series, and the metrics that they read against the API and the ledger."""
 TOKEN = "a-token-that-only-the-tests-know"
 PENDING, PATIENTLY = "2s", "60s"
 """The second for what must not fire: a machine that stands still for a while makes scrapes fail, and nothing else."""
@@ -95,6 +103,12 @@ def cancel_all(stack: Stack, *ids: str) -> None:
     stack.await_end(*ids)
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/ops/test_alert_rules.py::test_nothing_fires",
+        "tests/ops/test_alert_rules.py::test_nothing_fires_in_a_quiet_hour_and_the_check_can_fail",
+    )
+)
 def test_while_jobs_are_done_none_fires(stack: Stack, tmp_path: Path) -> None:
     target = stack.url.removeprefix("http://")
     with running_prometheus(tmp_path / "patient", target, TOKEN, PATIENTLY, every="2s") as prometheus:
@@ -111,6 +125,7 @@ def stay_quiet(stack: Stack, prometheus: Prometheus) -> None:
     await_readiness(stack, 200, '"ready"')
 
 
+@ON_MADE_SERIES
 def test_a_worker_that_hangs_beyond_its_lease(stack: Stack, prometheus: Prometheus) -> None:
     """It loses its job, keeps its device, and wants to go on."""
     job = GatedJob(stack, "hung")
@@ -153,6 +168,7 @@ def leave_a_lease_of_its_device(stack: Stack) -> None:
         )
 
 
+@ON_MADE_SERIES
 def test_jobs_wait_and_no_worker_lives(stack: Stack, prometheus: Prometheus) -> None:
     (worker,) = stack.workers
     worker.kill()
@@ -183,6 +199,7 @@ def test_jobs_wait_and_no_worker_lives(stack: Stack, prometheus: Prometheus) -> 
     prometheus.await_silence("KronoscopeReconcilerSilent")
 
 
+@ON_MADE_SERIES
 def test_a_node_on_which_no_process_lives_long(stack: Stack, prometheus: Prometheus) -> None:
     folder = stack.folder / "broken"
     folder.mkdir()
@@ -196,6 +213,7 @@ def test_a_node_on_which_no_process_lives_long(stack: Stack, prometheus: Prometh
     broken.kill()
 
 
+@ON_MADE_SERIES
 def test_a_disk_below_its_floor(stack: Stack, prometheus: Prometheus, tmp_path: Path) -> None:
     stack.api.kill()
     prometheus.await_firing("KronoscopeAbsent")  # for nobody tells anything
@@ -210,6 +228,7 @@ def test_a_disk_below_its_floor(stack: Stack, prometheus: Prometheus, tmp_path: 
     prometheus.await_silence("KronoscopeAbsent")
 
 
+@ON_MADE_SERIES
 def test_a_database_that_is_gone(stack: Stack, prometheus: Prometheus) -> None:
     stack.postgres.kill()
     prometheus.await_firing("KronoscopeDatabaseDown")
@@ -230,10 +249,17 @@ def test_a_database_that_is_gone(stack: Stack, prometheus: Prometheus) -> None:
     prometheus.await_silence("KronoscopeDatabaseDown")
 
 
+@ON_MADE_SERIES
 def test_every_alert_has_fired(prometheus: Prometheus) -> None:
     assert prometheus.ever_fired() == {rule["alert"] for rule in rules()}
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/jobs/test_service_log.py::test_any_value_makes_one_line",
+        "tests/jobs/test_service_log.py::test_last_words_are_lines",
+    )
+)
 def test_every_line_that_was_logged_is_one_object(stack: Stack) -> None:
     """Through all of those faults, by every process."""
     for part in stack.parts:
@@ -248,6 +274,13 @@ def test_every_line_that_was_logged_is_one_object(stack: Stack) -> None:
     assert {"job", "attempt", "fence", "owner"} <= next(each for each in told if each["event"] == "lease reaped").keys()
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/jobs/test_service_log.py::test_addresses_that_are_asked_are_in_no_line",
+        "tests/jobs/test_settings.py::test_secrets_come_from_files_and_do_not_show",
+        "tests/worker/process/test_child_process.py::test_a_service_hands_no_secret_down",
+    )
+)
 def test_no_secret_is_in_any_of_its_sinks(stack: Stack) -> None:
     """After jobs that succeeded, were cancelled, crashed and were taken from a zombie, without Redis and PostgreSQL."""
     sinks = {part.name: part.log.read_bytes() for part in stack.parts}

@@ -25,6 +25,7 @@ from tests.api.conftest import Embedded, Keyed
 from tests.api.server import METRICS_TOKEN
 from tests.conftest import Databases
 from tests.machine.stopwatch import until
+from tests.ops.test_alert_rules import rules
 
 LABELS = {"limit", "reason", "state", "reconciler", "category", "code", "kind", "route", "method", "status", "le"}
 UNITS = (
@@ -116,6 +117,16 @@ def test_every_counter_that_alerts_stand_on_begins_at_zero(embedded: Embedded) -
     free, floor = (value(found, f"kronoscope_disk_{what}_bytes") for what in ("free", "floor"))
     assert free is not None
     assert free > floor == 256 * 2**20
+
+
+def test_what_the_alerts_read_is_told(embedded: Embedded) -> None:
+    with embedded.server.client() as client:
+        told = families(client)
+    # a parser leaves the ending out of a counter's name
+    names = {f"{name}_total" if family.type == "counter" else name for name, family in told.items()}
+    read = {name for rule in rules() for name in re.findall(r"kronoscope_\w+", rule["expr"])}
+    assert len(read) > 10
+    assert read <= names
 
 
 def test_it_tells_what_other_processes_did(keyed: Keyed, scraper: httpx.Client, ours: httpx.Client) -> None:
