@@ -119,6 +119,12 @@ def test_two_files_and_a_word_are_all(product: Product) -> None:
     assert changed == {"catalog/__init__.py", "catalog/analyses/sharpness.py", "engine/analyses/sharpness.py"}
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/kronoscope/cli/test_run_job.py::test_bad_input_is_one_sentence_per_fault_and_leaves_nothing",
+        "tests/test_new_analysis.py::test_the_plan_has_its_bytes_and_seconds",
+    )
+)
 def test_a_wrong_option_is_refused_by_name(product: Product) -> None:
     done = product.run("run", "wrong.json", "--output", "never")
     assert done.returncode == 2
@@ -180,6 +186,13 @@ def url(product: Product) -> Iterator[str]:
         serving.communicate(timeout=300)
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/test_new_analysis.py::test_table_and_text_speak_of_it",
+        "tests/chaos/test_kill_matrix.py::test_every_job_ends_as_if_nobody_had_killed_anything",
+        "tests/api/routes/test_dashboard.py::test_a_new_analysis_is_shown_by_its_record_alone",
+    )
+)
 def test_a_killed_job_goes_on_and_the_page_shows_it(url: str, product: Product, foreground: dict[str, Any]) -> None:
     with Client(url) as client:
         job = client.submit(SLOW)

@@ -124,13 +124,19 @@ IMPORTED = {
 
 
 _BY_THE_OTHERS = pytest.mark.nightly(
-    covered_by="tests/test_wheel.py::test_each_extra_brings_what_its_commands_and_imports_need[local]"
+    covered_by="tests/test_wheel.py::test_each_extra_brings_what_its_commands_and_imports_need"
 )
 
 
 @pytest.mark.parametrize(
     "extra",
-    ["", "local", "api", pytest.param("worker", marks=_BY_THE_OTHERS), pytest.param("all", marks=_BY_THE_OTHERS)],
+    [
+        "",
+        pytest.param("local", marks=pytest.mark.part(of=2, by=())),
+        pytest.param("api", marks=pytest.mark.part(of=2, by=())),
+        pytest.param("worker", marks=_BY_THE_OTHERS),
+        pytest.param("all", marks=_BY_THE_OTHERS),
+    ],
 )
 def test_each_extra_brings_what_its_commands_and_imports_need(
     installed: Path, folder: Path, tmp_path: Path, extra: str

@@ -33,8 +33,6 @@ from tests.api.server import KEY_SECRET, environment, free_port, ready, serve
 from tests.conftest import Databases, Dialect
 from tests.machine.stopwatch import until
 
-pytestmark = pytest.mark.real_programs
-
 
 def start(url: str, folder: Path, more: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -47,6 +45,7 @@ def start(url: str, folder: Path, more: Mapping[str, str]) -> subprocess.Complet
     )
 
 
+@pytest.mark.real_programs
 def test_an_outdated_schema_is_one_sentence(databases: Databases, dialect: Dialect, tmp_path: Path) -> None:
     done = start(databases.empty(dialect), tmp_path, {"KRONOSCOPE_KEY_SECRET": KEY_SECRET})
     assert done.returncode == 4
@@ -54,6 +53,7 @@ def test_an_outdated_schema_is_one_sentence(databases: Databases, dialect: Diale
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.real_programs
 def test_a_silent_database_is_one_sentence(tmp_path: Path) -> None:
     url = f"postgresql://nobody:secret-5f1e@127.0.0.1:{free_port()}/none"
     done = start(url, tmp_path, {"KRONOSCOPE_KEY_SECRET": KEY_SECRET})
@@ -90,6 +90,7 @@ def test_secrets_are_in_no_representation() -> None:
     assert "canary" not in repr(settings)
 
 
+@pytest.mark.real_programs
 def test_uvicorn_finds_the_application_by_name(databases: Databases, tmp_path: Path) -> None:
     script = "import api.main, fastapi; assert isinstance(api.main.app, fastapi.FastAPI)"
     env = environment(databases.migrated("sqlite"), tmp_path, free_port(), {"KRONOSCOPE_EMBEDDED": "1"})
@@ -188,6 +189,7 @@ def test_the_reaper_runs_in_the_api(databases: Databases, tmp_path: Path) -> Non
         engine.dispose()
 
 
+@pytest.mark.real_programs
 def test_it_ends_promptly_with_a_poll_under_way(databases: Databases, tmp_path: Path) -> None:
     with serve(databases.migrated("sqlite"), tmp_path, {"KRONOSCOPE_EMBEDDED": "1"}) as server:
         with server.client() as client:

@@ -53,6 +53,9 @@ def test_two_least_squares_fits_give_the_joint_fit() -> None:
         assert float((example.averaged(models).state_dict()[name] - each).abs().max()) > 1e-2
 
 
+@pytest.mark.nightly(
+    covered_by="tests/kronoscope/test_regmean_example.py::test_two_least_squares_fits_give_the_joint_fit"
+)
 def test_the_merged_network_knows_all_digits() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=True, env=environment)

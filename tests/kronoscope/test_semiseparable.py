@@ -62,6 +62,7 @@ def test_mixed_precision_as_users_call_it() -> None:
     assert float(off_band.norm() / H.norm()) < 0.97  # of noise no more can be had
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("size", [1024, 2048])
 def test_levels_as_users_call_them(size: int) -> None:
     if size == 1024:
@@ -169,6 +170,7 @@ def test_ranks_multiply_together(options: dict[str, Any]) -> None:
         assert torch.allclose(found, wanted, atol=1e-3)
 
 
+@pytest.mark.part(of=4, by=("size", "z"))
 @pytest.mark.parametrize("size", [1, 40, 2048])
 @pytest.mark.parametrize("z", [0.7 + 0.1j, 1.3 + 1e-4j])
 def test_the_resolvent_is_that_of_the_dense_matrix(size: int, z: complex) -> None:

@@ -34,6 +34,10 @@ from tests.jobs.webhooks.receiver import KEY, Receiver, sending
 from tests.machine.stopwatch import until
 
 HERE = "127.0.0.1"
+SENT_ALIKE = pytest.mark.parametrize(
+    "dialect", ["postgresql", pytest.param("sqlite", marks=pytest.mark.part(of=4, by=()))]
+)
+"""Of what a sender meets in the network: the ledger has its statements by the other tests, on both databases."""
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +171,7 @@ WITHIN = [
 ]
 
 
+@SENT_ALIKE
 def test_an_address_within_is_refused_in_every_notation(
     ledger: Engine, ledger_url: str, queued: Callable[..., str], authority: trustme.CA, tmp_path: Path
 ) -> None:
@@ -183,6 +188,7 @@ def test_an_address_within_is_refused_in_every_notation(
         assert receiver.connections == 0
 
 
+@SENT_ALIKE
 def test_a_redirect_is_not_followed_and_a_certificate_is_checked_for_the_name(
     ledger: Engine, ledger_url: str, queued: Callable[..., str], authority: trustme.CA, tmp_path: Path
 ) -> None:
@@ -218,6 +224,7 @@ sys.exit(main())
 """
 
 
+@SENT_ALIKE
 def test_a_name_that_leads_elsewhere_the_second_time_is_asked_at_the_address_that_was_checked(
     ledger: Engine, ledger_url: str, queued: Callable[..., str], authority: trustme.CA, tmp_path: Path
 ) -> None:

@@ -165,6 +165,7 @@ FEWSHOT = {
 }  # fmt: skip
 
 
+@pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize(
     "options",
     [["shards=2"], ["kind=[spectrum, natural_gradient, sensitivity]", "collection.ekfac=true"], FEWSHOT],

@@ -101,7 +101,7 @@ def run(folder: Path, command: Any = EXECUTION, **document: Any) -> tuple[list[F
         child.close()
 
 
-@pytest.mark.part(of=2, by=())
+@pytest.mark.part(of=6, by=())
 @pytest.mark.parametrize(("command", "ranks"), [(EXECUTION, 1), (RANKS, 2)])
 def test_a_job_gives_the_same_rows_and_digests(either_way: Any, tmp_path: Path, command: Any, ranks: int) -> None:
     (forked, code), (started, started_code) = either_way(lambda way: run(tmp_path / way, command, world_size=ranks))
