@@ -29,6 +29,7 @@ from ruamel.yaml import YAML
 
 from catalog import DOCUMENT
 from tests.api.server import free_port
+from tests.kronoscope.conftest import KRONOSCOPE
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -132,7 +133,16 @@ def test_the_blocks_of_a_page_run_as_pasted(page: Path, folder: Path, variables:
             elif block.runs and block.language == "python":
                 run([sys.executable, "-c", text], block, folder, variables)
             elif block.runs:
-                run(["bash", "-euo", "pipefail", "-c", servers.start_those_of(text)], block, folder, variables)
+                for command in commands_of(servers.start_those_of(text)):
+                    run(command, block, folder, variables)
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """A shell for the text, or its lines where each is a command of ours and nothing else: those are forked."""
+    lines = [line for line in text.splitlines() if line]
+    if all(line.startswith("kronoscope ") and not set(line) & set("\\|&;<>()$`*?[]{}~!#") for line in lines):
+        return [[*KRONOSCOPE, *shlex.split(line)[1:]] for line in lines]
+    return [["bash", "-euo", "pipefail", "-c", text]]
 
 
 CAPABILITIES = ("default", "avx2", "avx512")
@@ -211,7 +221,7 @@ class Servers:
         rest = []
         for line in text.replace("localhost:8000", f"127.0.0.1:{port}").splitlines():
             if line.startswith("kronoscope serve "):
-                self._start([*shlex.split(line), "--port", port])
+                self._start([*KRONOSCOPE, *shlex.split(line)[1:], "--port", port])
             else:
                 rest.append(line)
         return "\n".join(rest)

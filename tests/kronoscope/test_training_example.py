@@ -45,5 +45,6 @@ def test_two_ranks_end_with_the_weights_of_one(tmp_path: Path) -> None:
 
 
 def test_natural_gradients_get_further_than_plain_ones_in_as_many_steps() -> None:
-    # over three seeds and 400 steps: 6.5e-5 to 6.9e-5 against 2.7e-4 to 3.9e-4 at the best rate of 0.3, 0.6, 1 and 1.5
-    assert trained(1, 200) < 0.7 * trained(1, 200, "--optimiser", "sgd")
+    # a fifth after 100 steps; over three seeds and 400 steps 6.5e-5 to 6.9e-5 against 2.7e-4 to 3.9e-4 at the best rate
+    # of 0.3, 0.6, 1 and 1.5
+    assert trained(1, 100) < 0.7 * trained(1, 100, "--optimiser", "sgd")
