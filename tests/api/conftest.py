@@ -10,7 +10,22 @@ from sqlalchemy import Engine
 from jobs.schema.database import open_database
 from jobs.tenancy.api_keys import create_key
 from tests.api.server import KEY_SECRET, METRICS_TOKEN, WEBHOOK_KEY, Server, serve
-from tests.conftest import POSTGRESQL_FIRST, Databases
+from tests.conftest import POSTGRESQL_FIRST, Databases, Dialect
+
+
+@pytest.fixture(params=POSTGRESQL_FIRST)
+def dialect(request: pytest.FixtureRequest) -> Dialect:
+    """PostgreSQL; SQLite as well, of which a landing has a part."""
+    chosen: Dialect = request.param
+    return chosen
+
+
+@pytest.fixture
+def ledger_url(databases: Databases, dialect: Dialect) -> Iterator[str]:
+    """A ledger with nothing in it; what a test leaves to nobody else is emptied for the next."""
+    url = databases.recycled(dialect)
+    yield url
+    databases.recycle(url)
 
 
 class Keyed:

@@ -17,8 +17,8 @@ from catalog.requests.assignment import read_assignment
 from engine.factors.factor_files import read_factors
 from engine.factors.factor_set import FactorSet
 from engine.memory.device_speed import DeviceSpeed, measure_speed
-from worker.execution.__main__ import execute
 from worker.execution import attempt
+from worker.execution.__main__ import execute
 from worker.execution.attempt import StopFlag
 from worker.execution.data import bundled
 from worker.execution.files.artifact_files import ArtifactFiles
