@@ -347,6 +347,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.happened["a silent job failed once too often"] += any(each.state == "failed" for each in left)
 
 
+@pytest.mark.parametrize("dialect", ["postgresql", pytest.param("sqlite", marks=pytest.mark.part(of=4, by=()))])
 def test_the_ledger_plays_every_game_as_the_model_does(ledger: Engine, document: Callable[..., JobDocument]) -> None:
     others = verify_key(ledger, "a secret of the server", create_key(ledger, "a secret of the server", "others"))
     assert others is not None

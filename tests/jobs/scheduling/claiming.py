@@ -4,6 +4,7 @@ import secrets
 from collections import Counter
 from typing import Any
 
+import pytest
 from sqlalchemy import Engine, select
 
 from jobs.devices.leases import release
@@ -17,6 +18,8 @@ from jobs.schema.database import reading
 from jobs.schema.tables import device_leases, devices
 
 GIB = 2**30
+RACED_ON = ("postgresql", pytest.param("sqlite", marks=pytest.mark.part(of=4, by=())))
+"""Databases of races of many hands, of which SQLite lets one write at a time."""
 
 
 def gpu(name: str, gib: int, used: int = 0) -> Device:

@@ -19,7 +19,7 @@ from jobs.records import Claim
 from jobs.scheduling.placement import has_future_work, next_places, reserve
 from jobs.schema.database import reading, writing
 from jobs.schema.tables import device_leases, devices, jobs, worker_devices
-from tests.jobs.scheduling.claiming import GIB, end, gpu, over_committed, shared, status, take
+from tests.jobs.scheduling.claiming import GIB, RACED_ON, end, gpu, over_committed, shared, status, take
 from tests.machine.stopwatch import Stopwatch
 
 FOUR = (gpu("a", 12), gpu("b", 16), gpu("c", 40), gpu("d", 80))
@@ -256,6 +256,7 @@ def lose(engine: Engine, uuid: str) -> None:
         connection.execute(delete(worker_devices).where(worker_devices.c.device_uuid == uuid))
 
 
+@pytest.mark.parametrize("dialect", RACED_ON)
 def test_of_60_jobs_of_1_to_4_ranks_none_is_halved_and_none_starves(
     ledger: Engine, joined: Any, waiting: Any, at_once: Any
 ) -> None:

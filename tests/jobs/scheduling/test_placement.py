@@ -22,7 +22,7 @@ from jobs.scheduling.placement import has_future_work, next_places, reserve
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import writing
 from jobs.schema.tables import device_leases, devices, jobs, tenants, workers
-from tests.jobs.scheduling.claiming import GIB, end, gpu, over_committed, shared, status, take
+from tests.jobs.scheduling.claiming import GIB, RACED_ON, end, gpu, over_committed, shared, status, take
 from tests.machine.stopwatch import Stopwatch
 
 FACTORY = {"model": {"source": "factory", "factory": "lab.models:net"}}
@@ -644,6 +644,7 @@ def test_an_ended_job_has_no_place(ledger: Engine, joined: Any, waiting: Any) ->
     assert status(ledger, job_id) is None
 
 
+@pytest.mark.parametrize("dialect", RACED_ON)
 def test_of_120_jobs_on_shared_devices_no_device_is_ever_over_committed(
     ledger: Engine, joined: Any, waiting: Any, at_once: Any
 ) -> None:
