@@ -26,11 +26,13 @@ from tests.machine import garbage, parts, suite_times
 from tests.machine.file_order import pytest_xdist_make_scheduler, sort_by_seconds
 from tests.machine.robbed import pytest_collection_modifyitems as mark_second_attempts
 from tests.machine.robbed import pytest_runtest_logstart, pytest_sessionstart
+from tests.machine.shared_rewriting import pytest_collection
 from tests.machine.stopwatch import until
 from tests.machine.template import client
 from tests.machine.template.client import pytest_runtest_protocol
 
 __all__ = [
+    "pytest_collection",
     "pytest_report_header",
     "pytest_runtest_logstart",
     "pytest_runtest_protocol",
