@@ -106,7 +106,7 @@ def test_squares_that_overflow_are_noticed_at_their_batch_not_at_the_end() -> No
 
     x[17, 0] = 1000.0
     with pytest.raises(NonFiniteFactor) as caught:
-        measured(Loud().float(), x.float(), y, fisher="mc", dtype="float32")
+        measured(Loud().float(), x.float(), y, fisher="mc", dtype="float32", self_check="growing")
     said = str(caught.value)
     assert caught.value.layer == "extra"
     assert (
