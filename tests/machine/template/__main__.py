@@ -12,6 +12,7 @@ import socket
 import sys
 
 from tests.machine.template.imports import import_all
+from tests.machine.template.pages import enlarge
 from tests.machine.template.spawning import serve
 
 
@@ -22,6 +23,7 @@ def main() -> None:
     import_all()
     gc.collect()
     gc.freeze()
+    enlarge()
     link.send(b"ready")
     serve(link)
     os._exit(0)

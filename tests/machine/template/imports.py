@@ -4,6 +4,7 @@ import importlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from weakref import finalize
 
 ASKS = "asks"
 """A program that starts programs while threads of its own run: it asks a template of its own for them."""
@@ -33,6 +34,8 @@ COMMANDS_THAT_START = {"export", "plan", "reproduce", "run", "serve"}
 IMPORTED = (
     "torch",
     "transformers",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
     "sklearn.datasets",
     "worker.execution.__main__",
     "worker.execution.ranks.__main__",
@@ -89,6 +92,9 @@ def import_all() -> None:
 
     for loader in (*MODEL_SOURCES.values(), *DATA_SOURCES.values()):
         resolve(loader)
+    for finalizer in list(finalize._registry):  # type: ignore[attr-defined]
+        # torch takes its operators apart at the end of each program, which shows nobody anything and takes 40 ms
+        finalizer.atexit = False
     transformers = sys.modules["transformers"]
     for name in ("AutoModel", "AutoTokenizer", "AutoConfig"):
         getattr(transformers, name)
