@@ -25,10 +25,10 @@ import math
 import torch
 from torch import Tensor
 
+from engine.linalg.lanczos import WIDTH, Projection, Ritz, along
 from engine.operators.krylov.eigenvalue_bounds import Eigenvalue, Ends, joint_bounds
-from engine.operators.krylov.projection import WIDTH, Projection, Ritz
 from engine.operators.krylov.search_options import SearchOptions, identity, require
-from engine.operators.krylov.vectors import along, received
+from engine.operators.krylov.vectors import gaussian, received
 
 __all__ = ["Eigenvalue", "Ends", "ExtremeEigenvalues", "SearchOptions"]
 
@@ -144,8 +144,10 @@ class ExtremeEigenvalues:
         basis, number = self._basis, self._number
         if basis.room < self.size and basis.held + number["width"] > basis.room:
             self._restart()
-        basis.append_random(number["width"], self.options.seed, number["draws"])
-        number["draws"] += basis.pending
+        count = min(number["width"], self.size - basis.held, basis.room - basis.held)
+        draws = range(number["draws"], number["draws"] + count)
+        basis.append_apart(gaussian(self.options.seed, draws, self.size, basis.rows.device))
+        number["draws"] += count
 
     def _outermost(self, count: int) -> list[int]:
         """Places of the wanted ones among ``count`` ascending values."""

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.linalg.lanczos import PANEL_BYTES, orthogonalise
 from engine.operators.krylov.spectral_bands import Quadrature, gauss
-from engine.operators.krylov.vectors import PANEL_BYTES, gaussian, orthogonalise, received
+from engine.operators.krylov.vectors import gaussian, received
 
 __all__ = ["LanczosQuadrature", "Quadrature", "QuadratureOptions", "quadrature_bytes"]
 

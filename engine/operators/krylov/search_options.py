@@ -5,8 +5,7 @@ from typing import Literal
 
 import torch
 
-from engine.operators.krylov.projection import WIDTH
-from engine.operators.krylov.vectors import PANEL_BYTES
+from engine.linalg.lanczos import PANEL_BYTES, WIDTH
 
 _ENDS = ("largest", "smallest", "both")
 

@@ -14,11 +14,11 @@ from catalog.analyses.spectrum import SpectrumParams
 from engine import estimate
 from engine.analyses.costs.spectrum import SEARCH_WIDTH, asked_at_once, choose_search
 from engine.analyses.spectrum import Spectrum
+from engine.linalg.lanczos import PANEL_BYTES
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Chosen, Plan
 from engine.operators.extreme_eigenvalues import SearchOptions
 from engine.operators.krylov.search_options import search_bytes
-from engine.operators.krylov.vectors import PANEL_BYTES
 from engine.operators.quadrature import QuadratureOptions, quadrature_bytes
 from engine.workspace import Machine, Workspace
 from tests.memory_profile import peak_bytes_within
