@@ -59,17 +59,6 @@ class Counted:
     below_floor: int | None = None
     """Eigenvalues less than the floor that was asked about."""
 
-    def times(self, scale: float) -> Self:
-        """Return the spectrum of a multiple of the matrix.
-
-        Args:
-            scale: Nonnegative factor.
-
-        Returns:
-            Estimates and bounds times ``scale``; the counts are as they were.
-        """
-        return replace(self, values=self.values * scale, lower=self.lower * scale, upper=self.upper * scale)
-
     def widened(self, below: float, above: float) -> Self:
         """Return bounds that hold also for a positive semidefinite matrix between ``S − below·I`` and ``S + above·I``.
 

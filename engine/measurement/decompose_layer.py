@@ -94,7 +94,7 @@ def measure_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, side
         rank_bound=bound,
         found=found,
         spectrum=None if found is None else found.values * scale,
-        counted=None if counted is None else counted.times(scale),
+        counted=counted,
         entry_rounding=rounded(there, norms[1]),
     )
 

@@ -84,10 +84,8 @@ class Sides:
     """Eigenvalues of A and of G that are no larger may be zero, since the entries of the factors are rounded."""
     structured_G: Structured | None = None
     """G where it has no eigenvalues to be had and answers for itself."""
-    scale_G: float = 1.0
-    """Number that ``structured_G`` is multiplied by."""
     counted_G: Counted | None = None
-    """G's eigenvalues between bounds, its scale in them, where ``spectrum_G`` is None and there are any."""
+    """G's eigenvalues between bounds, where ``spectrum_G`` is None and there are any."""
     answered: "Answered | None" = None
     """Answers of ``structured_G`` from before it was dropped."""
 
@@ -147,10 +145,8 @@ class Sides:
 
     @cached_property
     def quadrature_A(self) -> SpectrumQuadrature | None:  # noqa: N802 - the field's own symbol
-        """A's eigenvalues in few nodes, G's scale among them where G answers for itself."""
-        if self.spectrum_A is None:
-            return None
-        return condense_spectrum(self.spectrum_A if self.structured_G is None else self.spectrum_A * self.scale_G)
+        """A's eigenvalues in few nodes."""
+        return None if self.spectrum_A is None else condense_spectrum(self.spectrum_A)
 
     @cached_property
     def quadrature_G(self) -> SpectrumQuadrature | None:  # noqa: N802 - the field's own symbol
@@ -164,7 +160,7 @@ class Sides:
 
     def answering(self, side: Structured) -> closed.Answering:
         """Return a structured G together with its counted eigenvalues, which answer below ``lowest_shift``."""
-        counted = None if self.counted_G is None else condense_spectrum(self.counted_G.values / self.scale_G)
+        counted = None if self.counted_G is None else condense_spectrum(self.counted_G.values)
         return closed.Answering(side=side, lowest=self.lowest_shift, counted=counted)
 
     def products(self) -> Products | None:
@@ -177,7 +173,7 @@ class Sides:
         if self.spectrum_A is None:
             return None
         if self.structured_G is not None:
-            return float(self.spectrum_A[-1]) * self.structured_G.spectral_norm() * self.scale_G
+            return float(self.spectrum_A[-1]) * self.structured_G.spectral_norm()
         return None if self.spectrum_G is None else float(self.spectrum_A[-1]) * float(self.spectrum_G[-1])
 
     def effective_dimensions(self, dampings: Iterable[float]) -> list[float | None]:
@@ -270,7 +266,7 @@ def _logdet_of_structured(sides: Sides) -> float | None:
     side = sides.structured_G
     if side is None or within_tolerance(sides)[1]:
         return None
-    return float(side.logdets(torch.zeros(1, dtype=torch.float64))) + sides.out_dim * math.log(sides.scale_G)
+    return float(side.logdets(torch.zeros(1, dtype=torch.float64)))
 
 
 def _logdet_damped(sides: Sides) -> float | None:
@@ -292,8 +288,8 @@ def _logdet_factored(sides: Sides) -> float | None:
     if asked is None:
         return None
     answering, shift = asked
-    right = float(answering.logdets(shift)) + sides.out_dim * math.log(sides.scale_G)
-    return sides.out_dim * float((sides.spectrum_A + damped_a).log().sum()) + sides.in_dim * right
+    left, right = float((sides.spectrum_A + damped_a).log().sum()), float(answering.logdets(shift))
+    return sides.out_dim * left + sides.in_dim * right
 
 
 def _effective_dimension(sides: Sides) -> float | None:
@@ -316,11 +312,11 @@ def _effective_dimension_factored(sides: Sides) -> float | None:
 
 
 def _asked(sides: Sides, damping: float) -> tuple[closed.Answering, Tensor] | None:
-    """Structured G and ``damping`` of G as it is asked at, (1,); None where it does not know."""
+    """Structured G and ``damping`` as it is asked at, (1,); None where it does not know."""
     if sides.structured_G is None:
         return None
     answering = sides.answering(sides.structured_G)
-    shift = torch.tensor([damping / sides.scale_G], dtype=torch.float64)
+    shift = torch.tensor([damping], dtype=torch.float64)
     return (answering, shift) if bool(answering.reached(shift).all()) else None
 
 

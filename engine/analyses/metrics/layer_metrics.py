@@ -171,10 +171,10 @@ def sides_of(layer: Measured, whole: FactorSet, params: CapacityParams, device: 
             layer=facts.name,
         )
     rounding = rounding_of(layer)
-    structured, scale = None, 1.0
+    structured = None
     if params.decomposition != "none" and layer.A.spectrum is not None and layer.G.spectrum is None:
         # read again for this layer alone: no layer's factors are held
-        structured, scale = structured_side(whole.load(facts.ordinal), device)
+        structured = structured_side(whole.load(facts.ordinal), device)
     return Sides(
         in_dim=facts.in_dim,
         out_dim=facts.out_dim,
@@ -189,7 +189,6 @@ def sides_of(layer: Measured, whole: FactorSet, params: CapacityParams, device: 
         rounding=rounding,
         entry_rounding=(layer.A.entry_rounding, layer.G.entry_rounding),
         structured_G=structured,
-        scale_G=scale,
         counted_G=layer.G.counted,
     )
 
@@ -200,10 +199,10 @@ def rounding_of(layer: Measured) -> float:
     return max(layer.facts.in_dim, layer.facts.out_dim) * torch.finfo(precision).eps
 
 
-def structured_side(factors: Factors, device: torch.device) -> tuple[Structured | None, float]:
+def structured_side(factors: Factors, device: torch.device) -> Structured | None:
     """Return the operator that answers for a G without eigenvalues."""
     side = factors.side_G
-    return (None, 1.0) if isinstance(side, Dense) or not side.complete else (side.to(device), factors.scale_G)
+    return None if isinstance(side, Dense) or not side.complete else side.to(device)
 
 
 def scalar_metrics(sides: Sides, wanted: Iterable[str], kappa_max: float | None) -> dict[str, float | None]:

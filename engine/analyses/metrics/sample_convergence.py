@@ -26,8 +26,6 @@ from engine.analyses.metrics.kronecker_metrics import SCALARS, Sides
 from engine.analyses.metrics.layer_metrics import SCALAR_METRICS, ordered, scalar_metrics, structured_side
 from engine.analyses.metrics.model_metrics import ModelLayer, model_metrics
 from engine.factors.factor_set import FactorSet
-from engine.linalg.linear_operator import Structured
-from engine.linalg.spectrum_counts import Counted
 from engine.measurement.layer_measurement import Measured
 
 TOLERANCE = 0.05
@@ -136,9 +134,9 @@ def follow_layer(
     values: list[Values] = []
     layers = []
     for size, kept in zip(layer.nested[:-1], whole.nested, strict=True):
-        structured, scale = None, 1.0
+        structured = None
         if size.spectrum_A is not None and size.spectrum_G is None:
-            structured, scale = structured_side(kept.load(layer.facts.ordinal), device)
+            structured = structured_side(kept.load(layer.facts.ordinal), device)
         own = replace(
             sides,
             spectrum_A=size.spectrum_A,
@@ -148,8 +146,7 @@ def follow_layer(
             frobenius_A=size.frobenius_A,
             frobenius_G=size.frobenius_G,
             structured_G=structured,
-            scale_G=scale,
-            counted_G=_counted(structured, scale, layer.record.kappa_max),
+            counted_G=None if structured is None else structured.counted(layer.record.kappa_max),
         )
         values.append(_at_one_size(own, names, params, layer.record.kappa_max))
         wanted = params.selected & {"spectral_norm", "stable_rank"}
@@ -171,11 +168,6 @@ def follow_layer(
         layers=tuple(layers),
         convergence=_heading(examples, values, sides.dimension, bounds),
     )
-
-
-def _counted(side: Structured | None, scale: float, kappa_max: float | None) -> Counted | None:
-    counted = None if side is None else side.counted(kappa_max)
-    return None if counted is None else counted.times(scale)
 
 
 def model_convergence(
