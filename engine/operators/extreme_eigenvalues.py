@@ -9,7 +9,7 @@ value ω of C has converged and does not pass θ_k, or it has stayed away from �
 random vector the largest eigenvalue of C exceeds ω by ε of the spread with a probability of at most ``1.648 √n
 exp(−√ε (2j − 1))``, of which 10⁻⁸ is asked for.
 
-At last X is multiplied once more, which measures its residuals, rounding included; ``krylov.eigenvalue_bounds`` says
+At last X is multiplied once more, which measures its residuals, rounding included; ``krylov.search_options`` says
 what follows for each value. The rounding of one product is taken as four times the distance between the products of x
 and of 0.7 x, which are rounded differently, and four units of the last place of the largest eigenvalue. What is not
 ``converged`` has a bound of its own residual and rounding: an eigenvalue lies within it, and others may be missing.
@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from engine.linalg.lanczos import WIDTH, Projection, Ritz, along
-from engine.operators.krylov.eigenvalue_bounds import Eigenvalue, Ends, joint_bounds
-from engine.operators.krylov.search_options import SearchOptions, identity, require
+from engine.operators.krylov.search_options import Eigenvalue, Ends, SearchOptions, identity, joint_bounds, require
 from engine.operators.krylov.vectors import gaussian, received
 
 __all__ = ["Eigenvalue", "Ends", "ExtremeEigenvalues", "SearchOptions"]
