@@ -15,6 +15,7 @@ from jobs.records import LOCAL_TENANT
 from jobs.repository.results import LayerQuery, layer_rows, list_artifacts
 from jobs.scheduling.placement import placement_of
 from tests.machine.stopwatch import Stopwatch
+from tests.machine.template.client import forked
 
 pytestmark = pytest.mark.real_programs
 
@@ -67,7 +68,11 @@ def test_after_the_death_of_a_rank_the_next_attempt_gives_the_undisturbed_number
 
     gated.open()
     eventually(lambda: job(disturbed).ended)
+    worker.terminate()
+    worker.wait(240)
     undisturbed = submitted(**asked)
+    with forked():  # nothing is done to its processes
+        started("node", ROOMY, ROOMY, **environment)
     eventually(lambda: job(undisturbed).ended)
     done, plain = job(disturbed), job(undisturbed)
     assert (done.state, done.attempt, done.failures) == ("succeeded", 2, 1)
