@@ -82,12 +82,15 @@ def test_only_the_proxy_is_published_and_the_api_believes_its_address_alone() ->
     assert {name for name, each in services.items() if "front" in each["networks"]} == {"proxy"}
     assert {name for name, each in services.items() if "proxied" in each["networks"]} == {"proxy", "api"}
     assert proxied["internal"]
-    addresses = {name: services[name]["networks"]["proxied"]["ipv4_address"] for name in ("proxy", "api")}
-    assert services["api"]["environment"]["KRONOSCOPE_TRUSTED_PROXIES"] == addresses["proxy"]
-    assert services["proxy"]["extra_hosts"] == [f"api:{addresses['api']}"]
-    assert all(ip_address(each) in ip_network(proxied["ipam"]["config"][0]["subnet"]) for each in addresses.values())
+    address = services["proxy"]["networks"]["proxied"]["ipv4_address"]
+    assert services["api"]["environment"]["KRONOSCOPE_TRUSTED_PROXIES"] == address
+    (pool,) = proxied["ipam"]["config"]
+    # nothing else is given it, also not a command that runs beside the API in a container of its own
+    assert ip_address(address) in ip_network(pool["subnet"])
+    assert ip_address(address) not in ip_network(pool["ip_range"])
+    assert "ipv4_address" not in str(services["api"]["networks"])
     configuration = (ROOT / "ops/nginx/nginx.conf").read_text()
-    assert "proxy_pass http://api:8000;" in configuration
+    assert "set $api http://api:8000;" in configuration
     # callers on the machine itself are those of both networks' gateway, whom the proxy does not count
     assert configuration.count(f'{composed["networks"]["front"]["ipam"]["config"][0]["gateway"]} "";') == 2
     assert services["proxy"].keys().isdisjoint({"privileged", "cap_add", "network_mode", "pid", "ipc", "secrets"})
