@@ -79,6 +79,8 @@ def merge_layer(addends: Sequence[Addend], idle: float, precision: Precision) ->
     for addend in addends:
         factors = addend.load()
         sums.add_(addend.sums, (factors.A, factors.scale_A), (factors.G, factors.scale_G))
+        # while the next set's are read, and the sums are rounded, these would be held for nothing
+        del factors
     A, G = sums.means()
     exact = sums.facts.form in ("block", "diagonal_block")
     kept_A, scale_A = (A.to(precision.storage), 1.0) if exact else to_storage(A, precision.storage)

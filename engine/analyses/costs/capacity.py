@@ -11,6 +11,7 @@ from engine.factors.diagonal_update import NODES, PANELS
 from engine.factors.representation_bytes import capacitance_bytes, gram_bytes
 from engine.factors.softmax_fisher import DENSE_ROWS
 from engine.layers.layer import TreatedLayer
+from engine.linalg.lanczos import PANEL_BYTES
 from engine.memory.plan import BUDGETED, Term
 from engine.planning.analysis_cost import Cost, PlannedJob, term
 from engine.planning.collection.seconds import Work
@@ -161,9 +162,11 @@ def search_bytes(length: int, vector_bytes: int, *, on_device: bool, cuda: bool)
         Bytes on the device and on the host.
     """
     around = 9
+    # rows of a basis that is restarted, in float64
+    widened = min(PANEL_BYTES, 2 * length * vector_bytes)
     if not cuda:
-        return 0, (2 * length + around) * vector_bytes
+        return 0, (2 * length + around) * vector_bytes + widened
     if on_device:
-        return (2 * length + around) * vector_bytes, 0
+        return (2 * length + around) * vector_bytes + widened, 0
     # the vectors that are multiplied visit the device
-    return (around + 1) * vector_bytes, (2 * length + 4) * vector_bytes
+    return (around + 1) * vector_bytes, (2 * length + 4) * vector_bytes + widened

@@ -234,6 +234,7 @@ def test_two_examples_that_are_exchanged_are_named(inputs: Path, tmp_path: Path)
     require_first(found, inputs / "first", tmp_path / "again")
 
 
+@pytest.mark.real_programs  # torch reads the variable as it is imported
 @pytest.mark.parametrize(
     ("options", "variables", "said"),
     [

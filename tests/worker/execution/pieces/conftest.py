@@ -20,11 +20,11 @@ from engine.memory.device_speed import DeviceSpeed, measure_speed
 from worker.execution import attempt
 from worker.execution.__main__ import execute
 from worker.execution.attempt import StopFlag
-from worker.execution.data import bundled
+from worker.execution.data import builtin
 from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.frame_pipe import FramePipe
 
-speed_of, table_of_digits = cache(measure_speed), cache(bundled._table_of_digits)
+speed_of, table_of_digits = cache(measure_speed), cache(builtin._table_of_digits)
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def found_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return speed_of(device) if scratch is None else measure_speed(device, scratch)
 
     monkeypatch.setattr(attempt, "measure_speed", speed)
-    monkeypatch.setattr(bundled, "_table_of_digits", table_of_digits)
+    monkeypatch.setattr(builtin, "_table_of_digits", table_of_digits)
 
 
 @dataclass
