@@ -322,20 +322,15 @@ def start(device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Ran
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
         place, limit = os.environ.get(_STORE), dt.timedelta(seconds=timeout_seconds)
-        earlier = own_sockets()
         own: dict[str, Any] = {"timeout": limit * _WATCHDOG, "device_id": device} if cuda else {"timeout": limit}
-        try:
+        with _meeting(f"rank {rank} of {size}"):
             if place is not None:
                 # not by `file://`, which reads no escapes: ranks would wait in a file of another name
                 store = dist.FileStore(place, int(size))  # type: ignore[attr-defined]
                 own |= {"store": store, "rank": int(rank), "world_size": int(size)}
-            dist.init_process_group(backend, **own)
-        except (RuntimeError, ValueError) as error:
-            raise RankFailed(f"rank {rank} of {size} could not meet the others: {error}") from error
-        _require_own_peers(f"rank {rank} of {size}", earlier)
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **own)
         _Groups.started, _Groups.waits_seconds = True, timeout_seconds
     return join(device, timeout_seconds)
 
@@ -382,17 +377,22 @@ def _make_groups(ranks: Ranks) -> None:
         ranks.note("fresh")
     ranks.meet("join")
     if ranks.note("fresh", 0):
-        limit, earlier = dt.timedelta(seconds=ranks.timeout_seconds), own_sockets()
-        known.host = dist.new_group(backend="gloo", timeout=limit)
-        cuda = ranks.device.type == "cuda"
-        known.accelerated = dist.new_group(backend="nccl", timeout=limit * _WATCHDOG) if cuda else known.host
-        _require_own_peers(f"rank {ranks.rank} of {ranks.size}", earlier)
+        limit, cuda = dt.timedelta(seconds=ranks.timeout_seconds), ranks.device.type == "cuda"
+        with _meeting(f"rank {ranks.rank} of {ranks.size}"):
+            known.host = dist.new_group(backend="gloo", timeout=limit)
+            known.accelerated = dist.new_group(backend="nccl", timeout=limit * _WATCHDOG) if cuda else known.host
         known.world, known.timeout_seconds = dist.group.WORLD, ranks.timeout_seconds
     ranks.host, ranks.accelerated = known.host, known.accelerated
 
 
-def _require_own_peers(rank: str, earlier: frozenset[str]) -> None:
-    """Raise where another user's process stands at the other end of a connection that came after the earlier ones."""
+@contextlib.contextmanager
+def _meeting(rank: str) -> Iterator[None]:
+    """Raise where ranks that connect do not meet, or another user's process is at the other end of a connection."""
+    earlier = own_sockets()
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise RankFailed(f"{rank} could not meet the others: {error}") from error
     if foreign := foreign_peers(earlier):
         raise RankFailed(
             f"{rank} was met by {foreign[0]} in the place of a rank; the attempt ends, since nothing that it would be"
