@@ -31,7 +31,8 @@ gc.enable()
 _SHUTDOWN_SECONDS = 10
 _IDLE_SECONDS = 10
 """Longer than clients keep a connection that they may use again."""
-_MOST_HEADER_BYTES = 32 * 1024
+_MOST_HEADER_BYTES = 40 * 1024
+"""More than the proxy lets through, whose answer 431 says what to do."""
 
 
 class _Server(uvicorn.Server):
@@ -85,7 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         backlog=BACKLOG,
-        limit_concurrency=settings.connections,
         http="h11",
         ws="none",
         h11_max_incomplete_event_size=_MOST_HEADER_BYTES,

@@ -138,6 +138,7 @@ class Limits:
     def __init__(self, settings: Settings) -> None:
         self.requests = RequestRate(settings.requests_per_second)
         self.at_a_time = settings.requests_per_key
+        self.connections = settings.connections
         self.refused = RequestRate(settings.refused_per_minute / _MINUTE, burst_seconds=_MINUTE)
         self.long_polls = Waiting(min(settings.long_polls, settings.connections // 4), settings.long_polls_per_key)
         self.streams = Waiting(min(settings.streams, settings.connections // 2), settings.streams_per_key)
@@ -153,8 +154,17 @@ class KeyLimitsMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
-        header = Headers(scope=scope).get("authorization") if scope["type"] == "http" else None
-        if header is None or scope["path"] in _PROBES:
+        if scope["type"] != "http" or scope["path"] in _PROBES:
+            await self.app(scope, receive, send)
+            return
+        if len(scope["app"].state.connections) > self.limits.connections:
+            detail = f"{self.limits.connections} connections are open, and no more are served; try again in a moment"
+            headers = {"retry-after": "1", "connection": "close"}
+            refusal = Refusal(503, "too-many-connections", "Too many connections", detail, headers=headers)
+            await problem_response(refusal, request_id(scope))(scope, receive, send)
+            return
+        header = Headers(scope=scope).get("authorization")
+        if header is None:
             await self.app(scope, receive, send)
             return
         key = hashlib.sha256(header.encode("utf-8", "replace")).digest()

@@ -1,6 +1,8 @@
 """When the service starts, for whom it answers, and what its probes and its maintenance thread do."""
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -144,6 +146,20 @@ def test_little_disk_is_not_ready(databases: Databases, tmp_path: Path) -> None:
     with serve(databases.migrated("sqlite"), tmp_path, more) as server, server.client() as client:
         body = problem(client.get("/readyz"), 503)
         assert "floor" in str(body["detail"])
+
+
+def test_a_full_process_answers_its_probes_and_says_why_it_serves_nothing_else(
+    databases: Databases, tmp_path: Path
+) -> None:
+    more = {"KRONOSCOPE_EMBEDDED": "1", "KRONOSCOPE_CONNECTIONS": "4"}
+    with serve(databases.migrated("sqlite"), tmp_path, more) as server, server.client() as client:
+        ready(client)
+        with contextlib.ExitStack() as held:
+            for _ in range(5):
+                held.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            assert client.get("/livez").status_code == 200
+            assert "4 connections are open" in str(problem(client.get("/v1/jobs"), 503)["detail"])
+        assert client.get("/v1/jobs").status_code == 200
 
 
 def test_a_submission_rings_at_once(databases: Databases, redis_url: str, tmp_path: Path) -> None:

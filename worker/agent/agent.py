@@ -5,7 +5,9 @@ next. Every agent hears it; without a free slot it is dropped: the job stands in
 another agent, or the next poll, finds it. So a worker deaf to its broker costs seconds, never a job.
 """
 
+import contextlib
 import os
+import queue
 import secrets
 import socket
 import threading
@@ -73,7 +75,8 @@ class Agent:
         self._draining = False
         self._room = True
         self._apart = True
-        self._wakeup = threading.Event()
+        # of all that wakes a thread this alone may be used by a signal handler that interrupts its use
+        self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._poller = threading.Thread(target=self._poll, name="poller", daemon=True)
         self._log = structlog.get_logger("kronoscope.worker")
 
@@ -86,7 +89,7 @@ class Agent:
     def wake(self) -> None:
         """Look into the queue now, if a slot is free; one that becomes free is a reason by itself."""
         if len(self._supervisors) < self._settings.slots:
-            self._wakeup.set()
+            self._wakeups.put(None)
 
     def take(self) -> bool:
         """Claim the next job in fair-share order if a slot is free; return whether. Nothing is held where it raises."""
@@ -143,9 +146,9 @@ class Agent:
 
     def begin_drain(self) -> None:
         """Take no more jobs and have the running ones stop; a second call changes nothing."""
-        if not self._draining:  # the event has a lock, which a signal handler that was interrupted may hold
+        if not self._draining:
             self._draining = True
-            self._wakeup.set()
+            self._wakeups.put(None)
 
     def drain(self, seconds: float = DRAIN_SECONDS) -> bool:
         """Hand every running job back, its attempt uncounted; return whether all have ended within the seconds."""
@@ -232,7 +235,7 @@ class Agent:
             with self._lock:
                 self._supervisors.discard(supervisor)
             self._slots.release()
-            self._wakeup.set()
+            self._wakeups.put(None)
 
     def _look_after_devices(self) -> None:
         """Free what nothing runs on any more, and keep room for jobs that wait long for it."""
@@ -264,8 +267,9 @@ class Agent:
 
     def _poll(self) -> None:
         while True:
-            self._wakeup.clear()
-            if self._draining:  # looked at after the event was cleared, which may have been for this
+            while not self._wakeups.empty():
+                self._wakeups.get()
+            if self._draining:  # looked at after the wake-ups, of which one may have been for this
                 break
             self._beat()
             pause = min(self._settings.poll_seconds, _RETRY_SECONDS)
@@ -281,5 +285,6 @@ class Agent:
                 self._log.warning("the database does not answer; the queue is looked into again")
             except Exception:  # noqa: BLE001 - what makes lost wake-ups harmless outlives whatever happens
                 self._log.exception("looking into the queue failed")
-            self._wakeup.wait(pause)
+            with contextlib.suppress(queue.Empty):
+                self._wakeups.get(timeout=pause)
         self._stop_all()
