@@ -96,8 +96,8 @@ class Sums:
 
     def copied(self, **changes: Any) -> Self:  # noqa: ANN401 - of any field
         """Return the same sums with tensors of their own; parts are the same objects, unless they are changed."""
-        own = {name: value.clone() for name, value in self.state().items() if isinstance(value, Tensor)}
-        return replace(self, **{name: value for name, value in own.items() if "." not in name}, **changes)  # type: ignore[type-var] # a dataclass
+        own = {name: each for name, each in self.state().items() if isinstance(each, Tensor) and "." not in name}
+        return replace(self, **{name: each.clone() for name, each in own.items()}, **changes)  # type: ignore[type-var] # a dataclass
 
 
 def _has_room(held: Tensor, value: Tensor) -> bool:

@@ -72,7 +72,7 @@ class DiagonalUpdateSide(Structured):
 
     @override
     def clip(self, kappa_max: float, layer: str, largest: float | None = None) -> ClippedSide:
-        if self.has_basis:
+        if self.has_basis and largest is None:
             return super().clip(kappa_max, layer)
         largest = self.spectral_norm() if largest is None else largest
         return ClippedOperator(side=self, floor=clipping_floor(largest, kappa_max), largest=largest)
