@@ -115,13 +115,13 @@ class _Sums:
         else:
             self._A = added(self._A, A[0], sums.weight_A * A[1])
         side, scale = G
-        if isinstance(side, Structured) and len(self._kinds) == 1:
+        if not isinstance(side, Structured):
+            self._G = added(self._G, side, sums.weight_G * scale)
+        elif len(self._kinds) == 1:
             self._sides.append((side, sums.weight_G))
-        elif isinstance(side, Structured):
+        else:
             # rows here and a sum there: the sum of both is dense
             self._G = added(self._G, side.to_dense(torch.float64), sums.weight_G)
-        else:
-            self._G = added(self._G, side, sums.weight_G * scale)
 
     def means(self) -> tuple[Tensor, Tensor | Structured]:
         """Normalise the sums, which are of no further use here."""
