@@ -167,7 +167,7 @@ def script_asks_for_a_kind(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Looked:
-    """What several rules look for in a module, which is parsed once."""
+    """Findings of several rules in a module, which is parsed once."""
 
     silent: bool
     """Whether it has code and no sentence at its top."""

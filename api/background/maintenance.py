@@ -24,7 +24,7 @@ class Maintenance:
         Args:
             engine: The ledger's database.
             settings: The intervals, in seconds.
-            wakeups: The sender; None if there is no broker.
+            wakeups: The sender; None without a broker.
         """
         self._engine = engine
         self._settings = settings

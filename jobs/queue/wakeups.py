@@ -22,7 +22,7 @@ TRANSPORT_OPTIONS: dict[str, Any] = {
     "fanout_prefix": "/kronoscope.",
     "socket_connect_timeout": 3,
 }
-"""What sender and receivers ask of kombu's Redis; the prefix is the one that Redis' rules for their user allow."""
+"""Settings of kombu's Redis for sender and receivers; the prefix is the one that Redis' rules for their user allow."""
 _SOCKET_SECONDS = 3
 _PAUSE_SECONDS = 0.05
 """After each message: whatever a process queues meanwhile is in the next one."""

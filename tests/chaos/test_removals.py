@@ -28,7 +28,7 @@ FAULTS = (
 )
 """Tests of a landing that miss a protection: the fence, the reconciler, the reaper, and idempotency."""
 CHECKER = ("tests/chaos/test_checker.py::test_each_broken_promise_is_told",)
-"""What the checker says of each broken promise, in a landing."""
+"""The checker's sentence for each broken promise, in a landing."""
 
 Verdicts = Callable[[str, bool], Verdict]
 

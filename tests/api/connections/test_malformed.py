@@ -97,7 +97,7 @@ LENIENT = {
     "1,000 trailers": [422],
     "a folded trailer": [422, 200],
 }
-"""What the proxy reads in one way, and writes anew for the API; what does not end has the body's time."""
+"""Requests that the proxy reads in one way, and writes anew; a body without an end has the body's time."""
 UNENDED = "102 headers without an end"
 STATUS = {
     "unknown coding": 501,
@@ -218,7 +218,7 @@ class Recorder:
 
 
 def test_the_api_gets_one_reading_of_every_request() -> None:
-    """Of all that the proxy passes on, also of the ambiguous requests that it begins to pass on, each line is whole."""
+    """Each line that the proxy passes on is whole, also of ambiguous requests that it begins to pass on."""
     recorder = Recorder()
     brief = {name: name.replace("10s", "300ms") for name in ("keepalive_timeout 10s", "client_header_timeout 10s")}
     try:

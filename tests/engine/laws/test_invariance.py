@@ -121,7 +121,7 @@ def counts(whole: FactorSet) -> list[tuple[object, ...]]:
 
 @functools.cache
 def undisturbed() -> FactorSet:
-    """What every change is compared with, collected once."""
+    """Factors that every change is compared with, collected once."""
     return collect_or_read(space())
 
 

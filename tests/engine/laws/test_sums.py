@@ -93,9 +93,9 @@ SKETCHED = {
     "sketches": Representation(kind="diagonal_sketch", why="", dtype=torch.float64, rank=4),
     "sketched terms": Representation(kind="diagonal_sketch", why="", dtype=torch.float64, rank=20, of_terms=True),
 }
-"""How the head keeps its G where no plan of so small a job would."""
+"""A form of the head's G that no plan of so small a job would choose."""
 MERGED = [name for name in KINDS if "sketch" not in name and name != "diagonals"]
-"""What pieces keep, too: a sketch that left something out is refused by the merge."""
+"""The same of pieces: a sketch that left something out is refused by the merge."""
 
 
 class Summed:

@@ -37,7 +37,7 @@ HERE = "127.0.0.1"
 SENT_ALIKE = pytest.mark.parametrize(
     "dialect", ["postgresql", pytest.param("sqlite", marks=pytest.mark.part(of=4, by=()))]
 )
-"""Of what a sender meets in the network: the ledger has its statements by the other tests, on both databases."""
+"""Answers of the network to a sender: the ledger's statements are run by the other tests, on both databases."""
 
 
 @pytest.fixture(scope="module")
