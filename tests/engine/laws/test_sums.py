@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -128,6 +129,7 @@ class Summed:
         return found
 
 
+@contextmanager
 def summed(name: str) -> Iterator[Summed]:
     with prepare_collection(KINDS[name]()) as (planned, _):
         yield Summed(name, planned.probed.for_passes(planned.plan.chosen, None))
@@ -160,7 +162,7 @@ def numbers(statistics: LayerStatistics) -> dict[str, Any]:
 def test_the_jobs_have_every_kind_of_statistics() -> None:
     kinds: set[tuple[str, str]] = set()
     for name in KINDS:
-        for each in summed(name):
+        with summed(name) as each:
             for own in each.statistics:
                 rows = None if own.gradient_rows is None else type(own.gradient_rows).__name__
                 kinds.add((type(own).__name__, rows or own.layer.form))
@@ -176,7 +178,7 @@ def test_the_jobs_have_every_kind_of_statistics() -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_state_comes_back_in_every_bit(name: str) -> None:
-    for each in summed(name):
+    with summed(name) as each:
         later = each.empty()
         for own, other in zip(each.statistics, later, strict=True):
             plain = json.loads(json.dumps(own.plain(), allow_nan=False))
@@ -195,7 +197,7 @@ def test_a_state_comes_back_in_every_bit(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_decay_leaves_the_factors_of_what_has_entered(name: str) -> None:
     # a power of two in every sum, and in the root that rows are weighed by: nothing is rounded
-    for each, other in zip(summed(name), summed(name), strict=True):
+    with summed(name) as each, summed(name) as other:
         for own in other.statistics:
             own.decay_(0.25)
         exact(other.finished(), each.finished())
@@ -207,7 +209,7 @@ def test_decay_leaves_the_factors_of_what_has_entered(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_decays_multiply(name: str) -> None:
-    for once, twice in zip(summed(name), summed(name), strict=True):
+    with summed(name) as once, summed(name) as twice:
         for one, other in zip(once.statistics, twice.statistics, strict=True):
             one.decay_(0.25**3)
             for past in (0.25, 0.25**2):
@@ -282,7 +284,7 @@ def test_ranks_finish_to_one_pass() -> None:
         if name == "sketches":
             # another order of rows is another sketch; its diagonal is exact
             continue
-        for alone in summed(name):
+        with summed(name) as alone:
             truth = alone.finished()
             for each in found:
                 assert each[name].keys() == truth.keys()
