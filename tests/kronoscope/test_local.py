@@ -1,3 +1,4 @@
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import nn
 
 from catalog.requests.collection import Collection
 from engine.errors import BrokenFactors, EngineError, UsageError
+from engine.factors.dense import digest
 from kronoscope.local import Measurement, load_factors, measure
 
 
@@ -54,6 +56,24 @@ def test_a_model_is_measured_in_this_process_and_left_as_it_was(model: nn.Module
 def test_what_is_no_input_is_said(model: nn.Module, batches: list[Any], changes: Any, error: Any, said: str) -> None:
     with pytest.raises(error, match=said):
         measure(**{"model": model, "batches": batches, "task": "classification", **changes})
+
+
+def test_threads_that_measure_one_model_take_turns(model: nn.Module, batches: list[Any]) -> None:
+    """Torch's switches and the model's flags belong to the process: crosswise, one would restore the other's."""
+    switches = (torch.backends.mha.get_fastpath_enabled, torch.get_float32_matmul_precision, torch.get_rng_state)
+
+    def state() -> list[Any]:
+        flags = [(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()]
+        return [[read() for read in switches[:2]], switches[2]().tolist(), flags, model.training]
+
+    def measured(_: int = 0) -> list[str]:
+        found = measure(model, batches, task="classification", kinds="factors", collection={"fisher": "mc"})
+        return [digest(side) for name in found.factors for side in (found.factors[name].A, found.factors[name].G)]
+
+    alone, before = measured(), state()
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(measured, range(4))) == [alone] * 4
+    assert state() == before
 
 
 def test_an_iterator_and_a_callable_give_what_a_list_gives(model: nn.Module, batches: list[Any]) -> None:
