@@ -1,6 +1,5 @@
 """Local measurements, in this very process, and factors from a folder. The one door to the engine."""
 
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -56,6 +55,7 @@ from kronoscope.local_inputs import (
     Batches,
     OptionRefused,
     WrongOptionType,
+    alone,
     kinds_tuple,
     options_record,
     params_records,
@@ -171,7 +171,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     """Run analyses on a model in this process; the model and its gradients are left as they were.
 
     Inside an initialised process group (``torch.distributed``) every rank calls this with its own part of the data, and
-    gets the results of all of them. Measurements of several threads take turns.
+    gets the results of all of them. Threads take turns, and the caller's autocast stays outside.
 
     Args:
         model: The model; it is measured on the device of its parameters.
@@ -249,7 +249,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     rows: list[LayerResult] = []
     summary: dict[str, Any] = {}
     ranks = workspace.machine.ranks
-    with _ALONE, notebook_display(silent=report is not None or ranks.rank > 0) as display, ranks.guarding():
+    with alone(device), notebook_display(silent=report is not None or ranks.rank > 0) as display, ranks.guarding():
         workspace.ports.report = display.update if report is None else report
         refused = run_analyses(workspace, rows.append, summary.__setitem__)
     for message in dict.fromkeys(noticed):
@@ -266,10 +266,6 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
         refused={each.kind: each for each in refused},
         artifacts=workspace.ports.artifacts,
     )
-
-
-_ALONE = threading.RLock()
-"""Measurements of two threads take turns: torch's switches and generators, and a model that both have, are shared."""
 
 
 def _require_objects(model: object, report: object) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -288,6 +289,23 @@ def require_document(task: Task, options: JobOptions) -> None:
         block, dot, rest = error.field.partition(".")
         place = f"params['{block}']{dot}{rest}" if block in params else error.field
         raise OptionRefused(f"`{place}` {error.message}") from error
+
+
+_TURN = threading.RLock()
+
+
+@contextlib.contextmanager
+def alone(device: torch.device) -> Iterator[None]:
+    """Let threads take turns, outside of the caller's autocast.
+
+    Torch's switches and generators, and a model that two threads have, are the process's; and autocast would narrow the
+    products of sums and decompositions, which ``collection.amp`` never does.
+    """
+    with _TURN, contextlib.ExitStack() as stack:
+        for kind in {device.type, "cpu"}:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def usable_device(given: str | torch.device) -> torch.device:

@@ -76,6 +76,17 @@ def test_threads_that_measure_one_model_take_turns(model: nn.Module, batches: li
     assert state() == before
 
 
+def test_the_callers_autocast_narrows_nothing(model: nn.Module, batches: list[Any]) -> None:
+    alone = measure(model, batches, task="classification")
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = measure(model, batches, task="classification")
+        assert torch.is_autocast_enabled("cpu")
+    assert [row.metrics for row in inside.layers] == [row.metrics for row in alone.layers]
+    for name in alone.factors:
+        assert torch.equal(inside.factors[name].A, alone.factors[name].A)
+        assert torch.equal(inside.factors[name].G, alone.factors[name].G)
+
+
 def test_an_iterator_and_a_callable_give_what_a_list_gives(model: nn.Module, batches: list[Any]) -> None:
     results = [
         measure(model, given, task="classification", collection=EXACT).of("capacity")["2"].metrics
