@@ -283,6 +283,7 @@ def _finished(
     plan: Plan,
     corrections: Mapping[str, Callable[[], Corrected]],
 ) -> FactorSet:
+    """Return the covered layers with their facts; a layer that turned out not to be coverable is declared."""
     declared: list[DeclaredLayer] = list(survey.declared)
     covered: list[LayerStatistics] = []
     for layer in survey.treated:

@@ -1,9 +1,10 @@
 """Kronecker factors: A and G of one layer.
 
 ``A`` (in_dim, in_dim) and ``G`` (out_dim, out_dim) are symmetric; where A is diagonal it is held
-as its diagonal (in_dim,), and so is the G of a bare parameter. Row-vector convention: the layer's
-block of the curvature of the mean loss is ``G ⊗ A`` for ``weight.flatten()`` with the bias as the
-last column.
+as its diagonal (in_dim,), and so is the G of a bare parameter. In place of a G that is not kept
+dense there is a structured side (``engine.factors.representation``). Row-vector convention: the
+layer's block of the curvature of the mean loss is ``G ⊗ A`` for ``weight.flatten()`` with the bias
+as the last column.
 """
 
 from collections.abc import Mapping

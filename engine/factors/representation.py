@@ -1,8 +1,8 @@
 """Representation: how a layer's G is kept, chosen before the pass from the dry run's sizes.
 
 T gradient rows of o outputs, as much again while they are worked on, and their T×T Gram matrix take
-no more than G while ``T² + 2 T·o ≤ o²``: for ``T ≤ (√2 − 1) o``. What is not kept as rows is dense, and
-says why.
+no more than G while ``T² + 2 T·o ≤ o²``: for ``T ≤ (√2 − 1) o``. A G that is not kept as rows is dense here, and
+says why; for the loss's head ``engine.planning.choose_plan`` chooses probabilities or a sketch besides.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,14 @@
 """Linear operators: a matrix ``S`` (n, n), such as a symmetric side of a layer, in whichever form it is kept.
 
 What an analysis needs of a side it asks of the form: numbers, a spectrum, products, solves. Each says what it holds and
-which of these cost what, and refuses by name what it cannot do. ``Structured`` sides are never made dense.
+which of these cost what, and refuses by name what it cannot do::
+
+    LinearOperator    what any square matrix can do, symmetric or not
+    Operator          one side of a layer: dense or diagonal (``engine.factors.dense``), or structured
+    Structured        a G that answers without n² numbers; ``to_dense`` is for callers that ask for them
+    RowSide           such a G that is kept as rows
+
+The operator of a whole model is another class, ``kronoscope.local.Operator``.
 """
 
 import math
