@@ -194,6 +194,30 @@ def test_what_is_stored_gives_the_side_back(name: str) -> None:
     assert side.metadata() == {}
 
 
+@pytest.mark.parametrize("name", [name for name, made in MEMBERS.items() if isinstance(made(), Structured)])
+def test_a_structured_side_is_counted_and_decomposed_without_its_matrix(name: str) -> None:
+    side = MEMBERS[name]()
+    assert isinstance(side, Structured)
+    values, shifts = torch.linalg.eigvalsh(side.to_dense(torch.float64)), torch.tensor([SHIFT, 5.0]).double()
+    rounding, kappa = 1e-12 * float(values[-1]), 3.0
+    assert close(side.effective_dimensions(shifts), (values / (values + shifts[:, None])).sum(1))
+    assert side.size_bytes == sum(tensor.nbytes for tensor in side.tensors().values())
+    found = side.decompose("layer", need="vectors")
+    if found is None:
+        counted = side.counted(kappa)
+        assert counted is not None
+        assert counted.below_floor == int((values < values[-1] / kappa).sum())
+        assert bool((counted.lower <= values + rounding).all())
+        assert bool((counted.upper >= values - rounding).all())
+        return
+    assert float((found.values - values.clamp_min(0)).abs().max()) <= rounding
+    assert found.rungs
+    if side.has_basis:
+        assert found.vectors is not None
+        kept = found.values[side.size - found.vectors.shape[1] :]
+        assert close((found.vectors * kept) @ found.vectors.mT, side.to_dense(torch.float64))
+
+
 @pytest.mark.parametrize("scale", [2.0**-120, 1.0, 2.0**120])
 def test_what_is_widened_holds_any_scale(scale: float) -> None:
     stored = covariance().to(torch.float16)
