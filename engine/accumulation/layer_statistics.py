@@ -15,7 +15,7 @@ References:
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, assert_never
 
 import torch
 from torch import Tensor
@@ -168,24 +168,27 @@ class LayerStatistics(Sums):
             shape = (layer.fan_in,) if layer.form == "diagonal" else (*groups, layer.in_dim, layer.in_dim)
             self.A = torch.zeros(shape, dtype=dtype, device=place)
         kept = self.representation
-        if kept.kind == "diagonal_sketch":
-            self.gradient_rows = SketchRows.sketching(
-                layer.groups, layer.out_dim, kept.rank, kept.dtype, device, of_terms=kept.of_terms
-            )
-        elif kept.kind != "dense":
-            storage = RowStorage(
-                capacity=kept.rows,
-                dtype=kept.dtype,
-                working=dtype,
-                arrive=device,
-                stand=torch.device("cpu") if kept.on_host else place,
-                staging=self.row_staging or self.staging,
-            )
-            kind = ProbabilityRows if kept.kind == "softmax_head" else GradientRows
-            self.gradient_rows = kind.empty(layer.groups, layer.out_dim, storage)
-        else:
-            sides = (layer.out_dim,) if layer.form == "diagonal_block" else (*groups, layer.out_dim, layer.out_dim)
-            self.G = torch.zeros(sides, dtype=dtype, device=place)
+        match kept.kind:
+            case "dense":
+                sides = (layer.out_dim,) if layer.form == "diagonal_block" else (*groups, layer.out_dim, layer.out_dim)
+                self.G = torch.zeros(sides, dtype=dtype, device=place)
+            case "diagonal_sketch":
+                self.gradient_rows = SketchRows.sketching(
+                    layer.groups, layer.out_dim, kept.rank, kept.dtype, device, of_terms=kept.of_terms
+                )
+            case "woodbury" | "softmax_head":
+                storage = RowStorage(
+                    capacity=kept.rows,
+                    dtype=kept.dtype,
+                    working=dtype,
+                    arrive=device,
+                    stand=torch.device("cpu") if kept.on_host else place,
+                    staging=self.row_staging or self.staging,
+                )
+                kind = ProbabilityRows if kept.kind == "softmax_head" else GradientRows
+                self.gradient_rows = kind.empty(layer.groups, layer.out_dim, storage)
+            case _:
+                assert_never(kept.kind)
         if self.traced:
             self.squares = torch.zeros(3, layer.groups, dtype=torch.float64, device=device)
 

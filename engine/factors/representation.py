@@ -22,7 +22,7 @@ from engine.factors.representation_bytes import diagonal_sketch_bytes, low_rank_
 from engine.factors.softmax_fisher import SoftmaxFisher
 from engine.layers.layer import BlockLayer, TreatedLayer
 from engine.layers.tied import TiedHeadLayer
-from engine.linalg.linear_operator import Structured
+from engine.linalg.linear_operator import Kind, Structured
 from engine.row_layout.layer_calls import Call
 
 RATIO = 2**0.5 - 1
@@ -43,7 +43,7 @@ KINDS = frozenset({"dense", *_READERS})
 class Representation:
     """How one layer's G is kept."""
 
-    kind: Literal["dense", "woodbury", "softmax_head", "diagonal_sketch"]
+    kind: Kind
     why: str
     """Why so; empty where nothing was to be chosen."""
     rows: int = 0

@@ -184,7 +184,11 @@ def _joined(layer: str, sides: Sequence[tuple[Structured, float]], weight: float
         return _joined_rows([(side, own) for side, own in sides if isinstance(side, LowRank)], weight, row_dtype)
     if isinstance(first, SoftmaxFisher):
         return _joined_terms([(side, own) for side, own in sides if isinstance(side, SoftmaxFisher)], weight)
-    return _joined_diagonals(layer, [(side, own) for side, own in sides if isinstance(side, DiagonalSketch)], weight)
+    if isinstance(first, DiagonalSketch):
+        return _joined_diagonals(
+            layer, [(side, own) for side, own in sides if isinstance(side, DiagonalSketch)], weight
+        )
+    raise TypeError(f"no merge is known of sides kept as {first.kind}")
 
 
 def _joined_rows(weighted: Sequence[tuple[LowRank, float]], weight: float, row_dtype: str | None) -> LowRank:

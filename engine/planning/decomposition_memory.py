@@ -254,6 +254,8 @@ def _of_rows(
     """The rung by which the eigenvalues of a side of rows are had, and its seconds where the job computes."""
     if kept.kind == "woodbury":
         return None, _gram_seconds(kept.gram_rows(size), size, pace)
+    if kept.kind not in ("softmax_head", "diagonal_sketch"):
+        raise TypeError(f"no solver is planned for the eigenvalues of a side kept as {kept.kind}")
     dense = _rows_cost(kept, size, cuda=cuda)
     if dense is not None and (planned == dense.name or (not planned and dense.device_bytes + dense.host_bytes <= room)):
         return dense, pace.eigen_seconds(dense.seconds_flops, size)
