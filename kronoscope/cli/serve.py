@@ -160,7 +160,9 @@ class _Group:
         for name, process, log in self._running:
             code = process.poll()
             if code is not None and not self.asked:
-                raise ServiceFailed(f"the {name} process ended with code {code}: {_last_line(log)} (see {log})")
+                # what is killed has no say: the last line of its log is of other things
+                how = f"ended with code {code}: {_last_line(log)}" if code > 0 else f"was ended by {_signal(-code)}"
+                raise ServiceFailed(f"the {name} process {how} (see {log})")
 
     def end(self) -> None:
         """Send SIGTERM to all, and SIGKILL to those left after some seconds."""
@@ -275,6 +277,11 @@ def _free_port() -> int:
                 continue
             return int(probe.getsockname()[1])
     raise ServiceFailed("this machine has no free port")
+
+
+def _signal(number: int) -> str:
+    named = {each.value: each.name for each in signal.Signals}
+    return named.get(number, f"signal {number}") if number else "itself, without an error"
 
 
 def _last_line(log: Path) -> str:
