@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from engine.collection.pass_job import PassJob
 from engine.errors import ModelRefused
 from engine.model.batches import Batch
 from engine.model.outputs import Prediction, predict
 from engine.operators.exact.attention_calls import AttentionCalls
-from engine.operators.exact.columns import Column, Sliced, flaw, norm
+from engine.operators.exact.columns import Column, Route, Sliced, flaw, norm
 from engine.operators.exact.output_curvature import Curvature, OutputCurvature
 from engine.operators.exact.random_signs import TANGENT, signs
 from engine.operators.exact.tangents import Tangents
@@ -65,8 +66,8 @@ class _Saved:
 
 
 @dataclass(kw_only=True)
-class ForwardRoute:
-    """Products of the curvatures that are ``Jᵀ (…) J``."""
+class ForwardRoute(Route):
+    """Products of the curvatures that are ``Jᵀ (…) J``; ``NotAdjoint`` where they contradict the gradient."""
 
     job: PassJob
     of: Curvature
@@ -74,21 +75,8 @@ class ForwardRoute:
     _proven: bool = False
     """Signs of a generator's own have been pulled back once."""
 
+    @override
     def products(self, batch: Batch, parameters: Mapping[str, Tensor], columns: Sequence[Column]) -> Sliced:
-        """Multiply columns by the curvature of a slice.
-
-        Args:
-            batch: The slice, on the device.
-            parameters: The parameters that the columns name, which require gradients.
-            columns: The vectors.
-
-        Returns:
-            The products of the summed loss, and the divisor.
-
-        Raises:
-            NotAdjoint: If the forward derivative contradicts the gradient.
-            NotImplementedError: If an operation has no forward derivative.
-        """
         if not self._proven and batch.size > _FEW:
             # few examples tell as much as many, and signs and gradients of theirs stand beside nothing large
             self._pushed(next(iter(batch.slices(_FEW))), parameters, columns)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from engine.collection.pass_job import PassJob
 from engine.errors import EngineError, ModelRefused, Unwinding
@@ -29,7 +30,7 @@ from engine.model.determinism import seed_generators
 from engine.model.loss_directions import loss_gradient
 from engine.model.outputs import Prediction, predict
 from engine.operators.exact.attention_calls import AttentionCalls
-from engine.operators.exact.columns import Column, Sliced, flaw, norm
+from engine.operators.exact.columns import Column, Route, Sliced, flaw, norm
 from engine.operators.exact.data_passes import DataPasses
 from engine.operators.exact.forward_route import ForwardRoute, NotAdjoint, require_no_draws
 from engine.operators.exact.output_curvature import Curvature, OutputCurvature
@@ -40,7 +41,7 @@ _SHARE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackwardRoute:
+class BackwardRoute(Route):
     """Products of any curvature."""
 
     job: PassJob
@@ -50,20 +51,8 @@ class BackwardRoute:
     """Remedy where the model cannot be differentiated twice."""
     pointer: str | None
 
+    @override
     def products(self, batch: Batch, parameters: Mapping[str, Tensor], columns: Sequence[Column]) -> Sliced:
-        """Multiply columns by the curvature of a slice.
-
-        Args:
-            batch: The slice, on the device.
-            parameters: The parameters that the columns name, which require gradients.
-            columns: The vectors.
-
-        Returns:
-            The products of the summed loss, and the divisor.
-
-        Raises:
-            ModelRefused: If an operation has a gradient without a gradient of its own.
-        """
         job = self.job
         calls = AttentionCalls()
         with calls, torch.enable_grad():
@@ -163,7 +152,7 @@ def column_inner(gradients: Mapping[str, Tensor], column: Column) -> Tensor:
 
 
 @dataclass(kw_only=True)
-class Routes:
+class Routes(Route):
     """The way that products go, which a model decides once."""
 
     passes: DataPasses
@@ -184,20 +173,8 @@ class Routes:
             job=passes.job, of=self.of, samples=self.samples, remedy=passes.remedy, pointer=passes.pointer
         )
 
+    @override
     def products(self, batch: Batch, parameters: Mapping[str, Tensor], columns: Sequence[Column]) -> Sliced:
-        """Multiply columns by the curvature of a slice.
-
-        Args:
-            batch: The slice, on the device.
-            parameters: The parameters that the columns name, which require gradients.
-            columns: The vectors.
-
-        Returns:
-            The products of the summed loss, and the divisor.
-
-        Raises:
-            ModelRefused: If the model draws random numbers, or neither route differentiates it.
-        """
         if self._per_example is None:
             self._per_example = require_no_draws(self.passes.job, batch)
         at_once = self._at_once(batch, columns)
