@@ -43,8 +43,7 @@ from engine.merging.merge import merge_factor_sets
 from engine.merging.part_files import read_part
 from engine.model.activation_memory import set_activation_checkpointing
 from engine.model.determinism import DRAWN, Numerics, set_numerics
-from engine.model.state.preserve_state import preserve_state
-from engine.model.state.usable_model import require_usable
+from engine.model.state.preserve_state import preserve_state, require_usable
 from engine.planning.choose_plan import PlannedJob, choose_plan
 from engine.planning.dry_pass import explain_refusal
 from engine.planning.job_plan import smallest_budgets

@@ -34,7 +34,7 @@ from engine.factors.factor_files import read_factors
 from engine.factors.factor_index import INDEX
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
-from engine.model.state.usable_model import require_usable
+from engine.model.state.preserve_state import require_usable
 from engine.planning.decomposition_memory import eigendecomposition_bytes
 from engine.training import split_gradients as training
 from engine.training.batch_statistics import BatchNormMode, require_batch_norm

@@ -9,8 +9,8 @@ from torch import Tensor
 from engine.accumulation.example_gradients import Meeting
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.layers.layer import TreatedLayer, Use
+from engine.model.activation_memory import detach_view
 from engine.model.mixed_precision import LossScale
-from engine.model.state.tensor_storage import detach_view
 from engine.row_layout.attention_masks import Key
 from engine.row_layout.layer_calls import require_unwritten, version
 

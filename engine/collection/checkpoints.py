@@ -38,7 +38,7 @@ from engine.factors.kronecker_factors import digest
 from engine.factors.spilled_factors import SpilledFactors
 from engine.model.batches import Batch
 from engine.model.sharding.gathered_parameters import present
-from engine.model.state.written_tensors import bit_sum, bit_sums
+from engine.model.state.model_state import bit_sum, bit_sums
 from engine.saved_fields import load_fields, save_fields
 from engine.workspace import Workspace
 

@@ -25,7 +25,7 @@ from engine.merging.example_runs import MOST_RUNS, joined, runs_of
 from engine.model.batches import Batch, tensors
 from engine.model.example_digests import EnteredExamples
 from engine.model.mixed_precision import FIRST_SCALE, LossScale
-from engine.model.state.written_tensors import bit_sum
+from engine.model.state.model_state import bit_sum
 from engine.row_layout.attention_masks import Key
 from engine.saved_fields import load_fields, save_fields, saved_names
 

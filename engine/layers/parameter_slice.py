@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.model.state.tensor_storage import storage_of
+from engine.model.activation_memory import storage_of
 
 
 @dataclass(frozen=True, kw_only=True)

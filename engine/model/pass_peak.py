@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from engine.model.state.tensor_storage import storage_identity
+from engine.model.activation_memory import storage_identity
 
 Line = tuple[int, int]
 """Bytes at any number of examples, and bytes that each adds."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.model.state.tensor_storage import storage_of
+from engine.model.activation_memory import storage_of
 from engine.tracing.batch_provenance import Rows
 from engine.tracing.torch_functions import Operation
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.memory.out_of_memory import is_unexplained
-from engine.model.state.tensor_storage import detach_view, storage_of
+from engine.model.activation_memory import detach_view, storage_of
 from engine.tracing.batch_provenance import Rows, batch_first, rows_of_one
 from engine.tracing.example_contributions import find_contribution, takes_shapes_alone
 from engine.tracing.matrix_products import Multiplying

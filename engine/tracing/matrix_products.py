@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from engine.layers.parameter_slice import Place, place_of
 from engine.memory.out_of_memory import is_unexplained
-from engine.model.state.tensor_storage import storage_of
+from engine.model.activation_memory import storage_of
 from engine.tracing.batch_provenance import Rows, rows_of_one
 from engine.tracing.derived_weights import Chain, Derivation, Joined, Picked, Sum, derivation_of, derivation_of_view
 from engine.tracing.parameter_uses import Product, Sink

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from engine.model.activation_memory import storage_identity, storage_of
 from engine.model.pass_peak import StorageEvents, parts_at_peak
-from engine.model.state.tensor_storage import storage_identity, storage_of
 from engine.training.batch_statistics import BatchNormMode
 from engine.training.mixed_precision import TrainingPrecision
 from engine.training.simulated_autocast import SimulatedAutocast

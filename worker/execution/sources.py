@@ -17,7 +17,7 @@ from catalog.requests.cached_factors import FILLED
 from catalog.requests.job import JobDocument
 from engine.collection.parameter_windows import list_parameters
 from engine.layers.coverage_check import survey_layers
-from engine.model.state.usable_model import require_usable
+from engine.model.state.preserve_state import require_usable
 from engine.operators.loss_gradient import require_fit
 from engine.workspace import DataPart, ModelInputs
 from worker.execution.attempt import Attempt

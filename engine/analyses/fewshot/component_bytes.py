@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from engine.analyses.costs.fewshot_training import TrainingPlans, TrainingWay
 from engine.analyses.fewshot.fewshot_model import FewshotModel, episode_loss, first_weights, terms_of
 from engine.analyses.fewshot.training_run import TrainingRun
-from engine.model.state.tensor_storage import storage_identity, storage_of
+from engine.model.activation_memory import storage_identity, storage_of
 from engine.training.batch_statistics import freeze_statistics
 from engine.training.simulated_autocast import SimulatedAutocast
 

@@ -19,7 +19,7 @@ from engine.collection import checkpoints
 from engine.collection.checkpoints import MANIFEST, Checkpoints
 from engine.errors import NonFiniteLoss, StopRequested
 from engine.memory.plan import Chosen
-from engine.model.state.written_tensors import bit_sum
+from engine.model.state.model_state import bit_sum
 from engine.workspace import Workspace
 from tests.oracles import MemoryArtifacts, workspace
 

@@ -17,8 +17,7 @@ from engine.collect import collect_or_read
 from engine.collection import checkpoints, layer_facts
 from engine.collection.layer_facts import WITHOUT_CUDNN, instead_of_cudnn
 from engine.errors import StopRequested
-from engine.model.determinism import Numerics, set_numerics
-from engine.model.device_versions import UNKNOWN
+from engine.model.determinism import UNKNOWN, Numerics, set_numerics
 from engine.workspace import Workspace
 from tests.oracles import MemoryArtifacts, workspace
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.model import device_versions
-from engine.model.determinism import Numerics
-from engine.model.device_versions import UNKNOWN
+from engine.model import determinism
+from engine.model.determinism import UNKNOWN, Numerics
 
 VERSION, DRIVER = (13, 1, 2), b"580.159.04"
 
@@ -55,9 +54,9 @@ def opening(known: dict[str, Any]) -> Callable[[str], Any]:
 def asked(monkeypatch: pytest.MonkeyPatch, folder: Path, loaded: Path, known: dict[str, Any]) -> list[str]:
     """The versions of cuBLAS and cuSOLVER, where one library is loaded and others lie beside it."""
     (folder / "maps").write_text(f"7f00-7f01 r-xp 00000000 08:01 42 {loaded}\n")
-    monkeypatch.setattr(device_versions, "_MAPPED", folder / "maps")
-    monkeypatch.setattr(device_versions.ctypes, "CDLL", opening(known))
-    return [device_versions._library_version.__wrapped__(name) for name in ("cublas", "cusolver")]
+    monkeypatch.setattr(determinism, "_MAPPED", folder / "maps")
+    monkeypatch.setattr(determinism.ctypes, "CDLL", opening(known))
+    return [determinism._library_version.__wrapped__(name) for name in ("cublas", "cusolver")]
 
 
 def placed(path: Path) -> Path:
@@ -91,13 +90,13 @@ def test_nothing_fails_where_a_library_does_not_say_it(monkeypatch: pytest.Monke
     ids=["there", "does-not-begin", "absent"],
 )
 def test_the_driver_says_its_version(monkeypatch: pytest.MonkeyPatch, known: dict[str, Any], version: str) -> None:
-    monkeypatch.setattr(device_versions.ctypes, "CDLL", opening(known))
-    assert device_versions._driver.__wrapped__() == version
+    monkeypatch.setattr(determinism.ctypes, "CDLL", opening(known))
+    assert determinism._driver.__wrapped__() == version
 
 
 def test_maps_that_cannot_be_read_leave_versions_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(device_versions, "_MAPPED", tmp_path / "absent")
-    assert device_versions._library_version.__wrapped__("cublas") == UNKNOWN
+    monkeypatch.setattr(determinism, "_MAPPED", tmp_path / "absent")
+    assert determinism._library_version.__wrapped__("cublas") == UNKNOWN
 
 
 def test_a_device_that_is_not_here_is_unknown_and_a_cpu_has_none_of_it() -> None:

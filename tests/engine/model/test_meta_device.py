@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from engine.model.activation_memory import storage_identity, storage_of
 from engine.model.determinism import Numerics
 from engine.model.meta_device import simulate_device
-from engine.model.state.tensor_storage import storage_identity, storage_of
 
 CPU, CUDA, META = (torch.device(name) for name in ("cpu", "cuda", "meta"))
 HEADS, LENGTH, HEAD = 4, 24, 16
