@@ -17,11 +17,11 @@ from typing_extensions import override
 
 from engine.accumulation.example_gradients import Meeting
 from engine.accumulation.hooked_model import CallCounts, hooked
-from engine.accumulation.input_arrival import InputArrival
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.loss_head import LossHead
 from engine.accumulation.output_gradients import (
     Direction,
+    InputArrival,
     arrival,
     note_reached,
     show_gradient,

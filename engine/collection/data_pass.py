@@ -11,9 +11,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from catalog.requests.collection import Collection
 from engine.accumulation.hooks import Collector
-from engine.accumulation.input_arrival import InputArrival
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.loss_head import LossHead
+from engine.accumulation.output_gradients import InputArrival
 from engine.collection.checkpoints import Checkpoints, Resumed
 from engine.collection.collection_state import CollectionState, Cursor
 from engine.collection.nan_check import locate_nan

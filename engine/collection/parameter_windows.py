@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.factors.factor_set import ParameterShape
-from engine.gradient_identity.gradients import Piece, pieces_of
+from engine.gradient_identity.completeness import Piece, pieces_of
 from engine.layers.embedding import EmbeddingLayer
 from engine.layers.layer import BlockLayer, TreatedLayer
 from engine.layers.parameter_slice import Place, Window

@@ -1,20 +1,34 @@
-"""The probe: what a forward pass of one example, repeated, shows of a model before anything large is allocated."""
+"""The probe: what a forward pass of one example, repeated, shows of a model before anything large is allocated.
 
-from collections.abc import Mapping
+Bytes that each layer will hold follow from its sizes. A self-check copies the inputs of the treated layers and the
+gradients of their outputs for a few examples. They stand beside the slice that a pass works on, and afterwards beside
+one example alone. The first check comes before the sums are there, later ones stand beside them, and so do the moments
+that the first batch's sums are held against. Only what exceeds all this is planned.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
+from catalog.requests.collection import Collection
+from engine.accumulation.batch_variance import activation_refusal, gradient_refusal
 from engine.collection.pass_job import PassJob
 from engine.collection.subsamples import Sizes
 from engine.factors.representation import DENSE, Representation
+from engine.factors.representation_bytes import basis_bytes, gram_bytes
+from engine.gradient_identity.row_moments import NUMBERS_AT_ONCE
+from engine.gradient_identity.schedule import FIRST_EXAMPLES
 from engine.layers.coverage import Survey
+from engine.layers.elementwise import BareLayer
 from engine.layers.layer import TreatedLayer
 from engine.layers.tied import TiedHeadLayer
-from engine.memory.plan import Chosen
+from engine.memory.plan import Chosen, Source, Stage, Term
 from engine.model.activation_memory import Saved
 from engine.row_layout.layer_calls import Call
+from engine.tracing.example_contributions import examples_at_once
+from engine.workspace import Workspace
 
 
 class TimedForward(NamedTuple):
@@ -142,3 +156,185 @@ def sides_of(layer: TreatedLayer, *, follows: bool) -> list[tuple[int, bool]]:
         # beside the head's: counts of the table's ids, moments of its vectors, the head's own A and its G's diagonal
         sides += [(layer.fan_out, False), (layer.fan_in, True), (layer.in_dim, True), (layer.fan_out, False)]
     return sides
+
+
+def check_bytes(
+    workspace: Workspace,
+    probe: Probe,
+    *,
+    saved: Saved | None,
+    passing: int,
+    sums: int,
+) -> int:
+    """Return the bytes that a check takes beyond what the passes hold when none is made."""
+    collection = workspace.options.collection
+    if collection.self_check == "off":
+        return 0
+    kept, own = _rows(probe, min(FIRST_EXAMPLES, collection.batch_size)), _rows(probe, 1)
+    # rows that are kept of a batch stand beside what it holds on its way, and beside one example alone afterwards
+    first = max(kept - sums, _held(probe, saved) + kept - passing - sums)
+    later = own + max(_moments(probe, collection.batch_size), _held(probe, saved) - passing)
+    return max(0, first, later)
+
+
+def _rows(probe: Probe, examples: int) -> int:
+    """Return the bytes of the rows of some examples, with their gradients of bare parameters."""
+    numbers = sum(call.entered.numel() + call.output.numel() for call in probe.calls) + 2 * probe.outputs
+    bare = sum(layer.out_dim for layer in probe.layers if isinstance(layer, BareLayer))
+    return examples * (numbers // probe.examples + bare) * probe.dtype.itemsize
+
+
+def _moments(probe: Probe, examples: int) -> int:
+    """Return the bytes of example gradients in float64, of their squares, and of the vector they are multiplied by.
+
+    Other rows are taken in as the pass gives back what it holds of them.
+    """
+    most = max((examples * layer.out_dim for layer in probe.layers if isinstance(layer, BareLayer)), default=0)
+    return 3 * torch.float64.itemsize * min(NUMBERS_AT_ONCE, most)
+
+
+def _held(probe: Probe, saved: Saved | None) -> int:
+    """Return the bytes that one example alone holds: its pass, its rows, and a gradient of the largest weight twice."""
+    inputs = sum(call.entered.numel() for call in probe.calls)
+    through = inputs * probe.dtype.itemsize // probe.examples if saved is None else saved.of(1)
+    weight = max((layer.groups * layer.fan_in * layer.fan_out for layer in probe.layers if layer.weight), default=0)
+    work = example_gradients(probe.layers, 1) + 2 * weight
+    return through + _rows(probe, 1) + work * probe.dtype.itemsize
+
+
+AT_A_NORMALISATION = 7
+"""Times its output that a normalisation takes on the way back, counted in a residual network: what arrives by two
+branches, what is handed on, and copies of both, centred, and their product."""
+
+
+def members_of(treated: Sequence[TreatedLayer], shared: dict[str, str]) -> dict[tuple[str, ...], list[TreatedLayer]]:
+    """Group the layers that share one A."""
+    members: dict[str, list[TreatedLayer]] = {}
+    for layer in treated:
+        members.setdefault(shared.get(layer.name, layer.name), []).append(layer)
+    return {tuple(layer.name for layer in group): group for group in members.values()}
+
+
+def group_bytes(
+    probe: Probe,
+    device: torch.device,
+    varied: Collection | None = None,
+) -> dict[tuple[str, ...], int]:
+    """Return the bytes of the sums and gradient rows of each group of layers that stay together, where the sums are."""
+    return {
+        names: sum(
+            _summed_bytes(layer, probe, probe.dtype.itemsize, follows=layer.name in probe.shared)
+            + (0 if varied is None else _varied_bytes(layer, probe, varied, follows=layer.name in probe.shared))
+            + (0 if _elsewhere(layer, probe, device) else _row_bytes(layer, probe))
+            for layer in group
+        )
+        for names, group in members_of(probe.layers, probe.shared).items()
+    }
+
+
+def _summed_bytes(layer: TreatedLayer, probe: Probe, item: int, *, follows: bool) -> int:
+    sides = probe.sides(layer, follows=follows)
+    return item * layer.groups * sum(side * side if dense else side for side, dense in sides)
+
+
+def _varied_bytes(layer: TreatedLayer, probe: Probe, collection: Collection, *, follows: bool) -> int:
+    """Bytes of the sums that the variance over batches sets aside."""
+    if not collection.batch_variance:
+        return 0
+    gradient, *activation = sides_of(layer, follows=follows)
+    sides = activation if activation_refusal(layer) is None else []
+    if gradient_refusal(layer, probe.kept(layer).kind, collection.fisher) is None:
+        sides.append(gradient)
+    return probe.dtype.itemsize * layer.groups * sum(side * side if dense else side for side, dense in sides)
+
+
+def _row_bytes(layer: TreatedLayer, probe: Probe) -> int:
+    kept = probe.kept(layer)
+    return 0 if kept.kind == "dense" else kept.share_bytes(layer)
+
+
+def _elsewhere(layer: TreatedLayer, probe: Probe, device: torch.device) -> bool:
+    """Whether its gradient rows stand on the host though the device computes."""
+    return device.type == "cuda" and probe.kept(layer).on_host
+
+
+def kept_terms(
+    workspace: Workspace,
+    probe: Probe,
+    *,
+    offload: bool,
+    several: bool,
+) -> list[Term]:
+    """Return the terms of gradient rows on the host and of factors that are not spilled."""
+    terms: list[Term] = []
+    apart = sum(
+        _row_bytes(layer, probe) for layer in probe.layers if _elsewhere(layer, probe, workspace.machine.device)
+    )
+    if apart:
+        terms.append(Term(name="gradient rows", formula="Σ T · out", size_bytes=apart, place="host", source="exact"))
+    if several:
+        return terms
+    item = 8 if workspace.options.collection.dtype == "float64" else 4
+    width = _stored_size(workspace.options.collection.storage_dtype, item)
+    # rows that stand on the host stay where they are
+    stored = sum(_row_bytes(layer, probe) for layer in probe.layers) - apart
+    stored += sum(_summed_bytes(layer, probe, width, follows=layer.name in probe.shared) for layer in probe.layers)
+    # on the host they take the place of the sums, a layer at a time
+    when: Stage = "decomposition" if offload or workspace.machine.device.type != "cuda" else "throughout"
+    terms.append(
+        Term(name="factors", formula="Σ in² + Σ out²", size_bytes=stored, place="host", source="exact", stage=when)
+    )
+    return terms
+
+
+def row_sizes(probe: Probe, *, on_device: bool) -> list[tuple[str, str, int, Source, Stage]]:
+    """Return the further bytes of gradient rows: Gram matrices, bases and merged rows.
+
+    Args:
+        probe: The layers and how each keeps its G.
+        on_device: Gram matrices of gradient rows are decomposed on a device.
+
+    Returns:
+        Name, formula, bytes, source and stage of each; nothing where every G is dense.
+    """
+    kept = [(layer, probe.kept(layer)) for layer in probe.layers if probe.kept(layer).kind != "dense"]
+    if not kept:
+        return []
+    gram = max(
+        (
+            gram_bytes(rows, layer.out_dim, on_device=on_device and each.kind == "woodbury")
+            for layer, each in kept
+            if (rows := each.gram_rows(layer.out_dim))
+        ),
+        default=0,
+    )
+    matrices = 6 if on_device else 4
+    basis = max(basis_bytes(each.rows, layer.out_dim) if each.basis else 0 for layer, each in kept)
+    # a triangle and as many rows again are made one: they, and the factorisation's copy
+    merged = max((4 * layer.out_dim**2 for layer, each in kept if each.rows > layer.out_dim), default=0)
+    return [
+        (
+            "Gram matrix",
+            f"{matrices} · T² · 8, and chunks of 2²¹ numbers, most gradient rows",
+            gram,
+            "exact",
+            "decomposition",
+        ),
+        ("basis of gradient rows", "T · n · 8, widest layer", basis, "exact", "decomposition"),
+        ("merged gradient rows", "2 · 2n · n, widest layer", merged * probe.dtype.itemsize, "exact", "collection"),
+    ]
+
+
+def _stored_size(storage_dtype: str | None, item: int) -> int:
+    return item if storage_dtype is None else torch.empty((), dtype=getattr(torch, storage_dtype)).element_size()
+
+
+def example_gradients(treated: Sequence[TreatedLayer], examples: int) -> int:
+    """Return how many numbers the gradients of bare parameters by example hold, with what waits for them."""
+    bare = [layer for layer in treated if isinstance(layer, BareLayer)]
+    # what arrives, and its sum over all uses
+    copied = 2 * examples * sum(layer.out_dim for layer in bare if layer.held is None)
+    again = sum(layer.out_dim for layer in bare if layer.held is not None)
+    # of some examples: those with respect to what was made of the parameters, and pulled back to them, and one more
+    made = 3 * examples_at_once(examples, again) * again
+    return copied + made + examples * sum(layer.held or 0 for layer in bare)

@@ -13,8 +13,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from engine.accumulation.input_arrival import UnusedCalls
 from engine.accumulation.layer_statistics import LayerStatistics
+from engine.accumulation.output_gradients import UnusedCalls
 from engine.collection.checkpoints import CheckpointForeign, Checkpoints, Resumed, fingerprint
 from engine.collection.collection_state import CollectionState, Cursor, fields_of_state
 from engine.collection.data_pass import require_terms, run_pass

@@ -33,9 +33,9 @@ from torch import Tensor
 from catalog.requests.collection import Collection
 from catalog.requests.inputs import Loss, Task
 from engine.errors import NoLikelihood, WrongShape
+from engine.model.class_targets import label_weights, smoothed_labels
 from engine.model.counter_rng import categories, normals, uniforms
 from engine.model.outputs import Prediction
-from engine.model.targets.class_targets import label_weights, smoothed_labels
 
 
 def directions(prediction: Prediction, index: Tensor, task: Task, collection: Collection) -> Iterator[Tensor]:

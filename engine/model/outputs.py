@@ -20,12 +20,11 @@ from catalog.requests.inputs import EMBEDDINGS, Task
 from engine.errors import EngineError, ModelRefused, NonFiniteLoss, Unwinding, WrongShape
 from engine.memory.out_of_memory import lost_device, ran_out_of_memory
 from engine.model.batches import Batch, tensors, with_virtual_tokens
+from engine.model.class_targets import find_class_axis, label_weights, read_class_targets, require_labels
 from engine.model.dtype_casts import casts_of, conversion_of, is_mismatch
 from engine.model.output_selection import loss_of, mean_over_positions, output_of
 from engine.model.sharding.gathering import refusing_absent_reads
 from engine.model.state.model_state import forward_of
-from engine.model.targets.class_axis import find_class_axis
-from engine.model.targets.class_targets import label_weights, read_class_targets, require_labels
 
 _OF_TRANSFORMS = ("BatchedTensorImpl", "GradTrackingTensor", "torch.func")
 """Words of torch's messages about tensors inside ``torch.func.vmap`` and its like."""

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from engine.collection.probe import Probe
+from engine.collection.probe import Probe, group_bytes
 from engine.memory.budget import MemoryBudget, give_back_host_memory, resident_bytes
 from engine.memory.device_speed import MEASURING_BYTES, MEASURING_DEVICE_BYTES, DeviceSpeed
 from engine.memory.plan import BUDGETED, Budgeted, Chosen, Enough, Plan
@@ -25,7 +25,6 @@ from engine.planning.analysis_cost import with_analyses
 from engine.planning.collection.memory import corrected_plan, correction_bytes, plan_of
 from engine.planning.collection.seconds import Work, work_of
 from engine.planning.decomposition_memory import beyond_solvers, with_decompositions
-from engine.planning.layer_memory import group_bytes
 from engine.planning.plan_search import fastest, halved, partition, slice_sizes
 from engine.workspace import Workspace
 

@@ -13,10 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from engine.accumulation.hooked_model import find_shared_parameters
 from engine.accumulation.loss_head import head_of
 from engine.collection.nan_check import locate_nan
 from engine.collection.pass_job import PassJob
-from engine.collection.probe import Probe, ProbedModel, TimedForward
+from engine.collection.probe import AT_A_NORMALISATION, Probe, ProbedModel, TimedForward
 from engine.errors import EngineError, ModelRefused
 from engine.factors.representation import WorkloadEstimate, choose
 from engine.layers.coverage import Survey, declare
@@ -40,7 +41,6 @@ from engine.planning.dry_pass import (
     samples_of,
     watch_operations,
 )
-from engine.planning.layer_memory import AT_A_NORMALISATION
 from engine.row_layout.attention_masks import Masking, Run, try_masks
 from engine.row_layout.layer_calls import (
     Call,
@@ -58,7 +58,6 @@ from engine.row_layout.unbatched_inputs import find_spreadable_tables
 from engine.tracing.function_mode import ParameterUseMode
 from engine.tracing.functional_layers import Uses, add_functional_layers, calls_of, find_candidates, places_of
 from engine.tracing.parameter_uses import assumed_products
-from engine.tracing.shared_parameters import find_shared_parameters
 
 
 def probe_model(job: PassJob, survey: Survey) -> ProbedModel:

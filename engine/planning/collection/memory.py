@@ -14,7 +14,15 @@ from torch import nn
 from engine.accumulation.batch_variance import NUMBERS_AT_ONCE
 from engine.accumulation.example_gradients import squared_norms_numbers
 from engine.collection.normalise import leaves_once
-from engine.collection.probe import Probe, sides_of
+from engine.collection.probe import (
+    AT_A_NORMALISATION,
+    Probe,
+    check_bytes,
+    example_gradients,
+    kept_terms,
+    row_sizes,
+    sides_of,
+)
 from engine.collection.subsamples import EIGHTHS
 from engine.factors.departure import departing_bytes
 from engine.layers.convolution import ConvolutionLayer
@@ -23,7 +31,6 @@ from engine.memory.host_accumulation import pinned_bytes, staging_numbers
 from engine.memory.plan import DEVICE_LIBRARY_BYTES, LIBRARY_BYTES, Chosen, Plan, Source, Stage, Term
 from engine.model.activation_memory import Saved
 from engine.planning.collection.reductions import reduction_terms
-from engine.planning.layer_memory import AT_A_NORMALISATION, check_bytes, example_gradients, kept_terms, row_sizes
 from engine.planning.model_memory import weight_terms
 from engine.row_layout.layer_calls import Call
 from engine.workspace import Workspace

@@ -13,8 +13,8 @@ from torch import Tensor
 from engine.accumulation.batch_variance import BatchVariance
 from engine.accumulation.gradient_rows import GradientRows
 from engine.accumulation.hooks import Collector
-from engine.accumulation.input_arrival import InputArrival
 from engine.accumulation.layer_statistics import LayerStatistics
+from engine.accumulation.output_gradients import InputArrival
 from engine.accumulation.sketched_rows import SketchRows
 from engine.accumulation.tied_statistics import TiedHeadStatistics
 from engine.collection.collection_state import RECORDS, CollectionState, Cursor, fields_of_state

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from engine.collection.probe import row_sizes
 from engine.estimate import plan_job
 from engine.factors.departure import departing_bytes
 from engine.memory.budget import MemoryBudget
 from engine.planning.collection.memory import leaving_terms
-from engine.planning.layer_memory import row_sizes
 from tests.oracles import workspace
 
 
