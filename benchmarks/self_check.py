@@ -27,7 +27,7 @@ from engine.collect import collect_or_read
 from engine.collection import data_pass
 from engine.collection.first_check import Verification
 from engine.factors.factor_set import FactorSet
-from engine.gradient_identity.glance import Glances
+from engine.gradient_identity.schedule import Glances
 from engine.gradient_identity.self_check import SelfCheck
 from engine.gradient_identity.summed_rows import SummedRows
 from engine.model.batches import map_tensors

@@ -26,15 +26,14 @@ from engine.collection.parameter_windows import find_windows, list_parameters
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import ProbedModel
 from engine.collection.ranks.joined_job import follow_planner, gather_model, join_ranks, require_same_checks
-from engine.collection.ranks.owners import owners_by_ordinal
+from engine.collection.ranks.reduce_statistics import owners_by_ordinal
 from engine.collection.run_passes import announce, run_passes
 from engine.collection.subsamples import by_ordinal, sizes_of
 from engine.errors import ModelRefused
 from engine.factors.factor_files import read_factors, reused
 from engine.factors.factor_set import CalledOnce, Corrected, CountedExamples, FactorSet, ParameterShape, Run
 from engine.gradient_identity.comparison import FAILED_CHECK, refusal
-from engine.layers.coverage import DeclaredLayer, Survey, declare
-from engine.layers.coverage_check import nothing_covered, require_coverage, survey_layers
+from engine.layers.coverage import DeclaredLayer, Survey, declare, nothing_covered, require_coverage, survey_layers
 from engine.layers.layer import TreatedLayer
 from engine.memory.budget import give_back_host_memory
 from engine.memory.plan import Plan

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from catalog.responses.time_estimate import seconds_range
 from engine.collection.pass_job import PassJob
-from engine.layers.coverage_check import survey_layers
-from engine.memory.budget import resident_bytes
-from engine.memory.limits import warm_up
+from engine.layers.coverage import survey_layers
+from engine.memory.budget import resident_bytes, warm_up
 from engine.memory.plan import Plan
 from engine.model.batches import map_tensors
 from engine.model.determinism import set_numerics

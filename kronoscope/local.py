@@ -27,7 +27,7 @@ from catalog.requests.inputs import Task
 from catalog.requests.memory import Memory
 from catalog.requests.woodbury import Woodbury
 from catalog.responses.coverage import assess_coverage, coverage_warning, describe_kinds
-from engine.analyses.run_analyses import run_analyses
+from engine.analyses.layer_analysis import run_analyses
 from engine.artifacts import Artifacts, Held
 from engine.distributed.group import join
 from engine.factors.factor_files import read_factors
@@ -37,9 +37,8 @@ from engine.memory.guard import Guard
 from engine.model.state.preserve_state import require_usable
 from engine.planning.decomposition_memory import eigendecomposition_bytes
 from engine.training import split_gradients as training
-from engine.training.batch_statistics import BatchNormMode, require_batch_norm
+from engine.training.batch_statistics import BatchNormMode, require_batch_norm, require_uncoupled
 from engine.training.checkpointed_chain import find_chain, require_composition
-from engine.training.example_coupling import require_uncoupled
 from engine.training.mixed_precision import TrainingPrecision, choose_precision
 from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Workspace
 from kronoscope.display.progress import notebook_display

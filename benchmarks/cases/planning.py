@@ -33,9 +33,8 @@ from catalog.requests.inputs import Task
 from engine.analyses.capacity import Capacity
 from engine.collection import run_passes
 from engine.estimate import plan_job
-from engine.memory.budget import MemoryBudget, give_back_host_memory, resident_bytes, status_bytes
+from engine.memory.budget import MemoryBudget, give_back_host_memory, resident_bytes, status_bytes, warm_up
 from engine.memory.guard import Fallback, FallbackResult, Guard
-from engine.memory.limits import warm_up
 from engine.memory.plan import Chosen, Plan
 from engine.workspace import JobOptions, JobResults, ModelInputs, Ports, Workspace
 

@@ -28,8 +28,8 @@ from catalog.requests.collection import Collection
 from catalog.requests.inputs import Task
 from catalog.requests.woodbury import Woodbury
 from engine.collect import collect_or_read
-from engine.distributed.formulas import held_bytes, sent_bytes
 from engine.distributed.group import Ranks, start, stop
+from engine.distributed.traffic import held_bytes, sent_bytes
 from engine.distributed.transfers import Label, run_together, sum_triangle_
 from engine.factors.low_rank import LowRank
 from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Workspace

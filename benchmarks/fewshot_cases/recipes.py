@@ -19,8 +19,7 @@ from benchmarks.fewshot_cases.episode_step import (
     training_step,
 )
 from engine.fewshot.backbones import make_backbone
-from engine.fewshot.episode_loss import EpisodeLoss
-from engine.fewshot.episodes import episode
+from engine.fewshot.episode_loss import EpisodeLoss, episode
 from engine.fewshot.heads import make_head
 from engine.fewshot.strokes import Split, alphabet
 from engine.training.mixed_precision import TrainingPrecision

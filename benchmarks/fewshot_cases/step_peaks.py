@@ -21,7 +21,7 @@ from benchmarks.fewshot_cases.episode_step import (
     parameters_of,
     training_step,
 )
-from engine.memory.limits import warm_up
+from engine.memory.budget import warm_up
 from engine.training.batch_statistics import BatchNormMode
 from engine.training.training_peak import StepMemory
 from engine.training.ways import Way

@@ -22,16 +22,16 @@ from engine.accumulation.loss_head import LossHead
 from engine.accumulation.output_gradients import (
     Direction,
     InputArrival,
+    RowObserver,
     arrival,
     note_reached,
     show_gradient,
     unscaled,
     watch_gradient,
 )
-from engine.accumulation.row_observer import RowObserver
 from engine.layers.elementwise import BareLayer
-from engine.layers.functional_linear import FunctionalLinearLayer
 from engine.layers.layer import TreatedLayer, Use
+from engine.layers.linear import FunctionalLinearLayer
 from engine.layers.parameter_slice import Place
 from engine.model.mixed_precision import LossScale
 from engine.model.outputs import Prediction

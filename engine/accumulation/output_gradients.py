@@ -5,24 +5,58 @@ forward pass, long before it is known whether a gradient will ever come back to 
 so inputs enter A at once and need not be kept. Where a batch shows that a layer has calls with a gradient and calls
 without (an output that is detached, or that nothing reads), the pass is begun anew with the inputs of that layer kept
 until their own gradient arrives.
+
+The observer of rows: it sees what the hooks of a pass hand to a layer's sums, and changes nothing of it.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.accumulation.example_gradients import Meeting
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.accumulation.row_observer import RowObserver
 from engine.errors import Unwinding
 from engine.layers.layer import TreatedLayer, Use
 from engine.model.activation_memory import detach_view
 from engine.model.mixed_precision import LossScale
 from engine.row_layout.attention_masks import Key
 from engine.row_layout.layer_calls import require_unwritten, version
+
+
+class RowObserver(Protocol):
+    """Sees the rows of one layer as they are summed; ``Collector.observers`` holds those of a batch."""
+
+    def add_input_(self, use: Use) -> None:
+        """See the input of one call enter A.
+
+        Args:
+            use: The call with its input, examples first, and the positions that count. The model may write to the
+                input later.
+        """
+
+    def follow(self, use: Use) -> Callable[[Tensor], None]:
+        """See one call whose output's gradient is followed.
+
+        Args:
+            use: The call with its input, examples first, and the positions that count.
+
+        Returns:
+            A function of the gradient, a tensor of the output's shape, examples first, not scaled; it is called once
+            for each direction.
+        """
+
+    def add_example_gradients_(self, gradients: Tensor, start: int, examples: int) -> None:
+        """See gradients of examples with respect to a bare parameter.
+
+        Args:
+            gradients: Those of the examples from ``start`` on, shape (n, numbers).
+            start: The first of them.
+            examples: N of the batch.
+        """
 
 
 def arrival(

@@ -7,10 +7,9 @@ import torch
 from typing_extensions import override
 
 from catalog.analyses.export import ExportFormat, ExportMetrics, ExportParams, ExportSummary
-from engine.analyses.exports.activation_files import CordaFile, GptqFile, SecondMomentFile
+from engine.analyses.exports.activation_files import SOLVING_BYTES, CordaFile, GptqFile, SecondMomentFile
 from engine.analyses.exports.exported_file import ExportedFile, is_named
 from engine.analyses.exports.kronecker_files import KronfluenceFile, LaplaceFile
-from engine.analyses.exports.solving_factor import SOLVING_BYTES
 from engine.analyses.layer_analysis import LayerAnalysis
 from engine.errors import NoConditionNumber
 from engine.measurement.layer_measurement import Measured

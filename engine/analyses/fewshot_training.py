@@ -33,7 +33,6 @@ from engine.analyses.costs.fewshot_training import (
     smallest_budgets,
 )
 from engine.analyses.fewshot.component_bytes import Component, count_components, with_taken
-from engine.analyses.fewshot.episode_tests import EpisodeTest, compared
 from engine.analyses.fewshot.fewshot_model import (
     Episodes,
     FewshotModel,
@@ -41,7 +40,7 @@ from engine.analyses.fewshot.fewshot_model import (
     training_precision,
     weights_digest,
 )
-from engine.analyses.fewshot.training_run import TrainingRun
+from engine.analyses.fewshot.training_run import EpisodeTest, TrainingRun, compared
 from engine.analyses.layer_analysis import finite_summary
 from engine.analyses.spectra.search_checkpoints import SearchCheckpoints
 from engine.collection.run_passes import announce

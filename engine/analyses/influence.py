@@ -30,13 +30,15 @@ from catalog.record_reader import read
 from catalog.requests.inputs import Task
 from engine.analyses.costs.influence import influence_cost
 from engine.analyses.layer_analysis import LayerAnalysis
-from engine.analyses.metrics.layer_groups import ALL, layer_groups, require_whole_layers
 from engine.analyses.metrics.scored_queries import (
+    ALL,
     ScoredQueries,
+    layer_groups,
     list_queries,
     read_parts,
     recall,
     remember,
+    require_whole_layers,
     scores_file,
     seal,
 )

@@ -28,8 +28,7 @@ from catalog.analyses.sensitivity import (
 from catalog.requests.inputs import EMBEDDINGS
 from engine.analyses.costs.natural_gradient import gradient_pass_terms
 from engine.analyses.layer_analysis import LayerAnalysis
-from engine.analyses.metrics.format_choice import FormatChoice, choose_formats, states_bytes
-from engine.analyses.metrics.weight_formats import format_bytes, in_format
+from engine.analyses.metrics.weight_formats import FormatChoice, choose_formats, format_bytes, in_format, states_bytes
 from engine.collection.ranks.joined_job import require_one_rank
 from engine.errors import UsageError
 from engine.factors.factor_set import LayerFacts

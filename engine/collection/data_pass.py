@@ -29,12 +29,11 @@ from engine.gradient_identity.comparison import FAILED_CHECK
 from engine.gradient_identity.self_check import SelfCheck
 from engine.gradient_identity.summed_rows import NO_ROWS, SummedRows
 from engine.layers.layer import TreatedLayer
-from engine.model.backward_pass import pull_back
 from engine.model.batches import Batch, tensors
 from engine.model.determinism import seed_generators
 from engine.model.dtype_casts import casts_of
 from engine.model.example_digests import EnteredExamples
-from engine.model.loss_directions import directions
+from engine.model.loss_directions import directions, pull_back
 from engine.model.outputs import predict
 from engine.row_layout.length_buckets import group_by_length
 

@@ -18,7 +18,7 @@ from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.sketched_rows import SketchRows
 from engine.accumulation.tied_statistics import TiedHeadStatistics
 from engine.collection.collection_state import CollectionState
-from engine.collection.ranks.owners import is_elsewhere, refuse_elsewhere
+from engine.collection.ranks.reduce_statistics import is_elsewhere, refuse_elsewhere
 from engine.errors import NonFiniteFactor
 from engine.factors.dense import diagonals
 from engine.factors.diagonal_sketch import DiagonalSketch

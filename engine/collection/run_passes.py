@@ -23,8 +23,7 @@ from engine.collection.pass_job import PassJob
 from engine.collection.pass_statistics import statistics_kind
 from engine.collection.probe import ProbedModel
 from engine.collection.ranks.agreement import Left, agree_on_checkpoint, end_together, join_cursors
-from engine.collection.ranks.owners import owners_of
-from engine.collection.ranks.reduce_statistics import reduce_statistics
+from engine.collection.ranks.reduce_statistics import owners_of, reduce_statistics
 from engine.collection.ranks.turns import Turns
 from engine.distributed.group import RankLeft
 from engine.factors.representation import DENSE

@@ -25,8 +25,7 @@ from torch.nn.functional import normalize
 from typing_extensions import override
 
 from engine.errors import FewShotRefused
-from engine.fewshot.full_width import widened, without_autocast
-from engine.fewshot.head import EPSILON, Attention, Head
+from engine.fewshot.head import EPSILON, Attention, Head, widened, without_autocast
 
 
 class CosineLayer(nn.Module):

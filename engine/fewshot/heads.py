@@ -27,8 +27,7 @@ from typing_extensions import override
 
 from engine.errors import FewShotRefused
 from engine.fewshot.cosine_transformer import FewShotTransformer
-from engine.fewshot.full_width import widened, without_autocast
-from engine.fewshot.head import EPSILON, Attention, Head
+from engine.fewshot.head import EPSILON, Attention, Head, widened, without_autocast
 
 METHODS = ("ProtoNet", "CTX_softmax", "CTX_cosine", "FSCT_softmax", "FSCT_cosine", "ProFOCT_softmax", "ProFOCT_cosine")
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import FewShotRefused
-from engine.fewshot.full_width import widened, without_autocast
+from engine.fewshot.head import widened, without_autocast
 
 _EPSILON = 1e-8
 _CANCELLED = 1e-4

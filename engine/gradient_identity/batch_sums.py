@@ -17,12 +17,21 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.accumulation.row_observer import RowObserver
+from engine.accumulation.output_gradients import RowObserver
 from engine.accumulation.sketched_rows import SketchRows
 from engine.accumulation.tied_statistics import TiedHeadStatistics
 from engine.gradient_identity.checked_model import TOLERANCES
-from engine.gradient_identity.row_moments import RowMoments, counted_rows, pooled, seeded_numbers, vector_of
-from engine.gradient_identity.sum_moments import SumMoments, in_order_of_sums, of_rows, of_sum
+from engine.gradient_identity.row_moments import (
+    RowMoments,
+    SumMoments,
+    counted_rows,
+    in_order_of_sums,
+    of_rows,
+    of_sum,
+    pooled,
+    seeded_numbers,
+    vector_of,
+)
 from engine.layers.convolution import ConvolutionLayer
 from engine.layers.layer import BlockLayer, Use
 from engine.layers.tied import TiedHeadLayer

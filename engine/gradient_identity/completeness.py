@@ -21,8 +21,8 @@ from engine.gradient_identity.recorded_rows import Forward, RowRecorder, record
 from engine.gradient_identity.reference import Objective, pull_back
 from engine.gradient_identity.schedule import pick_examples
 from engine.layers.embedding import EmbeddingLayer
-from engine.layers.functional_linear import FunctionalLinearLayer
 from engine.layers.layer import BlockLayer, TreatedLayer, Use, of_examples
+from engine.layers.linear import FunctionalLinearLayer
 from engine.layers.parameter_slice import Place
 from engine.layers.tied import TiedHeadLayer
 from engine.model.batches import Batch

@@ -12,13 +12,12 @@ from typing_extensions import override
 from engine.accumulation.example_gradients import Met
 from engine.accumulation.hooks import Collector
 from engine.accumulation.layer_statistics import LayerStatistics
-from engine.accumulation.row_observer import RowObserver
+from engine.accumulation.output_gradients import RowObserver
 from engine.gradient_identity.checked_model import Subject, unwritten
 from engine.layers.layer import TreatedLayer, Use, of_examples
-from engine.model.backward_pass import drain_backward_queue, pull_back
 from engine.model.batches import Batch, tensors
 from engine.model.determinism import Generators, set_generators
-from engine.model.loss_directions import directions
+from engine.model.loss_directions import directions, drain_backward_queue, pull_back
 from engine.model.outputs import Prediction, predict
 from engine.row_layout.layer_calls import InputOverwritten, require_unwritten, version
 

@@ -14,9 +14,9 @@ from typing_extensions import override
 from engine.errors import ModelRefused
 from engine.gradient_identity.checked_model import Subject, unwritten
 from engine.gradient_identity.recorded_rows import Forward, direction_of, run
-from engine.model.backward_pass import drain_backward_queue, run_backward
 from engine.model.batches import Batch
 from engine.model.determinism import set_generators
+from engine.model.loss_directions import drain_backward_queue, run_backward
 
 Arrived = Callable[[nn.Parameter, Tensor], None]
 """Gets a parameter and its gradient, which is let go of afterwards."""

@@ -20,9 +20,9 @@ from engine.memory.budget import (
     free_device_bytes,
     free_host_bytes,
     give_back_host_memory,
+    hold_host,
     resident_bytes,
 )
-from engine.memory.limits import hold_host
 from engine.memory.out_of_memory import first_line, free_memory, ran_out_of_memory
 from engine.memory.plan import Chosen, Plan, largest, readable_bytes, written_bytes
 

@@ -17,8 +17,7 @@ from catalog.analyses.analysis import LookedAt
 from engine.errors import NothingToAnalyse, NotMergeable
 from engine.factors.factor_set import FactorSet, LayerFacts, LayerSums, NestedSize
 from engine.factors.kronecker_factors import Factors
-from engine.layers.coverage import DeclaredLayer
-from engine.layers.coverage_check import require_coverage
+from engine.layers.coverage import DeclaredLayer, require_coverage
 from engine.merging.merged_facts import merged_facts, merged_sums
 from engine.merging.requirements import require_mergeable
 from engine.merging.weighted_sides import Addend, Precision, merge_layer

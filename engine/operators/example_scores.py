@@ -29,11 +29,10 @@ from engine.collection.pass_job import PassJob
 from engine.errors import ModelRefused, UsageError
 from engine.layers.layer import BlockLayer, TreatedLayer, Use
 from engine.layers.tied import TiedHeadLayer
-from engine.model.backward_pass import pull_back
 from engine.model.batches import Batch, tensors
 from engine.model.dtype_casts import casts_of
 from engine.model.example_digests import digest_examples
-from engine.model.loss_directions import loss_gradient
+from engine.model.loss_directions import loss_gradient, pull_back
 from engine.model.outputs import predict
 from engine.operators.exact.columns import trained
 from engine.operators.exact.data_passes import DataPasses

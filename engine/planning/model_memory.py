@@ -12,7 +12,7 @@ from torch import nn
 
 from engine.distributed.sharded_tensors import is_sharded, local_bytes
 from engine.memory.plan import Term
-from engine.model.sharding.units import gathered_bytes
+from engine.model.sharding.gathered_parameters import gathered_bytes
 from engine.workspace import Workspace
 
 

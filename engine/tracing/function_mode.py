@@ -36,14 +36,16 @@ from engine.tracing.parameter_uses import Sink
 from engine.tracing.pullback import Arrived, Derived, Pullback, detach_data
 from engine.tracing.rewrites.operator_rewrites import REWRITES, expansion_of
 from engine.tracing.rewrites.recurrent_rewrites import RECURRENT
-from engine.tracing.tensor_layouts import REARRANGED, arrange_like, layout_of
 from engine.tracing.tensor_marks import find_copies_dim
 from engine.tracing.torch_functions import (
     JOINS,
     POINTWISE,
+    REARRANGED,
     VIEW_PROPERTIES,
     Operation,
+    arrange_like,
     hides_operations,
+    layout_of,
     operation_name,
     reveal_operations,
     show_custom_functions,

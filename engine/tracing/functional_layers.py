@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from engine.layers.coverage import DeclaredLayer, Survey, layer_name
 from engine.layers.elementwise import BareLayer
-from engine.layers.functional_linear import FunctionalLinearLayer
 from engine.layers.layer import TreatedLayer
+from engine.layers.linear import FunctionalLinearLayer
 from engine.layers.parameter_slice import Place, Places, label_of, slices_of
 from engine.row_layout.layer_calls import Call, version
 from engine.tracing.parameter_uses import Product, Sink

@@ -16,9 +16,17 @@ from engine.row_layout.layer_calls import version
 from engine.tracing.batch_provenance import Rows, batch_first, rows_of_one
 from engine.tracing.derived_weights import Derivation
 from engine.tracing.followed_rows import follow_rows
-from engine.tracing.moved_rows import STACKS, follow_moved, with_one
+from engine.tracing.moved_rows import (
+    SCATTERS,
+    STACKS,
+    follow_join,
+    follow_moved,
+    follow_scatter,
+    source_of,
+    with_one,
+    written_at,
+)
 from engine.tracing.rewrites.operator_rewrites import Watch
-from engine.tracing.scattered_rows import SCATTERS, follow_join, follow_scatter, source_of, written_at
 from engine.tracing.torch_functions import CONSTANTS, JOINS, Operation, tensors_of
 
 _MARK = "kronoscope"

@@ -34,8 +34,7 @@ from typing_extensions import override
 from engine.model.activation_memory import storage_identity, storage_of
 from engine.model.pass_peak import StorageEvents, parts_at_peak
 from engine.training.batch_statistics import BatchNormMode
-from engine.training.mixed_precision import TrainingPrecision
-from engine.training.simulated_autocast import SimulatedAutocast
+from engine.training.mixed_precision import SimulatedAutocast, TrainingPrecision
 from engine.training.split_gradients import Loss, slices_inputs, split_gradients
 from engine.training.ways import Way
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from engine.analyses.exports.solving_factor import solving_factor
+from engine.analyses.exports.activation_files import solving_factor
 from kronoscope.local import measure
 from tests.consumers.nets import CLASSES, DAMPING, QUERIES, examples, hessians, net
 

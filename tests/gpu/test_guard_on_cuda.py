@@ -12,9 +12,8 @@ from torch import nn
 from catalog.requests.memory import Memory
 from engine.collect import collect_or_read
 from engine.errors import OutOfMemory
-from engine.memory.budget import MemoryBudget, free_device_bytes
+from engine.memory.budget import MemoryBudget, free_device_bytes, hold_device
 from engine.memory.guard import Fallback, Guard
-from engine.memory.limits import hold_device
 from engine.memory.out_of_memory import free_memory, lost_device
 from tests.oracles import relative_error, workspace
 

@@ -24,7 +24,7 @@ from catalog.analyses.analysis import RefusedAnalysis
 from catalog.frames import Divided, Failed, Finished, Stopped, Summarised, layer_frame
 from catalog.record import plain
 from catalog.requests.assignment import Assignment, read_assignment
-from engine.analyses.run_analyses import run_analyses
+from engine.analyses.layer_analysis import run_analyses
 from engine.distributed import group
 from engine.errors import StopRequested
 from worker.execution.attempt import Attempt, StopFlag, begin_attempt

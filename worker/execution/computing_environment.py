@@ -21,9 +21,8 @@ import torch
 from catalog.record import FieldError
 from catalog.requests.assignment import Assignment
 from catalog.requests.job import JobDocument
-from engine.memory.budget import MemoryBudget, context_bytes
+from engine.memory.budget import MemoryBudget, context_bytes, hold_device
 from engine.memory.device_speed import fastest_threads
-from engine.memory.limits import hold_device
 from worker.execution.refusal import Refusal, Unavailable
 from worker.process.crash import DEVICE_LOST
 

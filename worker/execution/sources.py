@@ -16,7 +16,7 @@ from catalog.frames import Divided, Finished
 from catalog.requests.cached_factors import FILLED
 from catalog.requests.job import JobDocument
 from engine.collection.parameter_windows import list_parameters
-from engine.layers.coverage_check import survey_layers
+from engine.layers.coverage import survey_layers
 from engine.model.state.preserve_state import require_usable
 from engine.operators.loss_gradient import require_fit
 from engine.workspace import DataPart, ModelInputs

@@ -32,9 +32,8 @@ from engine.analyses.fewshot.fewshot_model import (
 from engine.fewshot.head import Head
 from engine.fewshot.heads import ProtoNet
 from engine.image_data import SPLITS, ImageData
-from engine.memory.budget import MemoryBudget, give_back_host_memory, resident_bytes
+from engine.memory.budget import MemoryBudget, give_back_host_memory, resident_bytes, warm_up
 from engine.memory.device_speed import typical_speed
-from engine.memory.limits import warm_up
 from engine.memory.plan import (
     DEVICE_LIBRARY_BYTES,
     LIBRARY_BYTES,
@@ -49,9 +48,8 @@ from engine.memory.plan import (
 )
 from engine.model.pass_peak import StorageEvents
 from engine.planning.job_plan import named_budget, smallest_budget
-from engine.training.kept_activations import kept_activations
+from engine.training.kept_activations import kept_activations, padded_bytes
 from engine.training.mixed_precision import TrainingPrecision
-from engine.training.padded_channels import padded_bytes
 from engine.training.split_gradients import slices_inputs
 from engine.training.training_peak import PARTS, WEIGHTS, StepMemory, TrainingStep, predict_pass
 from engine.training.ways import Way, dense_covariance_bytes, exact_ways

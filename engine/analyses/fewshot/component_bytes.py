@@ -18,7 +18,7 @@ from engine.analyses.fewshot.fewshot_model import FewshotModel, episode_loss, fi
 from engine.analyses.fewshot.training_run import TrainingRun
 from engine.model.activation_memory import storage_identity, storage_of
 from engine.training.batch_statistics import freeze_statistics
-from engine.training.simulated_autocast import SimulatedAutocast
+from engine.training.mixed_precision import SimulatedAutocast
 
 
 @dataclass(frozen=True, kw_only=True)

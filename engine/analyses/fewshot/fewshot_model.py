@@ -12,8 +12,7 @@ from catalog.analyses.fewshot_training import FewshotTrainingParams
 from engine.errors import FewShotRefused, TrainingRefused, UsageError
 from engine.factors.kronecker_factors import digest
 from engine.fewshot.backbones import Backbone, Pool, make_backbone
-from engine.fewshot.episode_loss import EpisodeLoss
-from engine.fewshot.episodes import Episode, episode
+from engine.fewshot.episode_loss import Episode, EpisodeLoss, episode
 from engine.fewshot.heads import make_head
 from engine.fewshot.regulariser import VicWeights
 from engine.image_data import SPLITS, ImageClasses, Split

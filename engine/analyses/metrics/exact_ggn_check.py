@@ -36,7 +36,7 @@ from engine.model.batches import Batch
 from engine.model.loss_directions import root_product
 from engine.model.outputs import predict
 from engine.operators.blocks import Block, block_of, joined
-from engine.operators.exact.random_signs import signs
+from engine.operators.exact.columns import signs
 from engine.operators.products import ExactCurvature
 from engine.workspace import Workspace
 

@@ -1,6 +1,9 @@
-"""Scored queries: a block of them that is done, stored for an attempt that begins after it, or for a divided job."""
+"""Scored queries: a block of them that is done, stored for an attempt that begins after it, or for a divided job.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+Scores are summed in groups of layers by a caller's own names: which layers each holds, and that it holds them whole.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -9,8 +12,9 @@ from torch import Tensor
 
 from catalog.analyses.influence import InfluenceParams, QueryInfluence, ScoredExample
 from engine.artifacts import Artifacts, load_sealed, save_sealed
-from engine.errors import NotMergeable
+from engine.errors import NotMergeable, UsageError
 from engine.factors.kronecker_factors import digest
+from engine.layers.layer import TreatedLayer
 from engine.workspace import ModelInputs, Workspace
 
 _FOLDER = "influence"
@@ -145,3 +149,55 @@ def _quoted(inputs: ModelInputs | None, place: int) -> str | None:
     if inputs is None or inputs.text_of is None:
         return None
     return "".join(each if each.isprintable() else " " for each in inputs.text_of(place)[:_CHARACTERS])
+
+
+ALL = "scores"
+_POINTER = "/influence/groups"
+
+
+def layer_groups(asked: Mapping[str, Sequence[str]], known: Sequence[str], *, parts: bool) -> dict[str, frozenset[str]]:
+    """Return the layers of each group by its name, those of all layers first.
+
+    Args:
+        asked: Names of layers, or of modules that hold them, by the group's name.
+        known: Names of the layers, or of the parameters where it is not known yet which layers there are.
+        parts: Whether parts of layers (`name[0]`) are among them.
+
+    Raises:
+        UsageError: If one of the names belongs to no layer.
+    """
+    found = {ALL: frozenset(known)}
+    for name, wanted in asked.items():
+        own: set[str] = set()
+        for each in wanted:
+            plain = each if parts else each.partition("[")[0]
+            here = {layer for layer in known if layer == plain or layer.startswith((f"{plain}.", f"{plain}["))}
+            if not here:
+                listed = ", ".join(f"`{layer}`" for layer in known)[:1000]
+                raise UsageError(
+                    f"`influence.groups` names `{each}` in `{name}`, of which no layer is a part; there are {listed}",
+                    pointer=_POINTER,
+                )
+            own |= here
+        found[f"{ALL}.{name}"] = frozenset(own)
+    return found
+
+
+def require_whole_layers(groups: Mapping[str, frozenset[str]], layers: Iterable[TreatedLayer]) -> None:
+    """Refuse a group that holds a part of a layer: rows are seen of the whole layer.
+
+    Args:
+        groups: Names of parts, by group.
+
+    Raises:
+        UsageError: If one is divided.
+    """
+    for layer in layers:
+        for name, own in groups.items():
+            here = own.intersection(layer.parts)
+            if here and len(here) < len(layer.parts):
+                raise UsageError(
+                    f"`influence.groups` names a part of layer `{layer.name}` in `{name.removeprefix(f'{ALL}.')}`, and "
+                    f"scores are of whole layers; name `{layer.name}`",
+                    pointer=_POINTER,
+                )

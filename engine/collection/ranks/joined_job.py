@@ -19,8 +19,8 @@ from engine.errors import ModelRefused, RanksRefused, UsageError
 from engine.factors.factor_set import FactorSet
 from engine.factors.representation import Representation
 from engine.memory.plan import Plan
+from engine.model.sharding.gathered_parameters import describe_units
 from engine.model.sharding.gathering import gather_on_request
-from engine.model.sharding.units import describe_units
 from engine.workspace import Workspace
 
 

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from engine.accumulation.gradient_rows import GradientRows
 from engine.accumulation.sketched_rows import SketchRows
-from engine.distributed.formulas import GRAM_BYTES
 from engine.distributed.group import Ranks
 from engine.distributed.node_memory import Sized, hold_once
+from engine.distributed.traffic import GRAM_BYTES
 from engine.distributed.transfers import Label, Reduction, bounds, exchange, spread, sum_numbers, sum_triangle_
 from engine.factors.kronecker_factors import packed
 

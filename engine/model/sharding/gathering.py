@@ -28,13 +28,16 @@ from engine.distributed.sharded_tensors import ShardedParameter, read_shard
 from engine.errors import ModelRefused
 from engine.model.batches import tensors
 from engine.model.sharding.gathered_parameters import (
+    OF_FSDP,
     GatheredParameter,
+    Unit,
+    class_before_sharding,
     empty_storage,
     fill_storage,
+    find_units,
     make_gathered,
     mark_forward,
 )
-from engine.model.sharding.units import OF_FSDP, Unit, class_before_sharding, find_units
 
 _SHAPES_ALONE = frozenset(
     {

@@ -18,9 +18,8 @@ from engine.errors import ModelRefused
 from engine.model.batches import Batch
 from engine.model.outputs import Prediction, predict
 from engine.operators.exact.attention_calls import AttentionCalls
-from engine.operators.exact.columns import Column, Route, Sliced, flaw, norm
+from engine.operators.exact.columns import TANGENT, Column, Route, Sliced, flaw, norm, signs
 from engine.operators.exact.output_curvature import Curvature, OutputCurvature
-from engine.operators.exact.random_signs import TANGENT, signs
 from engine.operators.exact.tangents import Tangents
 
 _FEW = 2

@@ -30,11 +30,10 @@ from engine.model.determinism import seed_generators
 from engine.model.loss_directions import loss_gradient
 from engine.model.outputs import Prediction, predict
 from engine.operators.exact.attention_calls import AttentionCalls
-from engine.operators.exact.columns import Column, Route, Sliced, flaw, norm
+from engine.operators.exact.columns import TANGENT, Column, Route, Sliced, flaw, norm, signs
 from engine.operators.exact.data_passes import DataPasses
 from engine.operators.exact.forward_route import ForwardRoute, NotAdjoint, require_no_draws
 from engine.operators.exact.output_curvature import Curvature, OutputCurvature
-from engine.operators.exact.random_signs import TANGENT, signs
 
 _SHARE = 4
 """Columns side by side take one part of so many of what is free; the graph is beside them."""

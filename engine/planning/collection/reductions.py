@@ -15,8 +15,8 @@ from dataclasses import replace
 
 from engine.collection.probe import Probe
 from engine.collection.ranks.rows import PANEL_NUMBERS
-from engine.distributed.formulas import GRAM_BYTES, choose_reduction
 from engine.distributed.group import Ranks
+from engine.distributed.traffic import GRAM_BYTES, choose_reduction
 from engine.distributed.transfers import NUMBERS_AT_ONCE, UNDER_WAY
 from engine.factors.representation import Representation
 from engine.factors.representation_bytes import low_rank_bytes

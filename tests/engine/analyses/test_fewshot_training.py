@@ -16,8 +16,8 @@ from catalog.requests.memory import Memory
 from engine.analyses import fewshot_training
 from engine.analyses.costs.fewshot_training import TrainingPlans, smallest_budgets
 from engine.analyses.fewshot import training_run
-from engine.analyses.fewshot.episode_tests import EpisodeTest
 from engine.analyses.fewshot.fewshot_model import Episodes
+from engine.analyses.fewshot.training_run import EpisodeTest
 from engine.analyses.fewshot_training import FewshotTraining, estimate_training
 from engine.collection import checkpoints
 from engine.errors import BudgetExceeded, NonFiniteLoss, OutOfMemory, StopRequested, UsageError

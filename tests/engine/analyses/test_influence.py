@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, jacrev, vmap
 from catalog.analyses.influence import InfluenceParams, InfluenceSummary
 from catalog.requests.collection import Collection
 from catalog.requests.inputs import Task
-from engine.analyses.run_analyses import run_analyses
+from engine.analyses.layer_analysis import run_analyses
 from engine.errors import DataDiffer, EmptyData, ModelRefused, UsageError, WrongShape
 from engine.workspace import JobOptions, ModelInputs, Ports, Resume, Workspace
 from kronoscope.local import Measurement, OptionRefused, measure, operator

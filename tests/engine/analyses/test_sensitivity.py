@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from catalog.analyses.sensitivity import SensitivityParams
-from engine.analyses.metrics import format_choice
-from engine.analyses.metrics.format_choice import choose_formats
-from engine.analyses.metrics.weight_formats import format_bytes, in_format
+from engine.analyses.metrics import weight_formats
+from engine.analyses.metrics.weight_formats import choose_formats, format_bytes, in_format
 from engine.errors import UsageError
 from kronoscope.local import Measurement, OptionRefused, measure
 
@@ -178,7 +177,7 @@ def test_the_choice_is_that_of_trying_all(seed: int) -> None:
 
 
 def test_with_too_many_states_the_choice_says_how_near_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(format_choice, "MOST_STATES", 64)
+    monkeypatch.setattr(weight_formats, "MOST_STATES", 64)
     draw = random.Random(0)
     options = [[(draw.randint(1, 10**6), draw.uniform(0, 1)) for _ in range(4)] for _ in range(40)]
     budget = sum(sorted(size for size, _ in each)[1] for each in options)
@@ -186,7 +185,7 @@ def test_with_too_many_states_the_choice_says_how_near_it_is(monkeypatch: pytest
     assert near is not None
     assert near.total_bytes <= budget
     assert near.slack_bytes > 0
-    monkeypatch.setattr(format_choice, "MOST_STATES", 2**16)
+    monkeypatch.setattr(weight_formats, "MOST_STATES", 2**16)
     best, less = choose_formats(options, budget, ignore), choose_formats(options, budget - near.slack_bytes, ignore)
     assert best is not None
     assert best.slack_bytes == 0
@@ -247,7 +246,7 @@ def test_two_runs_give_the_same_rows() -> None:
 
 @pytest.mark.parametrize("layers", [1, 3000])
 def test_the_states_of_many_layers_keep_within_their_bytes(monkeypatch: pytest.MonkeyPatch, layers: int) -> None:
-    monkeypatch.setattr(format_choice, "STATES_BYTES", 2**20)
+    monkeypatch.setattr(weight_formats, "STATES_BYTES", 2**20)
     draw = random.Random(1)
     options = [[(draw.randint(1, 10**6), draw.uniform(0, 1)) for _ in range(3)] for _ in range(layers)]
     budget = sum(sorted(size for size, _ in each)[1] for each in options)

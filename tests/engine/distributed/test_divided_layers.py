@@ -17,8 +17,8 @@ from catalog.analyses.spectrum import SpectrumParams
 from catalog.requests.collection import Collection
 from catalog.requests.woodbury import Woodbury
 from engine.artifacts import Artifacts
-from engine.distributed.formulas import sent_bytes
 from engine.distributed.group import join
+from engine.distributed.traffic import sent_bytes
 from engine.errors import RankFailed
 from engine.linalg.eigendecomposition import decompose
 from engine.measurement import decompose_layer

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from engine.accumulation.gradient_rows import GradientRows, RowStorage
 from engine.collection.ranks.rows import RowFacts, reduce_rows
-from engine.distributed.formulas import choose_reduction, held_bytes, sent_bytes
 from engine.distributed.group import join
+from engine.distributed.traffic import choose_reduction, held_bytes, sent_bytes
 from engine.distributed.transfers import Label, exchange, run_together, sum_triangle_
 from engine.factors.low_rank import LowRank
 from tests.engine.distributed.rank_processes import run_ranks

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from engine.distributed.group import Ranks
 from engine.errors import EngineError, ModelRefused
+from engine.model.sharding.gathered_parameters import gathered_bytes
 from engine.model.sharding.gathering import gather_on_request
-from engine.model.sharding.units import gathered_bytes
 from kronoscope.local import measure
 from tests.engine.distributed import sharded_llama
 from tests.engine.distributed.rank_processes import run_ranks

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from engine.fewshot.episodes import episode
+from engine.fewshot.episode_loss import episode
 
 SIZES = [30, 21, 40, 25, 60, 22, 33]
 

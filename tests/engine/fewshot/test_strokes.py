@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.fewshot import strokes
-from engine.fewshot.episodes import episode
+from engine.fewshot.episode_loss import episode
 from engine.fewshot.strokes import alphabet, draw
 
 

@@ -16,12 +16,12 @@ from engine.errors import NothingToAnalyse
 from engine.factors.factor_set import FactorSet
 from engine.gradient_identity import self_check
 from engine.gradient_identity.comparison import is_known, sketch
-from engine.gradient_identity.glance import Glances
 from engine.gradient_identity.recorded_rows import ExampleRows, RowRecorder
+from engine.gradient_identity.schedule import Glances
 from engine.gradient_identity.summed_rows import SummedRows, graph_signature
 from engine.layers.layer import Use
 from engine.layers.linear import LinearLayer
-from engine.measurement.coverage_parts import coverage
+from engine.measurement.representation_record import coverage
 from engine.model.batches import Batch
 from tests.oracles import workspace
 

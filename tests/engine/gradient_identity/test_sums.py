@@ -12,7 +12,7 @@ from engine.accumulation.gradient_rows import GradientRows
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection import data_pass, normalise
 from engine.errors import NothingToAnalyse
-from engine.gradient_identity import sum_moments
+from engine.gradient_identity import row_moments
 from engine.gradient_identity.batch_sums import BatchSums
 from engine.layers import coverage
 from engine.layers.layer import Use, pooled_rows
@@ -183,7 +183,7 @@ def dropped_group(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_triangle(patch: pytest.MonkeyPatch) -> None:
-    for module in (normalise, sum_moments):
+    for module in (normalise, row_moments):
         patch.setattr(module, "mirrored_", lambda matrix: matrix)
 
 

@@ -10,9 +10,8 @@ from catalog.record import FieldError
 from catalog.requests.collection import Collection
 from engine.collect import collect_or_read
 from engine.errors import CoverageBroken, CoverageTooLow
-from engine.layers import coverage_check
-from engine.layers.coverage import Survey
-from engine.layers.coverage_check import survey_layers
+from engine.layers import coverage
+from engine.layers.coverage import Survey, survey_layers
 from tests.oracles import collect, workspace
 
 
@@ -101,14 +100,12 @@ def test_a_frozen_part_is_none_of_the_share() -> None:
 
 
 def test_a_survey_that_loses_a_parameter_is_a_fault_that_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        coverage_check, "survey", lambda model: Survey(treated=coverage_survey(model).treated, declared=())
-    )
+    monkeypatch.setattr(coverage, "survey", lambda model: Survey(treated=coverage_survey(model).treated, declared=()))
     with pytest.raises(CoverageBroken, match=re.escape("36 covered and 0 declared numbers are not the 164 trainable")):
         survey_layers(Half(), Collection())
 
 
-coverage_survey = coverage_check.survey
+coverage_survey = coverage.survey
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])

@@ -25,7 +25,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from engine.measurement.coverage_parts import coverage
+from engine.measurement.representation_record import coverage
 from tests.oracles import collect
 
 Case = tuple[nn.Module, list[tuple[Any, ...]], str]

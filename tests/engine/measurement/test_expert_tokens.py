@@ -11,7 +11,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen2MoeConfig, Qwen
 from catalog.record import plain
 from catalog.responses.coverage import assess_coverage
 from engine.factors.factor_set import FactorSet
-from engine.measurement.coverage_parts import expert_tokens
+from engine.measurement.representation_record import expert_tokens
 from kronoscope.display.coverage import coverage_lines
 from kronoscope.local import measure
 from tests.oracles import collect

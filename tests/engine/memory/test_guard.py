@@ -12,9 +12,8 @@ from torch import Tensor
 from engine.errors import BudgetExceeded, OutOfMemory
 from engine.linalg.eigendecomposition import decompose
 from engine.memory import guard as guard_module
-from engine.memory.budget import MemoryBudget, give_back_host_memory, resident_bytes
+from engine.memory.budget import MemoryBudget, give_back_host_memory, hold_device, resident_bytes
 from engine.memory.guard import Fallback, FallbackFailed, Guard
-from engine.memory.limits import hold_device
 from engine.memory.out_of_memory import lost_device, ran_out_of_memory
 from engine.memory.plan import Plan, Term
 

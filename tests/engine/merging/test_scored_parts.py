@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from catalog.analyses.influence import InfluenceParams
 from catalog.requests.collection import Collection, Stabilisation
 from catalog.requests.inputs import Task
-from engine.analyses.run_analyses import make_analysis, run_analyses
+from engine.analyses.layer_analysis import make_analysis, run_analyses
 from engine.errors import DataDiffer, NotMergeable
 from engine.measurement.piece_storage import store_bases, store_correction
 from engine.workspace import DataPart, JobOptions, ModelInputs, Ports, Resume, Workspace

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engine.factors.factor_set import FactorSet
 from engine.tracing.batch_provenance import Rows
-from engine.tracing.scattered_rows import follow_join, follow_scatter
+from engine.tracing.moved_rows import follow_join, follow_scatter
 from tests.oracles import collect, relative_error, summed_loss
 
 EXACT = 1e-10

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.training.example_coupling import couples_examples, require_uncoupled
+from engine.training.batch_statistics import couples_examples, require_uncoupled
 from tests.engine.training.nets import conv_net, images, instance_net
 
 

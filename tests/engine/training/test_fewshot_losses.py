@@ -107,7 +107,7 @@ LIMITED = """
     import torch
     from engine.fewshot.backbones import make_backbone
     from engine.memory.budget import MemoryBudget, map_large_blocks, resident_bytes
-    from engine.memory.limits import hold_host
+    from engine.memory.budget import hold_host
     from engine.training.split_gradients import split_gradients
 
     torch.set_num_threads(1)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.training.simulated_autocast import SimulatedAutocast
+from engine.training.mixed_precision import SimulatedAutocast
 
 
 def dtypes_of(device: str) -> list[torch.dtype]:

@@ -21,9 +21,8 @@ from catalog.analyses.capacity import CapacityParams
 from engine.analyses.capacity import Capacity
 from engine.collect import JobFactors, collect_or_read
 from engine.linalg.eigensolvers import Solver, solvers
-from engine.memory.budget import MemoryBudget, resident_bytes, status_bytes
+from engine.memory.budget import MemoryBudget, resident_bytes, status_bytes, warm_up
 from engine.memory.guard import Fallback, FallbackResult, Guard
-from engine.memory.limits import warm_up
 from engine.memory.out_of_memory import free_memory
 from engine.workspace import JobResults, Workspace
 from tests.oracles import workspace

@@ -34,7 +34,7 @@ from catalog.frames import Divided, Finished
 from catalog.record import plain
 from catalog.requests.assignment import Assignment, FinishedPiece
 from catalog.requests.pieces import PIECES_PER_DEVICE, ROUNDS, DecomposeRound, Piece, auto_pieces
-from engine.analyses.run_analyses import make_analysis
+from engine.analyses.layer_analysis import make_analysis
 from engine.collect import collect_or_read, plan_collection
 from engine.distributed.longest_first import divide_longest_first, longest_share
 from engine.factors.factor_set import LayerFacts

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.analyses.exports.solving_factor import solving_factor
+from engine.analyses.exports.activation_files import solving_factor
 
 KAPPA = 1e6
 SIZE = 24
