@@ -32,7 +32,7 @@ from engine.collection.subsamples import by_ordinal, sizes_of
 from engine.errors import ModelRefused
 from engine.factors.factor_files import read_factors, reused
 from engine.factors.factor_set import CalledOnce, Corrected, CountedExamples, FactorSet, ParameterShape, Run
-from engine.gradient_identity.comparison import FAILED_CHECK, refusal
+from engine.gradient_identity.findings import FAILED_CHECK, refusal
 from engine.layers.coverage import DeclaredLayer, Survey, declare, nothing_covered, require_coverage, survey_layers
 from engine.layers.layer import TreatedLayer
 from engine.memory.budget import give_back_host_memory

@@ -18,7 +18,7 @@ from engine.distributed.traffic import Moved, Traffic
 from engine.factors.factor_set import LayerSums, TiedSums, VarianceSums
 from engine.factors.kronecker_factors import Factors
 from engine.factors.spilled_factors import SpilledFactors
-from engine.gradient_identity.comparison import LayerCheck
+from engine.gradient_identity.findings import LayerCheck
 from engine.gradient_identity.self_check import SelfCheck
 from engine.memory.plan import Chosen
 from engine.merging.example_runs import MOST_RUNS, joined, runs_of

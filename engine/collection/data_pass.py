@@ -25,7 +25,7 @@ from engine.collection.subsamples import keep_size
 from engine.errors import DataDiffer, EmptyData
 from engine.factors.representation import DENSE
 from engine.gradient_identity.batch_sums import BatchSums
-from engine.gradient_identity.comparison import FAILED_CHECK
+from engine.gradient_identity.findings import FAILED_CHECK
 from engine.gradient_identity.self_check import SelfCheck
 from engine.gradient_identity.summed_rows import NO_ROWS, SummedRows
 from engine.layers.layer import TreatedLayer

@@ -18,9 +18,8 @@ from engine.collection.data_pass import parts_of, update
 from engine.collection.normalise import foreseen_flaw
 from engine.collection.pass_job import PassJob
 from engine.collection.probe import ProbedModel
-from engine.gradient_identity.checked_model import Subject, unwritten, widened_bytes
-from engine.gradient_identity.comparison import LayerCheck, refusal
-from engine.gradient_identity.recorded_rows import NoSums
+from engine.gradient_identity.checked_model import NoSums, Subject, unwritten, widened_bytes
+from engine.gradient_identity.findings import LayerCheck, refusal
 from engine.gradient_identity.schedule import Glances, different_examples, first_examples
 from engine.gradient_identity.self_check import SelfCheck, kept_generators
 from engine.gradient_identity.summed_rows import SummedRows

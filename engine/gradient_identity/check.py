@@ -25,11 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
-from engine.gradient_identity.checked_model import NARROW_TOLERANCE, TOLERANCES, Subject
-from engine.gradient_identity.comparison import Checked, Errors, LayerCheck, compare_rows, is_finite, relative
+from engine.gradient_identity.checked_model import NARROW_TOLERANCE, TOLERANCES, Forward, Subject, record
 from engine.gradient_identity.completeness import LayerRows, completeness
-from engine.gradient_identity.findings import Allowance, Findings
-from engine.gradient_identity.recorded_rows import Forward, Recording, record
+from engine.gradient_identity.findings import Allowance, Checked, Findings, LayerCheck
+from engine.gradient_identity.recorded_rows import Errors, Recording, compare_rows, is_finite, relative
 from engine.gradient_identity.reference import Objective, narrowest_dtype
 from engine.gradient_identity.schedule import pick_examples
 from engine.layers.layer import TreatedLayer

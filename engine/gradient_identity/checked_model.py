@@ -1,18 +1,30 @@
-"""The subject of a check: a model, and how a collection runs it."""
+"""The checked model: how a collection runs it, and a recording of the rows that its hooks hand to each layer's sums."""
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from typing_extensions import override
 
 from catalog.requests.collection import Collection
 from catalog.requests.inputs import Task
-from engine.model.batches import Batch
+from engine.accumulation.example_gradients import Met
+from engine.accumulation.hooks import Collector
+from engine.accumulation.layer_statistics import LayerStatistics
+from engine.gradient_identity.recorded_rows import Recording, RowRecorder
+from engine.layers.layer import TreatedLayer, Use
+from engine.model.batches import Batch, tensors
+from engine.model.determinism import Generators, set_generators
 from engine.model.dtype_casts import AllCasts, casts_of
+from engine.model.loss_directions import directions, drain_backward_queue, pull_back
 from engine.model.mixed_precision import Precision
+from engine.model.outputs import Prediction, predict
 from engine.model.sharding.gathered_parameters import converted, numbers_at_once, put_back
+from engine.row_layout.layer_calls import InputOverwritten
 from engine.row_layout.row_order import Layout
 
 NARROW_TOLERANCE = 3e-2
@@ -154,3 +166,155 @@ def unwritten(model: nn.Module) -> Iterator[None]:
         for buffer, before in kept:
             if not torch.equal(buffer, before):
                 buffer.data.copy_(before)
+
+
+@dataclass(eq=False)
+class NoSums(LayerStatistics):
+    """Stands for the sums of a layer where its rows are observed and enter none."""
+
+    @override
+    @property
+    def joint(self) -> bool:
+        # whether inputs and gradients are wanted together: not even one by one
+        return False
+
+    @override
+    def add_input_(self, use: Use) -> None:
+        del use
+
+    @override
+    def add_gradient_(self, use: Use, gradient: Tensor) -> None:
+        del use, gradient
+        self.gradients += 1
+
+    @override
+    def add_met_(self, met: Met) -> None:
+        del met
+
+    @override
+    def add_example_gradients_(self, gradients: Tensor, start: int, examples: int) -> None:
+        del gradients, start, examples
+        self.gradients += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """A batch, and where a forward pass of it begins."""
+
+    batch: Batch
+    """Examples, on any device."""
+    start: Generators | int
+    """States of torch's generators at the beginning of the forward pass, or their seed."""
+
+
+def record(
+    subject: Subject,
+    layers: Sequence[TreatedLayer],
+    forward: Forward,
+    cotangent: Tensor | None = None,
+    places: Sequence[int] | None = None,
+) -> Recording:
+    """Run a batch with the hooks of a collection, and keep the rows of ``layers``.
+
+    Args:
+        subject: The model, and how it is run.
+        layers: Layers to record.
+        forward: The batch, and the state of torch's generators.
+        cotangent: What to pull back, of the shape of the outputs; None takes what the collection
+            pulls back of these examples.
+        places: The examples whose rows are kept; None keeps those of all.
+
+    Returns:
+        Inputs and output gradients of every call, and the outputs of the whole batch.
+
+    Raises:
+        EngineError: If the model refuses the batch.
+
+    Memory:
+        Inputs and output gradients of ``layers``, beside what the pass itself holds.
+    """
+    layout = subject.layout
+    kept = None if places is None else tuple(places)
+    while True:
+        try:
+            return _recorded(replace(subject, layout=layout), layers, forward, cotangent, kept)
+        except InputOverwritten as found:
+            layout = replace(layout, overwritten=layout.overwritten | set(found.layers))
+
+
+def _recorded(
+    subject: Subject,
+    layers: Sequence[TreatedLayer],
+    forward: Forward,
+    cotangent: Tensor | None,
+    places: tuple[int, ...] | None,
+) -> Recording:
+    recorders = {layer.name: RowRecorder(layer=layer, places=places) for layer in layers}
+    statistics = tuple(NoSums(layer=layer, sharing="expand") for layer in layers)
+    collector = Collector(
+        statistics=statistics,
+        gradients=subject.has_gradients,
+        layout=subject.layout,
+        observers={name: (recorder,) for name, recorder in recorders.items()},
+    )
+    own, direction = subject.moved(forward.batch), None
+    set_generators(forward.start, subject.device)
+    with (
+        drain_backward_queue(subject.device),
+        unwritten(subject.model),
+        collector.attached(),
+        torch.set_grad_enabled(subject.has_gradients),
+    ):
+        collector.begin(own.size, None, tensors(own.inputs))
+        prediction = run(subject, own)
+        collector.forward_done()
+        if subject.has_gradients and prediction.outputs.requires_grad and (prediction.terms or cotangent is not None):
+            if cotangent is None or subject.task.likelihood == "model":
+                cotangent = direction_of(subject, prediction, own.index)
+            elif subject.collection.fisher != "type2" and prediction.terms:
+                direction = direction_of(subject, prediction, own.index)
+            pull_back(get_gradient_edge(prediction.outputs), cotangent, within=subject.returning())
+            collector.returned()
+        elif subject.task.likelihood == "model" and not prediction.terms:
+            # without a loss term of its own, an example alone has no loss of the model's own to pull back
+            cotangent = None
+        collector.end()
+    return Recording(
+        layers={each.layer.name: recorders[each.layer.name] for each in statistics if each.flaw is None},
+        outputs=prediction.outputs.detach(),
+        cotangent=cotangent,
+        examples=own.size,
+        direction=direction,
+        places=places,
+    )
+
+
+def run(subject: Subject, batch: Batch) -> Prediction:
+    """Run one forward pass."""
+    with subject.casting(), subject.precision.autocast(subject.device):
+        prediction = predict(subject.model, batch, subject.task)
+    return replace(prediction, outputs=prediction.outputs.to(subject.dtype))
+
+
+def direction_of(subject: Subject, prediction: Prediction, index: Tensor) -> Tensor:
+    """Compute the vector that a check pulls back: the collection's directions, added up with their weights.
+
+    Args:
+        subject: The model, and how it is run.
+        prediction: The outputs, shape (N, R, C), and their loss.
+        index: Numbers of the examples in the data, shape (N,), which key what is drawn.
+
+    Returns:
+        The vector, shape (N, R, C), in the precision of the outputs.
+    """
+    total: Tensor | None = None
+    for number, direction in enumerate(directions(prediction, index, subject.task, subject.collection)):
+        total = direction if total is None else total + direction_weight(number) * direction
+    if total is None:
+        raise ValueError("a collection without gradients has no direction")
+    return total
+
+
+def direction_weight(number: int) -> float:
+    """Return the factor of one direction of a batch in the sum of all that is checked."""
+    return 1.0 if number == 0 else 1.0 + 0.5 * math.sin(1.7 * number)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
-from engine.gradient_identity.checked_model import Subject
-from engine.gradient_identity.recorded_rows import Forward, RowRecorder, record
+from engine.gradient_identity.checked_model import Forward, Subject, record
+from engine.gradient_identity.recorded_rows import RowRecorder
 from engine.gradient_identity.reference import Objective, pull_back
 from engine.gradient_identity.schedule import pick_examples
 from engine.layers.embedding import EmbeddingLayer

@@ -1,25 +1,16 @@
-"""Recorded rows: the rows that the hooks of a collection hand to each layer's sums, of all examples or of a few."""
+"""Recorded rows of each layer, of all examples or of a few, and the differences between those of two recordings."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from typing_extensions import override
 
-from engine.accumulation.example_gradients import Met
-from engine.accumulation.hooks import Collector
-from engine.accumulation.layer_statistics import LayerStatistics
 from engine.accumulation.output_gradients import RowObserver
-from engine.gradient_identity.checked_model import Subject, unwritten
 from engine.layers.layer import TreatedLayer, Use, of_examples
-from engine.model.batches import Batch, tensors
-from engine.model.determinism import Generators, set_generators
-from engine.model.loss_directions import directions, drain_backward_queue, pull_back
-from engine.model.outputs import Prediction, predict
-from engine.row_layout.layer_calls import InputOverwritten, require_unwritten, version
+from engine.row_layout.layer_calls import require_unwritten, version
 
 
 @dataclass(eq=False)
@@ -107,35 +98,6 @@ def _cut(tensor: Tensor, use: Use, places: Sequence[int]) -> Tensor:
     return torch.cat([rows[use.owners == place] for place in places])
 
 
-@dataclass(eq=False)
-class NoSums(LayerStatistics):
-    """Stands for the sums of a layer where its rows are observed and enter none."""
-
-    @override
-    @property
-    def joint(self) -> bool:
-        # whether inputs and gradients are wanted together: not even one by one
-        return False
-
-    @override
-    def add_input_(self, use: Use) -> None:
-        del use
-
-    @override
-    def add_gradient_(self, use: Use, gradient: Tensor) -> None:
-        del use, gradient
-        self.gradients += 1
-
-    @override
-    def add_met_(self, met: Met) -> None:
-        del met
-
-    @override
-    def add_example_gradients_(self, gradients: Tensor, start: int, examples: int) -> None:
-        del gradients, start, examples
-        self.gradients += 1
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExampleRows:
     """The rows of one example in the recording of one layer."""
@@ -202,124 +164,108 @@ class Recording:
         return ExampleRows(recorder=self.layers[layer], example=example, has_gradients=self.cotangent is not None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Forward:
-    """A batch, and where a forward pass of it begins."""
+@dataclass
+class Errors:
+    """Largest relative differences of one layer so far."""
 
-    batch: Batch
-    """Examples, on any device."""
-    start: Generators | int
-    """States of torch's generators at the beginning of the forward pass, or their seed."""
+    completeness: float = 0.0
+    independence: float = 0.0
 
+    def raise_to(self, identity: str, value: float) -> None:
+        """Note one more difference."""
+        if math.isnan(value):
+            value = math.inf
+        setattr(self, identity, max(getattr(self, identity), value))
 
-def record(
-    subject: Subject,
-    layers: Sequence[TreatedLayer],
-    forward: Forward,
-    cotangent: Tensor | None = None,
-    places: Sequence[int] | None = None,
-) -> Recording:
-    """Run a batch with the hooks of a collection, and keep the rows of ``layers``.
-
-    Args:
-        subject: The model, and how it is run.
-        layers: Layers to record.
-        forward: The batch, and the state of torch's generators.
-        cotangent: What to pull back, of the shape of the outputs; None takes what the collection
-            pulls back of these examples.
-        places: The examples whose rows are kept; None keeps those of all.
-
-    Returns:
-        Inputs and output gradients of every call, and the outputs of the whole batch.
-
-    Raises:
-        EngineError: If the model refuses the batch.
-
-    Memory:
-        Inputs and output gradients of ``layers``, beside what the pass itself holds.
-    """
-    layout = subject.layout
-    kept = None if places is None else tuple(places)
-    while True:
-        try:
-            return _recorded(replace(subject, layout=layout), layers, forward, cotangent, kept)
-        except InputOverwritten as found:
-            layout = replace(layout, overwritten=layout.overwritten | set(found.layers))
+    @property
+    def largest(self) -> tuple[float, str]:
+        """The larger difference, and the identity that it belongs to."""
+        return max((self.completeness, "completeness"), (self.independence, "independence"))
 
 
-def _recorded(
-    subject: Subject,
-    layers: Sequence[TreatedLayer],
-    forward: Forward,
-    cotangent: Tensor | None,
-    places: tuple[int, ...] | None,
-) -> Recording:
-    recorders = {layer.name: RowRecorder(layer=layer, places=places) for layer in layers}
-    statistics = tuple(NoSums(layer=layer, sharing="expand") for layer in layers)
-    collector = Collector(
-        statistics=statistics,
-        gradients=subject.has_gradients,
-        layout=subject.layout,
-        observers={name: (recorder,) for name, recorder in recorders.items()},
-    )
-    own, direction = subject.moved(forward.batch), None
-    set_generators(forward.start, subject.device)
-    with (
-        drain_backward_queue(subject.device),
-        unwritten(subject.model),
-        collector.attached(),
-        torch.set_grad_enabled(subject.has_gradients),
-    ):
-        collector.begin(own.size, None, tensors(own.inputs))
-        prediction = run(subject, own)
-        collector.forward_done()
-        if subject.has_gradients and prediction.outputs.requires_grad and (prediction.terms or cotangent is not None):
-            if cotangent is None or subject.task.likelihood == "model":
-                cotangent = direction_of(subject, prediction, own.index)
-            elif subject.collection.fisher != "type2" and prediction.terms:
-                direction = direction_of(subject, prediction, own.index)
-            pull_back(get_gradient_edge(prediction.outputs), cotangent, within=subject.returning())
-            collector.returned()
-        elif subject.task.likelihood == "model" and not prediction.terms:
-            # without a loss term of its own, an example alone has no loss of the model's own to pull back
-            cotangent = None
-        collector.end()
-    return Recording(
-        layers={each.layer.name: recorders[each.layer.name] for each in statistics if each.flaw is None},
-        outputs=prediction.outputs.detach(),
-        cotangent=cotangent,
-        examples=own.size,
-        direction=direction,
-        places=places,
+def compare_rows(errors: Errors, together: ExampleRows, alone: ExampleRows, *, floor: float) -> None:
+    """Note how far one example's rows in a batch are from those in another recording."""
+    picks = together.recorder.picks
+    for own, theirs in ((ExampleRows.inputs, 0.0), (ExampleRows.gradients, floor)):
+        # a call that none of an example's rows enter is not a call of the example alone
+        mine, plain = ([rows.reshape(-1) for rows in own(side) if rows.numel()] for side in (together, alone))
+        if own is ExampleRows.gradients and not (mine and plain):
+            # no gradient at all is one of zeros
+            rest = [rows for rows in (*mine, *plain) if bool(rows.any())]
+            errors.raise_to("independence", max((relative(rows, rows, theirs) for rows in rest), default=0.0))
+            continue
+        if [rows.numel() for rows in mine] != [rows.numel() for rows in plain]:
+            errors.raise_to("independence", math.inf)
+            continue
+        widths = [rows.shape[-1] for rows in own(together) if rows.numel()] if picks else []
+        for place, (a, b) in enumerate(zip(mine, plain, strict=True)):
+            error = _difference(a, b, theirs)
+            if error and picks:
+                # who picks rows may pick those of one example in another order, which no sum depends on
+                a, b = (_sorted(rows.view(-1, widths[place])) for rows in (a, b))  # noqa: PLW2901
+                error = min(error, _difference(a, b, theirs))
+            errors.raise_to("independence", error)
+
+
+def _difference(a: Tensor, b: Tensor, floor: float) -> float:
+    return relative(a - b, b, floor) if a.is_floating_point() else float((a != b).any())
+
+
+def _sorted(rows: Tensor) -> Tensor:
+    """Rows (T, d) in an order that depends on their numbers alone."""
+    weights = torch.arange(1, rows.shape[1] + 1, device=rows.device, dtype=torch.float64).sin()
+    return rows[(rows.to(torch.float64) @ weights).argsort()]
+
+
+Sketch = tuple[tuple[int, float, float], ...]
+"""Size, Frobenius norm and bilinear form of each call's input and gradient."""
+
+
+def sketch(rows: ExampleRows) -> Sketch:
+    """Sum up one example's rows in few numbers, by which they are known again."""
+    found = []
+    for each in (*rows.inputs(), *rows.gradients()):
+        if not each.numel():
+            found.append((0, 0.0, 0.0))
+            continue
+        real = torch.view_as_real(each) if each.is_complex() else each
+        wide = real if real.is_floating_point() else real.to(torch.float64)
+        matrix = wide.reshape(-1, wide.shape[-1]) if wide.ndim else wide.reshape(1, 1)
+        left, right = (torch.arange(1.0, 1 + size, device=wide.device).sin_().to(wide.dtype) for size in matrix.shape)
+        found.append((each.numel(), float(torch.linalg.vector_norm(matrix)), float(left @ (matrix @ right))))
+    return tuple(found)
+
+
+def is_known(own: Sketch, known: Sketch, tolerance: float) -> bool:
+    """Tell whether rows are those that were seen before, by their sketches."""
+    if [each[0] for each in own] != [each[0] for each in known]:
+        return False
+    return all(
+        abs(norm - before) <= tolerance * before and abs(form - earlier) <= tolerance * before
+        for (_, norm, form), (_, before, earlier) in zip(own, known, strict=True)
     )
 
 
-def run(subject: Subject, batch: Batch) -> Prediction:
-    """Run one forward pass."""
-    with subject.casting(), subject.precision.autocast(subject.device):
-        prediction = predict(subject.model, batch, subject.task)
-    return replace(prediction, outputs=prediction.outputs.to(subject.dtype))
+def is_finite(recording: Recording) -> bool:
+    """Tell whether all gradients of a recording are finite."""
+    arrived = [gradient for each in recording.layers.values() for _, gradient in each.met]
+    arrived += [each.example_gradients for each in recording.layers.values() if each.example_gradients is not None]
+    return all(bool(gradient.isfinite().all()) for gradient in arrived)
 
 
-def direction_of(subject: Subject, prediction: Prediction, index: Tensor) -> Tensor:
-    """Compute the vector that a check pulls back: the collection's directions, added up with their weights.
+def relative(difference: Tensor, plain: Tensor, floor: float = 0.0) -> float:
+    """Compute ``‖difference‖ / (‖plain‖ + floor)``.
 
     Args:
-        subject: The model, and how it is run.
-        prediction: The outputs, shape (N, R, C), and their loss.
-        index: Numbers of the examples in the data, shape (N,), which key what is drawn.
+        difference: A tensor of any shape.
+        plain: The tensor that it is relative to, of any shape.
+        floor: Norm that is added, not negative.
 
     Returns:
-        The vector, shape (N, R, C), in the precision of the outputs.
+        The quotient; 0 where the difference is zero, and infinite where only the denominator is.
     """
-    total: Tensor | None = None
-    for number, direction in enumerate(directions(prediction, index, subject.task, subject.collection)):
-        total = direction if total is None else total + direction_weight(number) * direction
-    if total is None:
-        raise ValueError("a collection without gradients has no direction")
-    return total
-
-
-def direction_weight(number: int) -> float:
-    """Return the factor of one direction of a batch in the sum of all that is checked."""
-    return 1.0 if number == 0 else 1.0 + 0.5 * math.sin(1.7 * number)
+    size = float(torch.linalg.vector_norm(difference))
+    if size == 0:
+        return 0.0
+    scale = float(torch.linalg.vector_norm(plain))
+    return size / (scale + floor) if scale + floor > 0 else math.inf

@@ -12,8 +12,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from engine.errors import ModelRefused
-from engine.gradient_identity.checked_model import Subject, unwritten
-from engine.gradient_identity.recorded_rows import Forward, direction_of, run
+from engine.gradient_identity.checked_model import Forward, Subject, direction_of, run, unwritten
 from engine.model.batches import Batch
 from engine.model.determinism import set_generators
 from engine.model.loss_directions import drain_backward_queue, run_backward

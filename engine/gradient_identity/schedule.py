@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineError, Unwinding
-from engine.gradient_identity.checked_model import Subject, unwritten
-from engine.gradient_identity.comparison import relative
-from engine.gradient_identity.recorded_rows import run
+from engine.gradient_identity.checked_model import Subject, run, unwritten
+from engine.gradient_identity.recorded_rows import relative
 from engine.gradient_identity.summed_rows import Group, SummedRows
 from engine.model.batches import Batch, map_tensors, tensors
 from engine.workspace import Workspace

@@ -19,11 +19,10 @@ from torch import nn
 from catalog.analyses.analysis import LookedAt
 from engine.errors import EngineError, Unwinding
 from engine.gradient_identity.check import BatchCheck
-from engine.gradient_identity.checked_model import Subject
-from engine.gradient_identity.comparison import LayerCheck, Sketch, is_known, worse
+from engine.gradient_identity.checked_model import Forward, Subject
 from engine.gradient_identity.completeness import padding_has_no_gradient
-from engine.gradient_identity.findings import watch_unused
-from engine.gradient_identity.recorded_rows import Forward
+from engine.gradient_identity.findings import LayerCheck, watch_unused, worse
+from engine.gradient_identity.recorded_rows import Sketch, is_known
 from engine.gradient_identity.schedule import Glances, differs_alone, find_mixed
 from engine.gradient_identity.summed_rows import NO_ROWS, SummedRows
 from engine.layers.layer import TreatedLayer

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from engine.accumulation.hooks import Collector
 from engine.gradient_identity.batch_sums import BatchSums
-from engine.gradient_identity.comparison import Sketch, sketch
-from engine.gradient_identity.recorded_rows import Forward, Recording, RowRecorder, direction_weight
+from engine.gradient_identity.checked_model import Forward, direction_weight
+from engine.gradient_identity.recorded_rows import Recording, RowRecorder, Sketch, sketch
 from engine.layers.layer import TreatedLayer
 from engine.model.batches import Batch
 from engine.model.determinism import Generators

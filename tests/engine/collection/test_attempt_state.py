@@ -20,7 +20,7 @@ from engine.accumulation.tied_statistics import TiedHeadStatistics
 from engine.collection.collection_state import RECORDS, CollectionState, Cursor, fields_of_state
 from engine.collection.pass_job import PassJob
 from engine.distributed.traffic import Traffic
-from engine.gradient_identity.comparison import LayerCheck
+from engine.gradient_identity.findings import LayerCheck
 from engine.gradient_identity.self_check import SelfCheck
 from engine.model.mixed_precision import LossScale
 from engine.row_layout.row_order import Layout

@@ -15,8 +15,7 @@ from engine.collect import collect_or_read
 from engine.errors import NothingToAnalyse
 from engine.factors.factor_set import FactorSet
 from engine.gradient_identity import self_check
-from engine.gradient_identity.comparison import is_known, sketch
-from engine.gradient_identity.recorded_rows import ExampleRows, RowRecorder
+from engine.gradient_identity.recorded_rows import ExampleRows, RowRecorder, is_known, sketch
 from engine.gradient_identity.schedule import Glances
 from engine.gradient_identity.summed_rows import SummedRows, graph_signature
 from engine.layers.layer import Use

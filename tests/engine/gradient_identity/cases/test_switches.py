@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.gradient_identity.check import BatchCheck
-from engine.gradient_identity.comparison import Checked
+from engine.gradient_identity.findings import Checked
 from engine.gradient_identity.schedule import pick_examples
 from engine.gradient_identity.self_check import SelfCheck
 from engine.model.state.model_state import ModelState
