@@ -8,7 +8,7 @@ that the first batch's sums are held against. Only what exceeds all this is plan
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -338,3 +338,35 @@ def example_gradients(treated: Sequence[TreatedLayer], examples: int) -> int:
     # of some examples: those with respect to what was made of the parameters, and pulled back to them, and one more
     made = 3 * examples_at_once(examples, again) * again
     return copied + made + examples * sum(layer.held or 0 for layer in bare)
+
+
+class LoadedSide(NamedTuple):
+    """One factor of a layer as it is loaded."""
+
+    name: Literal["A", "G"]
+    size: int
+    kind: Literal["dense", "rows", "diagonal"]
+    own: bool
+    """Decomposed for this layer, and not for one that it shares its A with."""
+
+
+def read_back_bytes(layer: TreatedLayer, probe: Probe, kept: torch.dtype) -> int:
+    """Return the bytes of the factors of one part of a layer as they are read back."""
+    own = probe.kept(layer)
+    size = 0 if own.kind == "dense" else own.held_bytes(layer) // layer.groups
+    # a layer that follows has a copy of the A that it shares
+    for side in loaded_sides(layer, probe, follows=False):
+        size += kept.itemsize * {"dense": side.size**2, "diagonal": side.size, "rows": 0}[side.kind]
+    return size
+
+
+def loaded_sides(layer: TreatedLayer, probe: Probe, *, follows: bool) -> tuple[LoadedSide, ...]:
+    """G and, where there is one, A."""
+    dense = layer.form != "diagonal_block"
+    rows = dense and probe.kept(layer).kind != "dense"
+    sides = [LoadedSide("G", layer.out_dim, "rows" if rows else "dense" if dense else "diagonal", own=True)]
+    if layer.form not in ("block", "diagonal_block"):
+        sides.append(
+            LoadedSide("A", layer.in_dim, "dense" if layer.form == "kronecker" else "diagonal", own=not follows)
+        )
+    return tuple(sides)

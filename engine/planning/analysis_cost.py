@@ -13,13 +13,13 @@ from typing import Any, Literal
 import torch
 
 from catalog import ANALYSES, PLANNED_STAGES
-from engine.collection.probe import Probe
+from engine.collection.probe import Probe, read_back_bytes
 from engine.layers.layer import TreatedLayer
 from engine.memory.budget import MemoryBudget
 from engine.memory.plan import Budgeted, Plan, Source, Stage, Term
 from engine.planning.collection.memory import correction_bytes
 from engine.planning.collection.seconds import Work, with_seconds
-from engine.planning.decomposition_memory import kept_as, read_back_bytes
+from engine.planning.decomposition_memory import kept_as
 from engine.workspace import Workspace
 
 _AFTERWARDS = PLANNED_STAGES[PLANNED_STAGES.index("decomposition") + 1]

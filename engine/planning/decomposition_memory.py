@@ -5,11 +5,11 @@ solver that fits beside everything else. The plan names that solver, so that a l
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
-from engine.collection.probe import Probe
+from engine.collection.probe import LoadedSide, Probe, loaded_sides, read_back_bytes
 from engine.factors.representation import Representation, WorkloadEstimate
 from engine.factors.representation_bytes import dense_head_bytes, iteration_bytes
 from engine.factors.softmax_fisher import DENSE_ROWS
@@ -80,16 +80,6 @@ _STARTS_A_LAYER = 1000
 """Digests, norms and the record of one layer, in starts of operations, whatever the layer."""
 
 
-class _Side(NamedTuple):
-    """One factor of a layer as it is loaded."""
-
-    name: Literal["A", "G"]
-    size: int
-    kind: Literal["dense", "rows", "diagonal"]
-    own: bool
-    """Decomposed for this layer, and not for one that it shares its A with."""
-
-
 def with_decompositions(
     plan: Plan,
     workspace: Workspace,
@@ -108,7 +98,7 @@ def with_decompositions(
         outputs=probe.outputs,
         examples=workspace.inputs.foreseen_examples(workspace.machine.ranks),
     )
-    sides_of = {layer.name: _sides(layer, probe, follows=layer.name in probe.shared) for layer in probe.layers}
+    sides_of = {layer.name: loaded_sides(layer, probe, follows=layer.name in probe.shared) for layer in probe.layers}
     terms: list[Term] = []
     if need == "vectors":
         bases = sum(
@@ -130,7 +120,7 @@ def with_decompositions(
         loaded = read_back_bytes(layer, probe, kept)
         # both sides are sent, whichever is decomposed
         read, sent = loaded if several else 0, loaded if cuda else 0
-        taken: dict[_Side, RungCost] = {}
+        taken: dict[LoadedSide, RungCost] = {}
         each = _STARTS_A_LAYER * pace.seconds_an_operation
         for side in sides_of[layer.name]:
             if side.kind == "rows" and need != "none":
@@ -176,7 +166,7 @@ def beyond_solvers(probe: Probe, plan: Plan) -> str:
     found = [
         f"{side.name} of `{layer.name}` ({side.size} rows)"
         for layer in probe.layers
-        for side in _sides(layer, probe, follows=False)
+        for side in loaded_sides(layer, probe, follows=False)
         if side.kind == "dense"
         and side.size > LARGEST
         and not is_on_device(
@@ -231,15 +221,6 @@ def basis_dtype(workspace: Workspace, factor: torch.dtype) -> torch.dtype:
     if workspace.options.asks("exact_vectors"):
         return torch.float64
     return kept_dtype(factor)
-
-
-def read_back_bytes(layer: TreatedLayer, probe: Probe, kept: torch.dtype) -> int:
-    """Return the bytes of the factors of one part of a layer as they are read back."""
-    size = 0 if probe.kept(layer).kind == "dense" else probe.kept(layer).held_bytes(layer) // layer.groups
-    # a layer that follows has a copy of the A that it shares
-    for side in _sides(layer, probe, follows=False):
-        size += kept.itemsize * {"dense": side.size**2, "diagonal": side.size, "rows": 0}[side.kind]
-    return size
 
 
 def _of_rows(
@@ -302,7 +283,7 @@ def _gram_seconds(rows: int, size: int, pace: DeviceSpeed) -> float:
     return 4 * size * rows**2 / pace.operations_per_second + pace.eigen_seconds(5 * rows**3, rows)
 
 
-def _terms(layer: TreatedLayer, taken: dict[_Side, RungCost], read: int, sent: int) -> list[Term]:
+def _terms(layer: TreatedLayer, taken: dict[LoadedSide, RungCost], read: int, sent: int) -> list[Term]:
     places: tuple[tuple[str, int, Literal["device", "host"]], ...] = (
         ("read back", read, "host"),
         ("factors on the device", sent, "device"),
@@ -324,13 +305,3 @@ def _term(name: str, formula: str, size: int, place: Literal["device", "host", "
     return Term(
         name=name, formula=formula, size_bytes=size, place=place, source="exact", stage="decomposition", layer=layer
     )
-
-
-def _sides(layer: TreatedLayer, probe: Probe, *, follows: bool) -> tuple[_Side, ...]:
-    """G and, where there is one, A."""
-    dense = layer.form != "diagonal_block"
-    rows = dense and probe.kept(layer).kind != "dense"
-    sides = [_Side("G", layer.out_dim, "rows" if rows else "dense" if dense else "diagonal", own=True)]
-    if layer.form not in ("block", "diagonal_block"):
-        sides.append(_Side("A", layer.in_dim, "dense" if layer.form == "kronecker" else "diagonal", own=not follows))
-    return tuple(sides)

@@ -7,14 +7,13 @@ large as the first, whose layers it is compared with.
 import torch
 
 from catalog.analyses.compare_curvature import CompareCurvatureParams
-from engine.collection.probe import Probe
+from engine.collection.probe import Probe, read_back_bytes
 from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import rungs
 from engine.memory.device_speed import typical_speed
 from engine.memory.plan import Term
 from engine.operators.comparison import MOST_PRODUCTS
 from engine.planning.analysis_cost import Cost, PlannedJob
-from engine.planning.decomposition_memory import read_back_bytes
 
 _STAGE = "compare_curvature"
 _HOST = torch.device("cpu")

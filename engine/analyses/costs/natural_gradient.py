@@ -7,13 +7,13 @@ matrices of their own numbers in float64. The stage holds the larger of the two,
 from dataclasses import replace
 
 from catalog.analyses.natural_gradient import NaturalGradientParams
-from engine.collection.probe import Probe
+from engine.collection.probe import Probe, read_back_bytes
 from engine.factors.representation_bytes import NUMBERS_AT_ONCE
 from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import kept_dtype
 from engine.memory.plan import BUDGETED, Term
 from engine.planning.analysis_cost import Cost, PlannedJob, term
-from engine.planning.decomposition_memory import basis_dtype, read_back_bytes
+from engine.planning.decomposition_memory import basis_dtype
 from engine.planning.plan_search import batch_size
 from engine.workspace import Workspace
 
