@@ -42,7 +42,7 @@ def scripted() -> Callable[..., list[str]]:
     """``scripted(["log", "hello"], ["finish"])``: the command of a child that does just that."""
 
     def command(*steps: Sequence[object]) -> list[str]:
-        return [sys.executable, "-P", str(SCRIPTED_CHILD), json.dumps(steps)]
+        return [sys.executable, "-S", "-P", str(SCRIPTED_CHILD), json.dumps(steps)]
 
     return command
 
