@@ -199,21 +199,29 @@ def resumed_at(frames: list[Frame]) -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def undisturbed_frames(tmp_path_factory: pytest.TempPathFactory) -> list[Frame]:
     place = Place(tmp_path_factory.mktemp("undisturbed"))
-    found = outcomes(place.run_forked())
-    assert len(found) == 3
+    found = place.run_forked()
     assert not place.scratch(1).exists()
     return found
 
 
-def test_killed_in_the_middle(undisturbed: list[Any], tmp_path: Path) -> None:
+@pytest.fixture
+def undisturbed(undisturbed_frames: list[Frame]) -> list[Any]:
+    found = outcomes(undisturbed_frames)
+    assert len(found) == 3
+    return found
+
+
+def test_killed_in_the_middle(undisturbed: list[Any], undisturbed_frames: list[Frame], tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.killed_at_the_gate()
     left = {path.name for path in place.scratch(1).rglob("*.safetensors")}
     assert left
     frames = place.run()
     assert outcomes(frames) == undisturbed
+    assert inputs_of(frames) == inputs_of(undisturbed_frames)
+    assert all(inputs_of(frames))
     batch, batches = resumed_at(frames)
     # two dry runs come before: the gate stood at batch 22
     repeated = 21 - batch
@@ -239,6 +247,14 @@ def test_gradient_rows_survive_a_kill(tmp_path: Path) -> None:
     assert [each["gradient_rows"] for each in records if each["branch"] == "woodbury"] != []
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/worker/execution/test_resume.py::test_killed_in_the_middle",
+        # with the checks of every job
+        "tests/engine/collection/test_killed_attempts.py::test_one_rank_is_killed_anywhere",
+        "tests/engine/collection/test_killed_attempts.py::test_what_is_compared_is_not_nothing",
+    )
+)
 def test_killed_with_the_checks_of_every_job(tmp_path: Path) -> None:
     plain, place = Place(tmp_path / "plain"), Place(tmp_path / "killed")
     for each in (plain, place):
@@ -252,6 +268,14 @@ def test_killed_with_the_checks_of_every_job(tmp_path: Path) -> None:
     assert resumed_at(frames)[0] > 0
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/worker/execution/test_resume.py::test_killed_in_the_middle",
+        # of three passes
+        "tests/engine/collection/test_killed_attempts.py::test_one_rank_is_killed_anywhere",
+        "tests/engine/collection/test_checkpoints.py::test_finished_passes_are_not_made_again",
+    )
+)
 def test_killed_in_the_second_pass(tmp_path: Path) -> None:
     undisturbed = outcomes(Place(tmp_path / "plain", PARTS).run_forked())
     place = Place(tmp_path / "killed", PARTS, at=2 + BATCHES + 20)
@@ -266,7 +290,7 @@ def test_killed_in_the_second_pass(tmp_path: Path) -> None:
     assert BATCHES <= batch < 2 * BATCHES
 
 
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("sync", [4, 5], ids=["the manifest", "the sums"])
 def test_killed_while_a_checkpoint_is_written(undisturbed: list[Any], tmp_path: Path, sync: int) -> None:
     place = Place(tmp_path)
@@ -278,6 +302,13 @@ def test_killed_while_a_checkpoint_is_written(undisturbed: list[Any], tmp_path: 
     assert resumed_at(again)[0] > 0
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/worker/execution/test_resume.py::test_killed_while_a_checkpoint_is_written",
+        "tests/engine/collection/test_killed_attempts.py::test_one_rank_is_killed_anywhere",
+        "tests/engine/collection/test_checkpoints.py::test_a_damaged_checkpoint_is_discarded",
+    )
+)
 def test_a_torn_checkpoint_is_said_to_be(undisturbed: list[Any], tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.killed_at_the_gate()
@@ -324,7 +355,9 @@ def test_killed_between_two_analyses(tmp_path: Path) -> None:
     assert [frame.kind for frame in after if isinstance(frame, Summarised)] == kinds
 
 
-def test_an_analysis_that_is_refused_is_refused_again_by_a_resumed_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["told", "killed"])
+def test_an_analysis_that_is_refused_is_refused_again_by_a_resumed_job(tmp_path: Path, killed: bool) -> None:
+    """A landing tells the attempt what an earlier one has done; the test above has that killed."""
     plain, place = Place(tmp_path / "plain"), Place(tmp_path / "killed")
     for each in (plain, place):
         each.document |= {"kind": ["factors", "natural_gradient", "capacity"], "keep": []}
@@ -336,9 +369,12 @@ def test_an_analysis_that_is_refused_is_refused_again_by_a_resumed_job(tmp_path:
     assert (refused.kind, refused.layer, refused.pointer) == ("natural_gradient", "head", "/natural_gradient")
     said = "`natural_gradient` was refused, and the other analyses are done: layer `head` has no curvature"
     assert any(said in frame.message for frame in frames if isinstance(frame, LogLine) and frame.level == "warning")
-    program = tmp_path / "dies.py"
-    program.write_text(DIE_BETWEEN)
-    done = rows_of(place.run(sys.executable, "-P", str(program)))
+    if killed:
+        program = tmp_path / "dies.py"
+        program.write_text(DIE_BETWEEN)
+        done = rows_of(place.run(sys.executable, "-P", str(program)))
+    else:
+        done = dict(list(undisturbed.items())[: 1 + [kind for kind, _ in undisturbed].index("capacity")])
     place.completed = sorted(done)
     after = place.run_forked()
     assert isinstance(after[-1], Finished)
@@ -357,6 +393,7 @@ def inputs_of(frames: list[Frame]) -> tuple[str | None, str | None]:
     return frames[-1].model_sha256, frames[-1].data_sha256
 
 
+@pytest.mark.nightly(covered_by="tests/worker/execution/test_resume.py::test_killed_in_the_middle")
 def test_a_resumed_job_ends_with_the_digests_of_model_and_data(tmp_path: Path) -> None:
     plain, place = Place(tmp_path / "plain"), Place(tmp_path / "killed")
     undisturbed = inputs_of(plain.run_forked())

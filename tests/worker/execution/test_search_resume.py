@@ -40,8 +40,8 @@ DOCUMENT: dict[str, Any] = {
     "model": {"source": "factory", "factory": "kronoscope_test_searched:make"},
     "data": {"source": "synthetic", "shape": [12], "examples": 60, "classes": 3},
     "task": {"type": "classification"},
-    "collection": {"batch_size": 20, "fisher": "type2"},
-    "spectrum": {"of": ["kfac", "ggn", "hessian"], "k": 3, "steps": 20, "probes": 3, "tolerance": 1e-4},
+    "collection": {"batch_size": 20, "fisher": "type2", "self_check": "off"},
+    "spectrum": {"of": ["kfac", "ggn", "hessian"], "k": 3, "steps": 12, "probes": 2, "tolerance": 1e-4},
 }
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
