@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from catalog.frames import CacheAnswer, CacheAsked, CacheFilled, Frame, LayerDone, LogLine, Progress, decode
 from catalog.requests.assignment import read_assignment
 from engine.errors import StopRequested
+from tests.worker.execution.pieces.conftest import found_once
 from worker.disk import cache_folder
 from worker.execution.__main__ import execute
 from worker.execution.attempt import StopFlag, parse_document
@@ -28,6 +30,8 @@ from worker.execution.factor_cache import (
 )
 from worker.execution.frame_pipe import FramePipe
 from worker.foreground.cache_rows import RunCache
+
+__all__ = ["found_once"]  # a fixture
 
 KEY = "0" * 64
 
@@ -65,7 +69,7 @@ class Runner:
             "model": {"source": "builtin", "name": "digits_mlp"},
             "data": {"source": "builtin", "name": "digits", "limit": 60},
             "task": {"type": "classification"},
-            "collection": {"batch_size": 20},
+            "collection": {"batch_size": 20, "self_check": "off"},
         } | changes
         request = {"document": document, "cache": str(self.cache), "cache_bytes": 10**9, "job": f"job {self.count}"}
         run = RunCache(request, own / "artifacts")
@@ -86,6 +90,16 @@ def jobs(tmp_path: Path, store: Path) -> Iterator[Runner]:
     deterministic = torch.get_deterministic_debug_mode()
     yield Runner(tmp_path, store)
     torch.set_deterministic_debug_mode(deterministic)
+
+
+@pytest.fixture(scope="module")
+def of_another_job(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
+    """The cache of one job, which tests copy."""
+    deterministic = torch.get_deterministic_debug_mode()
+    first = Runner(tmp_path_factory.mktemp("first"), store)
+    first()
+    torch.set_deterministic_debug_mode(deterministic)
+    return first.cache
 
 
 def rows(frames: list[Frame]) -> list[LayerDone]:
@@ -126,19 +140,27 @@ def test_a_damaged_entry_is_collected_again_and_replaced(jobs: Runner) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"collection": {"batch_size": 20, "seed": 1}},
-        {"collection": {"batch_size": 20, "ekfac": True}},
-        {"collection": {"batch_size": 20, "precision": "tf32"}},
-        {"collection": {"batch_size": 20, "exact_trace": False}},
+        {"seed": 1},
+        {"ekfac": True},
+        {"precision": "tf32"},
+        {"exact_trace": False},
         {"data": {"source": "builtin", "name": "digits", "limit": 59}},
         {"woodbury": {"policy": "dense"}},
         {"cache": "refresh"},
     ],
     ids=lambda changes: str(changes)[:40],
 )
-def test_another_collection_is_another_key(jobs: Runner, changes: dict[str, Any]) -> None:
-    jobs()
-    assert collections(jobs(**changes))
+def test_another_collection_is_another_key(jobs: Runner, of_another_job: Path, changes: dict[str, Any]) -> None:
+    shutil.copytree(of_another_job, jobs.cache)
+    asked = {"batch_size": 20, "self_check": "off"}
+    options = changes if changes.keys() & {"data", "woodbury", "cache"} else {"collection": asked | changes}
+    assert collections(jobs(**options))
+
+
+def test_the_same_collection_is_found_in_the_cache_of_another_job(jobs: Runner, of_another_job: Path) -> None:
+    """So that it is by what differs that the test above collects."""
+    shutil.copytree(of_another_job, jobs.cache)
+    assert not collections(jobs())
 
 
 def net() -> nn.Module:

@@ -17,7 +17,7 @@ from catalog.requests.assignment import read_assignment
 from engine.factors.factor_files import read_factors
 from engine.factors.factor_set import FactorSet
 from engine.memory.device_speed import DeviceSpeed, measure_speed
-from worker.execution import attempt
+from worker.execution import attempt, computing_environment
 from worker.execution.__main__ import execute
 from worker.execution.attempt import StopFlag
 from worker.execution.data import builtin
@@ -25,17 +25,19 @@ from worker.execution.files.artifact_files import ArtifactFiles
 from worker.execution.frame_pipe import FramePipe
 
 speed_of, table_of_digits = cache(measure_speed), cache(builtin._table_of_digits)
+version_of = cache(computing_environment._version)
 
 
 @pytest.fixture(autouse=True)
 def found_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure the machine, and read the table of digits, for the first of all attempts in this process."""
+    """Measure the machine, look for packages, and read the table of digits, for the first attempt in this process."""
 
     def speed(device: torch.device, scratch: Path | None = None) -> DeviceSpeed:
         return speed_of(device) if scratch is None else measure_speed(device, scratch)
 
     monkeypatch.setattr(attempt, "measure_speed", speed)
     monkeypatch.setattr(builtin, "_table_of_digits", table_of_digits)
+    monkeypatch.setattr(computing_environment, "_version", version_of)
 
 
 @dataclass
