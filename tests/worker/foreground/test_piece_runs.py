@@ -32,7 +32,7 @@ class Runs:
 
     def start(self, document: Any = DOCUMENT, **script: Any) -> subprocess.Popen[bytes]:
         script = {"count": 3, "log": str(self.log), "here": str(self.here), "go": str(self.go), **script}
-        command = [sys.executable, "-P", str(CHILD), json.dumps(script)]
+        command = [sys.executable, "-S", "-P", str(CHILD), json.dumps(script)]
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", RUNNER, json.dumps(command), "--output", str(self.output),
              "--frames-to-stdout"],
