@@ -36,6 +36,7 @@ DOCUMENT = {
     "model": {"source": "builtin", "name": "digits_mlp"},
     "data": {"source": "builtin", "name": "digits", "limit": 200},
     "task": {"type": "classification"},
+    "collection": {"self_check": "off"},
 }
 
 
@@ -352,7 +353,7 @@ def test_the_real_encoder_is_covered_or_declared(store: Path, tmp_path: Path, mi
         "model": {"source": "directory", "path": str(minilm)},
         "data": {"source": "builtin", "name": "english", "limit": 4},
         "task": {"type": "sentence_embedding"},
-        "collection": {"batch_size": 4},
+        "collection": {"batch_size": 4, "self_check": "off"},
         "keep": [],
     }
     frames, code = run(assignment(store, tmp_path, document))
@@ -376,6 +377,7 @@ def test_what_was_not_read_as_it_stands_is_in_the_last_frame(store: Path, tmp_pa
         "model": {"source": "directory", "path": str(minilm)},
         "data": {"source": "file", "path": str(tmp_path / "rows.jsonl"), "sequence_length": 8},
         "task": {"type": "sentence_embedding"},
+        "collection": {"self_check": "off"},
     }
     frames, code = run(assignment(store, tmp_path / "artifacts", document))
     assert code == 0
