@@ -115,10 +115,14 @@ def job(ledger: Engine) -> Callable[[str], Job]:
 
 
 class Gated:
-    """A job that goes on for minutes until its gate is opened, and reaches a checkpoint several times a second."""
+    """A job that goes on for minutes until its gate is opened, and then ends in a moment.
+
+    It soon reaches a checkpoint, and then more and more slowly, so that a hundred batches are enough for minutes.
+    """
 
     _MODEL = """
 import time
+from itertools import count
 from pathlib import Path
 from torch import nn
 
@@ -126,12 +130,12 @@ from torch import nn
 class Model(nn.Module):
     def __init__(self, folder):
         super().__init__()
-        self.head, self.folder = nn.Linear(12, 3), Path(folder)
+        self.head, self.folder, self.calls = nn.Linear(12, 3), Path(folder), count()
 
     def forward(self, x):
         (self.folder / "begun").touch()
         if not (self.folder / "open").exists():
-            time.sleep(0.3)
+            time.sleep(0.3 + 0.06 * next(self.calls))
         return self.head(x)
 """
 
@@ -141,7 +145,7 @@ class Model(nn.Module):
         name = "kronoscope_test_gated:Model"
         self.document = {
             "model": {"source": "factory", "factory": name, "kwargs": {"folder": str(folder)}},
-            "data": {"source": "synthetic", "shape": [12], "examples": 4000, "classes": 3},
+            "data": {"source": "synthetic", "shape": [12], "examples": 400, "classes": 3},
             "collection": {"batch_size": 4},
         }
         self.environment = {"KRONOSCOPE_ALLOW_FACTORIES": name, "KRONOSCOPE_FACTORY_PATH": str(folder)}

@@ -149,6 +149,12 @@ def test_no_message_fills_the_log_or_reaches_celery(
     assert admin.llen("celery") == 12  # nothing is taken from there
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        # its user may write no key, and misses nothing
+        "tests/worker/test_broker_faults.py::test_the_user_of_compose_runs_no_scripts_and_needs_none",
+    )
+)
 def test_a_worker_writes_no_key(start: Any, wakes: Any, admin: Any, eventually: Any) -> None:
     """So that what kills a worker leaves nothing in Redis, and its user needs no right to any key."""
     process = start()

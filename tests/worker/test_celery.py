@@ -108,7 +108,7 @@ def mapped_libraries(pid: int) -> str:
 
 
 @pytest.mark.real_programs
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("command", [CELERY, EMBEDDED], ids=["celery", "embedded"])
 def test_it_does_a_job_to_the_end_without_torch(
     worker: Any, submitted: Any, job: Any, eventually: Any, command: list[str]

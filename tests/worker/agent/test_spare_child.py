@@ -54,6 +54,13 @@ def waiting(agent: Agent) -> SpareChild:
     return agent._spare
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        # of a worker as in Compose: begun alike, the same digests, and nothing left
+        "tests/walls/test_spare_child.py::test_the_second_of_two_jobs_is_prepared_and_comes_to_nothing_more_than_the_first",
+        "tests/worker/process/test_spare_child.py::test_no_orphan_is_left_of_a_worker_that_was_killed_or_that_closed_it",
+    )
+)
 def test_the_second_job_is_the_prepared_childs_and_has_the_same_rows(
     ledger: Engine, agent: Agent, begun: list[str], submitted: Any, job: Callable[[str], Job], eventually: Any
 ) -> None:
@@ -77,7 +84,7 @@ def test_the_second_job_is_the_prepared_childs_and_has_the_same_rows(
     covered_by=(
         "tests/worker/process/test_spare_child.py::test_one_that_was_killed_begins_nothing_and_the_next_is_there",
         # its first job finds none that waits, either
-        "tests/worker/agent/test_spare_child.py::test_the_second_job_is_the_prepared_childs_and_has_the_same_rows",
+        "tests/walls/test_spare_child.py::test_the_second_of_two_jobs_is_prepared_and_comes_to_nothing_more_than_the_first",
     )
 )
 def test_one_that_was_killed_meanwhile_costs_no_attempt(

@@ -11,8 +11,6 @@ from jobs.schema.database import writing
 from jobs.schema.tables import jobs
 from worker.devices import fake_gpu
 
-pytestmark = pytest.mark.real_programs
-
 MIB = 2**20
 ROOMY, TIGHT = 4096 * MIB, 300 * MIB
 
@@ -34,6 +32,7 @@ def test_a_job_that_outgrows_a_small_gpu_ends_on_a_larger_one(
     assert {each.uuid for each in list_devices(ledger)} == {fake_gpu("tight", 0, 1).uuid, fake_gpu("roomy", 0, 1).uuid}
 
 
+@pytest.mark.real_programs
 def test_after_a_kill_the_job_goes_on_on_the_same_gpu_under_another_worker(
     ledger: Any, started: Any, submitted: Any, job: Any, eventually: Any, gated: Any
 ) -> None:

@@ -38,7 +38,7 @@ def test_after_the_death_of_a_rank_the_next_attempt_gives_the_undisturbed_number
     events: Any,
     tmp_path: Path,
 ) -> None:
-    asked = {**gated.document, "kind": ["factors", "capacity"], "world_size": 2, "collection": {"batch_size": 40}}
+    asked = {**gated.document, "kind": ["factors", "capacity"], "world_size": 2}
     disturbed = submitted(**asked)
     environment = gated.environment | {"KRONOSCOPE_CHECKPOINT_SECONDS": "0.5"}
     worker = started("node", ROOMY, ROOMY, **environment)
@@ -81,10 +81,10 @@ def test_after_the_death_of_a_rank_the_next_attempt_gives_the_undisturbed_number
     assert done.plan["threads"] == 1
     for name in ("model_sha256", "data_sha256", "examples"):
         assert done.manifest[name] == plain.manifest[name]
-    assert done.manifest["examples"] == 4000
+    assert done.manifest["examples"] == 400
     assert digests(ledger, disturbed) == digests(ledger, undisturbed) != {}
     (row,) = layer_rows(ledger, LOCAL_TENANT, disturbed, LayerQuery(kind="factors")).items
-    assert (row.outcome["record"]["world_size"], row.outcome["record"]["positions"]) == (2, 4000)
+    assert (row.outcome["record"]["world_size"], row.outcome["record"]["positions"]) == (2, 400)
     eventually(lambda: {each.jobs for each in list_devices(ledger)} == {0})
 
 

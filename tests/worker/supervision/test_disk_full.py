@@ -23,8 +23,6 @@ from tests.queue_order import next_claimable
 from worker.agent.agent import Agent
 from worker.process.child_process import EXECUTION
 
-pytestmark = pytest.mark.real_programs
-
 MIB = 2**20
 MODEL = """
 from torch import nn

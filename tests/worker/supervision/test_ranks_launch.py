@@ -12,6 +12,12 @@ from worker.supervision.child_launch import assignment, computing_threads, envir
 MIB = 2**20
 
 
+@pytest.fixture
+def ledger_url() -> str:
+    """No test here opens the ledger that its settings name."""
+    return "sqlite:///nowhere.db"
+
+
 class Scratch:
     """Folders that nothing is written to."""
 

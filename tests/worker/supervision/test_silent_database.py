@@ -28,9 +28,9 @@ _END_CONNECTIONS = text(
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server() -> Iterator[servers.PrivateServer]:
-    """A PostgreSQL of this test's own: it is killed."""
+    """A PostgreSQL of these tests' own: it is killed, and started again."""
     with servers.private_postgres(synchronous_commit="on") as started:
         upgrade_schema(started.url)
         yield started
