@@ -54,24 +54,25 @@ class Read:
         return chunk
 
 
-@pytest.fixture
-def folder(tmp_path: Path, minilm: Path) -> Path:
-    """A small classifier of pairs whose classes have names, with a real tokenizer."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, minilm: Path) -> Path:
+    """A small classifier of pairs whose classes have names, with a real tokenizer, which no test changes."""
+    model = tmp_path_factory.mktemp("classifier") / "model"
     config = transformers.BertConfig(
         num_hidden_layers=1, num_attention_heads=2, hidden_size=8, intermediate_size=16, max_position_embeddings=64,
         **NAMES,
     )  # fmt: skip
     torch.manual_seed(0)
-    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "model")
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(model)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(minilm / name, tmp_path / "model" / name)
-    return tmp_path / "model"
+        shutil.copy(minilm / name, model / name)
+    return model
 
 
-@pytest.fixture
-def classifier(folder: Path, context: LoaderContext) -> LoadedModel:
+@pytest.fixture(scope="module")
+def classifier(folder: Path, store: Path) -> LoadedModel:
     source = DirectoryModel(source="directory", path=str(folder))
-    return load(source, Task(type="sequence_classification"), context)
+    return load(source, Task(type="sequence_classification"), LoaderContext(store=store))
 
 
 def table(path: Path, **columns: list[Any]) -> Path:
@@ -110,6 +111,7 @@ def test_named_columns_are_the_tokens_labels_and_factors_of_transformers(
     assert {name: row.metrics for name, row in ours.items()} == {name: row.metrics for name, row in theirs.items()}
 
 
+@pytest.mark.part(of=4, by=())  # each kind of file is read by the test above
 @pytest.mark.parametrize("suffix", ["csv", "parquet", "jsonl"])
 def test_usual_names_need_no_key_and_every_file_is_read_alike(
     tmp_path: Path, classifier: LoadedModel, context: LoaderContext, suffix: str
@@ -138,9 +140,9 @@ def test_upper_case_in_a_suffix_is_the_same_kind_of_file(
     for name in ("rows.csv", "ROWS.CSV"):
         path = table(tmp_path / "rows.csv", text=ONE, label=[2, 0, 1, 1]).rename(tmp_path / name)
         read.append(Read(context, classifier).file(path))
-        ambiguous = Read(context, replace(classifier, class_names=("1", "0", "2")))
-        with pytest.raises(Refusal, match="name of class 1; give JSON lines"):
-            ambiguous.file(path)
+    ambiguous = Read(context, replace(classifier, class_names=("1", "0", "2")))
+    with pytest.raises(Refusal, match="name of class 1; give JSON lines"):
+        ambiguous.file(path)
     assert torch.equal(read[0][1], read[1][1])
 
 
@@ -240,6 +242,7 @@ AS_WRITTEN: dict[str, tuple[list[str], tuple[str, ...], Any]] = {
 }
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("kind", list(AS_WRITTEN))
 def test_labels_of_a_csv_are_read_as_they_are_written(tmp_path: Path, context: LoaderContext, kind: str) -> None:
     labels, known, expected = AS_WRITTEN[kind]
@@ -292,7 +295,8 @@ def test_tags_by_name_are_those_of_the_model(tmp_path: Path, minilm: Path, conte
     assert read.reading["labels"]["numbers"] == {"O": 0, "B-PER": 1}
 
 
-@pytest.mark.parametrize("suffix", ["csv", "parquet", "jsonl"])
+@pytest.mark.part(of=4, by=())  # what counts is given the texts, whatever they were read from
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
 def test_a_column_of_texts_that_all_differ_is_refused_as_it_comes(
     tmp_path: Path, context: LoaderContext, suffix: str
 ) -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,14 @@ def pairs(one: str, other: str, **more: Any) -> list[dict[str, Any]]:
     return [{one: a, other: b, "label": c, **more} for a, b, c in zip(ONE, OTHER, LABELS, strict=True)]
 
 
+@cache
+def tokenizer_of(folder: Path) -> Any:
+    """The library's own, read once a folder."""
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
 def require_tokens_of(minilm: Path, inputs: dict[str, torch.Tensor], **options: Any) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
+    tokenizer = tokenizer_of(minilm)
     expected = tokenizer(ONE, OTHER, padding=True, return_tensors="pt", **options)
     for name in ("input_ids", "attention_mask", "token_type_ids"):
         assert torch.equal(inputs[name], expected[name])
@@ -98,12 +105,13 @@ def test_both_halves_of_a_pair_are_read_as_transformers_joins_them(
 def test_the_model_sees_which_half_a_token_is_of(tmp_path: Path, minilm: Path, reading: Callable[..., Read]) -> None:
     inputs, *_ = reading().file(lines(tmp_path, pairs("premise", "hypothesis")))
     model = transformers.AutoModel.from_pretrained(minilm).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
+    tokenizer = tokenizer_of(minilm)
     given = tokenizer(ONE, OTHER, padding=True, return_tensors="pt")
     with torch.no_grad():
         torch.testing.assert_close(model(**inputs)[0], model(**given)[0])
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("suffix", ["parquet", "csv", "jsonl"])
 def test_pairs_of_a_table_are_read_or_refused(
     tmp_path: Path, minilm: Path, reading: Callable[..., Read], suffix: str
@@ -165,6 +173,7 @@ FOLDERS: dict[str, tuple[str, list[str], list[str]]] = {
 }
 
 
+@pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize("kind", list(FOLDERS))
 def test_the_files_of_a_split_are_those_that_have_its_name_as_a_word(
     tmp_path: Path, reading: Callable[..., Read], kind: str
@@ -208,6 +217,7 @@ def test_every_other_key_of_a_line_is_listed(tmp_path: Path, reading: Callable[.
     assert "`label` of rows.jsonl" in read.unused
 
 
+@pytest.mark.part(of=4, by=("suffix",))
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("task", ["masked_lm", "sentence_embedding"])
 def test_a_label_that_the_task_does_not_use_may_be_anything(
@@ -226,7 +236,8 @@ def test_a_label_that_the_task_does_not_use_may_be_anything(
     assert len(reading(task).file(lines(tmp_path, [{"text": "a", "label": 1}, {"text": "b"}]))[0]["input_ids"]) == 2
 
 
-@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+@pytest.mark.part(of=4, by=())  # what compares names is given those of either kind of file
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
 def test_names_that_differ_in_case_alone_are_refused_unless_the_document_names_one(
     tmp_path: Path, reading: Callable[..., Read], suffix: str
 ) -> None:
@@ -301,7 +312,7 @@ def test_pairs_are_refused_where_texts_are_embedded_or_there_is_no_tokenizer(
 
 def test_texts_that_are_cut_are_counted(tmp_path: Path, minilm: Path, reading: Callable[..., Read]) -> None:
     texts = ["word " * count for count in (1, 5, 600, 509, 511, 700)]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm)
+    tokenizer = tokenizer_of(minilm)
     longer = sum(len(tokenizer(text)["input_ids"]) > 512 for text in texts)
     path = lines(tmp_path, [{"text": text} for text in texts])
     read = reading("masked_lm")
@@ -345,6 +356,7 @@ def test_texts_are_cut_at_the_end_that_transformers_cuts(
     require_tokens_of(folder, inputs, truncation=True, max_length=9)
 
 
+@pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize("field", ["do_lower_case", "strip_accents", "tokenize_chinese_chars"])
 def test_a_tokenizer_config_that_contradicts_the_tokenizer_is_refused(
     tmp_path: Path, copied: Callable[..., Path], context: LoaderContext, field: str
