@@ -153,8 +153,9 @@ def test_outputs_and_trainable_tensors_are_those_of_peft(saved: Saved, case: str
     assert all(torch.equal(own[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize(
-    "case", ["rsLoRA", "DoRA", "Conv1D", "Conv1D, DoRA", "untied embedding", "Conv2d", "bias: all"]
+    "case", ["DoRA", "rsLoRA", "Conv1D", "Conv1D, DoRA", "untied embedding", "Conv2d", "bias: all"]
 )
 def test_merged_it_is_the_model_that_peft_merges(saved: Saved, case: str) -> None:
     family, task, options = CASES[case]
@@ -212,6 +213,7 @@ def test_the_record_names_base_and_adapter_by_their_digests(saved: Saved) -> Non
         assert digest == hashlib.sha256((adapter / f"adapter_{name}").read_bytes()).hexdigest()
 
 
+@pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize("case", ["DoRA", "embedding", "Conv2d", "head"])
 def test_a_plan_has_the_same_layers_without_a_number(saved: Saved, case: str) -> None:
     family, task, options = CASES[case]
@@ -242,7 +244,8 @@ def test_every_trainable_parameter_is_covered_and_has_the_trace_of_plain_autogra
     ids = torch.arange(2, 14).view(2, 6)
     inputs = {"input_ids": ids, "position_ids": torch.arange(6).expand(2, 6).clone()}
     targets = ids if task == "causal_lm" else torch.tensor([0, 1])
-    options_of = {"batch_size": 2, "dtype": "float64", "fisher": "type2", "min_coverage": 1.0}
+    # against peft's own model, so that it need not be checked against itself
+    options_of = {"batch_size": 2, "dtype": "float64", "fisher": "type2", "min_coverage": 1.0, "self_check": "off"}
     of = [
         local.measure(model, [(inputs, targets)], task=task, collection=options_of).of("capacity")
         for model in (loaded(folder, adapter, task).model, by_peft(folder, adapter, task))
