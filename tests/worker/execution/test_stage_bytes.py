@@ -41,7 +41,7 @@ def _with_spectrum(values: Tensor) -> tuple[Tensor, Tensor]:
     return factor, vectors
 
 
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize(
     ("placement", "dtype", "clipped"),
     # of a float32 factor the most that is added to; one more is made from the floor in float64, which takes most of it
@@ -72,6 +72,12 @@ def test_what_rebuilding_takes_is_what_the_plan_says(placement: Placement, dtype
         assert size_bytes < peak / 8 or not (phase.bytes("host") - size_bytes) / peak >= 0.8
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        # of another size
+        "tests/worker/execution/test_budget.py::test_the_profiler_sees_what_was_foreseen_and_misses_none_of_it",
+    )
+)
 @pytest.mark.parametrize("need", ["values", "vectors"])
 def test_what_decomposing_takes_is_what_the_plan_says(need: Any) -> None:
     size = 1500
