@@ -55,14 +55,16 @@ def stolen_seconds() -> list[float]:
 def until(question: Callable[[], T], seconds: float = 60, what: str | Callable[[], object] = "it is so") -> T:
     """The first true answer; other processes can only be asked again.
 
-    The last question is asked when the time is up: who asks may itself have stood still since the one before.
+    The last question is asked when the time is up: who asks may itself have stood still since the one before. What
+    takes more than a second is asked for less often: a question to a ledger takes as much of a processor as a part of
+    what is waited for.
     """
     watch = Stopwatch()
     while True:
-        late = watch.seconds() > seconds
+        passed = watch.seconds()
         answer = question()
         if answer:
             return answer
-        if late:
+        if passed > seconds:
             raise AssertionError(f"not within {seconds:g} s: {what() if callable(what) else what}")
-        time.sleep(0.02)
+        time.sleep(0.02 if passed < 1 else 0.1)

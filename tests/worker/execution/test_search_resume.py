@@ -29,7 +29,7 @@ class Slow(nn.Tanh):
     # while the file stands, a search takes long enough to be killed in
     def forward(self, x):
         if Path(__file__).with_name("slow").exists():
-            time.sleep(0.004)
+            time.sleep(0.02)
         return super().forward(x)
 
 def make():
@@ -40,7 +40,7 @@ DOCUMENT: dict[str, Any] = {
     "model": {"source": "factory", "factory": "kronoscope_test_searched:make"},
     "data": {"source": "synthetic", "shape": [12], "examples": 60, "classes": 3},
     "task": {"type": "classification"},
-    "collection": {"batch_size": 20, "fisher": "type2", "self_check": "off"},
+    "collection": {"batch_size": 60, "fisher": "type2", "self_check": "off"},
     "spectrum": {"of": ["kfac", "ggn", "hessian"], "k": 3, "steps": 12, "probes": 2, "tolerance": 1e-4},
 }
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}

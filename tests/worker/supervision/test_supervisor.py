@@ -37,8 +37,15 @@ from worker.supervision.supervisor import Supervisor
 
 pytestmark = pytest.mark.real_programs
 
+SQLITE_FIRST = ("sqlite", pytest.param("postgresql", marks=pytest.mark.part(of=8, by=(), per="file")))
 OTHER = "0198c0de-0000-7000-8000-000000000000"
 """A tenant that has no job."""
+
+
+@pytest.fixture(params=SQLITE_FIRST)
+def dialect(request: pytest.FixtureRequest) -> Any:
+    """SQLite, which is copied in a moment: agents and workers have their supervisors on PostgreSQL."""
+    return request.param
 
 
 @pytest.fixture
