@@ -8,12 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import multiprocessing
 
 from engine.distributed.group import start, stop
 
 TIMEOUT_SECONDS = 60.0
+
+
+def asked_for(request: pytest.FixtureRequest, parameter: str) -> tuple[Any, ...]:
+    """The values of a parameter among the tests of the file that are run: ranks do nothing for those of other parts."""
+    own = (item for item in request.session.items if item.path == request.path)
+    values = (getattr(item, "callspec", None) for item in own)
+    return tuple(dict.fromkeys(each.params[parameter] for each in values if each and parameter in each.params))
 
 
 def run_ranks(

@@ -1,7 +1,7 @@
 """Ranks that do not go the same way: one without data, one that fails, leaves, runs out of memory, or dies."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
-from tests.engine.distributed.rank_processes import run_ranks
+from tests.engine.distributed.rank_processes import asked_for, run_ranks
 from tests.engine.distributed.rank_scenarios import SCENARIOS, Scenario, outcome, perceptron
 from tests.engine.distributed.test_ranks import apart
 
@@ -79,37 +79,42 @@ def caught(function: Callable[[], Any]) -> Any:
         return type(error).__name__, str(error), error.category
 
 
-def disagreements(rank: int, size: int) -> Mapping[str, Any]:
-    """All of them in one process group: what failed before leaves nothing behind."""
+def disagreements(rank: int, size: int, names: Collection[str]) -> Mapping[str, Any]:
+    """All that are asked for in one process group: what failed before leaves nothing behind."""
 
     def dealt(scenario: Scenario) -> list[Any]:
         return scenario.batches()[rank::size]
 
     everything = {size - 1: ROWS.batches()}
-    return {
-        "empty": caught(lambda: ROWS.measured(everything.get(rank, []))),
-        "uneven": caught(lambda: ROWS.measured(ROWS.batches()[:5] if rank == 0 else ROWS.batches()[5:])),
-        "nobody": caught(lambda: ROWS.measured([])),
-        "not finite": caught(lambda: ROWS.measured(not_finite(dealt(ROWS), rank))),
-        "nested": caught(lambda: ROWS.measured(dealt(ROWS), nested=True)),
-        "none": caught(lambda: ROWS.measured(dealt(ROWS), reduction="none")),
-        "none of one": caught(lambda: ROWS.measured(everything.get(rank, []), reduction="none")),
-        "not in turn": caught(
-            lambda: EVERY_OTHER.measured(EVERY_OTHER.batches()[:5] if rank == 0 else EVERY_OTHER.batches()[5:])
+    every: dict[str, Callable[[], Any]] = {
+        "empty": lambda: ROWS.measured(everything.get(rank, [])),
+        "uneven": lambda: ROWS.measured(ROWS.batches()[:5] if rank == 0 else ROWS.batches()[5:]),
+        "nobody": lambda: ROWS.measured([]),
+        "not finite": lambda: ROWS.measured(not_finite(dealt(ROWS), rank)),
+        "nested": lambda: ROWS.measured(dealt(ROWS), nested=True),
+        "none": lambda: ROWS.measured(dealt(ROWS), reduction="none"),
+        "none of one": lambda: ROWS.measured(everything.get(rank, []), reduction="none"),
+        "not in turn": lambda: EVERY_OTHER.measured(
+            EVERY_OTHER.batches()[:5] if rank == 0 else EVERY_OTHER.batches()[5:]
         ),
-        "another model": caught(lambda: another_model(ROWS, dealt(ROWS), rank)),
-        "left": caught(lambda: DETACHED.measured(with_a_large_number(DETACHED)[rank::size])),
-        "narrow": caught(lambda: NARROW.measured(dealt(NARROW))),
-        "numbered": caught(lambda: ROWS.measured([(x, y) for x, y, _ in dealt(ROWS)])),
-        "filled up": caught(lambda: ROWS.measured(dealt(ROWS) + ROWS.batches()[1 : 2 - rank])),
-        "once": caught(lambda: ROWS.measured(dealt(ROWS))),
-        "again": caught(lambda: ROWS.measured(dealt(ROWS))),
+        "another model": lambda: another_model(ROWS, dealt(ROWS), rank),
+        "left": lambda: DETACHED.measured(with_a_large_number(DETACHED)[rank::size]),
+        "narrow": lambda: NARROW.measured(dealt(NARROW)),
+        "numbered": lambda: ROWS.measured([(x, y) for x, y, _ in dealt(ROWS)]),
+        "filled up": lambda: ROWS.measured(dealt(ROWS) + ROWS.batches()[1 : 2 - rank]),
+        "once": lambda: ROWS.measured(dealt(ROWS)),
+        "again": lambda: ROWS.measured(dealt(ROWS)),
     }
+    return {name: caught(function) for name, function in every.items() if name in names}
+
+
+ALWAYS = ("not finite", "left", "narrow", "once", "again")
+"""What tests of their own look at."""
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Any]:
-    results = run_ranks(2, disagreements, 2)
+def found(request: pytest.FixtureRequest) -> list[Any]:
+    results = run_ranks(2, disagreements, 2, {*ALWAYS, *asked_for(request, "name")})
     for each in results:
         if isinstance(each, Exception):
             raise each
@@ -123,6 +128,7 @@ def require_equal(result: Any, expected: Any) -> None:
             assert apart(own, one) <= 1e-12, layer
 
 
+@pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize("name", ["empty", "uneven", "none of one", "numbered"])
 def test_ranks_may_hold_any_part_of_the_data(name: str, found: list[Any]) -> None:
     alone = outcome(ROWS.measured(ROWS.batches()))

@@ -1,6 +1,7 @@
 """One rank, two and four: the same factors, whatever the form of the statistics and the mode of the reduction."""
 
 import datetime as dt
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from engine.distributed import group
 from engine.errors import RankFailed
-from tests.engine.distributed.rank_processes import run_ranks
+from tests.engine.distributed.rank_processes import asked_for, run_ranks
 from tests.engine.distributed.rank_scenarios import SCENARIOS, outcome
 
 MODES = ("gram", "gather")
@@ -20,19 +21,25 @@ def apart(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp_min(1e-300))
 
 
-def measured(rank: int, size: int) -> dict[str, Any]:
-    """Every scenario, with the batches dealt out in turn; rows in every mode."""
+def measured(rank: int, size: int, names: Sequence[str]) -> dict[str, Any]:
+    """Scenarios with the batches dealt out in turn; rows in every mode."""
     results = {}
-    for name, scenario in SCENARIOS.items():
+    for name in names:
+        scenario = SCENARIOS[name]
         own = scenario.batches()[rank::size]
         for mode in scenario.modes:
             results[name, mode] = outcome(scenario.measured(own, reduction=mode))
     return results
 
 
+def wanted(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """The scenarios of the tests that run, and rows, whose ways have a test of their own."""
+    return tuple(dict.fromkeys(("rows", *asked_for(request, "name"))))
+
+
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.nightly)])
 def together(request: pytest.FixtureRequest) -> list[Any]:
-    found = run_ranks(request.param, measured, request.param)
+    found = run_ranks(request.param, measured, request.param, wanted(request))
     for each in found:
         if isinstance(each, Exception):
             raise each
@@ -40,10 +47,11 @@ def together(request: pytest.FixtureRequest) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Any]:
-    return {name: outcome(scenario.measured(scenario.batches())) for name, scenario in SCENARIOS.items()}
+def alone(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {name: outcome(SCENARIOS[name].measured(SCENARIOS[name].batches())) for name in wanted(request)}
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_ranks_measure_what_one_rank_measures(name: str, together: list[Any], alone: dict[str, Any]) -> None:
     one, tolerance = alone[name], SCENARIOS[name].tolerance

@@ -1,8 +1,7 @@
 """A model that no rank holds whole: `fully_shard` over ranks, with the numbers of the unsharded model."""
 
 import os
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
@@ -19,11 +18,10 @@ from engine.model.sharding.gathered_parameters import gathered_bytes
 from engine.model.sharding.gathering import gather_on_request
 from kronoscope.local import measure
 from tests.engine.distributed import sharded_llama
-from tests.engine.distributed.rank_processes import run_ranks
+from tests.engine.distributed.rank_processes import asked_for, run_ranks
 from tests.engine.distributed.rank_scenarios import outcome
 from tests.engine.distributed.sharded_llama import batches, llama, measured, units, watched, whole_bytes
 from tests.engine.distributed.test_ranks import apart
-from tests.machine.parts import ALL, chosen_part
 
 CHECKED = {"self_check": "growing"}
 CASES: dict[str, dict[str, Any]] = {
@@ -62,8 +60,8 @@ def spoilt(model: nn.Module) -> nn.Module:
     return model
 
 
-def on_ranks(rank: int, size: int, *, uneven: bool = True) -> dict[str, Any]:
-    """Everything in one process group: what failed before leaves nothing behind."""
+def on_ranks(rank: int, size: int, names: Collection[str]) -> dict[str, Any]:
+    """All that is asked for in one process group: what failed before leaves nothing behind."""
     mesh = init_device_mesh(
         "cpu", (size,) if size == 2 else (2, 2), mesh_dim_names=("r", "s")[-1 if size == 2 else 0 :]
     )
@@ -74,13 +72,16 @@ def on_ranks(rank: int, size: int, *, uneven: bool = True) -> dict[str, Any]:
         return sharded_llama.sharded(model, mesh)
 
     # the last rank has all data, and the others nothing
-    if uneven:
+    if "empty" in names:
         found["empty"] = caught(lambda: measured(shard(llama()), batches() if rank == size - 1 else []))
     if size == 4:
         return found | {"float64": caught(lambda: measured(shard(llama()), own))}
     for name, options in CASES.items():
+        if name not in names or name == "float64":
+            continue
         found[name] = caught(lambda options=options: measured(shard(llama()), own, **options))
-    found["alike"] = caught(lambda: measured(llama(), own, **CASES["bf16"]))
+    if "bf16" in names:
+        found["alike"] = caught(lambda: measured(llama(), own, **CASES["bf16"]))
     found["not finite"] = caught(lambda: measured(shard(spoilt(llama())), own))
 
     def narrow() -> Any:
@@ -88,14 +89,15 @@ def on_ranks(rank: int, size: int, *, uneven: bool = True) -> dict[str, Any]:
         shard(model)
         return measured(NarrowRank(model), own)
 
-    found["narrow"] = caught(narrow)
+    if "narrow" in names:
+        found["narrow"] = caught(narrow)
     found["cross-check"] = caught(
         lambda: measure(shard(llama()), own, task="causal_lm", params={"capacity": {"cross_check": "ggn"}})
     )
     model = shard(llama())
     before = {name: (id(each), each.to_local().clone()) for name, each in model.named_parameters()}
     with watched(model) as seen:
-        measured(model, own)
+        found["float64"] = caught(lambda: measured(model, own, **CASES["float64"]))
     after = {name: (id(each), each.to_local()) for name, each in model.named_parameters()}
     found["kept"] = before.keys() == after.keys() and all(
         before[name][0] == after[name][0] and torch.equal(before[name][1], after[name][1]) for name in before
@@ -127,31 +129,33 @@ def raised(found: list[Any]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def together() -> list[Any]:
-    return raised(run_ranks(2, on_ranks, 2))
+def together(request: pytest.FixtureRequest) -> list[Any]:
+    return raised(run_ranks(2, on_ranks, 2, asked_for(request, "name")))
 
 
 @pytest.fixture(scope="module")
 def replicated(request: pytest.FixtureRequest) -> list[Any]:
-    """Two copies of the model, each over two ranks; data that lie on one rank alone are for a nightly run."""
-    return raised(run_ranks(4, partial(on_ranks, uneven=chosen_part(request.config) == ALL), 4))
+    """Two copies of the model, each over two ranks."""
+    return raised(run_ranks(4, on_ranks, 4, asked_for(request, "copied")))
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Any]:
-    return {name: outcome(measured(llama(), batches(), **options)) for name, options in CASES.items() if name != "bf16"}
+def alone(request: pytest.FixtureRequest) -> dict[str, Any]:
+    names = {"float64", *asked_for(request, "name")} - {"bf16"}
+    return {name: outcome(measured(llama(), batches(), **options)) for name, options in CASES.items() if name in names}
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("name", ["float64", "ekfac", "recomputed", "empty", "narrow"])
 def test_sharded_models_have_the_factors_of_the_whole(name: str, together: list[Any], alone: dict[str, Any]) -> None:
     require_equal([each[name] for each in together], alone[name if name in alone else "float64"], name)
 
 
-@pytest.mark.parametrize("name", ["float64", pytest.param("empty", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("copied", ["float64", pytest.param("empty", marks=pytest.mark.nightly)])
 def test_copies_of_a_sharded_model_have_the_factors_of_one(
-    name: str, replicated: list[Any], alone: dict[str, Any]
+    copied: str, replicated: list[Any], alone: dict[str, Any]
 ) -> None:
-    require_equal([each[name] for each in replicated], alone["float64"], name)
+    require_equal([each[copied] for each in replicated], alone["float64"], copied)
 
 
 def require_equal(results: list[Any], one: Any, name: str) -> None:
@@ -171,9 +175,10 @@ def require_equal(results: list[Any], one: Any, name: str) -> None:
             assert apart(found["corrected"][layer], product) <= 1e-9, layer
 
 
-def test_half_precision_rounds_as_in_the_whole_model(together: list[Any]) -> None:
+@pytest.mark.parametrize("name", ["bf16"])
+def test_half_precision_rounds_as_in_the_whole_model(name: str, together: list[Any]) -> None:
     for found in together:
-        assert found["bf16"]["digests"] == found["alike"]["digests"]
+        assert found[name]["digests"] == found["alike"]["digests"]
 
 
 def test_no_rank_holds_more_than_its_part_and_one_block(together: list[Any]) -> None:

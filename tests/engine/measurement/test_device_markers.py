@@ -1,6 +1,7 @@
 """Markers of decompositions on the device: the attempt after one that ended there begins at the host for that layer."""
 
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -33,11 +34,13 @@ ROWS = 9
 """Rows of the factor at which the device fails: G of the layer `last`."""
 JOB = "01a00000-0000-7000-8000-000000000001"
 PASSED_OVER = "G: those of the device, as an earlier attempt ended in device_float64"
+
+
 PROGRAM = """
 import signal, sys
 from pathlib import Path
-from tests.engine.measurement.test_device_markers import attempt_in_process
-attempt_in_process(Path(sys.argv[1]), signal.Signals[sys.argv[2]])
+from tests.engine.measurement.test_device_markers import two_attempts
+two_attempts(Path(sys.argv[1]), signal.Signals[sys.argv[2]])
 """
 
 
@@ -108,7 +111,7 @@ def attempt(
     return {layer.facts.name: layer for layer in measure_layers(made)}, said
 
 
-def attempt_in_process(folder: Path, number: signal.Signals) -> None:
+def attempt_in_process(folder: Path, number: signal.Signals, told: Path) -> None:
     """One attempt, whose device ends the process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     eigendecomposition.solvers = with_device(lambda: os.kill(os.getpid(), number))
@@ -117,7 +120,22 @@ def attempt_in_process(folder: Path, number: signal.Signals) -> None:
         name: (layer.record.rungs_G, layer.observed.refused_rungs, spectrum_of(layer).tolist())
         for name, layer in layers.items()
     }
-    json.dump([rows, said], sys.stdout)
+    told.write_text(json.dumps([rows, said]))
+
+
+def two_attempts(folder: Path, number: signal.Signals) -> None:
+    """Attempts of one job, each a process that is forked from this one, which has computed nothing."""
+    scratch, told, ended = Scratch(folder / "scratch"), folder / "told.json", list[int | None]()
+    for fence in (1, 2):
+        own = scratch.attempt_folder(JOB, fence)
+        adopt_checkpoint(own, scratch.before(JOB, fence))
+        process = multiprocessing.get_context("fork").Process(target=attempt_in_process, args=(own, number, told))
+        process.start()
+        process.join(300)
+        ended.append(process.exitcode)
+        if fence == 1:
+            scratch.prune(JOB, 1)  # as between two attempts, however long that takes
+    json.dump([ended, json.loads(told.read_text())], sys.stdout)
 
 
 def spectrum_of(layer: Measured) -> Tensor:
@@ -139,20 +157,11 @@ def is_oracle_spectrum(name: str, spectrum: Tensor | list[float]) -> bool:
 @pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGSEGV"])
 def test_after_a_crash_on_the_device_the_layer_is_decomposed_on_the_host(number: str, tmp_path: Path) -> None:
-    scratch = Scratch(tmp_path)
-
-    def run(fence: int) -> subprocess.CompletedProcess[str]:
-        folder = scratch.attempt_folder(JOB, fence)
-        adopt_checkpoint(folder, scratch.before(JOB, fence))
-        command = [sys.executable, "-c", PROGRAM, str(folder), number]
-        return subprocess.run(command, env=dict(os.environ), capture_output=True, timeout=300, check=False, text=True)
-
-    killed = run(1)
-    assert killed.returncode == -signal.Signals[number], killed.stderr
-    scratch.prune(JOB, 1)  # as between two attempts, however long that takes
-    ended = run(2)
-    assert ended.returncode == 0, ended.stderr
-    layers, (said,) = json.loads(ended.stdout)
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), number]
+    done = subprocess.run(command, env=dict(os.environ), capture_output=True, timeout=600, check=False, text=True)
+    assert done.returncode == 0, done.stderr
+    ended, (layers, (said,)) = json.loads(done.stdout)
+    assert ended == [-signal.Signals[number], 0]
     assert said == (
         "the eigendecomposition of G of layer `last` begins with `host_float64`: an earlier attempt of the job ended "
         "in device_float64"

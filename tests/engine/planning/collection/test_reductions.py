@@ -1,5 +1,6 @@
 """What ranks hold while they add up, as the plan foresees it, against the profiler's account on each rank."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ from engine.collect import collect_or_read
 from engine.distributed.group import join
 from engine.distributed.node_memory import Sized, hold_once, join_node
 from engine.workspace import Workspace
-from tests.engine.distributed.rank_processes import run_ranks
+from tests.engine.distributed.rank_processes import asked_for, run_ranks
 from tests.memory_profile import peak_bytes
 from tests.oracles import workspace
 
-RANKS, BATCH = 2, 8
+RANKS, BATCH = 2, 32
 CASES = {"gram": (12_000, 512), "gather": (12_000, 512), "dense": (2500, 256)}
 """Outputs and examples: of rows that are far larger than a Gram matrix, and of a triangle in two panels."""
 
@@ -34,9 +35,10 @@ def job(rank: int, reduction: str) -> Workspace:
     return made
 
 
-def measured(rank: int) -> dict[str, Any]:
+def measured(rank: int, reductions: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for reduction, (outputs, count) in CASES.items():
+    for reduction in reductions:
+        outputs, count = CASES[reduction]
         made = job(rank, reduction)
         peak = peak_bytes(lambda made=made: collect_or_read(made))  # type: ignore[misc]
         if reduction == "gram":
@@ -61,14 +63,15 @@ def measured(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Any]:
-    results = run_ranks(RANKS, measured)
+def found(request: pytest.FixtureRequest) -> list[Any]:
+    results = run_ranks(RANKS, measured, asked_for(request, "reduction"))
     for each in results:
         if isinstance(each, Exception):
             raise each
     return results
 
 
+@pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize("reduction", CASES)
 def test_the_plan_counts_what_a_reduction_holds(reduction: str, found: list[Any]) -> None:
     for each in found:
