@@ -3,6 +3,7 @@
 import copy
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,6 +47,8 @@ SMALL: dict[str, Any] = {
     "gradient_accumulation_steps": 1,
     **FLOAT64,
 }
+BRIEF: dict[str, Any] = {"num_epoch": 1, "n_episode": 1, "test_iter": 2}
+"""Of a training whose numbers do not matter."""
 
 
 strokes = functools.cache(draw)
@@ -62,6 +65,31 @@ class Drawn:
 
     def read(self, place: int, images: tuple[int, ...]) -> Tensor:
         return strokes(self.split, place, images, 0, image_size=SIZE, channels=self.shape[0])
+
+
+TRACED: dict[str, tuple[Any, Any]] = {}
+"""Memories of steps and counts of passes, by all that they depend on."""
+UNTRACED: dict[str, Any] = {
+    "seed": 0,
+    "num_epoch": 1,
+    "n_episode": 1,
+    "test_iter": 2,
+    "learning_rate": 1.0,
+    "weights": None,
+}
+
+
+@pytest.fixture(autouse=True)
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal steps are traced once for all runs, whatever is drawn and however often: more than half of a run's time."""
+    begin = TrainingPlans.__init__
+
+    def shared(self: TrainingPlans, **given: Any) -> None:
+        begin(self, **given)
+        place = repr((replace(self.params, **UNTRACED), self.shape, self.workspace.machine.device))
+        self._memories, self._counts = TRACED.setdefault(place, (self._memories, self._counts))
+
+    monkeypatch.setattr(TrainingPlans, "__init__", shared)
 
 
 def images(classes: int = 5, per_class: int = 6, **others: Any) -> ImageData:
@@ -117,11 +145,11 @@ CASES = [
 ]
 
 
-@pytest.mark.part(of=3, by=("batch_norm",))
+@pytest.mark.part(of=8, by=("batch_norm",))
 @pytest.mark.parametrize(("method", "batch_norm"), CASES, ids=[each["method"] for each, _ in CASES])
 def test_slices_train_to_the_weights_of_the_undivided_episode(method: dict[str, Any], batch_norm: str) -> None:
     # Adam would blow the rounding of a gradient that is 0 up to a step: that of a bias just before a BatchNorm
-    same: dict[str, Any] = {"batch_norm": batch_norm, "optimiser": "SGD", **method}
+    same: dict[str, Any] = {"batch_norm": batch_norm, "optimiser": "SGD", "num_epoch": 1, **method}
     undivided, sliced = (space(gradient_accumulation_steps=steps, **same) for steps in (1, 4))
     truth, found = run(undivided)[1], run(sliced)[1]
     assert distance(weights(undivided), weights(sliced)) <= 1e-10
@@ -145,7 +173,7 @@ def test_blocks_that_are_computed_again_train_to_the_same_bits(monkeypatch: pyte
 
 
 def test_a_budget_is_met_by_smaller_slices_and_never_slower_with_more() -> None:
-    plans = TrainingPlans.of(space(images(per_class=22), batch_norm="frozen", width=64, n_query=20, pool="flatten"))
+    plans = TrainingPlans.of(space(images(per_class=10), batch_norm="frozen", width=64, n_query=8, pool="flatten"))
     ways = list(plans.ways())
     # the first that fits is the fastest, of images and head together: a larger budget only adds earlier ones
     costs = [way.way.relative_cost(plans.params.images) for way in ways]
@@ -213,11 +241,11 @@ def test_a_killed_training_ends_with_the_same_bits(
 
 def test_a_checkpoint_of_other_images_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "_SHARE", 0)
-    first = space()
+    first = space(**BRIEF)
     first.ports.scratch, first.resume.checkpoint_seconds = MemoryArtifacts(), 1e-9
     run(first)
     lines: list[str] = []
-    other = space(ImageData(splits=images().splits, sha256="1"))
+    other = space(ImageData(splits=images().splits, sha256="1"), **BRIEF)
     other.ports.scratch, other.resume.checkpoint_seconds = first.ports.scratch, 1e-9
     other.ports.log = lambda level, message: lines.append(message)
     run(other)
@@ -227,12 +255,12 @@ def test_a_checkpoint_of_other_images_is_discarded(monkeypatch: pytest.MonkeyPat
 def test_a_checkpoint_of_other_weights_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of weights that is replaced under its name begins another training."""
     monkeypatch.setattr(checkpoints, "_SHARE", 0)
-    other = space(seed=2)
+    other = space(seed=2, **BRIEF)
     run(other)
     lines: list[str] = []
     kept = MemoryArtifacts()
     for each in (trained_once()[0], other):
-        made = space(images(weights=weights(each)), weights="w")
+        made = space(images(weights=weights(each)), weights="w", **BRIEF)
         made.ports.scratch, made.resume.checkpoint_seconds = kept, 1e-9
         made.ports.log = lambda level, message: lines.append(message)
         run(made)
@@ -247,7 +275,7 @@ def test_a_checkpoint_of_another_precision_is_discarded(monkeypatch: pytest.Monk
     kept = MemoryArtifacts()
     for precision in (narrow, TrainingPrecision()):
         monkeypatch.setattr(fewshot_training, "training_precision", lambda params, device, found=precision: found)
-        made = space(dtype="float32", use_amp=True)
+        made = space(dtype="float32", use_amp=True, **BRIEF)
         made.ports.scratch, made.resume.checkpoint_seconds = kept, 1e-9
         made.ports.log = lambda level, message: lines.append(message)
         run(made)
@@ -255,7 +283,7 @@ def test_a_checkpoint_of_another_precision_is_discarded(monkeypatch: pytest.Monk
 
 
 def test_rows_are_the_parts_of_the_training() -> None:
-    made = space(method="ProFOCT_cosine", batch_norm="frozen", gradient_accumulation_steps=3)
+    made = space(method="ProFOCT_cosine", batch_norm="frozen", gradient_accumulation_steps=3, **BRIEF)
     rows, summary = run(made)
     names = [row.layer for row in rows]
     assert names == [*(f"backbone.block{place}" for place in range(1, 5)), "backbone.pool", "head", "regulariser",
@@ -267,7 +295,7 @@ def test_rows_are_the_parts_of_the_training() -> None:
     moments = next(row for row in rows if row.layer == "optimiser").metrics.measured_bytes
     trained = {name: tensor for name, tensor in weights(made).items() if "running" not in name and "num_b" not in name}
     assert moments == sum(2 * tensor.nbytes + 4 for tensor in trained.values())
-    delivered = space(method="ProFOCT_cosine", batch_norm="frozen", gradient_accumulation_steps=3)
+    delivered = space(method="ProFOCT_cosine", batch_norm="frozen", gradient_accumulation_steps=3, **BRIEF)
     delivered.resume = Resume(completed=frozenset({(KIND, 0), (KIND, 6)}))
     assert [row.ordinal for row in run(delivered)[0]] == [1, 2, 3, 4, 5, 7]
 
@@ -291,7 +319,7 @@ def test_given_weights_are_tested_as_they_are() -> None:
     backbone = {
         name.removeprefix("backbone."): each for name, each in weights(trained).items() if name.startswith("backbone.")
     }
-    run(space(images(weights=backbone), num_epoch=0, weights="w", method="ProtoNet"))
+    run(space(images(weights=backbone), num_epoch=0, weights="w", method="ProtoNet", test_iter=2))
 
 
 @pytest.mark.parametrize(
@@ -338,7 +366,8 @@ def test_a_loss_that_is_not_finite_names_its_episode() -> None:
 
 
 def test_a_training_that_runs_out_of_memory_goes_on_by_a_lower_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    truth, short = space(batch_norm="frozen"), space(batch_norm="frozen")
+    # the third episode is the one that fails
+    truth, short = (space(batch_norm="frozen", num_epoch=1, n_episode=3) for _ in range(2))
     run(truth)
     real, asked = training_run.split_gradients, []
 
@@ -364,7 +393,7 @@ def test_a_training_that_runs_out_of_memory_goes_on_by_a_lower_way(monkeypatch: 
 
     monkeypatch.setattr(training_run, "split_gradients", never)
     with pytest.raises(OutOfMemory, match="the gradient of an episode ran out of memory"):
-        run(space())
+        run(space(**BRIEF))
 
 
 def test_parts_whose_measurement_runs_out_of_memory_are_counted_by_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +435,7 @@ def test_the_plan_names_what_a_dense_covariance_would_add() -> None:
 
 
 def test_float64_computes_without_16_bits_and_says_so() -> None:
-    rows, summary = run(space(use_amp=True))
+    rows, summary = run(space(use_amp=True, **BRIEF))
     assert summary.compute_dtype == "float64"
     assert summary.amp_fallback is not None
     assert {row.record.amp for row in rows} == {"off"}
@@ -417,7 +446,7 @@ def test_the_record_has_the_words_of_its_field_for_16_bits(monkeypatch: pytest.M
     # torch computes in bfloat16 on every CPU; whether it has units for that is not the question here
     narrow = TrainingPrecision(compute_dtype=torch.bfloat16)
     monkeypatch.setattr(fewshot_training, "training_precision", lambda params, device: narrow)
-    rows, summary = run(space(dtype="float32", use_amp=True))
+    rows, summary = run(space(dtype="float32", use_amp=True, **BRIEF))
     assert summary.compute_dtype == "bfloat16"
     assert {row.record.amp for row in rows} == {"bf16"}
 
@@ -427,7 +456,7 @@ def test_16_bits_of_the_other_kind_are_no_fallback(monkeypatch: pytest.MonkeyPat
     other = TrainingPrecision(compute_dtype=torch.float16, reason="this device has no bfloat16 units")
     assert other.fallback is None
     monkeypatch.setattr(fewshot_training, "training_precision", lambda params, device: other)
-    made = space(dtype="float32", use_amp=True)
+    made = space(dtype="float32", use_amp=True, **BRIEF)
     said: list[tuple[str, str]] = []
     made.ports.log = lambda level, message: said.append((level, message))
     rows, summary = run(made)
