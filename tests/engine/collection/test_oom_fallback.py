@@ -30,7 +30,7 @@ SAID = "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate 
 
 STRIDE = int(os.environ.get("KRONOSCOPE_TEST_STRIDE", "7"))
 """Every operation takes half a minute: `KRONOSCOPE_TEST_STRIDE=1`."""
-LANDING = 16
+LANDING = 32
 """A landing takes so many times fewer, others for each commit."""
 
 

@@ -127,6 +127,7 @@ def test_attention_modules_are_measured() -> None:
 # 3
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize(
     "options",
     [
@@ -218,7 +219,7 @@ def test_padding_and_ignored_targets_are_no_data() -> None:
 # 6
 
 
-@pytest.mark.part(of=4, by=("sharing",))
+@pytest.mark.part(of=8, by=("sharing",))
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("fisher", ["type2", "mc", "empirical"])
 def test_a_linear_layer_and_a_convolution_of_one_have_the_same_trace(fisher: str, sharing: str) -> None:

@@ -34,6 +34,7 @@ from engine.merging.part_files import read_part
 from engine.workspace import Workspace
 from tests.divided import difference, stored
 from tests.engine.distributed.rank_processes import run_ranks
+from tests.machine.parts import ALL, chosen_part, first_of
 from tests.oracles import MemoryArtifacts, workspace
 
 EXAMPLES, BATCH = 16, 2
@@ -176,6 +177,7 @@ def test_the_jobs_have_every_kind_of_statistics() -> None:
     }
 
 
+@pytest.mark.part(of=6, by=())
 @pytest.mark.parametrize("name", KINDS)
 def test_a_state_comes_back_in_every_bit(name: str) -> None:
     with summed(name) as each:
@@ -194,6 +196,7 @@ def test_a_state_comes_back_in_every_bit(name: str) -> None:
         exact(each.finished(later), each.finished())
 
 
+@pytest.mark.part(of=6, by=())
 @pytest.mark.parametrize("name", KINDS)
 def test_decay_leaves_the_factors_of_what_has_entered(name: str) -> None:
     # a power of two in every sum, and in the root that rows are weighed by: nothing is rounded
@@ -207,6 +210,7 @@ def test_decay_leaves_the_factors_of_what_has_entered(name: str) -> None:
             assert own.variance_A.variances == before.variance_A.variances
 
 
+@pytest.mark.part(of=6, by=())
 @pytest.mark.parametrize("name", KINDS)
 def test_decays_multiply(name: str) -> None:
     with summed(name) as once, summed(name) as twice:
@@ -236,6 +240,7 @@ CUTS = st.sets(st.integers(1, EXAMPLES // BATCH - 1), min_size=1, max_size=3).ma
 )
 
 
+@pytest.mark.part(of=6, by=())
 @pytest.mark.parametrize("name", MERGED)
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(data=st.data())
@@ -246,6 +251,7 @@ def test_pieces_in_any_order_are_one_pass(name: str, data: st.DataObject) -> Non
     near({facts.name: found.load(facts.ordinal) for facts in found.layers}, whole(name))
 
 
+@pytest.mark.part(of=6, by=())
 @pytest.mark.parametrize("name", MERGED)
 def test_the_counts_of_a_merge_are_the_sums_of_its_parts(name: str) -> None:
     kept = [read_part(each) for each in pieces(name, (4, 6, 12))]
@@ -271,16 +277,19 @@ def on_a_rank(rank: int, size: int, name: str) -> dict[str, tuple[Tensor, Tensor
         return {layer: sides(factors) for layer, factors in found.finished().items()}
 
 
-def all_on_a_rank(rank: int, size: int) -> dict[str, Any]:
-    return {name: on_a_rank(rank, size, name) for name in KINDS}
+def all_on_a_rank(rank: int, size: int, names: list[str]) -> dict[str, Any]:
+    return {name: on_a_rank(rank, size, name) for name in names}
 
 
-def test_ranks_finish_to_one_pass() -> None:
-    found = run_ranks(3, all_on_a_rank, 3)
+def test_ranks_finish_to_one_pass(request: pytest.FixtureRequest) -> None:
+    part = chosen_part(request.config)
+    # a landing takes every third kind
+    names = [*KINDS] if part == ALL else [*KINDS][first_of(part, 3) :: 3]
+    found = run_ranks(3, all_on_a_rank, 3, names)
     for each in found:
         if isinstance(each, Exception):
             raise each
-    for name in KINDS:
+    for name in names:
         if name == "sketches":
             # another order of rows is another sketch; its diagonal is exact
             continue
