@@ -126,6 +126,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_ordered_metrics_are_those_of_the_sorted_product(name: str) -> None:
     a, g = LAYERS[name]

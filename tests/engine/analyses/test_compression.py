@@ -52,7 +52,7 @@ def sides(measured: Measurement) -> dict[str, dict[str, CompressedSide]]:
     }
 
 
-@pytest.mark.part(of=3, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize(
     "options",
     [
@@ -227,6 +227,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_changed_files_are_refused(change: str, tmp_path: Path) -> None:
     with pytest.raises(BrokenFactors, match="no structures can be read"):

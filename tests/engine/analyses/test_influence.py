@@ -155,7 +155,7 @@ def resumable(scratch: MemoryArtifacts, log: list[str], shift: float = 0.0) -> W
             kinds=("influence",),
             decomposition="none",
             # whether the search converges does not matter here
-            params={"influence": InfluenceParams(block=3, of="ggn", iterations=8)},
+            params={"influence": InfluenceParams(block=3, of="ggn", iterations=3)},
         ),
         ports=Ports(artifacts=MemoryArtifacts(), scratch=scratch, log=lambda _, line: log.append(line)),
         resume=Resume(checkpoint_seconds=1e-9),

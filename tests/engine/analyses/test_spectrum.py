@@ -21,7 +21,9 @@ from engine.workspace import ModelInputs, Workspace
 from tests.oracles import MemoryArtifacts, kronecker, workspace
 
 Rows = dict[str, LayerResult]
-SMALL = {"k": 3, "steps": 12, "probes": 4, "trace_products": 12, "tolerance": 1e-9}
+BRIEF: dict[str, Any] = {"k": 2, "steps": 6, "probes": 2, "trace_products": 6, "tolerance": 1e-6}
+"""Of searches that are stopped, whose numbers are compared with their own alone."""
+SMALL: dict[str, Any] = {"k": 3, "steps": 12, "probes": 4, "trace_products": 12, "tolerance": 1e-9}
 
 
 class Net(nn.Module):
@@ -142,7 +144,7 @@ def test_of_a_sampled_fisher_the_collections_labels_are_taken() -> None:
     assert [each.value for each in fisher.largest[1:]] == pytest.approx([0.0, 0.0], abs=1e-12)
 
 
-@pytest.mark.part(of=2, by=())
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("of", ["ggn", "hessian"])
 def test_the_bands_hold_the_dense_matrix(of: Any) -> None:
     params = SpectrumParams(of=of, **SMALL | {"probes": 24, "steps": 30, "decades": 6})
@@ -274,7 +276,7 @@ def undisturbed(params: SpectrumParams) -> str:
     covered_by="tests/engine/analyses/test_spectrum.py::test_a_search_goes_on_where_it_was_and_ends_with_the_same_bits"
 )
 def test_two_runs_are_equal_to_the_bit() -> None:
-    params = SpectrumParams(of=("kfac", "ggn", "hessian"), **SMALL)
+    params = SpectrumParams(of=("kfac", "ggn", "hessian"), **BRIEF)
     assert outcome(*run(params, job(params))) == undisturbed(params)
 
 
@@ -292,10 +294,10 @@ def stopping_after(space: Workspace, batches: int) -> None:
     space.ports.report = report
 
 
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=6, by=())
 @pytest.mark.parametrize("batches", [4, 20, 61, 80])
 def test_a_search_goes_on_where_it_was_and_ends_with_the_same_bits(batches: int) -> None:
-    params = SpectrumParams(of=("kfac", "ggn", "hessian"), **SMALL)
+    params = SpectrumParams(of=("kfac", "ggn", "hessian"), **BRIEF)
     expected = undisturbed(params)
     scratch, lines = MemoryArtifacts(), []
     for attempt in range(2):
@@ -312,17 +314,17 @@ def test_a_search_goes_on_where_it_was_and_ends_with_the_same_bits(batches: int)
     assert not any("discarded" in line for line in lines)
 
 
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=6, by=())
 @pytest.mark.parametrize("changed", ["options", "model", "tensor", "manifest"])
 def test_a_checkpoint_that_does_not_belong_is_discarded(changed: str) -> None:
-    params = SpectrumParams(of="ggn", **SMALL)
+    params = SpectrumParams(of="ggn", **BRIEF)
     scratch, lines = MemoryArtifacts(), []
     space = job(params)
     space.ports.scratch, space.resume.checkpoint_seconds = scratch, 1e-9
     stopping_after(space, 20)
     with pytest.raises(Stopped):
         run(params, space)
-    other = dataclasses.replace(params, steps=13) if changed == "options" else params
+    other = dataclasses.replace(params, steps=7) if changed == "options" else params
     if changed == "tensor":
         for tensors in [each for name, each in scratch.tensors.items() if name.startswith("search/")]:
             for tensor in tensors.values():
@@ -435,7 +437,7 @@ def test_a_model_that_draws_random_numbers_is_refused_by_its_products() -> None:
 
 
 def test_a_cancelled_job_stops_within_a_pass() -> None:
-    params = SpectrumParams(of="ggn", **SMALL)
+    params = SpectrumParams(of="ggn", **BRIEF)
     space = job(params)
     seen: list[int] = []
     space.ports.report = lambda stage, done, total, unit: seen.append(done) if stage == "products" else None

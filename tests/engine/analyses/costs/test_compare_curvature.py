@@ -43,7 +43,7 @@ def gradient_rows(size: int, count: int, seed: int) -> LowRank:
 @pytest.mark.parametrize("kept", ["dense", "rows"])
 def test_what_comparing_two_factors_takes_is_what_the_plan_says(kept: str) -> None:
     dense = kept == "dense"
-    size, count = (1200, None) if dense else (20_000, 120)
+    size, count = (900, None) if dense else (20_000, 120)
     first, second = (
         Symmetric(side=as_operator(gram(size, seed) if count is None else gradient_rows(size, count, seed)))
         for seed in (0, 1)
@@ -57,8 +57,8 @@ def test_what_comparing_two_factors_takes_is_what_the_plan_says(kept: str) -> No
 
 def collecting(kind: str, hidden: int = 300) -> Workspace:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(1400, hidden), nn.Tanh(), nn.Linear(hidden, 10))
-    data = [(torch.randn(16, 1400), torch.randint(0, 10, (16,)))]
+    model = nn.Sequential(nn.Linear(1000, hidden), nn.Tanh(), nn.Linear(hidden, 10))
+    data = [(torch.randn(16, 1000), torch.randint(0, 10, (16,)))]
     made = workspace(model, data, "classification", fisher="mc", dtype="float32", batch_size=16)
     made.options.kinds, made.options.keep, made.inputs.examples = (kind,), (), 16
     made.options.decomposition = "none"

@@ -107,6 +107,7 @@ def checks(space: Workspace, **options: Any) -> tuple[dict[str, CrossCheck], Cro
             rows[row.layer] = row.metrics.cross_check  # type: ignore[attr-defined]
 
 
+@pytest.mark.part(of=4, by=("loss",))
 @pytest.mark.parametrize("loss", ["cross_entropy", "mse", "bce"])
 @pytest.mark.parametrize("micro_batch", [None, 2])
 def test_products_are_those_of_the_dense_matrix(loss: str, micro_batch: int | None) -> None:
@@ -130,7 +131,7 @@ def test_every_layer_of_an_odd_model_and_the_whole() -> None:
     model, x, y = attending()
     flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     rows, whole = checks(
-        workspace(model, [(x, y)], "classification"), cross_check_probes=400, cross_check_iterations=60
+        workspace(model, [(x, y)], "classification"), cross_check_probes=200, cross_check_iterations=60
     )
     assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == flags
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -193,7 +194,7 @@ def test_batches_do_not_matter_and_the_order_of_slices_neither() -> None:
     model, x, y = attending()
     several = [
         checks(workspace(model, [(x, y)], "classification", batch_size=size), cross_check_probes=3)[1]
-        for size in (7, 2, 1)
+        for size in (7, 2)
     ]
     for other in several[1:]:
         assert other.trace == pytest.approx(several[0].trace, rel=EXACT)
@@ -220,7 +221,7 @@ def test_weights_ignored_targets_and_smoothing_weigh_as_in_the_factors() -> None
     head, whole = rows["2"], collect_or_read(space)
     # the only loss term of each example: K-FAC's A of the last layer aside, its trace is the block's own
     exact = {layer.name: layer.exact_trace for layer in whole.layers}
-    space_trace = checks(space, cross_check_probes=600, cross_check_iterations=0)[0]
+    space_trace = checks(space, cross_check_probes=300, cross_check_iterations=0)[0]
     for name, found in space_trace.items():
         assert found.trace_low is not None
         assert found.trace_high is not None
