@@ -181,13 +181,17 @@ $(TOOLS)/.installed: ops/supply-tools.txt
 
 .PHONY: browser
 browser:
-	@found() { command -v chromium || command -v chromium-browser || command -v google-chrome || \
+	@found() { command -v chromium-headless-shell || command -v chromium || command -v chromium-browser || command -v google-chrome || \
 		$(PY) -c 'import os, sys; from playwright.sync_api import sync_playwright as s; p = s().start(); e = p.chromium.executable_path; p.stop(); sys.exit(not os.path.exists(e))'; }; \
-	if found >/dev/null 2>&1; then exit 0; fi; \
-	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		echo "==> Installing Chromium for the page's tests (apt)"; \
-		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || true; \
+	with_apt() { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; }; \
+	install() { DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$1 >/dev/null 2>&1; }; \
+	if command -v chromium-headless-shell >/dev/null; then exit 0; fi; \
+	if with_apt; then \
+		found >/dev/null 2>&1 || { echo "==> Installing Chromium for the page's tests (apt)"; apt-get update -qq || true; }; \
+		if apt-cache show chromium-headless-shell >/dev/null 2>&1; then install chromium-headless-shell || true; fi; \
 	fi; \
+	if found >/dev/null 2>&1; then exit 0; fi; \
+	if with_apt; then install chromium || true; fi; \
 	found >/dev/null 2>&1 || { echo "==> Installing Chromium for the page's tests (playwright)"; $(BIN)/playwright install chromium || true; }; \
 	found >/dev/null 2>&1 || echo "WARNING: no Chromium was found, and none could be installed: the tests of the page will fail. Install the package 'chromium', then run 'make test' again." >&2
 

@@ -24,6 +24,7 @@ from kronoscope.display.tables import layer_table, summary_line
 
 DATA = Path(".kronoscope/demo")
 USUAL_PORT = 8000
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 START_SECONDS = 60
 END_SECONDS = 30
 DOCUMENT = {

@@ -21,11 +21,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 from kronoscope.client import Client
 from kronoscope.local import load_factors
-from tests.api.routes.test_dashboard import PATIENCE_MS
+from tests.api.chromium import PATIENCE_MS, chromium
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "adding-an-analysis.md"
@@ -206,9 +206,7 @@ def test_a_killed_job_goes_on_and_the_page_shows_it(url: str, product: Product, 
     assert rows.keys() == expected.keys()
     for name, row in rows.items():
         assert row.metrics["largest_eigenvalue"] == pytest.approx(expected[name]["largest_eigenvalue"], rel=1e-6)
-    with sync_playwright() as playwright:
-        chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"], timeout=PATIENCE_MS)
+    with chromium() as browser:
         page = browser.new_page()
         page.goto(f"{url}/#/jobs/{job.id}")
         expect(page.get_by_role("heading", name="Sharpness", level=2)).to_be_visible(timeout=PATIENCE_MS)
@@ -216,7 +214,6 @@ def test_a_killed_job_goes_on_and_the_page_shows_it(url: str, product: Product, 
         table = page.get_by_role("region", name="Layer table")
         expect(table.get_by_role("button", name="Largest step")).to_be_visible(timeout=PATIENCE_MS)
         expect(table.get_by_role("row")).to_have_count(6, timeout=PATIENCE_MS)
-        browser.close()
 
 
 def _rows(client: Client, job_id: str) -> bool:

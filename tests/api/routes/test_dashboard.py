@@ -6,14 +6,13 @@ import itertools
 import json
 import math
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Route, expect
 
 from api.routes import dashboard
 from api.routes.dashboard import analyses_script
@@ -29,6 +28,7 @@ from jobs.repository.store import read_job, request_cancel
 from jobs.repository.submission import submit
 from jobs.schema.identifiers import new_id
 from tests.api import seeding
+from tests.api.chromium import PATIENCE_MS, chromium
 from tests.api.conftest import Embedded, Keyed
 from tests.machine.stopwatch import until
 from tests.sharpness import ROW, SHARPNESS
@@ -37,22 +37,13 @@ from worker.supervision.job_reproduction import with_original
 pytestmark = pytest.mark.browser
 
 DASHBOARD = Path(dashboard.__file__).parents[1] / "dashboard"
-PATIENCE_MS = 120_000
-"""No promise: a browser on a machine that is taken away for most of the time needs long for what takes it no time."""
-
 MARKUP = "<img src=x onerror=\"document.title='broken'\">"
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """The system's Chromium, else the one that playwright brought."""
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    expect.set_options(timeout=PATIENCE_MS)
-    with sync_playwright() as playwright:
-        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
-        opened = playwright.chromium.launch(executable_path=found, args=arguments, timeout=PATIENCE_MS)
+    with chromium() as opened:
         yield opened
-        opened.close()
 
 
 @contextlib.contextmanager

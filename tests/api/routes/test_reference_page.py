@@ -1,29 +1,23 @@
 """The page of the REST API in a real browser: the whole schema, tried out, with nothing from elsewhere."""
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
+from tests.api.chromium import PATIENCE_MS, chromium
 from tests.api.conftest import Embedded, Keyed
 
 pytestmark = pytest.mark.browser
 
-PATIENCE_MS = 120_000
-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    expect.set_options(timeout=PATIENCE_MS)
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"], timeout=PATIENCE_MS)
+    with chromium() as opened:
         yield opened
-        opened.close()
 
 
 def watched(browser: Browser, url: str) -> tuple[Page, list[str], set[str]]:
