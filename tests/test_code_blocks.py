@@ -30,6 +30,7 @@ from ruamel.yaml import YAML
 from catalog import DOCUMENT
 from tests.api.server import free_port
 from tests.kronoscope.conftest import KRONOSCOPE
+from tests.machine.template.pasted import PASTED
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -128,10 +129,12 @@ def test_the_blocks_of_a_page_run_as_pasted(page: Path, folder: Path, variables:
         for block in blocks(page):
             # fewer sentences than a reader's
             text = block.text.replace("/path/to/checkpoint", f"{minilm} --set data.limit=48")
+            text = text.replace("digits.yaml --wait", "digits.yaml --wait --set data.limit=48")
+            text = text.replace('"name": "digits"}', '"name": "digits", "limit": 48}')
             if block.mark.startswith("file="):
                 write(folder / block.mark.removeprefix("file="), text)
             elif block.runs and block.language == "python":
-                run([sys.executable, "-c", text], block, folder, variables)
+                run([*PASTED, text], block, folder, variables)
             elif block.runs:
                 for command in commands_of(servers.start_those_of(text)):
                     run(command, block, folder, variables)

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -18,6 +17,7 @@ from catalog import DOCUMENT
 from catalog.analyses.fewshot_training import Backbone, FewshotTrainingParams, Method, Optimiser
 from catalog.requests.data_sources import ImageSplits, StrokesData
 from catalog.requests.job import JobDocument
+from tests.machine.template.pasted import PASTED
 
 ROOT = Path(__file__).resolve().parents[2]
 EPISODES = ("--n_query", "2", "--num_epoch", "1", "--n_episode", "2", "--test_iter", "2", "--use_amp", "0")
@@ -49,7 +49,7 @@ def options_of(document: JobDocument) -> FewshotTrainingParams:
 
 def started(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", str(ROOT / "examples/train_test.py"), *words],
+        [*PASTED, str(ROOT / "examples/train_test.py"), *words],
         cwd=folder,
         capture_output=True,
         text=True,

@@ -10,15 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.machine.template.pasted import PASTED
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/natural_gradient_training.py"
 
 
 def trained(ranks: int, steps: int, *options: str) -> float:
     """The final loss."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    program = PASTED if ranks == 1 else (sys.executable, "-P", *launcher)
     ran = subprocess.run(
-        [sys.executable, "-P", *launcher, str(EXAMPLE), "--steps", str(steps), *options],
+        [*program, str(EXAMPLE), "--steps", str(steps), *options],
         capture_output=True,
         text=True,
         check=False,

@@ -3,10 +3,11 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.machine.template.pasted import PYTEST
 
 PLUGIN = """
 import pytest
@@ -57,7 +58,14 @@ def collected(folder: Path, *options: str, within: str = ".") -> tuple[set[str],
     (folder / within).mkdir(exist_ok=True)
     (folder / within / "conftest.py").write_text(PLUGIN)
     (folder / within / "test_it.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--rootdir", str(folder), *options]
+    command = [
+        *PYTEST,
+        "--collect-only",
+        "-q",
+        "--rootdir",
+        str(folder),
+        *options,
+    ]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(Path.cwd())}
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=300, check=False, env=environment

@@ -3,11 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.machine.template.pasted import PYTEST
 
 TESTS = """
 import subprocess, sys, time
@@ -36,7 +37,15 @@ def run(folder: Path, tests: str, *options: str) -> tuple[int, dict[str, Any], s
     plugins = ["-p", "xdist", "-p", "pytest_rerunfailures"]
     # a run with processes closes pytest's own folder of temporary files, where other tests have users of their own
     plugins += [f"--basetemp={folder / 'its'}"]
-    command = [sys.executable, "-m", "pytest", "-q", *plugins, "--rootdir", str(folder), "--times", "times.json"]
+    command = [
+        *PYTEST,
+        "-q",
+        *plugins,
+        "--rootdir",
+        str(folder),
+        "--times",
+        "times.json",
+    ]
     done = subprocess.run(
         [*command, *options, "test_it.py"],
         cwd=folder,

@@ -21,6 +21,7 @@ MODULES = {
     "jobs.webhooks.__main__": STARTS_NONE,
     "migrations": STARTS_NONE,
     "migrations.__main__": STARTS_NONE,
+    "tests.machine.template.pasted": ASKS,
     "worker.embedded": ASKS,
     "worker.execution": STARTS_NONE,
     "worker.execution.models.builtin": STARTS_NONE,

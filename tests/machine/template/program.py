@@ -36,6 +36,7 @@ COMMAND_LINE_BYTES = 8192
 """Bytes that a template's own command line leaves for those of the programs that are forked from it."""
 _PR_SET_DUMPABLE = 4  # linux/prctl.h
 _KRONOSCOPE = "from kronoscope.cli import main; main()"
+_SCRIPT = str(Path(sys.executable).with_name("kronoscope"))
 _ARGUMENTS = slice(45, 47)
 """Position of the command line's first and last byte among the fields of `/proc/PID/stat` after the command's name."""
 
@@ -76,6 +77,13 @@ def is_ours(command: Sequence[str]) -> bool:
     if command[3] == "worker.process.guardian":
         return "--" in command and is_ours(command[command.index("--") + 1 :])
     return command[3] in MODULES if command[2] == "-m" else command[3] == _KRONOSCOPE
+
+
+def as_program(command: Sequence[str]) -> list[str]:
+    """Return a command with the installed script of this project written as the program that it runs."""
+    if command and command[0] == _SCRIPT:
+        return [sys.executable, "-P", "-c", _KRONOSCOPE, *command[1:]]
+    return list(command)
 
 
 def module_of(command: Sequence[str]) -> str | None:

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from tests.machine.template.imports import ASKS, COMMANDS_THAT_START, FORKS, MODULES, read_at_import
 from tests.machine.template.program import (
     Program,
+    as_program,
     close_descriptors,
     is_ours,
     module_of,
@@ -89,7 +90,8 @@ def asks(command: Sequence[str]) -> bool:
 
 
 def _words(arguments: Any) -> list[str]:
-    return [] if isinstance(arguments, str | bytes | os.PathLike) else [os.fsdecode(each) for each in arguments]
+    words = [] if isinstance(arguments, str | bytes | os.PathLike) else [os.fsdecode(each) for each in arguments]
+    return as_program(words)
 
 
 class Asking:
