@@ -34,6 +34,7 @@ from tests.api.seeding import DOCUMENT
 from tests.api.server import KEY_SECRET, environment, free_port, ready, serve
 from tests.conftest import Databases, Dialect
 from tests.machine.stopwatch import until
+from tests.machine.template.pasted import PASTED
 
 
 def start(url: str, folder: Path, more: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -92,11 +93,10 @@ def test_secrets_are_in_no_representation() -> None:
     assert "canary" not in repr(settings)
 
 
-@pytest.mark.real_programs
 def test_uvicorn_finds_the_application_by_name(databases: Databases, tmp_path: Path) -> None:
     script = "import api.main, fastapi; assert isinstance(api.main.app, fastapi.FastAPI)"
     env = environment(databases.migrated("sqlite"), tmp_path, free_port(), {"KRONOSCOPE_EMBEDDED": "1"})
-    subprocess.run([sys.executable, "-c", script], env=env, timeout=300, check=True)
+    subprocess.run([*PASTED, script], env=env, timeout=300, check=True)
 
 
 def test_embedded_mode_answers_to_itself_alone(embedded: Embedded) -> None:

@@ -171,7 +171,7 @@ def test_ranks_multiply_together(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.part(of=4, by=("size", "z"))
-@pytest.mark.parametrize("size", [1, 40, 2048])
+@pytest.mark.parametrize("size", [1, 40, 512, pytest.param(2048, marks=pytest.mark.part(of=4, by=()))])
 @pytest.mark.parametrize("z", [0.7 + 0.1j, 1.3 + 1e-4j])
 def test_the_resolvent_is_that_of_the_dense_matrix(size: int, z: complex) -> None:
     v = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -261,8 +261,9 @@ def test_a_later_batch_is_read_as_the_first(order: tuple[int, ...], kinds: tuple
         for x, y in zip(many, labels, strict=True)
     ]
     exact = {name: total / (6 * sum(order)) for name, total in squares(model, losses).items()}
+    spectrum = {"of": ["ggn"], "k": 1, "density": False, "trace": "none"}
     found = measure(
-        model, chunks, task="classification", kinds=kinds, params={"spectrum": {"of": ["ggn"], "k": 1}},
+        model, chunks, task="classification", kinds=kinds, params={"spectrum": spectrum},
         collection=Collection(fisher="empirical", dtype="float64", batch_size=4),
     )  # fmt: skip
     assert traces(found) == pytest.approx(exact, rel=1e-12)

@@ -38,6 +38,9 @@ def contract(client: httpx.Client) -> dict[str, Any]:
     return dict(answer.json())
 
 
+@pytest.mark.nightly(
+    covered_by="tests/test_architecture.py::test_a_process_that_does_not_compute_imports_no_torch[api.main]"
+)
 def test_importing_the_api_leaves_torch_out() -> None:
     script = (
         "import sys, api.main, api.__main__\n"

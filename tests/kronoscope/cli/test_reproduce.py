@@ -168,8 +168,8 @@ FEWSHOT = {
 @pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize(
     "options",
-    [["shards=2"], ["kind=[spectrum, natural_gradient, sensitivity]", "collection.ekfac=true"], FEWSHOT],
-    ids=["divided", "every pass", "training"],
+    [["kind=[spectrum, natural_gradient, sensitivity]", "collection.ekfac=true"], ["shards=2"], FEWSHOT],
+    ids=["every pass", "divided", "training"],
 )
 def test_other_ways_to_compute_are_equal_too(original: Path, tmp_path: Path, options: Any) -> None:
     document, changes = original / "stored.yaml", [part for each in options for part in ("--set", each)]
@@ -235,6 +235,7 @@ def test_two_examples_that_are_exchanged_are_named(inputs: Path, tmp_path: Path)
 
 
 @pytest.mark.real_programs  # torch reads the variable as it is imported
+@pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize(
     ("options", "variables", "said"),
     [
