@@ -112,6 +112,47 @@ def new_bucket(s3_url: str) -> S3Settings:
         )
 
 
+class KeptEngine:
+    """An engine that goes from database to database of one server: what it has compiled and asked at first stays.
+
+    It waits for locks and for connections as long as it takes. Where the machine stands still for some seconds, those
+    who wait for this process's threads would give up. How soon a service does is tested on engines of `open_database`.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._engine = open_database(url)
+        pool: Any = self._engine.pool
+        pool._timeout = 240
+        event.listen(self._engine, "connect", _be_patient)
+        event.listen(self._engine, "do_connect", self._lead, insert=True)
+
+    def at(self, url: str) -> Engine:
+        """An engine on a database, whose events and options end with it."""
+        if url != self.url:
+            self._engine.dispose()
+            self.url = url
+        derived = self._engine.execution_options()
+        derived.url = make_url(url)
+        return derived
+
+    def rest(self) -> None:
+        """Keep one connection at most, which the next test of the same database finds."""
+        pool: Any = self._engine.pool
+        if self._engine.name == "sqlite" or pool.checkedout() or pool.checkedin() > 1:
+            self._engine.dispose()
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def _lead(self, _dialect: object, _record: object, arguments: list[Any], named: dict[str, Any]) -> None:
+        database = make_url(self.url).database
+        if self._engine.name == "sqlite":
+            arguments[:] = [database]
+        else:
+            named["dbname"] = database
+
+
 class Databases:
     """Makes databases, and drops those of PostgreSQL in the end.
 
@@ -123,6 +164,7 @@ class Databases:
         self._folder = folder
         self._made: list[str] = []
         self._emptied: list[str] = []
+        self._engines: dict[str, list[KeptEngine]] = {}
         self._templates: dict[Dialect, str] = {}
         self._server: str | None = None
 
@@ -149,6 +191,22 @@ class Databases:
         """The URL of a migrated database: one that `recycle` has emptied, or a new one."""
         return self._emptied.pop() if dialect == "postgresql" and self._emptied else self.migrated(dialect)
 
+    @contextlib.contextmanager
+    def engine(self, url: str) -> Iterator[Engine]:
+        """An engine that no other test has meanwhile."""
+        server = make_url(url)
+        free = self._engines.setdefault(
+            "sqlite" if server.get_backend_name() == "sqlite" else f"{server.username}@{server.host}:{server.port}", []
+        )
+        kept = next((each for each in free if each.url == url), free[-1] if free else None) or KeptEngine(url)
+        if kept in free:
+            free.remove(kept)
+        try:
+            yield kept.at(url)
+        finally:
+            kept.rest()
+            free.append(kept)
+
     def recycle(self, url: str) -> None:
         """Empty a migrated database for the next test: that is quicker than to copy another and to remove both.
 
@@ -159,8 +217,7 @@ class Databases:
         others = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
         size = "SELECT sum(pg_table_size(oid)) FROM pg_class WHERE relnamespace = 'public'::regnamespace"
         names = [table.name for table in metadata.sorted_tables]
-        engine = open_database(url)
-        with contextlib.suppress(SchemaOutdated, LedgerUnavailable):
+        with self.engine(url) as engine, contextlib.suppress(SchemaOutdated, LedgerUnavailable):
             require_current_schema(engine)
             with writing(engine) as connection:
                 unused = connection.execute(text(others)).scalar_one() == 0
@@ -168,14 +225,17 @@ class Databases:
                     if connection.execute(text(size)).scalar_one() > _GROWN_BYTES:
                         connection.execute(text(f"TRUNCATE {', '.join(names)}"))
                     else:  # which makes no file anew, as TRUNCATE does for each table and index
-                        for name in reversed(names):
-                            connection.execute(text(f"DELETE FROM {name}"))
+                        connection.exec_driver_sql("; ".join(f"DELETE FROM {name}" for name in reversed(names)))
                     connection.execute(
                         insert(tenants).values(id=LOCAL_TENANT, name=LOCAL_TENANT, created_at=ledger_now())
                     )
             if unused:
                 self._emptied.append(url)
-        engine.dispose()
+
+    def close(self) -> None:
+        """Let go of every database."""
+        for each in (kept for free in self._engines.values() for kept in free):
+            each.close()
 
     def drop_all(self) -> None:
         """Drop what was made on a server that stays, whoever still holds a connection."""
@@ -213,6 +273,7 @@ class Databases:
 def databases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Databases]:
     made = Databases(request, tmp_path_factory.mktemp("databases"))
     yield made
+    made.close()
     made.drop_all()
 
 
@@ -230,18 +291,10 @@ def ledger_url(databases: Databases, dialect: Dialect) -> str:
 
 
 @pytest.fixture
-def ledger(ledger_url: str) -> Iterator[Engine]:
-    """The engine of a fresh ledger, on both databases; it waits for locks and for connections as long as it takes.
-
-    Where the machine stands still for some seconds, those who wait for this process's threads would give up. How soon
-    a service does is tested on engines of `open_database`.
-    """
-    engine = open_database(ledger_url)
-    pool: Any = engine.pool
-    pool._timeout = 240
-    event.listen(engine, "connect", _be_patient)
-    yield engine
-    engine.dispose()
+def ledger(ledger_url: str, databases: Databases) -> Iterator[Engine]:
+    """The engine of a fresh ledger, on both databases."""
+    with databases.engine(ledger_url) as engine:
+        yield engine
 
 
 def _be_patient(connection: Any, _record: object) -> None:
