@@ -41,7 +41,10 @@ def test_two_workers_killed_in_one_moment_cost_their_pieces_an_attempt(quick: St
     job_id = stack.submit(scripted(["wait_for", str(gate)], ["collect"], ["finish", 2]))
     until(lambda: len(pieces(stack, job_id, "running")) == 4, 200, "each slot has a piece")
     assert len(set(map(id, holders(stack, job_id)))) == len(stack.workers) == 2
-    lost(stack, *stack.workers)
+    killed(stack, *stack.workers)
+    for each in stack.workers:
+        stack.take_from(each)
+    stack.workers[0].start()
     until(lambda: sum(each.failures for each in pieces(stack, job_id)) == 4, 200, lambda: stack.describe(job_id))
     gate.touch()
     assert stack.await_end(job_id) == ["succeeded"], stack.describe(job_id)
@@ -263,10 +266,15 @@ def nothing_is_held(stack: Stack) -> bool:
 
 def lost(stack: Stack, *workers: Part) -> None:
     """kill -9 of workers in one moment, with all they compute; they are started again as a supervisor would."""
+    killed(stack, *workers)
+    for worker in workers:
+        stack.take_from(worker)
+        worker.start()
+
+
+def killed(stack: Stack, *workers: Part) -> None:
+    """kill -9 of workers in one moment, with all they compute."""
     computing = [pid for worker in workers for pid in stack.computing(worker)]
     for worker in workers:
         worker.kill()
     assert gone(computing, 200)
-    for worker in workers:
-        stack.take_from(worker)
-        worker.start()

@@ -25,7 +25,7 @@ def held_back(stack: Stack) -> Any:
     return gate
 
 
-@pytest.mark.parametrize("queued", [10, pytest.param(100, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("queued", [6, pytest.param(100, marks=pytest.mark.nightly)])
 def test_flushall_with_many_queued_loses_none(quick: Stack, queued: int) -> None:
     gate = held_back(quick)
     job_ids = [quick.submit(quick_document()) for _ in range(queued)]
@@ -37,7 +37,7 @@ def test_flushall_with_many_queued_loses_none(quick: Stack, queued: int) -> None
     each_was_done_once(quick, job_ids)
 
 
-@pytest.mark.parametrize("times", [5, 50])
+@pytest.mark.parametrize("times", [pytest.param(5, marks=pytest.mark.nightly), 50])
 def test_a_wakeup_delivered_many_times_is_one_job(quick: Stack, times: int) -> None:
     gate = held_back(quick)
     job_id = quick.submit(quick_document())

@@ -3,14 +3,16 @@
 import json
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.chaos.conftest import CHECKPOINTS
 from tests.chaos.stack.gated_jobs import BATCHES, GatedJob, outcomes, quick_document
 from tests.chaos.stack.processes import Part, gone
-from tests.chaos.stack.stack import Stack
+from tests.chaos.stack.stack import LONG_LEASES, Stack, running_stack
 from tests.machine.stopwatch import Stopwatch, until
 
 DRY_RUNS = 2
@@ -18,15 +20,21 @@ DRY_RUNS = 2
 MAX_FAILURES = 5
 HANDED_BACK_SECONDS = 10
 """What is promised; the stopwatch leaves out what was taken from the machine."""
-HEARTBEATS = 8
+HEARTBEATS = 4
 SKEWS = {"worker0": 7200, "worker1": -7200}
 SHIFT = Path(__file__).parent / "shifted_clock"
+
+
+@pytest.fixture(scope="module")
+def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Three workers: two sleep, and one goes on."""
+    with running_stack(tmp_path_factory.mktemp("stack"), workers=3, settings=LONG_LEASES | CHECKPOINTS) as stack:
+        yield stack
 
 
 def test_two_zombies_write_nothing(stack: Stack, undisturbed: list[Any]) -> None:
     """Frozen with a job half done, while their children compute on and fill the pipes; one wakes beside its successor
     that is in the midst of the job, the other after the end."""
-    third = stack.add_worker("zombie-hunter")
     job = GatedJob(stack, "zombie")
     job.hold("batch12")
     job_id = job.submit()
@@ -58,8 +66,6 @@ def test_two_zombies_write_nothing(stack: Stack, undisturbed: list[Any]) -> None
     assert outcomes(stack, job_id) == undisturbed
     row = stack.row(job_id)
     assert (row.attempt, row.failures, row.fence) == (3, 2, 3)
-    third.close()
-    stack.workers.remove(third)
 
 
 def wakes(zombie: Part, computing: list[int]) -> None:
@@ -149,17 +155,31 @@ def test_a_job_that_kills_its_worker_ends_after_its_failures_and_others_go_on(qu
     assert all(worker.alive for worker in quick.workers)
 
 
-def test_clocks_two_hours_off_steal_nothing(quick: Stack, tmp_path: Path) -> None:
-    """One worker lives in the future and one in the past; between them they hold four jobs, and renew their leases."""
-    paths = {worker.name: worker.environment["PYTHONPATH"] for worker in quick.workers}
-    for worker in quick.workers:
+@pytest.fixture
+def skewed(shared_stack: Stack, tmp_path: Path) -> Iterator[list[Part]]:
+    """One worker that lives in the future and one in the past, and no other; their children compute nothing."""
+    environments = {worker.name: dict(worker.environment) for worker in shared_stack.workers}
+    for worker in shared_stack.workers:
+        worker.kill()
+    chosen = [worker for worker in shared_stack.workers if worker.name in SKEWS]
+    for worker in chosen:
         folder = tmp_path / worker.name
         shutil.copytree(SHIFT, folder)
         (folder / "seconds").write_text(str(SKEWS[worker.name]))
-        worker.restart(PYTHONPATH=f"{folder}:{paths[worker.name]}")
-    quick.await_ready(*quick.workers)
+        path = f"{folder}:{worker.environment['PYTHONPATH']}"
+        worker.start(PYTHONPATH=path, CHAOS_QUICK="1", KRONOSCOPE_SLOTS="2")
+    shared_stack.await_ready(*chosen)
+    yield chosen
+    for worker in shared_stack.workers:
+        worker.kill()
+        worker.environment = environments[worker.name]  # with which a test that follows revives it
+
+
+def test_clocks_two_hours_off_steal_nothing(shared_stack: Stack, skewed: list[Part], tmp_path: Path) -> None:
+    """Between them the two hold four jobs, and renew their leases."""
+    quick = shared_stack
     now = time.time()
-    for worker in quick.workers:
+    for worker in skewed:
         told = json.loads(next(line for line in worker.lines()[::-1] if "worker starts" in line))["timestamp"]
         shown = time.mktime(time.strptime(told[:19], "%Y-%m-%dT%H:%M:%S")) - time.timezone
         assert abs(shown - now - SKEWS[worker.name]) < 600, "the clock of this worker is not shifted"
@@ -180,9 +200,6 @@ def test_clocks_two_hours_off_steal_nothing(quick: Stack, tmp_path: Path) -> Non
     gate.touch()
     assert quick.await_end(*held) == ["succeeded"] * 4
     assert [(row.attempt, row.failures) for row in map(quick.row, held)] == [(1, 0)] * 4
-    for worker in quick.workers:
-        worker.kill()
-        worker.environment["PYTHONPATH"] = paths[worker.name]  # with which a test that follows revives it
 
 
 def checkpointed_batches(folder: Path) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import secrets
 import threading
+from collections.abc import Callable
 
 import psycopg
 from sqlalchemy import make_url
@@ -22,6 +23,13 @@ def migrated_database(server: str) -> str:
             upgrade_schema(template)
             _TEMPLATES[server] = str(make_url(template).database)
         return _new_database(server, _TEMPLATES[server])
+
+
+def copy_from(server: str, migrated: Callable[[], str]) -> None:
+    """Have what this server is asked for copied from a database that is migrated already."""
+    with _MIGRATING:
+        if server not in _TEMPLATES:
+            _TEMPLATES[server] = str(make_url(migrated()).database)
 
 
 def _new_database(server: str, template: str) -> str:
