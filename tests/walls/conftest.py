@@ -8,7 +8,7 @@ import pytest
 
 from jobs.schema.database import open_database
 from tests.api.conftest import keyed
-from tests.conftest import Databases
+from tests.conftest import Databases, Dialect
 from tests.walls.compose import Compose
 from tests.walls.interpreter import everybodys_python
 from tests.worker.conftest import dialect, job, scripted, settings, submitted
@@ -22,6 +22,14 @@ def open_to_all(folder: Path) -> None:
     for each in (folder, *folder.parents):
         if each.stat().st_uid == os.getuid() and str(each).startswith("/tmp/"):
             each.chmod(0o755)
+
+
+@pytest.fixture
+def ledger_url(databases: Databases, dialect: Dialect) -> Iterator[str]:
+    """A ledger with nothing in it; what a test leaves to nobody else is emptied for the next."""
+    url = databases.recycled(dialect)
+    yield url
+    databases.recycle(url)
 
 
 @pytest.fixture

@@ -123,18 +123,19 @@ def test_every_call_ends_in_a_sentence(
 ) -> None:
     monkeypatch.setattr(connection_module, "_MOST_BYTES", 10**7)
     url = lying(LIES[lie])
-    for name, call in CALLS.items():
-        if name == "events" and lie not in ("events", "endless", "bomb"):
-            continue  # what is no event is passed over, and asked for again
-        if name != "events" and lie == "events":
-            continue
-        with Client(url) as client, pytest.raises(ClientError) as refused:
-            call(client)
-        error = refused.value
-        assert run_command(partial(_raise, error)) in (2, 3)
-        said = capsys.readouterr().err
-        assert said.startswith("error: ")
-        assert len(said) < 600
+    with Client(url) as client:
+        for name, call in CALLS.items():
+            if name == "events" and lie not in ("events", "endless", "bomb"):
+                continue  # what is no event is passed over, and asked for again
+            if name != "events" and lie == "events":
+                continue
+            with pytest.raises(ClientError) as refused:
+                call(client)
+            error = refused.value
+            assert run_command(partial(_raise, error)) in (2, 3)
+            said = capsys.readouterr().err
+            assert said.startswith("error: ")
+            assert len(said) < 600
 
 
 def _raise(error: Exception) -> None:
