@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import psycopg
 import pytest
+import structlog
 from psycopg import sql
 from sqlalchemy import Engine, event, insert, make_url, text
 
@@ -51,7 +52,11 @@ pytest_report_header = parts.report_header
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Count the seconds of a run, and collect no garbage of imports."""
+    """Count the seconds of a run, collect no garbage of imports, and log errors without the locals of each frame.
+
+    Those are asked for their words, which may take a network's time, and are highlighted, which takes seconds.
+    """
+    structlog.get_config()["processors"][-1].exception_formatter = structlog.dev.plain_traceback
     suite_times.register(config)
     garbage.register(config)
 

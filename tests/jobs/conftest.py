@@ -28,6 +28,10 @@ BODY: dict[str, Any] = {
     "task": {"type": "classification"},
 }
 
+ON_BOTH = pytest.mark.parametrize("dialect", ["sqlite", "postgresql"])
+POSTGRESQL_OFTEN = ("postgresql", pytest.param("sqlite", marks=pytest.mark.part(of=4, by=())))
+"""Databases of tests whose statements other tests of their file, marked `ON_BOTH`, run on SQLite in each landing."""
+
 
 @pytest.fixture
 def ledger_url(databases: Databases, dialect: Dialect) -> Iterator[str]:

@@ -160,7 +160,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.sampled_from([*GOOD, "collection", "labels", "capacity"]) | st.text(), JSON, max_size=6))
 def test_any_object_is_either_a_document_or_refused(value: dict[str, Any]) -> None:
     complaints = None

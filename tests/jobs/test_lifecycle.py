@@ -27,6 +27,7 @@ from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
 from jobs.schema.identifiers import is_id, new_id
 from jobs.schema.tables import jobs
+from tests.jobs.conftest import POSTGRESQL_OFTEN
 
 ACTS = (
     "claim",
@@ -57,6 +58,7 @@ def test_the_table_is_closed_and_every_state_can_end() -> None:
         assert ending(state, wanted) in LEGAL_MOVES[state]  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dialect", POSTGRESQL_OFTEN)
 def test_no_other_move_passes(ledger: Engine, queued: Callable[..., str]) -> None:
     for state, target in itertools.product(STATES, STATES):
         if target in LEGAL_MOVES[state]:
@@ -71,6 +73,7 @@ def test_no_other_move_passes(ledger: Engine, queued: Callable[..., str]) -> Non
                 move(connection, drawn, target)
 
 
+@pytest.mark.parametrize("dialect", POSTGRESQL_OFTEN)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(ACTS), min_size=1, max_size=14))
 def test_every_history_is_legal(

@@ -32,10 +32,19 @@ from jobs.repository.store import read_job, request_cancel
 from jobs.repository.submission import submit
 from jobs.schema.database import reading, writing
 from jobs.schema.tables import counters, job_events, jobs, metadata
+from tests.conftest import Dialect
+from tests.jobs.conftest import ON_BOTH, POSTGRESQL_OFTEN
 from tests.queue_order import next_claimable
 
 Held = Callable[..., Claim]
 ARTIFACT = ArtifactWritten(name="spectra/0.json", sha256="0" * 64, size_bytes=3, media_type="application/json")
+
+
+@pytest.fixture(params=POSTGRESQL_OFTEN)
+def dialect(request: pytest.FixtureRequest) -> Dialect:
+    """SQLite by the commit, but for the tests that between them run each statement of this file."""
+    chosen: Dialect = request.param
+    return chosen
 
 
 def job_of(engine: Engine, held: Claim) -> Job:
@@ -70,6 +79,7 @@ def test_twenty_workers_claim_one_job_and_one_gets_it(ledger: Engine, queued: Ca
     assert next_claimable(ledger) == []
 
 
+@ON_BOTH
 def test_a_fence_that_a_failover_hands_out_twice_has_one_holder(ledger: Engine, queued: Callable[..., str]) -> None:
     """A standby that never received the first claim makes it again, for another."""
     job_id = queued()
@@ -172,6 +182,8 @@ WRITES: dict[str, Callable[[Engine, Claim], object]] = {
 }
 
 
+@ON_BOTH
+@pytest.mark.part(of=8)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("since", ["reclaimed", "requeued", "ended", "deleted"])
 def test_a_zombie_writes_nothing(ledger: Engine, held: Held, expire: Any, write: str, since: str) -> None:
@@ -247,6 +259,7 @@ def test_not_a_number_is_refused_before_anything_is_written(ledger: Engine, held
     assert everything(ledger) == before
 
 
+@ON_BOTH
 def test_an_artifact_is_listed_once(ledger: Engine, held: Held) -> None:
     mine = held()
     other = ArtifactWritten(name=ARTIFACT.name, sha256="1" * 64, size_bytes=3, media_type="application/json")
@@ -334,6 +347,7 @@ def test_a_job_being_cancelled_ends_cancelled_whatever_its_attempt_says(ledger: 
     assert (job.state, job.failure, job.failures) == ("cancelled", None, 0)
 
 
+@ON_BOTH
 def test_an_attempt_that_could_not_begin_costs_the_job_neither_a_failure_nor_its_place(
     ledger: Engine, held: Held
 ) -> None:
@@ -363,6 +377,7 @@ def test_cancel_and_finish_at_once_leave_one_ending(ledger: Engine, held: Held, 
         assert events in (["queued", "running", "succeeded"], ["queued", "running", "cancelling", "cancelled"])
 
 
+@ON_BOTH
 def test_a_fatal_failure_ends_the_job_and_keeps_its_detail_inside(ledger: Engine, held: Held, failure: Any) -> None:
     mine = held()
     assert fail(ledger, mine, failure("fatal")) == "failed"

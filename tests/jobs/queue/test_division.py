@@ -26,8 +26,17 @@ from jobs.schema.database import reading, writing
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import jobs
 from jobs.tenancy.quotas import require_place
+from tests.conftest import Dialect
+from tests.jobs.conftest import ON_BOTH, POSTGRESQL_OFTEN
 from tests.jobs.queue.conftest import BATCH, frame
 from tests.queue_order import next_claimable
+
+
+@pytest.fixture(params=POSTGRESQL_OFTEN)
+def dialect(request: pytest.FixtureRequest) -> Dialect:
+    """SQLite by the commit, but for the tests that between them run each statement of this file."""
+    chosen: Dialect = request.param
+    return chosen
 
 
 def within_cap(ledger: Engine) -> list[str]:
@@ -90,6 +99,7 @@ def test_a_division_makes_ordinary_jobs_in_their_parents_place(
     assert claimed(ledger, ids[0]).plan["threads"] == 3
 
 
+@ON_BOTH
 def test_lists_show_whole_jobs_and_pieces_where_they_are_asked_for(ledger: Engine, divided: Callable[..., Any]) -> None:
     mine, ids = divided(3)
     assert [job.id for job in list_jobs(ledger, LOCAL_TENANT).items] == [mine.job_id]
@@ -117,6 +127,7 @@ def test_a_zombie_divides_nothing_and_a_repeated_division_is_refused(
     assert read_pieces(ledger, LOCAL_TENANT, zombie.job_id) == ()
 
 
+@ON_BOTH
 def test_the_last_piece_to_succeed_queues_the_job_once(
     ledger: Engine, divided: Callable[..., Any], at_once: Callable[..., list[Any]], failure: Callable[..., Failed]
 ) -> None:
@@ -243,6 +254,7 @@ def test_a_reaper_that_ends_a_piece_for_good_fails_the_job(
     assert seen(ledger, mine.job_id).failure["code"] == "worker_lost"
 
 
+@ON_BOTH
 def test_a_deadline_that_passes_in_the_queue_ends_the_job_with_its_pieces(
     ledger: Engine, divided: Callable[..., Any]
 ) -> None:
@@ -314,6 +326,7 @@ def test_cancels_and_ends_of_pieces_at_once_never_lock_each_other_out(
     assert len([state for state in told if state in {"failed", "cancelled", "succeeded"}]) == 1
 
 
+@ON_BOTH
 def test_a_schedule_reaches_the_pieces_and_that_of_a_piece_its_job(ledger: Engine, divided: Callable[..., Any]) -> None:
     mine, ids = divided(3)
     attempt_endings.finish(ledger, claimed(ledger, ids[0]))
@@ -334,6 +347,7 @@ def test_a_piece_is_deleted_with_its_job_alone(ledger: Engine, divided: Callable
         delete_job(ledger, "another", ids[0])
 
 
+@ON_BOTH
 def test_caps_count_a_divided_job_once_in_the_queue_and_its_pieces_as_they_run(
     ledger: Engine, divided: Callable[..., Any]
 ) -> None:
@@ -350,6 +364,7 @@ def test_caps_count_a_divided_job_once_in_the_queue_and_its_pieces_as_they_run(
         attempt_endings.finish(ledger, mine)
 
 
+@ON_BOTH
 def test_the_progress_of_a_job_is_the_sum_over_its_pieces(
     ledger: Engine, divided: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,6 +400,7 @@ def test_the_files_of_pieces_stay_until_the_job_has_succeeded(ledger: Engine, di
     assert (seen(ledger, mine.job_id).manifest or {})["artifacts"] == 1
 
 
+@ON_BOTH
 def test_an_autoscaler_counts_the_pieces_that_wait_and_not_their_parent(ledger: Engine, divided: Any) -> None:
     parent, children = divided(3)
     with reading(ledger) as connection:

@@ -17,10 +17,19 @@ from jobs.schema.clock import ledger_now
 from jobs.schema.database import open_database, reading, writing
 from jobs.schema.tables import jobs
 from jobs.settings import LedgerSettings
+from tests.conftest import Dialect
+from tests.jobs.conftest import ON_BOTH, POSTGRESQL_OFTEN
 from tests.machine.stopwatch import until
 from tests.queue_order import next_claimable
 
 Held = Callable[..., Claim]
+
+
+@pytest.fixture(params=POSTGRESQL_OFTEN)
+def dialect(request: pytest.FixtureRequest) -> Dialect:
+    """SQLite by the commit, but for the tests that between them run each statement of this file."""
+    chosen: Dialect = request.param
+    return chosen
 
 
 def job_of(engine: Engine, held: Claim) -> Job:
@@ -127,6 +136,7 @@ def test_a_queued_job_ends_at_its_deadline_without_an_attempt(
     assert claim(ledger, later, "w", "t", 45) is not None
 
 
+@ON_BOTH
 def test_a_job_that_cannot_be_moved_on_is_logged_and_stops_no_other(
     ledger: Engine, held: Held, queued: Any, due: Any, expire: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -209,6 +219,7 @@ def test_a_heartbeat_that_comes_first_keeps_the_job(ledger: Engine, held: Held, 
     assert reap_expired(ledger) == 0
 
 
+@ON_BOTH
 def test_leases_are_counted_on_the_databases_clock_below_the_second(ledger: Engine, queued: Any) -> None:
     job_id = queued()
     before = now_of(ledger)

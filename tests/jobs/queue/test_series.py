@@ -25,6 +25,8 @@ from jobs.schema.database import reading, writing
 from jobs.schema.tables import jobs
 from jobs.tenancy.quotas import require_place
 from tests.api import seeding
+from tests.conftest import Dialect
+from tests.jobs.conftest import ON_BOTH, POSTGRESQL_OFTEN
 
 BODY: dict[str, Any] = {
     "kind": "capacity",
@@ -35,6 +37,13 @@ BODY: dict[str, Any] = {
     "compare_curvature": {"k": [2]},
 }
 Make = Callable[..., str]
+
+
+@pytest.fixture(params=POSTGRESQL_OFTEN)
+def dialect(request: pytest.FixtureRequest) -> Dialect:
+    """SQLite by the commit, but for the tests that between them run each statement of this file."""
+    chosen: Dialect = request.param
+    return chosen
 
 
 @pytest.fixture
@@ -101,6 +110,7 @@ def test_a_series_is_one_job_for_each_checkpoint_and_waits(
     assert claim(ledger, series, "worker-1:7", "t", 60) is None
 
 
+@ON_BOTH
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_neighbours_are_compared_once_all_have_ended(ledger: Engine, made: Make, order: Sequence[int]) -> None:
     series = made(3)
@@ -278,6 +288,7 @@ def test_a_series_is_cancelled_and_deleted_as_a_whole(ledger: Engine, made: Make
     assert read_job(ledger, LOCAL_TENANT, children[0].id) is None
 
 
+@ON_BOTH
 def test_the_jobs_of_a_series_count_in_the_quota_and_all_fit_or_none(ledger: Engine, made: Make) -> None:
     made(3)
     require_place(ledger, LOCAL_TENANT, 5, 10**9)

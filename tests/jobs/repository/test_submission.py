@@ -26,9 +26,18 @@ from jobs.schema.database import reading
 from jobs.schema.identifiers import is_id, new_id
 from jobs.schema.tables import job_events, jobs
 from jobs.tenancy.api_keys import create_key, verify_key
+from tests.conftest import Dialect
+from tests.jobs.conftest import ON_BOTH, POSTGRESQL_OFTEN
 from tests.queue_order import next_claimable
 
 Make = Callable[..., JobDocument]
+
+
+@pytest.fixture(params=POSTGRESQL_OFTEN)
+def dialect(request: pytest.FixtureRequest) -> Dialect:
+    """SQLite by the commit, but for the tests that between them run each statement of this file."""
+    chosen: Dialect = request.param
+    return chosen
 
 
 def count(engine: Engine, table: Any) -> int:
@@ -53,6 +62,7 @@ def test_a_submitted_job_stands_with_its_first_event_and_wakes(
     assert [(event.seq, event.data["state"]) for event in events_after(ledger, LOCAL_TENANT, job.id)] == [(1, "queued")]
 
 
+@ON_BOTH
 def test_twenty_threads_with_one_key_make_one_job(
     ledger: Engine, document: Make, at_once: Any, woken: Callable[[], int]
 ) -> None:
@@ -98,6 +108,7 @@ def test_numbers_of_a_document_come_back_as_they_were(ledger: Engine, document: 
     assert sha256_of(job.document) == job.document_sha256
 
 
+@ON_BOTH
 @pytest.mark.parametrize("sort", ["newest", "oldest"])
 def test_pages_follow_the_key_and_lose_or_repeat_nothing(ledger: Engine, document: Make, sort: Any) -> None:
     ids = [submit(ledger, LOCAL_TENANT, document()).job.id for _ in range(7)]
@@ -114,6 +125,7 @@ def test_pages_follow_the_key_and_lose_or_repeat_nothing(ledger: Engine, documen
     assert seen == sorted(ids, reverse=sort == "newest")
 
 
+@ON_BOTH
 def test_jobs_are_found_by_state_kind_and_label(ledger: Engine, document: Make) -> None:
     plain = submit(ledger, LOCAL_TENANT, document()).job
     both = submit(ledger, LOCAL_TENANT, document(kind=["factors", "capacity"], labels={"a.b/c": 'x"y', "n": "1"})).job
@@ -132,6 +144,7 @@ def test_jobs_are_found_by_state_kind_and_label(ledger: Engine, document: Make) 
     assert found(labels=(one, ("n", "2"))) == set()
 
 
+@ON_BOTH
 def test_jobs_are_found_by_name_age_and_the_end_of_their_id(ledger: Engine, document: Make) -> None:
     named = submit(ledger, LOCAL_TENANT, document(name="Résumé of run_7, 50 %")).job
     other = submit(ledger, LOCAL_TENANT, document()).job
@@ -176,6 +189,7 @@ def test_a_foreign_cursor_is_refused(ledger: Engine) -> None:
         list_jobs(ledger, LOCAL_TENANT, JobQuery(before="' OR 1=1"))
 
 
+@ON_BOTH
 @pytest.mark.parametrize("whose", ["theirs", "nobody's", "no id", "nul"])
 def test_another_tenants_job_answers_as_one_that_never_was(
     ledger: Engine, document: Make, held: Callable[..., Claim], layer_frame: Any, whose: str

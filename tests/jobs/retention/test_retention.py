@@ -38,8 +38,17 @@ from jobs.schema.clock import ledger_now
 from jobs.schema.database import writing
 from jobs.schema.tables import job_events, tenants
 from tests.api import seeding
+from tests.conftest import Dialect
+from tests.jobs.conftest import ON_BOTH, POSTGRESQL_OFTEN
 
 LAYERS = 2 * (len(seeding.LAYERS) + 1)
+
+
+@pytest.fixture(params=POSTGRESQL_OFTEN)
+def dialect(request: pytest.FixtureRequest) -> Dialect:
+    """SQLite by the commit, but for the tests that between them run each statement of this file."""
+    chosen: Dialect = request.param
+    return chosen
 
 
 @pytest.fixture
@@ -81,6 +90,7 @@ def untouched(engine: Engine, job_id: str) -> None:
     assert read_artifact(engine, LOCAL_TENANT, job_id, NAME) is None
 
 
+@ON_BOTH
 def test_an_archived_job_reads_page_by_page_as_it_did(ledger: Engine, folder: ArtifactFolder, finished: Any) -> None:
     job_id = finished()
     asked: list[dict[str, Any]] = [
@@ -146,6 +156,7 @@ def test_only_what_has_ended_long_enough_ago_is_archived(
     assert archive_ended(ledger, folder, 0, drop_files=False) == 0
 
 
+@ON_BOTH
 def test_estimates_are_forgotten_once_they_are_old_and_nothing_else_is(
     ledger: Engine, finished: Any, document: Any
 ) -> None:
@@ -302,6 +313,7 @@ def test_a_process_killed_in_between_loses_nothing(
     assert len(list(read_layers(folder, archive_of(ledger, job_id)))) == LAYERS
 
 
+@ON_BOTH
 def test_an_archive_that_does_not_read_back_takes_nothing_away_and_holds_up_no_other(
     ledger: Engine, folder: ArtifactFolder, finished: Any
 ) -> None:
@@ -324,6 +336,7 @@ def test_an_archive_that_does_not_read_back_takes_nothing_away_and_holds_up_no_o
     assert job_of(ledger, second).archived_at is not None
 
 
+@ON_BOTH
 def test_jobs_with_a_file_of_the_archives_name_hold_up_no_other(
     ledger: Engine, folder: ArtifactFolder, document: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -430,6 +443,7 @@ def test_rows_of_more_than_a_page_are_archived_whole(ledger: Engine, folder: Art
     assert [row.ordinal for row in rows] == list(range(105))
 
 
+@ON_BOTH
 def test_files_of_pieces_stay_until_their_job_has_ended(ledger: Engine, folder: ArtifactFolder) -> None:
     parent, held = seeding.divided(ledger, LOCAL_TENANT, 2)
     for each in held:

@@ -256,33 +256,34 @@ def lose(engine: Engine, uuid: str) -> None:
         connection.execute(delete(worker_devices).where(worker_devices.c.device_uuid == uuid))
 
 
+@pytest.mark.parametrize("number", [30, pytest.param(60, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("dialect", RACED_ON)
-def test_of_60_jobs_of_1_to_4_ranks_none_is_halved_and_none_starves(
-    ledger: Engine, joined: Any, waiting: Any, at_once: Any
+def test_of_many_jobs_of_1_to_4_ranks_none_is_halved_and_none_starves(
+    ledger: Engine, joined: Any, waiting: Any, at_once: Any, number: int
 ) -> None:
     """Five agents race for two nodes, and name each group's devices in an order of their own."""
     chosen = random.Random(11)
     ids = {
         waiting(chosen.choice((None, 1, 7, 11)), age=100, world_size=chosen.choice((1, 1, 1, 2, 3, 4)))
-        for _ in range(60)
+        for _ in range(number)
     }
     far: tuple[Device, ...] = tuple(gpu(f"far-{each.name}", each.capacity_bytes // GIB) for each in FOUR)
     fleet = [joined(*FOUR, slots=4) for _ in range(3)] + [joined(*far, slots=4, node="far") for _ in range(2)]
     ended: list[str] = []
 
-    def work(number: int) -> Any:
+    def work(agent: int) -> Any:
         faults = []
         mine: list[Claim] = []
         since, seen = Stopwatch(), 0
         while len(ended) < len(ids) and since.seconds() < 120:  # without any that ended
             if len(ended) > seen:
                 since, seen = Stopwatch(), len(ended)
-            held = take(ledger, fleet[number], 0) if len(mine) < 2 else None
+            held = take(ledger, fleet[agent], 0) if len(mine) < 2 else None
             if held is not None:
                 mine.append(held)
                 faults += over_committed(ledger) + halved(ledger)
             else:
-                reserve(ledger, fleet[number], 1)
+                reserve(ledger, fleet[agent], 1)
                 time.sleep(0.02)
             if mine and (held is None or len(mine) == 2):
                 end(ledger, mine[0])

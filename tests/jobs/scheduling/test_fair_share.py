@@ -20,7 +20,16 @@ from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import jobs, tenants
+from tests.conftest import Dialect
+from tests.jobs.conftest import ON_BOTH, POSTGRESQL_OFTEN
 from tests.queue_order import next_claimable
+
+
+@pytest.fixture(params=POSTGRESQL_OFTEN)
+def dialect(request: pytest.FixtureRequest) -> Dialect:
+    """SQLite by the commit, but for the tests that between them run each statement of this file."""
+    chosen: Dialect = request.param
+    return chosen
 
 
 @pytest.fixture
@@ -152,6 +161,7 @@ def test_what_does_not_fit_holds_up_nothing_behind_it(ledger: Engine, tenant: An
     assert next_claimable(ledger, free_bytes=2**30) == small
 
 
+@ON_BOTH
 def test_any_queue_is_ordered_as_numbering_all_of_it_says(ledger: Engine, tenant: Any) -> None:
     """Against the rule applied to every job in plain Python: ahead once or not, running plus position, age, id."""
     names = [tenant(f"tenant-{number}") for number in range(5)]

@@ -22,10 +22,19 @@ from jobs.scheduling.placement import has_future_work, next_places, reserve
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import writing
 from jobs.schema.tables import device_leases, devices, jobs, tenants, workers
+from tests.conftest import Dialect
+from tests.jobs.conftest import ON_BOTH, POSTGRESQL_OFTEN
 from tests.jobs.scheduling.claiming import GIB, RACED_ON, end, gpu, over_committed, shared, status, take
 from tests.machine.stopwatch import Stopwatch
 
 FACTORY = {"model": {"source": "factory", "factory": "lab.models:net"}}
+
+
+@pytest.fixture(params=POSTGRESQL_OFTEN)
+def dialect(request: pytest.FixtureRequest) -> Dialect:
+    """SQLite by the commit, but for the tests that between them run each statement of this file."""
+    chosen: Dialect = request.param
+    return chosen
 
 
 def test_a_gpu_is_one_jobs_alone_until_nothing_of_it_runs(ledger: Engine, joined: Any, waiting: Any) -> None:
@@ -68,6 +77,7 @@ def test_a_place_that_is_taken_leaves_the_job_as_it_was(ledger: Engine, joined: 
     assert job_id != later
 
 
+@ON_BOTH
 def test_the_smallest_that_holds_it_comes_first_and_a_host_last(ledger: Engine, joined: Any, waiting: Any) -> None:
     worker = joined(gpu("b", 80), gpu("a", 16), gpu("c", 40), shared("h", 8), slots=9)
     ids = [waiting(each, age=30 - place) for place, each in enumerate((10, 10, 10, 1, 1))]
@@ -303,6 +313,7 @@ def test_the_numbers_of_a_planned_job_stay_on_their_class_of_device(ledger: Engi
     assert [each.job_id for each in next_places(ledger, cuda, 0)] == [job_id]
 
 
+@ON_BOTH
 def test_a_factory_goes_to_a_worker_that_lists_it(ledger: Engine, joined: Any, waiting: Any) -> None:
     plain, lab, any_ = (
         joined(shared(name, 16), factories=listed)
@@ -343,6 +354,7 @@ def test_a_reaped_lease_drains_until_nothing_of_its_group_lives(
     assert again.job_id == job_id
 
 
+@ON_BOTH
 def test_elsewhere_a_lease_ends_with_the_guardians_grace_once_the_worker_is_silent(
     ledger: Engine, joined: Any, waiting: Any
 ) -> None:
@@ -379,6 +391,7 @@ def test_a_lease_is_kept_while_its_own_worker_looks_after_it(ledger: Engine, joi
     assert list_devices(ledger)[0].free_bytes == 16 * GIB
 
 
+@ON_BOTH
 def test_an_old_large_job_reserves_the_smallest_device_that_can_hold_it(
     ledger: Engine, joined: Any, waiting: Any
 ) -> None:
@@ -417,6 +430,7 @@ def test_who_may_still_pass_a_job_that_a_device_is_kept_for(ledger: Engine, join
     assert status(ledger, big).status == "reserved"
 
 
+@ON_BOTH
 def test_estimates_without_end_keep_no_reserved_device_from_its_job(ledger: Engine, joined: Any, waiting: Any) -> None:
     worker = joined(shared("h", 16), slots=9)
     waiting(10, age=300)
@@ -462,6 +476,7 @@ def hold(engine: Engine, device: str, gib: int) -> None:
         connection.execute(update(devices).where(devices.c.uuid == device).values(foreign_bytes=gib * GIB))
 
 
+@ON_BOTH
 @pytest.mark.parametrize("device", [shared("h", 16, used=4), gpu("h", 16, used=4)])
 def test_no_device_is_kept_for_what_others_leave_no_room_for(
     ledger: Engine, joined: Any, waiting: Any, device: Device
@@ -494,6 +509,7 @@ def read_ago(engine: Engine, minutes: float | None) -> None:
         connection.execute(update(devices).values(foreign_at=None if minutes is None else ledger_now(-60 * minutes)))
 
 
+@ON_BOTH
 @pytest.mark.parametrize("others", [shared("h", 64, used=20), gpu("h", 64, used=20)])
 @pytest.mark.parametrize("minutes", [20, None])
 def test_what_others_held_long_ago_keeps_no_job_from_beginning(
@@ -550,6 +566,7 @@ def test_a_device_that_was_emptied_in_vain_is_emptied_again_at_twice_the_age(
         assert status(ledger, big).status == kept
 
 
+@ON_BOTH
 def test_between_equal_gpus_a_job_that_others_left_no_room_for_reserves_one(
     ledger: Engine, joined: Any, waiting: Any
 ) -> None:
@@ -574,6 +591,7 @@ def test_between_equal_gpus_a_job_that_others_left_no_room_for_reserves_one(
     ]
 
 
+@ON_BOTH
 @pytest.mark.parametrize("device", [shared("h", 16, used=4), gpu("h", 16, used=4)])
 def test_nothing_may_come_of_what_others_leave_no_room_for(
     ledger: Engine, joined: Any, waiting: Any, device: Device
@@ -644,31 +662,32 @@ def test_an_ended_job_has_no_place(ledger: Engine, joined: Any, waiting: Any) ->
     assert status(ledger, job_id) is None
 
 
+@pytest.mark.parametrize("number", [48, pytest.param(120, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("dialect", RACED_ON)
-def test_of_120_jobs_on_shared_devices_no_device_is_ever_over_committed(
-    ledger: Engine, joined: Any, waiting: Any, at_once: Any
+def test_of_many_jobs_on_shared_devices_no_device_is_ever_over_committed(
+    ledger: Engine, joined: Any, waiting: Any, at_once: Any, number: int
 ) -> None:
     """Six agents race for four GPUs and a host that all of them offer; each looks at the rows while it holds some."""
     offered = (gpu("a", 16), gpu("b", 16), gpu("c", 40), gpu("d", 80), shared("h", 32))
     chosen = random.Random(5)
-    ids = {waiting(chosen.choice((None, 1, 3, 10, 15, 38, 70)), age=100) for _ in range(120)}
+    ids = {waiting(chosen.choice((None, 1, 3, 10, 15, 38, 70)), age=100) for _ in range(number)}
     fleet = [joined(*offered, slots=2) for _ in range(8)]
 
     ended_in_all: list[str] = []
 
-    def work(number: int) -> Any:
+    def work(agent: int) -> Any:
         faults = []
         mine: list[Claim] = []
         since, ended = Stopwatch(), 0
         while len(ended_in_all) < len(ids) and since.seconds() < 120:  # without any that ended
             if len(ended_in_all) > ended:
                 since, ended = Stopwatch(), len(ended_in_all)
-            held = take(ledger, fleet[number], 0) if len(mine) < 2 else None
+            held = take(ledger, fleet[agent], 0) if len(mine) < 2 else None
             if held is not None:
                 mine.append(held)
                 faults += over_committed(ledger)
             else:
-                reserve(ledger, fleet[number], 1)
+                reserve(ledger, fleet[agent], 1)
                 time.sleep(0.05)
             if mine and (held is None or len(mine) == 2):
                 end(ledger, mine[0])

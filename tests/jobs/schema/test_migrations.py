@@ -33,6 +33,7 @@ from jobs.schema.database import (
 )
 from jobs.schema.tables import counters, device_leases, devices, jobs, metadata
 from tests.api import seeding
+from tests.jobs.conftest import POSTGRESQL_OFTEN
 
 
 @pytest.fixture
@@ -82,6 +83,7 @@ def test_migrations_from_empty_make_the_tables_of_the_code(empty_url: str, empty
     alembic(empty, command.check)  # raises where autogenerate would write a migration
 
 
+@pytest.mark.parametrize("dialect", POSTGRESQL_OFTEN)
 def test_check_sees_a_difference(empty_url: str, empty: Engine) -> None:
     upgrade_schema(empty_url)
     with writing(empty) as connection:
@@ -99,6 +101,7 @@ def test_down_to_nothing_and_up_again_gives_the_same(empty_url: str, empty: Engi
     assert described(empty) == first
 
 
+@pytest.mark.parametrize("dialect", POSTGRESQL_OFTEN)
 def test_one_step_down_and_up_again_gives_the_same(empty_url: str, empty: Engine) -> None:
     upgrade_schema(empty_url)
     first = described(empty)
@@ -200,6 +203,7 @@ def policies_of(engine: Engine) -> list[Any]:
         return [tuple(row) for query in (rules, forced) for row in connection.execute(text(query))]
 
 
+@pytest.mark.parametrize("dialect", POSTGRESQL_OFTEN)
 def test_upgrading_twice_changes_nothing(empty_url: str, empty: Engine) -> None:
     upgrade_schema(empty_url)
     first = described(empty)
@@ -227,6 +231,7 @@ def subprocess_upgrade(url: str) -> int:
     return done.returncode
 
 
+@pytest.mark.parametrize("dialect", POSTGRESQL_OFTEN)
 def test_a_database_behind_or_ahead_of_the_code_is_refused_with_the_remedy(empty_url: str, empty: Engine) -> None:
     with pytest.raises(SchemaOutdated, match=r"is empty, .* run `python -P -m migrations`"):
         require_current_schema(empty)
@@ -246,6 +251,7 @@ def test_a_failed_migration_leaves_nothing_behind(empty_url: str, empty: Engine)
     assert tables(empty) == {"artifacts"}
 
 
+@pytest.mark.parametrize("dialect", POSTGRESQL_OFTEN)
 def test_the_command_says_what_the_operator_must_do(empty_url: str, tmp_path: Any) -> None:
     for environment, code, said in (
         ({}, 4, "KRONOSCOPE_DATABASE_URL"),

@@ -30,13 +30,12 @@ from jobs.webhooks.registry import (
     list_webhooks,
     rotate_secret,
 )
+from tests.jobs.conftest import POSTGRESQL_OFTEN
 from tests.jobs.webhooks.receiver import KEY, Receiver, sending
 from tests.machine.stopwatch import until
 
 HERE = "127.0.0.1"
-SENT_ALIKE = pytest.mark.parametrize(
-    "dialect", ["postgresql", pytest.param("sqlite", marks=pytest.mark.part(of=4, by=()))]
-)
+SENT_ALIKE = pytest.mark.parametrize("dialect", POSTGRESQL_OFTEN)
 """Answers of the network to a sender: the ledger's statements are run by the other tests, on both databases."""
 
 
@@ -242,6 +241,7 @@ def test_a_name_that_leads_elsewhere_the_second_time_is_asked_at_the_address_tha
             assert (len(receiver.got), inside.connections) == (1, 0)
 
 
+@SENT_ALIKE
 def test_a_server_that_answers_nothing_delays_no_other_tenant_and_is_asked_four_times_at_once(
     ledger: Engine, ledger_url: str, document: Callable[..., Any], authority: trustme.CA, tmp_path: Path
 ) -> None:
@@ -267,6 +267,7 @@ def test_a_server_that_answers_nothing_delays_no_other_tenant_and_is_asked_four_
             silence.set()
 
 
+@SENT_ALIKE
 @pytest.mark.real_programs
 def test_a_sender_that_is_killed_between_sending_and_recording_leaves_what_is_sent_again_under_its_id(
     ledger: Engine, ledger_url: str, queued: Callable[..., str], authority: trustme.CA, tmp_path: Path
@@ -294,6 +295,7 @@ def test_a_sender_that_is_killed_between_sending_and_recording_leaves_what_is_se
         assert all(verify(secret, got)["data"]["job"] == delivery.job_id for got in receiver.got)
 
 
+@SENT_ALIKE
 def test_attempts_are_bounded_with_growing_pauses_and_the_last_outcome_is_kept(
     ledger: Engine, ledger_url: str, queued: Callable[..., str], authority: trustme.CA, tmp_path: Path
 ) -> None:
