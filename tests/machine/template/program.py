@@ -37,6 +37,11 @@ COMMAND_LINE_BYTES = 8192
 _PR_SET_DUMPABLE = 4  # linux/prctl.h
 _KRONOSCOPE = "from kronoscope.cli import main; main()"
 _SCRIPT = str(Path(sys.executable).with_name("kronoscope"))
+FOREGROUND = (
+    "import json, sys; from worker.foreground.__main__ import main; "
+    "sys.exit(main(sys.argv[2:], json.loads(sys.argv[1])))"
+)
+"""Code that runs a job in the foreground by a child whose command is its first argument."""
 _ARGUMENTS = slice(45, 47)
 """Position of the command line's first and last byte among the fields of `/proc/PID/stat` after the command's name."""
 
@@ -76,7 +81,7 @@ def is_ours(command: Sequence[str]) -> bool:
         return False
     if command[3] == "worker.process.guardian":
         return "--" in command and is_ours(command[command.index("--") + 1 :])
-    return command[3] in MODULES if command[2] == "-m" else command[3] == _KRONOSCOPE
+    return command[3] in MODULES if command[2] == "-m" else command[3] in {_KRONOSCOPE, FOREGROUND}
 
 
 def as_program(command: Sequence[str]) -> list[str]:

@@ -1,4 +1,7 @@
-"""One job in the foreground: files, echo, exit codes, and nothing left running."""
+"""One job in the foreground: files, echo, exit codes, and nothing left running.
+
+The run is forked where nothing is done to it; its child is always a program of its own.
+"""
 
 import contextlib
 import json
@@ -14,12 +17,9 @@ import pytest
 
 from catalog.analyses.reconstruction import ReconstructionSummary
 from catalog.frames import Failed, Finished, LayerDone, LogLine, Stopped, Summarised, decode, encode
+from tests.machine.template.program import FOREGROUND
 from worker.process.log_lines import LogFormatter, closing_lines, layer_lines
 
-RUNNER = (
-    "import json, sys; from worker.foreground.__main__ import main; "
-    "sys.exit(main(sys.argv[2:], json.loads(sys.argv[1])))"
-)
 DOCUMENT = {"kind": "capacity", "stabilisation": {"damping": 0.25}}
 REPLACING = json.dumps({"document": DOCUMENT, "threads": 1, "replace": True}).encode()
 
@@ -33,7 +33,7 @@ def foreground(scripted: Any, tmp_path: Any) -> Iterator[Any]:
             *steps: Any, output: Any = tmp_path / "out", frames: Any = True, request: Any = None, end: Any = b"\n"
         ) -> Any:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-c", RUNNER, json.dumps(scripted(*steps)), "--output", str(output),
+                [sys.executable, "-P", "-c", FOREGROUND, json.dumps(scripted(*steps)), "--output", str(output),
                  *(["--frames-to-stdout"] if frames else [])],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
@@ -235,6 +235,7 @@ def test_a_crash_says_where(foreground: Any, tmp_path: Any) -> None:
     assert json_file(tmp_path / "out" / "job.json")["failure"]["code"] == "crashed"
 
 
+@pytest.mark.real_programs
 @pytest.mark.parametrize("how", ["lifeline", signal.SIGTERM, signal.SIGINT])
 def test_it_stops_cleanly(foreground: Any, tmp_path: Any, ended: Any, how: Any) -> None:
     process = foreground(["pids"], ["layer", 0], ["wait_for_sigterm"])
@@ -250,6 +251,7 @@ def test_it_stops_cleanly(foreground: Any, tmp_path: Any, ended: Any, how: Any) 
     assert json_file(tmp_path / "out" / "job.json")["state"] == "cancelled"
 
 
+@pytest.mark.real_programs
 def test_asked_twice_it_ends_a_child_that_will_not_stop(foreground: Any, ended: Any) -> None:
     process = foreground(["ignore_sigterm"], ["pids"], ["sleep", 600])
     pids = json.loads(decode(process.stdout.readline()).message)
@@ -262,6 +264,7 @@ def test_asked_twice_it_ends_a_child_that_will_not_stop(foreground: Any, ended: 
     assert ended(pids, 0)
 
 
+@pytest.mark.real_programs
 def test_killed_with_minus_9_it_leaves_nothing(foreground: Any, ended: Any) -> None:
     process = foreground(["ignore_sigterm"], ["pids"], ["sleep", 600])
     pids = json.loads(decode(process.stdout.readline()).message)
@@ -269,6 +272,7 @@ def test_killed_with_minus_9_it_leaves_nothing(foreground: Any, ended: Any) -> N
     assert ended(pids)
 
 
+@pytest.mark.real_programs
 def test_a_reader_who_goes_away_ends_the_run(foreground: Any, ended: Any) -> None:
     process = foreground(["pids"], ["chatter", 200], ["wait_for_sigterm"])
     pids = json.loads(decode(process.stdout.readline()).message)
@@ -378,6 +382,7 @@ def test_without_frames_it_speaks_to_people(foreground: Any) -> None:
     assert process.stderr.read().decode().splitlines() == ["from the child", "error: the script says so"]
 
 
+@pytest.mark.real_programs
 def test_a_killed_run_is_gone_on_with_and_any_other_is_not(foreground: Any, tmp_path: Any) -> None:
     output = tmp_path / "out"
 

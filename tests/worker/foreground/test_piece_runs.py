@@ -13,11 +13,8 @@ from typing import Any
 import pytest
 
 from catalog.frames import Failed, Finished, Frame, LogLine, Stopped, decode
+from tests.machine.template.program import FOREGROUND
 
-RUNNER = (
-    "import json, sys; from worker.foreground.__main__ import main; "
-    "sys.exit(main(sys.argv[2:], json.loads(sys.argv[1])))"
-)
 CHILD = Path(__file__).parent / "dividing_child.py"
 DOCUMENT = {"kind": "factors", "shards": 3}
 
@@ -34,7 +31,7 @@ class Runs:
         script = {"count": 3, "log": str(self.log), "here": str(self.here), "go": str(self.go), **script}
         command = [sys.executable, "-S", "-P", str(CHILD), json.dumps(script)]
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", RUNNER, json.dumps(command), "--output", str(self.output),
+            [sys.executable, "-P", "-c", FOREGROUND, json.dumps(command), "--output", str(self.output),
              "--frames-to-stdout"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
@@ -99,6 +96,7 @@ def test_pieces_run_in_order_and_leave_an_ordinary_folder(runs: Runs) -> None:
     assert sorted(path.name for path in runs.output.iterdir()) == ["artifacts", "job.json", "log.jsonl", "results.json"]
 
 
+@pytest.mark.real_programs
 def test_a_killed_run_goes_on_with_the_piece_under_way(runs: Runs, eventually: Any) -> None:
     process = runs.start(wait=1)
     eventually(runs.here.exists)
@@ -114,6 +112,7 @@ def test_a_killed_run_goes_on_with_the_piece_under_way(runs: Runs, eventually: A
     assert not (runs.output / ".pieces").exists()
 
 
+@pytest.mark.real_programs
 def test_another_document_is_divided_anew(runs: Runs, eventually: Any) -> None:
     process = runs.start(wait=1)
     eventually(runs.here.exists)
@@ -135,6 +134,7 @@ def test_a_piece_that_fails_is_named(runs: Runs) -> None:
     assert runs.job["state"] == "failed"
 
 
+@pytest.mark.real_programs
 def test_a_run_that_is_stopped_begins_no_other_piece(runs: Runs, eventually: Any) -> None:
     process = runs.start(wait=1)
     eventually(runs.here.exists)
