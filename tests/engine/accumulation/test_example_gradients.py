@@ -119,7 +119,7 @@ def check(whole: FactorSet, truth: dict[str, Tensor], terms: int) -> None:
     assert found == pytest.approx(expected, rel=EXACT)
 
 
-@pytest.mark.part(of=6, by=("way", "make"))
+@pytest.mark.part(of=12, by=("way",))
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the dry run, under no_grad
 @pytest.mark.parametrize(("fisher", "way"), [("empirical", "gram"), ("empirical", "product"), ("type2", "cheaper")])
 @pytest.mark.parametrize("make", [Language, Checkpointed, CheckpointedAnew])
@@ -134,7 +134,7 @@ def test_trace_of_sequence_layers_is_exact(
     check(collect(model, [(x, y)], "classification", fisher=fisher), squares(plain, x, y, fisher), 42)
 
 
-@pytest.mark.part(of=4)
+@pytest.mark.part(of=8, by=("gram",))
 @pytest.mark.parametrize(("fisher", "numbers"), [("type2", 2**22), ("empirical", 2**22), ("empirical", 400)])
 @pytest.mark.parametrize("gram", [False, True])
 def test_trace_of_convolutions_is_exact_however_it_is_cut(
@@ -198,7 +198,7 @@ def test_each_group_of_a_convolution_has_its_own_trace(gram: bool, monkeypatch: 
     assert found == pytest.approx((totals / 5).tolist(), rel=EXACT)
 
 
-@pytest.mark.part(of=8, by=("sharing",))
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
 def test_neither_sharing_nor_batches_change_the_trace(sharing: str, batch_size: int) -> None:
@@ -284,6 +284,9 @@ def test_standard_error_is_the_ratio_estimators() -> None:
         assert alone[0][place].trace_standard_error is None
 
 
+@pytest.mark.nightly(
+    covered_by="tests/engine/accumulation/test_example_gradients.py::test_standard_error_is_the_ratio_estimators"
+)
 def test_standard_error_is_the_spread_of_samples() -> None:
     """Of many samples of 16 examples, the traces scatter as each says that it does."""
     torch.manual_seed(0)

@@ -193,7 +193,7 @@ USES: list[tuple[Callable[[Used, Tensor], Tensor], tuple[int, ...], tuple[int, .
 ]
 
 
-@pytest.mark.part(of=6, by=("batch_size",))
+@pytest.mark.part(of=16, by=("batch_size",))
 @pytest.mark.parametrize(("use", "p", "q"), USES)
 @pytest.mark.parametrize("batch_size", [1, 4, 5])
 def test_the_diagonal_is_that_of_the_block(

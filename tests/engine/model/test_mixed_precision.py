@@ -55,7 +55,7 @@ def digests(whole: FactorSet) -> list[tuple[str, str]]:
     return [(digest(factors.A), digest(factors.G)) for factors in loaded]
 
 
-@pytest.mark.part(of=6, by=("fisher",))
+@pytest.mark.part(of=16, by=("fisher",))
 @pytest.mark.skipif(choose_precision("bf16", CPU).amp == "off", reason="no bfloat16 units")
 @pytest.mark.parametrize("fisher", ["empirical", "type2", "forward_only"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])

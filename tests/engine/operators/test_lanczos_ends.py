@@ -37,7 +37,7 @@ def assert_true(found: tuple[Eigenvalue, ...], truth: Tensor, *, rounding: float
         assert abs(entry.value - value) <= entry.bound + rounding * float(truth.abs().max())
 
 
-@pytest.mark.part(of=8, by=("name", "end"))
+@pytest.mark.part(of=16, by=("name",))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("end", ["largest", "smallest", "both"])
@@ -58,7 +58,7 @@ def test_every_eigenvalue_is_found_and_every_bound_is_true(name: str, dtype: tor
     assert search.products <= options.most_products
 
 
-@pytest.mark.part(of=6, by=("name",))
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_short_basis_restarts_and_finds_them_too(name: str, seed: int) -> None:
@@ -146,6 +146,9 @@ torch.save((search._found, *search.ritz_vectors()), sys.argv[2])
 """
 
 
+@pytest.mark.nightly(
+    covered_by="tests/engine/operators/test_lanczos_ends.py::test_a_search_goes_on_from_any_state_bit_by_bit"
+)
 def test_another_process_ends_with_the_same_bits(tmp_path: Path) -> None:
     full = matrix(spectrum("bulk with outliers", 150))
     through = searched(full, OPTIONS)
@@ -169,7 +172,7 @@ def test_two_searches_agree_bit_by_bit_and_seeds_differ() -> None:
     assert not torch.equal(first.vectors, other.vectors)
 
 
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("length", [None, 60])
 def test_the_memory_is_the_stated_one(length: int | None) -> None:
     size, options = 200_000, replace(OPTIONS, length=length, most_products=80, dtype=torch.float32)

@@ -242,7 +242,7 @@ def size_of(model: nn.Module) -> int:
     return sum(p.numel() for p in trainable(model).values())
 
 
-@pytest.mark.part(of=10)
+@pytest.mark.part(of=24, by=("net", "of"))
 @pytest.mark.parametrize("of", ["ggn", "hessian", "fisher", "empirical"])
 @pytest.mark.parametrize("loss", ["cross_entropy", "mse", "bce"])
 @pytest.mark.parametrize("net", list(NETS))
@@ -321,7 +321,7 @@ def test_batches_and_micro_batches_do_not_matter(of: Curvature) -> None:
             assert relative_error(found, whole) < EXACT
 
 
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("of", ["ggn", "hessian", "fisher", "empirical"])
 def test_only_what_entered_the_factors_enters_with_its_weight(of: Curvature) -> None:
     model, x = made("perceptron")
@@ -343,6 +343,12 @@ def test_several_samples_are_averaged_and_keyed_by_the_example() -> None:
     assert relative_error(product(space, "fisher", v, updates=3, samples=3), torch.stack(matrices).mean(0) @ v) < EXACT
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/engine/operators/test_products_exact.py::test_products_are_those_of_the_dense_matrix",
+        "tests/engine/operators/test_products_exact.py::test_several_samples_are_averaged_and_keyed_by_the_example",
+    )
+)
 def test_the_fishers_mean_over_seeds_is_the_gauss_newton() -> None:
     model, x = made("perceptron")
     y = targets_of(model, x, "cross_entropy")
@@ -417,7 +423,7 @@ def test_a_hessian_needs_targets_and_a_gauss_newton_none() -> None:
         product(space, "hessian", v)
 
 
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("of", ["ggn", "hessian", "fisher", "empirical"])
 def test_memory_that_runs_out_halves_the_micro_batches(of: Curvature, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = made("perceptron")
@@ -486,7 +492,7 @@ def texts(padded: bool) -> tuple[dict[str, Tensor], Tensor]:
 SWITCHES = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
 
 
-@pytest.mark.part(of=8, by=("make",))
+@pytest.mark.part(of=16, by=("make",))
 @pytest.mark.parametrize("of", ["ggn", "hessian", "fisher", "empirical"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("make", [gpt2, llama])

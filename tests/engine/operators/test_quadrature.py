@@ -52,7 +52,7 @@ def test_bands_of_the_distribution_cover_and_are_narrow(name: str, probes: int, 
         assert bool((low >= 0).all() and (high <= 1).all())
 
 
-@pytest.mark.part(of=4, by=("kind",))
+@pytest.mark.part(of=8, by=("kind",))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["linear", "symlog"])
 def test_bands_of_the_density_cover(name: str, kind: str) -> None:

@@ -101,6 +101,7 @@ def test_an_estimate_goes_on_from_any_state_bit_by_bit(kind: Kind) -> None:
         kind(61, options).restore(estimate.state())
 
 
+@pytest.mark.part(of=6, by=())
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_memory_is_the_stated_one(kind: Kind, dtype: torch.dtype) -> None:

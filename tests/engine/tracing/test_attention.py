@@ -94,7 +94,7 @@ def layer(whole: FactorSet, name: str) -> tuple[Tensor, Tensor]:
     return factors.A, factors.G
 
 
-@pytest.mark.part(of=6)
+@pytest.mark.part(of=10, by=("sharing",))
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])

@@ -77,7 +77,7 @@ def several_views(model: Queried, h: Tensor) -> Tensor:
     return h * scale.transpose(0, 1).transpose(0, 1) + shift.contiguous().view(h.shape[0], 1, 4)
 
 
-@pytest.mark.part(of=4)
+@pytest.mark.part(of=6, by=())
 @pytest.mark.parametrize(
     ("use", "shape"),
     [(detection_queries, (6, 4)), (gated_positions, (9, 2)), (time_first, (5, 1, 4)), (several_views, (1, 2, 4))],
@@ -157,7 +157,7 @@ MULTIPLIED: list[Callable[[Ensemble, Tensor], Tensor]] = [
 ]
 
 
-@pytest.mark.part(of=8, by=("multiply",))
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("multiply", MULTIPLIED)
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7])
 def test_stacked_weights_are_layers_of_their_own_at_every_batch_size(
