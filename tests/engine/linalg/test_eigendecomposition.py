@@ -49,6 +49,7 @@ def test_the_second_difference_matrix_by_every_rung() -> None:
         assert torch.allclose(found.values, expected, atol=1e-12)
 
 
+@pytest.mark.part(of=4, by=("rung",))
 @pytest.mark.parametrize("size", [90, 150])
 @pytest.mark.parametrize("rung", FLOAT64_RUNGS)
 def test_a_graded_spectrum_and_its_basis_by_every_rung(rung: str, size: int) -> None:
@@ -171,6 +172,7 @@ def _not_orthonormal(matrix: Tensor, out: tuple[Tensor, Tensor]) -> Any:
     out[1].copy_(vectors * (1 + 1e-9))
 
 
+@pytest.mark.part(of=4, by=("broken",))
 @pytest.mark.parametrize("broken", [_raises, _identity, _not_orthonormal])
 @pytest.mark.parametrize("size", [7, 140])
 def test_vectors_go_down_the_ladder_when_a_solver_fails_or_lies(

@@ -119,6 +119,7 @@ def measured(kind: str, **options: Any) -> tuple[FactorSet, dict[str, tuple[Tens
 ORDERED = ["siamese", "flipped", "time major", "repeated", "transposed ids"]
 
 
+@pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize("kind", ORDERED)
 def test_flat_rows_are_put_in_the_order_of_the_examples(kind: str) -> None:
     whole, truth = measured(kind)

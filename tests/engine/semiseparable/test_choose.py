@@ -11,7 +11,7 @@ from tests.engine.semiseparable.matrices import matrices
 from tests.engine.semiseparable.structures import REAL, sss
 
 
-@pytest.mark.part(of=4, by=("kind",))
+@pytest.mark.part(of=16, by=("kind",))
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("kfac_A", TridiagonalLowRank), ("kfac_G", TridiagonalLowRank), ("exp_4", BlockSSS), ("cauchy", BlockSSS)],

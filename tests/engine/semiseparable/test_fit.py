@@ -33,7 +33,7 @@ def imputed(dense: Tensor, rank: int, sweeps: int) -> float:
     return float((dense - low).masked_fill(near, 0).norm() / dense.norm())
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("name", NAMES)
 def test_the_error_falls_and_beats_the_copied_recipe(name: str) -> None:
     dense = matrices()[name]
@@ -55,6 +55,7 @@ def test_the_end_is_that_of_expectation_and_maximisation(name: str) -> None:
     assert fitted.relative_error <= 1.05 * imputed(dense, 5, 200)
 
 
+@pytest.mark.part(of=6, by=("dtype",))
 @pytest.mark.parametrize("dtype", [REAL, COMPLEX, torch.float32])
 @pytest.mark.parametrize(("size", "rank"), [(60, 4), (61, 1), (5, 2), (2, 1), (1, 1)])
 def test_a_matrix_of_the_structure_is_met(size: int, rank: int, dtype: torch.dtype) -> None:

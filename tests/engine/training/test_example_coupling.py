@@ -34,6 +34,7 @@ def dropping(module: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Dropout(0.5), module)
 
 
+@pytest.mark.part(of=6, by=("model",))
 @pytest.mark.parametrize("count", [2, 3, 15])
 @pytest.mark.parametrize(
     "model",
@@ -44,6 +45,7 @@ def test_models_that_couple_their_examples_are_seen(model: nn.Module, count: int
     assert couples_examples(model.train(), images(count)) is not None
 
 
+@pytest.mark.part(of=6, by=("model",))
 @pytest.mark.parametrize("count", [1, 2, 3, 15])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(

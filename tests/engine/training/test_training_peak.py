@@ -96,7 +96,7 @@ def predicted(step: TrainingStep, way: Way) -> TrainingPeak:
     return StepMemory(step).peak(way)
 
 
-@pytest.mark.part(of=4, by=("way.compute_dtype", "way.chunk"))
+@pytest.mark.part(of=8, by=("way.compute_dtype",))
 @pytest.mark.parametrize(
     "way",
     [
@@ -123,7 +123,7 @@ def test_the_peak_is_that_of_a_real_step_with_statistics_of_the_whole_batch() ->
     assert 0.8 <= predicted(episode_step(batch_norm="whole"), way).size_bytes / real <= 1.1
 
 
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("way", [Way(), Way(chunk=7), Way(checkpointing=True)], ids=lambda way: way.described)
 def test_the_peak_in_float64_has_the_columns_of_convolutions(way: Way) -> None:
     def doubled(device: str) -> TrainingStep:
@@ -155,7 +155,7 @@ def test_checkpointing_holds_what_is_between_blocks_and_the_inside_of_one() -> N
     assert blocks <= 0.5 * whole
 
 
-@pytest.mark.part(of=4, by=("checkpointing",))
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("chunk", [1, 12])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_lines_through_small_chunks_are_the_run_itself(chunk: int, *, checkpointing: bool) -> None:
@@ -225,7 +225,7 @@ def test_modules_are_left_as_they_were() -> None:
 
 
 # FSCT with AdamW, five classes of 5 + 16 images at 224, in MiB, found with fake tensors of another device
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize(
     ("name", "stem", "peaks"),
     [
