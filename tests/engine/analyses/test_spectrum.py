@@ -106,7 +106,7 @@ def dense(model: nn.Module, of: str, names: tuple[str, ...] | None = None) -> Te
 @pytest.mark.parametrize("of", ["ggn", "hessian", "empirical"])
 def test_the_ends_are_those_of_the_dense_matrix_within_their_bounds(of: Any) -> None:
     params = SpectrumParams(of=of, **SMALL)
-    space = job(params)
+    space = job(params, batch_size=11)
     true = torch.linalg.eigvalsh(dense(space.inputs.model, of))  # type: ignore[arg-type]
     found = the(run(params, space)[1], of)
     assert found.dimension == true.numel()
@@ -294,7 +294,7 @@ def stopping_after(space: Workspace, batches: int) -> None:
     space.ports.report = report
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("batches", [4, 20, 61, 80])
 def test_a_search_goes_on_where_it_was_and_ends_with_the_same_bits(batches: int) -> None:
     params = SpectrumParams(of=("kfac", "ggn", "hessian"), **BRIEF)
@@ -314,7 +314,7 @@ def test_a_search_goes_on_where_it_was_and_ends_with_the_same_bits(batches: int)
     assert not any("discarded" in line for line in lines)
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("changed", ["options", "model", "tensor", "manifest"])
 def test_a_checkpoint_that_does_not_belong_is_discarded(changed: str) -> None:
     params = SpectrumParams(of="ggn", **BRIEF)

@@ -337,6 +337,7 @@ def test_stored_sketches_read_back() -> None:
     assert stored.digest() == collect_or_read(made).load(1).G.digest()
 
 
+@pytest.mark.part(of=2, by=())
 @pytest.mark.parametrize("approximate", [False, True])
 def test_a_refusal_names_the_budget_for_the_least_that_the_job_may_keep(
     monkeypatch: pytest.MonkeyPatch, *, approximate: bool
@@ -380,6 +381,7 @@ def drained(rows: Any) -> tuple[list[Any], Any]:
             return found, end.value
 
 
+@pytest.mark.part(of=2, by=())
 @pytest.mark.parametrize("approximate", [False, True])
 def test_a_head_beyond_the_eigensolvers_is_never_a_dense_matrix_whatever_the_memory(
     monkeypatch: pytest.MonkeyPatch, *, approximate: bool

@@ -147,7 +147,10 @@ torch.save((search._found, *search.ritz_vectors()), sys.argv[2])
 
 
 @pytest.mark.nightly(
-    covered_by="tests/engine/operators/test_lanczos_ends.py::test_a_search_goes_on_from_any_state_bit_by_bit"
+    covered_by=(
+        "tests/engine/operators/test_lanczos_ends.py::test_a_search_goes_on_from_any_state_bit_by_bit",
+        "tests/worker/execution/test_search_resume.py::test_another_attempt_takes_over_what_a_killed_one_has_searched",
+    )
 )
 def test_another_process_ends_with_the_same_bits(tmp_path: Path) -> None:
     full = matrix(spectrum("bulk with outliers", 150))
@@ -175,7 +178,7 @@ def test_two_searches_agree_bit_by_bit_and_seeds_differ() -> None:
 @pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("length", [None, 60])
 def test_the_memory_is_the_stated_one(length: int | None) -> None:
-    size, options = 200_000, replace(OPTIONS, length=length, most_products=80, dtype=torch.float32)
+    size, options = 100_000, replace(OPTIONS, length=length, most_products=80, dtype=torch.float32)
     scales = torch.linspace(-1, 1, size)[:, None]
 
     def search() -> None:
@@ -187,7 +190,7 @@ def test_the_memory_is_the_stated_one(length: int | None) -> None:
     stated = search_bytes(size, options)
     assert used <= stated
     # three blocks of eight are allowed for, of which a search that never widens uses one
-    assert stated - used <= 3 * 8 * 8 * size + 2**26
+    assert stated - used <= 3 * 8 * 8 * size + 2**25
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ torch.save((made.result().nodes, made.result().weights), sys.argv[2])
 @pytest.mark.nightly(
     covered_by=(
         "tests/engine/operators/test_quadrature.py::test_a_quadrature_goes_on_from_any_state_bit_by_bit",
-        "tests/engine/operators/test_lanczos_ends.py::test_another_process_ends_with_the_same_bits",
+        "tests/worker/execution/test_search_resume.py::test_another_attempt_takes_over_what_a_killed_one_has_searched",
     )
 )
 def test_another_process_ends_with_the_same_bits(tmp_path: Path) -> None:

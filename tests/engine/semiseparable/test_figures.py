@@ -1,5 +1,6 @@
 """The table of circulating figures is the one that is counted, and the examples say what they promise."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -27,8 +28,10 @@ def test_the_page_has_the_table_that_is_counted() -> None:
     assert any("| not reproduced" in line for line in lines)
 
 
-def test_the_resolvent_by_two_routes() -> None:
-    said = example("examples/resolvent.py", "--points", "2048")
+def test_the_resolvent_by_two_routes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["resolvent.py", "--points", "2048"])
+    runpy.run_path(str(ROOT / "examples/resolvent.py"), run_name="__main__")
+    said = capsys.readouterr().out
     assert said.count("orders of K(z): 1 above the diagonal, 1 below") == 2
     assert "N = 2,048" in said
 

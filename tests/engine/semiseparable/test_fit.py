@@ -33,7 +33,7 @@ def imputed(dense: Tensor, rank: int, sweeps: int) -> float:
     return float((dense - low).masked_fill(near, 0).norm() / dense.norm())
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("name", NAMES)
 def test_the_error_falls_and_beats_the_copied_recipe(name: str) -> None:
     dense = matrices()[name]

@@ -240,7 +240,7 @@ def test_a_batch_of_matrices_is_several_layers(product: Callable[[Tensor, Tensor
         require_same(whole, whole, {f"experts[{place}]": f"lone.{place}" for place in range(EXPERTS)})
 
 
-@pytest.mark.part(of=8, by=("sharing",))
+@pytest.mark.part(of=12, by=("sharing",))
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("mixture", [looped, masked, grouped])
 def test_padding_is_routed_nowhere(mixture: Mixture, sharing: str) -> None:

@@ -96,7 +96,7 @@ def test_a_batch_norm_without_running_statistics_is_declared_whatever_its_class(
     model = nn.Sequential(nn.Conv2d(2, 4, 3), norm, nn.Flatten(), nn.Linear(36, 3)).double().eval()
     norm.forward = lambda x: nn.BatchNorm2d.forward(norm, x)  # type: ignore[method-assign]
     with pytest.raises(NothingToAnalyse, match="batch_statistics, examples_mix"):
-        collect(model, [images()], "classification")
+        collect(model, [images()], "classification", self_check="growing")
 
 
 class RootMeanSquare(nn.Module):
