@@ -70,7 +70,8 @@ def product(tmp_path_factory: pytest.TempPathFactory) -> Product:
     place = tmp_path_factory.mktemp("product")
     tree = place / "tree"
     for name in COPIED:
-        shutil.copytree(ROOT / name, tree / name)  # with what is compiled, which is not compiled anew
+        # with what is compiled, which is not compiled anew, but for what is being written
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.pyc.*"))
     record, imported, listed, computed = (found[1] for found in _BLOCK.finditer(PAGE.read_text()))
     (tree / "catalog" / "analyses" / "sharpness.py").write_text(record)
     (tree / "engine" / "analyses" / "sharpness.py").write_text(computed)

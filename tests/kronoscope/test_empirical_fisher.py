@@ -71,7 +71,7 @@ def test_spectrum_is_that_of_torchs_gradients(loss: str) -> None:
     model, (x, y) = net(), data()
     found = measure(
         model, [(x, y)], task={"type": "regression", "loss": loss}, kinds=("spectrum",), collection=EMPIRICAL,
-        params={"spectrum": {"of": ["empirical"], "k": 3}},
+        params={"spectrum": {"of": ["empirical"], "k": 3, "density": False, "trace": "none"}},
     )  # fmt: skip
     gradients = example_gradients(model, x, y, loss)
     exact = torch.linalg.eigvalsh(gradients.T @ gradients / 9).flip(0)

@@ -69,7 +69,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the working tree, without its history; what is compiled is not compiled anew."""
     folder = tmp_path_factory.mktemp("copy") / "tree"
     for name in COPIED:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("results"))
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("results", "*.pyc.*"))
     for name in FILES:
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, folder / name)

@@ -20,7 +20,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 DOCUMENT = """\
 kind: [capacity, spectrum]
 model: {source: directory, path: FOLDER/0}
-data: {source: synthetic, shape: [6], examples: 24, vocabulary: 17}
+data: {source: synthetic, shape: [6], examples: 8, vocabulary: 17}
 task: {type: causal_lm}
 collection: {dtype: float64}
 keep: [factors]
