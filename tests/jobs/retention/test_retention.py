@@ -194,13 +194,13 @@ def adds_to(job_id: str) -> dict[str, Any]:
     return {"extends": {"job": job_id}, "model": None, "task": None}
 
 
-@pytest.mark.part(of=4)
+@pytest.mark.part(of=8)
 @pytest.mark.parametrize("naming", [begins_from, compares_with, adds_to])
 @pytest.mark.parametrize("state", ["queued", "running", "cancelling"])
 def test_files_that_a_later_job_begins_from_stay_until_it_has_ended(
     ledger: Engine, folder: ArtifactFolder, finished: Any, document: Any, state: str, naming: Any
 ) -> None:
-    needed, other = finished(), finished()
+    needed, other = finished(), seeding.failed(ledger, LOCAL_TENANT)
     naming = document(**naming(needed))
     later = submit(ledger, LOCAL_TENANT, naming).job.id
     if state != "queued":
