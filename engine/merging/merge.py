@@ -18,8 +18,7 @@ from engine.errors import NothingToAnalyse, NotMergeable
 from engine.factors.factor_set import FactorSet, LayerFacts, LayerSums, NestedSize
 from engine.factors.kronecker_factors import Factors
 from engine.layers.coverage import DeclaredLayer, require_coverage
-from engine.merging.merged_facts import merged_facts, merged_sums
-from engine.merging.requirements import require_mergeable
+from engine.merging.merged_facts import merged_facts, merged_sums, require_mergeable
 from engine.merging.weighted_sides import Addend, Precision, merge_layer
 from engine.model.example_digests import EnteredExamples
 

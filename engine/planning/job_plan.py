@@ -23,9 +23,8 @@ from engine.memory.device_speed import MEASURING_BYTES, MEASURING_DEVICE_BYTES, 
 from engine.memory.plan import BUDGETED, Budgeted, Chosen, Enough, Plan
 from engine.planning.analysis_cost import with_analyses
 from engine.planning.collection.memory import corrected_plan, correction_bytes, plan_of
-from engine.planning.collection.seconds import Work, work_of
+from engine.planning.collection.seconds import Work, fastest, halved, partition, slice_sizes, work_of
 from engine.planning.decomposition_memory import beyond_solvers, with_decompositions
-from engine.planning.plan_search import fastest, halved, partition, slice_sizes
 from engine.workspace import Workspace
 
 _STEP = 2**20

@@ -13,8 +13,8 @@ from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import kept_dtype
 from engine.memory.plan import BUDGETED, Term
 from engine.planning.analysis_cost import Cost, PlannedJob, term
+from engine.planning.collection.seconds import batch_size
 from engine.planning.decomposition_memory import basis_dtype
-from engine.planning.plan_search import batch_size
 from engine.workspace import Workspace
 
 _STAGE = "natural_gradient"

@@ -23,7 +23,7 @@ from engine.errors import BudgetExceeded
 from engine.memory.budget import MemoryBudget, resident_bytes
 from engine.memory.plan import LIBRARY_BYTES, Chosen
 from engine.planning import job_plan
-from engine.planning.plan_search import partition
+from engine.planning.collection.seconds import partition
 from engine.workspace import Workspace
 from tests.machine.parts import ALL, chosen_part, first_of
 from tests.oracles import MemoryArtifacts, workspace
@@ -198,7 +198,7 @@ import torch
 from torch import nn
 from catalog.requests.collection import Collection
 from catalog.requests.inputs import Task
-from engine.planning.plan_search import partition
+from engine.planning.collection.seconds import partition
 from engine.collect import collect_or_read
 from engine.memory.budget import MemoryBudget, peak_bytes
 from engine.memory.plan import LIBRARY_BYTES

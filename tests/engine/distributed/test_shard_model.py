@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
-from engine.distributed.shard_model import find_blocks
+from engine.distributed.sharded_tensors import find_blocks
 from tests.engine.distributed.sharded_llama import llama
 
 

@@ -21,8 +21,8 @@ from engine.memory.guard import Guard
 from engine.memory.memory_curve import MemoryCurve
 from engine.memory.plan import LIBRARY_BYTES, Plan, Term
 from engine.planning import probe_model
+from engine.planning.collection.seconds import fastest, halved, total_seconds
 from engine.planning.job_plan import smallest_budget
-from engine.planning.plan_search import fastest, halved, total_seconds
 from engine.workspace import Workspace
 from tests.oracles import MemoryArtifacts, workspace
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 from catalog.requests.assignment import Assignment
 from engine.artifacts import Held
 from engine.distributed.group import Ranks
-from engine.distributed.shard_model import shard_model
+from engine.distributed.sharded_tensors import shard_model
 from engine.memory.budget import free_host_bytes, resident_bytes
 from engine.model.batches import make_batches
 from engine.workspace import ModelInputs
