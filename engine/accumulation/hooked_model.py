@@ -55,20 +55,12 @@ class StandIn:
         return handle
 
     def lay(self, *_: object) -> None:
-        """Put the stand-in in the parameter's place, unless something else is there.
-
-        Args:
-            _: What torch gives a forward hook; not looked at.
-        """
+        """Put the stand-in in the parameter's place, unless something else is there."""
         if self._own[self._key] is self._kept:
             self._own[self._key] = self.leaf
 
     def lift(self, *_: object) -> None:
-        """Put the parameter back, and note where something else has been put in its place.
-
-        Args:
-            _: What torch gives a forward pre-hook; not looked at.
-        """
+        """Put the parameter back, and note where something else has been put in its place."""
         if self._own[self._key] is self.leaf:
             self._own[self._key] = self._kept
         elif self._own[self._key] is not self._kept:
@@ -79,12 +71,7 @@ class StandIn:
 def install_stand_ins(layers: Sequence[TreatedLayer], aliases: Sequence[Alias] = ()) -> Iterator[list[StandIn]]:
     """Put stand-ins in the place of the layers' parameters, except while a module that holds them is called.
 
-    Args:
-        layers: Layers that modules' calls show.
-        aliases: Second names of their parameters, on modules that are taken not to use them.
-
-    Returns:
-        A context manager with the stand-ins; the parameters are put back afterwards.
+    ``aliases`` are second names of the parameters, on modules that are taken not to use them.
     """
     stand_ins: list[StandIn] = []
     with contextlib.ExitStack() as stack:

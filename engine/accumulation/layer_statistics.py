@@ -333,11 +333,7 @@ class LayerStatistics(Sums):
             self._add_norms_(norms[:, None])
 
     def add_met_(self, met: Met) -> None:
-        """Add what needs inputs and gradients of all calls of one direction together.
-
-        Args:
-            met: Each call of the layer with the gradient of its output.
-        """
+        """Add what needs inputs and gradients of all calls of one direction together."""
         if self.sums_dtype is None:
             return
         if isinstance(self.layer, BlockLayer):

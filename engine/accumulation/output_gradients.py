@@ -31,12 +31,7 @@ class RowObserver(Protocol):
     """Sees the rows of one layer as they are summed; ``Collector.observers`` holds those of a batch."""
 
     def add_input_(self, use: Use) -> None:
-        """See the input of one call enter A.
-
-        Args:
-            use: The call with its input, examples first, and the positions that count. The model may write to the
-                input later.
-        """
+        """See the input of one call enter A; the model may write to it later."""
 
     def follow(self, use: Use) -> Callable[[Tensor], None]:
         """See one call whose output's gradient is followed.
@@ -298,14 +293,7 @@ class InputArrival:
             raise UnusedCalls(frozenset(unused))
 
     def require_proven(self, statistics: tuple[LayerStatistics, ...]) -> None:
-        """Require that no layer got its first gradient after inputs of batches in which it had none.
-
-        Args:
-            statistics: Sums of all layers.
-
-        Raises:
-            UnusedCalls: If such inputs had entered A.
-        """
+        """Raise ``UnusedCalls`` if a layer got its first gradient after inputs of batches in which it had none."""
         late = {each.layer.name for each in statistics if each.gradients and each.flaw is None and each.unproven}
         if late:
             raise UnusedCalls(frozenset(late))

@@ -59,18 +59,9 @@ class SketchRows(GradientRows):
     def sketching(
         cls, groups: int, size: int, rank: int, dtype: torch.dtype, device: torch.device, *, of_terms: bool
     ) -> Self:
-        """Allocate the sums of a G that is sketched.
+        """Allocate the empty sums of a G (n, n) that is sketched by ``rank`` rows; 0 keeps the diagonal alone.
 
-        Args:
-            groups: Groups of the layer.
-            size: n, rows of G.
-            rank: ℓ, rows of the sketch; 0 keeps the diagonal alone.
-            dtype: Precision of the sketch.
-            device: Device of the passes.
-            of_terms: Whether probabilities enter, whose outer products are subtracted from their mean.
-
-        Returns:
-            Empty sums.
+        ``of_terms``: probabilities enter, whose outer products are subtracted from their mean.
         """
         return cls(
             rows=torch.zeros(groups, 2 * rank, size, dtype=dtype, device=device),

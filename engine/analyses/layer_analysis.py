@@ -251,15 +251,7 @@ def reason(names: tuple[str, ...]) -> str:
 
 
 def finite_summary(summary: Record, log: Callable[[str, str], None]) -> Record:
-    """Replace what is not finite in a summary by null, and log the names of those numbers.
-
-    Args:
-        summary: The summary of an analysis.
-        log: The job's log, ``log(level, message)``.
-
-    Returns:
-        A copy, of numbers that JSON can hold.
-    """
+    """Copy a summary with null for what JSON cannot hold, and log the names of those numbers."""
     finite, names = nullify(summary)
     if names:
         log("warning", f"summary: {reason(names)}")

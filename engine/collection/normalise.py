@@ -109,9 +109,8 @@ def finish_layer(
 ) -> Iterator[Factors]:
     """Yield the factors of one layer, or of each of its groups; its sums are normalised in place and freed.
 
-    Args:
-        shared: The A of layers that others share, by layer; this one's are added.
-        stays: Whether factors stay where their sums stand; a tied head's are always made on the host.
+    What others share of its A is added to ``shared``. Factors that ``stays`` holds stay where their sums stand; a tied
+    head's are always made on the host.
     """
     wanted = collection.storage_dtype
     # a part is rounded once, after the merge

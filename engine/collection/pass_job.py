@@ -135,11 +135,7 @@ class PassJob:
         return first
 
     def require_readable_again(self, first: EnteredExamples | None, batches: int) -> None:
-        """Require that the data begin anew at every pass, where one began with another batch than the probe saw.
-
-        Raises:
-            DataDiffer: If nothing is left to read: what the probe saw has entered nothing.
-        """
+        """Raise ``DataDiffer`` if data do not begin anew at every pass: one began with another batch than was seen."""
         if not self.probed or self.workspace.inputs.part is not None:
             return
         other = first not in (*self.probed, None)
@@ -162,19 +158,7 @@ class PassJob:
         return entered.added(batch, self.task, update if ordered else None)
 
     def require_entered(self, before: EnteredExamples | None, entered: EnteredExamples, what: str) -> EnteredExamples:
-        """Require that a whole pass has let the same examples enter as the first one.
-
-        Args:
-            before: What entered the first pass; None where this is it.
-            entered: What entered this pass, of all ranks.
-            what: Name of the pass, for messages.
-
-        Returns:
-            What entered the first pass.
-
-        Raises:
-            DataDiffer: If it is not the same; the message has both figures.
-        """
+        """Return what entered the first pass; ``DataDiffer``, with both figures, if something else entered this one."""
         if before is None:
             return entered
         before.require(entered, what)

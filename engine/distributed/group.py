@@ -88,11 +88,7 @@ class Ranks:
         self.note(f"left/{self._meetings}")
 
     def raise_if_failed(self) -> None:
-        """Raise if another rank has failed.
-
-        Raises:
-            RankFailed: With that rank and its error.
-        """
+        """Raise ``RankFailed`` if another rank has failed, with that rank and its error."""
         try:
             note = json.loads(self.store.get("failed")) if self.store.check(["failed"]) else None
         except RuntimeError as error:

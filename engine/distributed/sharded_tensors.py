@@ -60,11 +60,7 @@ class ShardedParameter:
         return min(size, place * each), min(size, (place + 1) * each)
 
     def part_shape(self, rank: int) -> torch.Size:
-        """Return the shape of a rank's part.
-
-        Returns:
-            The shape of the whole but for ``dim``.
-        """
+        """Return the shape of a rank's part: that of the whole but for ``dim``."""
         first, last = self.bounds(rank)
         return torch.Size((*self.shape[: self.dim], last - first, *self.shape[self.dim + 1 :]))
 

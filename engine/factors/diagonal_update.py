@@ -158,16 +158,9 @@ class DiagonalUpdateSide(Structured):
 
 
 def _far_above(size: int, trace: float, frobenius: float, shift: float) -> tuple[float, float] | None:
-    """Return ``log det(S + sI)`` and ``tr S(S + sI)⁻¹`` by their series in λ/s.
+    """Return ``log det(S + sI)`` and ``tr S(S + sI)⁻¹`` by their series in λ/s, from Σλ and the root of Σλ².
 
-    Args:
-        size: n, rows of S.
-        trace: Σλ.
-        frobenius: Root of Σλ².
-        shift: s, in the unit of the eigenvalues.
-
-    Returns:
-        The two numbers, to a relative 1e-12 of the first term; None unless s exceeds the trace a million times.
+    To a relative 1e-12 of the first term; None unless s exceeds the trace a million times.
     """
     if shift <= _FAR * trace:
         return None

@@ -83,14 +83,7 @@ class Subject:
         return self.dtype == torch.float64
 
     def negligible(self, norm: float) -> float:
-        """Return the norm below which a gradient is rounding beside the largest one.
-
-        Args:
-            norm: Norm of the largest layer's gradient.
-
-        Returns:
-            That norm in float64, which decides; 0 in any other precision.
-        """
+        """Return the norm below which a gradient is rounding beside the largest; 0 unless in float64, which decides."""
         return 10 * self.rounding * norm if self.is_exact else 0.0
 
     def moved(self, batch: Batch) -> Batch:

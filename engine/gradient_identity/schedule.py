@@ -185,14 +185,7 @@ class Glances:
         return cls(every=every, first=_SMALL_BATCHES if glance - _FORWARD < _SMALL else 0)
 
     def turn(self, number: int) -> int | None:
-        """Number the glances.
-
-        Args:
-            number: A batch, from 0.
-
-        Returns:
-            Which glance this batch gets, from 0; None where it gets none.
-        """
+        """Return which glance a batch gets, from 0; None where it gets none."""
         if number < self.first:
             return number
         return None if number % self.every else self.first + number // self.every

@@ -231,14 +231,7 @@ class SummedRows:
         return Forward(batch=batch, start=group.start)
 
     def sketches(self, layers: Sequence[TreatedLayer]) -> dict[int, dict[str, Sketch]]:
-        """Sum up the rows of each example.
-
-        Args:
-            layers: Layers that no hook has refused.
-
-        Returns:
-            A sketch by layer, by the number of the example in the data.
-        """
+        """Return a sketch of each example's rows by layer, by its number in the data."""
         found: dict[int, dict[str, Sketch]] = {}
         for group in self.groups:
             recording = self.recording(group, layers)
@@ -249,15 +242,7 @@ class SummedRows:
         return found
 
     def recording(self, group: Group, layers: Sequence[TreatedLayer]) -> Recording | None:
-        """Return the rows that were kept of a group.
-
-        Args:
-            group: One of ``groups``.
-            layers: Layers that no hook has refused.
-
-        Returns:
-            Their rows; None where the forward pass did not end.
-        """
+        """Return the rows that were kept of a group; None where the forward pass did not end."""
         if group.outputs is None:
             return None
         return Recording(

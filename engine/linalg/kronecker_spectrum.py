@@ -43,14 +43,9 @@ def entropy_effective_rank(spectrum: Tensor) -> float | None:
 
 
 def participation_ratio(traces: tuple[float, float], norms: tuple[float | None, float | None]) -> float | None:
-    """Return (Σλ)²/Σλ² over the products, from each side's trace and Frobenius norm.
+    """Return (Σλ)²/Σλ² over the products, from each side's trace and Frobenius norm; between 1 and n·m.
 
-    Args:
-        traces: tr A and tr G.
-        norms: ‖A‖_F and ‖G‖_F; None where one is unknown.
-
-    Returns:
-        Between 1 and n·m; None for a zero matrix, or where a norm is unknown.
+    None for a zero matrix, or where a norm is unknown.
     """
     ratio = 1.0
     for trace, norm in zip(traces, norms, strict=True):
@@ -229,18 +224,9 @@ def _ratio(above: float, below: float) -> float | None:
 
 
 def logdet_damped(a: SpectrumQuadrature, g: SpectrumQuadrature, damping: float) -> float | None:
-    """Return log det(F + λI) = Σᵢⱼ log(λᵢμⱼ + λ), over the nodes of two condensed spectra.
+    """Return log det(F + λI) = Σᵢⱼ log(λᵢμⱼ + λ), λ > 0, over the nodes of two condensed spectra, 256 Ki at once.
 
-    Args:
-        a: Spectrum of A, of n eigenvalues.
-        g: Spectrum of G, of m eigenvalues.
-        damping: λ > 0.
-
-    Returns:
-        The natural logarithm; None where λ is beyond float64 beside the largest eigenvalue.
-
-    Memory:
-        At most 256 Ki products at once.
+    None where λ is beyond float64 beside the largest eigenvalue.
     """
     scaled = _scaled(a.exponent + g.exponent, damping)
     if scaled is None:
@@ -259,18 +245,9 @@ def logdet_damped(a: SpectrumQuadrature, g: SpectrumQuadrature, damping: float) 
 
 
 def effective_dimensions(a: SpectrumQuadrature, g: SpectrumQuadrature, dampings: Sequence[float]) -> list[float | None]:
-    """Return Σᵢⱼ λᵢμⱼ/(λᵢμⱼ + λ) at each λ, over the nodes of two condensed spectra.
+    """Return Σᵢⱼ λᵢμⱼ/(λᵢμⱼ + λ) at each λ > 0, over the nodes of two condensed spectra, at most 256 Ki at once.
 
-    Args:
-        a: Spectrum of A, of n eigenvalues.
-        g: Spectrum of G, of m eigenvalues.
-        dampings: Each λ > 0, in the unit of F's eigenvalues.
-
-    Returns:
-        A number between 0 and n·m for each λ; None where λ is beyond float64 beside the largest eigenvalue.
-
-    Memory:
-        At most 256 Ki products at once.
+    Between 0 and n·m; None where λ is beyond float64 beside the largest eigenvalue.
     """
     scaled = [_scaled(a.exponent + g.exponent, damping) for damping in dampings]
     totals = [0.0] * len(dampings)
@@ -340,14 +317,9 @@ class Answering:
 
 
 def logdet_damped_structured(a: SpectrumQuadrature, g: Answering, damping: float) -> float | None:
-    """Return log det(F + λI) for a G that is never made dense.
+    """Return log det(F + λI), λ > 0, for a G that is never made dense.
 
-    Args:
-        g: G's own log-determinants at shifts.
-        damping: λ > 0.
-
-    Returns:
-        The natural logarithm; None where G cannot answer one of the shifts λ/x of A's nodes x.
+    None where G cannot answer one of the shifts λ/x of A's nodes x.
     """
     nodes = a.values
     shifts = damping / nodes
@@ -361,14 +333,9 @@ def logdet_damped_structured(a: SpectrumQuadrature, g: Answering, damping: float
 def effective_dimensions_structured(
     a: SpectrumQuadrature, g: Answering, dampings: Sequence[float]
 ) -> list[float | None]:
-    """Return Σᵢⱼ λᵢμⱼ/(λᵢμⱼ + λ) at each λ for a G that is never made dense.
+    """Return Σᵢⱼ λᵢμⱼ/(λᵢμⱼ + λ) at each λ > 0 for a G that is never made dense.
 
-    Args:
-        g: G's own effective dimensions at shifts.
-        dampings: Each λ > 0, in the unit of F's eigenvalues.
-
-    Returns:
-        A number for each λ; None where G cannot answer one of the shifts λ/x of A's nodes x.
+    None where G cannot answer one of the shifts λ/x of A's nodes x.
     """
     shifts = torch.tensor(dampings, dtype=torch.float64)[:, None] / a.values
     reached = g.reached(shifts).all(1)

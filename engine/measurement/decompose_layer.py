@@ -218,14 +218,7 @@ def _decompose(
 
 
 def beyond_solvers(side: Operator, planned: str | None) -> bool:
-    """Tell whether no eigensolver takes a factor.
-
-    Args:
-        planned: The solver that the plan begins with; None where it names none.
-
-    Returns:
-        True for a matrix of more rows than LAPACK's integers count, unless a device was found to have the memory.
-    """
+    """Tell whether a matrix has more rows than LAPACK's integers count, and no device with the memory was planned."""
     matrix = side.kind == "dense" and not side.is_diagonal
     return matrix and side.size > LARGEST and not is_on_device(planned)
 

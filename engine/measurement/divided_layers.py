@@ -275,14 +275,7 @@ class SentFiles(Artifacts):
             place.remove(name)
 
     def hand_over(self, facts: LayerFacts, division: DividedLayers) -> None:
-        """Send a layer's files to the ranks that keep any; those write them.
-
-        Args:
-            division: The division, on every rank.
-
-        Raises:
-            RankFailed: If a rank has failed.
-        """
+        """Send a layer's files to the ranks that keep any; those write them."""
         mine = self._written.pop(facts.ordinal, []) if division.is_own(facts) else None
         listed = (
             None

@@ -175,11 +175,7 @@ def measure_speed(device: torch.device, scratch: Path | None = None) -> DeviceSp
 
 
 def waiting_share() -> float:
-    """Return how much longer this process has taken so far than on a core of its own, by the kernel's account.
-
-    Returns:
-        Seconds that its first thread ran or waited for a core, over those that it ran; 1 where the kernel does not say.
-    """
+    """Return how much longer this process has taken so far than on a core of its own; 1 where the kernel is silent."""
     try:
         ran, waited = (int(each) * 1e-9 for each in Path("/proc/self/schedstat").read_text().split()[:2])
     except (OSError, ValueError):
@@ -191,13 +187,7 @@ def parallel_products(seconds: float = _PARALLEL_SECONDS) -> tuple[float, float]
     """Multiply matrices of 256 rows for a while, on as many threads as torch has.
 
     Where another program holds a core, each product waits for the thread that has lost it: two threads are then
-    slower than one.
-
-    Args:
-        seconds: How long.
-
-    Returns:
-        Floating-point operations per second, and those of the fastest product.
+    slower than one. Returned are operations per second, of all products and of the fastest one.
     """
     left = _random(torch.device("cpu"), _PARALLEL_ROWS)
     product = torch.empty_like(left)

@@ -28,12 +28,7 @@ _DRIVER_LENGTH = 80
 def device_versions(device: torch.device) -> dict[str, Any]:
     """Read the card's name and multiprocessors, and the versions of driver, CUDA, cuBLAS, cuDNN and cuSOLVER.
 
-    Args:
-        device: A device of the class `cuda`, which need not be present.
-
-    Returns:
-        Values by the names of the fields of ``Numerics``: `multiprocessors` a number, the others strings; `unknown`
-        where one cannot be asked.
+    By the names of the fields of ``Numerics``; `unknown` where one cannot be asked, as of a device that is not present.
     """
     present = torch.cuda.is_available()
     properties: Any = torch.cuda.get_device_properties(device) if present else None

@@ -174,15 +174,9 @@ class RowInputs:
 def row_inputs(
     factors: FactorSet, treated: Sequence[TreatedLayer], dtype: torch.dtype, fits: Callable[[int], bool]
 ) -> tuple[dict[int, RowInputs], dict[int, str]]:
-    """Return what gathers the inputs of every layer whose G is kept as gradient rows, where that can be.
+    """Return what gathers the inputs of every layer whose G is kept as gradient rows, where so many bytes ``fits``.
 
-    Args:
-        treated: The model's layers, as the survey treats them.
-        dtype: Precision of the passes.
-        fits: Tells whether so many bytes of the host are free.
-
-    Returns:
-        Watchers by ordinal; and for every other layer whose G is kept so, why there is none.
+    Watchers by ordinal; and for every other layer whose G is kept so, why there is none.
     """
     known = {layer.name: layer for layer in treated}
     found: dict[int, RowInputs] = {}

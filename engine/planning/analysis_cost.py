@@ -40,18 +40,7 @@ class KeptFiles:
 def with_disk(
     plan: Plan, workspace: Workspace, kept: torch.dtype, probe: Probe, files: Sequence[KeptFiles] = ()
 ) -> Plan:
-    """Add the bytes on the disk in each stage: spilled factors, checkpoints, and kept artifacts.
-
-    Args:
-        plan: The plan with all its stages.
-        workspace: The job.
-        kept: Precision that factors are kept in.
-        probe: Layers and representations.
-        files: What the analyses keep.
-
-    Returns:
-        The plan with these terms.
-    """
+    """Add the bytes on the disk in each stage: spilled factors, checkpoints, and kept artifacts."""
     packed = packed_bytes(probe, kept)
     terms = []
     if len(plan.chosen.parts) > 1:
@@ -78,15 +67,7 @@ def with_disk(
 
 
 def packed_bytes(probe: Probe, kept: torch.dtype) -> int:
-    """Return the bytes of all factors as they are written.
-
-    Args:
-        probe: Layers and representations.
-        kept: Precision that factors are kept in.
-
-    Returns:
-        Of triangles, of diagonals as they are, and of gradient rows.
-    """
+    """Return the bytes of all factors as they are written: triangles, diagonals as they are, and gradient rows."""
     return sum(_packed_bytes(layer, probe, kept.itemsize, follows=layer.name in probe.shared) for layer in probe.layers)
 
 
@@ -230,18 +211,7 @@ def term(
 
 
 def with_analyses(plan: Plan, workspace: Workspace, probe: Probe, budget: MemoryBudget, work: Work) -> Plan:
-    """Add the bytes and seconds of the job's analyses, and its bytes on the disk.
-
-    Args:
-        plan: The plan up to the decompositions.
-        workspace: The job.
-        probe: Layers and representations.
-        budget: Bytes of each place.
-        work: What the data costs.
-
-    Returns:
-        The whole plan.
-    """
+    """Add the bytes and seconds of the job's analyses to a plan up to the decompositions, and its bytes on the disk."""
     plan = with_seconds(plan, work)
     kept: list[KeptFiles] = []
     for kind in ANALYSES:

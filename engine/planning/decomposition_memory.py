@@ -181,16 +181,7 @@ def beyond_solvers(probe: Probe, plan: Plan) -> str:
 
 
 def is_beyond_solvers(size: int, workspace: Workspace, dtype: torch.dtype) -> bool:
-    """Tell whether no eigensolver takes a dense factor: LAPACK does not count so far, nor has the device the memory.
-
-    Args:
-        size: Rows.
-        workspace: The job, with the device and the budget that are planned for.
-        dtype: Precision that the sums are made in.
-
-    Returns:
-        False up to LAPACK's limit, and beyond it where a rung of the device fits into the budget by itself.
-    """
+    """Tell whether no eigensolver takes a dense factor: LAPACK does not count so far, nor has the device the memory."""
     machine, need = workspace.machine, workspace.options.decomposition
     if size <= LARGEST:
         return False

@@ -42,15 +42,13 @@ class Sink(Protocol):
     def contributed(self, names: frozenset[str], numbers: int) -> bool:
         """Receive parameters that entered an operation whose examples never meet; return whether gradients are wanted.
 
-        Args:
-            numbers: Numbers of each example that are held until its gradient is there; for one of the parameters.
+        ``numbers`` of each example are held until its gradient is there; for one of the parameters.
         """
 
     def expanded(self, names: frozenset[str], *, examples: int) -> bool:
         """Receive parameters with one dimension as long as there are examples, along which all is alike.
 
-        Returns:
-            Whether the dimension is that of the examples.
+        Returns whether the dimension is that of the examples.
         """
 
     def strange(self, names: frozenset[str], operation: str) -> None:

@@ -31,14 +31,7 @@ BatchNormMode = Literal["whole", "frozen", "per_chunk"]
 
 
 def coupling_normalisations(model: nn.Module) -> tuple[str, ...]:
-    """List the normalisations that take statistics of the batch as the model stands.
-
-    Args:
-        model: The model, in the mode that it will run in.
-
-    Returns:
-        Names of the BatchNorm modules in training mode, and of those without running statistics in any mode.
-    """
+    """List the BatchNorm modules in training mode, and those without running statistics in any mode."""
     return tuple(name for name, module in _normalisations(model) if module.training or module.running_mean is None)
 
 

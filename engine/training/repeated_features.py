@@ -44,14 +44,7 @@ def buffers_of(module: nn.Module) -> list[Place]:
 
 @contextlib.contextmanager
 def use_copies(places: Iterable[Place]) -> Iterator[None]:
-    """Let modules compute on copies of given buffers, and put their present ones back afterwards.
-
-    Args:
-        places: Buffers by their place, with the numbers to begin from.
-
-    Returns:
-        A context manager.
-    """
+    """Let modules compute on copies of given buffers, and put their present ones back afterwards."""
     present = [(module, name, module._buffers[name], kept) for module, name, kept in places]  # noqa: SLF001 - as above
     try:
         for module, name, _, kept in present:

@@ -116,16 +116,7 @@ def _cross_check_seconds(work: Work, params: CapacityParams, blocks: int) -> flo
 
 
 def probes_at_once(probes: int, vector_bytes: int, free_bytes: int) -> int:
-    """Return how many probes one pass takes.
-
-    Args:
-        probes: Probes asked for.
-        vector_bytes: P, bytes of one vector of the covered parameters.
-        free_bytes: Bytes that may still be taken.
-
-    Returns:
-        From 1 to 8, taking a quarter of the free bytes, as the graph of a slice is held beside them.
-    """
+    """Return how many probes one pass takes, 1 to 8, in a quarter of the free bytes; a slice's graph stands beside."""
     return max(1, min(probes, _AT_ONCE, free_bytes // max(8 * vector_bytes, 1)))
 
 
@@ -135,31 +126,15 @@ def probe_bytes(at_once: int, vector_bytes: int) -> int:
 
 
 def search_lengths(iterations: int) -> tuple[int, ...]:
-    """Return the lengths of a Lanczos basis that are tried, the longest first.
-
-    Args:
-        iterations: Products asked for.
-
-    Returns:
-        Up to three numbers of vectors, none above ``iterations``.
-    """
+    """Return up to three lengths of a Lanczos basis that are tried, the longest first, none above ``iterations``."""
     return tuple(dict.fromkeys(min(iterations, longest) for longest in (iterations, _SHORT_BASIS, _SHORTEST_BASIS)))
 
 
 def search_bytes(length: int, vector_bytes: int, *, on_device: bool, cuda: bool) -> tuple[int, int]:
-    """Return the bytes of the Lanczos bases of all layers and of the whole model.
+    """Return the bytes of the Lanczos bases of all layers and of the whole model, on the device and on the host.
 
-    Beside the bases there are, for each, its start, its sum and what is gathered for it, two P
+    Beside the bases there are, for each, its start, its sum and what is gathered for it, two P (``vector_bytes``)
     each; and the gradients of the whole model, with what differentiates them, three P.
-
-    Args:
-        length: Vectors in each basis.
-        vector_bytes: P, bytes of one vector of the covered parameters.
-        on_device: Whether the bases are held on the device.
-        cuda: Whether the job computes on a CUDA device.
-
-    Returns:
-        Bytes on the device and on the host.
     """
     around = 9
     # rows of a basis that is restarted, in float64

@@ -91,12 +91,7 @@ def _row_inputs(job: PlannedJob, params: NaturalGradientParams) -> int:
 
 
 def gradient_pass_terms(job: PlannedJob, trainable: int, stage: str) -> list[Term]:
-    """Return the bytes of the pass that takes the data's gradient.
-
-    Args:
-        trainable: Bytes of every trainable number once.
-        stage: The stage of the plan that the pass belongs to.
-    """
+    """Return the bytes of the pass that takes the data's gradient, of so many bytes of trainable numbers."""
     found = [
         replace(each, stage=stage, source="estimated")
         for each in job.plan.terms

@@ -46,17 +46,7 @@ _REREAD, _REREAD_AGAIN = 4, 8
 
 
 def choose_search(params: SpectrumParams, size: int, dtype: torch.dtype, free_bytes: int) -> dict[str, int]:
-    """Choose how long the search's basis is, and how many vectors a pass multiplies.
-
-    Args:
-        params: The options.
-        size: Covered parameters.
-        dtype: Of the vectors.
-        free_bytes: Bytes that the search may take.
-
-    Returns:
-        ``length`` and ``columns``, each the largest of a few that fits, or the smallest of them.
-    """
+    """Choose the search's ``length`` and the ``columns`` of a pass: the largest of a few that fit, or the smallest."""
     vector = max(size * dtype.itemsize, 1)
     bases = [length for length in _lengths(params, size) if _bases(params, size, length, dtype) <= _SHARE * free_bytes]
     length = bases[0] if bases else _lengths(params, size)[-1]
@@ -209,13 +199,6 @@ def _sampled(params: SpectrumParams) -> int:
 
 
 def expected_passes(params: SpectrumParams) -> int:
-    """Return about how many passes over the data a search makes, where all columns go through at once.
-
-    Args:
-        params: The options.
-
-    Returns:
-        As many as the longer of the density and the search takes.
-    """
+    """Return about how many passes over the data a search makes, where all columns go through at once."""
     wanted = params.count * (2 if params.end == "both" else 1)
     return max(params.steps if params.density else 0, min(params.most_products, 6 * wanted + 40))

@@ -134,11 +134,7 @@ class ExportedFile(ABC):
         return metrics
 
     def require_room(self, guard: Guard) -> None:
-        """Refuse a file that does not fit into memory before anything is read.
-
-        Raises:
-            BudgetExceeded: If its tensors, and those of one layer beside them, are more than is free.
-        """
+        """Raise ``BudgetExceeded``, before anything is read, if its tensors and those of one layer do not fit."""
         each = [self.bytes_of(facts) for facts in self.exported]
         needed = sum(each) + max(map(self.work_bytes, self.exported), default=0)
         if not guard.fits(host_bytes=needed):
@@ -172,10 +168,7 @@ class ExportedFile(ABC):
     def own_window(self, facts: LayerFacts, parameter: str | None = None) -> Window | None:
         """Return the window in which a layer shows the whole of a parameter; None where it shows a part, or shares it.
 
-        It is found by its place and size, not by a name.
-
-        Args:
-            parameter: The parameter; None for the one that is all of the layer's matrix but the bias's column.
+        It is found by place and size, not by a name; no parameter stands for all of the matrix but the bias's column.
         """
         columns = facts.in_dim - facts.bias
         for window in facts.windows or ():

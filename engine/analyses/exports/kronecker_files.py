@@ -37,24 +37,14 @@ _NPY = {torch.float32: "<f4", torch.float64: "<f8", torch.int64: "<i8"}
 
 
 def member_name(layer: str, ordinal: int, ending: str) -> str:
-    """Return the name of a layer's member, which is a file name on any system.
-
-    Args:
-        layer: The layer's name, which may hold anything.
-        ordinal: Its place, by which names are told apart that are not their layer's own.
-        ending: Such as `.npz`.
-    """
+    """Return the name of a layer's member, a file name on any system; the ordinal tells changed names apart."""
     safe = _UNSAFE.sub("_", layer)[:_MOST_NAME_CHARACTERS]
     plain = safe == layer and safe and not safe.startswith(".")
     return f"{safe}{ending}" if plain else f"{ordinal}_{safe.lstrip('.')}{ending}"
 
 
 def write_zip(file: Sink, members: Iterable[tuple[str, Iterable[bytes]]]) -> None:
-    """Write a zip without compression.
-
-    Args:
-        members: Name and parts of each, in order.
-    """
+    """Write a zip without compression, of each member's parts in order."""
     with zipfile.ZipFile(cast("IO[bytes]", file), "w") as archive:
         for name, parts in members:
             with archive.open(zipfile.ZipInfo(name, _MOMENT), "w", force_zip64=True) as inner:
@@ -74,11 +64,7 @@ def npz_bytes(entries: Mapping[str, Tensor | str]) -> bytes:
 
 
 def save_with_torch(value: Mapping[str, Any], file: Sink) -> None:
-    """Write tensors, numbers, texts, lists and dictionaries so that ``torch.load`` reads them with `weights_only`.
-
-    Args:
-        value: The contents.
-    """
+    """Write tensors, numbers, texts, lists and dictionaries so that ``torch.load`` reads them with `weights_only`."""
     torch.save(value, cast("IO[bytes]", file))
 
 

@@ -126,8 +126,7 @@ def weights_digest(state: Mapping[str, Tensor]) -> str:
 def draw_episode(place: int, params: FewshotTrainingParams, split: Split, images: ImageClasses) -> Episode:
     """Draw an episode of a split by its number; those of the splits have seeds of their own.
 
-    Raises:
-        FewShotRefused: If the split has too few classes, or a class too few images.
+    ``FewShotRefused`` if the split has too few classes, or a class too few images.
     """
     seed = params.seed * len(SPLITS) + SPLITS.index(split)
     try:

@@ -227,9 +227,7 @@ class _Check:
 def exact_ggn(job: PassJob, updates: int, report: Callable[[], None]) -> ExactCurvature:
     """Return F over the examples that entered a job's factors, in the precision of its passes.
 
-    Args:
-        updates: Batches that entered; with a moving average, each weighs as it does there.
-        report: Called after every batch.
+    With a moving average each of the ``updates`` weighs as it does there; ``report`` is called after every batch.
     """
     return ExactCurvature(
         job=job, of="ggn", updates=updates, report=report, parameters=(), what="the cross-check", remedy=_REMEDY,

@@ -63,14 +63,9 @@ class Decay:
 
 
 def decay(products: Products, rank: int) -> Decay | None:
-    """Fit the exponent α of λ_k ∝ k^−α to a spectrum.
+    """Fit the exponent α of λ_k ∝ k^−α to the first quarter of a spectrum's numerical rank.
 
-    Args:
-        products: The eigenvalues.
-        rank: Numerical rank; the fit ends at a quarter of it.
-
-    Returns:
-        The fit; None where the range is shorter than half a decade, or an eigenvalue in it is zero.
+    None where the range is shorter than half a decade, or an eigenvalue in it is zero.
     """
     last = rank // _LAST_SHARE
     if last < _FIRST * math.sqrt(10):

@@ -41,14 +41,7 @@ def extrapolated(
 ) -> float | None:
     """Return v∞ = v(N) + (v(N) − v(M))·M/(N − M), the value at infinitely many examples, from the last two sizes.
 
-    Args:
-        examples: Sizes, ascending.
-        values: The metric at each; None where it has no value.
-        floor: What it cannot fall below; None if it has no lower bound.
-        ceiling: What it cannot exceed; None if it has no upper bound.
-
-    Returns:
-        v∞ in the metric's unit, within the bounds; None with fewer than two values, or beyond float64.
+    In the metric's unit, within its bounds; None with fewer than two values, or beyond float64.
     """
     if len(values) < 2 or values[-1] is None or values[-2] is None or examples[-1] <= examples[-2]:
         return None
@@ -61,15 +54,9 @@ def extrapolated(
 
 
 def not_converged(value: float | None, limit: float | None, scale: float | None = None) -> bool | None:
-    """Return whether a metric differs from its limit by more than ``TOLERANCE``.
+    """Return whether |limit − value| > 0.05·scale; None where either is unknown.
 
-    Args:
-        value: The metric at the largest size; None if it has no value.
-        limit: Its extrapolation (``extrapolated``); None if there is none.
-        scale: Unit that the difference is measured in; None is the size of the limit itself.
-
-    Returns:
-        Whether |limit − value| > 0.05·scale; None where either is unknown.
+    A scale of None is the size of the limit itself.
     """
     if value is None or limit is None:
         return None

@@ -158,13 +158,8 @@ _POINTER = "/influence/groups"
 def layer_groups(asked: Mapping[str, Sequence[str]], known: Sequence[str], *, parts: bool) -> dict[str, frozenset[str]]:
     """Return the layers of each group by its name, those of all layers first.
 
-    Args:
-        asked: Names of layers, or of modules that hold them, by the group's name.
-        known: Names of the layers, or of the parameters where it is not known yet which layers there are.
-        parts: Whether parts of layers (`name[0]`) are among them.
-
-    Raises:
-        UsageError: If one of the names belongs to no layer.
+    ``known`` are names of layers, or of parameters where layers are not known yet; ``parts`` of layers (`name[0]`) may
+    be among them. ``UsageError`` if one of the names belongs to no layer.
     """
     found = {ALL: frozenset(known)}
     for name, wanted in asked.items():
@@ -184,14 +179,7 @@ def layer_groups(asked: Mapping[str, Sequence[str]], known: Sequence[str], *, pa
 
 
 def require_whole_layers(groups: Mapping[str, frozenset[str]], layers: Iterable[TreatedLayer]) -> None:
-    """Refuse a group that holds a part of a layer: rows are seen of the whole layer.
-
-    Args:
-        groups: Names of parts, by group.
-
-    Raises:
-        UsageError: If one is divided.
-    """
+    """Raise ``UsageError`` for a group that holds a part of a layer: rows are seen of the whole layer."""
     for layer in layers:
         for name, own in groups.items():
             here = own.intersection(layer.parts)

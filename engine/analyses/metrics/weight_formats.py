@@ -54,13 +54,7 @@ def in_format(weights: Tensor, name: WeightFormat, params: SensitivityParams) ->
 
 
 def format_bytes(rows: int, columns: int, name: WeightFormat, params: SensitivityParams) -> int:
-    """Return the bytes of a matrix in a format.
-
-    Args:
-        rows: Rows of the weights.
-        columns: Their columns, the bias left out.
-        params: The size of groups, and the rank.
-    """
+    """Return the bytes of a matrix of weights in a format, without its bias."""
     count = rows * columns
     match name:
         case "int8" | "fp8":
@@ -124,15 +118,7 @@ def states_bytes(layers: int) -> int:
 def choose_formats(
     options: Sequence[Sequence[tuple[int, float]]], budget_bytes: int, raise_if_cancelled: Callable[[], None]
 ) -> FormatChoice | None:
-    """Choose an option for each layer.
-
-    Args:
-        options: Bytes and change of each option of each layer.
-        budget_bytes: The most that all together may take.
-        raise_if_cancelled: Called before each layer.
-
-    Returns:
-        The choice, the same one for the same numbers; None where not even the smallest options fit.
+    """Choose an option for each layer, the same one for the same numbers; None where not even the smallest options fit.
 
     Memory:
         At most ``STATES_BYTES``, and some twenty bytes for each state and option of one layer.

@@ -147,9 +147,7 @@ class Watched:
     def has_moved(self, *, whatever: bool, checksum: int | None = None) -> bool:
         """Tell whether the numbers differ, and put them back where there is a copy.
 
-        Args:
-            whatever: Look at the numbers even where nothing was written to the parameter.
-            checksum: Its present ``bit_sum``, where that is known.
+        ``whatever`` looks at them even where nothing was written; ``checksum`` is their ``bit_sum`` where it is known.
         """
         version = version_of(self.parameter)
         if (version == self._version and not whatever) or self.parameter.dtype != self._dtype:

@@ -206,13 +206,7 @@ def products_at_full_width() -> contextlib.AbstractContextManager[None]:
 
 
 def products_in_tf32() -> contextlib.AbstractContextManager[None]:
-    """Let a CUDA device round the inputs of float32 products to TF32, for the time inside.
-
-    Convolutions, products in float64 and those of a CPU are as before.
-
-    Returns:
-        A context manager.
-    """
+    """Let a CUDA device round the inputs of float32 products to TF32, for the time inside; no convolutions."""
     backends: Any = torch.backends
     return _switched(_device_switches((backends.cuda.matmul,), (backends.cuda.matmul,), tf32=True))
 

@@ -91,7 +91,7 @@ class BackwardRoute(Route):
         wanted = {name: parameters[name] for name in column.wanted}
         moving = [parameters[name] for name in names]
         gradients = torch.autograd.grad(outputs, moving, direction, create_graph=True, materialize_grads=True)
-        inner = column_inner(dict(zip(names, gradients, strict=True)), column)
+        inner = _column_inner(dict(zip(names, gradients, strict=True)), column)
         if not inner.requires_grad:
             # the column does not reach the outputs
             return {name: torch.zeros_like(own) for name, own in wanted.items()}
@@ -137,16 +137,8 @@ class BackwardRoute(Route):
             )
 
 
-def column_inner(gradients: Mapping[str, Tensor], column: Column) -> Tensor:
-    """Compute ``⟨g, v⟩``, differentiable in g.
-
-    Args:
-        gradients: g by parameter, each of its parameter's shape.
-        column: The vector v.
-
-    Returns:
-        A scalar tensor.
-    """
+def _column_inner(gradients: Mapping[str, Tensor], column: Column) -> Tensor:
+    """Compute ``⟨g, v⟩``, differentiable in g."""
     return torch.stack([(gradients[name] * own).sum() for name, own in column.tangents.items()]).sum()
 
 

@@ -53,16 +53,9 @@ class FactorSide:
         return next(iter(self._bases.values()), None)
 
     def basis_in(self, dtype: torch.dtype) -> Eigenbasis:
-        """Return the eigenbasis for products in a precision.
+        """Return the eigenbasis for products in a precision; once there is one in float64, it is taken for float32 too.
 
-        Args:
-            dtype: Precision of the product. That of float64 is taken for float32 too, once there is one.
-
-        Returns:
-            The basis.
-
-        Raises:
-            NotConverged: If a structured side has none without a dense matrix.
+        ``NotConverged`` if a structured side has none without a dense matrix.
         """
         wanted = torch.promote_types(dtype, self.content.wide_dtype)
         found = self._bases.get(wanted) or self._bases.get(torch.float64)
@@ -94,12 +87,8 @@ class FactorSide:
     def least_damped(self, shift: float) -> float:
         """Return the smallest eigenvalue of ``S + shift I``, near enough for a warning.
 
-        Args:
-            shift: Not negative.
-
-        Returns:
-            By power iteration with the inverse, where that was made; else ``shift``, which it cannot be below but by
-            the rounding of S.
+        By power iteration with the inverse, where that was made; else ``shift``, which it cannot be below but by the
+        rounding of S.
         """
         inverse = next((each for (known, _), each in self._inverses.items() if known == shift), None)
         if inverse is None:

@@ -90,15 +90,7 @@ class LayerOperator:
         return found.copy_(self.joint_in(torch.float64).apply(wide, exponent))
 
     def require_power(self, exponent: float) -> None:
-        """Check that M can be raised to a power.
-
-        Args:
-            exponent: α, finite.
-
-        Raises:
-            UsageError: If α is not positive and an eigenvalue of M is zero, or no more than the rounding of the
-                factors as they are stored.
-        """
+        """Raise ``UsageError`` for a power that is not positive where M is singular to the rounding of its factors."""
         if exponent > 0:
             return
         if self._singular:
@@ -211,14 +203,7 @@ class LayerOperator:
         return self.joint_in(self.dtype)
 
     def joint_in(self, dtype: torch.dtype) -> JointBasis:
-        """Return the eigenbasis of M for products in a precision.
-
-        Args:
-            dtype: Precision of the products.
-
-        Returns:
-            The basis, which is kept.
-        """
+        """Return the eigenbasis of M for products in a precision, which is kept."""
         wanted = torch.promote_types(dtype, self.dtype)
         sides = self.G.basis_in(wanted), self.A.basis_in(wanted)
         known = self._joint.get(wanted)

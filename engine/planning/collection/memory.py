@@ -205,13 +205,7 @@ def _library_terms(place: Literal["device", "host"]) -> list[Term]:
 def leaving_terms(
     workspace: Workspace, place: Literal["device", "host"], largest: int, probe: Probe, waiting: int
 ) -> list[Term]:
-    """Return the terms of factors that stay on the device until they are written.
-
-    Args:
-        place: Where the job computes.
-        largest: Rows of the largest dense factor.
-        waiting: Bytes of all factors; 0 where they do not wait.
-    """
+    """Return the terms of factors, ``waiting`` bytes in all, that stay on the device until they are written."""
     if place == "host" or not waiting or not leaves_once(workspace):
         return []
     gathered, pinned = departing_bytes(largest * largest, probe.dtype.itemsize)
