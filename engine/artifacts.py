@@ -139,9 +139,6 @@ def save_sealed(artifacts: Artifacts, name: str, body: Mapping[str, Any]) -> Non
 def load_sealed(artifacts: Artifacts, name: str) -> Mapping[str, Any]:
     """Read a table that ``save_sealed`` wrote.
 
-    Returns:
-        The table, as it was written.
-
     Raises:
         FileNotFoundError: If nothing has that name.
         ValueError: If it is another table by now, or none.

@@ -108,9 +108,6 @@ def find_shared_parameters(
         run: Runs the model and returns its outputs, shape (N, …), with a graph.
         within: What ``run`` runs the model in, for what activation checkpointing runs again; None for nothing.
 
-    Returns:
-        Names of these layers.
-
     Memory:
         What autograd saves of a run, from such uses on; and their gradients.
     """

@@ -149,9 +149,6 @@ class PassJob:
             entered: The examples so far.
             batch: The batch, on the device, as ``moved`` returned it.
             update: Its number among the batches of all ranks that enter.
-
-        Returns:
-            The sum.
         """
         # a moving average weighs batches by their order, and smaller sample sizes are the first ones
         ordered = self.collection.ema_decay is not None or self.collection.nested

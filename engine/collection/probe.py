@@ -115,9 +115,6 @@ class ProbedModel:
 
         Args:
             probe: The probe whose representations and head the passes take over.
-
-        Returns:
-            A copy of the probed model.
         """
         job = replace(self.job, representations=probe.representations, head=probe.head)
         return replace(self, job=job, probe=probe)
@@ -128,9 +125,6 @@ class ProbedModel:
         Args:
             chosen: The plan's choice: the slices, and the place of the sums.
             sizes: The sample sizes that the passes keep; None where they keep none.
-
-        Returns:
-            A copy of the probed model.
         """
         job = replace(self.job, micro_batch=chosen.micro_batch, offload=chosen.offload, sizes=sizes)
         return replace(self, job=job)

@@ -218,9 +218,6 @@ class Ranks:
             value: That of the rank ``source``; ignored on the others.
             source: The rank.
 
-        Returns:
-            The value.
-
         Raises:
             RankFailed: If a rank has failed instead, or its connection is lost.
             RankTimedOut: If one does not come.

@@ -59,9 +59,6 @@ class Traffic:
 
         Args:
             layer: The layer's name.
-
-        Returns:
-            Bytes of all its operations.
         """
         return sum(moved.sent for (name, _), moved in self.moved.items() if name == layer)
 

@@ -74,9 +74,6 @@ def exchange(ranks: Ranks, send: Sequence[Tensor], counts: Sequence[int], label:
         counts: Numbers that each rank sends to this one; that of this rank is ignored.
         label: Layer and operation.
 
-    Returns:
-        The transfer.
-
     Memory:
         What is sent and received once more each.
     """
@@ -178,9 +175,6 @@ def total_of(pieces: Sequence[Tensor]) -> Tensor:
 
     Args:
         pieces: Of one shape and dtype.
-
-    Returns:
-        Their sum in that dtype.
     """
     total = pieces[0].to(torch.float64, copy=True)
     for piece in pieces[1:]:

@@ -100,9 +100,6 @@ class Representation:
 
         Args:
             layer: The layer whose G is kept so.
-
-        Returns:
-            Bytes where the rows are.
         """
         return self._bytes(layer, self.held_rows(layer.out_dim))
 

@@ -60,9 +60,6 @@ def episode(
         n_query: Queries of a class.
         class_names: Names of the classes, for messages; None numbers them.
 
-    Returns:
-        The episode.
-
     Raises:
         FewShotRefused: If there are fewer classes than ``n_way``, or a class, drawn or not, has too few images.
     """

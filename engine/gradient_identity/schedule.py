@@ -31,9 +31,6 @@ def pick_examples(batch: Batch, places: Sequence[int]) -> Batch:
 
     Args:
         places: Places of the examples, in the order wanted; one may come more than once.
-
-    Returns:
-        A batch of copies of those examples.
     """
     index = torch.tensor(places, device=batch.index.device)
 

@@ -350,9 +350,6 @@ def kept_generators(device: torch.device) -> contextlib.AbstractContextManager[N
 
     Args:
         device: Device that the model runs on.
-
-    Returns:
-        The context.
     """
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 

@@ -301,9 +301,6 @@ def survey_layers(model: nn.Module, collection: Collection) -> Survey:
         model: The model, in any mode.
         collection: Its ``min_coverage`` is held against what can be covered at best.
 
-    Returns:
-        The survey.
-
     Raises:
         NothingToAnalyse: If no layer can be treated.
         CoverageTooLow: If less can be covered than ``collection`` asks.

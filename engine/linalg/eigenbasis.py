@@ -119,9 +119,6 @@ class Eigenbasis(ClippedSide):
             kappa_max: Condition number to clip at.
             dtype: Precision that the eigenvectors are kept in.
 
-        Returns:
-            The clipped side.
-
         Memory:
             The eigenvectors kept: (n, n) numbers of ``dtype`` at most.
 
@@ -208,9 +205,6 @@ class Eigenbasis(ClippedSide):
         Args:
             tensors: As ``tensors`` returned them, among others.
             prefix: First part of the names of this side.
-
-        Returns:
-            The side.
 
         Raises:
             BrokenFactors: If something is missing, or of another shape.

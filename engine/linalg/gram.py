@@ -66,9 +66,6 @@ def require_real(rows: Tensor) -> Tensor:
     Args:
         rows: A tensor of any shape.
 
-    Returns:
-        The same tensor.
-
     Raises:
         TypeError: If it is complex.
     """

@@ -149,9 +149,6 @@ class DividedLayers:
             operation: Name of the computation, for messages.
             files: What ``compute`` writes files to; they are handed over with the results.
 
-        Returns:
-            Every layer with what its owner computed.
-
         Raises:
             RankFailed: If a rank has failed; its own error on that rank.
             RankTimedOut: If a rank does not come in time.

@@ -140,9 +140,6 @@ class Numerics:
             device: Device that the job computes on.
             earlier: Numerics in the plan of the job's first attempt, whose attention kernels are taken again; None for
                 a first attempt.
-
-        Returns:
-            The numerics to hold and to record.
         """
         chosen = (earlier or {}).get("attention")
         on_device = device.type == "cuda"
@@ -222,9 +219,6 @@ class Generators:
 
         Args:
             device: Device that the model runs on.
-
-        Returns:
-            A copy of the states.
         """
         on_device = device.type == "cuda"
         return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_device else None)
@@ -258,9 +252,6 @@ def set_numerics(numerics: Numerics, heard: set[str]) -> Iterator[None]:
         numerics: Attention kernels to allow; deterministic algorithms are taken wherever torch has them.
         heard: Receives the names of operations that ran without a deterministic form. Other warnings are shown as
             before.
-
-    Returns:
-        A context manager.
     """
     fill: Any = torch.utils.deterministic
     before = (

@@ -53,9 +53,6 @@ class EnteredExamples:
             update: The number of the batch among those that enter, where the order of batches changes the sums; else
                 None.
 
-        Returns:
-            The sum.
-
         Memory:
             2²¹ bytes, or twice the numbers of one example.
         """
@@ -71,9 +68,6 @@ class EnteredExamples:
 
         Args:
             other: Examples of other batches, or of another rank.
-
-        Returns:
-            The sum.
         """
         return EnteredExamples(
             count=self.count + other.count,

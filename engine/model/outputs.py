@@ -137,9 +137,6 @@ def class_terms(batch: Batch, task: Task, each: int) -> int:
         batch: Inputs and targets.
         task: A task with classes for targets.
         each: Terms of an example, taken where neither targets nor token ids say.
-
-    Returns:
-        Terms that count.
     """
     classes = batch.targets
     if task.type == "causal_lm":
@@ -157,9 +154,6 @@ def call_model(model: nn.Module, batch: Batch, *, labelled: bool) -> Any:  # noq
     Args:
         batch: Inputs as a mapping of keyword arguments, a tuple of positional ones, or a single one.
         labelled: Whether the model is given the targets too: by name as ``labels``, else as the last argument.
-
-    Returns:
-        Whatever its forward returns.
 
     Raises:
         ModelRefused: If the model raises; the message quotes it.

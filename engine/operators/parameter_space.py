@@ -174,9 +174,6 @@ class ParameterSpace:
             facts: The layer, as for ``gather``.
             row: Its row of the matrix (out_dim, in_dim).
 
-        Returns:
-            The parameter, and the index in it.
-
         Raises:
             ValueError: If no window holds it.
         """

@@ -169,9 +169,6 @@ class PlannedJob:
 
         Args:
             bases: Whether it comes after the decompositions, whose bases stand then.
-
-        Returns:
-            Terms of that stage.
         """
         return [
             replace(term, stage=stage)
@@ -189,9 +186,6 @@ class PlannedJob:
         Args:
             layer: A layer; of one in groups, one group.
             copies: How many of them the host holds.
-
-        Returns:
-            Terms of that layer.
         """
         size = read_back_bytes(layer, self.probe, self.stored)
         found = []

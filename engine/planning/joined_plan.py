@@ -63,9 +63,6 @@ def with_merge(plan: Plan, probe: Probe, pieces: int, host: DeviceSpeed | None =
         probe: Layers and representations.
         pieces: How many pieces there are, whose factors are on the disk together.
         host: Speed of the host, which merges; None leaves the seconds as they are.
-
-    Returns:
-        The plan with those terms.
     """
     item = probe.dtype.itemsize
     held = [

@@ -148,9 +148,6 @@ def counted(layer: TreatedLayer, use: Use, known: KeptPositions | None) -> Use:
         layer: The called layer; an embedding's padding id does not count, since its row gets no gradient.
         use: The call with its input, P positions of any shape.
         known: The positions of the mask; None where no mask is laid on the call.
-
-    Returns:
-        The call with its positions that count.
     """
     if isinstance(layer, EmbeddingLayer) and layer.module.padding_idx is not None:
         # the padding row gets no gradient, whatever arrives at it

@@ -206,9 +206,6 @@ def find_overwritten(calls: list[Call]) -> frozenset[str]:
 
     Args:
         calls: Calls of one forward pass, which has ended.
-
-    Returns:
-        Names of these layers.
     """
     return frozenset(call.layer.name for call in calls if version(call.entered) != call.version)
 
@@ -250,9 +247,6 @@ def find_unattributed(fewer: list[Call], more: list[Call], examples: tuple[int, 
         fewer: Calls for the smaller batch, one example repeated.
         more: Calls for the larger batch, the same example repeated.
         examples: Examples of the two batches, in this order.
-
-    Returns:
-        Names of these layers.
     """
     mixed = {
         call.layer.name

@@ -62,9 +62,6 @@ def freeze_statistics(model: nn.Module, *, wanted: bool = True) -> Iterator[None
         model: The model; all other modules (dropout) keep their mode.
         wanted: False leaves the model as it is.
 
-    Returns:
-        A context manager.
-
     Raises:
         TrainingRefused: If a BatchNorm has no running statistics.
     """

@@ -48,9 +48,6 @@ class LogCounts:
         Args:
             values: Shape (n,), float64; those that are not above zero are left out.
 
-        Returns:
-            Their counts.
-
         Memory:
             Some 2¹⁸ numbers, and the bins.
         """

@@ -199,9 +199,6 @@ def holding(tensors: Iterable[Tensor]) -> Iterator[None]:
     Args:
         tensors: Any tensors; views of gathered parameters among them have their numbers inside.
 
-    Returns:
-        A context manager.
-
     Memory:
         The units of all of them.
     """
@@ -221,9 +218,6 @@ def uncached_casts() -> Iterator[None]:
     """Let autocast keep no copy of parameters, which would outlive their unit.
 
     A copy made without a graph would, by an older torch, be taken for the pass with one too, and its gradient lost.
-
-    Returns:
-        A context manager.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -242,9 +236,6 @@ def gather_on_request(model: nn.Module, ranks: Ranks, device: torch.device) -> I
     Args:
         model: The model; one that is not sharded is left alone.
         device: Where passes run.
-
-    Returns:
-        A context manager.
 
     Raises:
         ModelRefused: If it is sharded otherwise than by ``fully_shard``.

@@ -100,9 +100,6 @@ def preserve_state(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     Args:
         dtype: Precision that its floating-point parameters and buffers have inside.
 
-    Returns:
-        A context manager.
-
     Raises:
         ModelChanged: At the end, if a parameter has other numbers than at the beginning.
     """
@@ -193,11 +190,7 @@ def _other_generators() -> Iterator[None]:
 
 
 def products_at_full_width() -> contextlib.AbstractContextManager[None]:
-    """Multiply at the width of the numbers: no TF32 on a device, no bfloat16 in a CPU's float32.
-
-    Returns:
-        A context manager.
-    """
+    """Multiply at the width of the numbers: no TF32 on a device, no bfloat16 in a CPU's float32."""
     backends: Any = torch.backends
     host = [(getattr(backends.mkldnn, part, None), "fp32_precision", "ieee") for part in ("matmul", "conv", "rnn")]
     older = (backends.cuda.matmul, backends.cudnn)

@@ -129,9 +129,6 @@ class LayerOperator:
         Args:
             exponent: α, finite.
 
-        Returns:
-            The trace.
-
         Raises:
             UsageError: As for ``apply``.
             NotConverged: As for ``apply``, and for −1.

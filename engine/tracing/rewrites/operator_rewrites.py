@@ -86,9 +86,6 @@ class Watch(AbstractContextManager["Watch"], Protocol):
         Args:
             tensor: Data of any shape.
             rows: Its rows; None where they are not known.
-
-        Returns:
-            The tensor.
         """
 
 
