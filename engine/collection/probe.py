@@ -99,6 +99,24 @@ class Probe:
         every = sides_of(layer, follows=follows)
         return every if self.kept(layer).kind == "dense" else every[1:]
 
+    def held_bytes(self, layer: TreatedLayer) -> int:
+        """Return the bytes of what a layer keeps in place of G; 0 where that is dense."""
+        kept = self.kept(layer)
+        return 0 if kept.kind == "dense" else kept.held_bytes(layer)
+
+    def packed_bytes(self, item: int) -> int:
+        """Return the bytes of all factors as they are written: triangles, diagonals as they are, and gradient rows.
+
+        Args:
+            item: Bytes of a number of a dense or diagonal factor.
+        """
+        numbers = sum(
+            layer.groups * (side * (side + 1) // 2 if dense else side)
+            for layer in self.layers
+            for side, dense in self.sides(layer, follows=layer.name in self.shared)
+        )
+        return item * numbers + sum(map(self.held_bytes, self.layers))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedModel:
@@ -346,8 +364,7 @@ class LoadedSide(NamedTuple):
 
 def read_back_bytes(layer: TreatedLayer, probe: Probe, kept: torch.dtype) -> int:
     """Return the bytes of the factors of one part of a layer as they are read back."""
-    own = probe.kept(layer)
-    size = 0 if own.kind == "dense" else own.held_bytes(layer) // layer.groups
+    size = probe.held_bytes(layer) // layer.groups
     # a layer that follows has a copy of the A that it shares
     for side in loaded_sides(layer, probe, follows=False):
         size += kept.itemsize * {"dense": side.size**2, "diagonal": side.size, "rows": 0}[side.kind]

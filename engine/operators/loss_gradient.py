@@ -32,7 +32,7 @@ from engine.layers.coverage import survey_layers
 from engine.layers.layer import TreatedLayer
 from engine.memory.plan import readable_bytes
 from engine.operators.data_gradient import GradientPass
-from engine.operators.parameter_space import ParameterSpace
+from engine.operators.parameter_space import ParameterSpace, few_names
 from engine.row_layout.layer_calls import entered_by
 from engine.workspace import Workspace
 
@@ -288,7 +288,7 @@ def require_fit(gradient: Mapping[str, Tensor], parameters: Sequence[ParameterSh
     if unknown:
         raise WrongShape(
             f"the gradient's `{unknown[0]}` is no trainable parameter of the model; the parameters are "
-            f"{_few(list(shapes))} ({lengths})",
+            f"{few_names(list(shapes))} ({lengths})",
             pointer=POINTER,
         )
     for name, shape in shapes.items():
@@ -374,8 +374,3 @@ def data_gradient(
         job=job, names=names, updates=factors.updates, report=report, watchers=tuple(watched.values())
     ).run()
     return LossGradient(flat=space.flatten(run.by_name), divisor=run.divisor, rows=watched, refused=refused)
-
-
-def _few(names: Sequence[str]) -> str:
-    shown = ", ".join(f"`{name}`" for name in names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -85,7 +85,7 @@ class ParameterSpace:
         if unknown:
             raise UsageError(
                 f"the vector names `{unknown[0]}`, which is no trainable parameter of these factors; "
-                f"they are {_few([each.name for each in self.parameters])}"
+                f"they are {few_names([each.name for each in self.parameters])}"
             )
         # notebooks pass whatever they hold
         given: Mapping[str, object] = vector
@@ -202,7 +202,7 @@ class ParameterSpace:
         if facts.windows is None:
             raise BrokenFactors(
                 f"layer `{facts.name}`: it is not known where the numbers of its matrix stand in "
-                f"{_few(facts.parameters)}; leave the layer out, or collect the factors again",
+                f"{few_names(facts.parameters)}; leave the layer out, or collect the factors again",
                 layer=facts.name,
                 pointer="/factors",
             )
@@ -291,6 +291,7 @@ def _digits_of(shape: Sequence[int], height: int) -> int:
     return count
 
 
-def _few(names: Sequence[str]) -> str:
+def few_names(names: Sequence[str]) -> str:
+    """Write up to five names, and how many more there are."""
     shown = ", ".join(f"`{name}`" for name in names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -41,7 +41,7 @@ def with_disk(
     plan: Plan, workspace: Workspace, kept: torch.dtype, probe: Probe, files: Sequence[KeptFiles] = ()
 ) -> Plan:
     """Add the bytes on the disk in each stage: spilled factors, checkpoints, and kept artifacts."""
-    packed = packed_bytes(probe, kept)
+    packed = probe.packed_bytes(kept.itemsize)
     terms = []
     if len(plan.chosen.parts) > 1:
         terms += _from(plan, "collection", "laid aside", "Σ triangles, as kept", packed)
@@ -64,18 +64,6 @@ def with_disk(
     for each in files:
         terms += _from(plan, _AFTERWARDS, each.name, each.formula, each.size_bytes)
     return replace(plan, terms=(*plan.terms, *terms))
-
-
-def packed_bytes(probe: Probe, kept: torch.dtype) -> int:
-    """Return the bytes of all factors as they are written: triangles, diagonals as they are, and gradient rows."""
-    return sum(_packed_bytes(layer, probe, kept.itemsize, follows=layer.name in probe.shared) for layer in probe.layers)
-
-
-def _packed_bytes(layer: TreatedLayer, probe: Probe, item: int, *, follows: bool) -> int:
-    """Return the bytes of the triangles of one layer's own factors, diagonals as they are, and gradient rows."""
-    sides = probe.sides(layer, follows=follows)
-    rows = 0 if probe.kept(layer).kind == "dense" else probe.kept(layer).held_bytes(layer)
-    return rows + layer.groups * item * sum(side * (side + 1) // 2 if dense else side for side, dense in sides)
 
 
 def _from(
@@ -149,7 +137,7 @@ class PlannedJob:
     @cached_property
     def packed_bytes(self) -> int:
         """Bytes of all factors as they are written: triangles, diagonals and gradient rows."""
-        return packed_bytes(self.probe, self.stored)
+        return self.probe.packed_bytes(self.stored.itemsize)
 
     def stage_bytes(self, place: Budgeted, stage: str, terms: Iterable[Term]) -> int:
         """Return the bytes of a stage with more terms than the plan has so far.

@@ -77,7 +77,7 @@ def with_merge(plan: Plan, probe: Probe, pieces: int, host: DeviceSpeed | None =
         )
         for layer in probe.layers
     ]
-    disk = pieces * sum(_stored_bytes(layer, probe, item) for layer in probe.layers)
+    disk = pieces * probe.packed_bytes(item)
     kept = Term(
         name="factors of the pieces",
         formula=f"{pieces} · Σ triangles, as collected",
@@ -107,22 +107,12 @@ def host_speed(machine: Machine) -> DeviceSpeed:
     return typical_speed(host) if machine.speed is None or machine.device.type == "cuda" else machine.speed
 
 
-def _sides(layer: TreatedLayer, probe: Probe) -> list[tuple[int, bool]]:
-    # a layer that follows another's A adds it up again
-    return probe.sides(layer, follows=False)
-
-
 def _layer_bytes(layer: TreatedLayer, probe: Probe, item: int) -> int:
-    numbers = [side**2 if dense else side for side, dense in _sides(layer, probe)]
-    triangle = max((side * (side + 1) // 2 if dense else side for side, dense in _sides(layer, probe)), default=0)
-    rows = 0 if probe.kept(layer).kind == "dense" else probe.kept(layer).held_bytes(layer)
+    # a layer that follows another's A adds it up again
+    sides = probe.sides(layer, follows=False)
+    numbers = [side**2 if dense else side for side, dense in sides]
+    triangle = max((side * (side + 1) // 2 if dense else side for side, dense in sides), default=0)
+    rows = probe.held_bytes(layer)
     widened = 0 if item == _FLOAT64 else min(_WIDENED_BYTES, _FLOAT64 * max(numbers, default=0))
     # rows stand behind those that were there before, of which they are a copy
     return (_FLOAT64 + item) * sum(numbers) + item * triangle + widened + 2 * rows
-
-
-def _stored_bytes(layer: TreatedLayer, probe: Probe, item: int) -> int:
-    sides = probe.sides(layer, follows=layer.name in probe.shared)
-    numbers = sum(side * (side + 1) // 2 if dense else side for side, dense in sides)
-    rows = 0 if probe.kept(layer).kind == "dense" else probe.kept(layer).held_bytes(layer)
-    return layer.groups * item * numbers + rows

@@ -7,7 +7,6 @@ Where the rows of a batch are those of its examples in an order of their own (pa
 right, and nothing that is said of single examples is: such a layer has A and G and no exact trace.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,6 +20,7 @@ from engine.layers.parameter_slice import Places
 from engine.model.batches import Batch
 from engine.row_layout.attention_masks import RECOMPUTED, Key, Masking, Run, number_calls
 from engine.row_layout.layer_calls import Call
+from engine.row_layout.unbatched_inputs import close
 
 Order = Literal["examples", "positions", "unknown", "mixed", "unproven"]
 _EXAMPLES = 4
@@ -150,11 +150,11 @@ def _order(together: Tensor, alone: Sequence[Tensor], count: int) -> Order:
     if any(one.shape[0] != each for one in alone):
         return "unknown"
     rows = torch.stack(list(alone))
-    if _close(rows[:1].expand_as(rows), rows):
+    if close(rows[:1].expand_as(rows), rows):
         return "unproven"
-    if _close(together.reshape(rows.shape), rows):
+    if close(together.reshape(rows.shape), rows):
         return "examples"
-    return "positions" if _close(together.reshape(each, count, *rows.shape[2:]).transpose(0, 1), rows) else "unknown"
+    return "positions" if close(together.reshape(each, count, *rows.shape[2:]).transpose(0, 1), rows) else "unknown"
 
 
 def _same_rows(left: Tensor, right: Tensor) -> bool:
@@ -164,22 +164,13 @@ def _same_rows(left: Tensor, right: Tensor) -> bool:
     if not left.is_floating_point():
         return bool((left.flatten().sort().values == right.flatten().sort().values).all())
     rows, others = (side.reshape(-1, side.shape[-1]).to(torch.float64) for side in (left, right))
-    return _close(rows.T @ rows, others.T @ others) and _close(rows.sum(0), others.sum(0))
+    return close(rows.T @ rows, others.T @ others) and close(rows.sum(0), others.sum(0))
 
 
 def _mixes(together: Sequence[Tensor], alone: Sequence[Sequence[Tensor]]) -> bool:
     """Tell whether the model's outputs for one example depend on the others."""
     return any(
-        output.shape[0] == len(alone) and not _close(output, torch.cat(list(own)))
+        output.shape[0] == len(alone) and not close(output, torch.cat(list(own)))
         for output, *own in zip(together, *alone, strict=False)
         if output.ndim and all(one.ndim == output.ndim and one.shape[0] == 1 for one in own)
     )
-
-
-def _close(left: Tensor, right: Tensor) -> bool:
-    if left.shape != right.shape:
-        return False
-    if not right.is_floating_point() or right.numel() == 0:
-        return bool((left == right).all())
-    tolerance = math.sqrt(torch.finfo(right.dtype).eps)
-    return bool((left - right).abs().max() <= tolerance * right.abs().max())

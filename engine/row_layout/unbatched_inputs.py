@@ -92,13 +92,15 @@ def close(left: Tensor, right: Tensor) -> bool:
     """Tell whether outputs are the same but for rounding.
 
     Args:
-        left: Outputs of any shape, floating point.
-        right: Outputs to compare them with; their largest number and their dtype set the tolerance.
+        left: Outputs of any shape and dtype.
+        right: Outputs to compare them with; their largest number and their dtype set the tolerance, if it is floating.
 
     Returns:
         True where shapes agree and no number differs by more than √eps of the largest.
     """
     if left.shape != right.shape:
         return False
+    if not right.is_floating_point() or right.numel() == 0:
+        return bool((left == right).all())
     tolerance = math.sqrt(torch.finfo(right.dtype).eps)
     return bool((left - right).abs().max() <= tolerance * right.abs().max())
