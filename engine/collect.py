@@ -19,11 +19,11 @@ from engine.collection.checkpoints import fingerprint
 from engine.collection.collection_state import CollectionState
 from engine.collection.ekfac_passes import correct_block, correct_eigenvalues
 from engine.collection.first_check import Verification, explain
-from engine.collection.layer_facts import layer_facts
 from engine.collection.nan_check import require_finite_model, require_known_labels
 from engine.collection.normalise import flaw, foreseen_flaw, leaves_once
 from engine.collection.parameter_windows import find_windows, list_parameters
 from engine.collection.pass_job import PassJob
+from engine.collection.pass_statistics import layer_facts
 from engine.collection.probe import ProbedModel
 from engine.collection.ranks.joined_job import follow_planner, gather_model, join_ranks, require_same_checks
 from engine.collection.ranks.reduce_statistics import owners_by_ordinal

@@ -26,8 +26,16 @@ import torch
 from torch import Tensor
 
 from engine.linalg.lanczos import WIDTH, Projection, Ritz, along
-from engine.operators.krylov.search_options import Eigenvalue, Ends, SearchOptions, identity, joint_bounds, require
-from engine.operators.krylov.vectors import gaussian, received
+from engine.operators.krylov.search_options import (
+    Eigenvalue,
+    Ends,
+    SearchOptions,
+    gaussian,
+    identity,
+    joint_bounds,
+    received,
+    require,
+)
 
 __all__ = ["Eigenvalue", "Ends", "ExtremeEigenvalues", "SearchOptions"]
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from engine.linalg.lanczos import PANEL_BYTES, orthogonalise
+from engine.operators.krylov.search_options import gaussian, received
 from engine.operators.krylov.spectral_bands import Quadrature, gauss
-from engine.operators.krylov.vectors import gaussian, received
 
 __all__ = ["LanczosQuadrature", "Quadrature", "QuadratureOptions", "quadrature_bytes"]
 

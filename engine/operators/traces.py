@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from engine.linalg.eigensolvers import exact_svd
 from engine.linalg.student import student_quantile
-from engine.operators.krylov.vectors import gaussian, received
+from engine.operators.krylov.search_options import gaussian, received
 
 _FIRST_DRAW = 2**33
 """Other draws than those of a search or a quadrature with the same seed."""

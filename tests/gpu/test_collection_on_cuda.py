@@ -14,7 +14,7 @@ from engine.analyses.capacity import Capacity
 from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
 from engine.collection import normalise
-from engine.collection.layer_facts import WITHOUT_CUDNN
+from engine.collection.pass_statistics import WITHOUT_CUDNN
 from engine.errors import NonFiniteFactor
 from engine.factors.kronecker_factors import digest
 from engine.measurement.layer_measurement import Measured, measure_layers

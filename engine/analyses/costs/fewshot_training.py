@@ -48,11 +48,10 @@ from engine.memory.plan import (
 )
 from engine.model.pass_peak import StorageEvents
 from engine.planning.job_plan import named_budget, smallest_budget
-from engine.training.kept_activations import kept_activations, padded_bytes
 from engine.training.mixed_precision import TrainingPrecision
 from engine.training.split_gradients import slices_inputs
 from engine.training.training_peak import PARTS, WEIGHTS, StepMemory, TrainingStep, predict_pass
-from engine.training.ways import Way, dense_covariance_bytes, exact_ways
+from engine.training.ways import Way, dense_covariance_bytes, exact_ways, kept_activations, padded_bytes
 from engine.workspace import Workspace
 
 KIND = "fewshot_training"

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
-from engine.collection import checkpoints, layer_facts
-from engine.collection.layer_facts import WITHOUT_CUDNN, instead_of_cudnn
+from engine.collection import checkpoints, pass_statistics
+from engine.collection.pass_statistics import WITHOUT_CUDNN, instead_of_cudnn
 from engine.errors import StopRequested
 from engine.model.determinism import UNKNOWN, Numerics, set_numerics
 from engine.workspace import Workspace
@@ -237,7 +237,9 @@ class Recurrent(nn.Module):
 def test_a_recurrent_layer_on_a_gpu_says_that_it_runs_without_cudnn(
     monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    monkeypatch.setattr(layer_facts, "instead_of_cudnn", lambda layer, _: instead_of_cudnn(layer, torch.device(device)))
+    monkeypatch.setattr(
+        pass_statistics, "instead_of_cudnn", lambda layer, _: instead_of_cudnn(layer, torch.device(device))
+    )
     whys = {layer.name: layer.why for layer in collect_or_read(space(Recurrent())[0]).layers}
     assert {"head", "recurrent.weight_ih_l0", "recurrent.weight_hh_l0"} <= whys.keys()
     says = {name for name, why in whys.items() if why.endswith(f"; {WITHOUT_CUDNN}")}

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.fewshot.backbones import Backbone, make_backbone
-from engine.training.kept_activations import kept_activations
+from engine.training.ways import kept_activations
 
 MIB = 2**20
 TABLE = {

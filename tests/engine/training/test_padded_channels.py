@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.fewshot.backbones import make_backbone
-from engine.training.kept_activations import padded_bytes
+from engine.training.ways import padded_bytes
 
 
 @pytest.mark.parametrize(
