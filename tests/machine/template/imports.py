@@ -24,12 +24,15 @@ MODULES = {
     "tests.machine.template.pasted": ASKS,
     "worker.embedded": ASKS,
     "worker.execution": STARTS_NONE,
+    "worker.execution.data.apart.table_program": STARTS_NONE,
     "worker.execution.models.builtin": STARTS_NONE,
     "worker.execution.ranks": FORKS,
     "worker.foreground": ASKS,
     "worker.process.guardian": FORKS,
 }
 """Programs that a template runs, and how they start others."""
+COMPUTES_NOTHING = {"worker.execution.data.apart.table_program"}
+"""Programs to which the variables of numerical libraries say nothing, and which are given few of them."""
 COMMANDS_THAT_START = {"export", "plan", "reproduce", "run", "serve"}
 """Words of the command, which is code, that start our programs; after others nothing is asked for."""
 IMPORTED = (
@@ -39,6 +42,7 @@ IMPORTED = (
     "transformers.models.gpt2.modeling_gpt2",
     "sklearn.datasets",
     "worker.execution.__main__",
+    "worker.execution.data.apart.table_program",
     "worker.execution.ranks.__main__",
     "kronoscope.cli.main",
     "worker.foreground.__main__",

@@ -21,7 +21,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from tests.machine.template.imports import ASKS, COMMANDS_THAT_START, FORKS, MODULES, read_at_import
+from tests.machine.template.imports import (
+    ASKS,
+    COMMANDS_THAT_START,
+    COMPUTES_NOTHING,
+    FORKS,
+    MODULES,
+    read_at_import,
+)
 from tests.machine.template.program import (
     Program,
     as_program,
@@ -110,7 +117,7 @@ class Asking:
         usual = (given.preexec_fn, given.uid, given.gid, given.gids) == (None, None, None, None)
         if not usual or not given.close_fds or given.process_group not in (None, -1):
             return None
-        if read_at_import(environment) != self._variables:
+        if module_of(command) not in COMPUTES_NOTHING and read_at_import(environment) != self._variables:
             return None
         pairs = [(given.p2cread, 0), (given.c2pwrite, 1), (given.errwrite, 2)]
         stdio = [number if end == -1 else end for end, number in pairs]

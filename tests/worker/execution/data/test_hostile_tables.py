@@ -30,6 +30,8 @@ from worker.execution.loaded_model import LoadedModel, Vocabulary
 from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal
 
+pytestmark = pytest.mark.real_programs
+
 MIB = 2**20
 GIB = 2**30
 BYTES = LoadedModel(model=torch.nn.Linear(3, 2), vocabulary=Vocabulary(size=256, max_length=16, tokenizer=None))
