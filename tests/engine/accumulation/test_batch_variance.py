@@ -1,5 +1,6 @@
 """The variance of factors over batches is that of each batch's own factors, taken together by numpy in float64."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,12 @@ def space(examples: int = EXAMPLES, *, policy: Any = "dense", **options: Any) ->
     made.inputs.examples = examples
     made.options.woodbury = Woodbury(policy=policy)
     return made
+
+
+@functools.cache
+def undisturbed() -> FactorSet:
+    """The collection by the options above, once for all tests that compare with it."""
+    return collect_or_read(space())
 
 
 def factors(whole: FactorSet) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -301,7 +308,7 @@ def test_factors_are_those_without_it_but_for_rounding() -> None:
 def test_slices_of_a_batch_are_one_batch(micro_batch: int) -> None:
     sliced = space()
     sliced.options.memory = Memory(micro_batch=micro_batch)
-    for one, other in zip(collect_or_read(sliced).layers, collect_or_read(space()).layers, strict=True):
+    for one, other in zip(collect_or_read(sliced).layers, undisturbed().layers, strict=True):
         assert [each for each in figures(one) if each is not None] == pytest.approx(
             [each for each in figures(other) if each is not None], rel=1e-10
         )
@@ -399,7 +406,7 @@ def test_a_checkpoint_of_an_earlier_format_is_refused(monkeypatch: pytest.Monkey
 def test_sums_on_the_host_have_the_same_variance() -> None:
     away = space()
     away.resume.chosen = Chosen(parts=(("table", "norm", "q", "k", "conv", "head"),), offload=True)
-    for one, other in zip(collect_or_read(away).layers, collect_or_read(space()).layers, strict=True):
+    for one, other in zip(collect_or_read(away).layers, undisturbed().layers, strict=True):
         assert [each or 0.0 for each in figures(one)] == pytest.approx([each or 0.0 for each in figures(other)])
 
 

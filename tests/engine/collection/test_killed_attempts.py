@@ -144,7 +144,7 @@ def rank_kills(rank: int, moments: Moments, of_first: Path) -> Iterator[Kill]:
     """
     pick, intact = random.Random(chosen().random()), ("", "intact")
     last = len(moments.batches) - 1
-    steps = range(1, last + 1) if ALL else [last, pick.randrange(1, last)]
+    steps = range(1, last + 1) if ALL else [pick.randrange(1, last + 1)]
     for step in steps:
         yield moments.batches[step], intact
         # one rank is a batch ahead

@@ -166,7 +166,7 @@ def test_sizes_outlive_a_kill(stop_at: int, parts: tuple[tuple[str, ...], ...] |
 
 
 def test_a_layer_that_comes_late_has_nothing_before() -> None:
-    whole = run(nested=True)
+    whole = once(nested=True)
     (late,) = [layer.ordinal for layer in whole.layers if layer.name == "late"]
     assert float(whole.load(late).G.norm()) > 0
     for size in whole.nested:
@@ -239,7 +239,7 @@ def test_kept_factors_have_a_file_for_each_size() -> None:
     found = {name for name in artifacts.tensors if name.startswith("nested/")}
     assert found == {f"nested/{eighths}/{row.ordinal}.safetensors" for eighths in (1, 2, 4) for row in rows}
     stored = artifacts.tensors["nested/4/1.safetensors"]["activation_covariance"]
-    assert torch.equal(stored, _packed_a(run(32), 1))
+    assert torch.equal(stored, _packed_a(once(32), 1))
 
 
 def _packed_a(whole: FactorSet, ordinal: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Queries that pieces score over merged factors: bit for bit the results of one job over the same factors."""
 
 import copy
+import functools
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -137,6 +138,12 @@ class Merged:
         return ran(made)
 
 
+@functools.cache
+def of_pieces(of: str) -> Merged:
+    """The pieces, which nobody changes, once for all tests."""
+    return Merged(of)
+
+
 def ran(made: Workspace) -> tuple[list[Any], Any, MemoryArtifacts]:
     """Rows without what was observed of the run, the summary and the artifacts of a job."""
     rows: list[Any] = []
@@ -152,7 +159,7 @@ def ran(made: Workspace) -> tuple[list[Any], Any, MemoryArtifacts]:
 @pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize("of", ["kfac", "ekfac", "ggn"])
 def test_pieces_of_queries_give_what_one_job_over_the_same_factors_gives(of: str) -> None:
-    merged = Merged(of)
+    merged = of_pieces(of)
     rows, summary, kept = ran(merged.over(merged.make()))
     parts = [merged.scored(*each) for each in reversed(list(pairwise(SHARES)))][::-1]
     found_rows, found, found_kept = merged.joined(parts)
@@ -179,7 +186,7 @@ def test_pieces_of_queries_give_what_one_job_over_the_same_factors_gives(of: str
 
 
 def test_a_piece_goes_on_with_the_next_block() -> None:
-    merged, log = Merged("kfac"), list[str]()
+    merged, log = of_pieces("kfac"), list[str]()
     whole = merged.scored(0, 4)
     first = merged.scoring(0, 4, job(log=lambda _, line: log.append(line)))
     make_analysis(KIND, first).begin()
@@ -199,7 +206,7 @@ def test_a_piece_goes_on_with_the_next_block() -> None:
 
 
 def test_scores_that_are_missing_or_damaged_are_not_joined() -> None:
-    merged = Merged("kfac")
+    merged = of_pieces("kfac")
     parts = [merged.scored(*each) for each in pairwise(SHARES)]
 
     def damaged(change: Callable[[list[MemoryArtifacts]], Any]) -> list[MemoryArtifacts]:
@@ -222,7 +229,7 @@ def test_scores_that_are_missing_or_damaged_are_not_joined() -> None:
 
 
 def test_another_model_or_other_data_than_the_factors_are_of_are_refused() -> None:
-    merged = Merged("kfac")
+    merged = of_pieces("kfac")
     with pytest.raises(NotMergeable, match=r"have the digest ([0-9a-f]+), and (?!\1)[0-9a-f]+ in the pieces") as other:
         make_analysis(KIND, merged.scoring(0, 2, job(seed=1))).begin()
     assert other.value.pointer == "/model"

@@ -67,7 +67,7 @@ def require_foreseen(make: Callable[[], Workspace], least: float = LEAST, most: 
     assert least <= foreseen(made.results.plan) / peak <= most
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("name", RECURRENT)
 def test_what_the_steps_of_recurrent_layers_hold_is_planned(name: str) -> None:
     require_foreseen(lambda: sequences(RECURRENT[name]()))
@@ -84,7 +84,7 @@ class Squashed(nn.Module):
         return functional.linear(x, self.weight.tanh())
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("check", ["off", "growing"])
 @pytest.mark.parametrize("width", [512])
 def test_gradients_that_are_made_by_example_are_planned(width: int, check: str) -> None:
@@ -118,7 +118,7 @@ def test_shapes_alone_foresee_the_same_steps() -> None:
     assert foreseen(alone) == pytest.approx(foreseen(made.results.plan), rel=0.02)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("options", [{"fisher": "mc", "samples": 3}, {"fisher": "type2"}])
 def test_a_graph_that_other_directions_need_is_planned_whole(options: dict[str, Any]) -> None:
     def make() -> Workspace:

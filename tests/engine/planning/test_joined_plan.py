@@ -33,6 +33,7 @@ def job(**options: Any) -> Workspace:
     return made
 
 
+@pytest.mark.part(of=2, by=())
 @pytest.mark.parametrize(
     "options", [{"fisher": "empirical", "ekfac": True}, {"dtype": "float64", "ekfac": True}], ids=str
 )
