@@ -1,5 +1,6 @@
 """The predicted peak of a training step beside the one that torch's profiler counts."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -92,6 +93,12 @@ def measured(step: TrainingStep, way: Way) -> int:
     return sum(each.nbytes for each in (images, *parameters, *buffers, *states)) + peak_bytes(work)
 
 
+@functools.cache
+def memory_of_one() -> StepMemory:
+    """The memory of the episode without further options, which is traced once for all tests."""
+    return StepMemory(episode_step())
+
+
 def predicted(step: TrainingStep, way: Way) -> TrainingPeak:
     return StepMemory(step).peak(way)
 
@@ -141,7 +148,7 @@ def test_the_peak_in_float64_has_the_columns_of_convolutions(way: Way) -> None:
 
 
 def test_slices_lower_the_activations_by_as_much() -> None:
-    memory = StepMemory(episode_step())
+    memory = memory_of_one()
     undivided, halves, quarters = (memory.peak(Way(chunk=each)).parts[training_peak.KEPT] for each in (None, 13, 7))
 
     assert halves <= 0.55 * undivided
@@ -170,7 +177,7 @@ def test_parts_are_those_that_shapes_give() -> None:
     parameters = sum(each.nbytes for module in step.modules for each in module.parameters())
     buffers = sum(each.nbytes for module in step.modules for each in module.buffers())
     count = sum(1 for module in step.modules for _ in module.parameters())
-    parts = predicted(step, Way(chunk=5)).parts
+    parts = memory_of_one().peak(Way(chunk=5)).parts
 
     assert set(parts) <= set(PARTS)
     assert parts["weights"] == parameters + buffers
@@ -250,14 +257,14 @@ def test_bfloat16_at_224_is_what_was_found_another_way() -> None:
 
 
 def test_a_chunk_that_is_not_taken_saves_nothing() -> None:
-    coupled, uncoupled = StepMemory(episode_step(batch_norm="whole")), StepMemory(episode_step())
+    coupled, uncoupled = StepMemory(episode_step(batch_norm="whole")), memory_of_one()
 
     assert coupled.peak(Way(chunk=5)).parts == coupled.peak(Way()).parts
     assert uncoupled.peak(Way(chunk=IMAGES)).parts == uncoupled.peak(Way()).parts
 
 
 def test_every_way_of_a_step_has_a_peak_and_the_smallest_is_in_small_chunks() -> None:
-    memory = StepMemory(episode_step())
+    memory = memory_of_one()
     peaks = {way: memory.peak(way).size_bytes for way in exact_ways(IMAGES, coupled=False, has_chain=True)}
 
     assert min(peaks, key=peaks.__getitem__).chunk == 1
