@@ -56,7 +56,6 @@ def test_an_outdated_schema_is_one_sentence(databases: Databases, dialect: Diale
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.real_programs
 def test_a_silent_database_is_one_sentence(tmp_path: Path) -> None:
     url = f"postgresql://nobody:secret-5f1e@127.0.0.1:{free_port()}/none"
     done = start(url, tmp_path, {"KRONOSCOPE_KEY_SECRET": KEY_SECRET})

@@ -24,7 +24,7 @@ data: {source: synthetic, shape: [6], examples: 8, vocabulary: 17}
 task: {type: causal_lm}
 collection: {dtype: float64}
 keep: [factors]
-spectrum: {of: [kfac, hessian], k: 2, density: false, trace: none}
+spectrum: {of: [kfac, hessian], end: largest, k: 1, density: false, trace: none}
 compare_curvature: {k: [1, 3]}
 series: {model: [FOLDER/0, FOLDER/1, FOLDER/torn, FOLDER/2, FOLDER/3], learning_rate: 0.5}
 """
