@@ -206,9 +206,11 @@ class Databases:
         kept = next((each for each in free if each.url == url), free[-1] if free else None) or KeptEngine(url)
         if kept in free:
             free.remove(kept)
+        derived: Any = kept.at(url)
         try:
-            yield kept.at(url)
+            yield derived
         finally:
+            derived._proxied = open_database(url)  # a thread that was left behind stays with its own database
             kept.rest()
             free.append(kept)
 
