@@ -44,7 +44,7 @@ from tests.jobs.ledger_writes import WRITES, frame_of_failure, frame_of_file, fr
 
 EXAMPLES = int(os.environ.get("KRONOSCOPE_TEST_EXAMPLES", "0"))
 GAMES = settings(
-    max_examples=EXAMPLES or 12,
+    max_examples=EXAMPLES or 8,
     stateful_step_count=20,
     deadline=None,
     derandomize=not EXAMPLES,
