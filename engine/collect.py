@@ -109,18 +109,10 @@ def _merged(workspace: Workspace) -> FactorSet:
 
 
 def plan_collection(workspace: Workspace, pieces: int, whole: JobOptions) -> Plan:
-    """Probe the model, and plan the collection of a piece and the merge of all pieces; collect nothing.
+    """Probe the model, and plan the collection of one of at most ``pieces`` and the merge of all; collect nothing.
 
-    Args:
-        workspace: The job: its model, data, options, machine and ports; the plan is announced.
-        pieces: How many pieces there are at most, whose factors are on the disk together.
-        whole: The options of the job that joins them.
-
-    Returns:
-        The plan, which fits.
-
-    Raises:
-        EngineError: As ``engine.errors`` lists; the model is restored whatever happens.
+    The plan fits, and is announced; ``whole`` are the options of the job that joins the pieces. The model is restored
+    whatever happens.
     """
     weigh_model(workspace)
     with prepare_collection(workspace) as (planned, _):

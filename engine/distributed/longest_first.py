@@ -36,15 +36,7 @@ def divide_longest_first(costs: Sequence[float], workers: int) -> tuple[int, ...
 
 
 def longest_share(costs: Sequence[float], workers: int) -> float:
-    """Return the part of the whole cost that the busiest worker has.
-
-    Args:
-        costs: Cost of each item, not negative.
-        workers: m, at least 1.
-
-    Returns:
-        Between 1/m and 1; 1 where nothing costs anything.
-    """
+    """Return the busiest worker's part of the whole cost, between 1/m and 1; 1 where nothing costs anything."""
     loads = [0.0] * workers
     for cost, worker in zip(costs, divide_longest_first(costs, workers), strict=True):
         loads[worker] += cost

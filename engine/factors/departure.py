@@ -47,15 +47,10 @@ def leaves(factor: Tensor | Structured, device: torch.device) -> TypeGuard[Tenso
 
 
 def departing_bytes(numbers: int, itemsize: int) -> tuple[int, int]:
-    """Compute what the departure of factors holds besides what is kept.
+    """Compute what the departure of factors, the largest of so many numbers, holds besides what is kept.
 
-    Args:
-        numbers: Numbers of the largest factor.
-        itemsize: Bytes of one number.
-
-    Returns:
-        Bytes on the device (of each thread a gathered panel and where its numbers stand), and of pinned memory (of each
-        thread two panels and their triangles, each as torch rounds it).
+    On the device a gathered panel of each thread and where its numbers stand; of pinned memory two panels of each
+    thread and their triangles, each as torch rounds it.
     """
     panel = min(numbers, PANEL_NUMBERS)
     return THREADS * panel * (itemsize + 16), THREADS * 4 * pinned_bytes(panel * itemsize)

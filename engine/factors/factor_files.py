@@ -29,27 +29,12 @@ _RUN = ("device", "storage_policy", "planned_peak_bytes")
 
 
 def factor_file(ordinal: int) -> str:
-    """Return the name of the artifact that holds one layer's factors.
-
-    Args:
-        ordinal: The layer's place among the covered layers, from 0.
-
-    Returns:
-        A path relative to the job's artifacts.
-    """
+    """Return the path of the artifact that holds one layer's factors, by the ordinal among covered layers, from 0."""
     return f"factors/{ordinal}.safetensors"
 
 
 def nested_file(eighths: int, ordinal: int) -> str:
-    """Return the name of the artifact that holds one layer's factors of a smaller sample.
-
-    Args:
-        eighths: Part of the data, in eighths: 1, 2 or 4.
-        ordinal: The layer's place among the covered layers, from 0.
-
-    Returns:
-        A path relative to the job's artifacts.
-    """
+    """Return the path of the artifact that holds one layer's factors of a part of the data: 1, 2 or 4 eighths."""
     return f"nested/{eighths}/{ordinal}.safetensors"
 
 

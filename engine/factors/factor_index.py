@@ -90,14 +90,7 @@ class FactorIndex:
 
 
 def set_digest(layers: Sequence[tuple[str, str | None, str | None]]) -> str | None:
-    """Return the digest of a set of factors.
-
-    Args:
-        layers: The name of each layer and the digests of its A and G, in the order of the ordinals.
-
-    Returns:
-        SHA-256 in hexadecimal; None where a digest is missing.
-    """
+    """Return the digest of factors, from those of each layer's A and G by ordinal; None where one is missing."""
     if any(digest is None for layer in layers for digest in layer):
         return None
     return hashlib.sha256(canonical_json(layers).encode()).hexdigest()

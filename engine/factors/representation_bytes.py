@@ -33,15 +33,7 @@ def gram_bytes(rows: int, size: int, *, on_device: bool = False) -> int:
 
 
 def basis_bytes(rows: int, size: int) -> int:
-    """Return the bytes of the eigenvectors, in float64.
-
-    Args:
-        rows: T.
-        size: n, numbers of a row.
-
-    Returns:
-        8 n · min(T, n) bytes.
-    """
+    """Return the bytes of the eigenvectors of T rows of n numbers, in float64: 8 n · min(T, n)."""
     return min(rows, size) * size * 8
 
 
@@ -68,26 +60,10 @@ def dense_head_bytes(classes: int) -> int:
 
 
 def capacitance_bytes(positions: int, classes: int) -> int:
-    """Return the bytes of one solve or determinant: two T×T matrices, vectors of V, widened columns.
-
-    Args:
-        positions: T, loss terms.
-        classes: V.
-
-    Returns:
-        Bytes in float64.
-    """
+    """Return the bytes in float64 of one solve or determinant: two T×T matrices, vectors of V, widened columns."""
     return 8 * (2 * positions * positions + 6 * classes + 3 * NUMBERS_AT_ONCE)
 
 
 def iteration_bytes(size: int, vectors: int) -> int:
-    """Return the bytes of Lanczos vectors in float64, and of the bounds of a counted spectrum.
-
-    Args:
-        size: n, numbers of a vector.
-        vectors: Vectors of the basis.
-
-    Returns:
-        8 n (vectors + 8) bytes.
-    """
+    """Return the bytes of Lanczos vectors of n float64 numbers, and of a counted spectrum's bounds."""
     return 8 * size * (vectors + 8)

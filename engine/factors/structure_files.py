@@ -39,17 +39,7 @@ def structure_digest(matrix: SemiseparableMatrix) -> str:
 def write_structures(
     artifacts: Artifacts, layer: str, ordinal: int, held: Mapping[str, SemiseparableMatrix]
 ) -> dict[str, Any]:
-    """Write one layer's structures.
-
-    Args:
-        artifacts: Where to.
-        layer: The layer's name.
-        ordinal: Its place among the covered layers, from 0.
-        held: The structures by side.
-
-    Returns:
-        The layer's entry in the index.
-    """
+    """Write one layer's structures by side, and return the layer's entry in the index."""
     file = f"structures/{ordinal}.safetensors"
     tensors = {f"{side}/{name}": each for side, matrix in held.items() for name, each in matrix.tensors().items()}
     artifacts.save_tensors(file, tensors, {"format": FORMAT, "layer": layer})

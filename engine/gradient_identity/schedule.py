@@ -86,11 +86,7 @@ _LONG = 128
 def first_examples(batch: Batch) -> int:
     """Choose how many examples of the first batch are held against themselves alone.
 
-    Args:
-        batch: The first batch. Where it has few examples, each long one alone takes a large part of the batch's time.
-
-    Returns:
-        Four, or as many as there are; half of that of few long ones.
+    Four, or as many as there are; half of that of few long ones, each of which alone takes a large part of the time.
     """
     most = min(FIRST_EXAMPLES, batch.size)
     numbers = max(each[:1].numel() for each in tensors(batch.inputs))
@@ -108,17 +104,10 @@ class CheckWork:
 
 
 def check_work(workspace: Workspace, batches: int) -> CheckWork:
-    """Count the work of the checks of one collection.
+    """Count examples and passes of all checks of a collection, of batches that are taken to be alike.
 
     The first batch goes through the model once more, and some of its examples alone twice, once with the
     gradients of the weights; of a later batch one example does so.
-
-    Args:
-        workspace: The job, whose ``self_check`` says which batches are checked.
-        batches: Batches of the data, whose shapes are taken to be alike.
-
-    Returns:
-        Examples and passes of all checks; zero where nothing is checked.
     """
     collection = workspace.options.collection
     if collection.self_check == "off":

@@ -343,14 +343,7 @@ def count_trainable_numbers(model: nn.Module) -> int:
 
 
 def count_by_reason(declared: Iterable[DeclaredLayer]) -> dict[str, int]:
-    """Count the numbers that each reason declares.
-
-    Args:
-        declared: Rows of layers that are not covered.
-
-    Returns:
-        Numbers by reason, in the order in which the reasons first come.
-    """
+    """Count the numbers that each reason declares, in the order in which the reasons first come."""
     counts: Counter[str] = Counter()
     for layer in declared:
         counts[layer.reason] += layer.parameter_count

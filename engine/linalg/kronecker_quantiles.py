@@ -283,16 +283,10 @@ def largest(pair: Pair, count: int) -> Tensor:
 
 
 def histogram(products: Products, decades: int, bins: int) -> tuple[list[float], list[int], int]:
-    """Count the products in equal steps of the logarithm below the largest.
+    """Count products in equal steps of the logarithm, so many decades down from the largest.
 
-    Args:
-        products: All products of one or more layers.
-        decades: Range in powers of ten that the steps cover, down from the largest product.
-        bins: Number of steps.
-
-    Returns:
-        Edges (bins + 1), counts in (left, right], and how many products lie at or below the first edge; no edges and
-        no counts if all products are zero.
+    Edges (bins + 1), counts in (left, right], and how many products lie at or below the first edge; no edges and no
+    counts if all products are zero.
     """
     if products.largest <= 0:
         return [], [], products.size

@@ -73,12 +73,7 @@ def store_layers(workspace: Workspace, names: Collection[str]) -> None:
 def store_bases(workspace: Workspace) -> None:
     """Merge the factors of all pieces, and store the eigenbases in which the pieces re-estimate eigenvalues.
 
-    Args:
-        workspace: The job, with ``inputs.stored_pieces``; the bases go to its artifacts. Those that
-            ``inputs.stored_decompositions`` hold are taken from there.
-
-    Raises:
-        EngineError: As ``engine.errors`` lists.
+    Those that ``inputs.stored_decompositions`` hold are taken from there.
     """
     with workspace.machine.operation("bases", "decomposition"):
         whole = collect_or_read(workspace)

@@ -81,14 +81,7 @@ def branch(facts: LayerFacts) -> Branch:
 
 
 def branch_counts(layers: Iterable[LayerFacts]) -> dict[str, int]:
-    """Count the layers of each branch; each layer has one.
-
-    Args:
-        layers: Covered layers.
-
-    Returns:
-        Counts by branch, in the order of first appearance.
-    """
+    """Count the layers of each branch, in the order of first appearance; each layer has one."""
     return dict(Counter(branch(facts) for facts in layers))
 
 

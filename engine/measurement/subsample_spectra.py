@@ -78,14 +78,7 @@ def _spectrum(workspace: Workspace, side: Operator, layer: str) -> Tensor | None
 
 
 def nested_traces(sizes: tuple[MeasuredSize, ...]) -> tuple[NestedTraces, ...] | None:
-    """Collect the traces at every sample size, for the analysis `factors`.
-
-    Args:
-        sizes: One layer's records, ascending.
-
-    Returns:
-        One row per size; None where no sizes were asked for.
-    """
+    """Return the traces at every sample size, ascending, a row per size; None where no sizes were asked for."""
     rows = tuple(
         NestedTraces(
             examples=size.examples, trace_A=size.trace_A, trace_G=size.trace_G, trace=size.trace_A * size.trace_G

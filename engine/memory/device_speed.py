@@ -215,11 +215,7 @@ def _parallel_loss() -> float:
 def fastest_threads(most: int) -> tuple[int, dict[int, float]]:
     """Measure on how many threads this machine computes fastest at this moment, and leave torch with them.
 
-    Args:
-        most: The largest number that is tried; its half and one are tried beside it.
-
-    Returns:
-        The number, and the operations per second of each that was tried.
+    Of ``most``, its half and one; with the operations per second of each.
     """
     found = {}
     for threads in sorted({most, max(1, most // 2), 1}, reverse=True):

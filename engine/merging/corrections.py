@@ -258,16 +258,9 @@ def join_bases(artifacts: Artifacts, whole: FactorSet, parts: Sequence[Artifacts
 
 
 def read_bases(artifacts: Artifacts) -> MergedBases:
-    """Open stored eigenbases.
+    """Open the eigenbases that ``write_bases`` wrote, whose tensors are read when they are asked for.
 
-    Args:
-        artifacts: Where ``write_bases`` wrote them.
-
-    Returns:
-        The bases, whose tensors are read when they are asked for.
-
-    Raises:
-        BrokenFactors: If the table is missing, or a value of it cannot be.
+    ``BrokenFactors`` if the table is missing, or a value of it cannot be.
     """
     return MergedBases(artifacts=artifacts, table=_table(_Bases, artifacts, BASES))
 

@@ -88,16 +88,9 @@ def kept_of(factors: Factors, corrected: Corrected | None = None) -> Kept:
 
 
 def read_part(artifacts: Artifacts) -> FactorSet:
-    """Open a set over a part of the data, or a finished one.
+    """Open a set over a part of the data, or a finished one; the tensors are read when they are asked for.
 
-    Args:
-        artifacts: Where it was written.
-
-    Returns:
-        The set, with its smaller sample sizes; the tensors are read when they are asked for.
-
-    Raises:
-        BrokenFactors: If a table is missing, or a value of it cannot be.
+    ``BrokenFactors`` if a table is missing, or a value of it cannot be.
     """
     found = read_factors(artifacts)
     if found.counted is None or found.counted.whole is None:

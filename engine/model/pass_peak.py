@@ -98,15 +98,9 @@ class StorageEvents(PlainDispatchMode):
 
 
 def parts_at_peak(changes: Sequence[int], labels: Sequence[str]) -> dict[str, int]:
-    """Return the bytes of each label at the moment when most are held.
+    """Return the bytes of each label at the last moment when most are held, from all changes in order.
 
-    Args:
-        changes: Bytes made (positive) and let go of (negative), in order.
-        labels: The label of the storage of each change.
-
-    Returns:
-        Bytes by label, whose sum is the peak; at the last such moment, where a storage made there has its last label.
-        Empty where no operation made any.
+    They add up to the peak; a storage made there has its last label. Empty where no operation made any.
     """
     held = list(accumulate(changes))
     moment = max(range(len(held)), key=lambda each: (held[each], each), default=-1)

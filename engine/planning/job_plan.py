@@ -76,13 +76,7 @@ def smallest_budget(
 def named_budget(enough: Enough, plan: Plan, place: Literal["device", "host"]) -> Enough:
     """Return the budget to name in place of the smallest: one that the plan fits also if measured again.
 
-    Args:
-        enough: The smallest that fits now.
-        plan: A plan that fits it, whose measured terms may differ in another process.
-        place: The place that the budget is for.
-
-    Returns:
-        ``enough`` and 4 % of the measured terms, in whole MiB.
+    ``enough`` and 4 % of the plan's measured terms, which may differ in another process, in whole MiB.
     """
     measured = sum(term.size_bytes for term in plan.terms if term.place == place and term.source == "measured")
     return dataclasses.replace(enough, size_bytes=enough.size_bytes + math.ceil(_SPREAD * measured / _STEP) * _STEP)

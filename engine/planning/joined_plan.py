@@ -28,19 +28,10 @@ _WIDENED_BYTES = 2**21
 
 
 def with_join(plan: Plan, workspace: Workspace, probe: Probe, pieces: int, options: JobOptions) -> Plan:
-    """Add to the plan of a piece what the job does once all pieces have ended.
+    """Add to a piece's plan the bytes and seconds of merge, decompositions and analyses after all pieces.
 
-    Args:
-        plan: The plan of a piece, which collects and analyses nothing.
-        workspace: The job, with the options of a piece.
-        probe: Layers and representations.
-        pieces: How many pieces there are at most.
-        options: The options of the whole job.
-
-    Returns:
-        The plan with the bytes and seconds of merge, decompositions and analyses. Bytes of the last two are left out
-        where they do not fit beside: another machine may join the pieces, and each of its stages takes a cheaper way
-        where memory is short.
+    Bytes of the last two are left out where they do not fit beside: another machine may join the pieces, and each of
+    its stages takes a cheaper way where memory is short.
     """
     own = workspace.options
     workspace.options = options
@@ -95,14 +86,7 @@ def with_merge(plan: Plan, probe: Probe, pieces: int, host: DeviceSpeed | None =
 
 
 def host_speed(machine: Machine) -> DeviceSpeed:
-    """Return the speed of the host, which merges whatever the device.
-
-    Args:
-        machine: The job's machine.
-
-    Returns:
-        What was measured of it where it computes too, else what is usual.
-    """
+    """Return the speed of the host, which merges whatever the device: as measured if it computes too, else as usual."""
     host = torch.device("cpu")
     return typical_speed(host) if machine.speed is None or machine.device.type == "cuda" else machine.speed
 

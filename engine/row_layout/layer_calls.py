@@ -39,14 +39,7 @@ class Call:
 
 
 def list_of(name: str) -> str:
-    """Name the list that a module stands in.
-
-    Args:
-        name: Qualified name of the module.
-
-    Returns:
-        The name without numbers, which all modules at such a place of a list have in common.
-    """
+    """Name the list that a module stands in, without numbers, as all modules at such a place of a list are."""
     return _NUMBER.sub(".*", name)
 
 
@@ -286,12 +279,7 @@ def find_routed(copies: list[Call], different: list[Call], examples: tuple[int, 
 def find_shared_tables(fewer: list[Call], more: list[Call]) -> tuple[str, ...]:
     """Find the embeddings that are looked up once for a whole batch.
 
-    Args:
-        fewer: Calls for the smaller batch.
-        more: Calls for the larger batch.
-
-    Returns:
-        Names of embeddings whose ids had the same sizes in both, and never a dimension for the examples.
+    Their ids had the same sizes in both batches, and never a dimension for the examples.
     """
     sizes: dict[str, list[list[int]]] = {}
     refused: set[str] = set()

@@ -139,13 +139,9 @@ def relative_error(dense: Tensor, matrix: SemiseparableMatrix) -> float:
 def tridiagonal_candidate(
     fit: TridiagonalFit, ranks: int | tuple[int, ...], sweeps: int = SWEEPS, lowrank: torch.dtype | None = None
 ) -> Candidate:
-    """Return T + U Vᵀ as a candidate.
+    """Return T + U Vᵀ as a candidate, of rank r or the ranks of several levels, by at most so many sweeps a start.
 
-    Args:
-        fit: The fits of the matrix.
-        ranks: r, or the ranks of several levels.
-        sweeps: The most of each start.
-        lowrank: Precision of 16 bits for U and V; None leaves them in that of the matrix.
+    ``lowrank`` is a precision of 16 bits for U and V; None leaves them in that of the matrix.
     """
     matrix = fit.at(ranks, sweeps).matrix
     name = f"{TridiagonalLowRank.kind}, rank {matrix.rank}"

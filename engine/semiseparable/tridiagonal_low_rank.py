@@ -238,17 +238,10 @@ class TridiagonalLowRank(SemiseparableMatrix):
 
 
 def memory_report(size: int, ranks: Sequence[int], tridiagonal_bytes: int, lowrank_bytes: int) -> dict[str, Any]:
-    """Return the seven statistics of a matrix T + Σ_k U_k V_kᵀ.
+    """Return the seven statistics of a matrix T + Σ_k U_k V_kᵀ, k a level.
 
-    Args:
-        size: N.
-        ranks: Rank of each level.
-        tridiagonal_bytes: Bytes of T.
-        lowrank_bytes: Bytes of all U and V.
-
-    Returns:
-        Bytes of each part and together; the share that is saved of a dense float32 matrix, and of this structure in
-        float32; the ranks.
+    Bytes of each part and together; the share that is saved of a dense float32 matrix, and of this structure in
+    float32; the ranks.
     """
     total = tridiagonal_bytes + lowrank_bytes
     single = 4 * (3 * size - 2) + 8 * size * sum(ranks)

@@ -169,14 +169,7 @@ def add_functional_layers(
 
 
 def places_of(survey: Survey) -> Places:
-    """List the places of all layers that are places in parameters.
-
-    Args:
-        survey: A survey of which operations have shown some layers.
-
-    Returns:
-        Pairs of the weight's place and the bias's, either of them None where it is not trainable.
-    """
+    """List the places in parameters that are layers: of weight and bias, None where either is not trainable."""
     layers = [layer for layer in survey.treated if isinstance(layer, FunctionalLinearLayer)]
     return frozenset((layer.weight_place, layer.bias_place) for layer in layers)
 

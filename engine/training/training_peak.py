@@ -199,15 +199,7 @@ def _trace(step: TrainingStep, way: Way) -> _Trace:
 
 
 def predict_pass(step: TrainingStep, images: int, compute_dtype: torch.dtype) -> int:
-    """Predict the most bytes that a pass without a graph holds, the images among them.
-
-    Args:
-        step: The step whose model it is; the model passes in the mode that it is in.
-        images: Images of the pass.
-
-    Returns:
-        Bytes, without weights.
-    """
+    """Predict the most bytes that a pass without a graph holds in the model's mode: images, but no weights."""
     batch = torch.empty(images, *step.image_shape, dtype=step.dtype, device=_META)
     events = _StepEvents((), compute_dtype, step.device)
     with torch.no_grad(), events.followed(step.model, ()), events.noted():

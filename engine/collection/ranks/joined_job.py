@@ -59,17 +59,9 @@ def join_ranks(ranks: Ranks, job: PassJob) -> PassJob:
 
 
 def gather_model(job: PassJob) -> AbstractContextManager[None]:
-    """Have a sharded model's parameters whole, unit by unit.
+    """Return a context in which a sharded model's parameters are whole, unit by unit; other models stay as they are.
 
-    Args:
-        job: The model, as the caller has it.
-
-    Returns:
-        A context manager; of a model that is not sharded it changes nothing.
-
-    Raises:
-        ModelRefused: If the model is sharded otherwise than by ``fully_shard``.
-        RanksRefused: If the ranks have not sharded it alike.
+    ``ModelRefused`` for one sharded otherwise than by ``fully_shard``, ``RanksRefused`` if ranks do not shard it alike.
     """
     ranks = job.workspace.machine.ranks
     if ranks.size > 1:
@@ -87,18 +79,9 @@ def _require_possible(ranks: Ranks, job: PassJob) -> None:
 
 
 def follow_planner(ranks: Ranks, workspace: Workspace, probed: ProbedModel, plan: Plan) -> tuple[ProbedModel, Plan]:
-    """Return the plan of the rank with the smallest budget, which every rank follows.
+    """Return the plan of the rank with the smallest budget, and the probed model with the representations of that plan.
 
-    Args:
-        workspace: The job, with this rank's budget.
-        probed: The model after its probe on this rank.
-        plan: This rank's plan.
-
-    Returns:
-        The probed model with the representations of that plan, and the plan.
-
-    Raises:
-        RanksRefused: If the ranks have found different layers.
+    ``RanksRefused`` if the ranks have found different layers.
     """
     probe = probed.probe
     found = [(layer.name, type(layer).__name__, layer.form, layer.in_dim, layer.out_dim) for layer in probe.layers]
@@ -110,14 +93,7 @@ def follow_planner(ranks: Ranks, workspace: Workspace, probed: ProbedModel, plan
 
 
 def require_same_checks(ranks: Ranks, failed: Sequence[str]) -> None:
-    """Require that the first check has failed for the same layers on every rank.
-
-    Args:
-        failed: Names of those that failed on this one.
-
-    Raises:
-        RanksRefused: If they differ, as on devices that round differently.
-    """
+    """Raise ``RanksRefused`` if other layers failed the first check on another rank, as if devices round otherwise."""
     require_alike(ranks, sorted(failed), "layers that fail the gradient identity")
 
 

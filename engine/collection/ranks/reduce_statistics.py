@@ -68,15 +68,7 @@ def owners_of(workspace: Workspace, statistics: Sequence[LayerStatistics], *, al
 
 
 def owners_by_ordinal(workspace: Workspace, layers: Sequence[str]) -> dict[int, int] | None:
-    """Return the owners of covered layers.
-
-    Args:
-        workspace: The job.
-        layers: Name of the layer of each ordinal.
-
-    Returns:
-        Ranks by ordinal; None where every rank has all factors.
-    """
+    """Return the rank of each covered layer's owner by its ordinal; None where every rank has all factors."""
     owners = workspace.results.of(OwnedLayers)
     return {place: owners[name] for place, name in enumerate(layers)} if owners else None
 

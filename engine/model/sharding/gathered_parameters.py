@@ -45,14 +45,7 @@ def mark_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Tell whether an instance computes otherwise than its class.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        True where it has a ``forward`` of its own, but for one that gathers parameters around that of its class.
-    """
+    """Tell whether an instance computes otherwise than its class: by a ``forward`` of its own that not only gathers."""
     own = vars(module).get("forward")
     return own is not None and bool(getattr(own, _OVER_OWN, True))
 
@@ -203,16 +196,9 @@ def find_units(model: nn.Module) -> tuple[Unit, ...]:
 
 
 def describe_units(model: nn.Module) -> list[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
-    """Describe how a model is sharded.
+    """Return each unit's name with names and shapes of its parameters; nothing where the model is not sharded.
 
-    Args:
-        model: The model, as the caller has it.
-
-    Returns:
-        Each unit's name with names and shapes of its parameters; nothing where the model is not sharded.
-
-    Raises:
-        ModelRefused: If a sharded parameter stands in no unit.
+    ``ModelRefused`` if a sharded parameter stands in no unit.
     """
     return [
         (unit.name, [(name, tuple(each.shape)) for name, each in zip(unit.names, unit.tensors, strict=True)])
@@ -221,15 +207,10 @@ def describe_units(model: nn.Module) -> list[tuple[str, list[tuple[str, tuple[in
 
 
 def gathered_bytes(model: nn.Module, item: int | None = None) -> int:
-    """Compute the most bytes that are gathered of a sharded model at once.
+    """Compute the most bytes that are gathered of a sharded model at once, with ``item`` a number, else as they are.
 
-    Args:
-        model: The model, as the caller has it.
-        item: Bytes of a number that is measured with; None for those of the parameter.
-
-    Returns:
-        Bytes of the two largest units, one of which may contain the other, and twice those of the largest parameter,
-        which is on its way; 0 where the model is not sharded.
+    Bytes of the two largest units, one of which may contain the other, and twice those of the largest parameter,
+    which is on its way; 0 where the model is not sharded.
     """
     units = find_units(model)
     sizes = sorted(sum(tensor.numel() * (item or tensor.element_size()) for tensor in unit.tensors) for unit in units)
