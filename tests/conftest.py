@@ -130,7 +130,9 @@ class KeptEngine:
         pool: Any = self._engine.pool
         pool._timeout = 240
         event.listen(self._engine, "connect", _be_patient)
-        event.listen(self._engine, "do_connect", self._lead, insert=True)
+        event.listen(self._engine, "do_connect", self._lead)
+        leading: Any = self._engine.dialect.dispatch
+        leading.do_connect.listeners.rotate(1)  # before the one that connects, which would be the last otherwise
 
     def at(self, url: str) -> Engine:
         """An engine on a database, whose events and options end with it."""
