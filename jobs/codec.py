@@ -62,13 +62,9 @@ def parse_document(raw: bytes) -> JobDocument:
 
 
 def parse_record(raw: bytes, shape: type[T]) -> T:
-    """Parse and validate a record that stands alone, outside a document, such as a schedule.
+    """Parse and validate a record in JSON that stands alone, outside a document, such as a schedule.
 
-    Args:
-        raw: The request's body, JSON in UTF-8.
-
-    Raises:
-        DocumentRefused: If it is not valid; with one complaint per field.
+    ``DocumentRefused`` if it is not valid, with one complaint per field.
     """
     return _parsed(raw, TypeAdapter(shape), shape)
 
@@ -76,8 +72,7 @@ def parse_record(raw: bytes, shape: type[T]) -> T:
 def parse_claim(raw: bytes) -> dict[str, Any]:
     """Parse a JSON object that may be large, under the guards of a document's values.
 
-    Raises:
-        DocumentRefused: With the place of what no field can take.
+    ``DocumentRefused`` with the place of what no field can take.
     """
     # of each value a mark, which takes a hundred times less than the value that is built of it
     if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_CLAIM_MARKS:
@@ -105,27 +100,17 @@ def _parsed(raw: bytes, adapter: TypeAdapter[T], shape: type) -> T:
 
 
 def document_json(document: JobDocument) -> dict[str, Any]:
-    """Return the document as it is stored, with every default written out.
+    """Return the document's fields as JSON stores them, with every default written out.
 
     Name and schedule are left out: a job's digest identifies what is computed, not when, and not what it is called.
-
-    Returns:
-        Its fields, as JSON holds them.
     """
     return {name: value for name, value in plain(document).items() if name not in ("name", "schedule")}
 
 
 def sha256_of(value: Any) -> str:  # noqa: ANN401 - any record or JSON value
-    """Return the SHA-256 of the canonical JSON of a value.
+    """Return the SHA-256, in hexadecimal, of the canonical JSON of a value; the order of its keys does not count.
 
-    Args:
-        value: Any record or JSON value.
-
-    Returns:
-        64 hexadecimal digits; equal values have equal ones, whatever the order of their keys.
-
-    Raises:
-        ValueError: If a number is NaN or infinite.
+    ``ValueError`` if a number is NaN or infinite.
     """
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
@@ -133,16 +118,8 @@ def sha256_of(value: Any) -> str:  # noqa: ANN401 - any record or JSON value
 def guard_body(raw: bytes, content_type: str | None = "application/json", content_encoding: str | None = None) -> None:
     """Refuse a body that cannot be a job document, in time linear in its size.
 
-    Codes `unsupported_media_type`, `unsupported_encoding` and `body_too_large` have status codes of
-    their own over HTTP (415, 415, 413).
-
-    Args:
-        raw: The body.
-        content_type: The request's header.
-        content_encoding: The request's header.
-
-    Raises:
-        DocumentRefused: With the place and the remedy; the body is never echoed.
+    ``DocumentRefused`` names the place and the remedy; the body is never echoed. Codes `unsupported_media_type`,
+    `unsupported_encoding` and `body_too_large` have status codes of their own over HTTP (415, 415, 413).
     """
     _check_declared(content_type, content_encoding)
     if len(raw) > MAX_BODY_BYTES:

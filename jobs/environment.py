@@ -54,14 +54,7 @@ def _duration(value: object) -> object:
 
 
 def split_list(text: str) -> tuple[str, ...]:
-    """Return the parts of a comma list.
-
-    Args:
-        text: The list; blanks around a part do not count.
-
-    Returns:
-        The parts that are not empty.
-    """
+    """Return the parts of a comma list that are not empty, without blanks around them."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
@@ -92,16 +85,7 @@ class EnvironmentSettings(BaseSettings):
     def settings_customise_sources(  # type: ignore[override]  # it is called by names
         cls, *_: object, init_settings: PydanticBaseSettingsSource, **__: object
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Take the values that the constructor is given, and no others.
-
-        Args:
-            _: Arguments that pydantic passes by position; not used.
-            init_settings: The source that holds the constructor's arguments.
-            __: The sources of environment, files and secrets; not used.
-
-        Returns:
-            The constructor's source alone.
-        """
+        """Take the values that the constructor is given, and no others."""
         return (init_settings,)
 
     @classmethod
@@ -126,14 +110,7 @@ class EnvironmentSettings(BaseSettings):
 
     @classmethod
     def read_values(cls, environ: Mapping[str, str]) -> dict[str, Any]:
-        """Return the values of those fields that the environment names.
-
-        Args:
-            environ: The environment's variables.
-
-        Returns:
-            Text by the field's name; models that override this add fields that they compute.
-        """
+        """Return the text of those fields that the environment names; models that override this add computed fields."""
         return EnvironmentSource(cls, environ)()
 
 
@@ -145,14 +122,9 @@ class EnvironmentSource(PydanticBaseSettingsSource):
         self._environ = environ
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[str | None, str, bool]:
-        """Return the text of one field, read from the first of its variables that is set.
+        """Return the text of one field, read from the first of its variables that is set, or None; its name; and False.
 
-        Args:
-            field: The field's description; one without `repr` is a secret and may be in a file.
-            field_name: The field's name.
-
-        Returns:
-            The text, or None if no variable of the field is set; the field's name; and False: the text is not JSON.
+        False says that the text is not JSON. A field without `repr` is a secret and may be in a file.
         """
         for name in variables_of(field_name, field).names:
             text = self._environ.get(name) if field.repr else secret(self._environ, name)

@@ -41,13 +41,5 @@ HELD: frozenset[State] = frozenset({"running", "cancelling"})
 
 
 def ending(state: State, wanted: State) -> State:
-    """Return the state that a held job moves to at the end of an attempt.
-
-    Args:
-        state: `running` or `cancelling`.
-        wanted: The state that the attempt's end alone would lead to.
-
-    Returns:
-        `cancelled` if cancellation was asked for, else `wanted`.
-    """
+    """Return the state a held job moves to at an attempt's end: `cancelled` if that was asked for, else `wanted`."""
     return "cancelled" if state == "cancelling" else wanted

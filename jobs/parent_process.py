@@ -15,11 +15,7 @@ GRACE_SECONDS = 6.0
 
 
 def end_with_parent(parent: int) -> None:
-    """End this process once its parent has ended: by SIGTERM, and by force where that takes too long.
-
-    Args:
-        parent: The parent's number, as the parent knows it.
-    """
+    """End this process once its parent, of that number, has ended: by SIGTERM, by force where that takes too long."""
     threading.Thread(target=_end_with, args=(parent,), name="parent process", daemon=True).start()
 
 

@@ -177,12 +177,5 @@ class Caller:
     """Prefix of the key; null in embedded mode, which asks for none."""
 
     def may(self, scope: Scope) -> bool:
-        """Return whether the key carries a scope; `admin` carries all.
-
-        Args:
-            scope: The scope that a route asks for.
-
-        Returns:
-            True if it does.
-        """
+        """Return whether the key carries a scope that a route asks for; `admin` carries all."""
         return scope in self.scopes or "admin" in self.scopes

@@ -173,25 +173,11 @@ class ServiceSettings(EnvironmentSettings):
     """Below this free space workers take no job, and `/readyz` fails (not with a bucket)."""
 
     def factories_of(self, tenant_id: str) -> tuple[str, ...]:
-        """Return the factories that a tenant's jobs may name.
-
-        Args:
-            tenant_id: The tenant's id.
-
-        Returns:
-            The entries for everybody and those for this tenant; `*` stands for all.
-        """
+        """Return the factories that a tenant's jobs may name: those for everybody and for this tenant, `*` for all."""
         return _allowed(self.allowed_factories, tenant_id)
 
     def directories_of(self, tenant_id: str) -> tuple[str, ...]:
-        """Return the folders that a tenant's jobs may read from.
-
-        Args:
-            tenant_id: The tenant's id.
-
-        Returns:
-            The entries for everybody and those for this tenant; `*` stands for all.
-        """
+        """Return the folders that a tenant's jobs may read: those for everybody and for this tenant, `*` for all."""
         return _allowed(self.allowed_directories, tenant_id)
 
     def factories_of_any(self) -> tuple[str, ...]:

@@ -153,14 +153,7 @@ def _lease_one(connection: Connection, taken: Row[Any], worker_id: str, device: 
 
 
 def lease_of(connection: Connection, job: Row[Any]) -> DeviceLease | None:
-    """Return the lease of a job's current attempt.
-
-    Args:
-        job: The job's row.
-
-    Returns:
-        The lease, or None if the attempt has none.
-    """
+    """Return the lease of a job's current attempt, or None if the attempt has none."""
     rows = connection.execute(
         select(device_leases, devices.c.kind)
         .join(devices, devices.c.uuid == device_leases.c.device_uuid)
@@ -209,11 +202,7 @@ def correct(connection: Connection, drawn: Row[Any], needs: int) -> bool:
 
 
 def drain(connection: Connection, drawn: Row[Any]) -> None:
-    """Mark the lease of a job's attempt as draining: the attempt may write no more, but its processes may still run.
-
-    Args:
-        drawn: The locked row of the job, as `draw` returned it.
-    """
+    """Mark the lease of a locked job's attempt as draining: it may write no more, but its processes may still run."""
     silent_since = drawn.lease_expires_at if drawn.lease_expires_at and drawn.lease_expires_at < drawn.now else None
     connection.execute(
         update(device_leases)
@@ -225,9 +214,7 @@ def drain(connection: Connection, drawn: Row[Any]) -> None:
 def note_guardian(engine: Engine, job_id: str, fence: int, pid: int, started: int | None) -> None:
     """Record the process that leads an attempt's process group, so that others can tell whether it still runs.
 
-    Args:
-        pid: The process's number.
-        started: When it began, in the kernel's clock ticks since boot; None where that cannot be read.
+    ``started`` is in the kernel's clock ticks since boot; None where that cannot be read.
     """
     with writing(engine) as connection:
         connection.execute(

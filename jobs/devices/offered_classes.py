@@ -13,15 +13,9 @@ _OFFERED_SECONDS = 900.0
 
 
 def offered_class(connection: Connection, job: Any, needs: int) -> Row[Any] | None:  # noqa: ANN401 - a row of `jobs`
-    """Return a class of which one machine would take a job.
+    """Return the smallest class of which one machine would take a job that needs so many bytes for one rank.
 
-    Args:
-        job: The job's row.
-        needs: The bytes of the job's plan, of one rank.
-
-    Returns:
-        The row of the smallest, with `name`, `kind`, `devices`, `device_bytes` and `factories`; None where there is
-        none.
+    The row has `name`, `kind`, `devices`, `device_bytes` and `factories`; None where there is none.
     """
     query = (
         select(machine_classes)

@@ -179,11 +179,7 @@ def renew(engine: Engine, worker_id: str, used_bytes: dict[str, int], expiry_sec
 
 
 def pause(engine: Engine, worker_id: str, reason: str | None) -> None:
-    """Note why a worker takes no jobs at the moment, or that it does again.
-
-    Args:
-        reason: A clause for those whose jobs wait, such as `its disk is full`; None where it takes jobs.
-    """
+    """Note why a worker takes no jobs at the moment, such as `its disk is full`; None where it takes jobs again."""
     with writing(engine) as connection:
         connection.execute(update(workers).where(workers.c.id == worker_id).values(paused=_bounded(reason)))
 
@@ -192,24 +188,16 @@ def leased_devices(engine: Engine) -> set[str]:
     """Return the UUIDs of all devices with a lease, draining ones included.
 
     A worker calls this right before it reads the memory in use on its devices, and leaves these out of `renew`, or
-    names
-    them to `register`. Otherwise the memory of a job that ends right after the reading, and has no lease any more,
-    would
-    count as others'. This holds for a shared host as for a GPU: what others hold is read only while no job is there.
-
-    Returns:
-        The UUIDs.
+    names them to `register`. Otherwise the memory of a job that ends right after the reading, and has no lease any
+    more, would count as others'. This holds for a shared host as for a GPU: what others hold is read only while no job
+    is there.
     """
     with reading(engine) as connection:
         return set(connection.execute(select(device_leases.c.device_uuid).distinct()).scalars())
 
 
 def isolation_of_jobs(engine: Engine) -> tuple[str, ...] | None:
-    """Return the walls that every worker has between itself and its jobs.
-
-    Returns:
-        The names, sorted; None while no worker is known.
-    """
+    """Return the names, sorted, of the walls that every worker has around its jobs; None while no worker is known."""
     with reading(engine) as connection:
         named = (
             connection.execute(select(workers.c.isolation).where(workers.c.expires_at > ledger_now())).scalars().all()
@@ -226,11 +214,7 @@ def remove(engine: Engine, worker_id: str) -> None:
 
 
 def forget_silent(engine: Engine) -> int:
-    """Delete workers that were silent for an hour, and devices that no worker has offered for a day.
-
-    Returns:
-        The number of deleted rows.
-    """
+    """Delete workers that were silent for an hour and devices not offered for a day; return the number of rows."""
     leased = exists().where(device_leases.c.device_uuid == devices.c.uuid)
     offered = exists().where(worker_devices.c.device_uuid == devices.c.uuid)
     with writing(engine) as connection:
@@ -249,21 +233,13 @@ def count_slots(engine: Engine) -> int:
 
 
 def list_devices(engine: Engine) -> tuple[DeviceStatus, ...]:
-    """Return the status of every known device, ordered by node.
-
-    Returns:
-        One status per device.
-    """
+    """Return the status of every known device, ordered by node."""
     with reading(engine) as connection:
         return read_devices(connection)
 
 
 def read_devices(connection: Connection) -> tuple[DeviceStatus, ...]:
-    """Return what `list_devices` returns, in the caller's transaction.
-
-    Returns:
-        One status per device, ordered by node, kind and name.
-    """
+    """Return what `list_devices` returns, in the caller's transaction; by node, kind and name."""
     leases = (
         select(
             device_leases.c.device_uuid,

@@ -11,28 +11,14 @@ from jobs.schema.tables import jobs
 def suits(job: Any, kind: str, factories: Collection[str]) -> bool:  # noqa: ANN401 - a row of `jobs`
     """Return whether a device may run a job, apart from its memory.
 
-    Args:
-        job: The job's row.
-        kind: The device's kind.
-        factories: The factories that its worker lists; `*` means all.
-
-    Returns:
-        True if the worker lists the job's factories, and the device has the class of the job's first attempt.
+    It may if its worker lists the job's factories (`*` means all) and it has the class of the job's first attempt.
     """
     named = {name for name in (job.model_factory, job.data_factory) if name is not None}
     return job.device_class in (None, device_class(kind)) and ("*" in factories or named <= set(factories))
 
 
 def suits_condition(kind: str, factories: Collection[str]) -> ColumnElement[bool]:
-    """Return `suits` as an SQL condition on `jobs`.
-
-    Args:
-        kind: The device's kind.
-        factories: The factories that its worker lists; `*` means all.
-
-    Returns:
-        The condition.
-    """
+    """Return `suits` as an SQL condition on `jobs`."""
     conditions: list[ColumnElement[bool]] = [
         or_(jobs.c.device_class.is_(None), jobs.c.device_class == device_class(kind))
     ]
@@ -43,25 +29,13 @@ def suits_condition(kind: str, factories: Collection[str]) -> ColumnElement[bool
 
 
 def device_class(kind: str) -> str:
-    """Return the class of devices that compute the same numbers: a fake GPU computes on the CPU.
-
-    Args:
-        kind: A device's kind.
-
-    Returns:
-        `cuda` or `cpu`.
-    """
+    """Return the class, `cuda` or `cpu`, of devices that compute the same numbers: a fake GPU computes on the CPU."""
     return "cuda" if kind == "cuda" else "cpu"
 
 
 def needs_on(job: Any, kind: str) -> int:  # noqa: ANN401 - a row of `jobs`
-    """Return the bytes that a job needs on one device.
+    """Return the bytes that a job needs on one device, 0 where nothing is known.
 
-    Args:
-        job: The job's row; `needs_bytes` are those of one rank.
-        kind: The device's kind.
-
-    Returns:
-        Bytes: of one rank on a GPU, of all ranks on the host that they share; 0 where nothing is known.
+    Those of one rank on a GPU, of all ranks on the host that they share.
     """
     return (job.needs_bytes or 0) * (job.world_size if kind == "host" else 1)

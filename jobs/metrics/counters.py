@@ -58,12 +58,7 @@ OPERATOR_CODES = frozenset(
 
 
 def add(connection: Connection, counter: Counter, label: str = "", count: int = 1) -> None:
-    """Add to a counter; it counts if the transaction commits.
-
-    Args:
-        label: The value of its label; empty for a counter without one.
-        count: How often it has happened.
-    """
+    """Add to a counter; it counts if the transaction commits. The label is empty for a counter without one."""
     given = {"name": counter, "label": label, "shard": secrets.randbelow(SHARDS), "value": count}
     connection.execute(_one_more(connection.dialect.name), given)
 
@@ -71,10 +66,7 @@ def add(connection: Connection, counter: Counter, label: str = "", count: int = 
 def add_failure(connection: Connection, category: str, code: str, *, ends_job: bool) -> None:
     """Count a failed attempt, and a failed job where the attempt was its last.
 
-    Args:
-        category: `usage`, `transient` or `fatal`.
-        code: The failure's code; any outside `OPERATOR_CODES` counts as `other`.
-        ends_job: Whether the job has failed with it.
+    The category is `usage`, `transient` or `fatal`; a code outside `OPERATOR_CODES` counts as `other`.
     """
     add(connection, "attempt_failures", f"{category} {code if code in OPERATOR_CODES else 'other'}")
     if ends_job:

@@ -43,11 +43,7 @@ class LedgerSnapshot:
 def take_snapshot(engine: Engine) -> LedgerSnapshot:
     """Take a snapshot in one transaction of at most two seconds per statement.
 
-    Returns:
-        The snapshot.
-
-    Raises:
-        LedgerUnavailable: If the database does not answer.
+    ``LedgerUnavailable`` if the database does not answer.
     """
     with reading(engine) as connection:
         if connection.dialect.name == "postgresql":

@@ -53,14 +53,8 @@ class ArtifactFolder:
     def attempt_dir(self, job_id: str, fence: int, group: int | None = None) -> Path:
         """Return the folder that one attempt's child writes into, and create it if it is missing.
 
-        Args:
-            group: The job's group, which is to write there; None: the job runs as this process's user.
-
-        Returns:
-            The folder.
-
-        Raises:
-            ArtifactDamaged: If the id is malformed.
+        The job's group is to write there; None: the job runs as this process's user. ``ArtifactDamaged`` if the id is
+        malformed.
         """
         folder = self.root / self._job_part(job_id) / str(int(fence))
         while True:
@@ -97,24 +91,14 @@ class ArtifactFolder:
         return key
 
     def view(self, job_id: str, fence: int) -> Path:
-        """Return the folder of the cached files that one attempt is given, which may not exist yet.
-
-        Returns:
-            The folder, which is the service's and beside the one that the attempt writes to.
-        """
+        """Return the folder of the cached files that one attempt is given, which may not exist yet."""
         return view_of(self.root / self._job_part(job_id) / str(int(fence)))
 
     def new_view(self, job_id: str, fence: int, group: int | None) -> Path:
         """Return the same folder, empty; one that is there stays the one that the job's namespaces show.
 
-        Args:
-            group: The job's group, which is to enter it and not to write; None: the job runs as this process's user.
-
-        Returns:
-            The folder.
-
-        Raises:
-            OSError: If it cannot be made.
+        The job's group is to enter it and not to write; None: the job runs as this process's user. ``OSError`` if it
+        cannot be made.
         """
         folder = self.view(job_id, fence)
         folder.mkdir(exist_ok=True)
@@ -131,14 +115,7 @@ class ArtifactFolder:
     def staged(self, job_id: str, fence: int, name: str) -> BinaryIO:
         """Open what an attempt has written; a link that it put on the way could lead out of its folder.
 
-        Args:
-            name: The file's name below the attempt's folder, of plain segments.
-
-        Returns:
-            The open file.
-
-        Raises:
-            ArtifactDamaged: If it is missing, not a plain file, or reached through a link.
+        ``ArtifactDamaged`` if it is missing, not a plain file, or reached through a link.
         """
         relative = Path(self._job_part(job_id), str(int(fence)), name)
         try:
@@ -174,21 +151,13 @@ class ArtifactFolder:
     def verify(self, artifact: Artifact) -> None:
         """Read a whole file and compare its digest.
 
-        Args:
-            artifact: The file's row.
-
-        Raises:
-            ArtifactDamaged: If it is other than listed.
-            StoreUnavailable: If the store does not answer.
+        ``ArtifactDamaged`` if it is other than listed, ``StoreUnavailable`` if the store does not answer.
         """
         with self.open(artifact) as file:
             require_digest(file, artifact.sha256, called=artifact.uri)
 
     def fetch(self, artifact: Artifact, target: Path) -> None:
         """Copy or link a verified file to a path, where it appears complete or not at all.
-
-        Args:
-            artifact: The file's row.
 
         Raises:
             ArtifactDamaged: If it is other than listed.
@@ -226,13 +195,9 @@ class ArtifactFolder:
 
 
 def view_of(attempt: Path) -> Path:
-    """Return the folder of the cached files that an attempt is given.
+    """Return the folder of the cached files that an attempt is given, beside the one that it writes to.
 
-    Args:
-        attempt: The folder that it writes to.
-
-    Returns:
-        The folder beside it, which is the service's and may not exist yet.
+    It is the service's, and may not exist yet.
     """
     return attempt.with_name(f"{attempt.name}{_VIEW}")
 
@@ -240,30 +205,18 @@ def view_of(attempt: Path) -> Path:
 def open_artifacts(
     settings: LedgerSettings, around: Callable[[ObjectStore], ObjectStore] = lambda store: store
 ) -> ArtifactFolder:
-    """Open the artifacts under the operator's settings.
+    """Open the artifacts under the operator's settings, as yet without a connection.
 
-    Args:
-        settings: The folder, and the bucket if there is one.
-        around: Wraps the store, for instance to retry its calls.
-
-    Returns:
-        The artifacts; nothing is connected to yet.
+    ``around`` wraps the store, for instance to retry its calls.
     """
     root = settings.artifact_root
     return ArtifactFolder(root, around(LocalObjects(root) if settings.bucket is None else S3Objects(settings.bucket)))
 
 
 def object_key(tenant_id: str, sha256: str) -> str:
-    """Return the key of an object.
+    """Return the key of an object, ``objects/<tenant>/<aa>/<sha256>``, with the digest's first two digits.
 
-    Args:
-        sha256: The digest of its bytes, as 64 hexadecimal digits.
-
-    Returns:
-        ``objects/<tenant>/<aa>/<sha256>``, with the digest's first two digits.
-
-    Raises:
-        ArtifactDamaged: If either is malformed.
+    ``ArtifactDamaged`` if the tenant or the digest, of 64 hexadecimal digits, is malformed.
     """
     if not _TENANT.fullmatch(tenant_id) or not _SHA256.fullmatch(sha256):
         raise ArtifactDamaged("a file was declared with something that is not a SHA-256")

@@ -27,16 +27,9 @@ _UNUSED_SECONDS = 30 * 86_400.0
 
 
 def place_of(folder: Path) -> str:
-    """Return the id of a folder of caches, and give it one if it has none.
+    """Return the id of a folder of all tenants' caches, the same for all that share it; make folder and id if missing.
 
-    Args:
-        folder: The folder of all tenants' caches, which is made if it is missing.
-
-    Returns:
-        The id, the same for all that share the folder.
-
-    Raises:
-        OSError: If it can be neither read nor made.
+    ``OSError`` if the id can be neither read nor made.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / _PLACE
@@ -59,24 +52,16 @@ class CachedEntries:
     """The rows of one tenant's entries in one place."""
 
     def __init__(self, engine: Engine, tenant_id: str, place: str) -> None:
-        """Set up the rows.
-
-        Args:
-            place: The folder of caches, by `place_of`.
-        """
+        """Set up the rows of one folder of caches, by `place_of`."""
         self._engine = engine
         self._tenant_id = tenant_id
         self._place = place
         self._own = (cached_factors.c.tenant_id == tenant_id, cached_factors.c.place == place)
 
     def find(self, key: str) -> CachedEntry | None:
-        """Return the entry of a key, and note its use.
+        """Return the entry of a key, and note its use; None without one.
 
-        Returns:
-            The entry; None without one.
-
-        Raises:
-            LedgerUnavailable: If the database does not answer.
+        ``LedgerUnavailable`` if the database does not answer.
         """
         used = update(cached_factors).where(*self._own, cached_factors.c.key == key).values(used_at=ledger_now())
         with writing(self._engine) as connection:
@@ -84,17 +69,10 @@ class CachedEntries:
         return None if row is None else _entry(row)
 
     def add(self, entry: CachedEntry, *, replace: bool) -> bool:
-        """Make an entry that of its key.
+        """Make an entry, with its files in its folder, that of its key, and return whether it is.
 
-        Args:
-            entry: The entry, whose files are in its folder.
-            replace: Whether one that is there gives way.
-
-        Returns:
-            Whether it is; of two that are added at once the first is.
-
-        Raises:
-            LedgerUnavailable: If the database does not answer.
+        One that is there gives way only to ``replace``; of two that are added at once the first is.
+        ``LedgerUnavailable`` if the database does not answer.
         """
         files = plain(entry.files)
         row: dict[str, Any] = {"id": entry.id, "tenant_id": self._tenant_id, "place": self._place, "key": entry.key}
@@ -105,24 +83,16 @@ class CachedEntries:
             return _insert_once(connection, row)
 
     def remove(self, key: str, entry_id: str | None) -> None:
-        """Remove the row of a key.
+        """Remove the row of a key: only if it is of this entry; None: of any.
 
-        Args:
-            entry_id: Only if it is of this entry; None: of any.
-
-        Raises:
-            LedgerUnavailable: If the database does not answer.
+        ``LedgerUnavailable`` if the database does not answer.
         """
         which = () if entry_id is None else (cached_factors.c.id == entry_id,)
         with writing(self._engine) as connection:
             connection.execute(delete(cached_factors).where(*self._own, cached_factors.c.key == key, *which))
 
     def all(self) -> list[CachedEntry]:
-        """Return all entries, the longest unused last.
-
-        Raises:
-            LedgerUnavailable: If the database does not answer.
-        """
+        """Return all entries, the longest unused last; ``LedgerUnavailable`` if the database does not answer."""
         with reading(self._engine) as connection:
             rows = connection.execute(
                 select(cached_factors).where(*self._own).order_by(cached_factors.c.used_at.desc())
@@ -131,14 +101,7 @@ class CachedEntries:
 
 
 def list_tenants(engine: Engine, place: str | None = None) -> list[str]:
-    """Return the tenants that have entries.
-
-    Args:
-        place: Only those with entries in this folder of caches, by `place_of`; None: all tenants, with entries or not.
-
-    Returns:
-        Their ids.
-    """
+    """Return the ids of tenants with entries in a folder of caches, by `place_of`; None: all, with entries or not."""
     found = select(tenants.c.id)
     if place is not None:
         found = select(cached_factors.c.tenant_id).where(cached_factors.c.place == place).distinct()
@@ -147,10 +110,9 @@ def list_tenants(engine: Engine, place: str | None = None) -> list[str]:
 
 
 def forget_unused(engine: Engine) -> int:
-    """Remove the rows that were not used for a month: where their place is still swept, the files follow.
+    """Remove the rows not used for a month, and return their number.
 
-    Returns:
-        The number of rows.
+    Where their place is still swept, the files follow.
     """
     unused = cached_factors.c.used_at < ledger_now(-_UNUSED_SECONDS)
     with writing(engine) as connection:

@@ -27,12 +27,7 @@ _ENTERED, _WRITTEN = 0o750, 0o770
 def give(folder: Path, group: int, *, written: bool) -> None:
     """Give a folder of the service to the group of a job, with all that earlier attempts have left in it.
 
-    Args:
-        group: The job's group.
-        written: Whether the job may write there, and not only enter.
-
-    Raises:
-        OSError: If the folder is another's.
+    The job may enter it, and write there only if ``written``. ``OSError`` if the folder is another's.
     """
     status = folder.stat()
     if status.st_gid != group:
@@ -46,11 +41,7 @@ def give(folder: Path, group: int, *, written: bool) -> None:
 
 
 def give_new(folder: Path, group: int) -> None:
-    """Make a folder below one that was given to a job's group, for the job to write into.
-
-    Args:
-        group: The job's group.
-    """
+    """Make a folder below one that was given to a job's group, for the job to write into."""
     folder.mkdir(exist_ok=True)
     give(folder, group, written=True)
 
@@ -70,11 +61,7 @@ def _give_one(path: Path, group: int) -> None:
 
 @contextlib.contextmanager
 def within(folder: Path) -> Iterator[None]:
-    """Let this thread read what the job of a folder has written; start no thread meanwhile.
-
-    Args:
-        folder: A folder that was given to a job's group, or one of a job that runs as the service's user.
-    """
+    """Let this thread read what a job has written, with a group or as the service's user; start no thread meanwhile."""
     group = _group(folder)
     with contextlib.ExitStack() as acting:
         if group is not None:
@@ -84,11 +71,7 @@ def within(folder: Path) -> Iterator[None]:
 
 
 def clear(folder: Path) -> None:
-    """Remove a folder of a job, with folders that the job has closed; what cannot be removed stays.
-
-    Args:
-        folder: The folder; a missing one is not an error.
-    """
+    """Remove a folder of a job, if there is one, with folders that the job has closed; what cannot be removed stays."""
     group = _group(folder)
     if group is not None:
         with contextlib.suppress(PermissionError), acting_as(group, group):
@@ -97,13 +80,9 @@ def clear(folder: Path) -> None:
 
 
 def size(folder: Path) -> int:
-    """Return the bytes that a folder of a job takes on the disk.
+    """Return the bytes that a folder of a job takes on the disk, 0 of one that is not there.
 
-    Args:
-        folder: The folder; one that is not there takes nothing.
-
-    Returns:
-        The bytes of its blocks, and of all that is below it; a file with several names counts once.
+    Those of its blocks, and of all that is below it; a file with several names counts once.
     """
     group = _group(folder)
     with contextlib.ExitStack() as acting:
@@ -115,11 +94,7 @@ def size(folder: Path) -> int:
 
 
 def statuses(folder: Path) -> Iterator[os.stat_result]:
-    """Yield the status of a folder and of each file and folder below it, as far as a path reaches.
-
-    Args:
-        folder: The folder; links are not followed.
-    """
+    """Yield the status of a folder and of all below it, as far as a path reaches; links are not followed."""
     left = [str(folder)]
     with contextlib.suppress(OSError):
         yield folder.lstat()

@@ -163,16 +163,7 @@ def open_plain(source: Source, size_bytes: int, *, called: str) -> BinaryIO:
 
 
 def require_digest(file: BinaryIO, sha256: str, *, called: str) -> None:
-    """Read a file to its end and compare its digest.
-
-    Args:
-        file: The open file.
-        sha256: The declared digest.
-        called: The name for error messages.
-
-    Raises:
-        ArtifactDamaged: If the bytes have another digest.
-    """
+    """Read a file to its end, and raise ``ArtifactDamaged``, with the name it is called, if its digest is another."""
     digest = hashlib.sha256()
     while chunk := file.read(CHUNK_BYTES):
         digest.update(chunk)

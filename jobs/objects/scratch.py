@@ -48,42 +48,24 @@ class Scratch:
         """The copies of checkpoints in a bucket; None where all machines share the folder."""
 
     def attempt_folder(self, job_id: str, fence: int) -> Path:
-        """Return the folder of one attempt, which may not exist yet.
-
-        Returns:
-            The folder.
-        """
+        """Return the folder of one attempt, which may not exist yet."""
         return self._of_job(job_id) / str(int(fence))
 
     def give(self, job_id: str, fence: int, group: int) -> None:
-        """Make the folder of one attempt, and give it and those before it to the job's group.
-
-        Args:
-            group: The job's group.
-        """
+        """Make the folder of one attempt, and give it and those before it to the job's group."""
         folder = self.attempt_folder(job_id, fence)
         folder.mkdir(parents=True, exist_ok=True)
         job_folders.give(folder.parent, group, written=False)
         job_folders.give(folder, group, written=True)
 
     def before(self, job_id: str, fence: int) -> list[Path]:
-        """Return the folders of earlier attempts on this machine.
-
-        Args:
-            fence: The attempt that asks.
-
-        Returns:
-            The folders, the newest first.
-        """
+        """Return the folders of a job's attempts before this one on this machine, the newest first."""
         place = self._of_job(job_id)
         fences = [int(each.name) for each in place.iterdir() if each.name.isdecimal()] if place.is_dir() else []
         return [place / str(each) for each in sorted(fences, reverse=True) if each < fence]
 
     def fetch(self, job_id: str, fence: int) -> None:
         """Download the newest checkpoint of an earlier attempt on another machine, unless a newer one is here.
-
-        Args:
-            fence: The attempt that asks.
 
         Raises:
             ArtifactDamaged: If the copy is damaged, so that there is no checkpoint to resume from.
@@ -101,11 +83,7 @@ class Scratch:
                 self.copies.fetch(job_id, newest, self.attempt_folder(job_id, newest))
 
     def prune(self, job_id: str, fence: int) -> None:
-        """Delete what attempts have left beside the newest checkpoint, which is all that the next one goes on with.
-
-        Args:
-            fence: The last attempt that has ended.
-        """
+        """Delete what attempts up to this one have left beside the newest checkpoint: the next needs nothing else."""
         kept = False
         for folder in self.before(job_id, fence + 1):
             if not kept and _holds_one(folder):
@@ -116,8 +94,7 @@ class Scratch:
     def size(self, job_id: str) -> int:
         """Return the bytes that the attempts of a job have left: on the disk, or in the bucket that all machines share.
 
-        Raises:
-            StoreUnavailable: If the bucket does not answer.
+        ``StoreUnavailable`` if the bucket does not answer.
         """
         return job_folders.size(self._of_job(job_id)) if self.copies is None else self.copies.size(job_id)
 
@@ -155,24 +132,18 @@ def _holds_one(folder: Path) -> bool:
 def open_scratch(
     settings: LedgerSettings, around: Callable[[ObjectStore], ObjectStore] = lambda store: store
 ) -> Scratch:
-    """Open the scratch under the operator's settings.
+    """Open the scratch under the operator's settings, as yet without a connection.
 
-    Args:
-        settings: The folder, and the bucket if there is one.
-        around: Wraps the store of the copies, for instance to retry its calls.
-
-    Returns:
-        The scratch; nothing is connected to yet.
+    ``around`` wraps the store of the copies, for instance to retry its calls.
     """
     copies = None if settings.bucket is None else ScratchStore(around(S3Objects(settings.bucket)))
     return Scratch(settings.artifact_root, copies)
 
 
 def sweep_scratch(engine: Engine, scratch: Scratch) -> int:
-    """Clear the scratch of jobs that ended without an attempt to do it; prune and count it between two attempts.
+    """Clear the scratch of jobs that ended without an attempt to do it, and return their number.
 
-    Returns:
-        The number of jobs cleared.
+    Between two attempts of a job it is pruned and counted.
     """
     found = scratch.jobs()
     if not found:

@@ -34,20 +34,13 @@ class ScratchStore:
     """The copies of all jobs."""
 
     def __init__(self, store: ObjectStore) -> None:
-        """Set up the copies.
-
-        Args:
-            store: The store that holds them.
-        """
+        """Set up the copies in a store."""
         self._store = store
         self._digests: dict[tuple[int, int, int], str] = {}
         """Digests by inode, time and size of copied files, which are never changed in place."""
 
     def save(self, job_id: str, fence: int, folder: Path) -> bool:
-        """Copy the checkpoint in a folder, and delete the files that only the copy before had.
-
-        Args:
-            folder: The attempt's folder.
+        """Copy the checkpoint in an attempt's folder, and delete the files that only the copy before had.
 
         Returns:
             Whether there was a checkpoint.
@@ -80,21 +73,11 @@ class ScratchStore:
         return True
 
     def newest(self, job_id: str, before: int) -> int | None:
-        """Return the latest earlier attempt with a copied checkpoint.
-
-        Args:
-            before: The fence of the attempt that asks.
-
-        Returns:
-            The fence of the earlier one, or None if there is none.
-        """
+        """Return the fence of the latest attempt with a copied checkpoint before the one that asks, or None."""
         return max((fence for fence in self._fences(job_id) if fence < before), default=None)
 
     def fetch(self, job_id: str, fence: int, target: Path) -> None:
         """Download an attempt's copy to a folder, which appears complete or not at all.
-
-        Args:
-            target: The folder.
 
         Raises:
             ArtifactDamaged: If it is other than copied.
@@ -120,11 +103,7 @@ class ScratchStore:
         self._remove(f"{_ROOT}{job_id}/")
 
     def size(self, job_id: str) -> int:
-        """Return the bytes of all copies of a job.
-
-        Raises:
-            StoreUnavailable: If the store does not answer.
-        """
+        """Return the bytes of all copies of a job; ``StoreUnavailable`` if the store does not answer."""
         return sum(each.size_bytes for each in self._store.listing(f"{_ROOT}{job_id}/"))
 
     def jobs(self) -> set[str]:
@@ -191,14 +170,7 @@ def _snapshot(folder: Path) -> Iterator[dict[str, Path]]:
 
 
 def version_of(folder: Path) -> tuple[tuple[int, int] | None, ...]:
-    """Return which manifests stand in a folder.
-
-    Args:
-        folder: An attempt's folder.
-
-    Returns:
-        Inode and time of each manifest, None of one that is not there.
-    """
+    """Return the inode and time of each manifest in an attempt's folder, None of one that is not there."""
     found: list[tuple[int, int] | None] = []
     with job_folders.within(folder):
         for name in MANIFESTS:

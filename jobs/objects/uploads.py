@@ -97,11 +97,7 @@ class Uploads:
 
     @contextlib.contextmanager
     def writer(self, upload_id: str, name: str) -> Iterator[BinaryIO]:
-        """Open what has come of a file, to write on at its end as the only one who does.
-
-        Raises:
-            UploadRefused: If another one writes to it.
-        """
+        """Open what has come of a file, to write on at its end; ``UploadRefused`` if another one writes to it."""
         path = self._staged(upload_id, name)
         (self._folder.root / _FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)

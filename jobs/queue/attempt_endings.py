@@ -77,13 +77,9 @@ def _coverage(drawn: Row[Any], claim: Claim, *, refused: bool) -> dict[str, bool
 
 @by_holder
 def finish(engine: Engine, claim: Claim, frame: Finished | None = None) -> State:
-    """End the job as succeeded, or as cancelled if that was asked for meanwhile.
+    """End the job, and return its last state: succeeded, or cancelled if that was asked for meanwhile.
 
-    Args:
-        frame: The child's last frame, with the digests of model and data for the manifest.
-
-    Returns:
-        The job's last state.
+    The child's last frame has the digests of model and data for the manifest.
     """
     with writing(engine) as connection:
         parent = draw_parent(connection, claim.parent_id)
@@ -105,15 +101,10 @@ def finish(engine: Engine, claim: Claim, frame: Finished | None = None) -> State
 
 @by_holder
 def fail(engine: Engine, claim: Claim, failure: Failed, pause_seconds: float = 0) -> State:
-    """End the attempt with a failure.
+    """End the attempt with a failure, and return the job's new state: `cancelled` if that was asked for meanwhile.
 
-    A `transient` failure returns the job to the queue until it has failed `max_failures` times; others end it.
-
-    Args:
-        pause_seconds: A job that returns to the queue is not claimed for so long.
-
-    Returns:
-        The job's new state: `queued`, `failed`, or `cancelled` if that was asked for.
+    A `transient` failure returns the job to the queue until it has failed `max_failures` times, and it is not claimed
+    for ``pause_seconds``; others end it.
     """
     said = plain(failure)
     del said["frame"]
@@ -126,11 +117,7 @@ def fail(engine: Engine, claim: Claim, failure: Failed, pause_seconds: float = 0
 
 
 def end_cancelled(engine: Engine, claim: Claim) -> State:
-    """End a job whose cancellation was asked for; any other returns to the queue, as `hand_back` does.
-
-    Returns:
-        The job's new state.
-    """
+    """End a job whose cancellation was asked for; any other returns to the queue, as `hand_back` does."""
     return hand_back(engine, claim)
 
 
@@ -138,11 +125,7 @@ def end_cancelled(engine: Engine, claim: Claim) -> State:
 def hand_back(engine: Engine, claim: Claim, reason: str = "handed back") -> State:
     """Return the job to the queue without counting the attempt, as a drain does; one being cancelled ends.
 
-    Args:
-        reason: The reason, for the job's history.
-
-    Returns:
-        The job's new state: `queued` or `cancelled`.
+    The reason is for the job's history; the new state is `queued` or `cancelled`.
     """
     return _give_back(engine, claim, reason, partial(add, counter="drains"))
 
@@ -151,14 +134,8 @@ def hand_back(engine: Engine, claim: Claim, reason: str = "handed back") -> Stat
 def decline(engine: Engine, claim: Claim, code: str, pause_seconds: float = 0) -> State:
     """Return a job that this worker could not even start, without counting a failure of the job.
 
-    The failure is counted in the operator's metrics; the job keeps its place in the queue.
-
-    Args:
-        code: The failure's code.
-        pause_seconds: The job is not claimed for so long.
-
-    Returns:
-        The job's new state: `queued` or `cancelled`.
+    The failure's code is counted in the operator's metrics; the job keeps its place in the queue, and is not claimed
+    for ``pause_seconds``. The new state is `queued` or `cancelled`.
     """
     counted = partial(add_failure, category="transient", code=code, ends_job=False)
     return _give_back(engine, claim, code, counted, pause_seconds)
@@ -192,12 +169,7 @@ def record_failure(
 ) -> State:
     """Count a failure of the locked job and move it on; the reaper calls this too.
 
-    Args:
-        failure: The failure's fields.
-        pause_seconds: A job that returns to the queue is not claimed for so long.
-
-    Returns:
-        The job's new state: `queued`, `failed` or `cancelled`.
+    The new state is `queued`, where the job is not claimed for ``pause_seconds``, `failed` or `cancelled`.
     """
     failures = drawn.failures + 1
     again = failure["category"] == "transient" and failures < drawn.max_failures

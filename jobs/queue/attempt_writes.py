@@ -29,11 +29,7 @@ Written = Literal["written", "repeated", "differs"]
 
 @by_holder
 def write_started(engine: Engine, claim: Claim, frame: Started) -> None:
-    """Store the attempt's environment in the job's manifest.
-
-    Args:
-        frame: The child's first frame.
-    """
+    """Store the attempt's environment, from the child's first frame, in the job's manifest."""
     with writing(engine) as connection:
         drawn = draw_fenced(connection, claim)
         manifest = {
@@ -65,15 +61,12 @@ def write_progress(engine: Engine, claim: Claim, progress: Mapping[str, Any]) ->
 
 @by_holder
 def write_plan(engine: Engine, claim: Claim, frame: Planned) -> bool:
-    """Store the memory plan, and correct the device lease by it.
+    """Store the memory plan, correct the device lease by it, and return whether the attempt may continue on its device.
 
     The first plan stays, since digests are promised per plan; one that ran out of memory is replaced by the plan that
     was carried out instead, which later attempts repeat. The plan's bytes replace those estimated from the document.
     If they exceed the lease, and another device could hold the job, the attempt must be handed back: then neither the
     plan is stored nor the job bound to this class of device, and a repeated write gives the same answer.
-
-    Returns:
-        Whether the attempt may continue on its device.
     """
     with writing(engine) as connection:
         drawn = draw_fenced(connection, claim)
@@ -97,13 +90,9 @@ def write_plan(engine: Engine, claim: Claim, frame: Planned) -> bool:
 
 @by_holder
 def write_layer(engine: Engine, claim: Claim, frame: LayerDone) -> Written:
-    """Insert one layer's row; a second digest for the same layer becomes an event and never replaces the first.
+    """Insert one layer's row, and return whether it was written, was there already, or differs from the one there.
 
-    Args:
-        frame: The layer's outcome and observations.
-
-    Returns:
-        Whether the row was written, was there already, or differs from the one there.
+    A second digest for the same layer becomes an event and never replaces the first.
     """
     outcome = plain(frame.outcome)
     digest = sha256_of(outcome)
@@ -137,14 +126,10 @@ def write_layer(engine: Engine, claim: Claim, frame: LayerDone) -> Written:
 
 @by_holder
 def write_artifact(engine: Engine, claim: Claim, frame: ArtifactWritten, uri: str) -> Written:
-    """Insert the row of a file; a second digest under the same name becomes an event and never replaces the first.
+    """Insert a file's row, and return whether it was written, was there already, or differs from the one there.
 
-    Args:
-        frame: The file's name, digest, size and media type.
-        uri: The key under which `ArtifactFolder.publish` has stored the verified file.
-
-    Returns:
-        Whether the row was written, was there already, or differs from the one there.
+    ``uri`` is the key under which `ArtifactFolder.publish` has stored the verified file. A second digest under the same
+    name becomes an event and never replaces the first.
     """
     key = {"job_id": claim.job_id, "name": frame.name}
     with writing(engine) as connection:
@@ -173,11 +158,7 @@ def write_artifact(engine: Engine, claim: Claim, frame: ArtifactWritten, uri: st
 
 @by_holder
 def write_summary(engine: Engine, claim: Claim, frame: Summarised) -> None:
-    """Store the summary of one analysis.
-
-    Args:
-        frame: The analysis and its summary.
-    """
+    """Store the summary of one analysis."""
     with writing(engine) as connection:
         drawn = draw_fenced(connection, claim)
         change(connection, drawn, {"summary": (drawn.summary or {}) | {frame.kind: plain(frame.summary)}})
@@ -186,11 +167,7 @@ def write_summary(engine: Engine, claim: Claim, frame: Summarised) -> None:
 
 @by_holder
 def write_log_line(engine: Engine, claim: Claim, frame: LogLine) -> None:
-    """Append a log line to the job's events.
-
-    Args:
-        frame: The line and its level.
-    """
+    """Append a log line with its level to the job's events."""
     with writing(engine) as connection:
         drawn = draw_fenced(connection, claim)
         append_event(connection, drawn, "log", {"level": frame.level, "message": frame.message})

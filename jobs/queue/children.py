@@ -64,10 +64,7 @@ def draw_parent(connection: Connection, parent_id: str | None, *, skip_locked: b
 def insert_children(connection: Connection, drawn: Row[Any], children: Sequence[Mapping[str, Any]]) -> None:
     """Insert children of a locked job with their first events; one statement holds up to 500 of them.
 
-    Args:
-        connection: A connection with an open transaction, in which the parent's row is locked.
-        drawn: The parent's row, as `draw` returned it.
-        children: What each has beside what it inherits, or in its place: the same columns of all.
+    Each has columns beside what it inherits, or in its place: the same of all.
     """
     inherited = {name: getattr(drawn, name) for name in _INHERITED}
     now, first = drawn.now, {"state": "queued", "attempt": 0}
@@ -89,14 +86,9 @@ def child_name(parent: str | None, title: str) -> str:
 
 
 def cancel_pieces(connection: Connection, parent_id: str, reason: str) -> bool:
-    """Cancel the pieces of a locked job that have not ended: queued ones at once, running ones by asking.
+    """Cancel a locked job's pieces that have not ended: queued ones at once, running ones by asking.
 
-    Args:
-        connection: A connection with an open transaction, in which the parent's row is locked.
-        reason: The reason, for the pieces' history.
-
-    Returns:
-        Whether there are pieces that have yet to stop.
+    The reason is for their history. Return whether there are pieces that have yet to stop.
     """
     cancel_queued(connection, jobs.c.parent_id == parent_id, reason)
     running = (jobs.c.parent_id == parent_id, jobs.c.state == "running")

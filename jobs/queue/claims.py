@@ -109,16 +109,9 @@ def claim(
 
 @by_holder
 def heartbeat(engine: Engine, claim: Claim, lease_seconds: float) -> datetime | None:
-    """Renew the lease of a claim.
+    """Renew the lease of a claim for so long from now, and return when cancellation was asked for, or None.
 
-    Args:
-        lease_seconds: The lease holds so long from now.
-
-    Returns:
-        When cancellation was asked for, or None.
-
-    Raises:
-        LeaseLost: If the job has another holder by now, or none.
+    ``LeaseLost`` if the job has another holder by now, or none.
     """
     return last_heartbeat(engine, claim, lease_seconds)
 

@@ -17,16 +17,9 @@ from jobs.schema.tables import job_events
 
 @by_holder
 def record_crash(engine: Engine, claim: Claim, signature: Mapping[str, Any]) -> bool:
-    """Store the signature of a crash as an event.
+    """Store how and where a process crashed as an event, and return whether the crash before had the same signature.
 
-    Args:
-        signature: How and where the process ended.
-
-    Returns:
-        Whether the crash before this one had the same signature.
-
-    Raises:
-        LeaseLost: If the job has another holder by now, or none.
+    ``LeaseLost`` if the job has another holder by now, or none.
     """
     with writing(engine) as connection:
         drawn = draw_fenced(connection, claim)

@@ -67,11 +67,7 @@ _DELIVERY = insert(webhook_deliveries).values(created_at=ledger_now(), due_at=le
 def draw(connection: Connection, *conditions: ColumnElement[bool]) -> Row[Any] | None:
     """Lock the one job that fits all conditions, and draw the number of its next event.
 
-    Args:
-        conditions: SQL conditions on `jobs`.
-
-    Returns:
-        The job's row, with the number as `event_seq` and the database's time as `now`; None if no job fits.
+    The row has that number as `event_seq` and the database's time as `now`; None if no job fits.
     """
     return connection.execute(_DRAW.where(*conditions)).one_or_none()
 
@@ -124,23 +120,12 @@ def by_holder(
 
 
 def change(connection: Connection, drawn: Row[Any], values: Mapping[str, Any]) -> None:
-    """Set columns of a locked job.
-
-    Args:
-        drawn: The locked row of the job, as `draw` returned it.
-        values: New values by column.
-    """
+    """Set columns of a locked job."""
     connection.execute(update(jobs).where(jobs.c.id == drawn.id).values(dict(values)))
 
 
 def append_event(connection: Connection, drawn: Row[Any], event_type: str, data: Mapping[str, Any]) -> None:
-    """Insert an event under the drawn number; one `draw` allows one event.
-
-    Args:
-        drawn: The locked row of the job, as `draw` returned it.
-        event_type: The event's type.
-        data: Its content.
-    """
+    """Insert an event under the number that `draw` drew; one `draw` allows one event."""
     connection.execute(
         _EVENT,
         {
@@ -160,16 +145,9 @@ def move(
     values: Mapping[str, Any] | None = None,
     reason: str | None = None,
 ) -> None:
-    """Move the locked job to a state, and write what goes with it: timestamps, lease, event.
+    """Move a job that `draw` locked to a state, and write what goes with it: more columns, timestamps, lease, event.
 
-    Args:
-        drawn: The locked row of the job, as `draw` returned it.
-        state: The new state.
-        values: More columns of the job to set.
-        reason: The reason, for the job's history.
-
-    Raises:
-        ValueError: If the move is not in the table of legal moves.
+    The reason is for the job's history. ``ValueError`` if the move is not in the table of legal moves.
     """
     if state not in LEGAL_MOVES[drawn.state]:
         raise ValueError(f"no job goes from {drawn.state} to {state}; the legal moves are in jobs.lifecycle")
@@ -189,16 +167,10 @@ def change_all(
     values: Mapping[str, Any],
     event: tuple[str, Callable[[Row[Any]], Mapping[str, Any]]],
 ) -> list[str]:
-    """Set columns of all jobs that fit a condition, each with an event, in a few statements.
+    """Set columns of all jobs that fit a condition, each with an event, in a few statements, and return their ids.
 
-    Args:
-        connection: A connection with an open transaction, in which no other can lock several of these jobs.
-        which: A condition on `jobs`.
-        values: New values by column.
-        event: The event's type, and its content from a row with the job's `id`, `state` and `attempt`.
-
-    Returns:
-        The jobs' ids.
+    No other transaction may be able to lock several of these jobs. The event is its type, and its content from a row
+    with the job's `id`, `state` and `attempt`.
     """
     kind, content = event
     columns = (jobs.c.id, jobs.c.tenant_id, jobs.c.event_seq, jobs.c.state, jobs.c.attempt)

@@ -73,12 +73,8 @@ def note_success(connection: Connection, parent: Row[Any], piece: Piece) -> None
 def report_piece(engine: Engine, claim: Claim, *, begins: bool = False) -> bool:
     """Have the parent's row say how far its pieces are, unless it was said within the last second.
 
-    Args:
-        claim: The claim of a piece; of any other job nothing is written.
-        begins: Whether the piece has just begun: that is written in any case, and becomes an event of the parent.
-
-    Returns:
-        Whether it was written.
+    The beginning of a piece is written in any case, and becomes an event of the parent; of a job that is not a piece
+    nothing is written. Return whether it was.
     """
     if claim.parent_id is None or claim.piece is None:
         return False

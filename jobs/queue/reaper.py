@@ -64,15 +64,12 @@ def reap(engine: Engine) -> int:
 def reap_expired(engine: Engine) -> int:
     """Take every job with an expired lease from its holder, and move on divided jobs that were left behind.
 
-    A job with a passed deadline fails; the others return to the queue.
+    A job with a passed deadline fails; the others return to the queue. Return the number of jobs taken.
 
     Every API and worker process calls this: each job is taken in a transaction of its own, and its first
     statement checks the lease again, so that a second reaper, or a heartbeat that came first, leaves it
     nothing to do. A job with a locked row is left for the next round: a holder that froze in the middle
     of a write keeps its lock until the database ends its session, and must not hold up the others.
-
-    Returns:
-        The number of jobs taken.
     """
     expired = (jobs.c.state.in_(HELD), jobs.c.lease_expires_at < ledger_now())
     with reading(engine) as connection:
@@ -88,17 +85,10 @@ def reap_expired(engine: Engine) -> int:
 
 
 def reap_ended_worker(engine: Engine, worker_id: str, process_space: str) -> int:
-    """Take every job from a worker of which nothing runs any more, and forget the worker.
+    """Take every job from a worker that has ended with all its guardians, forget it, and return the number of jobs.
 
-    Its device leases go with it, but for those of which this machine sees the processes: `free_drained` frees
-    them when the last one is gone.
-
-    Args:
-        worker_id: The worker; it and all its guardians have ended.
-        process_space: The machine and namespace in which the caller can tell whether a process lives.
-
-    Returns:
-        The number of jobs taken.
+    Its device leases go with it, but for those of which this machine, in its process space, sees the processes:
+    `free_drained` frees them when the last one is gone.
     """
     of_worker = and_(device_leases.c.job_id == jobs.c.id, device_leases.c.fence == jobs.c.fence)
     held = (jobs.c.state.in_(HELD), exists().where(of_worker, device_leases.c.worker_id == worker_id))
@@ -139,12 +129,9 @@ def _taken(engine: Engine, seen: Any, *conditions: ColumnElement[bool]) -> Row[A
 
 
 def end_overdue(engine: Engine) -> int:
-    """Fail every queued job with a passed deadline, without counting a failed attempt.
+    """Fail every queued job with a passed deadline, without counting a failed attempt, and return their number.
 
     The deadlines of running jobs are for their workers to keep.
-
-    Returns:
-        The number of ended jobs.
     """
     # in the statement's text, for the index that holds queued jobs with a deadline alone
     overdue = (jobs.c.state == literal("queued", literal_execute=True), jobs.c.deadline_at <= ledger_now())

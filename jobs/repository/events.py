@@ -39,17 +39,9 @@ class History:
 
 
 def read_history(engine: Engine, tenant_id: str, job_id: str, after: int, limit: int = MAX_PAGE) -> History | None:
-    """Return a page of a job's events.
+    """Return a page of a job's events above a number, in order, or None if this tenant has no such job.
 
-    Args:
-        after: Only events with a greater number.
-        limit: The page's size, 1 to 100.
-
-    Returns:
-        The events in order, or None if this tenant has no such job.
-
-    Raises:
-        PageRefused: If the limit is out of range.
+    ``PageRefused`` if the limit is not 1 to 100.
     """
     check_limit(limit)
     if not is_id(job_id):
@@ -82,13 +74,9 @@ def read_history(engine: Engine, tenant_id: str, job_id: str, after: int, limit:
 def read_new_events(engine: Engine, positions: Mapping[str, int | None]) -> dict[str, History]:
     """Return the position of several jobs and their new events, in two statements for all of them.
 
-    No tenant is checked: the caller has made sure that each job belongs to its reader.
-
-    Args:
-        positions: The number of the last event known, by job; None asks for the job's position without events.
-
-    Returns:
-        Events by job, at most 2,000 in all; a job that does not exist any more is absent.
+    A position is the number of the last event known; None asks for the job's position without events. At most 2,000
+    events are returned; a job that does not exist any more is absent. No tenant is checked: the caller has made sure
+    that each job belongs to its reader.
     """
     with reading(engine) as connection:
         dialect = connection.dialect.name

@@ -63,11 +63,7 @@ class _ClaimedJob(Finished):
 def import_run(engine: Engine, folder: ArtifactFolder, tenant_id: str, upload: UploadView) -> str:
     """Store an ended job with the results of an upload, and return its id; if it was imported before, that job's.
 
-    Args:
-        folder: The artifacts, which hold the upload's files.
-
-    Raises:
-        UploadRefused: If a file, a row or a field is other than it says, with its name.
+    ``UploadRefused`` if a file, a row or a field is other than it says, with its name.
     """
     if upload.kind != "run" or not upload.complete:
         raise UploadRefused("incomplete", "this is not a complete upload of a run's folder; send the rest of it first")

@@ -48,14 +48,7 @@ class PieceJob:
 
 
 def read_pieces(engine: Engine, tenant_id: str, parent_id: str) -> tuple[PieceJob, ...]:
-    """Return the pieces of a job.
-
-    Args:
-        parent_id: The divided job.
-
-    Returns:
-        All pieces of all rounds, in their order; none if the job was not divided, or is not the tenant's.
-    """
+    """Return a job's pieces of all rounds, in order; none if it was not divided, or is not the tenant's."""
     if not is_id(parent_id):
         return ()
     of_job = (jobs.c.tenant_id == tenant_id, jobs.c.parent_id == parent_id)
@@ -68,8 +61,7 @@ def read_pieces(engine: Engine, tenant_id: str, parent_id: str) -> tuple[PieceJo
 def read_series(engine: Engine, tenant_id: str, parent_id: str) -> tuple[list[Job], list[tuple[int, Job]]]:
     """Return the jobs of a series.
 
-    Returns:
-        Those of its checkpoints in order, and the comparisons of neighbours, each with the place of the later one.
+    Those of its checkpoints in order, and the comparisons of neighbours, each with the place of the later one.
     """
     query = select(jobs).where(jobs.c.tenant_id == tenant_id, jobs.c.parent_id == parent_id)
     with reading(engine, tenant_id) as connection:

@@ -115,17 +115,9 @@ def every_layer_row(engine: Engine, tenant_id: str, job_id: str) -> Iterator[Lay
 
 
 def page_of(rows: Iterable[LayerRow], asked: LayerQuery = ALL_LAYERS) -> LayerPage:
-    """Return the page that `layer_rows` returns, of rows that are not in the ledger.
+    """Return the page that `layer_rows` returns, of all rows of a job, in any order, that are not in the ledger.
 
-    Args:
-        rows: All rows of a job, in any order; no more than a page of them is kept in memory.
-        asked: Which rows, in which order and from where on.
-
-    Returns:
-        The rows, and the cursor of the next page, or None on the last one.
-
-    Raises:
-        PageRefused: If the sort key or the cursor is not valid.
+    No more than a page of them is kept in memory. ``PageRefused`` if the sort key or the cursor is not valid.
     """
     number = _number_of(asked.sort)
     beyond = None if asked.after is None else _read_cursor(asked.after, asked.sort)
@@ -147,47 +139,28 @@ def page_of(rows: Iterable[LayerRow], asked: LayerQuery = ALL_LAYERS) -> LayerPa
 
 
 def count_layers(engine: Engine, tenant_id: str, job_id: str) -> int:
-    """Return the number of layer rows that a job has so far.
-
-    Returns:
-        The number; 0 for a job of another tenant.
-    """
+    """Return the number of layer rows that a job has so far; 0 for a job of another tenant."""
     query = select(func.count()).select_from(layer_results).where(*_owned(layer_results, tenant_id, job_id))
     with reading(engine, tenant_id) as connection:
         return connection.execute(query).scalar_one()
 
 
 def count_events(engine: Engine, tenant_id: str, job_id: str) -> int:
-    """Return the number of a job's events in the ledger.
-
-    Returns:
-        The number; 0 for a job of another tenant.
-    """
+    """Return the number of a job's events in the ledger; 0 for a job of another tenant."""
     query = select(func.count()).select_from(job_events).where(*_owned(job_events, tenant_id, job_id))
     with reading(engine, tenant_id) as connection:
         return connection.execute(query).scalar_one()
 
 
 def list_artifacts(engine: Engine, tenant_id: str, job_id: str) -> tuple[Artifact, ...]:
-    """Return all files of a job.
-
-    Returns:
-        Their rows, by name; empty for a job of another tenant.
-    """
+    """Return the rows of all files of a job, by name; none for a job of another tenant."""
     query = select(artifacts).where(*_owned(artifacts, tenant_id, job_id)).order_by(artifacts.c.name)
     with reading(engine, tenant_id) as connection:
         return tuple(artifact_record(row) for row in connection.execute(query))
 
 
 def read_artifact(engine: Engine, tenant_id: str, job_id: str, name: str) -> Artifact | None:
-    """Return the row of one file; `ArtifactFolder.open` opens it.
-
-    Args:
-        name: The file's name.
-
-    Returns:
-        The row, or None if there is none of that name.
-    """
+    """Return the row of one file, or None if there is none of that name; `ArtifactFolder.open` opens it."""
     query = select(artifacts).where(*_owned(artifacts, tenant_id, job_id), artifacts.c.name == name.replace("\0", ""))
     with reading(engine, tenant_id) as connection:
         row = connection.execute(query).one_or_none()

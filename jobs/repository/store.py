@@ -39,32 +39,17 @@ _LABEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
 
 
 def read_job(engine: Engine, tenant_id: str, job_id: str) -> Job | None:
-    """Return a job.
-
-    Returns:
-        The job, or None if this tenant has none of that id.
-    """
+    """Return a job, or None if this tenant has none of that id."""
     return _read(engine, tenant_id, *_owned(tenant_id, job_id))
 
 
 def read_estimate(engine: Engine, tenant_id: str, estimate_id: str) -> Job | None:
-    """Return a job that is only planned.
-
-    Returns:
-        The estimate, or None if this tenant has none of that id.
-    """
+    """Return a job that is only planned, or None if this tenant has none of that id."""
     return _read(engine, tenant_id, *_owned(tenant_id, estimate_id, estimate=True))
 
 
 def read_claimed(engine: Engine, claim: Claim) -> Job | None:
-    """Return the job or estimate of a claim.
-
-    Args:
-        claim: The claim; it may be lost by now.
-
-    Returns:
-        The job, or None if it was deleted.
-    """
+    """Return the job or estimate of a claim, which may be lost by now; None if it was deleted."""
     return _read(engine, claim.tenant_id, jobs.c.tenant_id == claim.tenant_id, jobs.c.id == claim.job_id)
 
 
@@ -267,14 +252,7 @@ def delete_job(engine: Engine, tenant_id: str, job_id: str, *, estimate: bool = 
 
 
 def check_limit(limit: int) -> None:
-    """Refuse a page that is empty or too large.
-
-    Args:
-        limit: The size that was asked for.
-
-    Raises:
-        PageRefused: If it is not 1 to 100.
-    """
+    """Raise ``PageRefused`` if the size that was asked of a page is not 1 to 100."""
     if not 1 <= limit <= MAX_PAGE:
         raise PageRefused("limit", f"is {limit}; take 1 to {MAX_PAGE}")
 

@@ -161,15 +161,7 @@ def _replayed(connection: Connection, tenant_id: str, original_id: str) -> dict[
 
 
 def submitted_under(engine: Engine, tenant_id: str, document: JobDocument, prefix: str) -> tuple[Job, ...]:
-    """Return the jobs of a document whose idempotency keys begin alike.
-
-    Args:
-        document: Their document.
-        prefix: The beginning of the keys.
-
-    Returns:
-        The jobs, the oldest first.
-    """
+    """Return the jobs of a document, the oldest first, whose idempotency keys begin with the prefix."""
     with reading(engine, tenant_id) as connection:
         rows = connection.execute(
             select(jobs)

@@ -68,16 +68,9 @@ def write_archive(
 
 
 def read_contents(folder: ArtifactFolder, archive: Artifact) -> Contents:
-    """Return the first line of an archive.
+    """Return the first line of an archive: the job, and its numbers of layers and events.
 
-    Args:
-        archive: The archive's row.
-
-    Returns:
-        The job, and its numbers of layers and events.
-
-    Raises:
-        ArtifactDamaged: If the file is other than listed, or not an archive of this version.
+    ``ArtifactDamaged`` if the file is other than listed, or not an archive of this version.
     """
     for line in _read(folder, archive):
         if line.get("archive") != _VERSION:
@@ -87,16 +80,9 @@ def read_contents(folder: ArtifactFolder, archive: Artifact) -> Contents:
 
 
 def read_layers(folder: ArtifactFolder, archive: Artifact) -> Iterator[LayerRow]:
-    """Yield the layer rows of an archive, by kind and ordinal.
+    """Yield the layer rows of an archive, by kind and ordinal; the whole file is verified before the first.
 
-    Args:
-        archive: The archive's row.
-
-    Yields:
-        One row after the other; the whole file is verified before the first.
-
-    Raises:
-        ArtifactDamaged: If the file is other than listed.
+    ``ArtifactDamaged`` if the file is other than listed.
     """
     for line in _read(folder, archive):
         if "layer" in line:

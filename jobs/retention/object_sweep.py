@@ -50,14 +50,9 @@ def sweep_objects(engine: Engine, folder: ArtifactFolder, grace_seconds: float) 
 
 
 def delete_unlisted(engine: Engine, folder: ArtifactFolder, deleted: Iterable[Artifact], grace_seconds: float) -> int:
-    """Delete the objects that only a deleted job has listed, without waiting for the next sweep.
+    """Delete the objects that only a deleted job has listed, without waiting for the next sweep; return their number.
 
-    Args:
-        deleted: The files of the deleted job.
-        grace_seconds: The least age, by the store's clock; younger objects are left to the sweep.
-
-    Returns:
-        The number of deleted objects.
+    Those younger than the grace, by the store's clock, are left to the sweep.
     """
     limit = folder.store.now() - grace_seconds
     keys = dict.fromkeys(each.uri for each in deleted if each.uri.startswith(OBJECTS))
@@ -65,13 +60,9 @@ def delete_unlisted(engine: Engine, folder: ArtifactFolder, deleted: Iterable[Ar
 
 
 def sweep_attempts(engine: Engine, folder: ArtifactFolder, grace_seconds: float) -> int:
-    """Delete the staged files of attempts that have lost or ended their job.
+    """Delete the staged files of attempts that have lost or ended their job, and return the number of attempts.
 
-    Args:
-        grace_seconds: Only folders without a change for so long.
-
-    Returns:
-        The number of attempts with deleted files.
+    Folders with a change within the grace stay.
     """
     if not folder.root.is_dir():
         return 0

@@ -91,13 +91,9 @@ def archive_ended(
 
 
 def forget_estimates(engine: Engine, days: float) -> int:
-    """Delete old estimates with all their rows; they have no files, and can be asked for again.
+    """Delete at most 500 estimates that ended so many days ago with all their rows, and return their number.
 
-    Args:
-        days: Only estimates that ended so many days ago.
-
-    Returns:
-        The number of deleted estimates, at most 500.
+    They have no files, and can be asked for again.
     """
     old = select(jobs.c.id).where(*_ended(days), jobs.c.kind == ESTIMATE).order_by(jobs.c.finished_at)
     with writing(engine) as connection:

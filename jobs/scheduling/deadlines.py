@@ -13,37 +13,18 @@ from jobs.schema.clock import ledger_now
 
 
 def stored_schedule(schedule: Schedule) -> dict[str, Any] | None:
-    """Return a schedule as the column of a submission holds it.
-
-    Args:
-        schedule: The document's schedule.
-
-    Returns:
-        Its fields, or None for the default schedule.
-    """
+    """Return a schedule as the column of a submission holds it, None for the default schedule."""
     return None if schedule == Schedule() else dict(plain(schedule))
 
 
 def deadline_of(schedule: Schedule) -> datetime | ColumnElement[datetime] | None:
-    """Return the deadline of a job that gets a schedule now.
-
-    Returns:
-        The moment or an SQL expression for it; None without a deadline.
-    """
+    """Return the deadline of a job that gets a schedule now: a moment, an SQL expression for it, or None."""
     seconds = schedule.within_seconds
     return schedule.deadline_at if seconds is None else ledger_now(seconds)
 
 
 def require_in_time(deadline_at: datetime | None, now: datetime, pointer: str = "/schedule/deadline") -> None:
-    """Refuse a deadline that has passed.
-
-    Args:
-        now: The database's time.
-        pointer: The field to name in the refusal.
-
-    Raises:
-        DocumentRefused: If the deadline is not later than `now`.
-    """
+    """Refuse a deadline that is not later than the database's time with ``DocumentRefused``, which names the field."""
     if deadline_at is not None and deadline_at <= now:
         message = f"has passed: by the service's clock it is {now:%Y-%m-%dT%H:%M:%SZ}; give a later moment, or none"
         raise DocumentRefused((Complaint(pointer=pointer, code="in_the_past", message=message),))

@@ -111,15 +111,8 @@ def tenants_without_slot(connection: Connection, most_running: int) -> frozenset
 def is_within_cap(connection: Connection, taken: Row[Any], most_running: int) -> bool:
     """Return whether a tenant may run the job that this transaction has just taken.
 
-    Exact where the transaction has locked the tenant's row before it asks: then no other claim is under way.
-
-    Args:
-        connection: The connection of the claim.
-        taken: The job's row.
-        most_running: The cap on the running jobs of a tenant.
-
-    Returns:
-        False if there is one too many with it; an estimate may be that one.
+    Exact where the transaction has locked the tenant's row before it asks: then no other claim is under way. False if
+    there is one job too many with it; an estimate may be that one.
     """
     running, estimates = connection.execute(_RUNNING, {"tenant": taken.tenant_id}).one()
     return bool(running <= most_running or (taken.priority >= AHEAD and estimates == 1))

@@ -102,22 +102,11 @@ class FleetDevice:
         return *self.size, self.uuid
 
     def offered_by(self, worker_id: str) -> bool:
-        """Return whether a worker offers this device.
-
-        Returns:
-            True if it does.
-        """
+        """Return whether a worker offers this device."""
         return any(each.worker_id == worker_id for each in self.offers)
 
     def takes_now(self, job: Row[Any]) -> bool:
-        """Return whether any worker could start a job, or one rank of it, here at once.
-
-        Args:
-            job: The job's row.
-
-        Returns:
-            True if a live worker with a free slot may run it, and its memory is free.
-        """
+        """Return whether a live worker with a free slot may run a job, or one rank of it, here, in the free memory."""
         return needs_on(job, self.kind) <= self.free_bytes and any(
             each.live and each.free_slots > 0 and suits(job, self.kind, each.factories) for each in self.offers
         )
@@ -125,13 +114,8 @@ class FleetDevice:
     def could_hold(self, job: Row[Any], *, live: bool, taking: bool = False) -> bool:
         """Return whether the job, on a GPU one rank of it, would fit if nothing else were on the device.
 
-        Args:
-            job: The job's row.
-            live: Whether only workers that were seen lately count.
-            taking: Whether only workers that take jobs at the moment count.
-
-        Returns:
-            True if it would, and a worker may run it here.
+        A worker must be allowed to run it here: with ``live`` one that was seen lately, with ``taking`` one that takes
+        jobs at the moment.
         """
         return needs_on(job, self.kind) <= self.capacity_bytes and any(
             (each.live or not live) and (each.takes_jobs or not taking) and suits(job, self.kind, each.factories)
@@ -149,25 +133,11 @@ class FleetDevice:
         return self.now - 2 * age if age > _BELIEVED else self.now
 
     def most_bytes_if_read(self, seconds: float) -> int:
-        """Return the bytes that jobs may use, trusting the last reading of others' use only if it is recent.
-
-        Args:
-            seconds: The greatest age of the reading.
-
-        Returns:
-            The capacity less others' use, or the whole capacity if the reading is older.
-        """
+        """Return the capacity, less others' use if that was read at most so many seconds ago."""
         return self.most_bytes if self.now - self.read_at <= timedelta(seconds=seconds) else self.capacity_bytes
 
     def leaves(self, job: Row[Any]) -> bool:
-        """Return whether others' use leaves enough memory for a job, as far as the job trusts the last reading.
-
-        Args:
-            job: The job's row.
-
-        Returns:
-            True if it does.
-        """
+        """Return whether others' use leaves enough memory for a job, as far as the job trusts the last reading."""
         doubted = (job.queued_at or self.now) > self.doubted_since
         return needs_on(job, self.kind) <= (self.capacity_bytes if doubted else self.most_bytes)
 
@@ -175,22 +145,12 @@ class FleetDevice:
         """Return whether a job could run here once no other does.
 
         Reserving the device for a job that cannot is of no use.
-
-        Args:
-            job: The job's row.
-
-        Returns:
-            True if it could.
         """
         return self.leaves(job) and self.could_hold(job, live=True)
 
 
 def read_fleet(connection: Connection) -> list[FleetDevice]:
-    """Read every known device, with its offers and its free memory.
-
-    Returns:
-        The devices, from small to large.
-    """
+    """Read every known device, from small to large, with its offers and its free memory."""
     rows = connection.execute(_DEVICES).all()
     reserved = [row.reserved_job_id for row in rows if row.reserved_job_id is not None]
     waiting = {}

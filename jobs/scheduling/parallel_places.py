@@ -13,13 +13,9 @@ from jobs.schema.tables import devices, jobs, worker_devices, workers
 
 
 def count_places(engine: Engine, job_id: str) -> int:
-    """Return the number of attempts of a job's pieces that could compute at once.
+    """Return the number, at least 1, of attempts of a job's pieces that could compute at once.
 
-    Args:
-        job_id: The job; its pieces compute on its class of device, where a plan has tied it to one.
-
-    Returns:
-        The number; at least 1, as the job is claimed.
+    They compute on the job's class of device, where a plan has tied it to one.
     """
     offered = (
         select(workers.c.id, workers.c.slots, workers.c.factories, devices.c.uuid, devices.c.kind)

@@ -87,12 +87,7 @@ def _rows_of(connection: Connection, job_ids: Sequence[str]) -> dict[str, Row[An
 def has_future_work(engine: Engine, worker_id: str, read_seconds: float) -> bool:
     """Return whether any queued job could run on the worker's devices once they are free.
 
-    Args:
-        read_seconds: Others' use of a device counts if it was read so recently; an older reading is about to be
-            renewed.
-
-    Returns:
-        True if there may be work to come.
+    Others' use of a device counts if it was read so recently; an older reading is about to be renewed.
     """
     with reading(engine) as connection:
         own = offered_by(read_fleet(connection), worker_id)
@@ -163,13 +158,9 @@ def reserve(engine: Engine, worker_id: str, after_seconds: float, most_running: 
 
 
 def placement_of(engine: Engine, job: Job, most_running: int = 0) -> PlacementView | None:
-    """Return the device of a job, or the reason why it has none yet.
+    """Return the device of a job, or the reason why it has none yet; None if the job has ended.
 
-    Args:
-        most_running: Cap on the running jobs of a tenant; 0 sets none.
-
-    Returns:
-        The placement, or None if the job has ended.
+    ``most_running`` caps the running jobs of a tenant; 0 sets none.
     """
     if job.ended:
         return None
@@ -192,11 +183,7 @@ def placement_of(engine: Engine, job: Job, most_running: int = 0) -> PlacementVi
 def placement_before(engine: Engine, document: JobDocument, needs_bytes: int | None) -> PlacementView:
     """Return the placement that a job of this document would have if it were submitted now.
 
-    Args:
-        needs_bytes: Device memory that it is known to need; None if unknown.
-
-    Returns:
-        The placement.
+    ``needs_bytes`` is the device memory that it is known to need; None if unknown.
     """
     model, data = factories_of(document)
     asked: Any = SimpleNamespace(

@@ -211,14 +211,7 @@ def _nowhere(fleet: Sequence[FleetDevice], row: Row[Any]) -> PlacementView:
 
 
 def readable(size_bytes: int) -> str:
-    """Return a number of bytes with a decimal unit, such as `1.07 GB`.
-
-    Args:
-        size_bytes: The number.
-
-    Returns:
-        The text, with three significant digits.
-    """
+    """Return bytes with a decimal unit and three significant digits, such as `1.07 GB`."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if size_bytes >= size:
             return f"{size_bytes / size:.3g} {unit}"

@@ -23,38 +23,15 @@ class Moment(TypeDecorator[datetime]):
     cache_ok = True
 
     def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
-        """Choose the column's type.
-
-        Args:
-            dialect: The database's dialect.
-
-        Returns:
-            A double on SQLite, timestamptz elsewhere.
-        """
+        """Choose the column's type: a double on SQLite, timestamptz elsewhere."""
         return dialect.type_descriptor(Double() if dialect.name == "sqlite" else DateTime(timezone=True))
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> Any:  # noqa: ANN401 - as overridden
-        """Convert a moment to the value that the database stores.
-
-        Args:
-            value: The moment, with a time zone; None stays None.
-            dialect: The database's dialect.
-
-        Returns:
-            Seconds since 1970 on SQLite, the moment elsewhere.
-        """
+        """Convert a moment with a time zone to seconds since 1970 on SQLite; elsewhere it stays, as None does."""
         return value.timestamp() if value is not None and dialect.name == "sqlite" else value
 
     def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:  # noqa: ANN401 - as overridden
-        """Convert a stored value to a moment in UTC.
-
-        Args:
-            value: Seconds since 1970 on SQLite, a moment with a time zone elsewhere; None stays None.
-            dialect: The database's dialect.
-
-        Returns:
-            The moment in UTC, or None.
-        """
+        """Convert a stored value, seconds since 1970 on SQLite, to a moment in UTC; None stays None."""
         if value is None:
             return None
         return datetime.fromtimestamp(value, UTC) if dialect.name == "sqlite" else value.astimezone(UTC)
@@ -77,14 +54,7 @@ def _now_sqlite(element: _LedgerNow, compiler: SQLCompiler, **options: Any) -> s
 
 
 def ledger_now(offset_seconds: float | BindParameter[float] = 0) -> FunctionElement[datetime]:
-    """Return the database's clock as an SQL expression.
-
-    Args:
-        offset_seconds: Seconds to add; negative for the past.
-
-    Returns:
-        The expression.
-    """
+    """Return the database's clock as an SQL expression, so many seconds later, or earlier where they are negative."""
     if isinstance(offset_seconds, BindParameter):
         return _LedgerNow(offset_seconds)
     return _LedgerNow(literal(float(offset_seconds), Double()))

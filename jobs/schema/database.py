@@ -109,32 +109,20 @@ def _connect_limited(_dialect: object, _record: object, arguments: Any, named: A
 
 
 def across_tenants(engine: Engine) -> Engine:
-    """Return the same database for work on all tenants: maintenance and metrics.
-
-    Returns:
-        An engine on the same pool.
-    """
+    """Return the same database, on the same pool, for work on all tenants: maintenance and metrics."""
     return for_purpose(engine, ALL_TENANTS)
 
 
 def for_purpose(engine: Engine, purpose: Purpose) -> Engine:
-    """Return the same database for one purpose that concerns all tenants.
+    """Return the same database, on the same pool, for one purpose that concerns all tenants.
 
-    Args:
-        purpose: The purpose, which decides on the tables that can be read.
-
-    Returns:
-        An engine on the same pool.
+    The purpose decides on the tables that can be read.
     """
     return for_tenant(engine, purpose)
 
 
 def for_tenant(engine: Engine, tenant_id: str) -> Engine:
-    """Return the same database as one tenant sees it.
-
-    Returns:
-        An engine on the same pool, each transaction of which declares the tenant.
-    """
+    """Return the same database as one tenant sees it: on the same pool, each transaction declares the tenant."""
     return engine.execution_options(**{_TENANT: tenant_id})
 
 
@@ -292,11 +280,7 @@ def upgrade_schema(url: str, role: str | None = None) -> None:
 
 
 def require_current_schema(engine: Engine) -> None:
-    """Refuse a database with another schema than this code's.
-
-    Raises:
-        SchemaOutdated: If it has another one; the message names the command to run.
-    """
+    """Raise ``SchemaOutdated``, with the command to run, if the database's schema is not this code's."""
     with reading(engine) as connection:
         _check_known(connection)
         present = MigrationContext.configure(connection).get_current_heads()

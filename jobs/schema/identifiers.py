@@ -21,12 +21,5 @@ def new_id() -> str:
 
 
 def is_id(text: str) -> bool:
-    """Return whether a text has the form of an id; others are never looked up.
-
-    Args:
-        text: Any text.
-
-    Returns:
-        True if it has.
-    """
+    """Return whether a text has the form of an id; others are never looked up."""
     return _ID.fullmatch(text) is not None

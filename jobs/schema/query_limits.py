@@ -38,11 +38,8 @@ _budget: ContextVar[_Budget | None] = ContextVar("kronoscope_query_budget", defa
 def limit_queries(seconds: float) -> Iterator[None]:
     """Let all queries of a block together wait so long, each of them in this thread, or in one with its context.
 
-    Args:
-        seconds: The limit; infinite for a block whose queries wait for others, as a migration does.
-
-    Yields:
-        Nothing; a query beyond the limit raises `LedgerUnavailable`.
+    A query beyond the limit raises `LedgerUnavailable`. It is infinite for a block whose queries wait for others, as a
+    migration does.
     """
     token = _budget.set(_Budget(seconds))
     try:

@@ -38,14 +38,7 @@ _ROUNDS = 4096
 
 @functools.lru_cache(maxsize=16)
 def secret_of(password: str) -> str:
-    """Return the secret that follows from a role's password.
-
-    Args:
-        password: The password of the role.
-
-    Returns:
-        64 hexadecimal digits.
-    """
+    """Return the secret, 64 hexadecimal digits, that follows from a role's password."""
     return hashlib.pbkdf2_hmac("sha256", password.encode(), b"kronoscope declared tenant", _ROUNDS).hex()
 
 

@@ -106,14 +106,7 @@ def verify_key(engine: Engine, secret: str, presented: str) -> Caller | None:
 
 
 def is_valid(engine: Engine, prefix: str) -> bool:
-    """Return whether a key that was verified before is neither revoked nor expired.
-
-    Args:
-        prefix: The key's prefix.
-
-    Returns:
-        True if `verify_key` would accept it again.
-    """
+    """Return whether a key, named by its prefix, that was verified before is neither revoked nor expired."""
     with reading(engine) as connection:
         return connection.execute(select(api_keys.c.prefix).where(*_unrevoked(prefix))).one_or_none() is not None
 
@@ -142,14 +135,7 @@ def revoke_key(engine: Engine, presented_or_prefix: str) -> bool:
 
 
 def check_secret(secret: str) -> None:
-    """Refuse a secret that could be guessed.
-
-    Args:
-        secret: The server's secret.
-
-    Raises:
-        SettingsInvalid: If it has fewer than 16 characters.
-    """
+    """Refuse a server's secret that could be guessed: ``SettingsInvalid`` if it has fewer than 16 characters."""
     if len(secret) < MIN_SECRET_CHARACTERS:
         raise SettingsInvalid(
             f"the key secret has {len(secret)} characters; "

@@ -44,35 +44,21 @@ class KeyUses:
     """The uses that one process has seen and not written yet."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin without any.
-
-        Args:
-            clock: Returns seconds that never go back.
-        """
+        """Begin without any; the clock returns seconds that never go back."""
         self._clock = clock
         self._lock = threading.Lock()
         self._clients: dict[str, str] = {}
         self._written: dict[str, float] = {}
 
     def note(self, key: str, client: str) -> None:
-        """Note that a key was used, in memory.
-
-        Args:
-            key: The public part of the key.
-            client: The address of the client.
-        """
+        """Note in memory that a key, by its public part, was used from a client's address."""
         with self._lock:
             self._clients[key] = client[:_MAX_CLIENT]
 
     def write(self, engine: Engine, *, every: bool = False) -> int:
         """Write the uses of keys that were not written within the last minute, by this process or another.
 
-        Args:
-            engine: The ledger's database, for all tenants.
-            every: Write those of all keys, as the process ends.
-
-        Returns:
-            The number of keys whose use was written or found written.
+        As the process ends it writes ``every`` one. Return the number of keys whose use was written or found written.
         """
         now = self._clock()
         with self._lock:

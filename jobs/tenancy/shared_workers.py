@@ -43,18 +43,13 @@ _ISOLATION = select(workers.c.isolation).where(workers.c.expires_at > ledger_now
 def keeps_tenants_apart(isolation: Collection[str]) -> bool:
     """Return whether a worker may take jobs of several tenants.
 
-    Args:
-        isolation: The walls that hold there, and `ALLOWED_WITHOUT` where its operator asks for none.
+    The walls that hold there, and `ALLOWED_WITHOUT` where its operator asks for none, decide.
     """
     return ALLOWED_WITHOUT in isolation or not missing_walls(isolation)
 
 
 def missing_walls(isolation: Collection[str]) -> tuple[str, ...]:
-    """Return which walls between tenants do not hold on a worker.
-
-    Args:
-        isolation: The walls that hold there.
-    """
+    """Return the walls between tenants that are not among those that hold on a worker."""
     return tuple(each for each in BETWEEN_TENANTS if each not in isolation)
 
 
@@ -67,11 +62,7 @@ def has_second_tenant(engine: Engine) -> bool:
 def require_walls(engine: Engine, isolation: Collection[str]) -> None:
     """Refuse to start a worker that could take no job.
 
-    Args:
-        isolation: The walls that hold there, and `ALLOWED_WITHOUT` where its operator asks for none.
-
-    Raises:
-        SettingsInvalid: If there are several tenants whom it does not keep apart.
+    ``SettingsInvalid`` if there are several tenants whom it does not keep apart, by its walls and `ALLOWED_WITHOUT`.
     """
     if not keeps_tenants_apart(isolation) and has_second_tenant(engine):
         raise SettingsInvalid(
@@ -86,11 +77,7 @@ def second_tenant(connection: Connection) -> bool:
 
 
 def may_take(connection: Connection, worker_id: str) -> bool:
-    """Return whether a worker may take a job, whosever it is.
-
-    Args:
-        worker_id: The worker; one that is not registered may not.
-    """
+    """Return whether a worker may take a job of any tenant; one that is not registered may not."""
     found = connection.execute(select(workers.c.isolation).where(workers.c.id == worker_id)).one_or_none()
     return found is not None and (keeps_tenants_apart(found.isolation or ()) or not second_tenant(connection))
 
