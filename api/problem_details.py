@@ -72,14 +72,7 @@ class Refusal(Exception):
 
 
 def faults(complaints: Sequence[Complaint]) -> tuple[Fault, ...]:
-    """Return the complaints about a document as faults.
-
-    Args:
-        complaints: Each with a pointer into the document.
-
-    Returns:
-        One fault for each, in their order.
-    """
+    """Return the complaints about a document as faults, one for each, in their order."""
     return tuple(
         Fault(pointer=each.pointer, parameter=None, code=each.code, message=each.message) for each in complaints
     )
@@ -106,13 +99,9 @@ def invalid_parameter(parameter: str, message: str, *, code: str = "invalid_valu
 
 
 def not_found(detail: str = "there is nothing at this address") -> Refusal:
-    """Return the refusal of something that does not exist, or belongs to another tenant.
+    """Return the refusal, with status 404, of something that does not exist or belongs to another tenant.
 
-    Args:
-        detail: The sentence for the caller, the same in both cases.
-
-    Returns:
-        A refusal with status 404.
+    The sentence for the caller is the same in both cases.
     """
     return Refusal(404, "not-found", "Not found", detail)
 
@@ -125,14 +114,9 @@ def internal_error() -> Refusal:
 
 
 def problem_response(refusal: Refusal, request_id: str) -> Response:
-    """Return the HTTP response of a refusal.
+    """Return the HTTP response of a refusal, of type `application/problem+json`, which must not be stored.
 
-    Args:
-        refusal: The problem.
-        request_id: Id of the request, a UUID; it becomes `instance`.
-
-    Returns:
-        A response of type `application/problem+json`, which must not be stored.
+    The id of the request, a UUID, becomes `instance`.
     """
     document = ProblemDocument(
         type=PREFIX + refusal.kind,

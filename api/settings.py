@@ -104,13 +104,9 @@ class Settings(ServiceSettings):
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address reaches this machine alone.
+    """Return whether an address, a name or an IP in brackets or not, reaches this machine alone.
 
-    Args:
-        host: A name or an IP address, in brackets or not.
-
-    Returns:
-        True for ``localhost`` and the loopback addresses; False for every other name, resolved or not.
+    True for ``localhost`` and the loopback addresses; False for every other name, resolved or not.
     """
     if host == "localhost":
         return True

@@ -19,13 +19,7 @@ class Maintenance:
     """The thread that runs the reaper and writes uses of keys, and beside it the one that sends wake-ups."""
 
     def __init__(self, engine: Engine, settings: LedgerSettings, wakeups: WakeupSender | None) -> None:
-        """Set up the threads without starting them.
-
-        Args:
-            engine: The ledger's database.
-            settings: The intervals, in seconds.
-            wakeups: The sender; None without a broker.
-        """
+        """Set up the threads without starting them; the sender of wakeups is None without a broker."""
         self._engine = engine
         self._settings = settings
         self._wakeups = wakeups

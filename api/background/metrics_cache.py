@@ -33,11 +33,7 @@ class MetricsCache:
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Set up the cache without reading.
-
-        Args:
-            settings: The database's address, the folder of artifacts and the age at which a reading is renewed.
-        """
+        """Set up the cache without reading."""
         self._settings = settings
         self._engine = open_database(settings.ledger.database_url)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics-cache")

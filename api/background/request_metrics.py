@@ -35,12 +35,7 @@ class RequestMetrics:
     """The counts of one process."""
 
     def __init__(self, waiting: Callable[[], int], connections: Callable[[], int]) -> None:
-        """Begin at zero.
-
-        Args:
-            waiting: Returns the number of long polls that wait now.
-            connections: Returns the number of open connections.
-        """
+        """Begin at zero, with functions that return how many long polls wait and how many connections are open now."""
         self.registry = CollectorRegistry(auto_describe=False)
         self._requests = Counter(
             "kronoscope_http_requests",
@@ -69,13 +64,7 @@ class RequestMetrics:
         ProcessCollector(namespace="kronoscope", registry=self.registry)
 
     def count(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count one answer.
-
-        Args:
-            scope: The ASGI scope of its request, with the route where one matched.
-            status: Its HTTP status.
-            seconds: Time from the request to the beginning of the answer.
-        """
+        """Count one answer by its route, where one matched, its method and status, and the seconds until it began."""
         route = getattr(scope.get("route"), "path", None) or _NO_ROUTE
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._requests.labels(route, method, str(status)).inc()

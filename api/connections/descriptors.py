@@ -11,13 +11,9 @@ _OTHER_FILES = 128
 
 
 def require_descriptors(connections: int) -> None:
-    """Raise the process's limit on open files to what its connections need.
+    """Raise the process's limit on open files to what so many connections of clients need.
 
-    Args:
-        connections: The cap on connections of clients.
-
-    Raises:
-        SettingsInvalid: If the operating system's hard limit is lower.
+    ``SettingsInvalid`` if the operating system's hard limit is lower.
     """
     needed = connections + BACKLOG + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -168,11 +168,7 @@ class JobWatcher:
     """All channels of one process, and the task that queries for them."""
 
     def __init__(self, engine: Engine, stopping: threading.Event) -> None:
-        """Set up the watcher without a channel.
-
-        Args:
-            stopping: Set when the process is asked to end: all subscribers wake then.
-        """
+        """Set up the watcher without a channel; all subscribers wake when ``stopping`` is set, as the process ends."""
         self._engine = engine
         self._stopping = stopping
         self._channels: dict[str, Channel] = {}
@@ -194,15 +190,7 @@ class JobWatcher:
 
     @contextlib.contextmanager
     def subscribe(self, job_id: str, *, events: bool = False) -> Iterator[Subscription]:
-        """Subscribe to a job while the context lasts.
-
-        Args:
-            job_id: The job; the caller may read it.
-            events: Whether its events are wanted too, and not only its version.
-
-        Yields:
-            The subscription.
-        """
+        """Subscribe to a job, which the caller may read, while the context lasts; on request to its events too."""
         channel = self._channels.setdefault(job_id, Channel())
         subscription = Subscription(channel)
         channel.wakeups.add(subscription.wakeup)

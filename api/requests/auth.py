@@ -29,14 +29,7 @@ _BEARER = HTTPBearer(
 
 
 def open_to_all(endpoint: Endpoint) -> Endpoint:
-    """Serve an endpoint without a key: a decorator for probes and the dashboard's files.
-
-    Args:
-        endpoint: The function of the route.
-
-    Returns:
-        The same function.
-    """
+    """Serve an endpoint without a key: a decorator for probes and the dashboard's files."""
     setattr(endpoint, _OPEN, True)
     return endpoint
 
@@ -47,14 +40,7 @@ def is_open(endpoint: object) -> bool:
 
 
 def scraper_only(endpoint: Endpoint) -> Endpoint:
-    """Serve an endpoint to the operator's token: a decorator for metrics, as keys are in a database that may be down.
-
-    Args:
-        endpoint: The function of the route.
-
-    Returns:
-        The same function.
-    """
+    """Serve an endpoint to the operator's token: a decorator for metrics, as the database of keys may be down."""
     setattr(endpoint, _SCRAPED, True)
     return endpoint
 
@@ -75,11 +61,7 @@ def unauthorised(detail: str) -> Refusal:
 
 
 def authenticate(request: Request, service: ServiceOf, _: Annotated[object, Depends(_BEARER)]) -> None:
-    """Store the caller of a request in its state, or refuse the request.
-
-    Args:
-        request: The request; embedded mode takes it without a key.
-        service: The running API.
+    """Store the caller of a request in its state, or refuse the request; embedded mode takes it without a key.
 
     Raises:
         Refusal: 401 if the key, or the operator's token, is missing or not valid.

@@ -90,11 +90,7 @@ def _of_validation(error: RequestValidationError) -> Refusal:
 
 
 def install(app: FastAPI) -> None:
-    """Install handlers that answer every exception with a problem.
-
-    Args:
-        app: The application, before it serves.
-    """
+    """Install handlers that answer every exception with a problem."""
 
     async def refusal(request: Request, error: Exception) -> Response:
         if isinstance(error, (FatalError, TransientError)):

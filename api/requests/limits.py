@@ -46,24 +46,15 @@ class RequestRate:
     """A token bucket for each key, which holds the requests of some seconds."""
 
     def __init__(self, per_second: float, burst_seconds: float = _BURST_SECONDS) -> None:
-        """Begin with full buckets.
-
-        Args:
-            per_second: Requests of one key a second; 0 sets no limit.
-            burst_seconds: The seconds of which a bucket holds the requests.
-        """
+        """Begin with full buckets of ``burst_seconds`` of one key's requests; 0 requests a second set no limit."""
         self.per_second = per_second
         self._most = per_second * burst_seconds
         self._buckets: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
 
     def take(self, key: bytes, now: float) -> float:
-        """Take a token for one request.
+        """Take a token for one request: return 0 where there was one, else the seconds until there is.
 
-        Args:
-            now: Seconds of a monotonic clock.
-
-        Returns:
-            0 where there was one; else the seconds until there is.
+        ``now`` is in seconds of a monotonic clock.
         """
         if not self.per_second:
             return 0.0
@@ -228,22 +219,14 @@ class RefusedKeysMiddleware:
 
 
 def release_slot(scope: Scope) -> None:
-    """Let another request of the same key begin, as this one only waits from now on.
-
-    Args:
-        scope: Its ASGI scope.
-    """
+    """Let another request of the same key begin, as this one only waits from now on."""
     slot = scope.get(_SLOT)
     if isinstance(slot, contextlib.ExitStack):
         slot.close()
 
 
 def limited(kind: str, title: str, detail: str, seconds: float, *, status: int = 429) -> Refusal:
-    """Return the refusal of a request beyond a limit.
-
-    Args:
-        seconds: The time after which to ask again.
-    """
+    """Return the refusal of a request beyond a limit, which may be asked again after so many seconds."""
     return Refusal(status, kind, title, detail, headers={"retry-after": str(math.ceil(seconds))})
 
 

@@ -24,14 +24,7 @@ _RETRY_SECONDS = 1.0
 
 
 def check_wait(seconds: float) -> None:
-    """Refuse a parameter `wait` that is out of range.
-
-    Args:
-        seconds: Its value.
-
-    Raises:
-        Refusal: 422 if it is not 0 to 30.
-    """
+    """Refuse a parameter `wait` that is not 0 to 30 seconds, with 422."""
     if not 0 <= seconds <= MAX_WAIT_SECONDS:
         raise invalid_parameter("wait", f"is out of range; take 0 to {MAX_WAIT_SECONDS} seconds")
 

@@ -45,14 +45,7 @@ _MOST_HEADERS = 101
 
 
 def request_id(scope: Scope) -> str:
-    """Return the id of a request.
-
-    Args:
-        scope: Its ASGI scope.
-
-    Returns:
-        A UUID; the zero UUID outside of `SecurityMiddleware`.
-    """
+    """Return the id of a request, a UUID; the zero UUID outside of `SecurityMiddleware`."""
     return str(scope.get(_ID, uuid.UUID(int=0)))
 
 

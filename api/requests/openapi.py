@@ -75,14 +75,7 @@ _ALWAYS = (400, 401, 403, 405, 422, 429, 500, 503)
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI entries of a route's errors, with those that any route can answer.
-
-    Args:
-        statuses: HTTP statuses of the route's own errors.
-
-    Returns:
-        One entry per status, in order.
-    """
+    """Return the OpenAPI entries of a route's own errors and of those that any route can answer, by status in order."""
     return {status: _entry(status) for status in sorted({*_ALWAYS, *statuses})}
 
 
@@ -156,14 +149,7 @@ def document_schema(ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
 
 
 def openapi_document(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document, which is made once and kept by ``app``.
-
-    Args:
-        app: The application with all of its routes.
-
-    Returns:
-        The document, version 3.1.0; callers must not change it.
-    """
+    """Return the OpenAPI document 3.1.0, which is made once and kept by ``app``; callers must not change it."""
     if app.openapi_schema:
         return app.openapi_schema
     # one at a time: it reads the sources of classes, which Python's parser cannot do in several threads at once

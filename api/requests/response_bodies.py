@@ -126,14 +126,7 @@ def _progress(job: Job) -> ProgressView | None:
 
 
 def layer_view(row: LayerRow) -> LayerView:
-    """Return a row of the results as its caller sees it.
-
-    Args:
-        row: The ledger's record, with the stored outcome of one layer.
-
-    Returns:
-        The body; fields that the outcome does not have are None.
-    """
+    """Return a row of the results as its caller sees it; fields that the stored outcome does not have are None."""
     status, parameters = row.outcome.get("status", "covered"), tuple(row.outcome.get("parameters") or ())
     return _filled(LayerView, {**row.outcome, **vars(row)}, status=status, parameters=parameters)
 
@@ -144,51 +137,26 @@ def _min_coverage(job: Job) -> float | None:
 
 
 def artifact_view(artifact: Artifact) -> ArtifactView:
-    """Return a file's record as its caller sees it.
-
-    Args:
-        artifact: The ledger's record.
-
-    Returns:
-        The body, with the address of the file in place of its key in the store.
-    """
+    """Return a file's record as its caller sees it, with the address of the file in place of its key in the store."""
     href = f"/v1/jobs/{artifact.job_id}/artifacts/{quote(artifact.name)}"
     return _filled(ArtifactView, vars(artifact), href=href)
 
 
 def event_view(event: Event) -> EventView:
-    """Return an event as its readers see it.
-
-    Args:
-        event: The ledger's record.
-
-    Returns:
-        The body, the same in streams and in pages.
-    """
+    """Return an event as its readers see it, the same in streams and in pages."""
     return _filled(EventView, vars(event))
 
 
 def event_list_view(history: History) -> EventListView:
-    """Return a part of a job's history as its caller sees it.
-
-    Args:
-        history: The events that were read, and whether there are more.
-
-    Returns:
-        One page.
-    """
+    """Return a part of a job's history as its caller sees it."""
     items = tuple(map(event_view, history.events))
     return _filled(EventListView, vars(history), items=items)
 
 
 def device_view(device: DeviceStatus) -> DeviceView:
-    """Return a device as its callers see it.
+    """Return a device as its callers see it, the same for all tenants.
 
-    Args:
-        device: The registry's record; all tenants see the same.
-
-    Returns:
-        The body, with one state in place of the counts of draining jobs.
+    One state stands in place of the counts of draining jobs.
     """
     state: DeviceState = "free"
     if device.stale:

@@ -117,14 +117,6 @@ class LayerPageRequest(Selection):
 def owned_job(service: Service, tenant_id: str, job_id: str) -> Job:
     """Read a job of a tenant.
 
-    Args:
-        service: The running API.
-        tenant_id: The caller's tenant.
-        job_id: The id from the address.
-
-    Returns:
-        The ledger's record.
-
     Raises:
         Refusal: 404 otherwise, whether the job belongs to another tenant or does not exist.
     """
