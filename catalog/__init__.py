@@ -42,13 +42,9 @@ ANALYSES: dict[str, Analysis] = {
 
 
 def stages_of(kind: str) -> tuple[AnalysisStage, ...]:
-    """Return the stages that an analysis reports, in order.
+    """Return the stages, at least one, that an analysis reports, in order.
 
-    Args:
-        kind: Its kind; one that the menu does not list, such as an estimate, is its only stage.
-
-    Returns:
-        At least one stage.
+    A kind that the menu does not list, such as an estimate, is its only stage.
     """
     listed = ANALYSES[kind].stages if kind in ANALYSES else ()
     return listed or (AnalysisStage(name=kind, planned=kind),)

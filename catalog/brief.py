@@ -68,13 +68,7 @@ def cut(text: str, width: int = _CELL) -> str:
 
 
 def html_table(headings: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> str:
-    """Return a table as HTML; every text is escaped.
-
-    Args:
-        headings: One for each column.
-        rows: The cells of each row; beyond 60 rows a line counts the others.
-        note: A line below it.
-    """
+    """Return a table as HTML with a note below it; texts are escaped, and beyond 60 rows a line counts the others."""
     listed = list(rows)
     more = f"and {len(listed) - _MOST_ROWS} more rows" if len(listed) > _MOST_ROWS else ""
     head = "".join(f"<th>{html.escape(each)}</th>" for each in headings)

@@ -41,13 +41,9 @@ class Group:
 
 
 def memory_groups(root: Path = Path("/")) -> tuple[Group, ...]:
-    """Find the groups that bind this process's memory.
+    """Find the groups that bind this process's memory, its own first; none if the kernel shows none.
 
-    Args:
-        root: The folder with `proc` and `sys`; another than `/` for tests.
-
-    Returns:
-        The groups, the process's own first; none if the kernel shows none.
+    The root has `proc` and `sys`; another than `/` is for tests, here and below.
     """
     return _groups("memory", root)
 
@@ -55,11 +51,7 @@ def memory_groups(root: Path = Path("/")) -> tuple[Group, ...]:
 def process_limit(root: Path = Path("/")) -> int | None:
     """Return the processes and threads that the groups of this process allow, together with all that run already.
 
-    Args:
-        root: The folder with `proc` and `sys`; another than `/` for tests.
-
-    Returns:
-        The least over all groups; None if no group limits them.
+    The least over all groups; None if no group limits them.
     """
     limits = (_number(group.folder / "pids.max") for group in _groups("pids", root))
     return min((limit for limit in limits if limit is not None), default=None)
@@ -83,26 +75,12 @@ def _groups(controller: str, root: Path) -> tuple[Group, ...]:
 
 
 def free_group_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes that the groups of this process leave free.
-
-    Args:
-        root: The folder with `proc` and `sys`; another than `/` for tests.
-
-    Returns:
-        The least over all groups; None if no group limits memory.
-    """
+    """Return the fewest bytes that a group of this process leaves free; None if no group limits memory."""
     return min((free for group in memory_groups(root) if (free := group.free_bytes()) is not None), default=None)
 
 
 def tightest_group(root: Path = Path("/")) -> Group | None:
-    """Return the group of this process with the lowest limit.
-
-    Args:
-        root: The folder with `proc` and `sys`; another than `/` for tests.
-
-    Returns:
-        The group; None if no group limits memory.
-    """
+    """Return the group of this process with the lowest limit; None if no group limits memory."""
     limited = [each for each in memory_groups(root) if each.limit_bytes() is not None]
     return min(limited, key=lambda each: each.limit_bytes() or 0, default=None)
 
@@ -110,11 +88,7 @@ def tightest_group(root: Path = Path("/")) -> Group | None:
 def oom_kills(root: Path = Path("/")) -> int:
     """Count the processes of this process's own group that the kernel has killed for want of memory.
 
-    Args:
-        root: The folder with `proc` and `sys`; another than `/` for tests.
-
-    Returns:
-        The count so far; 0 if the kernel shows none.
+    It is 0 if the kernel shows no count.
     """
     groups = memory_groups(root)
     return sum(group.oom_kills() or 0 for group in groups[:1])

@@ -7,13 +7,6 @@ _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)([smhd])")
 
 
 def duration_seconds(text: str) -> float | None:
-    """Read a duration.
-
-    Args:
-        text: A number with its unit, such as ``90s`` or ``1.5h``; blanks around it do not count.
-
-    Returns:
-        The seconds; None if the text is not a duration.
-    """
+    """Read a number with its unit, such as ``90s`` or ``1.5h``, as seconds; None if the text is not a duration."""
     found = _DURATION.fullmatch(text.strip())
     return None if found is None else float(found[1]) * _UNITS[found[2]]

@@ -182,14 +182,9 @@ def _unknown(wrong: str, owners: list[type], document: type) -> str:
 
 
 def suggestion(wrong: object, choices: Iterable[str]) -> str:
-    """Return the end of a message that names the nearest choice.
+    """Return the end of a message that names the nearest choice, such as `; did you mean `capacity`?`, or nothing.
 
-    Args:
-        wrong: The value that is not a choice; it is not repeated.
-        choices: The values that are.
-
-    Returns:
-        Such as `; did you mean `capacity`?`; empty where nothing is near.
+    The value that is not a choice is not repeated.
     """
     near = nearest(wrong, choices)
     return f"; did you mean `{near}`?" if near else ""
@@ -208,15 +203,7 @@ def near_names(wrong: object, names: Iterable[str]) -> str:
 
 
 def nearest(wrong: object, choices: Iterable[str]) -> str | None:
-    """Return the choice that a word is most likely a slip of.
-
-    Args:
-        wrong: The value that is not a choice.
-        choices: The values that are.
-
-    Returns:
-        The choice; None where nothing is near.
-    """
+    """Return the choice that a word is most likely a slip of; None where nothing is near."""
     if not isinstance(wrong, str) or not 0 < len(wrong) < 64:
         return None
     words = {word.lower(): word for word in choices}

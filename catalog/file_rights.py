@@ -45,13 +45,10 @@ def acting_as(user: int | None = None, group: int | None = None) -> Iterator[Non
 
 
 def remove_as_owner(folder: Path) -> None:
-    """Remove a folder with what this thread may remove, closed folders among it; what is another's stays.
+    """Remove a folder, if there is one, with what this thread may remove, closed folders too; what is another's stays.
 
     Folders may lie in each other deeper than any path or recursion reaches: each is moved up to the top before it is
     emptied, so that a few are open at a time.
-
-    Args:
-        folder: The folder; a missing one is not an error.
     """
     with contextlib.suppress(OSError):
         top = _open_as_owner(str(folder), None)

@@ -249,14 +249,7 @@ BOUNDS = {name: Members(known=fields) for name, fields in _FIELDS.items()}
 
 
 def cut(frame: Mapping[str, Any]) -> dict[str, Any]:
-    """Cut the texts and lists of a frame to their bounds.
-
-    Args:
-        frame: The frame as JSON has it.
-
-    Returns:
-        A frame that is within them, as far as cutting helps.
-    """
+    """Cut the texts and lists of a frame to their bounds, as far as cutting helps."""
     within: dict[str, Any] = BOUNDS[frame["frame"]].cut(frame)
     return within
 

@@ -265,14 +265,7 @@ class CacheAnswer:
 
 
 def layer_frame(result: LayerResult) -> LayerDone:
-    """Return the frame of one row, with its reproducible part apart from what was observed.
-
-    Args:
-        result: The row.
-
-    Returns:
-        The frame; `outcome` is the part that digests are taken of.
-    """
+    """Return the frame of one row, with `outcome`, which digests are taken of, apart from what was observed."""
     outcome = plain(result)
     observed = outcome.pop("observed")
     return LayerDone(kind=result.kind, ordinal=result.ordinal, layer=result.layer, outcome=outcome, observed=observed)
@@ -318,24 +311,13 @@ def decode(line: bytes) -> Frame:
 
 
 def encode_answer(answer: CacheAnswer) -> bytes:
-    """Encode an answer as one line of JSON.
-
-    Returns:
-        The line in UTF-8, with its end, short enough for any pipe to take at once.
-    """
+    """Encode an answer as one line of JSON in UTF-8, short enough for any pipe to take at once."""
     warning = None if answer.warning is None else answer.warning[:_MOST_WARNING]
     return canonical_json({"job": answer.job, "warning": warning}).encode() + b"\n"
 
 
 def decode_answer(line: bytes) -> CacheAnswer:
-    """Read the answer in one line.
-
-    Args:
-        line: The line in UTF-8.
-
-    Returns:
-        The answer; that there is no entry, where the line was cut off with its writer.
-    """
+    """Read the answer in one line in UTF-8; that there is no entry, where the line was cut off with its writer."""
     return CacheAnswer(**json.loads(line)) if line.endswith(b"\n") else CacheAnswer(job=None)
 
 

@@ -11,10 +11,9 @@ _PR_SET_DUMPABLE = 4  # linux/prctl.h
 
 
 def hide_memory() -> bool:
-    """Close this process's memory and environment to others of its user.
+    """Close this process's memory and environment to others of its user, and return whether the system did so.
 
-    Returns:
-        Whether the system did so; only Linux can.
+    Only Linux can.
     """
     try:
         return bool(ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) == 0)

@@ -283,15 +283,7 @@ class TokenImportance:
 
 
 def require_cross_check(probes: int, iterations: int) -> None:
-    """Refuse numbers of probes and iterations outside their ranges.
-
-    Args:
-        probes: Random vectors of the trace's estimate, 1 to 4,096.
-        iterations: Products of the Lanczos iteration, 0 (none) to 1,000.
-
-    Raises:
-        FieldError: If one is out of range; it names the field.
-    """
+    """Require 1 to 4,096 probes and 0 (none) to 1,000 iterations of Lanczos; a ``FieldError`` names the field."""
     if not 1 <= probes <= MAX_PROBES:
         raise FieldError("cross_check_probes", f"is {probes}; take 1 to {MAX_PROBES}")
     if not 0 <= iterations <= MAX_ITERATIONS:

@@ -37,14 +37,7 @@ class CachedEntry:
 
 
 def reason_uncached(document: Mapping[str, Any]) -> str | None:
-    """Return why no job of a document has cached factors, as far as the document tells.
-
-    Args:
-        document: The job document as JSON.
-
-    Returns:
-        The reason; None where it depends on the model that is loaded.
-    """
+    """Return why no job of a document has cached factors; None where it depends on the model that is loaded."""
     if (document.get("model") or {}).get("source") == "factory":
         return "the model is from a factory, whose code cannot be told from another's"
     if (document.get("collection") or {}).get("nested"):

@@ -8,11 +8,7 @@ ESTIMATE = "plan"
 
 
 def unplannable(document: JobDocument) -> Complaint | None:
-    """Return why a document cannot be planned before it runs.
-
-    Returns:
-        The complaint about its field; None if it can be planned.
-    """
+    """Return the complaint about a document that cannot be planned before it runs; None if it can be planned."""
     if document.factors is None:
         return None
     return Complaint(

@@ -37,9 +37,6 @@ class ExtendsReference:
 def require_extension(document: Any) -> None:  # noqa: ANN401 - a job document, whose module imports this one
     """Refuse what contradicts `extends`, or is not to be had of data that are not there any more.
 
-    Args:
-        document: The job document.
-
     Raises:
         FieldError: If the document has `extends` and something beside it that it cannot have.
     """

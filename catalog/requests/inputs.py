@@ -321,25 +321,13 @@ class Task:
 
 
 def require_positive(field: str, value: int | None) -> None:
-    """Require that a value is absent or at least one.
-
-    Raises:
-        FieldError: If it is less than one.
-    """
+    """Raise ``FieldError`` for a value that is less than one; an absent one is right."""
     if value is not None and value < 1:
         raise FieldError(field, f"is {value}; take 1 or more")
 
 
 def require_weights(field: str, weights: tuple[float, ...] | None) -> None:
-    """Require that weights are absent, or finite numbers of 0 or more of which at least one is not 0.
-
-    Args:
-        field: The field's name, for the error.
-        weights: The weights; None is absent.
-
-    Raises:
-        FieldError: If a weight is negative or not finite, or all are 0.
-    """
+    """Raise ``FieldError`` unless weights are absent, or finite and 0 or more, and at least one is not 0."""
     if weights is None:
         return
     for place, weight in enumerate(weights):
@@ -350,11 +338,7 @@ def require_weights(field: str, weights: tuple[float, ...] | None) -> None:
 
 
 def require_path(field: str, value: str) -> None:
-    """Require that a text can name a file or folder.
-
-    Raises:
-        FieldError: If it is empty or holds NUL.
-    """
+    """Raise ``FieldError`` for a text that cannot name a file or folder: an empty one, or one that holds NUL."""
     if not value or "\0" in value:
         raise FieldError(field, "names nothing; give the path of a file or folder")
 
@@ -365,10 +349,6 @@ def is_path(name: str) -> bool:
 
 
 def require_factory(field: str, value: str) -> None:
-    """Require that a text is written ``package.module:callable``.
-
-    Raises:
-        FieldError: If it is written otherwise.
-    """
+    """Raise ``FieldError`` for a text that is not written ``package.module:callable``."""
     if not _FACTORY.fullmatch(value):
         raise FieldError(field, "is no factory; write `package.module:callable`")

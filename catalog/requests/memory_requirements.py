@@ -20,10 +20,9 @@ _TOKEN_BYTES = 8
 
 
 def least_bytes(document: JobDocument) -> int | None:
-    """Return a lower bound of the memory that a job needs where it computes, by its document alone.
+    """Return a lower bound of the memory that a job needs where it computes, by its document alone, in bytes.
 
-    Returns:
-        Bytes below which the job cannot be done; None if the document does not show any.
+    None if the document does not show any.
     """
     number_bytes = 8 if document.collection.dtype == "float64" else 4
     known: list[int] = []
@@ -56,23 +55,15 @@ def planned_bytes(plan: Mapping[str, Any], memory: Memory) -> int | None:
 
 
 def memory_of(document: Mapping[str, Any]) -> Memory:
-    """Return the budgets of a stored document.
-
-    Args:
-        document: The document, as decoded from JSON.
-
-    Returns:
-        Its budgets for device and host; those that it does not name have their defaults.
-    """
+    """Return the budgets of a stored document for device and host; those that it does not name have their defaults."""
     given = document.get("memory") or {}
     return Memory(**{name: given[name] for name in ("device", "host") if name in given})
 
 
 def factories_of(document: JobDocument) -> tuple[str | None, str | None]:
-    """Return the factories that a worker must be allowed to call for a job.
+    """Return the model's and the data's factory, ``package.module:callable``, that a worker must be allowed to call.
 
-    Returns:
-        The model's and the data's factory, as ``package.module:callable``; None for a source without one.
+    None for a source without one.
     """
     model = document.model.factory if isinstance(document.model, ModelFactory) else None
     data = document.data.factory if isinstance(document.data, DataFactory) else None

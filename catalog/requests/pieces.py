@@ -77,15 +77,9 @@ class Piece:
 
 
 def most_pieces_of(name: Round | str, shards: Shards, devices: int, collected: int) -> int:
-    """Return the most pieces that a round can have.
+    """Return the most pieces that a round can have on so many devices that could compute at once.
 
-    Args:
-        shards: The document's option.
-        devices: Devices that could compute at once.
-        collected: Pieces of the round `collect`, once there are any.
-
-    Returns:
-        The number; of a later round one for each device, or two for each piece that was collected where that is more.
+    Of a later round one for each device, or two for each piece that was collected where that is more.
     """
     if name == "collect":
         return auto_pieces(devices) if shards == "auto" else shards
@@ -93,13 +87,9 @@ def most_pieces_of(name: Round | str, shards: Shards, devices: int, collected: i
 
 
 def auto_pieces(devices: int) -> int:
-    """Return the number of pieces that `shards: auto` takes at most.
+    """Return the pieces that `shards: auto` takes at most, of devices that could compute at once.
 
-    Args:
-        devices: Devices that could compute at once.
-
-    Returns:
-        Two for each, since a fast one may then take more than a slow one; 1 for one, which gains nothing.
+    Two for each, since a fast one may then take more than a slow one; 1 for one, which gains nothing.
     """
     return PIECES_PER_DEVICE * devices if devices > 1 else 1
 
@@ -111,14 +101,7 @@ def read_piece(value: Mapping[str, Any]) -> Piece:
 
 
 def require_shards(shards: Shards | None) -> None:
-    """Require a number of pieces that a job can be divided into.
-
-    Args:
-        shards: The document's option.
-
-    Raises:
-        FieldError: If it is a number outside 1 to `MAX_SHARDS`.
-    """
+    """Raise ``FieldError`` for a number of pieces outside 1 to `MAX_SHARDS`."""
     if isinstance(shards, int) and not 1 <= shards <= MAX_SHARDS:
         raise FieldError(
             "shards", f"is {shards}; take 1 to {MAX_SHARDS}, `auto`, or leave it out for a job that is not divided"
@@ -127,9 +110,6 @@ def require_shards(shards: Shards | None) -> None:
 
 def require_divisible(document: Any) -> None:  # noqa: ANN401 - a job document, whose module imports this one
     """Refuse `shards` where what is asked for is not a sum over examples, or is divided in another way.
-
-    Args:
-        document: The job document.
 
     Raises:
         FieldError: If the document has `shards` and cannot be divided.

@@ -16,9 +16,6 @@ MAX_WORLD_SIZE = 64
 def require_ranks(document: Any) -> None:  # noqa: ANN401 - a job document, whose module imports this one
     """Refuse a number of ranks that no node has, and ranks for what one process alone can compute.
 
-    Args:
-        document: The job document.
-
     Raises:
         FieldError: If `world_size` is outside 1 to `MAX_WORLD_SIZE`, above 1 for a job that ranks cannot share, or 1
             where the model is to be sharded.

@@ -47,9 +47,6 @@ class Series:
 def require_series(document: Any) -> None:  # noqa: ANN401 - a job document, whose module imports this one
     """Refuse a series of a model that has no checkpoints, or beside what cannot be made once for each.
 
-    Args:
-        document: The job document.
-
     Raises:
         FieldError: On `series`, or on what contradicts it.
     """

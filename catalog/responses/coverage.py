@@ -148,25 +148,14 @@ def assess_coverage(summary: Mapping[str, Any] | None, min_coverage: float | Non
 
 
 def remedy_of(reason: str) -> str | None:
-    """Return what would cover parameters that are not.
-
-    Args:
-        reason: The reason for which they are not.
-
-    Returns:
-        A clause in the imperative; None where this version does not know the reason.
-    """
+    """Return the remedy, in the imperative, for parameters not covered for a reason; None of an unknown reason."""
     return _REMEDIES.get(reason)
 
 
 def percentage(share: float) -> str:
-    """Return a share as a percentage with one decimal.
+    """Return a share from 0 to 1 as a percentage with one decimal, such as `37.2%`.
 
-    Args:
-        share: From 0 to 1.
-
-    Returns:
-        The text, such as `37.2%`; cut and not rounded, so that what is not whole never reads `100.0%`.
+    It is cut and not rounded, so that what is not whole never reads `100.0%`.
     """
     return f"{math.floor(share * 1000 + 1e-9) / 10}%"
 

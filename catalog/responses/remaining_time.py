@@ -50,11 +50,7 @@ class RemainingTime:
         self._stage: _Stage | None = None
 
     def take_plan(self, plan: Mapping[str, Any]) -> None:
-        """Take the plan of the job.
-
-        Args:
-            plan: The plan as its frame has it.
-        """
+        """Take the plan of the job as its frame has it."""
         stages: Mapping[str, Mapping[str, Any]] = plan.get("stages") or {}
         seconds = {name: stage.get("seconds") for name, stage in stages.items()}
         self._bound = OFF_BY[pace_of(plan)]
@@ -127,11 +123,7 @@ class RemainingTime:
 
 
 def written_remaining(seconds: float) -> str:
-    """Write remaining seconds as people say them: `12 s`, `4 min`, `2 h 10 min`, `3 d 4 h`.
-
-    Returns:
-        The text.
-    """
+    """Write remaining seconds as people say them: `12 s`, `4 min`, `2 h 10 min`, `3 d 4 h`."""
     if seconds < 60:
         return f"{max(1, round(seconds))} s"
     minutes = round(seconds / 60)

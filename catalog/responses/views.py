@@ -22,14 +22,7 @@ ENDED: frozenset[JobState] = frozenset({"succeeded", "failed", "cancelled"})
 
 
 def timestamp(moment: datetime) -> Timestamp:
-    """Return a moment as the text that stands for it in a response.
-
-    Args:
-        moment: A datetime with a time zone.
-
-    Returns:
-        ISO 8601 in UTC, with a final `Z`.
-    """
+    """Return a moment with a time zone as a response's text: ISO 8601 in UTC, with a final `Z`."""
     return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
 
 
