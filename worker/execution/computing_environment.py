@@ -104,13 +104,8 @@ def settle_threads(assignment: Assignment) -> dict[str, Any]:
     """Set the threads that the job computes with: a later attempt has those of the first, whose digests hold for them.
 
     A first attempt that may choose takes those of which products are fastest at this moment. Ranks and pieces, whose
-    numbers are added up, have as many as they are given.
-
-    Args:
-        assignment: The attempt.
-
-    Returns:
-        The plan's entries: the threads, and where some were tried, the operations per second of each.
+    numbers are added up, have as many as they are given. The plan's entries are the threads and, where some were tried,
+    the operations per second of each.
     """
     earlier = (assignment.plan or {}).get("threads") if assignment.threads is None else None
     threads = earlier or assignment.threads
@@ -153,12 +148,9 @@ def seed_libraries(seed: int) -> None:
 def computing_budget(
     document: JobDocument, here: torch.device, bounds: Mapping[str, int], wanted: Literal["cpu", "cuda"] | None = None
 ) -> tuple[torch.device, MemoryBudget, tuple[str, ...]]:
-    """Return the device that a document is computed on, or planned for, and its budget, which is measured.
+    """Return the device that a document is computed on, or planned for, its measured budget, and a plan's assumptions.
 
-    Call it before the model is there: the plan counts its weights.
-
-    Returns:
-        Device, budget, and the assumptions of a plan for a device that is not here; none where it is here.
+    Call it before the model is there: the plan counts its weights. Only a device that is not here has assumptions.
     """
     device = here if wanted in (None, here.type) else torch.device(str(wanted))
     if device.type == "cuda" and here.type != "cuda":

@@ -64,11 +64,7 @@ class CallerCode:
         return cls(packages=frozenset(packages) - OUR_MODULES, folders=tuple(assignment.paths) if packages else ())
 
     def trace(self, error: BaseException) -> tuple[CallerFrame, ...]:
-        """Return the calls of the caller's code that an exception came through, the innermost last.
-
-        Args:
-            error: The exception, which another may be the cause of; the first with such calls counts.
-        """
+        """Return the caller's calls that an exception, or the first cause with any, came through, innermost last."""
         for each in _causes(error):
             frames = [
                 CallerFrame(module=_name(_module(frame)), line=line, function=_name(frame.f_code.co_qualname))
@@ -119,11 +115,7 @@ class DocumentRefused(Exception):
 
 
 def failure_of(error: BaseException, callers: CallerCode | None = None) -> Failed:
-    """Return the frame that reports an exception.
-
-    Args:
-        callers: The code of the job's factories, calls of which the frame's trace holds.
-    """
+    """Return the frame that reports an exception; its trace holds calls of ``callers``, the code of the factories."""
     failed = _frame_of(error)
     return failed if callers is None else replace(failed, trace=callers.trace(error))
 

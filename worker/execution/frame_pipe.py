@@ -31,7 +31,6 @@ class FramePipe:
     """Writes frames to a descriptor. One thread writes."""
 
     def __init__(self, descriptor: int, answers: int | None = None) -> None:
-        """Set up the pipe."""
         self._descriptor = descriptor
         self._answers = answers
         self._stage: str | None = None

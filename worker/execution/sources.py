@@ -167,8 +167,7 @@ def plan_part(document: JobDocument, data: DataStream, inputs: ModelInputs) -> t
         shards: auto      the undivided collection: how many pieces there will be depends on the devices that are there
         world_size: W     rank 0, which has the most batches, in its part of the host's memory
 
-    Returns:
-        The number of pieces that are merged, and the entries of the plan that say what its figures are of.
+    Return the number of pieces that are merged, and the entries of the plan that say what its figures are of.
     """
     whole, collection = data.examples, document.collection
     if document.world_size > 1:

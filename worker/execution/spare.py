@@ -101,10 +101,8 @@ def imported_files() -> dict[str, int]:
 def unfit(changed: Mapping[str, str | None], files: Mapping[str, int], began: float) -> str:
     """Say why a job cannot be computed with what was imported; empty where it can.
 
-    Args:
-        changed: The variables of the job's environment that differ from this process's; None where it has none.
-        files: The files that were imported (`imported_files`).
-        began: When the imports began, in seconds of the machine's clock.
+    ``changed`` are the variables that differ in the job's environment, None where it has none; ``began`` is when the
+    imports began, in seconds of the machine's clock.
     """
     if sys.modules["torch"].cuda.is_initialized() or opened_devices():
         return "a device was opened meanwhile"

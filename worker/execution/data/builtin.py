@@ -57,14 +57,7 @@ def english_paragraphs() -> list[str]:
 
 
 def english_bytes(length: int) -> Tensor:
-    """Return the bundled text as rows of byte values that do not overlap.
-
-    Args:
-        length: Bytes in a row.
-
-    Returns:
-        Shape (N, length), int64, values 0 to 255.
-    """
+    """Return the bundled text as rows of byte values that do not overlap, shape (N, length), int64, 0 to 255."""
     text = "\n".join(english_paragraphs()).encode()
     rows = len(text) // length
     return torch.frombuffer(bytearray(text[: rows * length]), dtype=torch.uint8).to(torch.int64).view(rows, length)

@@ -97,11 +97,7 @@ def _table(path: OpenFile, source: FileOptions, request: DataRequest) -> DataStr
 
 
 def _tensor_file(path: OpenFile, source: FileOptions, request: DataRequest) -> DataStream:
-    """Rows of `inputs` (or of `images`, or of `input_ids` and its companions) with `targets`.
-
-    Memory:
-        Chunks of at most 64 MiB; the file is mapped, not loaded.
-    """
+    """Rows of `inputs`, `images`, or `input_ids` and companions, with `targets`: chunks of at most 64 MiB, mapped."""
     entries = read_header(path, _POINTER)
     only, targets = _tensor_names(path, entries, request)
     pixels = source.pixels

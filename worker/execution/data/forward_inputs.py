@@ -12,14 +12,9 @@ from worker.execution.refusal import Refusal, names
 
 
 def model_inputs(inputs: Tensor, loaded: LoadedModel) -> Any:  # noqa: ANN401 - a tensor or a dict of them
-    """Return the inputs as the model's forward takes them.
+    """Return inputs or token ids, shape (N, …), as the model's forward takes them.
 
-    Args:
-        inputs: Inputs or token ids, shape (N, …).
-        loaded: The model that they are for.
-
-    Returns:
-        The tensor itself; or a dict with it under its name and what belongs to it.
+    The tensor itself; or a dict with it under its name and what belongs to it.
     """
     if loaded.vocabulary is not None and loaded.vocabulary.arguments:
         named = {"input_ids": inputs}
@@ -53,12 +48,5 @@ def require_arguments(there: Sequence[str], loaded: LoadedModel) -> None:
 
 
 def row_positions(ids: Tensor) -> Tensor:  # (N, T) -> (N, T)
-    """Return position ids of every example of its own, so that gradients of positions stay per example.
-
-    Args:
-        ids: Token ids, shape (N, T), int64.
-
-    Returns:
-        0 … T-1 in each row, shape (N, T), int64.
-    """
+    """Return position ids 0 … T-1, int64, of every example of its own, so that their gradients stay per example."""
     return torch.arange(ids.shape[1]).expand(ids.shape).contiguous()

@@ -74,11 +74,7 @@ class Labels:
         return len(self._values)
 
     def add(self, label: object, where: str) -> None:
-        """Take the label of one row.
-
-        Raises:
-            Refusal: If no label is such, or it is one text too many.
-        """
+        """Take the label of one row; ``Refusal`` if no label is such, or it is one text too many."""
         if self.untyped and isinstance(label, str):
             label = self._read(label)
         if isinstance(label, str) and self.request.task.type in CLASS_TASKS:
@@ -89,11 +85,7 @@ class Labels:
             self._number_at = where
 
     def numbers(self) -> list[float]:
-        """Return the labels as the task's targets hold them, and record the numbers of names.
-
-        Raises:
-            Refusal: If names cannot be numbered for certain.
-        """
+        """Return targets of the labels, and record the names' numbers; ``Refusal`` if those are not certain."""
         numbering = self._numbering() if self._texts else {}
         return [numbering[value] if isinstance(value, str) else value for value in self._values]
 

@@ -19,9 +19,7 @@ _COPIES = 4
 def load(source: SyntheticData, request: DataRequest) -> DataStream:
     """Draw Gaussian inputs or uniform token ids, anew from the same seed on every pass.
 
-    Memory:
-        Chunks of at most 4 Mi numbers, or one example; a batch of them is held against the job's memory before it is
-        drawn.
+    Chunks of at most 4 Mi numbers, or one example; a batch is held against the job's memory before it is drawn.
     """
     shape, target_shape = tuple(source.shape), tuple(source.target_shape)
     rows = max(1, min(source.examples, _CHUNK_NUMBERS // max(1, torch.Size(shape).numel())))

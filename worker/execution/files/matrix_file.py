@@ -46,13 +46,9 @@ class MatrixFile(ReadOnly):
         *,
         symmetric: bool = True,
     ) -> None:
-        """Read the matrix and check it.
+        """Read the matrix named ``tensor`` (None: the only one) and check it; ``most_bytes`` of the host are left.
 
-        Args:
-            tensor: Its name in the file; None takes the only one.
-            log: Receives ``(level, message)``.
-            most_bytes: Host memory that is left to the job.
-            symmetric: Whether it must be symmetric; else it is offered as ``WHOLE_MATRIX`` too, as it is.
+        ``log`` receives ``(level, message)``. Unless ``symmetric``, it is offered as ``WHOLE_MATRIX`` too, as it is.
         """
         header = read_header(path, "/factors/path")
         self.name = _chosen(path, header, tensor)
@@ -119,11 +115,7 @@ class MatrixFile(ReadOnly):
 
 
 def _chosen(path: ReadableFile, header: Mapping[str, TensorEntry], tensor: str | None) -> str:
-    """Name of the matrix.
-
-    Raises:
-        Refusal: If it is not there, not the only one though none is named, or no square matrix of real numbers.
-    """
+    """Name of the matrix; ``Refusal`` if it is missing, unnamed and not the only one, or not square of real numbers."""
     if tensor is None and len(header) > 1:
         raise Refusal(
             f"{path.name} holds {len(header)} tensors; name one of {names(sorted(header))}", pointer="/factors/tensor"

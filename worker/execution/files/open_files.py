@@ -56,12 +56,7 @@ class OpenFile(os.PathLike[str]):
     def read_at(self, begin: int, count: int) -> bytearray:
         """Read bytes from a place; none stay in the memory of the process, as those of a mapped file would.
 
-        Args:
-            begin: The first byte.
-            count: How many.
-
-        Raises:
-            OSError: If the file ends before.
+        ``OSError`` if the file ends before ``count`` bytes.
         """
         found = bytearray()
         while len(found) < count:

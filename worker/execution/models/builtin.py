@@ -114,14 +114,7 @@ class TinyGPT(nn.Module):
         self.head = nn.Linear(width, BYTES, bias=False)
 
     def forward(self, input_ids: Tensor) -> Tensor:  # (B, T) byte values -> (B, T, 256)
-        """Return the logits of the next byte at every position.
-
-        Args:
-            input_ids: Byte values, shape (B, T), int64, T at most 64.
-
-        Returns:
-            Logits, shape (B, T, 256).
-        """
+        """Return logits (B, T, 256) of the next byte at every position of byte values, int64, T at most 64."""
         # one row of positions per example: the rows' gradients must not arrive summed over the batch
         places = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
         hidden = self.tokens(input_ids) + self.positions(places)

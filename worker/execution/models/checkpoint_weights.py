@@ -152,16 +152,9 @@ def fill(
     pointer: str,
     brought: Collection[str] = (),
 ) -> tuple[list[str], frozenset[str]]:
-    """Copy a checkpoint's tensors into a model.
+    """Copy a checkpoint's tensors into a model; return the names of unused tensors, and of the state that was filled.
 
-    Args:
-        brought: Names of the state that an adapter brings: they may be missing, or have another shape.
-
-    Returns:
-        Names of tensors that were not used, and names of the state that were filled.
-
-    Memory:
-        One tensor beyond the model itself.
+    State that an adapter has ``brought`` may be missing, or have another shape. One tensor is held beyond the model.
     """
     state = model.state_dict()
     current = {
@@ -242,11 +235,7 @@ def _tensor(found: CheckpointFiles, name: str) -> Tensor:
 def bare_names(
     entries: Mapping[str, TensorEntry], context: LoaderContext, made: Collection[str] = ()
 ) -> dict[str, str]:
-    """Return the names of tensors without what wrappers put before or between them, and say so in the log.
-
-    Args:
-        made: Names that the model has for what was converted, and no wrapper's.
-    """
+    """Return tensors' names without wrappers' parts, and log that; ``made`` are the model's of what was converted."""
     bare = {name: name.replace("._orig_mod.", ".").removeprefix("_orig_mod.") for name in entries}
     stored = [name for name in bare if name not in made]
     while stored and all(bare[name].startswith("module.") for name in stored):
@@ -267,8 +256,7 @@ def _places(
 ) -> tuple[dict[str, str], list[str]]:
     """Return the file's name for each tensor of the state, and the names that are not used.
 
-    Args:
-        left: Patterns of names that the model's class leaves to its other half, as an encoder does its decoder's.
+    ``left`` are patterns of names that the model's class leaves to its other half, as an encoder does its decoder's.
     """
     places: dict[str, str] = {}
     unused, unexpected = [], []

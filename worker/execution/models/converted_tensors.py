@@ -27,17 +27,9 @@ Read = Callable[[str], Tensor]
 def convert(
     found: CheckpointFiles, bare: Mapping[str, str], model: nn.Module, context: LoaderContext, pointer: str
 ) -> CheckpointFiles:
-    """Return the files with tensors in the places that a model has for them today.
+    """Return the files with tensors in the places that a model, on the meta device, has for them today.
 
-    Args:
-        found: The files, as their headers say.
-        bare: The tensors' names without those of wrappers.
-        model: The model on the meta device.
-        context: Receives the names of what is converted.
-        pointer: The field that a refusal names.
-
-    Raises:
-        Refusal: If tensors cannot be joined or split.
+    ``bare`` are the tensors' names without those of wrappers; ``Refusal`` if tensors cannot be joined or split.
     """
     state, prefix = model.state_dict(), str(model.base_model_prefix)
     transforms = get_model_conversion_mapping(model)

@@ -58,10 +58,7 @@ def list_unused_files(
 ) -> None:
     """List the files of a folder that are not read, with notices of those that would change numbers.
 
-    Args:
-        weights: Names of the files that hold the weights.
-        images: Whether the model takes images.
-        applied: The folder of the adapter that is applied, which may be one below.
+    ``applied`` is the folder of the adapter that is applied, which may be one below.
     """
     read = _READ | set(weights)
     for name in list_data_files(folder):

@@ -19,11 +19,7 @@ def unsaved_numbers(model: nn.Module) -> int:
 
 
 def unsaved_state(model: nn.Module) -> frozenset[str]:
-    """Return the names of the state that files may lack: it holds what the constructor always puts there.
-
-    Args:
-        model: A model as it was built, in which nothing is filled.
-    """
+    """Return the state of a built, unfilled model that files may lack: what the constructor always puts there."""
     left = [re.compile(each) for each in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
     zeros = [
         name

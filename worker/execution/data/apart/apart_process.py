@@ -61,14 +61,9 @@ class ApartProcess:
         checkpoint: Callable[[], None],
         environment: Mapping[str, str],
     ) -> "Iterator[ApartProcess]":
-        """Start the program with a file, and end it at last.
+        """Start the program with a descriptor of a file, within the limits from its start on, and end it at last.
 
-        Args:
-            module: The program's module.
-            path: The file, of which the program gets a descriptor.
-            limits: The bounds that hold from the program's start.
-            checkpoint: Called while a reply is awaited.
-            environment: Variables beside those that every program needs.
+        ``checkpoint`` is called while a reply is awaited; ``environment`` stands beside what every program needs.
         """
         passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
         with path.open("rb") as file:
@@ -98,11 +93,7 @@ class ApartProcess:
                         stream.close()
 
     def ask(self, message: object) -> Any:  # noqa: ANN401 - each message has its own reply
-        """Send a message, and return its reply.
-
-        Raises:
-            ApartFault: If there is none, or it is an error.
-        """
+        """Send a message, and return its reply; ``ApartFault`` if there is none, or it is an error."""
         content = json.dumps(message).encode()
         deadline = time.monotonic() + self._limits.reply_seconds
         assert self._process.stdin is not None  # noqa: S101 - a pipe was asked for

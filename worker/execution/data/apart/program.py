@@ -25,13 +25,9 @@ class Start(NamedTuple):
 
 
 def enter_limits(limit: int) -> Start:
-    """Read the command line, and bind this process to its limits.
+    """Read the command line, and bind this process to its limits; ``SystemExit`` if the parent has ended already.
 
-    Args:
-        limit: ``RLIMIT_AS`` for the whole address space, or ``RLIMIT_DATA`` for what is mapped beyond what there is.
-
-    Raises:
-        SystemExit: If the parent has ended already.
+    ``limit`` is ``RLIMIT_AS`` for the whole address space, or ``RLIMIT_DATA`` for what is mapped beyond what there is.
     """
     parser = argparse.ArgumentParser(description="Read a foreign file; started by the child of a job.")
     parser.add_argument("--file", type=int, required=True, help="descriptor of the file")

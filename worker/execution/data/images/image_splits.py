@@ -29,13 +29,7 @@ their digests, sorted."""
 
 
 class ImageFile:
-    """One split of a folder.
-
-    Args:
-        file: The open file, whose header is checked.
-        labels: Class of each image, int64 (N,).
-        images: What the header says of the images: uint8 (N, channels, rows, columns).
-    """
+    """One split: its open file, labels int64 (N,), and the header's images, uint8 (N, channels, rows, columns)."""
 
     def __init__(self, file: OpenFile, labels: Tensor, images: TensorEntry) -> None:
         channels, height, width = images.shape[1:]
@@ -88,8 +82,7 @@ class ImageFile:
 def load(source: ImageSplits, context: LoaderContext) -> ImageData:
     """Open the three files of a folder; every image is read once, for the digest.
 
-    Memory:
-        At most ``_LABEL_BYTES`` for each image, and some MiB of images.
+    It takes at most ``_LABEL_BYTES`` for each image, and some MiB of images.
     """
     folder = context.open_path(source.path, _POINTER)
     if not isinstance(folder, OpenFolder):

@@ -62,13 +62,7 @@ class TableColumns:
 
 
 def table_stream(table: Table, columns: TableColumns, labels: Labels, where: str, length: int) -> DataStream:
-    """Tokenise the texts of a table that was read.
-
-    Args:
-        labels: Those of its texts; empty where a text has tags.
-        where: The table's name, for messages.
-        length: Texts are cut at this many tokens.
-    """
+    """Tokenise a table's texts, cut to ``length`` tokens, with labels, which are empty where a text has tags."""
     request, task = labels.request, labels.request.task.type
     values = dict(zip(columns.named, table.columns, strict=True))
     texts = values[columns.fields[0]]

@@ -44,11 +44,7 @@ class TextFields:
 
 
 def choose_fields(there: Sequence[str], task: str, pointer: str, source: FileOptions) -> TextFields:
-    """Choose the fields of a row that are read: those that the document names, else by their usual names.
-
-    Raises:
-        Refusal: If there is no text, or more than one reading.
-    """
+    """Choose a row's fields by the document, else by usual names; ``Refusal`` for no text, or for two readings."""
     chosen = _choose(there, task, pointer, source)
     named = (source.text_key, source.pair_key, source.label_key)
     label = chosen.label if task in LABELLED else None
@@ -165,14 +161,9 @@ def reads_mask(vocabulary: Vocabulary) -> bool:
 
 
 def batch_bounds(lengths: Sequence[int], batch_size: int, vocabulary: Vocabulary) -> Iterator[slice]:
-    """Yield the texts of each batch, in their order; of one length where the model reads no mask.
+    """Yield the texts of each batch, by their tokens, in order; of one length where the model reads no mask.
 
     Such a model, as FNet, takes padding for text: what it gives for one text would depend on the others of its batch.
-
-    Args:
-        lengths: Tokens of each text.
-        batch_size: Texts of a batch at most.
-        vocabulary: That of the model, which may read no mask.
     """
     ends = [len(lengths)]
     if not reads_mask(vocabulary):

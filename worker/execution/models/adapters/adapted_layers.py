@@ -17,12 +17,7 @@ from typing_extensions import override
 
 
 class AdaptedLayer(nn.Module):
-    """A layer with an adapter beside it.
-
-    Args:
-        base: The layer; its tensors stay as they are.
-        scaling: The number s of the formulas above.
-    """
+    """A layer with an adapter beside it; the base's tensors stay as they are, ``scaling`` is the s of the formulas."""
 
     lora_A: nn.Linear | nn.Conv2d | nn.Embedding
     lora_B: nn.Linear | nn.Conv2d

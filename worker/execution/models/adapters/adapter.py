@@ -72,16 +72,9 @@ class Adapter:
 
 
 def open_adapter(source: AdaptableModel, base: str, context: LoaderContext) -> Adapter | None:
-    """Open the adapter that a model's source names.
+    """Open the adapter that a model's source names for ``base``, and read no tensor; None where it names none.
 
-    Args:
-        base: The name of the model that it is applied to.
-
-    Returns:
-        The adapter, of which no tensor has been read; None where the source names none.
-
-    Raises:
-        Refusal: If there is none, it is of another method, or configuration and tensors contradict each other.
+    ``Refusal`` if there is none, it is of another method, or configuration and tensors contradict each other.
     """
     if source.adapter is None:
         return None
@@ -135,14 +128,9 @@ def _prefix(model: nn.Module) -> str:
 
 
 def apply_adapter(model: nn.Module, adapter: Adapter, model_type: str, context: LoaderContext) -> None:
-    """Apply an adapter to a model in place, and set what is trainable.
+    """Apply an adapter in place to a checkpoint's model, on the host or meta device, and set what is trainable.
 
-    Args:
-        model: A model of a checkpoint, on the host, or on the meta device for a plan.
-        model_type: The family of the checkpoint, for older names.
-
-    Raises:
-        Refusal: If the model has no such modules, or a tensor has another shape or holds NaN or Inf.
+    ``Refusal`` if the model has no such modules, or a tensor has another shape or holds NaN or Inf.
     """
     sites, tensors, config = adapter.tensors.sites, adapter.tensors, adapter.config
     modules = dict(model.named_modules(remove_duplicate=False))

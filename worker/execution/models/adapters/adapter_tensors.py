@@ -130,17 +130,9 @@ def placed(
 ) -> tuple[dict[str, str], list[str]]:
     """Find the places of names in a model: as they are, in today's spelling, or with or without its base's prefix.
 
-    Args:
-        found: What is looked for, by its name in the adapter.
-        places: The names that the model has.
-        prefix: The name of the base within the model of a task (`base_model_prefix`).
-        suffix: Completes a module's name to one of a tensor, for the spelling.
-
-    Returns:
-        The adapter's names by their places, and the names of heads that this task does not have.
-
-    Raises:
-        Refusal: If the model has no such place, or two names lead to one.
+    Return the adapter's names by their places, and the names of heads that this task does not have; ``Refusal`` if the
+    model lacks a place, or two names lead to one. ``prefix`` names the base within the model of a task
+    (`base_model_prefix`), and ``suffix`` completes a module's name to one of a tensor, for the spelling.
     """
     by_place: dict[str, str] = {}
     unused, unexpected = [], []

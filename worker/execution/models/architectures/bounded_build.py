@@ -77,16 +77,11 @@ def _audit(event: str, _: Any) -> None:  # noqa: ANN401 - the arguments of which
 def bounded(
     pointer: str, most_numbers: int = 2**62, excess: Callable[[int], Refusal] | None = None, *, of_meta: bool = True
 ) -> Iterator[None]:
-    """Keep what is built here within the bounds.
+    """Keep what is built here within the bounds; ``Refusal`` of the field ``pointer`` if one is passed.
 
-    Args:
-        pointer: The field of the document that a refusal names.
-        most_numbers: Numbers in all parameters that may be registered.
-        excess: Makes the refusal of so many numbers or more, in place of a general one.
-        of_meta: Whether everything stands on the meta device, so that memory and seconds are bounded too.
-
-    Raises:
-        Refusal: If a bound is passed.
+    At most ``most_numbers`` may be registered in all parameters; ``excess`` makes the refusal of so many or more, in
+    place of a general one. With ``of_meta`` everything stands on the meta device, so that memory and seconds are
+    bounded too.
     """
     count = _Count(most_numbers=most_numbers)
     if not _audited:

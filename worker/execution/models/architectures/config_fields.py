@@ -148,11 +148,7 @@ def _kinds(annotation: Any) -> tuple[frozenset[Any], frozenset[Any], frozenset[s
 
 
 def read_value(field: Field, value: Any, pointer: str) -> Any:  # noqa: ANN401 - decoded from JSON
-    """Return a field's value as the configuration's class may have it.
-
-    Raises:
-        Refusal: If it has another type than the class declares, or lies beyond its bound.
-    """
+    """Return a field's value; ``Refusal`` if it has another type than its class declares, or lies beyond its bound."""
     if isinstance(value, dict):
         refuse(f"`{field.name}` is an object, which is not read", pointer)
     if value is None:
@@ -298,11 +294,8 @@ ROTARY = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_facto
 def read_rotary(config: dict[str, Any], kind: Any, pointer: str, *, partial: bool) -> dict[str, Any]:  # noqa: ANN401 - a class of transformers
     """Return rotary parameters, from either spelling, with known kinds and plain numbers only.
 
-    Args:
-        config: The fields of a configuration.
-        kind: Its class.
-        pointer: The field that a refusal names.
-        partial: Whether the model reads a share of each head's width that is rotated.
+    ``kind`` is the configuration's class; with ``partial`` the model reads a share of each head's width that is
+    rotated.
     """
     found: dict[str, Any] = {}
     for name in ("rope_theta", "partial_rotary_factor"):
