@@ -122,11 +122,9 @@ class WorkerSettings(ServiceSettings):
         return values
 
     def confinement(self, number: int = 0, ranks: int = 1) -> Confinement:
-        """Return what the children of a job are held to.
+        """Return what the children of a job are held to, as the user for jobs of this number (`Claim.user_number`).
 
-        Args:
-            number: Which of the users for jobs it has (`Claim.user_number`).
-            ranks: The job's ranks, each of which has a slot's part of the processes that the container may have.
+        Each of its ranks has a slot's part of the processes that the container may have.
         """
         allowed = process_limit()
         part = math.inf if allowed is None else max(_FEWEST_PROCESSES, allowed - _OWN_PROCESSES) // self.slots * ranks

@@ -40,19 +40,11 @@ _NEIGHBOUR = (sys.executable, "-P", "-c", "import time; print('up', flush=True);
 def measure_isolation(
     confinement: Confinement, environ: Mapping[str, str], artifacts: Path, neighbour: Confinement | None = None
 ) -> tuple[str, ...]:
-    """Start a child that tries what a hostile one would try, beside another one.
+    """Start a child that tries what a hostile one would try, beside another; return the walls that hold, in order.
 
-    Args:
-        confinement: The limits of one job's child.
-        environ: The worker's environment, which names the files of its secrets.
-        artifacts: The root of the artifacts, in which another job and the stores get a file for the moment.
-        neighbour: The limits of another job's child; None: the same.
-
-    Returns:
-        The walls that hold, in the order of `isolation_probe.WALLS`.
-
-    Raises:
-        SettingsInvalid: If children are to have a user of their own, and none can be started as that user.
+    The other has the limits of ``neighbour``, or for None the same. ``environ`` names the files of the service's
+    secrets; in the root ``artifacts`` another job and the stores get a file for the moment. ``SettingsInvalid`` if
+    children are to have a user of their own, and none can be started as that user.
     """
     files = secret_files(environ)
     passed = child_environment(environ)

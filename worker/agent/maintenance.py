@@ -56,14 +56,7 @@ class WorkerMaintenance:
     def __init__(
         self, engine: Engine, settings: LedgerSettings, process_space: str = "", wakeups: Rounds | None = None
     ) -> None:
-        """Get ready.
-
-        Args:
-            engine: The ledger.
-            settings: How often.
-            process_space: The scope of process numbers that this process can see.
-            wakeups: Their sender; None where there is no broker.
-        """
+        """Get ready; ``process_space`` is the scope of process numbers seen here, ``wakeups`` None without a broker."""
         log = structlog.get_logger("kronoscope.worker")
         ended = EndedWorkers(settings.artifact_root)
         take_back = functools.partial(reap_ended_worker, engine, process_space=process_space)

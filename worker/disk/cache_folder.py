@@ -92,12 +92,7 @@ class CacheFolder:
     """A tenant's entries."""
 
     def __init__(self, folder: Path, rows: EntryRows, limit_bytes: int) -> None:
-        """Set up the cache; nothing is read yet.
-
-        Args:
-            folder: The tenant's folder, which need not exist yet.
-            limit_bytes: Bytes that all entries may take together.
-        """
+        """Set up the cache of a tenant's folder, which need not exist yet; all entries take ``limit_bytes`` at most."""
         self.folder = folder
         self._rows = rows
         self._limit_bytes = limit_bytes
@@ -132,13 +127,10 @@ class CacheFolder:
         return None
 
     def sweep(self) -> int:
-        """Remove the longest unused entries beyond the limit, and what is without a row or without a folder.
+        """Remove the longest unused entries beyond the limit, and what lacks a row or a folder; return how many.
 
         What is being filled counts. A job that reads an entry has its own names of the files, so that nothing is taken
         from under it.
-
-        Returns:
-            The number of entries and folders that were removed.
         """
         places = {each.name: each for each in _listing(self.folder) if _OURS.fullmatch(each.name)}
         left = {name for name, each in places.items() if _is_left(each)}

@@ -28,7 +28,6 @@ class CacheRows:
     """The rows of one folder's entries."""
 
     def __init__(self, folder: Path) -> None:
-        """Set up the rows."""
         self._folder = folder
 
     def find(self, key: str) -> CachedEntry | None:

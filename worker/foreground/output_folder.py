@@ -304,8 +304,7 @@ class ArtifactMismatch(ValueError):
 def require_artifact(root: Path, frame: ArtifactWritten) -> Path:
     """Check a file that a child announced, and return its path.
 
-    Raises:
-        ArtifactMismatch: If the name leaves the folder, a link is in the way, or size or digest differ.
+    ``ArtifactMismatch`` if the name leaves the folder, a link is in the way, or size or digest differ.
     """
     parts = frame.name.split("/")
     if not 1 <= len(parts) <= 4 or not all(_PART.fullmatch(part) for part in parts):

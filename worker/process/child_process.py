@@ -125,21 +125,11 @@ class Child:
         confinement: Confinement = Confinement(),  # noqa: B008 - frozen
         hold: Hold | None = None,
     ) -> Self:
-        """Start guardian and child.
+        """Start guardian and child; ``OSError`` if no process, pipe, thread or temporary file can be had.
 
-        Args:
-            assignment: What the child reads from its standard input.
-            output: Where its standard output and error go (``subprocess.PIPE``: to ``.output``).
-            environment: Its whole environment.
-            command: The child's program; ``--answers FD --frames FD`` is appended.
-            confinement: What the child is held to.
-            hold: Until when it may run; None: as long as this process lives.
-
-        Returns:
-            The running child.
-
-        Raises:
-            OSError: If no process, pipe, thread or temporary file can be had.
+        The child reads ``assignment`` from its standard input; its output and error go to ``output``
+        (``subprocess.PIPE``: to ``.output``), and ``environment`` is its whole environment. ``command`` is completed by
+        ``--answers FD --frames FD``. It may run until ``hold`` ends; with None, as long as this process lives.
         """
         # a file, not a pipe: a child that never reads cannot block its supervisor
         with tempfile.NamedTemporaryFile() as text:
@@ -218,10 +208,8 @@ class Child:
     def frames(self) -> Iterator[Frame]:
         """Frames in order, until the child's end of the pipe closes or the group is gone.
 
-        Raises:
-            MalformedFrame: If a line is too long or no frame. A line cut short by the child's
-                death is neither a frame nor a fault: the death itself is what counts.
-            FrameBeyond: If a frame says what no process of ours would, or all of them are too much together.
+        ``MalformedFrame`` for a line that is too long or not a frame; one cut short by the child's death is neither,
+        since the death itself counts. ``FrameBeyond`` for what no process of ours would say, or for too much in all.
         """
         size = 0
         for line in lines(self._frames.fileno(), self._gone_read, MAX_FRAME_BYTES + 1):

@@ -132,12 +132,9 @@ class Confinement:
         return {"preexec_fn": self._prepare(), **user}
 
     def enter(self) -> None:
-        """Hold this process to these limits, which was forked for that and has one thread.
+        """Hold this process, forked for that and of one thread, to these limits; ``OSError`` if the kernel refuses.
 
         With namespaces it returns in the process that becomes the job's, and in no other.
-
-        Raises:
-            OSError: If the kernel refuses a step.
         """
         apply = self._prepare()
         if self.user is not None:

@@ -65,11 +65,7 @@ class Namespaces:
         return cls(temporary=values["temporary"], **lists)
 
     def enter(self) -> None:
-        """Make the namespaces and enter them; returns in the process that becomes the command, and in no other.
-
-        Raises:
-            OSError: If the kernel refuses a step; its message names which.
-        """
+        """Make and enter the namespaces; return only in what becomes the command. ``OSError`` names a refused step."""
         system = _System()
         user, group = os.geteuid(), os.getegid()
         system.call("a new user's namespace", system.libc.unshare, _NEW_SPACES)
@@ -192,11 +188,9 @@ def _return_to_own_folder() -> None:
 
 
 def attend(child: int, held: Iterable[int]) -> NoReturn:
-    """Hand SIGTERM on to a child, reap what comes, and end as the child does; hold no descriptor meanwhile.
+    """Hand SIGTERM on to a child, forked while `HANDED_ON` was blocked, reap what comes, and end as the child does.
 
-    Args:
-        child: The child, forked while `HANDED_ON` was blocked.
-        held: The descriptors to close.
+    The descriptors ``held`` are closed meanwhile.
     """
     for each in held:
         with contextlib.suppress(OSError):

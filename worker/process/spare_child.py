@@ -44,22 +44,14 @@ class SpareChild:
     """The place of the child that waits for the next job; there is one in it, or none."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Begin without one.
-
-        Args:
-            environment: The environment in which it imports; a job that needs another one is computed by a new program.
-        """
+        """Begin without one; it imports in this environment, and a job that needs another gets a new program."""
         self._environment = environment
         self._lock = threading.Lock()
         self._waiting: _Waiting | None = None
         self._closed = False
 
     def prepare(self, lock: int | None) -> None:
-        """Start one that waits, unless one does; a machine that gives no process has none.
-
-        Args:
-            lock: A descriptor of the worker's lock, which its guardian holds on to.
-        """
+        """Start one that waits, unless one does or no process is to be had; its guardian holds on to the ``lock``."""
         with self._lock:
             if self._closed or (self._waiting is not None and not self._waiting.child.has_ended()):
                 return
@@ -72,11 +64,7 @@ class SpareChild:
     def take(
         self, assignment: Mapping[str, Any], environment: Mapping[str, str], confinement: Confinement, hold: Hold
     ) -> Child | None:
-        """Have the one that waits begin a job; the parameters are those of `Child.start`.
-
-        Returns:
-            The child that computes the job; None where none waits, and nothing of the job was begun.
-        """
+        """Have the one that waits begin a job, as `Child.start` would; None where none waits, and nothing was begun."""
         with self._lock:
             waiting, self._waiting = self._waiting, None
         if waiting is None:

@@ -85,12 +85,7 @@ def within_disk(child: Child, last: Frame | None, planned_bytes: int | None) -> 
 
 
 def pause_after(failure: Failed, waits: float, *, retry_later: bool) -> float:
-    """Return how long a job that has failed is not claimed; 0 where nothing has to pass by itself.
-
-    Args:
-        waits: Seconds to wait for a disk or for files.
-        retry_later: Whether files could not be read.
-    """
+    """Return how many seconds a failed job is not claimed: ``waits`` for a full disk or unread files, else 0."""
     # whatever fills the disk, or keeps files from being read, is not gone within seconds, and failures are counted
     return min(waits, _MAX_PAUSE_SECONDS) if retry_later or failure.code == DISK_FULL else 0
 

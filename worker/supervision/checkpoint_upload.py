@@ -39,7 +39,6 @@ class ScratchMirror:
         self._rounds = Rounds(f"mirror-{claim.job_id}", table, log, last=self._copy)
 
     def __enter__(self) -> None:
-        """Begin."""
         try:
             self._rounds.start()
         except RuntimeError as error:

@@ -259,16 +259,9 @@ def job_logger(**bound: object) -> FilteringBoundLogger:
 def job_namespaces(
     settings: WorkerSettings, home: Path, written: Sequence[Path], read: Sequence[str] = ()
 ) -> Namespaces | None:
-    """Return what the processes of a job see.
+    """Return what a job's processes see, its ``home`` for whatever libraries write; `*` in ``read`` stands for all.
 
-    Args:
-        settings: The worker's settings.
-        home: The job's folder for whatever its libraries write.
-        written: The folders that it writes to.
-        read: The folders that it reads; `*` stands for all.
-
-    Returns:
-        The namespaces; None where jobs are started without any.
+    None where jobs are started without any.
     """
     if not settings.child_namespaces:
         return None

@@ -117,11 +117,7 @@ class Supervisor:
         self._watch.stop(reason)
 
     def run(self, held_since: float | None = None) -> None:
-        """Start the child, write what it sends, and end the attempt.
-
-        Args:
-            held_since: The moment before the claim was asked for, on the machine's clock (`node_seconds`); None: now.
-        """
+        """Run the attempt to its end, held since `node_seconds` from before its claim was asked for; None means now."""
         threads, _ = child_launch.computing_threads(self._claim, self._settings)
         self._log.info("job claimed", kinds=self._claim.kinds, threads=threads)
         try:
