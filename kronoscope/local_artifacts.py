@@ -31,17 +31,9 @@ class Folder(ReadOnly):
 
 
 def open_against(params: Mapping[str, Any]) -> Folder | None:
-    """Open the second set of factors that an analysis in a notebook names.
+    """Open the second set of factors that an analysis in a notebook names; None where nothing names any.
 
-    Args:
-        params: The options of each analysis that has any, by kind.
-
-    Returns:
-        The stored factors; None where nothing names any.
-
-    Raises:
-        BrokenFactors: If there is no index where the path leads.
-        OptionRefused: If a job of a service is named.
+    ``BrokenFactors`` if there is no index where the path leads, ``OptionRefused`` if a job of a service is named.
     """
     reference = next((each.against for each in params.values() if getattr(each, "against", None) is not None), None)
     if reference is None:
@@ -52,16 +44,9 @@ def open_against(params: Mapping[str, Any]) -> Folder | None:
 
 
 def open_gradient(params: Mapping[str, Any]) -> dict[str, Tensor] | None:
-    """Read the gradient that an analysis in a notebook names in place of that of the data.
+    """Read the gradient by parameter that an analysis names in place of that of the data; None where none does.
 
-    Args:
-        params: The options of each analysis that has any, by kind.
-
-    Returns:
-        Tensors by parameter, as the file has them; None where nothing names any.
-
-    Raises:
-        OptionRefused: If there is no such file, or it is not one of safetensors.
+    ``OptionRefused`` if there is no such file, or it is not one of safetensors.
     """
     given = {kind: each.gradient for kind, each in params.items() if getattr(each, "gradient", None) is not None}
     if not given:

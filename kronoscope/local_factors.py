@@ -352,18 +352,10 @@ def _read_all(factors: FactorSet) -> None:
 
 
 def export_factors(collected: FactorSet, named: ExportFormat, path: Path, options: ExportChoices) -> Exported:
-    """Write factors as a file of another tool.
+    """Write factors as a file of another tool, replaced once it is whole; return what it holds of each layer by name.
 
-    Args:
-        path: The file, which is replaced once it is whole.
-        options: What else the format takes.
-
-    Returns:
-        What the file holds of each layer, by its name.
-
-    Raises:
-        ExportRefused: If the format cannot hold a layer that is not left out.
-        OptionRefused: If an option cannot be, or contradicts the format.
+    ``ExportRefused`` if the format cannot hold a layer that is not left out, ``OptionRefused`` if an option cannot be,
+    or contradicts the format.
     """
     given = {name: value for name, value in options.items() if name != "kappa_max"}
     if isinstance(given.get("without"), (list, tuple)):

@@ -42,17 +42,10 @@ class Source:
 
 
 def repeatable(batches: Batches) -> Source:
-    """Return data as chunks that are the same at every pass.
+    """Return data, as ``measure`` takes them, as chunks that are the same at every pass.
 
-    Args:
-        batches: As ``measure`` takes them. What can be iterated only once, or might come in another order the next
-            time (a ``DataLoader``), is read now and kept.
-
-    Returns:
-        The chunks.
-
-    Raises:
-        WrongShape: If what is read now has no targets.
+    What can be iterated only once, or might come in another order the next time (a ``DataLoader``), is read now and
+    kept; ``WrongShape`` if that has no targets.
     """
     if callable(batches):
         return Source(lambda: read_chunks(batches()), None)
@@ -63,15 +56,7 @@ def repeatable(batches: Batches) -> Source:
 
 
 def scale_inputs(source: Source, pixels: Pixels) -> Source:
-    """Return chunks with floats in the place of their uint8 inputs, made at each pass.
-
-    Args:
-        source: Chunks, of which no other input is changed.
-        pixels: How a pixel becomes a number.
-
-    Returns:
-        The chunks.
-    """
+    """Return chunks with floats in the place of uint8 inputs, made at each pass; other inputs stay as they are."""
     return dataclasses.replace(source, read=lambda: (_scale_chunk(chunk, pixels) for chunk in source.read()))
 
 
@@ -82,17 +67,9 @@ def query_inputs(query: Batches, pixels: Pixels | None) -> ModelInputs:
 
 
 def with_query(options: Mapping[str, Any], query: Batches | None) -> dict[str, Any]:
-    """Note in the options of the analyses that explain examples that a notebook gives them itself.
+    """Note in the options, by kind, that a notebook gives the examples to explain itself; None notes nothing.
 
-    Args:
-        options: The options of each analysis, by kind.
-        query: The examples; None where there are none.
-
-    Returns:
-        The options.
-
-    Raises:
-        OptionRefused: If no analysis explains examples.
+    ``OptionRefused`` if no analysis explains examples.
     """
     takers = {kind: each for kind, each in options.items() if hasattr(each, "query")}
     named = next((kind for kind, each in takers.items() if each.query is not None), None)
@@ -130,14 +107,7 @@ class WrongOptionType(OptionRefused, TypeError):
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Turn what the catalog refuses into an error of this door, which is one of the engine's and a ``ValueError``.
-
-    Returns:
-        A context.
-
-    Raises:
-        OptionRefused: If a field is refused within.
-    """
+    """Turn what the catalog refuses within into ``OptionRefused``, one of the engine's errors and a ``ValueError``."""
     try:
         yield
     except FieldError as error:
@@ -146,18 +116,9 @@ def refusing() -> Iterator[None]:
 
 
 def options_record(kind: type[T], options: T | Mapping[str, Any] | None, name: str) -> T:
-    """Return a record of options, each of its words and numbers checked.
+    """Return a record of options, each of its words and numbers checked; None takes the defaults.
 
-    Args:
-        kind: The record's class.
-        options: The record, a mapping of its fields, or None for the defaults.
-        name: The argument's name, for messages.
-
-    Returns:
-        The record.
-
-    Raises:
-        OptionRefused: If a field is unknown, or a value is refused.
+    ``OptionRefused``, with the argument's ``name``, if a field is unknown, or a value is refused.
     """
     if options is None:
         return kind()
@@ -167,17 +128,9 @@ def options_record(kind: type[T], options: T | Mapping[str, Any] | None, name: s
 
 
 def choices(declared: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments, each read as its declaration says.
+    """Return keyword arguments, each read as a ``TypedDict`` declares it.
 
-    Args:
-        declared: A ``TypedDict`` of the arguments.
-        given: The arguments.
-
-    Returns:
-        The arguments that were given, by name.
-
-    Raises:
-        OptionRefused: If one is unknown, or has a value that it cannot have.
+    ``OptionRefused`` if one is unknown, or has a value that it cannot have.
     """
     hints = get_type_hints(declared)
     with refusing():
@@ -188,17 +141,7 @@ def choices(declared: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def task_record(task: object) -> Task:
-    """Return the task that an argument names.
-
-    Args:
-        task: The record, a mapping of its fields, or its type alone.
-
-    Returns:
-        The task.
-
-    Raises:
-        OptionRefused: If it names no task, or a field is refused.
-    """
+    """Return the task that a record, a mapping of its fields or its type alone names; else ``OptionRefused``."""
     if not isinstance(task, (str, Mapping, Task)):
         given = f"the class {task.__name__}" if isinstance(task, type) else type(task).__name__
         raise WrongOptionType(
@@ -212,17 +155,7 @@ def task_record(task: object) -> Task:
 
 
 def kinds_tuple(kinds: object) -> tuple[str, ...]:
-    """Return the analyses that an argument names.
-
-    Args:
-        kinds: Kinds of the menu, each once; or one of them.
-
-    Returns:
-        The kinds in order.
-
-    Raises:
-        OptionRefused: If it is not such a list.
-    """
+    """Return the kinds that an argument names, each once, or one alone; ``OptionRefused`` if it is not such a list."""
     menu = f"give one, or a list, of {', '.join(ANALYSES)}"
     if not isinstance(kinds, Iterable):
         raise WrongOptionType(f"`kinds` is {kinds!r}; {menu}")
@@ -236,17 +169,10 @@ def kinds_tuple(kinds: object) -> tuple[str, ...]:
 
 
 def params_records(kinds: Sequence[str], params: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the options of each analysis.
+    """Return a record of options for each analysis asked for; None for one without options.
 
-    Args:
-        kinds: The analyses that are asked for.
-        params: Options by kind, records or mappings of their fields; those of other kinds are checked, too.
-
-    Returns:
-        A record for each analysis asked for; None for one without options.
-
-    Raises:
-        OptionRefused: If a kind is unknown or has no options, or a field is refused.
+    Options of other kinds are checked, too; ``OptionRefused`` if a kind is unknown or has no options, or a field is
+    refused.
     """
     if params is not None and not isinstance(params, Mapping):
         raise WrongOptionType(f"`params` is {type(params).__name__}; give a mapping of options by kind")
@@ -265,13 +191,9 @@ def params_records(kinds: Sequence[str], params: Mapping[str, Any] | None) -> di
 
 
 def require_document(task: Task, options: JobOptions) -> None:
-    """Require what a job's document requires of blocks that stand beside each other.
+    """Require what a job's document requires of blocks that stand beside each other, before any data are read.
 
-    Args:
-        options: The other blocks.
-
-    Raises:
-        OptionRefused: If two of them contradict each other; before any data are read.
+    ``OptionRefused`` if two of them contradict each other.
     """
     params = {kind: each for kind, each in options.params.items() if each is not None}
     try:
@@ -309,11 +231,7 @@ def alone(device: torch.device) -> Iterator[None]:
 
 
 def usable_device(given: str | torch.device) -> torch.device:
-    """Return the device that a caller names.
-
-    Raises:
-        OptionRefused: If this machine's PyTorch has no such device.
-    """
+    """Return the device that a caller names; ``OptionRefused`` if this machine's PyTorch has no such device."""
     try:
         found = torch.device(given)
         torch.empty(0, device=found)

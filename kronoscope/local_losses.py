@@ -33,16 +33,9 @@ _ANY = "take CrossEntropyLoss, BCEWithLogitsLoss or MSELoss, or let the model re
 
 
 def loss_task(loss: object) -> Task | None:
-    """Return the task that a loss of PyTorch is.
+    """Return the task that a loss of PyTorch is; None where it is neither a loss module nor one of the three functions.
 
-    Args:
-        loss: Anything that a caller gives as a task.
-
-    Returns:
-        The task; None where it is neither a loss module nor one of the three functions.
-
-    Raises:
-        OptionRefused: If it is a loss that is not exactly a task, or the class of one in place of an object.
+    ``OptionRefused`` if it is a loss that is not exactly a task, or the class of one in place of an object.
     """
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         raise OptionRefused(f"`task` is the class {loss.__name__}; give an object of it: {loss.__name__}()")

@@ -90,17 +90,10 @@ class OperatorChoices(TypedDict, total=False):
 
 
 def open_operator(factors: FactorSet, **choices: Unpack[OperatorChoices]) -> Operator:
-    """Return the operator of a factor set.
+    """Return the operator of a factor set, by ``OperatorChoices``.
 
-    Args:
-        **choices: As ``OperatorChoices`` says.
-
-    Returns:
-        The operator.
-
-    Raises:
-        OptionRefused: If a choice is none of its words or unknown, or the device is not there.
-        EngineError: As ``engine.errors`` lists.
+    ``OptionRefused`` if a choice is none of its words or unknown, or the device is not there; other ``EngineError`` as
+    ``engine.errors`` lists.
     """
     layers = choices.get("layers")
     if isinstance(layers, str):

@@ -28,12 +28,7 @@ class NamedLayers(dict[str, T]):
     """Values by layer name; where a name is missing, the error says which names are near it."""
 
     def __init__(self, verb: str, values: Mapping[str, T]) -> None:
-        """Take the values.
-
-        Args:
-            verb: The end of the sentence that begins with a layer that is missing, such as `has rows`.
-            values: The values by name, in the model's order.
-        """
+        """Take values in the model's order; ``verb`` ends the sentence on a missing layer, such as `has rows`."""
         super().__init__(values)
         self._verb = verb
 
@@ -120,11 +115,7 @@ class MeasurementViews:
 
 
 def rows_html(rows: Sequence[LayerResult], note: str = "") -> str:
-    """Return rows of one analysis as a table in HTML, with the first figures of their metrics.
-
-    Args:
-        note: A line below it, with ``{}`` for the number of layers.
-    """
+    """Return rows of one analysis as a table in HTML, with first figures; ``{}`` in ``note`` is the count of layers."""
     names = list(dict.fromkeys(name for row in rows for name in list(_numbers(row))[:_FIGURES]))[:_FIGURES]
     cells = [
         [row.layer, row.module, row.reason or row.status, f"{row.parameter_count:,}"]
@@ -136,11 +127,7 @@ def rows_html(rows: Sequence[LayerResult], note: str = "") -> str:
 
 
 def make_frame(columns: Mapping[str, Sequence[Any]]) -> "DataFrame":
-    """Return columns as a table of pandas.
-
-    Raises:
-        ModuleNotFoundError: If pandas is not installed.
-    """
+    """Return columns as a table of pandas; ``ModuleNotFoundError`` if pandas is not installed."""
     try:
         frame = pkgutil.resolve_name("pandas:DataFrame")
     except ModuleNotFoundError as error:

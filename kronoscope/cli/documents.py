@@ -37,18 +37,9 @@ def read_document(path: Path, settings: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def change_document(document: dict[str, Any], settings: Sequence[str], name: str) -> dict[str, Any]:
-    """Set single fields of a job document.
+    """Set single fields of a job document in place, each as it stands after `--set`, and return it.
 
-    Args:
-        document: The document; it is changed.
-        settings: Each as it stands after `--set`.
-        name: The document's name in messages.
-
-    Returns:
-        The document.
-
-    Raises:
-        DocumentUnreadable: If a setting cannot be read, or the document holds what JSON cannot write.
+    ``DocumentUnreadable`` if a setting cannot be read, or the document holds what JSON cannot write.
     """
     for setting in settings:
         _put(document, setting)
@@ -57,16 +48,9 @@ def change_document(document: dict[str, Any], settings: Sequence[str], name: str
 
 
 def edit_document(document: dict[str, Any]) -> dict[str, Any]:
-    """Let the user edit a document as YAML, in the editor of $VISUAL or $EDITOR.
+    """Let the user edit a document as YAML, in the editor of $VISUAL or $EDITOR, and return what was saved.
 
-    Args:
-        document: The document that the editor opens.
-
-    Returns:
-        The document that was saved.
-
-    Raises:
-        DocumentUnreadable: If the editor fails; or what it saved is not a document, whose file the message names.
+    ``DocumentUnreadable`` if the editor fails; or what it saved is not a document, whose file the message names.
     """
     writer = ruamel.yaml.YAML(typ="safe", pure=True)
     writer.default_flow_style = False

@@ -11,15 +11,7 @@ class NotInstalled(RuntimeError):
 
 
 def require_extra(*extras: str, command: str) -> None:
-    """Refuse a command whose packages are not installed.
-
-    Args:
-        extras: Of `api`, `ledger`, `worker`, `mlflow` and `wandb`.
-        command: As the caller has written it.
-
-    Raises:
-        NotInstalled: With the line that installs what is lacking.
-    """
+    """Raise ``NotInstalled``, with the line that installs what is lacking, where a command's packages are missing."""
     lacking = [each for each in extras if importlib.util.find_spec(_EXTRAS[each]) is None]
     if lacking:
         raise NotInstalled(

@@ -67,13 +67,8 @@ def embedded_environment(
 def serve_embedded(folder: Path, port: int | None, say: Callable[[str], None]) -> int:
     """Migrate the ledger, start API and worker, and wait for ctrl-C, SIGTERM, or the end of a process.
 
-    Args:
-        folder: Ledger, artifacts, models and logs; one service at a time works on it.
-        port: The port on loopback; None takes 8000, or any free one.
-        say: Shows a line to the person.
-
-    Raises:
-        ServiceFailed: If the service cannot start, or a process of it has ended.
+    One service at a time works on ``folder``; ``port`` None takes 8000, or any free one. ``ServiceFailed`` if the
+    service cannot start, or a process of it has ended.
     """
     folder = folder.absolute()
     try:
@@ -216,14 +211,9 @@ def _once(command: Sequence[str], environment: Mapping[str, str], lock: ServiceL
 
 
 def require_factories(listed: Sequence[str], *, importable: bool) -> None:
-    """Refuse a factory that no job could name.
+    """Raise ``FactoryWrong`` for a value of `--allow-factory` that no job could name.
 
-    Args:
-        listed: The values of `--allow-factory`.
-        importable: Whether the modules must be there, as the jobs run on this machine.
-
-    Raises:
-        FactoryWrong: If one is written otherwise than `package.module:callable`, or there is no such module.
+    It is written otherwise than `package.module:callable`, or there is no such module, where jobs run on this machine.
     """
     folders = os.environ.get("KRONOSCOPE_FACTORY_PATH", str(Path.cwd())).split(os.pathsep)
     for each in filter(None, ",".join(listed).split(",")):

@@ -25,12 +25,7 @@ class ServiceLock:
     """The lock of one folder, held from its construction on."""
 
     def __init__(self, folder: Path) -> None:
-        """Take the lock.
-
-        Raises:
-            FolderInUse: If another service works on the folder.
-            OSError: If the folder keeps no locks.
-        """
+        """Take the lock; ``FolderInUse`` if another service works there, ``OSError`` if the folder keeps no locks."""
         self._path = folder / _FILE
         self.descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         """For the processes of the service to hold as well."""

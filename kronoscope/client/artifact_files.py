@@ -16,12 +16,7 @@ MEMORY_CURVE = "memory_curve.json"
 
 
 def read_memory_curve(connection: Connection, path: str, artifacts: Sequence[ArtifactView]) -> Mapping[str, Any] | None:
-    """Download a job's memory curve; None where there is none, or it cannot be downloaded.
-
-    Args:
-        path: Address of the job's files.
-        artifacts: Those files.
-    """
+    """Download a job's memory curve from the address of its files; None where there is none, or it cannot be had."""
     if not any(artifact.name == MEMORY_CURVE for artifact in artifacts):
         return None
     try:
@@ -33,18 +28,9 @@ def read_memory_curve(connection: Connection, path: str, artifacts: Sequence[Art
 
 
 def save_artifact(connection: Connection, path: str, artifact: ArtifactView, folder: Path) -> Path:
-    """Download a file; it appears under its name only once its digest has been checked.
+    """Download a file into a folder, and return its path; it has its name only once its digest has been checked.
 
-    Args:
-        path: Address of the file.
-        artifact: The file, as the service lists it.
-        folder: Where to put it.
-
-    Returns:
-        Its path.
-
-    Raises:
-        DownloadFailed: If the bytes are not those that the job recorded, or the connection broke.
+    ``DownloadFailed`` if the bytes are not those that the job recorded, or the connection broke.
     """
     root = folder.resolve()
     target = (root / artifact.name).resolve()

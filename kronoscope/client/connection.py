@@ -234,10 +234,7 @@ def _is_local(url: str) -> bool:
 def find_full_id(connection: Connection, job_id: str) -> str:
     """Return the id of the job that a short id names: the last 8 or more characters, as lists and the page show it.
 
-    What does not look like one is returned as it is.
-
-    Raises:
-        ClientError: If no job of the tenant, or more than one, has an id with this end.
+    What does not look like one is returned as it is; ``ClientError`` if not exactly one job of the tenant has this end.
     """
     if not _SHORT_ID.fullmatch(job_id):
         return job_id

@@ -4,15 +4,9 @@ from typing import Any
 
 
 def set_field(document: dict[str, Any], path: str, value: Any) -> None:  # noqa: ANN401 - whatever JSON holds
-    """Set one field of a document, and make the blocks that lead to it.
+    """Set one field of a document in place, by names with dots between them, and make the blocks that lead to it.
 
-    Args:
-        document: The document; it is changed, and so are the blocks within it.
-        path: The names of the blocks and of the field, with dots between them.
-        value: The new value.
-
-    Raises:
-        ValueError: If a name is empty, or a step of the path is a value and no block.
+    ``ValueError`` if a name is empty, or a step of the path is a value and no block.
     """
     steps = path.strip().split(".")
     if not all(steps):

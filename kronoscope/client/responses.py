@@ -39,13 +39,9 @@ class Layer(Brief, shown=("kind", "layer", "module", "status", "reason", "parame
 
 
 def build_layer(value: Mapping[str, Any]) -> Layer:
-    """Build a row of the results.
+    """Build a row of the results from JSON, of a service or of a foreground run's `results.json`.
 
-    Args:
-        value: The row as JSON, of a service or of a foreground run's `results.json`.
-
-    Returns:
-        The row, with the metrics as the record of its analysis; as JSON where this client does not know the analysis.
+    Its metrics are the record of its analysis; JSON where this client does not know the analysis.
     """
     row = build(Layer, value)
     analysis = ANALYSES.get(row.kind)
@@ -55,29 +51,14 @@ def build_layer(value: Mapping[str, Any]) -> Layer:
 
 
 def build_results(value: Mapping[str, Any]) -> ResultsView:
-    """Build the results of a job.
-
-    Args:
-        value: The service's response as JSON.
-
-    Returns:
-        The results, with each summary as `build_summary` makes it.
-    """
+    """Build the results of a job from the service's JSON, with each summary as `build_summary` makes it."""
     results = build(ResultsView, value)
     summary = {kind: build_summary(kind, each) for kind, each in results.summary.items()}
     return dataclasses.replace(results, summary=summary)
 
 
 def build_summary(kind: str, summary: Mapping[str, Any]) -> Any:  # noqa: ANN401 - each analysis has its own
-    """Build the summary of an analysis.
-
-    Args:
-        kind: The analysis.
-        summary: Its summary as JSON.
-
-    Returns:
-        The analysis's own record; ``summary`` itself where this client does not know the analysis.
-    """
+    """Build an analysis's record of its summary; ``summary`` itself where this client does not know the analysis."""
     analysis = ANALYSES.get(kind)
     return build(analysis.summary, summary) if analysis is not None else summary
 

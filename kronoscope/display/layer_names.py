@@ -10,13 +10,8 @@ NAME_WIDTH = 40
 def shorten(name: str, width: int = NAME_WIDTH) -> str:
     """Shorten one layer's name; of several names that are shown together, see `shorten_all`.
 
-    Args:
-        name: The qualified name.
-        width: Characters that it may take.
-
-    Returns:
-        The name with leading parts as initials, numbers kept, such as `e.l.11.attention.self.query`; then, where it is
-        still too long, without its middle. Characters that cannot be printed are replaced.
+    Leading parts become initials, numbers kept, such as `e.l.11.attention.self.query`; a name that is still too long
+    loses its middle. Characters that cannot be printed are replaced.
     """
     plain = printable(name, lines=False)
     parts = plain.split(".")
@@ -33,15 +28,11 @@ def shorten(name: str, width: int = NAME_WIDTH) -> str:
 
 
 def shorten_all(names: Sequence[str], width: int = NAME_WIDTH) -> list[str]:
-    """Shorten names that are shown together, so that different names remain different.
+    """Shorten names that are shown together to ``width``, 12 or more, so that different names remain different.
 
-    Args:
-        names: Qualified names, in any order; equal ones are shown alike.
-        width: Characters that each may take, 12 or more.
-
-    Returns:
-        One text for each name: `shorten`'s; where several names would come out equal, the part in which they differ,
-        with as much of both ends as there is room for; where that part is too long itself, numbers at the end.
+    One text for each name, alike for equal ones: `shorten`'s; where several names would come out equal, the part in
+    which they differ, with as much of both ends as there is room for; where that part is too long itself, numbers at
+    the end.
     """
     shown = {name: shorten(name, width) for name in names}
     for alike in _alike(shown):

@@ -27,10 +27,9 @@ def format_number(value: Any) -> str:  # noqa: ANN401 - metrics are of any type
 
 
 def format_share(share: float) -> str:
-    """Return a share as a percentage with one decimal, which the page's `percent` writes alike.
+    """Return a share, a part of 1, as a percentage with one decimal, which the page's `percent` writes alike.
 
-    Args:
-        share: A part of 1; below a thousandth it has two decimals, and what is not whole never reads `100.0%`.
+    Below a thousandth it has two decimals, and what is not whole never reads `100.0%`.
     """
     if 0 < share < 1e-4:
         return "< 0.01%"

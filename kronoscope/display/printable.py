@@ -29,27 +29,12 @@ _JSON = _Replacements(lambda code: "".join(f"\\u{unit:04x}" for unit in _utf16(c
 
 
 def printable(text: str, *, lines: bool = True) -> str:
-    """Replace each character that a terminal would obey.
-
-    Args:
-        text: Any text.
-        lines: Whether ends of lines and tabs stay.
-
-    Returns:
-        The text, with U+FFFD in place of each.
-    """
+    """Replace each character that a terminal would obey by U+FFFD; ends of lines and tabs stay with ``lines``."""
     return text.translate(_LINES if lines else _WORDS)
 
 
 def escaped(text: str) -> str:
-    """Escape the same characters in JSON.
-
-    Args:
-        text: JSON.
-
-    Returns:
-        JSON of the same value.
-    """
+    """Escape the same characters in JSON, to JSON of the same value."""
     return text.translate(_JSON)
 
 

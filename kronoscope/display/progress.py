@@ -186,15 +186,7 @@ class SilentDisplay:
 
 
 def display_for(console: Console, *, silent: bool = False) -> Display:
-    """Return the display for a console.
-
-    Args:
-        console: A terminal gets bars, anything else lines.
-        silent: Whether to show nothing.
-
-    Returns:
-        A display to use as a context manager.
-    """
+    """Return the display for a console, a context manager: bars on a terminal, else lines; or nothing if ``silent``."""
     if silent:
         return SilentDisplay()
     return BarDisplay(console) if console.is_terminal else LineDisplay(console)
@@ -203,11 +195,7 @@ def display_for(console: Console, *, silent: bool = False) -> Display:
 def notebook_display(*, silent: bool) -> Display:
     """Return the display for work in the caller's own process: nothing at all in its first second.
 
-    Args:
-        silent: Whether to show nothing.
-
-    Returns:
-        Bars where stderr is a terminal, lines in a notebook, nothing anywhere else.
+    Then bars where stderr is a terminal, lines in a notebook, nothing anywhere else.
     """
     console = Console(stderr=True)
     if silent or not (console.is_terminal or console.is_jupyter):

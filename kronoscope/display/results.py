@@ -87,13 +87,8 @@ def show_results(
 ) -> None:
     """Print one table for each analysis, and the stages.
 
-    Args:
-        rows: Rows of all analyses.
-        summary: The summary of each analysis that has one.
-        kinds: The analyses in the order in which they were asked for.
-        curve: The memory curve with planned and measured stages; None where there is none.
-        measured: The share of the model that was measured; None where no model was given.
-        refused: The analyses that were refused while others were done.
+    The tables follow the order of ``kinds``; the stages are those of ``curve``, planned and measured, and ``measured``
+    is the share of the model that was measured, None where no model was given.
     """
     present = dict.fromkeys([row.kind for row in rows])
     for kind in dict.fromkeys([*(kind for kind in kinds if kind in present), *present]):
