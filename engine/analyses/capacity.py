@@ -82,13 +82,9 @@ def token_importance(name: str | None, workspace: Workspace, whole: FactorSet) -
 
 
 def gradient_diagonal(factors: Factors) -> Tensor:
-    """Return the diagonal of a head's G without making G dense.
+    """Return the diagonal (V,) of a head's G, in float64 on the host and with the scale, without making G dense.
 
-    Args:
-        factors: The layer's factors; a tied head carries the diagonal of its own G beside them.
-
-    Returns:
-        The diagonal, shape ``(V,)``, float64, on the host, scale multiplied in.
+    A tied head carries the diagonal of its own G beside its factors.
     """
     if factors.head_diagonal is not None:
         return factors.head_diagonal.to("cpu", torch.float64)

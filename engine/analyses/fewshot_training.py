@@ -194,8 +194,7 @@ class FewshotTraining:
     def _lower(self, plans: TrainingPlans, way: TrainingWay, said: str) -> TrainingWay:
         """Return the way to try after one ran out of memory: itself once more with memory freed, then a lower one.
 
-        Raises:
-            OutOfMemory: If no exact way takes less.
+        ``OutOfMemory`` if no exact way takes less.
         """
         guard, planned = self.workspace.machine.guard, plans.plan(way)
         tried_before = any(error.rung == way.described for error in guard.planning_errors)

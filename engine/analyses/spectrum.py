@@ -55,11 +55,7 @@ class CoveredParameters:
 
     @classmethod
     def of(cls, whole: FactorSet, model: nn.Module, parameters: Sequence[ParameterShape]) -> "CoveredParameters":
-        """Find the covered numbers.
-
-        Memory:
-            A byte for each number.
-        """
+        """Find the covered numbers, with a byte for each number."""
         offsets, total = {}, 0
         for each in parameters:
             offsets[each.name] = total
@@ -77,14 +73,7 @@ class CoveredParameters:
         return sum(stop - start for start, stop in self.runs)
 
     def expand(self, vectors: Tensor) -> Tensor:
-        """Return ``R v`` of several vectors.
-
-        Args:
-            vectors: Shape (size, k).
-
-        Returns:
-            Shape (P, k): the tensor itself where everything is covered.
-        """
+        """Return ``R v``, shape (P, k), of vectors (size, k): the tensor itself where everything is covered."""
         if self.size == self.total:
             return vectors
         whole = vectors.new_zeros(self.total, vectors.shape[1])
@@ -95,14 +84,7 @@ class CoveredParameters:
         return whole
 
     def restrict(self, vectors: Tensor) -> Tensor:
-        """Return ``Rᵀ v`` of several vectors.
-
-        Args:
-            vectors: Shape (P, k).
-
-        Returns:
-            Shape (size, k): the tensor itself where everything is covered.
-        """
+        """Return ``Rᵀ v``, shape (size, k), of vectors (P, k): the tensor itself where everything is covered."""
         if self.size == self.total:
             return vectors
         return torch.cat([vectors[start:stop] for start, stop in self.runs])
@@ -141,11 +123,7 @@ Digests = Sequence[tuple[int, str | None, str | None]]
 def exact_spectra(
     params: SpectrumParams, workspace: Workspace, whole: FactorSet, digests: Digests
 ) -> dict[str, CurvatureSpectrum]:
-    """Search every exact curvature that the job asks for.
-
-    Memory:
-        As ``engine.analyses.costs.spectrum`` counts it.
-    """
+    """Search every exact curvature that the job asks for; ``engine.analyses.costs.spectrum`` counts the memory."""
     job = pass_again(workspace, whole, "spectrum.of", str(params.needs_model))
     return _Searches(params=params, job=job, whole=whole, digests=digests).run()
 

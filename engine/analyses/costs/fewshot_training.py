@@ -116,8 +116,7 @@ class TrainingPlans:
     def of(cls, workspace: Workspace) -> "TrainingPlans":
         """Plan the training of a job.
 
-        Raises:
-            FewShotRefused: If a split has too few classes or images, or the backbone's map is empty for the images.
+        ``FewShotRefused`` if a split has too few classes or images, or the backbone's map is empty for the images.
         """
         params = workspace.options.of(KIND)
         if workspace.inputs.images is not None:

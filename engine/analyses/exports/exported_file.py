@@ -264,13 +264,9 @@ def gradient_refusal(whole: FactorSet, facts: LayerFacts) -> str | None:
 
 
 def without_bias(facts: LayerFacts, activation: Tensor) -> tuple[Tensor, float | None]:
-    """Cut the bias's row and column off A.
+    """Cut the bias's row and column off A (in_dim, in_dim).
 
-    Args:
-        activation: A (in_dim, in_dim), float32 or float64.
-
-    Returns:
-        A of the weights alone, contiguous, and the share of the norm that was cut off; None where nothing was.
+    It returns A of the weights alone, contiguous, and the share of the norm that was cut off; None where nothing was.
     """
     if not facts.bias:
         return activation.contiguous(), None
@@ -281,11 +277,7 @@ def without_bias(facts: LayerFacts, activation: Tensor) -> tuple[Tensor, float |
 
 
 def require_finite(facts: LayerFacts, name: str, tensor: Tensor) -> None:
-    """Refuse a tensor of a file that is not finite.
-
-    Raises:
-        ExportRefused: With the layer and the tensor.
-    """
+    """Refuse a tensor of a file that is not finite: ``ExportRefused`` names the layer and the tensor."""
     if not bool(torch.isfinite(tensor).all()):
         raise ExportRefused(
             f"layer `{facts.name}`: `{name}` holds NaN or Inf in the precision of the file; collect the factors anew, "
@@ -295,11 +287,7 @@ def require_finite(facts: LayerFacts, name: str, tensor: Tensor) -> None:
 
 
 def dense_gradient(factors: Factors) -> Tensor:
-    """Return G (out_dim, out_dim) as a matrix.
-
-    Raises:
-        ExportRefused: If what is kept is not G itself.
-    """
+    """Return G (out_dim, out_dim) as a matrix; ``ExportRefused`` if what is kept is not G itself."""
     side = factors.side_G
     if side.approximate or not side.complete:
         raise ExportRefused(f"layer `{factors.layer}` has a G that is kept as `{side.kind}`, which is not G itself; "

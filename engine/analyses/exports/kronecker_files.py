@@ -53,11 +53,7 @@ def write_zip(file: Sink, members: Iterable[tuple[str, Iterable[bytes]]]) -> Non
 
 
 def npz_bytes(entries: Mapping[str, Tensor | str]) -> bytes:
-    """Return an archive of numpy's arrays.
-
-    Args:
-        entries: Tensors of float32, float64 or int64, and texts, by name.
-    """
+    """Return an archive of numpy's arrays, of texts and of tensors of float32, float64 or int64."""
     held = io.BytesIO()
     write_zip(held, ((f"{name}.npy", [_npy(entry)]) for name, entry in entries.items()))
     return held.getvalue()

@@ -47,16 +47,9 @@ class Counted:
 def count_components(run: TrainingRun, plans: TrainingPlans, images: Tensor | None) -> list[Component]:
     """Return the parts of a training with their bytes: those of the plan, and those of an episode's images.
 
-    Args:
-        run: The training, before its first step; its state is left as it was.
-        plans: The plans, with the model on the meta device.
-        images: Images of an episode on the training's device; None counts nothing.
-
-    Returns:
-        Stages of the backbone, head, regulariser where there is one, and optimiser.
-
-    Memory:
-        One block's activations, and one slice of the head.
+    They are the backbone's stages, head, regulariser where there is one, and optimiser. The training stands before its
+    first step, and its state is left as it was. ``images`` of an episode are on its device; None counts nothing. One
+    block's activations and one slice of the head are held.
     """
     shape = (plans.params.images, *plans.shape)
     planned = _counted(plans.model, run.way, plans, torch.empty(shape, dtype=plans.dtype, device="meta"))

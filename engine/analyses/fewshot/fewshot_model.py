@@ -63,10 +63,9 @@ class FewshotModel(nn.Module):
         return list(self.parameters())
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take weights that were given: of backbone and head, or of the backbone alone, by the names of either.
+        """Take given weights, of backbone and head or of the backbone alone, by the names of either.
 
-        Raises:
-            WeightsRefused: If a name is unknown or missing, or a shape is another.
+        ``WeightsRefused`` if a name is unknown or missing, or a shape is another.
         """
         whole = any(name.startswith(("backbone.", "head.")) for name in weights)
         place: nn.Module = self if whole else self.backbone
@@ -99,15 +98,9 @@ def _refused(what: str) -> WeightsRefused:
 def make_model(
     params: FewshotTrainingParams, shape: tuple[int, int, int], weights: Mapping[str, Tensor] | None
 ) -> FewshotModel:
-    """Make the model on the host, with drawn or given weights; the same for the same seed.
+    """Make the model on the host, in training mode and of ``params.dtype``; the same for the same seed.
 
-    Args:
-        params: Options of the job.
-        shape: Channels, rows and columns of an image.
-        weights: Weights by name; None draws all.
-
-    Returns:
-        The model in training mode, of ``params.dtype``.
+    ``shape`` is (channels, rows, columns) of an image; None draws all weights.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(params.seed % 2**63)

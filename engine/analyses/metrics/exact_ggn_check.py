@@ -238,22 +238,11 @@ def exact_ggn(job: PassJob, updates: int, report: Callable[[], None]) -> ExactCu
 def trace_probes(
     exact: ExactCurvature, blocks: Sequence[Block], numbers: Sequence[int], seed: int
 ) -> list[list[Tensor]]:
-    """Compute ``w / √W`` of each block for each probe in one pass over the data.
+    """Compute ``w / √W`` (size,) of each block for each probe in one pass over the data, on the device of the passes.
 
     Its squared norm is the probe's estimate of the block's trace, and ``w`` itself points where F curves most.
-
-    Args:
-        numbers: Numbers of the probes, which key their random signs.
-        seed: Seed of those signs.
-
-    Returns:
-        For each probe one vector per block, shape (size,), on the device of the passes.
-
-    Raises:
-        ModelRefused: If the model refuses a batch.
-
-    Memory:
-        ``2 · len(numbers)`` vectors of each block.
+    ``numbers`` and ``seed`` key the random signs of the probes. ``ModelRefused`` if the model refuses a batch. It holds
+    ``2 · len(numbers)`` vectors of each block.
     """
     job, device = exact.job, exact.job.workspace.machine.device
     totals = [[torch.zeros(block.size, dtype=job.dtype, device=device) for block in blocks] for _ in numbers]

@@ -48,19 +48,10 @@ from engine.operators.preconditioning import precondition
 
 
 def power_of_rows(rows: LowRank, inner: Tensor, damped: JointBasis, exponent: float) -> Tensor:
-    """Return the curvature raised to a power, times a gradient within the span of the rows.
+    """Return the curvature to the power −α = ``exponent``, times a gradient ``V = Sᵀ C`` within the span of G's T rows.
 
-    Args:
-        rows: G, of T rows.
-        inner: C of the gradient ``V = Sᵀ C``, shape (T, in_dim).
-        damped: A's eigenvectors and the dampings; its G is not used.
-        exponent: −α, finite.
-
-    Returns:
-        Shape (out_dim, in_dim), float64.
-
-    Memory:
-        Some 8 T² and 3 T · in_dim numbers in float64, and the result.
+    ``inner`` is C (T, in_dim); of ``damped`` A's eigenvectors and the dampings are used, not its G. The result
+    (out_dim, in_dim) is in float64. Some 8 T² and 3 T · in_dim numbers in float64 are held beside it.
     """
     gram = rows.gram()
     wide = inner.to(gram.device, torch.float64)

@@ -54,10 +54,7 @@ def extrapolated(
 
 
 def not_converged(value: float | None, limit: float | None, scale: float | None = None) -> bool | None:
-    """Return whether |limit − value| > 0.05·scale; None where either is unknown.
-
-    A scale of None is the size of the limit itself.
-    """
+    """Return whether |limit − value| > 0.05·scale, by default |limit|; None where either is unknown."""
     if value is None or limit is None:
         return None
     return abs(limit - value) > TOLERANCE * (abs(limit) if scale is None else scale)
@@ -110,11 +107,7 @@ def follow_layer(
     params: CapacityParams,
     device: torch.device,
 ) -> Followed | None:
-    """Compute the scalar metrics of one layer at every sample size, and where they are heading.
-
-    Memory:
-        One structured G, at one size.
-    """
+    """Compute one layer's scalar metrics at every sample size, and where they are heading; one structured G is held."""
     if not layer.nested:
         return None
     names = [name for name in SCALAR_METRICS if name in params.selected]

@@ -94,8 +94,7 @@ def unseal(
 def read_parts(parts: Sequence[Artifacts]) -> Iterator[tuple[ScoredQueries, dict[str, Tensor]]]:
     """Yield the blocks that the pieces of a divided job have stored, in the order of the queries.
 
-    Raises:
-        NotMergeable: If one is missing or damaged.
+    ``NotMergeable`` if one is missing or damaged.
     """
     number, done, total = 0, 0, 0
     for part in parts:
@@ -112,13 +111,9 @@ def read_parts(parts: Sequence[Artifacts]) -> Iterator[tuple[ScoredQueries, dict
 def list_queries(
     params: InfluenceParams, inputs: ModelInputs, first: int, block: ScoredQueries, scores: Tensor
 ) -> list[QueryInfluence]:
-    """Return what the summary lists of a block's queries.
+    """Return what the summary lists of a block's queries, of which ``first`` is the place of the first.
 
-    Args:
-        params: How many queries and examples are listed.
-        inputs: The data and the query, with their texts where these are asked for.
-        first: The first query's place.
-        scores: Its scores, shape (Q, N).
+    Texts of data and query are listed where these are asked for. The scores are (Q, N).
     """
     count, found = min(params.top, scores.shape[1]), []
     for place, own in enumerate(scores[: max(0, params.listed - first)]):

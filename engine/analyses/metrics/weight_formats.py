@@ -26,15 +26,7 @@ _KEPT_OF_FOUR = 2
 
 
 def in_format(weights: Tensor, name: WeightFormat, params: SensitivityParams) -> Tensor:
-    """Return weights as a format holds them.
-
-    Args:
-        weights: (out, in), float64.
-        params: The size of groups, and the rank.
-
-    Returns:
-        (out, in), float64.
-    """
+    """Return weights (out, in), float64, as a format holds them; ``params`` has the groups' size and the rank."""
     match name:
         case "int8":
             return _rounded(weights, 127)

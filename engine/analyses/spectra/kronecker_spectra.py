@@ -48,11 +48,7 @@ class BlockSpectrum:
 
 
 def kfac_block(layer: Measured, params: SpectrumParams) -> BlockSpectrum:
-    """Measure the spectrum of one layer's G ⊗ A.
-
-    Memory:
-        As ``Products``: no more than some 64 Ki products at once.
-    """
+    """Measure the spectrum of one layer's G ⊗ A, with some 64 Ki products at once, as ``Products``."""
     if layer.A.spectrum is None:
         raise ValueError("a layer without eigenvalues of A has no spectrum")
     counted = layer.G.counted
@@ -85,11 +81,7 @@ def kfac_block(layer: Measured, params: SpectrumParams) -> BlockSpectrum:
 
 
 def ekfac_block(layer: Measured, corrected: Corrected, params: SpectrumParams) -> BlockSpectrum:
-    """Measure the spectrum of one layer with EK-FAC's eigenvalues.
-
-    Memory:
-        The layer's eigenvalues in float64, and a mebi of them once more.
-    """
+    """Measure the spectrum of one layer with EK-FAC's eigenvalues, held in float64, and a mebi of them once more."""
     values = corrected.eigenvalues.reshape(-1).to(torch.float64)
     largest = float(values.max()) if values.numel() else 0.0
     ends = min(params.count, values.numel())

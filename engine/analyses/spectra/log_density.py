@@ -43,14 +43,7 @@ class LogCounts:
 
     @classmethod
     def of_values(cls, values: Tensor) -> Self:
-        """Count some eigenvalues.
-
-        Args:
-            values: Shape (n,), float64; those that are not above zero are left out.
-
-        Memory:
-            Some 2¹⁸ numbers, and the bins.
-        """
+        """Count the eigenvalues above zero of some, (n,) in float64; it takes some 2¹⁸ numbers, and the bins."""
         total = cls.none()
         for part in torch.split(values, _AT_ONCE):
             positive = part[part > _LEAST]
@@ -94,14 +87,9 @@ class LogCounts:
         return type(self)(first=first, counts=made)
 
     def smoothed(self, lattice: "Lattice", dimension: int) -> Tensor:
-        """Return the density at the points of a lattice.
+        """Return the density at the points of a lattice, (points,) in float64: shares of the eigenvalues in a decade.
 
-        Args:
-            lattice: The points and the width.
-            dimension: Eigenvalues of the matrix, those that are zero among them.
-
-        Returns:
-            Shape (points,), float64: shares of the eigenvalues in a decade.
+        ``dimension`` counts all eigenvalues of the matrix, those that are zero among them.
         """
         if not self.counts.numel():
             return torch.zeros(lattice.last - lattice.first + 1, dtype=torch.float64)
@@ -152,13 +140,5 @@ def width_of(points_per_decade: int) -> float:
 
 
 def gaussian(distances: Tensor, width: float) -> Tensor:
-    """Return the density of a normal distribution.
-
-    Args:
-        distances: From its mean, any shape.
-        width: Its standard deviation.
-
-    Returns:
-        The density at each of them, in the same shape.
-    """
+    """Return the density of a normal distribution of standard deviation ``width`` at distances from its mean."""
     return torch.exp(-0.5 * (distances / width) ** 2) / (width * math.sqrt(2 * math.pi))

@@ -48,11 +48,7 @@ class SearchCheckpoints(CheckpointFiles):
             raise ValueError(f"no later attempt would adopt `{self._manifest}`; add it to MANIFESTS")
 
     def find(self) -> SavedSearch | None:
-        """Return the checkpoint of an earlier attempt.
-
-        Returns:
-            What it says besides its tensors; None without one that belongs and is whole.
-        """
+        """Return what an earlier attempt's checkpoint says besides tensors; None without one that belongs, whole."""
         if not self.workspace.saves_checkpoints:
             return None
         try:
@@ -66,13 +62,9 @@ class SearchCheckpoints(CheckpointFiles):
         return SavedSearch(**{entry.name: body[entry.name] for entry in fields(SavedSearch)})
 
     def tensors(self) -> dict[str, Tensor] | None:
-        """Read the tensors of the checkpoint that ``find`` returned.
+        """Read the host tensors of the checkpoint that ``find`` returned, by the names they were saved under.
 
-        Returns:
-            Host tensors by the names they were saved under; None, with a line in the log, where one is damaged.
-
-        Memory:
-            The state of one search.
+        None, with a line in the log, where one is damaged.
         """
         try:
             return {name: tensor for (name,), tensor in self._read_tensors(self._files)}
@@ -83,12 +75,8 @@ class SearchCheckpoints(CheckpointFiles):
     def save(self, saved: SavedSearch, tensors: Mapping[str, Tensor]) -> None:
         """Write a checkpoint, its manifest last; where the disk refuses, the one before stays valid.
 
-        Args:
-            saved: Everything but the tensors.
-            tensors: State of the search under way, on any device; none between two curvatures.
-
-        Memory:
-            One tensor on the host, where the state is on a device.
+        The tensors are the state of the search under way, on any device, one of them on the host at a time; none
+        between two curvatures.
         """
         entries = (((name,), tensor.detach()) for name, tensor in tensors.items())
         self._write(entries, vars(saved), f" of the {self.work}")

@@ -95,13 +95,9 @@ class SpectrumSearch:
         return all(part.done for part in self.parts.values())
 
     def step(self, multiply: Callable[[Tensor], Tensor]) -> None:
-        """Multiply everything that is asked for.
+        """Multiply everything that is asked for, which holds the vectors and their products.
 
-        Args:
-            multiply: The product with vectors of shape (n, k), k at most ``columns``, in one pass over the data.
-
-        Memory:
-            The vectors and their products.
+        ``multiply`` returns the product with vectors (n, k), k at most ``columns``, in one pass over the data.
         """
         asking = [part for part in self.parts.values() if not part.done]
         vectors = torch.cat([part.vectors for part in asking], dim=1)
@@ -114,22 +110,11 @@ class SpectrumSearch:
             part.advance(own)
 
     def state(self) -> dict[str, Tensor]:
-        """Return all that is needed to go on, as views that the next step changes.
-
-        Returns:
-            Tensors of every part, by the part's name and the tensor's own.
-        """
+        """Return all that is needed to go on, as views that the next step changes, by names of part and tensor."""
         return {f"{name}.{key}": tensor for name, part in self.parts.items() for key, tensor in part.state().items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on from a state.
-
-        Args:
-            state: What ``state`` gave, of a search with the same options.
-
-        Raises:
-            ValueError: If it is another search's.
-        """
+        """Go on from what ``state`` gave of a search with these options; ``ValueError`` if it is another search's."""
         for name, part in self.parts.items():
             part.restore(
                 {key.removeprefix(f"{name}."): each for key, each in state.items() if key.startswith(f"{name}.")}
