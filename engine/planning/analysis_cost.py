@@ -140,23 +140,13 @@ class PlannedJob:
         return self.probe.packed_bytes(self.stored.itemsize)
 
     def stage_bytes(self, place: Budgeted, stage: str, terms: Iterable[Term]) -> int:
-        """Return the bytes of a stage with more terms than the plan has so far.
-
-        Args:
-            place: Device or host.
-            stage: A stage of an analysis.
-            terms: What is added.
-
-        Returns:
-            Bytes held at once.
-        """
+        """Return the bytes held at once in a stage of an analysis with more terms than the plan has so far."""
         return replace(self.plan, terms=(*self.plan.terms, *terms)).stage_bytes(place, stage)
 
     def carried(self, stage: str, *, bases: bool = True) -> list[Term]:
         """Return the terms of the decompositions that still stand in a stage of an analysis.
 
-        Args:
-            bases: Whether it comes after the decompositions, whose bases stand then.
+        With ``bases`` the stage comes after the decompositions, whose bases stand then.
         """
         return [
             replace(term, stage=stage)
@@ -171,9 +161,7 @@ class PlannedJob:
     def read_back(self, layer: TreatedLayer, stage: str, *, copies: int) -> list[Term]:
         """Return the terms of one layer's factors where all wait on the disk, and on a device where they visit it.
 
-        Args:
-            layer: A layer; of one in groups, one group.
-            copies: How many of them the host holds.
+        Of a layer in groups they are those of one group; the host holds ``copies`` of them.
         """
         size = read_back_bytes(layer, self.probe, self.stored)
         found = []

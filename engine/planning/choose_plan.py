@@ -96,18 +96,9 @@ class PlannedJob:
 def choose_plan(workspace: Workspace, probed: ProbedModel) -> PlannedJob:
     """Choose the fastest way that fits, with less of a head whose G does not fit.
 
-    A later attempt does what the first one did, whatever is free by then.
-
-    Args:
-        workspace: The job, with the device that is planned for.
-        probed: The model after its probe, sizes included.
-
-    Returns:
-        The plan, which may not fit, and the probe with the representations that it counts on.
-
-    Raises:
-        BeyondSolvers: If EK-FAC needs eigenvectors that there is no way to compute, or eigenvalues are wanted of more
-            gradient rows than solvers take.
+    A later attempt does what the first one did, whatever is free by then. The plan may not fit; the probe that comes
+    with it has the representations that it counts on. ``BeyondSolvers`` if EK-FAC needs eigenvectors that there is no
+    way to compute, or eigenvalues are wanted of more gradient rows than solvers take.
     """
     plan = forecast(workspace, probed.probe)
     _require_bases(probed.job, probed.survey)

@@ -201,13 +201,7 @@ def kept_as(workspace: Workspace, dtype: torch.dtype) -> torch.dtype:
 def basis_dtype(workspace: Workspace, factor: torch.dtype) -> torch.dtype:
     """Return the precision that eigenvectors are kept in until the job ends.
 
-    Args:
-        workspace: The job's options.
-        factor: Precision that the factor is kept in.
-
-    Returns:
-        ``torch.float64`` where the factor is kept so, or where an analysis asks for exact vectors; else
-        ``torch.float32``.
+    ``torch.float64`` where the factor is kept so, or where an analysis asks for exact vectors; else ``torch.float32``.
     """
     if workspace.options.asks("exact_vectors"):
         return torch.float64

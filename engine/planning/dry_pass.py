@@ -34,13 +34,8 @@ from engine.tracing.functional_layers import Uses
 def explain_refusal(job: PassJob, refused: ModelRefused) -> ModelRefused:
     """Say of a model that raised whether it does so by itself, or only where it is watched.
 
-    Args:
-        job: The model with its data and task.
-        refused: What a probe, a check or a pass ended with.
-
-    Returns:
-        The refusal itself where the model raises in a plain call too, or on a later batch than the first; else one that
-        does not blame the data.
+    It returns the refusal itself where the model raises in a plain call too, or on a later batch than the first; else
+    one that does not blame the data.
     """
     batch = job.probed_batch()
     if refused.pointer != "/data" or refused.examples is None or batch.index.is_meta:

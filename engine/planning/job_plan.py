@@ -43,14 +43,8 @@ def smallest_budget(
 ) -> Enough | None:
     """Return the smallest budget of one place, in whole MiB, that some plan fits.
 
-    Args:
-        planned: Chooses a plan for a budget.
-        budget: Bytes of the other place.
-        place: The place whose budget is wanted.
-        below: A budget that does already, to look for a smaller one; None if none is known.
-
-    Returns:
-        The budget; None where no smaller one than ``below`` fits, or the other place is too small anyway.
+    ``budget`` has the bytes of the other place. ``below`` is a budget that does already, None if none is known. The
+    result is None where no smaller one than that fits, or the other place is too small anyway.
     """
 
     def within(size_bytes: int) -> MemoryBudget:
@@ -147,14 +141,8 @@ def smallest_budgets(
 ) -> dict[Budgeted, Enough | None]:
     """Return the smallest budget of each place that the job fits, the other place's budget unchanged.
 
-    Args:
-        workspace: The job, with its budget.
-        probe: Layers, calls and representations.
-        less: The job with less of its head's G, which is counted and named if it takes less memory; None if there is no
-            such job.
-
-    Returns:
-        A budget for device and host; None where no budget of that place alone suffices.
+    None where no budget of that place alone suffices. ``less`` is the job with less of its head's G, which is counted
+    and named if it takes less memory; None if there is no such job.
     """
 
     def planning(probe: Probe) -> Callable[[MemoryBudget], Plan]:

@@ -49,11 +49,8 @@ def with_join(plan: Plan, workspace: Workspace, probe: Probe, pieces: int, optio
 def with_merge(plan: Plan, probe: Probe, pieces: int, host: DeviceSpeed | None = None) -> Plan:
     """Add the bytes and the seconds of merging the pieces of a divided job to its decompositions.
 
-    Args:
-        plan: The plan of the undivided job.
-        probe: Layers and representations.
-        pieces: How many pieces there are, whose factors are on the disk together.
-        host: Speed of the host, which merges; None leaves the seconds as they are.
+    ``plan`` is that of the undivided job. The factors of all pieces are on the disk together. ``host`` is the speed of
+    the host, which merges; None leaves the seconds as they are.
     """
     item = probe.dtype.itemsize
     held = [

@@ -26,14 +26,9 @@ class ModelWeight:
 def weigh_model(workspace: Workspace) -> tuple[int, int, bool, int]:
     """Return the bytes of the model's weights; the first answer is kept.
 
-    While the model is measured its tensors are the converted ones, which later calls must not count.
-
-    Args:
-        workspace: The job and its model.
-
-    Returns:
-        Bytes of the model's own tensors on this rank, of those converted, whether they are on the meta device, and the
-        most bytes that are gathered of a sharded model at once.
+    While the model is measured its tensors are the converted ones, which later calls must not count. The bytes are
+    those of the model's own tensors on this rank and of those converted, then whether they are on the meta device, and
+    the most bytes that are gathered of a sharded model at once.
     """
     # a search weighs a thousand plans of one model
     weight = workspace.results.of(ModelWeight)

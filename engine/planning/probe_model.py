@@ -61,14 +61,9 @@ from engine.tracing.parameter_uses import assumed_products
 
 
 def probe_model(job: PassJob, survey: Survey) -> ProbedModel:
-    """Run the model on its first example, repeated, and find its row layout.
+    """Run the model on its first example, repeated, and find its row layout and the calls of every layer.
 
-    Args:
-        job: What passes need, as far as the document says it.
-        survey: The layers that the model's modules show.
-
-    Returns:
-        The job with its tables, masks and row orders, and the calls of every layer.
+    The job, as far as the document says it, comes back with its tables, masks and row orders.
     """
     batch = job.moved(job.probed_batch())
     with locate_nan(job.model, job.task) as current:
@@ -157,11 +152,7 @@ def _without_example(one: Probe) -> frozenset[str]:
 def exclude_other_uses(probed: ProbedModel) -> ProbedModel:
     """Exclude layers whose parameters the model also reads where no hook sees it.
 
-    Args:
-        probed: The model after its dry run.
-
-    Returns:
-        The model without those layers, which are listed with their reason and may be found again among its operations.
+    They are listed with their reason and may be found again among the model's operations.
     """
     job, survey, seen = probed.job, probed.survey, probed.probe
     called = {call.layer.name for call in seen.calls}
@@ -206,13 +197,9 @@ def probe_functional_layers(
 ) -> ProbedModel:
     """Look into the operations where modules alone do not show what the parameters do.
 
-    Args:
-        probed: The layers that modules show, and their calls.
-        forced: Names of layers whose calls do not show what their parameters do, whatever their class says.
-        unplaced: Names of layers whose rows the shapes of the first batch do not tell apart by example.
-
-    Returns:
-        The same with the layers that the operations show, and with all places in parameters that are layers.
+    ``forced`` names layers whose calls do not show it, whatever their class says, ``unplaced`` those whose rows the
+    shapes of the first batch do not tell apart by example. The layers that the operations show are added, and all
+    places in parameters that are layers.
     """
     job, survey, seen, mixed = probed.job, probed.survey, probed.probe, probed.probe.mixed | unplaced
     parameters = find_candidates(job.model, survey, {call.layer for call in seen.calls}, mixed, forced)
@@ -246,14 +233,7 @@ def probe_functional_layers(
 
 
 def probe_sizes(probed: ProbedModel) -> ProbedModel:
-    """Find the sizes of passes: shared activations, what autograd saves, and the representation of each layer's G.
-
-    Args:
-        probed: The model with all its layers.
-
-    Returns:
-        The same with those sizes in its probe.
-    """
+    """Find the sizes of passes: shared activations, what autograd saves, and the representation of each layer's G."""
     job, survey = probed.job, probed.survey
     probe = dataclasses.replace(probed.probe, shared=find_followers(probed.probe.calls, survey.treated))
     return probed.with_probe(_represented(job, survey, _with_activations(job, survey, probe)))
