@@ -158,9 +158,7 @@ class CheckpointFiles:
     def discard(self, why: str, keep: Collection[str] = ()) -> None:
         """Log that an earlier checkpoint is not used, delete its files, and begin the first interval.
 
-        Args:
-            why: The reason, as the end of a sentence.
-            keep: Names of files that stay.
+        ``why`` is the end of a sentence; files named in ``keep`` stay.
         """
         of = "" if self._collects else f"'s {self.work}"
         self.workspace.ports.log("warning", f"the checkpoint of an earlier attempt{of} is discarded: {why}")
@@ -272,22 +270,11 @@ class Checkpoints(CheckpointFiles):
     def restore(self, found: Resumed, statistics: Mapping[str, LayerStatistics], stream: Iterator[Batch]) -> Cursor:
         """Put the sums and counts of the pass under way back, and advance the data to where they were saved.
 
-        Nothing else is changed: ``take_over`` does the rest.
-
-        Args:
-            found: The checkpoint.
-            statistics: Allocated sums of the layers of the pass, by name, which are overwritten.
-            stream: The data of the pass from its beginning; the batches that the checkpoint holds are taken from it.
-
-        Returns:
-            The position in the pass at which the checkpoint was saved.
-
-        Raises:
-            CheckpointForeign: If a tensor does not read as written, or the batches are others than
-                those in the checkpoint; ``statistics`` are of no use then.
-
-        Memory:
-            One file of tensors: 64 MiB, or the largest tensor.
+        Nothing else is changed: ``take_over`` does the rest. ``statistics`` are the allocated sums of the layers of the
+        pass, which are overwritten; ``stream`` is the data of the pass from its beginning, of which the batches that
+        the checkpoint holds are taken. ``CheckpointForeign`` if a tensor does not read as written, or the batches are
+        others than those in the checkpoint; the sums are of no use then. One file of tensors is held: 64 MiB, or the
+        largest tensor.
         """
         if found.running and set(found.running) != set(statistics):
             raise CheckpointForeign("it holds other layers")
@@ -327,8 +314,7 @@ class Checkpoints(CheckpointFiles):
     def save(self, cursor: Cursor, running: Sequence[LayerStatistics], state: CollectionState) -> None:
         """Write a checkpoint of a position in a pass and its running sums, of which there are none between two passes.
 
-        Memory:
-            One tensor on the host, where the sums are on a device.
+        It holds one tensor on the host, where the sums are on a device.
         """
         curve, device = self.workspace.machine.curve, self.workspace.machine.device
         curve.sample("checkpoint", "before", device)
@@ -380,11 +366,7 @@ def _grouped(entries: Iterable[tuple[Sequence[str], Tensor]]) -> Iterator[list[t
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Compute a digest of a model's numbers.
-
-    Returns:
-        SHA-256, in hexadecimal, over name, type, shape and checksum of every parameter and buffer.
-    """
+    """Compute the SHA-256, in hexadecimal, over name, type, shape and checksum of each parameter and buffer."""
     named = (*model.named_parameters(), *model.named_buffers())
     sums = bit_sums(present(tensor) for _, tensor in named)
     entries = [

@@ -138,8 +138,7 @@ class CollectionState:
     def read(cls, stored: Mapping[str, Any]) -> "CollectionState":
         """Read the saved fields of what ``state`` returned, and take nothing over.
 
-        Raises:
-            ValueError: If a field is missing, unknown, or does not hold what its type says.
+        ``ValueError`` if a field is missing, unknown, or does not hold what its type says.
         """
         for kind, name in ((SelfCheck, "self_check"), (SelfCheck, "checked"), (Traffic, "traffic")):
             if stored[name] is not None:

@@ -60,16 +60,8 @@ class _Waiting:
 def correct_eigenvalues(job: PassJob, state: CollectionState, parts: Sequence[Sequence[str]]) -> dict[str, Load]:
     """Re-estimate the eigenvalues of every covered layer in the eigenbases of its factors.
 
-    Args:
-        job: The model with its data and task, and how passes run it.
-        state: State of the collection: its factors, and the layers that share an A.
-        parts: Names of the layers of each pass.
-
-    Returns:
-        For each part of a layer, by name, a function that loads its bases and eigenvalues.
-
-    Raises:
-        EngineError: As ``engine.errors`` lists.
+    ``parts`` names the layers of each pass. For each part of a layer, by name, it returns a function that loads its
+    bases and eigenvalues. ``EngineError`` as ``engine.errors`` lists.
 
     Memory:
         Bases and eigenvalues of one pass's layers; those of all of them on the host, unless they
@@ -120,25 +112,16 @@ def correct_part(
     bases: MergedBases,
     keep: Callable[[str, Tensor, float], None],
 ) -> list[list[int]]:
-    """Re-estimate eigenvalues in given eigenbases, over the examples of a part of the data.
+    """Re-estimate eigenvalues in eigenbases of all examples' factors, over the examples of a part of the data.
 
-    Args:
-        job: The model with the data of the part, and how passes run it.
-        layers: The layers that the part's probe found.
-        parts: Names of the layers of each pass.
-        bases: The eigenbases of the factors of all examples.
-        keep: Receives, for each part of a layer, its name, its eigenvalues (out_dim, in_dim) over the part's examples,
-            on the host, and the loss terms that they were divided by, weighted.
-
-    Returns:
-        Indices of the examples, ``[begin, end]`` of each run.
+    ``parts`` names the layers of each pass, of those that the part's probe found. ``keep`` receives, for each part of a
+    layer, its name, its eigenvalues (out_dim, in_dim) over the part's examples, on the host, and the loss terms that
+    they were divided by, weighted. It returns the indices of the examples, ``[begin, end]`` of each run, and holds
+    bases and eigenvalues of one pass's layers.
 
     Raises:
         NotMergeable: If a layer of the bases was not found in this part.
         EngineError: As ``engine.errors`` lists.
-
-    Memory:
-        Bases and eigenvalues of one pass's layers.
     """
     unmasked = frozenset((call.part, call.number) for call in bases.unmasked)
     job = job.without_masks(unmasked).laid_out(overwritten=job.layout.overwritten | frozenset(bases.overwritten))
@@ -215,19 +198,10 @@ def _prepared(
 
 
 def eigenvectors(workspace: Workspace, factor: Tensor, layer: str) -> Tensor:
-    """Return the eigenvectors of a dense factor.
+    """Return the eigenvectors Q (n, n) of a dense factor (n, n), one a column, on the job's device.
 
-    Args:
-        workspace: The job, whose device decomposes and whose guard knows what fits.
-        factor: Shape (n, n), any float dtype and device.
-        layer: The layer's name, for messages.
-
-    Returns:
-        Q (n, n), one eigenvector a column, on the device.
-
-    Raises:
-        EngineError: If no solver succeeds.
-        ValueError: If the factor is a diagonal.
+    The factor is of any float dtype and device; the job's guard knows what fits, and messages name the layer.
+    ``EngineError`` if no solver succeeds, ``ValueError`` if the factor is a diagonal.
     """
     device = workspace.machine.device
     found = decompose(
@@ -324,13 +298,8 @@ def _block(job: PassJob, state: CollectionState, found: LayerStatistics) -> list
 def correct_block(workspace: Workspace, factors: Factors, dtype: torch.dtype) -> Corrected:
     """Return the correction of an exact block: its own eigenvalues, or its diagonal where that is all that is kept.
 
-    Args:
-        workspace: The job, whose device decomposes.
-        factors: The block's factors.
-        dtype: Precision of the result.
-
-    Returns:
-        Q_G (n, n), None of a diagonal, and the eigenvalues (n, 1), on the host.
+    Q_G (n, n), None of a diagonal, and the eigenvalues (n, 1) are on the host, in ``dtype``; the job's device
+    decomposes.
     """
     block = factors.widened_G.to(workspace.machine.device, torch.float64)
     basis = None if factors.side_G.is_diagonal else eigenvectors(workspace, block, factors.layer)

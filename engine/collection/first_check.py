@@ -57,14 +57,7 @@ class Verification:
 
     @classmethod
     def of(cls, job: PassJob) -> "Verification":
-        """Begin the verification of a job; nothing is checked yet.
-
-        Args:
-            job: The model with its data and task, and how passes run it.
-
-        Returns:
-            A verification without any failed layer.
-        """
+        """Begin the verification of a job; nothing is checked yet, and no layer has failed."""
         guard, size = job.workspace.machine.guard, widened_bytes(job.model)
         on_device = job.workspace.machine.device.type == "cuda"
 
@@ -80,14 +73,7 @@ class Verification:
         return [*self.forced, *self.unplaced, *(" ".join(names) for names in self.refused)]
 
     def without_refused(self, probed: ProbedModel) -> ProbedModel:
-        """Leave out the layers that failed for good; they are not covered.
-
-        Args:
-            probed: The model after its probe.
-
-        Returns:
-            The probed model without those layers; the same object where none failed.
-        """
+        """Leave out the layers that failed for good; the result is the same object where none failed."""
         survey, probe = probed.survey, probed.probe
         gone = {
             layer.name: self.refused[layer.parameters] for layer in survey.treated if layer.parameters in self.refused
@@ -105,15 +91,8 @@ class Verification:
     def changes(self, probed: ProbedModel, chosen: Chosen) -> bool:
         """Check the layers that no check has passed, in the first batch as the passes let it through the model.
 
-        Args:
-            probed: The model after its probe.
-            chosen: What the plan has chosen for the passes.
-
-        Returns:
-            Whether a layer failed, so that the model is to be probed anew.
-
-        Raises:
-            EngineError: If the model refuses the first batch.
+        It returns whether a layer failed, so that the model is to be probed anew. ``EngineError`` if the model refuses
+        the first batch.
         """
         job, survey, mixed = probed.job, probed.survey, probed.probe.mixed
         if self.self_check.mode == "off":
@@ -164,11 +143,7 @@ class Verification:
     def cuts_padding(self, probed: ProbedModel) -> bool:
         """Decide whether padding is cut off: it changes no output, and has no gradient in any layer.
 
-        Args:
-            probed: The model after its probe, which has shown whether padding changes an output.
-
-        Returns:
-            True where batches go through the model without their padding.
+        The probe has shown whether padding changes an output.
         """
         job, survey, mixed = probed.job, probed.survey, probed.probe.mixed
         if not job.cut_padding or self.self_check.mode == "off":
@@ -272,12 +247,8 @@ def subject_of(job: PassJob) -> Subject:
 def explain(row: DeclaredLayer, self_check: SelfCheck | None) -> DeclaredLayer:
     """Correct the reason of a layer that is not covered by the gradient that plain autograd measured.
 
-    Args:
-        row: The layer, with the reason that the survey or the passes found.
-        self_check: The checks of the collection; None where nothing was checked.
-
-    Returns:
-        The layer with the reason that its gradient was not followed, or that there is none; else the same object.
+    The reason is then that its gradient was not followed, or that there is none; else the same object is returned.
+    ``self_check`` is None where nothing was checked.
     """
     if self_check is None or not self_check.layers or not self_check.subject.has_gradients:
         return row

@@ -30,13 +30,9 @@ def require_known_labels(
 ) -> None:
     """Require that every label that can be read without its inputs is a class of the model.
 
-    Args:
-        labels: Reads targets (n, …) with the indices (n,) of their examples; None where only a pass shows them.
-        classes: Classes of the model.
-        task: The task; only labels of a cross-entropy are looked at, and no tokens, of which padding may be any.
-
-    Raises:
-        WrongShape: If a label is below 0 or above the last class, and is not the one to be ignored.
+    ``labels`` reads targets (n, …) with the indices (n,) of their examples; None where only a pass shows them. Only
+    labels of a cross-entropy are looked at, and no tokens, of which padding may be any. ``WrongShape`` if a label is
+    below 0 or above the last class, and is not the one to be ignored.
     """
     if labels is None or task.likelihood != "cross_entropy" or task.type == "causal_lm":
         return
@@ -60,11 +56,7 @@ _SLICES = 8
 
 
 def require_finite_model(model: nn.Module) -> None:
-    """Require that every parameter and buffer is finite.
-
-    Raises:
-        NonFiniteModel: If one holds NaN or Inf.
-    """
+    """Require that every parameter and buffer is finite; ``NonFiniteModel`` if one holds NaN or Inf."""
     # torch cannot ask a sparse tensor; what it brings into the outputs is seen there
     asked = {
         name: tensor
@@ -138,14 +130,8 @@ class CurrentBatch:
 def locate_nan(model: nn.Module, task: Task) -> Iterator[CurrentBatch]:
     """Complete the error of outputs that are not finite, by the module that first put out such numbers.
 
-    Args:
-        task: The task that its outputs are for.
-
-    Returns:
-        A context that is shown each batch before it goes through the model.
-
-    Raises:
-        NonFiniteLoss: Where the block raises it; the message names batch and module.
+    The context is shown each batch before it goes through the model; ``NonFiniteLoss``, where the block raises it,
+    names batch and module.
     """
     current = CurrentBatch()
     try:

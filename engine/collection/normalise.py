@@ -155,14 +155,9 @@ def _same(factors: Factors) -> Factors:
 
 
 def foreseen_flaw(layer: TreatedLayer, collection: Collection, mixed: frozenset[str]) -> str | None:
-    """Tell why a layer cannot be covered, as far as is known before the first pass.
+    """Return why a layer cannot be covered, as far as is known before the first pass; None where it can.
 
-    Args:
-        collection: Options of the collection.
-        mixed: Names of layers whose positions belong to no one example.
-
-    Returns:
-        The reason; None where nothing stands against the layer.
+    ``mixed`` names layers whose positions belong to no one example.
     """
     if layer.name in mixed:
         return "batch_not_first"
@@ -171,15 +166,7 @@ def foreseen_flaw(layer: TreatedLayer, collection: Collection, mixed: frozenset[
 
 
 def flaw(found: LayerStatistics, collection: Collection) -> str | None:
-    """Tell why a layer cannot be covered after the passes.
-
-    Args:
-        found: Sums of the layer.
-        collection: Options of the collection.
-
-    Returns:
-        The reason; None where the layer is covered.
-    """
+    """Return why a layer cannot be covered after the passes; None where it is covered."""
     if found.flaw is not None:
         return found.flaw
     if found.partial:
@@ -283,8 +270,7 @@ def _stored(
 ) -> list[Stored]:
     """``factor`` as it is kept, with its scale; each group's by itself.
 
-    Raises:
-        NonFiniteFactor: If it holds NaN or Inf, or does so at ``dtype``.
+    ``NonFiniteFactor`` if it holds NaN or Inf, or does so at ``dtype``.
     """
     name = found.layer.name
     if not _is_finite(factor):

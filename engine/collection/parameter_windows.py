@@ -24,14 +24,7 @@ Strided = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def list_parameters(model: nn.Module) -> tuple[ParameterShape, ...]:
-    """List the trainable parameters of a model.
-
-    Args:
-        model: The model, with the caller's own flags.
-
-    Returns:
-        Each parameter that requires a gradient once, in the order of ``named_parameters()``.
-    """
+    """List each parameter that requires a gradient by the caller's flags, in the order of ``named_parameters()``."""
     return tuple(
         ParameterShape(name=name, shape=tuple(parameter.shape))
         for name, parameter in model.named_parameters()
@@ -40,16 +33,10 @@ def list_parameters(model: nn.Module) -> tuple[ParameterShape, ...]:
 
 
 def find_windows(layer: TreatedLayer, group: int, names: Mapping[int, str]) -> tuple[Window, ...] | None:
-    """Find the numbers of one part of a layer.
+    """Find windows that together hold each entry of the matrix (out_dim, in_dim) of a covered layer's group once.
 
-    Args:
-        layer: A covered layer.
-        group: Which of its groups, from 0.
-        names: Names of the model's parameters by the identity of the tensor.
-
-    Returns:
-        Windows that together hold each entry of the part's matrix (out_dim, in_dim) once; None where a place in a
-        parameter has no strides in the order that counts row by row.
+    ``names`` are those of the model's parameters by the identity of the tensor. None where a place in a parameter has
+    no strides in the order that counts row by row.
     """
     found = []
     for piece in pieces_of(layer):

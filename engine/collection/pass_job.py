@@ -66,17 +66,10 @@ class PassJob:
 
     @classmethod
     def of(cls, workspace: Workspace, device: torch.device) -> "PassJob":
-        """Return what passes need as far as the document says it, before the model is probed.
+        """Return what passes need as far as the document says it, before the probe finds the row layout.
 
-        Args:
-            workspace: The job, with a model, batches and a task.
-            device: The device that numerics and precision are chosen for; a plan's tensors stand on another.
-
-        Returns:
-            The job without any row layout, which the probe finds.
-
-        Raises:
-            ValueError: If model, batches or task are missing.
+        The device is the one that numerics and precision are chosen for; a plan's tensors stand on another.
+        ``ValueError`` if model, batches or task are missing.
         """
         inputs, collection = workspace.inputs, workspace.options.collection
         if inputs.model is None or inputs.task is None or inputs.batches is None:
@@ -143,12 +136,9 @@ class PassJob:
             raise _read_once()
 
     def enter(self, entered: EnteredExamples, batch: Batch, update: int) -> EnteredExamples:
-        """Add a batch that is about to enter to those that have.
+        """Add a batch, on the device as ``moved`` returned it, that is about to enter to those that have.
 
-        Args:
-            entered: The examples so far.
-            batch: The batch, on the device, as ``moved`` returned it.
-            update: Its number among the batches of all ranks that enter.
+        ``update`` is its number among the batches of all ranks that enter.
         """
         # a moving average weighs batches by their order, and smaller sample sizes are the first ones
         ordered = self.collection.ema_decay is not None or self.collection.nested
@@ -170,14 +160,8 @@ class PassJob:
     def with_class_axis(self, batch: Batch) -> "PassJob":
         """Return the same job with the dimension of the classes decided, for all batches, by the first one.
 
-        Args:
-            batch: The first batch, on the device, with the model as passes need it.
-
-        Returns:
-            A copy of the job; the job itself where outputs leave no choice.
-
-        Raises:
-            EngineError: If the model refuses the batch, or two readings are left.
+        The batch is on the device, with the model as passes need it. The result is the job itself where outputs leave
+        no choice. ``EngineError`` if the model refuses the batch, or two readings are left.
         """
         task, few = self.task, next(batch.slices(2))
         if not task.leaves_class_axis:

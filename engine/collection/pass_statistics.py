@@ -112,11 +112,7 @@ def _allocated(
 
 
 def _begin_variance_(statistics: LayerStatistics, fisher: str) -> None:
-    """Begin the variance over batches of the sums that a layer holds itself.
-
-    Memory:
-        A second set of those sums.
-    """
+    """Begin the variance over batches of the sums that a layer holds itself, which takes a second set of them."""
     layer, kept = statistics.layer, statistics.representation.kind
     if statistics.A is not None and activation_refusal(layer) is None:
         statistics.variance_A = BatchVariance.of(statistics.A)
@@ -136,13 +132,10 @@ WITHOUT_CUDNN = "it runs without cuDNN, which has no backward pass of recurrent 
 def layer_facts(
     found: LayerStatistics, group: int, job: PassJob, self_check: SelfCheck | None, ordinals: Mapping[str, int]
 ) -> LayerFacts:
-    """Return what is known of one group of a covered layer, but for its places in the parameters.
+    """Return what is known of one group of a covered layer, its passes done, but for its places in the parameters.
 
-    Args:
-        found: Statistics of the layer, its passes done.
-        group: The group, from 0.
-        self_check: Findings of each layer's check; None where nothing was checked.
-        ordinals: The places of all groups of all covered layers, by name.
+    ``group`` counts from 0; ``self_check`` is None where nothing was checked; ``ordinals`` are the places of all groups
+    of all covered layers, by name.
     """
     layer, device = found.layer, job.workspace.machine.device
     leader = found.leader if found.leader is not None and found.leader.layer.name in ordinals else None

@@ -80,21 +80,13 @@ class Probe:
     """How the layers keep their G; dense where a layer is not named."""
 
     def kept(self, layer: TreatedLayer) -> Representation:
-        """Return how one layer keeps its G.
-
-        Returns:
-            Its representation; dense where the probe names none.
-        """
+        """Return how one layer keeps its G; dense where the probe names none."""
         return self.representations.get(layer.name, DENSE)
 
     def sides(self, layer: TreatedLayer, *, follows: bool) -> list[tuple[int, bool]]:
-        """Return the factors that a layer sums itself.
+        """Return the rows of each factor that a layer sums itself, and whether it is dense.
 
-        Args:
-            follows: Whether the layer shares the A of another, and sums none.
-
-        Returns:
-            Rows of each factor, and whether it is dense; a G that is kept as rows is left out.
+        A G that is kept as rows is left out; a layer that follows shares the A of another, and sums none.
         """
         every = sides_of(layer, follows=follows)
         return every if self.kept(layer).kind == "dense" else every[1:]
@@ -107,8 +99,7 @@ class Probe:
     def packed_bytes(self, item: int) -> int:
         """Return the bytes of all factors as they are written: triangles, diagonals as they are, and gradient rows.
 
-        Args:
-            item: Bytes of a number of a dense or diagonal factor.
+        ``item`` is the bytes of a number of a dense or diagonal factor.
         """
         numbers = sum(
             layer.groups * (side * (side + 1) // 2 if dense else side)
@@ -129,20 +120,14 @@ class ProbedModel:
     probe: Probe
 
     def with_probe(self, probe: Probe) -> "ProbedModel":
-        """Replace the probe.
-
-        Args:
-            probe: The probe whose representations and head the passes take over.
-        """
+        """Replace the probe; the passes take over its representations and head."""
         job = replace(self.job, representations=probe.representations, head=probe.head)
         return replace(self, job=job, probe=probe)
 
     def for_passes(self, chosen: Chosen, sizes: Sizes | None) -> "ProbedModel":
-        """Take over what the plan has chosen for the passes.
+        """Take over what the plan has chosen for the passes: the slices, and the place of the sums.
 
-        Args:
-            chosen: The plan's choice: the slices, and the place of the sums.
-            sizes: The sample sizes that the passes keep; None where they keep none.
+        ``sizes`` are the sample sizes that the passes keep; None where they keep none.
         """
         job = replace(self.job, micro_batch=chosen.micro_batch, offload=chosen.offload, sizes=sizes)
         return replace(self, job=job)
@@ -153,13 +138,9 @@ class ProbedModel:
 
 
 def sides_of(layer: TreatedLayer, *, follows: bool) -> list[tuple[int, bool]]:
-    """Return the factors that a layer holds itself.
+    """Return the rows of each factor that a layer holds itself, G first, and whether it is dense.
 
-    Args:
-        follows: Whether the layer shares the A of another, and holds none.
-
-    Returns:
-        Rows of each factor, and whether it is dense; G comes first.
+    A layer that follows shares the A of another, and holds none.
     """
     sides = [(layer.out_dim, layer.form != "diagonal_block")]
     if not follows and layer.form not in ("block", "diagonal_block"):
@@ -302,12 +283,8 @@ def kept_terms(
 def row_sizes(probe: Probe, *, on_device: bool) -> list[tuple[str, str, int, Source, Stage]]:
     """Return the further bytes of gradient rows: Gram matrices, bases and merged rows.
 
-    Args:
-        probe: The layers and how each keeps its G.
-        on_device: Gram matrices of gradient rows are decomposed on a device.
-
-    Returns:
-        Name, formula, bytes, source and stage of each; nothing where every G is dense.
+    Name, formula, bytes, source and stage of each; nothing where every G is dense. With ``on_device`` a device
+    decomposes the Gram matrices.
     """
     kept = [(layer, probe.kept(layer)) for layer in probe.layers if probe.kept(layer).kind != "dense"]
     if not kept:

@@ -98,13 +98,9 @@ _CALLED = {
 
 
 def announce(workspace: Workspace, numerics: Numerics, plan: Plan | None, errors: Sequence[PlanningError]) -> None:
-    """Announce the job's plan, with the numerics and what the plan was wrong about so far.
+    """Announce the job's plan, with this attempt's numerics and where memory ran out although the plan had fitted.
 
-    Args:
-        workspace: The job, whose port takes the plan as JSON.
-        numerics: Numerics of this attempt.
-        plan: The plan; None announces nothing.
-        errors: Places where memory ran out although the plan had fitted.
+    The job's port takes it as JSON; without a plan nothing is announced.
     """
     if plan is not None:
         missed = {"planning_errors": [asdict(error) for error in errors]} if errors else {}
@@ -115,15 +111,7 @@ def announce(workspace: Workspace, numerics: Numerics, plan: Plan | None, errors
 def run_passes(probed: ProbedModel, plan: Plan) -> CollectionState:
     """Run the passes of a plan over the data, from an earlier attempt's checkpoint where there is one.
 
-    Args:
-        probed: The layers to collect, and how the passes run the model.
-        plan: The layers of each pass, and what to do where memory runs out.
-
-    Returns:
-        The sums of every layer, and what they were collected from.
-
-    Raises:
-        EngineError: As ``engine.errors`` lists.
+    It returns the sums of every layer, and what they were collected from. ``EngineError`` as ``engine.errors`` lists.
     """
     job, surveyed = probed.job, probed.survey
     conditions = _conditions(job, surveyed, plan) if job.workspace.saves_checkpoints else {}

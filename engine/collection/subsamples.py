@@ -45,14 +45,9 @@ class Sizes:
 
 
 def sizes_of(workspace: Workspace, collection: Collection) -> Sizes | None:
-    """Set up the sample sizes that a job asks for; the data is counted once where it does not say how much it holds.
+    """Set up the sample sizes that a job asks for, with a place for their factors; None where none are asked for.
 
-    Args:
-        workspace: The job: its data, and the scratch place that factors are spilled to.
-        collection: Options of the collection.
-
-    Returns:
-        The sizes, with a place for their factors; None where none are asked for.
+    The data is counted once where it does not say how much it holds.
     """
     if not collection.nested:
         return None
@@ -107,15 +102,9 @@ def keep_size(
 
 
 def by_ordinal(sizes: Sizes | None, state: CollectionState, layers: tuple[LayerFacts, ...]) -> tuple[NestedSize, ...]:
-    """Return the smaller sample sizes as a factor set holds them.
+    """Return the smaller sample sizes, ascending, as a factor set holds them: their factors are loaded by ordinal.
 
-    Args:
-        sizes: The sizes of the collection; None where none were asked for.
-        state: State of the collection, with the places of their factors.
-        layers: The covered layers, in the order of the factor set.
-
-    Returns:
-        One entry per size, ascending, whose factors are loaded by ordinal.
+    The layers are those covered, in the order of the factor set; no sizes were asked for where ``sizes`` is None.
     """
     if sizes is None:
         return ()

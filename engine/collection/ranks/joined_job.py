@@ -25,17 +25,10 @@ from engine.workspace import Workspace
 
 
 def join_ranks(ranks: Ranks, job: PassJob) -> PassJob:
-    """Settle what every rank must know before the model is probed.
+    """Settle what every rank must know before the model is probed, with the first batch that all ranks look at.
 
-    Args:
-        job: The model with its data and task, as the document says it.
-
-    Returns:
-        The job with the first batch that all ranks look at.
-
-    Raises:
-        EmptyData: If no rank holds an example.
-        RanksRefused: If several ranks cannot do exactly what is asked for, or do not hold the same model.
+    ``EmptyData`` if no rank holds an example, ``RanksRefused`` if several ranks cannot do exactly what is asked for, or
+    do not hold the same model.
     """
     _require_possible(ranks, job)
     require_alike(ranks, (job.collection, job.task), "options of the collection")
@@ -100,13 +93,8 @@ def require_same_checks(ranks: Ranks, failed: Sequence[str]) -> None:
 def require_one_rank(workspace: Workspace, field: str) -> None:
     """Require that what an analysis computes from the data itself is not asked of several ranks or a sharded model.
 
-    Args:
-        workspace: The job.
-        field: Name of the option that asks for it.
-
-    Raises:
-        RanksRefused: If there are several.
-        ModelRefused: If the model is sharded.
+    ``field`` names the option that asks for it. ``RanksRefused`` if there are several, ``ModelRefused`` if it is
+    sharded.
     """
     ranks = workspace.machine.ranks
     if ranks.size > 1:
@@ -126,14 +114,8 @@ def require_one_rank(workspace: Workspace, field: str) -> None:
 def pass_again(workspace: Workspace, whole: FactorSet, field: str, asked: str) -> PassJob:
     """Return what an analysis needs that passes over the examples of a collection once more, without autocast.
 
-    Args:
-        whole: The factors, with what they were collected with.
-        field: Name of the option that asks for it.
-        asked: The same with its value, for the message.
-
-    Raises:
-        UsageError: If stored factors stand in place of the model.
-        EngineError: As ``require_one_rank`` and ``PassJob.settled`` do.
+    ``field`` names the option that asks for it, ``asked`` is the same with its value, for the message. ``UsageError``
+    if stored factors stand in place of the model; other errors as of ``require_one_rank`` and ``PassJob.settled``.
     """
     if workspace.inputs.model is None or workspace.inputs.task is None or workspace.inputs.batches is None:
         raise UsageError(

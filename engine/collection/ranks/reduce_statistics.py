@@ -128,8 +128,7 @@ def reduce_statistics(
 ) -> None:
     """Add the sums of every rank, in place: each rank holds those of all examples afterwards.
 
-    Memory:
-        Of two layers at a time: a few panels, and the rows of all ranks.
+    Of two layers at a time it holds a few panels, and the rows of all ranks.
     """
     counted = ranks.gather([LayerCounts.of(found) for found in statistics], "counts of the pass")
     means = [{side: _set_mean_aside(found, side) for side in _varied(found)} for found in statistics]

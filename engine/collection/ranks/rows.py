@@ -67,20 +67,11 @@ def reduce_rows(
     gram: bool,
     shared: Tensor | None = None,
 ) -> Reduction[str]:
-    """Replace one rank's rows by those of all ranks, in place.
+    """Replace one rank's rows of a layer by those of all ranks, in place; yield the transfers that it waits for.
 
-    Args:
-        rows: Rows of one layer on this rank.
-        facts: Those of each rank, in order.
-        layer: The layer's name.
-        gram: Whether their Gram matrix is made from shards.
-        shared: Then takes them, for all ranks of the node, shape (groups, T, n); None gives every rank its own.
-
-    Yields:
-        The transfers that it waits for.
-
-    Returns:
-        The reduction that was made: `gram` or `gather`.
+    ``facts`` are those of each rank, in order; with ``gram`` the Gram matrix is made from shards. ``shared`` (groups,
+    T, n) takes the rows for all ranks of the node; None gives every rank its own. It returns `gram` or `gather`, the
+    reduction that was made.
     """
     if rows.staging is not None:
         rows.staging.settle()
@@ -130,8 +121,7 @@ def _gather(ranks: Ranks, rows: GradientRows, facts: Sequence[RowFacts], label: 
 def shared_rows(ranks: Ranks, wanted: Sequence[tuple[GradientRows, Sequence[RowFacts]]]) -> list[Tensor] | None:
     """Allocate the rows of all ranks of some layers once on their node, for every rank to write its columns.
 
-    Returns:
-        For each layer a tensor (groups, T, n) on the host; None where the ranks have no memory in common.
+    Each layer's are (groups, T, n) on the host; None where the ranks have no memory in common.
     """
     sizes = []
     for rows, facts in wanted:
@@ -207,14 +197,9 @@ def panel_columns(rows: int) -> int:
 
 
 def add_gram_(grams: Tensor, columns: Tensor) -> None:
-    """Add the products of some columns of unscaled rows, in place.
+    """Add the products of some columns (groups, T, c) of unscaled rows to float64 ``grams`` (groups, T, T), in place.
 
-    Args:
-        grams: Shape (groups, T, T), float64.
-        columns: Shape (groups, T, c), any float dtype, on the same device.
-
-    Memory:
-        8 MiB of widened columns.
+    Columns are of any float dtype, on the same device; 8 MiB of them are widened at a time.
     """
     width = max(1, _COLUMNS_AT_ONCE // max(columns.shape[1], 1))
     for own, rows in zip(grams, columns, strict=True):
@@ -224,11 +209,9 @@ def add_gram_(grams: Tensor, columns: Tensor) -> None:
 
 
 def scale_gram_(grams: Tensor, scales: Tensor) -> None:
-    """Multiply the Gram matrices of unscaled rows by the scales of both rows, in place.
+    """Multiply the Gram matrices (groups, T, T) of unscaled rows by the scales (groups, T) of both rows, in place.
 
-    Args:
-        grams: Shape (groups, T, T), float64.
-        scales: Of each row, shape (groups, T), float64, on any device.
+    Both are in float64; the scales may be on any device.
     """
     own = scales.to(grams.device)
     grams.mul_(own[:, :, None]).mul_(own[:, None, :])
