@@ -52,25 +52,17 @@ def rebuild(
     kappa_max: float,
     wish: Literal["auto", "device", "panels", "host"],
 ) -> Made:
-    """Clip the spectrum of a factor at the first placement that fits, and check the result.
+    """Clip the spectrum of a factor, left as it is, at the first placement that fits, and check the result.
 
-    Args:
-        workspace: The job, whose guard chooses the placement and whose earlier plan is followed.
-        decomposed: The factor with its eigendecomposition; it is left as it is.
-        kappa_max: Condition number to clip at, above 1.
-        wish: Placement to begin with; ``auto`` takes the plan's.
-
-    Returns:
-        The clipped matrix, shape (n, n), or diagonal, shape (n,), in the factor's dtype, and its record.
+    The job's guard chooses the placement, beginning with ``wish`` (``auto`` takes the plan's), and follows its earlier
+    plan. ``kappa_max`` is the condition number to clip at, above 1. The clipped matrix (n, n), or diagonal (n,), has
+    the factor's dtype. A copy of the factor, from which a lower rung begins where memory runs out halfway, is held
+    beside what ``placement_bytes`` says.
 
     Raises:
         ValueError: If a matrix comes without its eigenvectors.
         NonFiniteFactor: If factor or basis hold NaN or Inf.
         OutOfMemory: If no placement fits.
-
-    Memory:
-        A copy of the factor, from which a lower rung begins where memory runs out halfway; and as
-        ``placement_bytes`` says.
     """
     factor, values, vectors = decomposed.factor, decomposed.values, decomposed.vectors
     layer = decomposed.layer
@@ -124,20 +116,11 @@ def in_eigenbasis(
     *,
     kind: str,
 ) -> Made:
-    """Keep a side as its clipped eigenbasis; its scale is in the eigenvalues.
+    """Keep a side as its clipped eigenbasis; its scale is in the eigenvalues, and no matrix is rebuilt.
 
-    Args:
-        values: Eigenvalues, shape (n,), float64, ascending; of a diagonal side its entries, in their order.
-        vectors: Eigenvectors, shape (n, n), or (n, r) of the r largest eigenvalues; None of a diagonal side.
-        kappa_max: Condition number to clip at, above 1.
-        dtype: Precision that the vectors are kept in.
-        kind: Name of the side's form in the record, such as ``matrix`` or ``diagonal``.
-
-    Returns:
-        The eigenbasis, which no matrix was rebuilt from, and its record.
-
-    Raises:
-        NonFiniteFactor: If the eigenvalues hold NaN or Inf.
+    ``kappa_max`` is the condition number to clip at, above 1. Eigenvalues are in float64, vectors are kept in
+    ``dtype``; a diagonal side has none. ``kind`` names the side's form in the record, such as ``matrix`` or
+    ``diagonal``. ``NonFiniteFactor`` if the eigenvalues hold NaN or Inf.
     """
     basis = Eigenbasis(values if vectors is None else values[values.numel() - vectors.shape[1] :], vectors)
     kept = basis.clip(kappa_max, dtype)
@@ -158,16 +141,10 @@ def in_eigenbasis(
 
 
 def clip_structured(layer: Measured, side: Operator, kappa_max: float) -> Made:
-    """Clip the G of ``layer`` at ``λ_max / kappa_max`` without making it dense.
+    """Clip a layer's G (out_dim, out_dim) at ``λ_max / kappa_max`` without making it dense; ``kappa_max`` is above 1.
 
-    Args:
-        layer: The measured layer, whose eigenvalues of G were computed, or counted between bounds.
-        side: G, shape (out_dim, out_dim), as it is kept.
-        kappa_max: Largest condition number of the result, above 1.
-
-    Returns:
-        An eigenbasis of gradient rows, or of a small softmax head; an operator of a wide one, or of a sketch; neither
-        where only the diagonal is known.
+    The eigenvalues of G were computed, or counted between bounds. The result is an eigenbasis of gradient rows, or of a
+    small softmax head; an operator of a wide one, or of a sketch; neither where only the diagonal is known.
     """
     if side.has_basis and layer.G.spectrum is not None:
         basis = layer.load_basis("G")
@@ -194,15 +171,9 @@ def clip_structured(layer: Measured, side: Operator, kappa_max: float) -> Made:
 
 
 def not_stabilised(size: int, kind: str, why: str) -> Made:
-    """Return a side whose spectrum is not known, with the reason in its record.
+    """Return a side without content, as its spectrum is not known, with the reason in its record.
 
-    Args:
-        size: Rows of the side.
-        kind: Name of its form in the record.
-        why: The reason, as a part of a sentence.
-
-    Returns:
-        A side without content; every number of its record but the size is None.
+    Every number of the record but the size is None. ``kind`` names the side's form, ``why`` is a part of a sentence.
     """
     blank = dict.fromkeys(ReconstructedSide.__dataclass_fields__)
     known = {"size": size, "kind": kind, "update": "not stabilised", "why": why, "rungs": ()}

@@ -103,15 +103,12 @@ def rounded(side: Operator, frobenius_norm: float | None) -> float:
     """Return how far rounding may have moved a matrix's eigenvalues: that of its entries, and the solver's own.
 
     Each entry is off by up to u = ε/2 of itself, so by Weyl's inequality no eigenvalue by more than u·‖M‖_F; solvers in
-    float64 add n·ε of that (Golub and Van Loan 2013, *Matrix computations*, §8.1 and §8.3). A smaller
-    eigenvalue that was computed may be zero, as that of a softmax head is, whose G has rows that add up to zero. The
-    eigenvalues of a diagonal are its entries, which have all of their digits.
+    float64 add n·ε of that (Golub and Van Loan 2013, *Matrix computations*, §8.1 and §8.3). A smaller eigenvalue that
+    was computed may be zero, as that of a softmax head is, whose G has rows that add up to zero. The eigenvalues of a
+    diagonal are its entries, which have all of their digits.
 
-    Args:
-        frobenius_norm: Its norm, with the scale.
-
-    Returns:
-        In the unit of the eigenvalues; 0 where they are not those of a dense matrix.
+    The norm is with the scale. The result has the unit of the eigenvalues; 0 where they are not those of a dense
+    matrix.
     """
     size = side.size
     if side.kind != "dense" or side.is_diagonal or size == 1 or frobenius_norm is None:
@@ -160,8 +157,7 @@ def read_or_decompose(
 ) -> Decomposition | None:
     """Return the spectrum of one factor: read back where it was stored, or computed and stored.
 
-    Memory:
-        As ``eigendecomposition.rungs`` says, and the basis once more as it is stored.
+    Memory is as ``eigendecomposition.rungs`` says, and the basis once more as it is stored.
     """
     need = workspace.options.decomposition
     if need == "none":
@@ -224,11 +220,7 @@ def beyond_solvers(side: Operator, planned: str | None) -> bool:
 
 
 def load_basis(workspace: Workspace, side: Side) -> Decomposition:
-    """Read one side's eigenvectors back, on the host.
-
-    Memory:
-        The basis as it is stored.
-    """
+    """Read one side's eigenvectors back, on the host, as they are stored."""
     if side.found is not None and side.found.rungs == ("diagonal",):
         return replace(side.found, values=side.found.values * side.scale)
     found = _read(workspace, _name(side.digest, side.rank_bound), vectors=True)
@@ -241,8 +233,7 @@ def load_basis(workspace: Workspace, side: Side) -> Decomposition:
 def share_bases(division: DividedLayers, facts: LayerFacts, sides: Mapping[Literal["A", "G"], Side]) -> None:
     """Store the eigenvectors of a layer on every rank, as its owner has them.
 
-    Memory:
-        One basis, and once more on its way.
+    One basis is held, and once more on its way.
     """
     workspace, everyone = division.workspace, range(division.ranks.size)
     for side in sides.values():
@@ -310,8 +301,7 @@ def _of_piece(workspace: Workspace, facts: LayerFacts, name: str) -> Decompositi
 def store_decompositions(workspace: Workspace, whole: FactorSet, layers: Iterable[LayerFacts]) -> None:
     """Decompose layers, and write what the job's own attempt would compute of them to the artifacts.
 
-    Memory:
-        One layer's factors and one decomposition.
+    One layer's factors and one decomposition are held.
     """
     chosen, done_a = list(layers), set[int]()
     for done, facts in enumerate(chosen):

@@ -59,11 +59,7 @@ def decomposition_cost(facts: LayerFacts, *, own_a: bool) -> float:
 def layer_units(layers: Iterable[LayerFacts]) -> list[tuple[float, tuple[LayerFacts, ...]]]:
     """Return the layers that stay together, since they share an A or are groups of one layer, with their cost.
 
-    Args:
-        layers: Covered layers.
-
-    Returns:
-        Cost and layers of each unit, in the order of their first layers.
+    Units are in the order of their first layers.
     """
     units: dict[int | str, list[LayerFacts]] = {}
     places: dict[int, int | str] = {}
@@ -99,16 +95,9 @@ class DividedLayers:
 
     @classmethod
     def of(cls, workspace: Workspace, whole: FactorSet) -> "DividedLayers | None":
-        """Return the division of a job's layers, which every rank makes alike.
+        """Return the division of a job's layers, which every rank makes alike; None where there is one rank.
 
-        Args:
-            workspace: The job.
-
-        Returns:
-            The division; None where there is one rank.
-
-        Raises:
-            RankFailed: If a rank has failed.
+        ``RankFailed`` if a rank has failed.
         """
         ranks = workspace.machine.ranks
         if ranks.size == 1:
@@ -143,11 +132,9 @@ class DividedLayers:
     ) -> Iterator[tuple[L, T]]:
         """Compute something of every layer on its owner, and hand it to all.
 
-        Args:
-            layers: All layers, in one order on every rank.
-            compute: Computes it of one of this rank's layers; what it returns can be pickled.
-            operation: Name of the computation, for messages.
-            files: What ``compute`` writes files to; they are handed over with the results.
+        ``layers`` are all layers, in one order on every rank; ``compute`` is called with this rank's, and what it
+        returns can be pickled. ``operation`` names it in messages. ``files`` are written by ``compute`` and handed over
+        with the results.
 
         Raises:
             RankFailed: If a rank has failed; its own error on that rank.
@@ -173,18 +160,11 @@ class DividedLayers:
     def send(
         self, facts: LayerFacts, tensors: Mapping[str, Tensor] | None, operation: str, receivers: Sequence[int]
     ) -> dict[str, Tensor] | None:
-        """Send tensors of a layer's owner to other ranks.
+        """Send host tensors, by name, of a layer's owner to other ranks; ``RankFailed`` if a rank has failed.
 
-        Args:
-            tensors: On the owner, host tensors by name; None of another rank, or where there is nothing to send.
-            operation: Name of the transfer.
-            receivers: Ranks that take them, in one order on every rank; the owner may be among them.
-
-        Returns:
-            The tensors, on the host, on the owner and the receivers; None elsewhere, or where nothing was sent.
-
-        Raises:
-            RankFailed: If a rank has failed.
+        Owner and receivers return them, on the host; other ranks return None, as all do where nothing was sent.
+        ``tensors`` is None on other ranks than the owner. ``receivers`` are in one order on every rank; the owner may
+        be among them.
         """
         owner = self.owners[facts.ordinal]
         shapes = None if tensors is None else [(name, tuple(each.shape), each.dtype) for name, each in tensors.items()]
@@ -223,11 +203,7 @@ class SentFiles(Artifacts):
 
     @contextlib.contextmanager
     def of(self, ordinal: int) -> Iterator[None]:
-        """Take what is written inside as the files of a layer.
-
-        Args:
-            ordinal: The layer's.
-        """
+        """Take what is written inside as the files of the layer of an ordinal."""
         self._layer = ordinal
         self._written[ordinal] = []
         yield

@@ -79,10 +79,9 @@ class _SharedSides(dict[int, Side]):
 
 
 def measure_layers(workspace: Workspace) -> Iterator[Measured]:
-    """Measure every covered layer, the largest first; later analyses of the job get the same records.
+    """Measure every covered layer once, the largest first; later analyses of the job get the same records.
 
-    Returns:
-        Every covered layer once; its factors are not held. After the last, the index of the kept factors is written.
+    Factors are not held. After the last, the index of the kept factors is written.
     """
     known = workspace.results.of(_MeasuredLayers)
     factors = collect_or_read(workspace)

@@ -22,17 +22,9 @@ from engine.workspace import Workspace
 
 
 def store_piece(workspace: Workspace) -> FactorSet:
-    """Collect the factors of a part of the data, and store them with all that a merge takes.
+    """Collect the factors of a part of the data, ``inputs.part``, and store them with all that a merge takes.
 
-    Args:
-        workspace: The job, whose ``inputs.part`` says which examples these are.
-
-    Returns:
-        The set over the part.
-
-    Raises:
-        EngineError: As ``engine.errors`` lists.
-        ValueError: If the job is over the whole data.
+    ``ValueError`` if the job is over the whole data; ``EngineError`` as ``engine.errors`` lists.
     """
     if workspace.inputs.part is None:
         raise ValueError("a piece needs `inputs.part`: which examples it is over, and of which data")
@@ -45,12 +37,8 @@ def store_piece(workspace: Workspace) -> FactorSet:
 def store_layers(workspace: Workspace, names: Collection[str]) -> None:
     """Decompose some layers of the merged factors of all pieces, and store what the job would compute of them.
 
-    Args:
-        workspace: The job, with ``inputs.stored_pieces``; what is stored goes to its artifacts.
-        names: The layers; all that share an A come together.
-
-    Raises:
-        EngineError: As ``engine.errors`` lists.
+    ``inputs.stored_pieces`` has the pieces; what is stored goes to the job's artifacts. Layers that share an A come
+    together. ``EngineError`` as ``engine.errors`` lists.
     """
     whole = collect_or_read(workspace)
     layers = [facts for facts in whole.layers if facts.name in names]
@@ -86,12 +74,8 @@ def store_bases(workspace: Workspace) -> None:
 def store_correction(workspace: Workspace) -> None:
     """Re-estimate eigenvalues over the examples of a part, in the bases of the merged factors, and store them.
 
-    Args:
-        workspace: The job, with ``inputs.part`` and ``inputs.bases``; the corrections go to its artifacts.
-
-    Raises:
-        EngineError: As ``engine.errors`` lists; the model is restored whatever happens.
-        ValueError: If there is no part, or there are no bases.
+    ``ValueError`` without ``inputs.part`` or ``inputs.bases``; ``EngineError`` as ``engine.errors`` lists. The model is
+    restored whatever happens.
     """
     part, stored = workspace.inputs.part, workspace.inputs.bases
     if part is None or stored is None:

@@ -113,14 +113,9 @@ def stream_factors(
 ) -> Generator[Arrived, None, None]:
     """Yield the factors of some layers; the next ones are read while the caller works on the present ones.
 
-    Args:
-        layers: The layers, in order.
-        load: Returns the factors of an ordinal.
-        device: Where the caller computes.
-        guard: Tells what else fits.
-        need: What is computed of a decomposition; None where nothing is decomposed, and each factor stays where it is.
-        source: Where the factors are.
-        packs: Whether factors that leave the device are stored.
+    ``load`` returns the factors of an ordinal, ``device`` is where the caller computes, and ``guard`` tells what else
+    fits. ``need`` is what is computed of a decomposition; None where nothing is decomposed, and each factor stays where
+    it is. ``packs`` says whether factors that leave the device are stored.
 
     Memory:
         One layer's factors and the next one's, on the host and on the device; what is resident

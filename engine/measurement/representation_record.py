@@ -108,11 +108,7 @@ def row_facts(factors: Factors, facts: LayerFacts) -> dict[str, Any]:
 
 
 def factorise_rows(workspace: Workspace, factors: Factors, damping_g: float | None) -> Factorised | None:
-    """Factorise the damped Gram matrix of a layer's gradient rows.
-
-    Memory:
-        2 T² numbers in float64, for T rows.
-    """
+    """Factorise the damped Gram matrix of a layer's T gradient rows, which takes 2 T² numbers in float64."""
     if workspace.options.decomposition == "none" or not isinstance(factors.G, LowRank) or damping_g is None:
         return None
     return factors.G.to(workspace.machine.device).factorised(damping_g, workspace.options.woodbury.eps)
@@ -130,11 +126,7 @@ _MOST_NAMES = 4
 def coverage(whole: FactorSet, records: Mapping[int, LayerRecord] | None = None) -> Coverage:
     """Count by parameter what the rows cover, after the law covered + declared = trainable.
 
-    Args:
-        records: The record of each covered layer by its ordinal, which says its form.
-
-    Returns:
-        The counts; layers without a record are in the part ``covered``.
+    A layer's record says its form; layers without one are in the part ``covered``.
     """
     reasons = count_by_reason(whole.declared)
     identities = [layer.gradient_identity for layer in whole.layers]

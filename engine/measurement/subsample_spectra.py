@@ -39,8 +39,7 @@ def smaller_sizes(
 ) -> tuple[MeasuredSize, ...]:
     """Measure one layer at every sample size below the whole, and write the factors that the job keeps.
 
-    Memory:
-        One layer's factors at one size, and their eigenvalues.
+    One layer's factors at one size, and their eigenvalues, are held.
     """
     shared_a = workspace.results.of(_SharedSpectra)
     leader = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
@@ -91,11 +90,8 @@ def nested_traces(sizes: tuple[MeasuredSize, ...]) -> tuple[NestedTraces, ...] |
 def nested_capacity(sizes: tuple[MeasuredSize, ...]) -> tuple[NestedCapacity, ...] | None:
     """Compute trace, participation ratio and effective rank at every sample size, for the analysis `capacity`.
 
-    Args:
-        sizes: One layer's records, ascending.
-
-    Returns:
-        One row per size, with None for a metric whose spectra or norms are missing; None where no sizes were asked for.
+    The sizes are ascending. A metric is None where its spectra or norms are missing; all is None where no sizes were
+    asked for.
     """
     rows = []
     for size in sizes:
