@@ -69,14 +69,9 @@ class LayerMoments(RowObserver):
 
     @classmethod
     def of(cls, statistics: LayerStatistics, numbers: Mapping[str, Tensor]) -> "LayerMoments":
-        """Begin without any row.
+        """Begin with the moments of each of a layer's allocated sums, without any row.
 
-        Args:
-            statistics: Sums of the layer, allocated.
-            numbers: What the vectors of each side are made of; a side that is not named is not held.
-
-        Returns:
-            Moments of each of its sums.
+        ``numbers`` are what the vectors of each side are made of; a side that is not named is not held.
         """
         layer, sides = statistics.layer, {}
         shapes = {"A": (layer.groups, layer.in_dim), "G": (layer.groups, layer.out_dim)}
@@ -283,16 +278,10 @@ class BatchSums:
     def of(
         cls, all_statistics: Sequence[LayerStatistics], seed: int, device: torch.device, *, gradients: bool
     ) -> "BatchSums":
-        """Begin without any row.
+        """Begin with the moments of each layer that is not known to be flawed, without any row.
 
-        Args:
-            all_statistics: Sums of the layers of the pass, zero so far.
-            seed: Seed of the job.
-            device: Device of the passes.
-            gradients: Whether gradients enter.
-
-        Returns:
-            Moments of each layer that is not known to be flawed.
+        The sums are those of the layers of the pass, zero so far; the seed is the job's, the device that of the passes.
+        ``gradients`` says whether gradients enter.
         """
         held = [name for name in _SIDES if gradients or name in ("A", "counts")]
         numbers = {name: seeded_numbers(seed, _SIDES.index(name), device) for name in held}
@@ -300,14 +289,7 @@ class BatchSums:
         return cls(layers={each.statistics.layer.name: each for each in moments}, gradients=gradients)
 
     def beside(self, observers: Mapping[str, Sequence[RowObserver]]) -> dict[str, Sequence[RowObserver]]:
-        """Return observers with those of the sums behind them.
-
-        Args:
-            observers: Those who see rows already, by layer.
-
-        Returns:
-            The same, and one more for each layer.
-        """
+        """Return the observers of each layer, with those of the sums behind them."""
         return dict(observers) | {name: (*observers.get(name, ()), each) for name, each in self.layers.items()}
 
     def begin(self, examples: int) -> None:
@@ -317,11 +299,7 @@ class BatchSums:
             each.kept = None
 
     def predicted(self, prediction: Prediction) -> None:
-        """Take in what a group's loss is made of.
-
-        Args:
-            prediction: Its outputs.
-        """
+        """Take in the outputs that a group's loss is made of."""
         self.divisor += prediction.divisor
         if self.gradients:
             for each in self.layers.values():
@@ -333,13 +311,10 @@ class BatchSums:
             each.close()
 
     def failed(self, examples: int) -> dict[str, tuple[float, str]]:
-        """Find the layers whose sums are not those of the rows.
+        """Find the layers with sums that are not those of the rows.
 
-        Args:
-            examples: Examples of the whole batch.
-
-        Returns:
-            The relative difference, and the sum that it is of, by layer.
+        It returns, by layer, the relative difference, and the sum that it is of; ``examples`` are those of the whole
+        batch.
         """
         self.close()
         held = [

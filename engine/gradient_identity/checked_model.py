@@ -87,14 +87,7 @@ class Subject:
         return 10 * self.rounding * norm if self.is_exact else 0.0
 
     def moved(self, batch: Batch) -> Batch:
-        """Copy a batch to the device, in the model's precision.
-
-        Args:
-            batch: Examples, on any device.
-
-        Returns:
-            A copy, which the model may write to.
-        """
+        """Return a copy of a batch on the device, in the model's precision, which the model may write to."""
         return batch.to(self.device, self.dtype)
 
     @contextlib.contextmanager
@@ -113,11 +106,8 @@ class Subject:
     def widened(self, *, widens: bool = False) -> Iterator["Subject"]:
         """The same model in float64, for the time inside; its own tensors come back bit for bit.
 
-        Args:
-            widens: Let the narrower types that the model names stand for float64 too.
-
-        Memory:
-            8 bytes for each number of the model.
+        Each number of the model takes 8 bytes. ``widens`` lets the narrower types that the model names stand for
+        float64 too.
         """
         narrow = [
             (tensor, tensor.data)
@@ -134,11 +124,7 @@ class Subject:
 
 
 def widened_bytes(model: nn.Module) -> int:
-    """Compute the bytes that ``Subject.widened`` takes.
-
-    Returns:
-        8 bytes for each floating-point number of it that stands here at once.
-    """
+    """Compute the bytes that ``Subject.widened`` takes: 8 for each floating-point number that stands here at once."""
     return 8 * numbers_at_once((*model.parameters(), *model.buffers()))
 
 
@@ -146,11 +132,7 @@ def widened_bytes(model: nn.Module) -> int:
 def unwritten(model: nn.Module) -> Iterator[None]:
     """Put the model's buffers back afterwards as they were: each run begins from the same ones.
 
-    Returns:
-        A context; buffers that are not stored densely are left alone.
-
-    Memory:
-        A copy of every buffer.
+    A copy of every buffer is held; those that are not stored densely are left alone.
     """
     kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if buffer.layout == torch.strided]
     try:
@@ -207,24 +189,12 @@ def record(
     cotangent: Tensor | None = None,
     places: Sequence[int] | None = None,
 ) -> Recording:
-    """Run a batch with the hooks of a collection, and keep the rows of ``layers``.
+    """Run a batch with the hooks of a collection, and keep inputs and output gradients of every call of ``layers``.
 
-    Args:
-        subject: The model, and how it is run.
-        layers: Layers to record.
-        forward: The batch, and the state of torch's generators.
-        cotangent: What to pull back, of the shape of the outputs; None takes what the collection
-            pulls back of these examples.
-        places: The examples whose rows are kept; None keeps those of all.
-
-    Returns:
-        Inputs and output gradients of every call, and the outputs of the whole batch.
-
-    Raises:
-        EngineError: If the model refuses the batch.
-
-    Memory:
-        Inputs and output gradients of ``layers``, beside what the pass itself holds.
+    ``forward`` is the batch, and the state of torch's generators. ``cotangent`` is pulled back, of the shape of the
+    outputs; None takes what the collection pulls back of these examples. ``places`` are the examples whose rows are
+    kept; None keeps those of all. The outputs are those of the whole batch. ``EngineError`` if the model refuses it.
+    The rows of ``layers`` are held beside what the pass itself holds.
     """
     layout = subject.layout
     kept = None if places is None else tuple(places)
@@ -292,13 +262,8 @@ def run(subject: Subject, batch: Batch) -> Prediction:
 def direction_of(subject: Subject, prediction: Prediction, index: Tensor) -> Tensor:
     """Compute the vector that a check pulls back: the collection's directions, added up with their weights.
 
-    Args:
-        subject: The model, and how it is run.
-        prediction: The outputs, shape (N, R, C), and their loss.
-        index: Numbers of the examples in the data, shape (N,), which key what is drawn.
-
-    Returns:
-        The vector, shape (N, R, C), in the precision of the outputs.
+    It has the shape (N, R, C) and the precision of the outputs. ``index`` (N,) are the numbers of the examples in the
+    data, which key what is drawn.
     """
     total: Tensor | None = None
     for number, direction in enumerate(directions(prediction, index, subject.task, subject.collection)):

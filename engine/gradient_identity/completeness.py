@@ -40,13 +40,9 @@ class Piece:
     """The part; None is all of it."""
 
     def of(self, gradient: Tensor) -> Tensor:
-        """Return the part's numbers of a gradient of the whole parameter.
+        """Return the part's numbers of a gradient of the whole parameter, of its shape.
 
-        Args:
-            gradient: Gradient of the parameter, of its shape.
-
-        Returns:
-            The gradient itself, or a view of the part's shape; a copy where the strides differ from the parameter's.
+        It is the gradient itself, or a view of the part's shape; a copy where the strides differ from the parameter's.
         """
         if self.place is None:
             return gradient
@@ -63,8 +59,7 @@ class Piece:
 def pieces_of(layer: TreatedLayer) -> tuple[Piece, ...]:
     """List the parameters, or parts of them, that a layer covers.
 
-    Returns:
-        Weight before bias; for a bare parameter, the parameters of the layer by name.
+    Weight comes before bias; for a bare parameter, the parameters of the layer by name.
     """
     if isinstance(layer, FunctionalLinearLayer):
         places = (("weight", layer.weight_place), ("bias", layer.bias_place))
@@ -89,19 +84,10 @@ class LayerRows:
     """None is the whole batch."""
 
     def gradient(self, piece: Piece) -> Tensor:
-        """Compute the gradient of one piece from these rows.
+        """Compute the gradient of a parameter of the layer, or of a part of one, from these rows.
 
-        Args:
-            piece: A parameter of the layer, or a part of one.
-
-        Returns:
-            A new tensor of the piece's shape; zeros where no call uses it.
-
-        Raises:
-            ValueError: If the piece does not belong to the layer.
-
-        Memory:
-            One gradient of the piece, and the rows of one call.
+        It is a new tensor, zero where no call uses the piece. ``ValueError`` if the piece does not belong to the layer.
+        One gradient of it is held, and the rows of one call.
         """
         layer = self.recorder.layer
         shape = piece.parameter.shape if piece.place is None else torch.Size(piece.place.shape)
@@ -205,8 +191,7 @@ def _one_example(use: Use, gradient: Tensor, example: int) -> tuple[Use, Tensor]
 def padding_has_no_gradient(subject: Subject, layers: Sequence[TreatedLayer], batch: Batch, seed: int) -> bool:
     """Return whether the most padded example of ``batch`` has the same gradients when its padding is cut off.
 
-    Memory:
-        The rows of one example, twice, and the gradient of one parameter, twice.
+    The rows of one example and the gradient of one parameter are held twice.
     """
     if not subject.has_gradients or batch.mask is None:
         return True
@@ -313,11 +298,7 @@ def completeness(
     *,
     floor: float = 0.0,
 ) -> Completeness:
-    """Compare ``rows`` with the gradient of ``⟨v, f(x)⟩``.
-
-    Memory:
-        The gradient of one parameter, twice.
-    """
+    """Compare ``rows`` with the gradient of ``⟨v, f(x)⟩``; it holds the gradient of one parameter twice."""
     pieces: dict[int, list[tuple[str, Piece]]] = {}
     wanted: dict[int, nn.Parameter] = {}
     for name, own in rows.items():

@@ -83,14 +83,9 @@ def worse(before: LayerCheck | None, now: LayerCheck) -> LayerCheck:
 
 
 def refusal(layer: TreatedLayer, check: LayerCheck) -> DeclaredLayer:
-    """Turn a layer that failed its check into one that is not covered.
+    """Turn a layer that failed its check into one that is not covered, with the numbers of the check.
 
-    Args:
-        check: Its failed check.
-
-    Returns:
-        The layer with the reason that its examples mix, or that the gradient identity failed, and the numbers of the
-        check.
+    The reason is that its examples mix, or that the gradient identity failed.
     """
     return replace(declare(layer, MIXED_EXAMPLES if check.mixes else FAILED_CHECK), why=check.why)
 

@@ -147,12 +147,7 @@ class Recording:
     def of(self, tensor: Tensor, number: int) -> Tensor:
         """Take one example's part of the outputs, or of the cotangent; a loss of the model's own is of all.
 
-        Args:
-            tensor: Either of them.
-            number: Number of the example among those whose rows are kept.
-
-        Returns:
-            A view of one example, or the tensor itself.
+        It is a view, or the tensor itself; ``number`` is that of the example among those whose rows are kept.
         """
         if tensor.shape[0] != self.examples:
             return tensor
@@ -254,15 +249,9 @@ def is_finite(recording: Recording) -> bool:
 
 
 def relative(difference: Tensor, plain: Tensor, floor: float = 0.0) -> float:
-    """Compute ``‖difference‖ / (‖plain‖ + floor)``.
+    """Compute ``‖difference‖ / (‖plain‖ + floor)`` of tensors of any shape; the floor is not negative.
 
-    Args:
-        difference: A tensor of any shape.
-        plain: The tensor that it is relative to, of any shape.
-        floor: Norm that is added, not negative.
-
-    Returns:
-        The quotient; 0 where the difference is zero, and infinite where only the denominator is.
+    It is 0 where the difference is zero, and infinite where only the denominator is.
     """
     size = float(torch.linalg.vector_norm(difference))
     if size == 0:

@@ -42,8 +42,7 @@ def pull_back(
 ) -> bool:
     """Pull the cotangent back to ``parameters``, and hand on each gradient as it arrives.
 
-    Memory:
-        The gradient of one parameter, beside what the pass itself holds.
+    The gradient of one parameter is held beside what the pass itself holds.
     """
     own, cotangent = subject.moved(objective.forward.batch), objective.cotangent
     set_generators(objective.forward.start, subject.device)

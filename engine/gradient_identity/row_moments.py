@@ -31,28 +31,17 @@ _TRANSPOSED = (functional.conv_transpose1d, functional.conv_transpose2d, functio
 
 
 def seeded_numbers(seed: int, side: int, device: torch.device) -> Tensor:
-    """Draw the numbers that the vectors of one side of all layers are made of, a function of seed and side alone.
+    """Draw standard normal numbers (8191,) that the vectors of one side of all layers are made of, in float64.
 
-    Args:
-        seed: Seed of the job.
-        side: Number of the side.
-        device: Device of the rows.
-
-    Returns:
-        Standard normal numbers, shape (8191,), float64.
+    They are a function of the job's seed and the side's number alone.
     """
     return normals(seed, side, torch.arange(_PERIOD, device=device))
 
 
 def vector_of(numbers: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Make the vector of one side of a layer.
+    """Make the vector of one side of a layer, of a shape (groups, numbers of each).
 
-    Args:
-        numbers: Those of the side, shape (8191,).
-        shape: Groups, and numbers of each.
-
-    Returns:
-        As many of the numbers, the same ones again after the last.
+    It has the 8191 numbers of the side, the same ones again after the last.
     """
     count = shape[0] * shape[1]
     return numbers.repeat(-(-count // numbers.numel()))[:count].view(shape)
@@ -77,25 +66,12 @@ class RowMoments:
 
     @classmethod
     def of(cls, vector: Tensor, dtype: torch.dtype) -> "RowMoments":
-        """Begin without any row.
-
-        Args:
-            vector: v, shape (groups, n).
-            dtype: Precision of the sums.
-
-        Returns:
-            Zeros.
-        """
+        """Begin with zeros, without any row; v is (groups, n), and ``dtype`` the precision of the sums."""
         zeros = vector.new_zeros(vector.shape[0])
         return cls(vector=vector, dtype=dtype, squares=zeros, forms=zeros.clone())
 
     def add_(self, rows: Tensor, *, ones: bool = False) -> None:
-        """Take in rows.
-
-        Args:
-            rows: Shape (P, groups · n), without the column of ones.
-            ones: Whether they have it.
-        """
+        """Take in rows (P, groups · n), the column of ones apart; ``ones`` says whether they have one."""
         groups, width = self.vector.shape[0], self.vector.shape[1] - int(ones)
         self.rows += rows.shape[0]
         self._ones_(rows.shape[0], ones=ones)
@@ -115,14 +91,10 @@ class RowMoments:
             self.forms += (dots.to(torch.promote_types(dots.dtype, torch.float64)) + last).abs().square().sum(0)
 
     def add_pooled_(self, rows: Tensor, use: Use, *, mean: bool, width: int | None = None, ones: bool = False) -> None:
-        """Take in one row for each example, the sum or the mean of its positions.
+        """Take in one row for each example of a call, the sum or the mean of those of its positions that count.
 
-        Args:
-            rows: Rows of one call, shape (P, groups · n).
-            use: The call: its examples, and which of its positions count.
-            mean: Whether positions are averaged.
-            width: Numbers of a row that are taken in; None is all.
-            ones: Whether the rows have a column of ones besides.
+        The rows are (P, groups · n), of which ``width`` numbers are taken in, None for all; ``ones`` says whether they
+        have a column of ones besides.
         """
         whole = pooled(rows, use, self.dtype, mean=mean)
         self.add_(whole if width is None else whole[:, :width], ones=ones)
@@ -131,21 +103,13 @@ class RowMoments:
         self.pooled = self.pooled + pooled(norms, use, torch.float64, mean=mean).to(torch.float64).square().sum(0)
 
     def add_ids_(self, ids: Tensor) -> None:
-        """Take in one-hot rows.
-
-        Args:
-            ids: Places of the ones, shape (P,).
-        """
+        """Take in one-hot rows by the places of the ones, (P,)."""
         self.rows += ids.numel()
         self.squares += ids.numel()
         self.forms += self.vector[0, ids.long()].square().sum()
 
     def add_diagonal_(self, rows: Tensor) -> None:
-        """Take in rows of which the sum keeps the squares alone: the form is that of the diagonal.
-
-        Args:
-            rows: Shape (P, groups · n).
-        """
+        """Take in rows (P, groups · n) of which the sum keeps the squares alone: the form is that of the diagonal."""
         self.rows += rows.shape[0]
         height = max(1, NUMBERS_AT_ONCE // max(1, self.vector.numel()))
         for start in range(0, rows.shape[0], height):
@@ -154,12 +118,9 @@ class RowMoments:
             self.forms += (squares * self.vector.square()).sum(1)
 
     def add_probabilities_(self, logits: Tensor, weights: Tensor, *, diagonal: bool) -> None:
-        """Take in ``Σ ω (diag p − p pᵀ)``.
+        """Take in ``Σ ω (diag p − p pᵀ)`` of logits (P, V) and ω (P,) in float64.
 
-        Args:
-            logits: Shape (P, V).
-            weights: ω (P,) float64.
-            diagonal: Whether the form is that of the diagonal alone.
+        With ``diagonal`` the form is that of the diagonal alone.
         """
         own = self.vector[0]
         self.rows += logits.shape[0]
@@ -214,16 +175,9 @@ def _applied(layer: ConvolutionLayer, entered: Tensor, kernel: Tensor) -> Tensor
 
 
 def pooled(rows: Tensor, use: Use, dtype: torch.dtype, *, mean: bool) -> Tensor:
-    """Sum the rows of each example over its positions that count, or average them.
+    """Sum the rows (P, d) of each example of a call over its positions that count, or average them, in ``dtype``.
 
-    Args:
-        rows: Rows of one call, shape (P, d).
-        use: The call: its examples, and which of its positions count.
-        dtype: Precision of the sums.
-        mean: Whether to average; an example without a position is left out then.
-
-    Returns:
-        One row an example, shape (n, d).
+    One row an example, (n, d); an example without a position is left out of means.
     """
     wide = rows.to(torch.promote_types(rows.dtype, dtype))
     owners = use.owners
@@ -238,14 +192,7 @@ def pooled(rows: Tensor, use: Use, dtype: torch.dtype, *, mean: bool) -> Tensor:
 
 
 def counted_rows(layer: TreatedLayer, use: Use) -> Tensor:
-    """Read the rows of one call's input at the positions that count.
-
-    Args:
-        use: The call with its input.
-
-    Returns:
-        Shape (P, groups · d_in), or ids (P,).
-    """
+    """Read the rows of one call's input at the positions that count: (P, groups · d_in), or ids (P,)."""
     return use.picked(layer.activation_rows(use.input))
 
 
@@ -274,18 +221,11 @@ class SumMoments:
 
 
 def of_sum(total: Tensor, vector: Tensor, rounding: float = 0.0) -> SumMoments:
-    """Read a sum of outer products, or its diagonal.
+    """Return trace and form of a sum of outer products, or of its diagonal.
 
-    Args:
-        total: Shape (groups, n, n) or (n, n), of which the upper triangle counts; or (n,).
-        vector: v (groups, n) float64.
-        rounding: Most that the products changed a number, relative to it; a diagonal is made by none.
-
-    Returns:
-        Its trace and form.
-
-    Memory:
-        256 Ki numbers; on a device 2 Mi.
+    The sum is (groups, n, n) or (n, n), of which the upper triangle counts; or (n,). The vector v (groups, n) is in
+    float64. ``rounding`` is the most that the products changed a number, relative to it; a diagonal is made by none.
+    256 Ki numbers are held; on a device 2 Mi.
     """
     own = vector.to(total.device)
     if is_diagonal(total):
@@ -337,11 +277,7 @@ def _upper(matrix: Tensor, own: Tensor) -> Tensor:
 def in_order_of_sums(layer: TreatedLayer, vector: Tensor) -> Tensor:
     """Arrange a vector in the weight's order as the sums of A have it: those of a convolution, kernel before channels.
 
-    Args:
-        vector: v (groups, in_dim).
-
-    Returns:
-        The same numbers; a copy for a convolution.
+    v is (groups, in_dim); the result is a copy for a convolution.
     """
     width = layer.fan_in if layer.weight else 0
     if not isinstance(layer, ConvolutionLayer) or not width:
@@ -352,16 +288,10 @@ def in_order_of_sums(layer: TreatedLayer, vector: Tensor) -> Tensor:
 
 
 def of_rows(kept: GradientRows, vector: Tensor) -> SumMoments:
-    """Read rows that are kept in place of their sum; of a sketch its diagonal.
+    """Return trace and form of the G that kept rows stand for; of a sketch its diagonal's.
 
-    A sketch leaves out what its bound says, so no form of its rows is exact: the diagonal beside it is.
-
-    Args:
-        kept: Rows of one batch; gradients, or probabilities with their weights.
-        vector: v (groups, n) float64.
-
-    Returns:
-        Trace and form of the G that they stand for.
+    A sketch leaves out what its bound says, so no form of its rows is exact: the diagonal beside it is. The rows of one
+    batch are gradients, or probabilities with their weights; v (groups, n) is in float64.
     """
     if isinstance(kept, SketchRows) and kept.diagonals is not None:
         own = vector.to(kept.diagonals.device).square()

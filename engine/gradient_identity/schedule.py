@@ -27,11 +27,7 @@ from engine.workspace import Workspace
 
 
 def pick_examples(batch: Batch, places: Sequence[int]) -> Batch:
-    """Pick examples of a batch.
-
-    Args:
-        places: Places of the examples, in the order wanted; one may come more than once.
-    """
+    """Pick examples of a batch by their places, in the order wanted; one may come more than once."""
     index = torch.tensor(places, device=batch.index.device)
 
     def pick(tensor: Tensor) -> Tensor:
@@ -45,11 +41,7 @@ def pick_examples(batch: Batch, places: Sequence[int]) -> Batch:
 def different_examples(batch: Batch, count: int) -> list[int]:
     """Choose examples whose inputs differ, spread over the batch: a model may treat its parts in different ways.
 
-    Args:
-        count: Number of examples wanted.
-
-    Returns:
-        Ascending places of up to ``count`` examples; equal ones are among them where too few differ.
+    Up to ``count`` ascending places; equal ones are among them where too few differ.
     """
     chosen: list[int] = []
     parts = tensors(batch.inputs)
@@ -152,17 +144,10 @@ class Glances:
 
     @classmethod
     def of(cls, multiplications: int, sums: int, operations: int, examples: int, *, weights: int = 0) -> "Glances":
-        """Count what a glance takes of a batch.
+        """Count the batches that get a glance, by what one takes of a batch.
 
-        Args:
-            multiplications: Multiplications of one example's forward pass.
-            sums: Those that its rows take to be summed.
-            operations: Operations of a forward pass.
-            examples: Examples of a batch.
-            weights: Numbers of the weights.
-
-        Returns:
-            The batches that get one.
+        Multiplications and operations are those of one forward pass, the former of one example; ``sums`` are those that
+        its rows take to be summed, ``weights`` the numbers of the weights.
         """
         around = operations * _OPERATION + _FORWARD
         glance = _ALONE * multiplications + _READ * weights + around

@@ -75,16 +75,10 @@ class SelfCheck:
     def observe(
         self, layers: Sequence[TreatedLayer], batch: Batch, number: int, parts: Callable[[], Iterator[Batch]]
     ) -> SummedRows:
-        """Choose an example of a batch, whose rows are kept while the batch is summed.
+        """Choose an example of a batch by the batch's number, from 0; its rows are kept while the batch is summed.
 
-        Args:
-            layers: Layers that are not known to be flawed.
-            batch: The whole batch.
-            number: Its number in the data, from 0, which decides the example.
-            parts: Makes the groups anew in which the batch goes through the model.
-
-        Returns:
-            What keeps the rows; of no example where no batch but the first is looked at.
+        ``layers`` are those not known to be flawed; ``parts`` makes the groups anew in which the batch goes through the
+        model. Rows are kept of no example where no batch but the first is looked at.
         """
         if self.mode == "off" or (self.mode == "first" and number > 0) or not layers:
             return NO_ROWS
@@ -97,18 +91,10 @@ class SelfCheck:
     def check_first(
         self, layers: Sequence[TreatedLayer], summed: SummedRows, others: Mapping[str, nn.Parameter]
     ) -> dict[str, LayerCheck]:
-        """Check ``layers`` on different examples of the first batch.
+        """Check ``layers``, which no hook has refused, on different examples of the first batch.
 
-        Args:
-            layers: Those that no hook has refused.
-            summed: The rows of the examples, as the hooks of a pass have shown them.
-            others: Parameters that no layer covers, by name.
-
-        Returns:
-            What was found of each layer.
-
-        Raises:
-            EngineError: If the model refuses the batch.
+        ``summed`` has the rows of the examples, as the hooks of a pass have shown them; ``others`` are parameters that
+        no layer covers, by name. ``EngineError`` if the model refuses the batch.
         """
         found = self._check(layers, summed, others)
         self.layers |= found
@@ -117,31 +103,21 @@ class SelfCheck:
         return found
 
     def allows_cutting(self, layers: Sequence[TreatedLayer], batch: Batch) -> bool:
-        """Tell whether the padding of the first batch may be cut off, by the gradients of some layers.
+        """Return whether the padding of the first batch may be cut off, by the gradients of some layers.
 
-        Args:
-            layers: The layers; those that draw random numbers are left out.
-            batch: The whole first batch.
-
-        Returns:
-            False where the most padded example has other gradients without its padding.
+        False where the most padded example has other gradients without its padding. Layers that draw random numbers are
+        left out.
         """
         some = [layer for layer in layers if layer.name not in self.drawing]
         with kept_generators(self.subject.device):
             return padding_has_no_gradient(self.subject, some, batch, self.subject.collection.seed)
 
     def is_due(self, number: int, shapes: AbstractSet[str], summed: SummedRows) -> tuple[bool, bool]:
-        """Tell whether a batch is to be checked in full, and remember what ran in it.
+        """Return whether a batch is to be checked in full, and whether it gets a glance else; note what ran in it.
 
-        Args:
-            number: The batch, from 0.
-            shapes: Shapes in which it has called the layers.
-            summed: What was kept of it.
-
-        Returns:
-            True for the first batch, and in the mode `growing` for batches 1, 2, 4, 8 and so on, for those in which
-            something ran that did not run before, and for the first, second, fourth … of those with new sizes alone;
-            and whether it gets a glance otherwise.
+        The first is true for the first batch, and in the mode `growing` for batches 1, 2, 4, 8 and so on (numbered from
+        0), for those in which something ran that did not run before, and for the first, second, fourth … of those with
+        new sizes alone.
         """
         if not summed.groups:
             return False, False
@@ -164,13 +140,9 @@ class SelfCheck:
         return new or (resized and self.new_sizes & (self.new_sizes - 1) == 0)
 
     def glance_differs(self, summed: SummedRows) -> bool:
-        """Take a glance: tell whether outputs of an example are others beside the others.
+        """Take a glance: return whether outputs of an example are others beside the others.
 
-        Args:
-            summed: What was kept of the batch.
-
-        Returns:
-            False too where no example can be run alone, which the record says.
+        False too where no example can be run alone, which the record says.
         """
         reason = self._no_glance(summed)
         differs = False
@@ -212,14 +184,9 @@ class SelfCheck:
         self.unseen |= {name}
 
     def is_rehearsed(self, layers: Sequence[TreatedLayer], summed: SummedRows) -> bool:
-        """Tell whether the rows of an example are those that the first check has proven already.
+        """Return whether the rows of an example are those that the first check has proven already.
 
-        Args:
-            layers: Layers that are not known to be flawed.
-            summed: The rows of the example, as a pass has summed them.
-
-        Returns:
-            False too where the example was none of the first check's, or went through the model in another shape.
+        False too where the example was none of the first check's, or went through the model in another shape.
         """
         own, tolerance = summed.sketches(layers), self.subject.rounding_of_repetition
         names = [layer.name for layer in layers]
@@ -232,17 +199,9 @@ class SelfCheck:
         return bool(own)
 
     def check_later(self, layers: Sequence[TreatedLayer], summed: SummedRows) -> list[str]:
-        """Check layers on one example of a batch that was summed.
+        """Return the names of the layers that fail on one example of a batch that was summed; no layers run no check.
 
-        Args:
-            layers: Layers that are not known to be flawed; none runs no check.
-            summed: The rows of the example.
-
-        Returns:
-            Names of the layers that fail.
-
-        Raises:
-            EngineError: If the model refuses the batch.
+        ``layers`` are those not known to be flawed. ``EngineError`` if the model refuses the batch.
         """
         found = self._check(layers, summed, {}) if layers else {}
         if summed.is_new and layers and not any(check.failed and check.mixes for check in found.values()):
@@ -312,22 +271,13 @@ class SelfCheck:
         return save_fields(self)
 
     def resumed(self, stored: Mapping[str, Any]) -> Self:
-        """Return the same checks at another state, in objects of their own.
-
-        Args:
-            stored: What ``state`` returned.
-
-        Returns:
-            A copy; what it finds is not found by this one.
-        """
+        """Return a copy at a state that ``state`` returned; what the copy finds is not found by this one."""
         return replace(self, **load_fields(type(self), stored))
 
     def join(self, before: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> None:
         """Take in the checks that several ranks have made since a state that was the same on all of them.
 
-        Args:
-            before: That state.
-            states: What ``state`` returns on each rank, in order.
+        ``states`` are the ranks', in order.
         """
         known = self.resumed(before)
         ranks = [self.resumed(state) for state in states]
@@ -346,11 +296,7 @@ class SelfCheck:
 
 
 def kept_generators(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return a context that puts torch's generators back where they stood.
-
-    Args:
-        device: Device that the model runs on.
-    """
+    """Return a context that puts torch's generators back where they stood, on the host and the model's device."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 

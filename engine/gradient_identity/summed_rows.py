@@ -31,13 +31,9 @@ _MOST_NODES = 2**14
 
 
 def graph_signature(outputs: Tensor) -> tuple[str, int]:
-    """Return a digest of the types and the order of the nodes that outputs come from.
+    """Return a digest of the types and the order of the nodes that outputs come from, and the number of nodes.
 
-    Args:
-        outputs: The outputs of a forward pass, of any shape.
-
-    Returns:
-        A digest that is the same in every process, empty for outputs without a graph, and the number of nodes.
+    It is the same in every process, and empty for outputs without a graph.
     """
     root = outputs.grad_fn
     if root is None:
@@ -102,13 +98,9 @@ class Group:
                 buffer.data.copy_(own)
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """Copy what belongs to the examples that are kept.
+        """Copy what of outputs or a direction, (N, R, C), belongs to the k examples that are kept, (k, R, C).
 
-        Args:
-            tensor: Outputs of the group, or a direction, shape (N, R, C).
-
-        Returns:
-            Shape (k, R, C); a copy of the whole tensor where it is not one of N examples.
+        A copy of the whole tensor where it is not one of N examples.
         """
         if tensor.shape[0] != self.size:
             return tensor.clone()
@@ -141,12 +133,7 @@ class SummedRows:
     _open: Group | None = None
 
     def begin(self, part: Batch, collector: Collector) -> None:
-        """Prepare for the forward pass of one group.
-
-        Args:
-            part: The group, on the device of the model.
-            collector: The hooks of the pass, which show the rows of the group from here on.
-        """
+        """Prepare for the forward pass of a group on the model's device, of which hooks show the rows from here."""
         self._open, collector.observers = None, {}
         if self.index:
             self._keep(part, collector)
@@ -177,11 +164,7 @@ class SummedRows:
         self._seen += 1
 
     def predicted(self, prediction: Prediction) -> None:
-        """Keep the outputs of the examples.
-
-        Args:
-            prediction: Outputs of the group, shape (N, R, C).
-        """
+        """Keep the outputs of the examples among those of a group, (N, R, C)."""
         if self.sums is not None:
             self.sums.predicted(prediction)
         if self.index:
@@ -191,11 +174,7 @@ class SummedRows:
             self._open.outputs = self._open.cut(prediction.outputs.detach())
 
     def directed(self, direction: Tensor) -> None:
-        """Keep what is about to be pulled back of the examples.
-
-        Args:
-            direction: One direction of the group, of the shape of its outputs.
-        """
+        """Keep what of a group's direction, of the shape of its outputs, is about to be pulled back of the examples."""
         if self.sums is not None:
             self.sums.close()
         group = self._open
@@ -209,24 +188,13 @@ class SummedRows:
         group.directions += 1
 
     def end(self, collector: Collector) -> None:
-        """Close the batch.
-
-        Args:
-            collector: The hooks of the pass, which show nothing any more.
-        """
+        """Close the batch; the hooks of the pass show nothing any more."""
         self._open, collector.observers = None, {}
         if self.sums is not None:
             self.sums.close()
 
     def forward(self, group: Group) -> Forward:
-        """Make the forward pass of a group again.
-
-        Args:
-            group: One of ``groups``.
-
-        Returns:
-            Its examples, and where the generators stood.
-        """
+        """Make the forward pass of one of ``groups`` again: its examples, and where the generators stood."""
         batch = next(part for number, part in enumerate(self.parts()) if number == group.number)
         return Forward(batch=batch, start=group.start)
 
