@@ -38,11 +38,7 @@ def coupling_normalisations(model: nn.Module) -> tuple[str, ...]:
 def require_batch_norm(batch_norm: str) -> None:
     """Refuse a way of normalising that is unknown, or that gives the gradient of another function.
 
-    Args:
-        batch_norm: The word as it was given.
-
-    Raises:
-        TrainingRefused: If it is neither ``whole`` nor ``frozen``.
+    ``TrainingRefused`` if it is neither ``whole`` nor ``frozen``.
     """
     if batch_norm == "per_chunk":
         raise TrainingRefused(
@@ -58,12 +54,8 @@ def require_batch_norm(batch_norm: str) -> None:
 def freeze_statistics(model: nn.Module, *, wanted: bool = True) -> Iterator[None]:
     """Run BatchNorm alone in evaluation mode, by its running statistics, and restore its mode afterwards.
 
-    Args:
-        model: The model; all other modules (dropout) keep their mode.
-        wanted: False leaves the model as it is.
-
-    Raises:
-        TrainingRefused: If a BatchNorm has no running statistics.
+    All other modules (dropout) keep their mode; ``wanted=False`` leaves the model as it is. ``TrainingRefused`` if a
+    BatchNorm has no running statistics.
     """
     modules = _normalisations(model) if wanted else []
     absent = [name for name, module in modules if module.running_mean is None]
@@ -97,15 +89,10 @@ _EXAMPLES = 2
 def couples_examples(model: nn.Module, inputs: Tensor, *, batch_norm: BatchNormMode = "whole") -> float | None:
     """Measure whether a model's features of one example depend on the other examples of the batch.
 
-    Args:
-        model: The model, in the mode that it trains in. Its mode, its buffers and the random state are left as they
-            were.
-        inputs: Examples, shape (N, …), of which four are taken; two at least, and not all alike.
-        batch_norm: With ``frozen`` BatchNorm runs by its running statistics.
-
-    Returns:
-        The relative difference of the features that the other examples make, where it is beyond rounding (√ε of their
-        type); None where it is not.
+    The model is in the mode that it trains in, and with `frozen` BatchNorm runs by its running statistics; its mode,
+    its buffers and the random state are left as they were. Four examples (N, …) are taken; two at least, and not all
+    alike. The result is the relative difference of the features that the others make, where it is beyond rounding (√ε
+    of their type); None where it is not.
     """
     images = inputs[: 2 * _EXAMPLES].detach()
     few = len(images) // 2
@@ -123,15 +110,9 @@ def couples_examples(model: nn.Module, inputs: Tensor, *, batch_norm: BatchNormM
 
 
 def require_uncoupled(model: nn.Module, inputs: Tensor, *, batch_norm: BatchNormMode = "whole") -> None:
-    """Refuse chunks for a model whose features of one example depend on the others.
+    """Refuse chunks for a model for which ``couples_examples`` finds that features of one example depend on the others.
 
-    Args:
-        model: The model, as ``couples_examples`` takes it.
-        inputs: Examples, shape (N, …).
-        batch_norm: With ``frozen`` BatchNorm runs by its running statistics.
-
-    Raises:
-        TrainingRefused: If they do; the message has the relative difference.
+    ``TrainingRefused`` has the relative difference.
     """
     difference = couples_examples(model, inputs, batch_norm=batch_norm)
     if difference is not None:

@@ -29,17 +29,10 @@ from engine.training.repeated_features import (
 
 
 def find_chain(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the blocks that a model is the composition of.
+    """Return the blocks, first to last, that a model is the composition of.
 
-    Args:
-        model: A model with a method ``chain()`` that returns them in order, or an ``nn.Sequential``. Hooks of the model
-            itself do not run where its blocks do.
-
-    Returns:
-        The blocks, first to last.
-
-    Raises:
-        TrainingRefused: If the model is neither, or has no block.
+    The model has a method ``chain()`` that returns them in order, or is an ``nn.Sequential``; its own hooks do not run
+    where its blocks do. ``TrainingRefused`` if it is neither, or has no block.
     """
     chain = getattr(model, "chain", None)
     if callable(chain) and not isinstance(chain, nn.Module):
@@ -58,17 +51,10 @@ def find_chain(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def run_chain(blocks: Iterable[nn.Module], inputs: Tensor) -> Tensor:
-    """Compute a chain of blocks, keeping what enters each and nothing of its inside.
+    """Compute a chain of blocks, first to last, keeping what enters each and nothing of its inside.
 
-    Args:
-        blocks: The blocks, first to last.
-        inputs: Input of the first, shape (N, …).
-
-    Returns:
-        Output of the last, with a graph in which each block is computed again.
-
-    Raises:
-        TrainingRefused: If a block writes into its input, from which it could not be computed again.
+    The graph of its output computes each block again. ``TrainingRefused`` if a block writes into its input, from which
+    it could not be computed again.
     """
     passed = inputs
     for block in blocks:
@@ -85,15 +71,10 @@ def run_chain(blocks: Iterable[nn.Module], inputs: Tensor) -> Tensor:
 
 
 def require_composition(model: nn.Module, blocks: Iterable[nn.Module], inputs: Tensor) -> None:
-    """Refuse blocks whose composition is not the model, as features of a few inputs show.
+    """Refuse blocks, first to last, that do not compose the model, as features of four of the inputs (N, …) show.
 
-    Args:
-        model: The model, in the mode that it trains in. Its buffers and the random state are left as they were.
-        blocks: The blocks, first to last.
-        inputs: Examples, shape (N, …), of which four are taken.
-
-    Raises:
-        TrainingRefused: If the features differ; the message has the relative difference.
+    The model is in the mode that it trains in; its buffers and the random state are left as they were.
+    ``TrainingRefused`` has the relative difference.
     """
     images, repeat = inputs[:4].detach(), RepeatedFeatures(model, inputs)
     with repeat.running(), torch.no_grad():

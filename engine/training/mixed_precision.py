@@ -64,11 +64,7 @@ class SimulatedAutocast(TorchFunctionMode):
     """A context in which what runs on the meta device has the dtypes that it would have under autocast."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """Choose the 16 bits.
-
-        Args:
-            dtype: ``torch.bfloat16`` or ``torch.float16``.
-        """
+        """Choose the 16 bits, ``torch.bfloat16`` or ``torch.float16``."""
         super().__init__()
         self._dtype = dtype
         self._weights: dict[int, tuple[Tensor, Tensor]] = {}
@@ -128,14 +124,10 @@ class TrainingPrecision:
         return self.reason if self.compute_dtype == torch.float32 else None
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        """Return the context in which features are computed.
+        """Return the context in which features are computed: torch's autocast to 16 bits, or one that does nothing.
 
-        Args:
-            device: Device of the model. Float64 stays as it is on all of them.
-
-        Returns:
-            Torch's autocast to 16 bits, or a context that does nothing. On the meta device, which has none of torch's,
-            one that gives the same dtypes.
+        Float64 stays as it is on all devices. The meta device has none of torch's, and gets one that gives the same
+        dtypes.
         """
         if self.compute_dtype == torch.float32:
             return contextlib.nullcontext()
@@ -149,16 +141,8 @@ def choose_precision(
 ) -> TrainingPrecision:
     """Choose what features are computed in: 16 bits where the device has units for them, else full width.
 
-    Args:
-        use_amp: Whether 16 bits are wanted at all.
-        device: Device that trains.
-        asked: The kind of 16 bits.
-
-    Returns:
-        The precision, with the reason where it is not what was asked for.
-
-    Raises:
-        TrainingRefused: If float16 is asked for by name on a device other than CUDA, or the word is unknown.
+    The reason comes with it where it is not what was ``asked`` for; ``use_amp`` says whether 16 bits are wanted at all.
+    ``TrainingRefused`` if float16 is asked for by name on a device other than CUDA, or the word is unknown.
     """
     if asked not in ("auto", "bf16", "fp16"):
         raise TrainingRefused(f"16 bits must be one of auto, bf16, fp16 (got {asked!r})")

@@ -28,21 +28,12 @@ def make_optimiser(
     weight_decay: float = 0.0,
     momentum: float = 0.9,
 ) -> torch.optim.Optimizer:
-    """Make an optimiser that holds no more than its moments.
+    """Make an optimiser that holds no more than its moments, of the parameters that need a gradient.
 
-    Args:
-        name: ``AdamW``, ``Adam`` or ``SGD``.
-        parameters: Parameters to train; those that need no gradient are left out.
-        learning_rate: Length of a step, above 0.
-        weight_decay: Decay of the weights, decoupled in AdamW.
-        momentum: Share of the last direction; of SGD alone.
-
-    Returns:
-        Torch's optimiser, which goes through the parameters one by one: all at once (``foreach``) would hold
-        intermediates of all of them.
-
-    Raises:
-        TrainingRefused: If the name is unknown, a number cannot be, or there is no parameter to train.
+    Torch's optimiser goes through them one by one: all at once (``foreach``) would hold intermediates of all of them.
+    The learning rate is above 0; the decay of the weights is decoupled in AdamW; SGD alone has ``momentum``, the share
+    of the last direction. ``TrainingRefused`` if the name is unknown, a number cannot be, or there is no parameter to
+    train.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if name not in _OPTIMISERS:
@@ -80,18 +71,10 @@ class OptimiserStep:
         """Steps that were left out since a gradient had overflowed float16."""
 
     def take(self, loss: Tensor | float, name: str = "this step") -> bool:
-        """Apply the gradients that are in ``.grad``, and clear them.
+        """Apply the gradients that are in ``.grad``, and clear them; return False where the step was skipped.
 
-        Args:
-            loss: The loss that they belong to, not scaled.
-            name: The name of the episode, for errors.
-
-        Returns:
-            Whether the weights have moved: False where the step was skipped.
-
-        Raises:
-            NonFiniteLoss: If the loss or, without a scaler, a gradient is NaN or Inf, or no scale is small enough; the
-                weights are as before.
+        ``loss`` is theirs, not scaled; ``name`` is that of the episode, for errors. ``NonFiniteLoss`` if the loss or,
+        without a scaler, a gradient is NaN or Inf, or no scale is small enough; the weights are as before.
         """
         if not math.isfinite(float(loss)):
             raise NonFiniteLoss(
@@ -138,13 +121,9 @@ class OptimiserStep:
         return {"optimiser": self.optimiser.state_dict(), "scaler": scale, "skipped": self.skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the state of another run.
+        """Take up the state of another run, as ``state_dict`` has returned it.
 
-        Args:
-            state: The mapping that ``state_dict`` has returned.
-
-        Raises:
-            TrainingRefused: If one of the two has a scale of the loss and the other has none.
+        ``TrainingRefused`` if one of the two has a scale of the loss and the other has none.
         """
         if (self.scaler is None) != (state["scaler"] is None):
             has, lacks = ("this run", "the stored one") if self.scaler is not None else ("the stored run", "this one")

@@ -45,11 +45,9 @@ Loss = Callable[[Tensor], Tensor | Iterable[Tensor]]
 
 
 def slices_inputs(model: nn.Module, batch_norm: BatchNormMode) -> bool:
-    """Tell whether inputs are computed in chunks: no, where a normalisation takes statistics of all of them.
+    """Return whether inputs are computed in chunks: no, where a normalisation takes statistics of all of them.
 
-    Args:
-        model: The model, in the mode that it trains in.
-        batch_norm: The way of normalising.
+    The model is in the mode that it trains in.
     """
     return batch_norm == "frozen" or not coupling_normalisations(model)
 

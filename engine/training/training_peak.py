@@ -127,21 +127,16 @@ class StepMemory:
     def __init__(self, step: TrainingStep) -> None:
         """Keep the step; nothing runs yet.
 
-        Args:
-            step: The step. Its modules are left as they were, but for gradients, which are let go of.
+        Its modules are left as they were, but for gradients, which are let go of.
         """
         self.step = step
         self._traces: dict[Way, _Trace] = {}
 
     def peak(self, way: Way) -> TrainingPeak:
-        """Predict the most bytes that the step holds at once.
+        """Predict the most bytes that the step holds at once, with their parts, if gradients are computed this way.
 
-        Args:
-            way: The way in which its gradients are computed. A chunk is left out where ``split_gradients`` leaves it
-                out: where it holds all images, or statistics of the batch couple them.
-
-        Returns:
-            The peak, with its parts.
+        A chunk is left out where ``split_gradients`` leaves it out: where it holds all images, or statistics of the
+        batch couple them.
         """
         step = self.step
         sliced = way.chunk is not None and way.chunk < step.images and slices_inputs(step.model, step.batch_norm)

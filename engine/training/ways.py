@@ -44,13 +44,9 @@ _TRACED = (2, 3)
 def kept_activations(module: nn.Module, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Saved:
     """Trace what autograd keeps of a module's forward pass until its backward pass.
 
-    Args:
-        module: A module on the meta device, in the mode that it is trained in.
-        shape: Shape of one image, without the batch, e.g. (C, H, W).
-        dtype: The images' dtype.
-
-    Returns:
-        Bytes at any number of images, and bytes that each image adds; ``.of(N)`` is the whole.
+    The module is on the meta device, in the mode that it is trained in; ``shape`` is that of one image, without the
+    batch, e.g. (C, H, W). The result has the bytes at any number of images, and the bytes that each image adds;
+    ``.of(N)`` is the whole.
     """
 
     def run(images: int) -> object:
@@ -64,15 +60,10 @@ _NUMBER_BYTES = 4
 
 
 def padded_bytes(model: nn.Module, shape: tuple[int, ...], images: int) -> int:
-    """Return the most bytes that one convolution of a model holds in padded blocks.
+    """Return the most bytes that one convolution of a model holds in padded blocks, of so many images at once.
 
-    Args:
-        model: A network on the meta device.
-        shape: Shape of one image, (C, H, W).
-        images: Images that pass at once.
-
-    Returns:
-        Bytes; 0 where all convolutions have multiples of 16 channels.
+    ``shape`` is that of one image, (C, H, W). The model is on the meta device. The result is 0 where all convolutions
+    have multiples of 16 channels.
     """
     held: list[int] = []
 
@@ -144,18 +135,11 @@ def exact_ways(
     least_slices: int = 1,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[Way, ...]:
-    """List the ways whose gradient is that of the undivided batch.
+    """List the ways with the gradient of the undivided batch of so many images, fastest first.
 
-    Args:
-        images: Images of a step.
-        coupled: Whether features of one image depend on the others, as under batch normalisation over the whole batch:
-            then images are never sliced.
-        has_chain: Whether the backbone is a chain of blocks, which checkpointing needs.
-        least_slices: Slices that are asked for at least, where images may be sliced.
-        compute_dtype: The dtype that forward passes compute in.
-
-    Returns:
-        The ways, fastest first. Chunks are N, N/2, N/3, N/4, N/6, N/8, N/12, … down to 1, rounded up.
+    Chunks are N, N/2, N/3, N/4, N/6, N/8, N/12, … down to 1, rounded up. Images are never sliced where features of one
+    image depend on the others (``coupled``), as under batch normalisation over the whole batch; else into
+    ``least_slices`` at least. ``has_chain`` says whether the backbone is a chain of blocks, which checkpointing needs.
     """
     least = 1 if coupled else min(least_slices, images)
     sliced = [] if coupled else [chunk for chunk in _chunks(images) if -(-images // chunk) >= least]
@@ -178,16 +162,10 @@ def _chunks(images: int) -> list[int]:
 
 
 def dense_covariance_bytes(rows: int, d: int, itemsize: int = 4) -> int:
-    """Return the bytes that a covariance penalty with a dense matrix would add.
+    """Return the bytes that a covariance penalty on n rows of d numbers with a dense matrix would add.
 
         4 · d² · itemsize, beside the centred rows n · d · itemsize
 
-    Args:
-        rows: Rows n whose covariance is penalised.
-        d: Numbers of a row.
-        itemsize: Bytes of a number.
-
-    Returns:
-        Bytes; 9.38 GiB where d is 25088 and there are 25 rows. The Gram form takes n² numbers in place of d².
+    9.38 GiB where d is 25088 and there are 25 rows. The Gram form takes n² numbers in place of d².
     """
     return itemsize * (_COVARIANCES * d * d + rows * d)
