@@ -76,15 +76,8 @@ class Backbone(nn.Module, ABC):
     def feature_shape(self, rows: int, columns: int | None = None) -> tuple[int, ...]:
         """Compute the shape of one image's features, without running anything.
 
-        Args:
-            rows: Height of the images.
-            columns: Width of the images; None for that of a square.
-
-        Returns:
-            (channels,) for `gap`, (c·h·w,) for `flatten`, (c, h, w) for `map`.
-
-        Raises:
-            FewShotRefused: If the map would be empty.
+        It is (channels,) for `gap`, (c·h·w,) for `flatten`, (c, h, w) for `map`. Without ``columns`` images are square.
+        ``FewShotRefused`` if the map would be empty.
         """
         sides = self._map_side(rows), self._map_side(rows if columns is None else columns)
         if min(sides) < 1:
@@ -141,16 +134,9 @@ class ConvNet(Backbone):
     """A chain of ConvBlocks, of which the first four halve each side."""
 
     def __init__(self, name: str, *, width: int = 64, pool: Pool = "gap", channels: int = 3) -> None:
-        """Draw the weights by torch's own generator.
+        """Draw the weights by torch's own generator, of the four blocks of `Conv4` or the six of `Conv6`.
 
-        Args:
-            name: `Conv4` or `Conv6`, which have four and six blocks.
-            width: Channels of each block.
-            pool: How the last map becomes features.
-            channels: Channels of an image.
-
-        Raises:
-            FewShotRefused: If a number is below 1, or ``pool`` is unknown.
+        ``width`` is the channels of each block. ``FewShotRefused`` if a number is below 1, or ``pool`` is unknown.
         """
         super().__init__(pool)
         if width < 1 or channels < 1:
@@ -210,14 +196,8 @@ class ResNet(Backbone):
     ) -> None:
         """Draw the weights by torch's own generator.
 
-        Args:
-            name: `ResNet18` or `ResNet34`, which have (2, 2, 2, 2) and (3, 4, 6, 3) blocks.
-            stem: The first convolution and what follows it, as the module's table has it.
-            pool: How the last map becomes features.
-            channels: Channels of an image.
-
-        Raises:
-            FewShotRefused: If ``channels`` is below 1, or ``stem`` or ``pool`` is unknown.
+        `ResNet18` has (2, 2, 2, 2) blocks, `ResNet34` (3, 4, 6, 3). The module's table has the stems.
+        ``FewShotRefused`` if ``channels`` is below 1, or ``stem`` or ``pool`` is unknown.
         """
         super().__init__(pool)
         if stem not in ("imagenet", "feti"):
@@ -270,20 +250,10 @@ def make_backbone(
     pool: Pool = "gap",
     channels: int = 3,
 ) -> Backbone:
-    """Make a backbone by its name, with weights drawn by torch's own generator.
+    """Make a `Conv4`, `Conv6`, `ResNet18` or `ResNet34` in training mode, with weights drawn by torch's own generator.
 
-    Args:
-        name: One of `Conv4`, `Conv6`, `ResNet18`, `ResNet34`.
-        width: Channels of a Conv net's blocks; a ResNet has 64 to 512.
-        stem: The stem of a ResNet; a Conv net has none but `imagenet`.
-        pool: How the last map becomes features: `gap`, `flatten` or `map`.
-        channels: Channels of an image.
-
-    Returns:
-        The backbone, in training mode.
-
-    Raises:
-        FewShotRefused: If the name is unknown, or an option is not one of that backbone.
+    A Conv net has ``width`` channels in its blocks and no stem but `imagenet`; a ResNet has 64 to 512 channels.
+    ``FewShotRefused`` if the name is unknown, or an option is not one of that backbone.
     """
     if name in _CONV_BLOCKS:
         if stem != "imagenet":

@@ -108,17 +108,10 @@ class FewShotTransformer(Head):
         return self.scores_of(self.attention_output(support, queries))
 
     def attention_output(self, support: Tensor, queries: Tensor) -> Tensor:
-        """Return out, which a penalty may be laid on.
+        """Return out (m, n_way, d), which a penalty may be laid on.
 
-        Args:
-            support: Shape (n_way, k_shot, *feature), of d numbers each.
-            queries: Shape (m, *feature).
-
-        Returns:
-            Shape (m, n_way, d).
-
-        Raises:
-            FewShotRefused: If there are more or fewer shots than the head has weights for.
+        Support is (n_way, k_shot, *feature), of d numbers each, queries (m, *feature). ``FewShotRefused`` if there are
+        more or fewer shots than the head has weights for.
         """
         shots = support.shape[1]
         if shots != self.k_shot:

@@ -181,12 +181,8 @@ class EpisodeLoss:
     def accuracy(self, features: Tensor) -> float:
         """Return the share of queries with their class's score the highest, without a graph.
 
-        Args:
-            features: As for a call; the head is taken in the mode that it is in.
-
-        Raises:
-            FewShotRefused: If there are more or fewer features, or the head takes no such support.
-            NonFiniteLoss: If a score is NaN or Inf, where the highest means nothing.
+        The head is taken in the mode that it is in. ``FewShotRefused`` if there are more or fewer features, or the head
+        takes no such support; ``NonFiniteLoss`` if a score is NaN or Inf, where the highest means nothing.
         """
         slices, support = self._query_slices(features), self._support(features)
         hits: list[Tensor] = []

@@ -121,21 +121,13 @@ class VicWeights:
     gamma: float = 0.5
 
     def after(self, variance: float, covariance: float, cross_entropy: float) -> "VicWeights":
-        """Return the weights after a step of the dynamic rule, through which no gradient flows.
+        """Return the weights of the next episode by the dynamic rule, through which no gradient flows.
 
         With r the values V, C and cross-entropy over their sum + 1e-8, each weight moves a tenth of its way to
 
             α* = 0.5 + 2 r_V,    β* = 9 (1 − 0.5 r_CE),    γ* = 0.5 + 2 r_C
 
         and stays within α, γ ∈ [0.1, 5] and β ∈ [1, 20].
-
-        Args:
-            variance: The value of V.
-            covariance: The value of C.
-            cross_entropy: The value of the cross-entropy.
-
-        Returns:
-            The weights of the next episode.
         """
         total = variance + covariance + cross_entropy + 1e-8
         return VicWeights(

@@ -39,21 +39,11 @@ _PIXELS_AT_ONCE = 2**17
 def alphabet(
     split: Split, classes: int, per_class: int, seed: int, *, image_size: int = 28, channels: int = 1
 ) -> Tensor:
-    """Draw the first images of a split's first classes.
+    """Draw the first images of a split's first classes; the three splits have no class in common.
 
-    Args:
-        split: One of train, validation, test, whose classes are never the same.
-        classes: Classes to draw.
-        per_class: Images of each.
-        seed: The alphabet's seed.
-        image_size: Height and width in pixels.
-        channels: Copies of the drawing, each with noise of its own.
-
-    Returns:
-        Shape (classes, per_class, channels, image_size, image_size), uint8, on the host.
-
-    Raises:
-        FewShotRefused: If the split is unknown or a number below 1.
+    ``image_size`` is height and width in pixels; ``channels`` are copies of the drawing, each with noise of its own.
+    The images are (classes, per_class, channels, image_size, image_size), uint8, on the host. ``FewShotRefused`` if the
+    split is unknown or a number below 1.
     """
     if min(classes, per_class) < 1:
         raise FewShotRefused(f"`classes` and `per_class` must be at least 1 (got {classes} and {per_class})")
@@ -73,21 +63,11 @@ def draw(
     image_size: int = 28,
     channels: int = 1,
 ) -> Tensor:
-    """Draw some images of a class.
+    """Draw some images of a class, by their numbers in it and the class's number in its split.
 
-    Args:
-        split: One of train, validation, test.
-        class_index: The class's number in its split.
-        indices: The images' numbers in their class.
-        seed: The alphabet's seed.
-        image_size: Height and width in pixels.
-        channels: Copies of the drawing, each with noise of its own.
-
-    Returns:
-        Shape (len(indices), channels, image_size, image_size), uint8, on the host.
-
-    Raises:
-        FewShotRefused: If the split is unknown or a number out of range.
+    ``image_size`` is height and width in pixels; ``channels`` are copies of the drawing, each with noise of its own.
+    The images are (len(indices), channels, image_size, image_size), uint8, on the host. ``FewShotRefused`` if the split
+    is unknown or a number out of range.
     """
     if split not in _FIRST_CLASS:
         raise FewShotRefused(f"`split` must be one of train, validation, test (got {split!r})")
