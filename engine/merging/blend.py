@@ -28,24 +28,15 @@ _ALIKE = ("form", "parameters", "in_dim", "out_dim", "bias")
 
 
 def blend_factor_sets(before: FactorSet, now: FactorSet, decay: float, layers: Sequence[str]) -> FactorSet:
-    """Return the moving average of two sets of factors.
+    """Return the moving average of two sets of factors of the same layers, in memory.
 
-    Args:
-        before: What was known before.
-        now: What was collected since, of the same layers.
-        decay: β, from 0 to 1: the weight of ``before``.
-        layers: Names of the layers to blend, which both sets have.
-
-    Returns:
-        A set of those layers, in memory, in the precision that ``before`` is kept in. It is not a sum over
-        examples any more, and has no exact traces, variances or corrections.
+    ``decay`` is β, from 0 to 1, the weight of ``before``. Both sets have the named ``layers``. The result has the
+    precision that ``before`` is kept in; it is not a sum over examples any more, and has no exact traces, variances or
+    corrections. All factors of the layers are held; one layer's in float64 meanwhile.
 
     Raises:
         UsageError: If a layer is another one in the two sets.
         NotMergeable: If a sketch stands for a G.
-
-    Memory:
-        All factors of the layers; one layer's in float64 meanwhile.
     """
     own = {facts.name: facts for facts in now.layers}
     facts: list[LayerFacts] = []

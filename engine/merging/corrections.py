@@ -115,14 +115,7 @@ class MergedBases:
         return self._load(self.ordinals[name], "eigenvectors_G", 0)
 
     def require_all(self, names: Iterable[str]) -> None:
-        """Require that a part found every layer that has bases.
-
-        Args:
-            names: The layers that it found.
-
-        Raises:
-            NotMergeable: If one is missing.
-        """
+        """Require that a part found every layer that has bases; ``NotMergeable`` if one is missing."""
         missing = sorted(set(self.ordinals) - set(names))
         if missing:
             raise NotMergeable(
@@ -133,13 +126,9 @@ class MergedBases:
             )
 
     def require_model(self, model: str) -> None:
-        """Require the model that the factors were collected of.
+        """Require the model that the factors were collected of, by the digest of its numbers.
 
-        Args:
-            model: Digest of its numbers.
-
-        Raises:
-            NotMergeable: If it is another; the message names both digests.
+        ``NotMergeable`` if it is another; the message names both digests.
         """
         if model != self.table.model:
             raise NotMergeable(
@@ -162,12 +151,9 @@ class CorrectionFiles:
     _layers: list[_Corrected] = field(default_factory=list)
 
     def write(self, name: str, eigenvalues: Tensor, weight: float) -> None:
-        """Write one layer's eigenvalues.
+        """Write one layer's eigenvalues (out_dim, in_dim), on the host.
 
-        Args:
-            name: The layer.
-            eigenvalues: Shape (out_dim, in_dim), on the host.
-            weight: Loss terms that they were divided by, weighted.
+        ``weight`` is the loss terms that they were divided by, weighted.
         """
         ordinal, own = self.bases.ordinals[name], eigenvalues.contiguous()
         self.artifacts.save_tensors(_correction_file(ordinal), {"corrected_eigenvalues": own}, {})
@@ -187,16 +173,8 @@ class CorrectionFiles:
 def write_bases(artifacts: Artifacts, whole: FactorSet, decompose: Callable[[Tensor, str], Tensor]) -> None:
     """Write the eigenbases of every layer that needs a correction; an exact block has its own.
 
-    Args:
-        artifacts: Where to write.
-        whole: The merged factors.
-        decompose: Returns the eigenvectors (n, n) of a dense factor of a layer, by its name.
-
-    Raises:
-        NotMergeable: If the set does not say which examples it is over.
-
-    Memory:
-        One layer's factors and eigenvectors.
+    ``decompose`` returns the eigenvectors (n, n) of a dense factor of a layer, by its name. ``NotMergeable`` if the set
+    does not say which examples it is over. One layer's factors and eigenvectors are held.
     """
     if whole.counted is None:
         raise NotMergeable("the factors do not say which examples they are over; collect them again")
@@ -226,19 +204,10 @@ def write_bases(artifacts: Artifacts, whole: FactorSet, decompose: Callable[[Ten
 
 
 def join_bases(artifacts: Artifacts, whole: FactorSet, parts: Sequence[Artifacts]) -> None:
-    """Write the eigenbases of all layers, which pieces have computed, each of some layers.
+    """Write the eigenbases of all layers, which pieces have computed, each of some layers; one layer's are held.
 
-    Args:
-        artifacts: Where to write.
-        whole: The merged factors.
-        parts: Where the pieces have written theirs.
-
-    Raises:
-        NotMergeable: If a layer's are missing.
-        BrokenFactors: If a table is missing, or a tensor is not what its table records.
-
-    Memory:
-        One layer's eigenvectors.
+    ``NotMergeable`` if a layer's are missing, ``BrokenFactors`` if a table is missing, or a tensor is not what its
+    table records.
     """
     tables = [(part, _table(_Bases, part, BASES)) for part in parts]
     known = {layer.ordinal: (part, layer) for part, table in tables for layer in table.layers}
@@ -271,16 +240,10 @@ def merge_corrections(
     parts: Sequence[Artifacts],
     correct_block: Callable[[Factors], Corrected],
 ) -> FactorSet:
-    """Return merged factors with EK-FAC's correction over all of their examples.
+    """Return merged factors with EK-FAC's correction over all of their examples, by ``load_corrected``.
 
-    Args:
-        whole: The merged factors.
-        bases: Where their eigenbases are.
-        parts: Where the corrections of each part are, in the order of their sums.
-        correct_block: Returns the correction of an exact block, which needs no pass.
-
-    Returns:
-        The set with ``load_corrected``.
+    ``bases`` has their eigenbases, ``parts`` the corrections of each part, in the order of their sums;
+    ``correct_block`` returns the correction of an exact block, which needs no pass.
 
     Raises:
         NotMergeable: If the parts were made in other bases, or are not over the examples of the factors, each once.

@@ -19,15 +19,10 @@ from engine.factors.factor_set import VarianceSums
 
 
 def exact_trace(sums: Sequence[float], weight: float, examples: int) -> tuple[float | None, float | None]:
-    """Return the trace of a layer's block of the curvature of the mean loss.
+    """Return the trace of a layer's block of the curvature of the mean loss, and its standard error.
 
-    Args:
-        sums: ``Σ s, Σ s², Σ s m, Σ m²`` over the examples.
-        weight: ``Σ m``, above 0; decayed where the first sum is.
-        examples: N.
-
-    Returns:
-        The trace and its standard error over the examples as a sample; None for each that is not a number.
+    The error is that over the N examples as a sample. ``sums`` are ``Σ s, Σ s², Σ s m, Σ m²`` over them; ``weight`` is
+    ``Σ m``, above 0, decayed where the first sum is. None stands for each that is not a number.
     """
     total, squared, crossed, weights_squared = sums
     ratio = total / weight
@@ -51,13 +46,9 @@ def joined_variance(
 
 
 def missing_variance(batches: int) -> str:
-    """Return the reason why a factor has no variance over batches.
+    """Return the reason, as the end of a sentence, why a factor has no variance over batches.
 
-    Args:
-        batches: Batches that had a factor of their own.
-
-    Returns:
-        The reason, as the end of a sentence.
+    ``batches`` counts those that had a factor of their own.
     """
     if batches > 1:
         return "it is zero, or overflows"
@@ -67,17 +58,11 @@ def missing_variance(batches: int) -> str:
 def relative_variance(
     sums: VarianceSums, counts: float, weight: float, squared_norm: float
 ) -> tuple[float | None, float | None]:
-    """Return the variance of a factor over batches, relative to its squared norm.
+    """Return the variance of one batch's factor, and the standard error of the factor of all, relative to its norm.
 
-    Args:
-        sums: The sums over the batches.
-        counts: ``P``: the number of batches, decayed under a moving average.
-        weight: ``W``: the factor's own count.
-        squared_norm: ``‖A‖²_F`` of the factor.
-
-    Returns:
-        Variance of the factor of one batch, and the standard error of the factor of all, relative to its norm; None
-        where fewer than two batches had a factor, or one of the two is not a number.
+    ``counts`` is ``P``, the number of batches, decayed under a moving average; ``weight`` is ``W``, the factor's own
+    count; ``squared_norm`` is ``‖A‖²_F`` of the factor. None where fewer than two batches had a factor, or one of the
+    two is not a number.
     """
     variance = error = math.nan
     if sums.batches > 1 and squared_norm > 0:

@@ -12,13 +12,9 @@ MOST_RUNS = 65_536
 
 
 def runs_of(index: Tensor) -> list[list[int]]:
-    """Return the runs of a batch's indices.
+    """Return the runs ``[begin, end]``, ascending, of a batch's indices (N,), int64.
 
-    Args:
-        index: Shape (N,), int64, on any device.
-
-    Returns:
-        ``[begin, end]`` of each run, ascending; an index that comes twice is in two runs.
+    An index that comes twice is in two runs.
     """
     ordered = index.sort().values.cpu()
     if ordered.numel() == 0:
@@ -29,13 +25,9 @@ def runs_of(index: Tensor) -> list[list[int]]:
 
 
 def joined(runs: Iterable[list[int]]) -> list[list[int]]:
-    """Join runs that follow each other.
+    """Join runs ``[begin, end]``, in any order, that follow each other, to as few as there can be, ascending.
 
-    Args:
-        runs: ``[begin, end]`` of each, in any order.
-
-    Returns:
-        The same examples in as few runs as there can be, ascending; runs that overlap are left apart.
+    Runs that overlap are left apart.
     """
     found: list[list[int]] = []
     for begin, end in sorted(runs):
@@ -47,14 +39,7 @@ def joined(runs: Iterable[list[int]]) -> list[list[int]]:
 
 
 def overlap(runs: Iterable[list[int]]) -> int | None:
-    """Return the first example that is in two runs.
-
-    Args:
-        runs: ``[begin, end]`` of each, in any order.
-
-    Returns:
-        Its index; None where the runs are disjoint.
-    """
+    """Return the first example that is in two of the runs ``[begin, end]``, in any order; None if they are disjoint."""
     reached: int | None = None
     for begin, end in sorted(runs):
         if reached is not None and begin < reached:

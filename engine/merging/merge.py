@@ -35,23 +35,17 @@ class _Layer:
 
 
 def merge_factor_sets(sets: Sequence[FactorSet]) -> FactorSet:
-    """Merge sets of factors that were collected over disjoint examples.
+    """Merge sets of factors, one at least, that were collected over disjoint examples.
 
-    Args:
-        sets: The sets, in the order of their sums: another order rounds otherwise. One at least.
-
-    Returns:
-        The set over all examples: its counts, traces and variances are theirs together, and its ``load`` reads each
-        set's layer and adds it up. It can be stored, and merged again.
+    They are in the order of their sums: another order rounds otherwise. Counts, traces and variances of the result are
+    theirs together, and its ``load`` reads each set's layer and adds it up: A and G in float64, and one set's factors
+    are held. The result can be stored, and merged again.
 
     Raises:
         NotMergeable: If they are not sums of one collection over disjoint examples, or not all of the data that they
             say they are parts of.
         NothingToAnalyse: If no layer is covered.
         CoverageTooLow: If less is covered than the collection asks for.
-
-    Memory:
-        Of the layer that is loaded: A and G in float64, and one set's factors.
     """
     if not sets:
         raise NotMergeable("there is no set of factors to merge; give one at least")

@@ -63,16 +63,9 @@ class Product:
 
 
 def nearest_product_(terms: Terms) -> Product:
-    """Compute A and G of both uses.
+    """Compute A and G of both uses, of the same shapes; A and a dense G of the terms are overwritten.
 
-    Args:
-        terms: All of one device and precision; A and a dense G are overwritten.
-
-    Returns:
-        The product, its A and G of the same shapes.
-
-    Memory:
-        Nothing of the size of V².
+    The terms are all of one device and precision. Nothing of the size of V² is held.
     """
     A, G, counts, moments = terms.A, terms.G, terms.counts, terms.moments
     where, width = A.device, moments.shape[0]

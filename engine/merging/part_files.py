@@ -51,16 +51,9 @@ class _Part:
 
 
 def write_part(artifacts: Artifacts, collected: FactorSet) -> None:
-    """Write a set over a part of the data, one layer at a time.
+    """Write a set over a part of the data; one layer's factors and a packed triangle are held.
 
-    Args:
-        artifacts: Where to write.
-
-    Raises:
-        BrokenFactors: If a smaller sample size does not say what it sums.
-
-    Memory:
-        One layer's factors and a packed triangle.
+    ``BrokenFactors`` if a smaller sample size does not say what it sums.
     """
     kept: dict[int, Kept] = {}
     for facts in collected.layers:

@@ -70,8 +70,7 @@ class MergedLayer:
 def merge_layer(addends: Sequence[Addend], idle: float, precision: Precision) -> MergedLayer:
     """Return one layer's factors over the examples of all sets.
 
-    Memory:
-        A and G in float64 and one set's factors; gradient rows of all sets together.
+    A and G in float64 and one set's factors are held; gradient rows of all sets together.
     """
     if addends[0].sums.tied is not None:
         return _merge_tied(addends, idle, precision)
@@ -146,18 +145,9 @@ class _Sums:
 
 
 def added(total: Tensor | None, factor: Tensor, weight: float) -> Tensor:
-    """Return ``total + weight · factor`` in float64.
+    """Return ``total + weight · factor`` in float64, of a factor (n, n) or (n,) of any float dtype, on the host.
 
-    Args:
-        total: The sum so far, in float64, which is overwritten; None begins it.
-        factor: Shape (n, n), or (n,), of any float dtype, on the host.
-        weight: Its count.
-
-    Returns:
-        The sum, of the factor's shape, float64.
-
-    Memory:
-        2 MiB besides.
+    ``total`` is the sum so far, in float64, which is overwritten; None begins it. 2 MiB are held besides.
     """
     if total is None:
         total = torch.zeros(factor.shape, dtype=torch.float64)
