@@ -55,7 +55,7 @@ class CoveredParameters:
 
     @classmethod
     def of(cls, whole: FactorSet, model: nn.Module, parameters: Sequence[ParameterShape]) -> "CoveredParameters":
-        """Find the covered numbers, with a byte for each number."""
+        """Find the covered numbers; a byte is held for each number."""
         offsets, total = {}, 0
         for each in parameters:
             offsets[each.name] = total

@@ -272,9 +272,9 @@ class Checkpoints(CheckpointFiles):
 
         Nothing else is changed: ``take_over`` does the rest. ``statistics`` are the allocated sums of the layers of the
         pass, which are overwritten; ``stream`` is the data of the pass from its beginning, of which the batches that
-        the checkpoint holds are taken. ``CheckpointForeign`` if a tensor does not read as written, or the batches are
-        others than those in the checkpoint; the sums are of no use then. One file of tensors is held: 64 MiB, or the
-        largest tensor.
+        the checkpoint holds are taken. It returns the position at which the checkpoint was saved. ``CheckpointForeign``
+        if a tensor does not read as written, or the batches are others than those in the checkpoint; the sums are of no
+        use then. One file of tensors is held: 64 MiB, or the largest tensor.
         """
         if found.running and set(found.running) != set(statistics):
             raise CheckpointForeign("it holds other layers")

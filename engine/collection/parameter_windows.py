@@ -24,7 +24,7 @@ Strided = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def list_parameters(model: nn.Module) -> tuple[ParameterShape, ...]:
-    """List each parameter that requires a gradient by the caller's flags, in the order of ``named_parameters()``."""
+    """List each parameter that requires a gradient by the caller's flags, once, in order of ``named_parameters()``."""
     return tuple(
         ParameterShape(name=name, shape=tuple(parameter.shape))
         for name, parameter in model.named_parameters()
@@ -35,8 +35,8 @@ def list_parameters(model: nn.Module) -> tuple[ParameterShape, ...]:
 def find_windows(layer: TreatedLayer, group: int, names: Mapping[int, str]) -> tuple[Window, ...] | None:
     """Find windows that together hold each entry of the matrix (out_dim, in_dim) of a covered layer's group once.
 
-    ``names`` are those of the model's parameters by the identity of the tensor. None where a place in a parameter has
-    no strides in the order that counts row by row.
+    Groups count from 0; ``names`` are those of the model's parameters by the identity of the tensor. None where a place
+    in a parameter has no strides in the order that counts row by row.
     """
     found = []
     for piece in pieces_of(layer):

@@ -220,7 +220,7 @@ def beyond_solvers(side: Operator, planned: str | None) -> bool:
 
 
 def load_basis(workspace: Workspace, side: Side) -> Decomposition:
-    """Read one side's eigenvectors back, on the host, as they are stored."""
+    """Read one side's eigenvectors back, on the host; the basis is held as it is stored."""
     if side.found is not None and side.found.rungs == ("diagonal",):
         return replace(side.found, values=side.found.values * side.scale)
     found = _read(workspace, _name(side.digest, side.rank_bound), vectors=True)

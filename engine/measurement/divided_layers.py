@@ -163,8 +163,8 @@ class DividedLayers:
         """Send host tensors, by name, of a layer's owner to other ranks; ``RankFailed`` if a rank has failed.
 
         Owner and receivers return them, on the host; other ranks return None, as all do where nothing was sent.
-        ``tensors`` is None on other ranks than the owner. ``receivers`` are in one order on every rank; the owner may
-        be among them.
+        ``tensors`` is None on other ranks than the owner, or where there is nothing to send. ``receivers`` are in one
+        order on every rank; the owner may be among them.
         """
         owner = self.owners[facts.ordinal]
         shapes = None if tensors is None else [(name, tuple(each.shape), each.dtype) for name, each in tensors.items()]
@@ -203,7 +203,7 @@ class SentFiles(Artifacts):
 
     @contextlib.contextmanager
     def of(self, ordinal: int) -> Iterator[None]:
-        """Take what is written inside as the files of the layer of an ordinal."""
+        """Take what is written inside as the files of the layer with this ordinal."""
         self._layer = ordinal
         self._written[ordinal] = []
         yield

@@ -55,9 +55,9 @@ def solving_factor(hessian: Tensor, kappa_max: float) -> SolvingFactor | None:
     ``λ = max(0, (λ_max − κ λ_min) / (κ − 1))`` is the smallest with ``(λ_max + λ) / (λ_min + λ) ≤ κ``. Where float64
     does not resolve so large a κ, it is doubled until the factorisation succeeds.
 
-    H (n, n) may have eigenvalues that are negative by rounding; ``kappa_max`` is κ, ``ValueError`` if it is not above
-    1. The factor is in float64; None where H has no positive eigenvalue, so that no λ is the smallest.
-    ``SOLVING_BYTES`` are held for each number of H.
+    H (n, n) is symmetric, of any float dtype, and may have eigenvalues that are negative by rounding; ``kappa_max`` is
+    κ, ``ValueError`` if it is not above 1. The factor is in float64; None where H has no positive eigenvalue, so that
+    no λ is the smallest. ``SOLVING_BYTES`` are held for each number of H.
     """
     if not kappa_max > 1:
         raise ValueError(f"a condition number is above 1 (got {kappa_max})")

@@ -264,7 +264,7 @@ def gradient_refusal(whole: FactorSet, facts: LayerFacts) -> str | None:
 
 
 def without_bias(facts: LayerFacts, activation: Tensor) -> tuple[Tensor, float | None]:
-    """Cut the bias's row and column off A (in_dim, in_dim).
+    """Cut the bias's row and column off A (in_dim, in_dim), float32 or float64.
 
     It returns A of the weights alone, contiguous, and the share of the norm that was cut off; None where nothing was.
     """

@@ -48,8 +48,8 @@ def count_components(run: TrainingRun, plans: TrainingPlans, images: Tensor | No
     """Return the parts of a training with their bytes: those of the plan, and those of an episode's images.
 
     They are the backbone's stages, head, regulariser where there is one, and optimiser. The training stands before its
-    first step, and its state is left as it was. ``images`` of an episode are on its device; None counts nothing. One
-    block's activations and one slice of the head are held.
+    first step, and its state is left as it was. The plans have the model on the meta device. ``images`` of an episode
+    are on the training's device; None counts nothing. One block's activations and one slice of the head are held.
     """
     shape = (plans.params.images, *plans.shape)
     planned = _counted(plans.model, run.way, plans, torch.empty(shape, dtype=plans.dtype, device="meta"))

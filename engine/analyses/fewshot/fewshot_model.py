@@ -100,7 +100,7 @@ def make_model(
 ) -> FewshotModel:
     """Make the model on the host, in training mode and of ``params.dtype``; the same for the same seed.
 
-    ``shape`` is (channels, rows, columns) of an image; None draws all weights.
+    ``shape`` is (channels, rows, columns) of an image; without ``weights``, by name, all are drawn.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(params.seed % 2**63)

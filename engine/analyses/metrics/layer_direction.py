@@ -51,7 +51,7 @@ def power_of_rows(rows: LowRank, inner: Tensor, damped: JointBasis, exponent: fl
     """Return the curvature to the power −α = ``exponent``, times a gradient ``V = Sᵀ C`` within the span of G's T rows.
 
     ``inner`` is C (T, in_dim); of ``damped`` A's eigenvectors and the dampings are used, not its G. The result
-    (out_dim, in_dim) is in float64. Some 8 T² and 3 T · in_dim numbers in float64 are held beside it.
+    (out_dim, in_dim) is in float64, the exponent finite. Some 8 T² and 3 T · in_dim such numbers are held beside it.
     """
     gram = rows.gram()
     wide = inner.to(gram.device, torch.float64)

@@ -111,9 +111,9 @@ def read_parts(parts: Sequence[Artifacts]) -> Iterator[tuple[ScoredQueries, dict
 def list_queries(
     params: InfluenceParams, inputs: ModelInputs, first: int, block: ScoredQueries, scores: Tensor
 ) -> list[QueryInfluence]:
-    """Return what the summary lists of a block's queries, of which ``first`` is the place of the first.
+    """Return what the summary lists of a block's queries.
 
-    Texts of data and query are listed where these are asked for. The scores are (Q, N).
+    ``first`` is the first query's place, the scores are (Q, N); texts of data and query are listed if asked for.
     """
     count, found = min(params.top, scores.shape[1]), []
     for place, own in enumerate(scores[: max(0, params.listed - first)]):

@@ -48,7 +48,7 @@ class BlockSpectrum:
 
 
 def kfac_block(layer: Measured, params: SpectrumParams) -> BlockSpectrum:
-    """Measure the spectrum of one layer's G ⊗ A, with some 64 Ki products at once, as ``Products``."""
+    """Measure the spectrum of one layer's G ⊗ A, with no more than some 64 Ki products at once, as ``Products``."""
     if layer.A.spectrum is None:
         raise ValueError("a layer without eigenvalues of A has no spectrum")
     counted = layer.G.counted

@@ -43,7 +43,7 @@ class LogCounts:
 
     @classmethod
     def of_values(cls, values: Tensor) -> Self:
-        """Count the eigenvalues above zero of some, (n,) in float64; it takes some 2¹⁸ numbers, and the bins."""
+        """Count those of the values (n,), float64, that are above zero; some 2¹⁸ numbers and the bins are held."""
         total = cls.none()
         for part in torch.split(values, _AT_ONCE):
             positive = part[part > _LEAST]

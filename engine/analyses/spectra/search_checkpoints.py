@@ -48,7 +48,7 @@ class SearchCheckpoints(CheckpointFiles):
             raise ValueError(f"no later attempt would adopt `{self._manifest}`; add it to MANIFESTS")
 
     def find(self) -> SavedSearch | None:
-        """Return what an earlier attempt's checkpoint says besides tensors; None without one that belongs, whole."""
+        """Return what an earlier attempt's checkpoint says, but for tensors; None if none belongs and is whole."""
         if not self.workspace.saves_checkpoints:
             return None
         try:
@@ -64,7 +64,7 @@ class SearchCheckpoints(CheckpointFiles):
     def tensors(self) -> dict[str, Tensor] | None:
         """Read the host tensors of the checkpoint that ``find`` returned, by the names they were saved under.
 
-        None, with a line in the log, where one is damaged.
+        They are the state of one search; None, with a line in the log, where one is damaged.
         """
         try:
             return {name: tensor for (name,), tensor in self._read_tensors(self._files)}

@@ -95,7 +95,7 @@ class SpectrumSearch:
         return all(part.done for part in self.parts.values())
 
     def step(self, multiply: Callable[[Tensor], Tensor]) -> None:
-        """Multiply everything that is asked for, which holds the vectors and their products.
+        """Multiply everything that is asked for; the vectors and their products are held.
 
         ``multiply`` returns the product with vectors (n, k), k at most ``columns``, in one pass over the data.
         """
