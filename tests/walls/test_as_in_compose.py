@@ -13,7 +13,7 @@ from tests.walls.programs.kronoscope_test_evil import told
 HONEST = {
     "kind": ["factors", "capacity"],
     "model": {"source": "builtin", "name": "digits_mlp"},
-    "data": {"source": "builtin", "name": "digits", "limit": 300},
+    "data": {"source": "builtin", "name": "digits"},
     "task": {"type": "classification"},
     "keep": ["factors"],
     "cache": "refresh",

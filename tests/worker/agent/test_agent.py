@@ -105,7 +105,7 @@ def test_without_a_free_slot_a_wakeup_costs_nothing_and_loses_nothing(
     monkeypatch.setattr(Agent, "_look_after_devices", lambda self: looks.append(1) or watched(self))
     first = submitted()
     chosen = agent(["wait_for", str(tmp_path / "go")], ["finish"], poll_seconds=3600)
-    eventually(lambda: job(first).state == "running")
+    eventually(lambda: job(first).state == "running" and chosen._supervisors)
     second = submitted()
     for _ in range(100):
         chosen.wake()
