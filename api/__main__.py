@@ -32,7 +32,7 @@ _SHUTDOWN_SECONDS = 10
 _IDLE_SECONDS = 10
 """Longer than clients keep a connection that they may use again."""
 _MOST_HEADER_BYTES = 40 * 1024
-"""More than the proxy lets through, whose answer 431 says what to do."""
+"""More than the proxy lets through: its answer 431 says what to do."""
 
 
 class _Server(uvicorn.Server):

@@ -317,7 +317,7 @@ def encode_answer(answer: CacheAnswer) -> bytes:
 
 
 def decode_answer(line: bytes) -> CacheAnswer:
-    """Read the answer in one line in UTF-8; that there is no entry, where the line was cut off with its writer."""
+    """Read the answer in one line in UTF-8; a line that was cut off with its writer stands for no entry."""
     return CacheAnswer(**json.loads(line)) if line.endswith(b"\n") else CacheAnswer(job=None)
 
 

@@ -300,4 +300,4 @@ CASES: dict[str, Checkpoint] = {
     "whisper": sounds("input_features", (4, 16), **_WHISPER),
 }  # fmt: skip
 QUICK = ("qwen3", "modernbert", "t5", "clip_vision_model", "convnext", "wav2vec2")
-"""Those of which a landing holds two or more, by its commit."""
+"""Architectures, of which a landing holds two or more, by its commit."""

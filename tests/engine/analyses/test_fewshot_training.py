@@ -48,7 +48,7 @@ SMALL: dict[str, Any] = {
     **FLOAT64,
 }
 BRIEF: dict[str, Any] = {"num_epoch": 1, "n_episode": 1, "test_iter": 2}
-"""Of a training whose numbers do not matter."""
+"""Options of a training with numbers that do not matter."""
 
 
 strokes = functools.cache(draw)

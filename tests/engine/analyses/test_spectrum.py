@@ -22,7 +22,7 @@ from tests.oracles import MemoryArtifacts, kronecker, workspace
 
 Rows = dict[str, LayerResult]
 BRIEF: dict[str, Any] = {"k": 2, "steps": 6, "probes": 2, "trace_products": 6, "tolerance": 1e-6}
-"""Of searches that are stopped, whose numbers are compared with their own alone."""
+"""Options of searches that are stopped and compared with themselves alone."""
 SMALL: dict[str, Any] = {"k": 3, "steps": 12, "probes": 4, "trace_products": 12, "tolerance": 1e-9}
 
 

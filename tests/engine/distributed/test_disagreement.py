@@ -109,7 +109,7 @@ def disagreements(rank: int, size: int, names: Collection[str]) -> Mapping[str, 
 
 
 ALWAYS = ("not finite", "left", "narrow", "once", "again")
-"""What tests of their own look at."""
+"""Scenarios that tests of their own look at."""
 
 
 @pytest.fixture(scope="module")
