@@ -208,7 +208,7 @@ def test_one_unit_of_the_last_digit_is_the_most_that_may_differ(shown: str, came
 
 
 class Servers:
-    """Services that a page starts, ended with the page."""
+    """Services that a page starts, each ended when the next begins or the page ends."""
 
     def __init__(self, folder: Path, variables: dict[str, str]) -> None:
         self._folder, self._variables = folder, variables
@@ -219,9 +219,7 @@ class Servers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGTERM)
-            self._process.wait(60)
+        self._end()
 
     def start_those_of(self, text: str) -> str:
         """Start each service of the text in the background, at a free port; return the rest of the text."""
@@ -234,7 +232,13 @@ class Servers:
                 rest.append(line)
         return "\n".join(rest)
 
+    def _end(self) -> None:
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+            self._process.wait(60)
+
     def _start(self, command: list[str]) -> None:
+        self._end()
         with (self._folder / "serve.log").open("ab") as log:
             self._process = subprocess.Popen(
                 command, cwd=self._folder, env=self._variables, stdout=log, stderr=log, start_new_session=True
