@@ -134,7 +134,7 @@ class Model(nn.Module):
 
     def forward(self, x):
         (self.folder / "begun").touch()
-        if not (self.folder / "open").exists():
+        if len(x) == 4 and not (self.folder / "open").exists():  # a batch, and no single example of a check
             time.sleep(0.3 + 0.06 * next(self.calls))
         return self.head(x)
 """

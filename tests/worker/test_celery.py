@@ -348,7 +348,7 @@ def test_before_the_wall_time_it_hands_its_job_back_and_has_ended(
 ) -> None:
     """Its machine goes so many seconds from now; 4 s before that it has ended, so its jobs are told 24 s before."""
     job_id = submitted(**gated.document)
-    for wall in (45, 240):  # the second where the machine is too busy to begin within the first
+    for wall in (38, 240):  # the second where the machine is too busy to begin within the first
         started = time.time()
         if command == EMBEDDED:
             process = worker([*command, "--wall", f"{wall}s", "--drain-before", "4s"], **gated.environment)
