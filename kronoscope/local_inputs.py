@@ -18,6 +18,7 @@ from catalog.requests.inputs import DataFactory, ModelFactory, Task, TaskType
 from engine.errors import UsageError
 from engine.model.batches import count_examples, map_tensors, tensors
 from engine.model.examples import read_chunks, scale_pixels
+from engine.model.state.model_state import host_by_default
 from engine.workspace import JobOptions, ModelInputs
 
 Batches = (
@@ -218,12 +219,14 @@ _TURN = threading.RLock()
 
 @contextlib.contextmanager
 def alone(device: torch.device) -> Iterator[None]:
-    """Let threads take turns, outside of the caller's autocast.
+    """Let threads take turns, outside of the caller's autocast and default device.
 
-    Torch's switches and generators, and a model that two threads have, are the process's; and autocast would narrow the
-    products of sums and decompositions, which ``collection.amp`` never does.
+    Torch's switches and generators, and a model that two threads have, are the process's; autocast would narrow the
+    products of sums and decompositions, which ``collection.amp`` never does; and ``torch.set_default_device`` is meant
+    for what the model makes, which keeps it, not for what stands on the host here.
     """
     with _TURN, contextlib.ExitStack() as stack:
+        stack.enter_context(host_by_default())
         for kind in {device.type, "cpu"}:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))

@@ -87,6 +87,33 @@ def test_the_callers_autocast_narrows_nothing(model: nn.Module, batches: list[An
         assert torch.equal(inside.factors[name].G, alone.factors[name].G)
 
 
+defaults_seen: set[str] = set()
+"""Torch's default devices in the passes of ``Noting``; what a model holds itself is put back after each."""
+
+
+class Noting(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        defaults_seen.add(torch.get_default_device().type)
+        return x
+
+
+def test_the_callers_default_device_is_the_models_alone(model: nn.Module, batches: list[Any]) -> None:
+    """Nothing can be computed on the meta device: what followed the default there would be refused."""
+    wrapped, kinds = nn.Sequential(model, Noting()), ("factors", "capacity", "reconstruction")
+    defaults_seen.clear()
+    alone = measure(wrapped, batches, task="classification", kinds=kinds)
+    assert defaults_seen == {"cpu"}
+    defaults_seen.clear()
+    with torch.device("meta"):
+        inside = measure(wrapped, iter(batches), task="classification", kinds=kinds)
+        assert torch.get_default_device().type == "meta"
+    assert defaults_seen == {"meta"}
+    assert [row.metrics for row in inside.layers] == [row.metrics for row in alone.layers]
+    for name in alone.factors:
+        assert torch.equal(inside.factors[name].A, alone.factors[name].A)
+        assert torch.equal(inside.factors[name].G, alone.factors[name].G)
+
+
 def test_an_iterator_and_a_callable_give_what_a_list_gives(model: nn.Module, batches: list[Any]) -> None:
     results = [
         measure(model, given, task="classification", collection=EXACT).of("capacity")["2"].metrics

@@ -12,6 +12,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -353,7 +354,33 @@ def _is_watched(parameter: nn.Parameter) -> bool:
 _HELD: "weakref.WeakKeyDictionary[nn.Module, ModelState]" = weakref.WeakKeyDictionary()
 
 
+_OWNERS_DEVICE: ContextVar[torch.device | None] = ContextVar("default device of the model's owner", default=None)
+
+
+@contextlib.contextmanager
+def host_by_default() -> Iterator[None]:
+    """Create tensors on the host where no device is named; a model's forward pass keeps the default that stands now."""
+    owners = torch.get_default_device()
+    if owners.type == "cpu":
+        # torch passes every call through Python where a default is set
+        yield
+        return
+    token = _OWNERS_DEVICE.set(owners)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        _OWNERS_DEVICE.reset(token)
+
+
 def forward_of(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Return the context in which a forward pass of a model runs."""
-    state = _HELD.get(model)
-    return contextlib.nullcontext() if state is None else state.forward()
+    """Return the context in which a forward pass of a model runs, by its owner's default device."""
+    state, owners = _HELD.get(model), _OWNERS_DEVICE.get()
+    kept = contextlib.nullcontext() if state is None else state.forward()
+    return kept if owners is None else _with_default(owners, kept)
+
+
+@contextlib.contextmanager
+def _with_default(device: torch.device, inner: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    with device, inner:
+        yield
