@@ -28,6 +28,7 @@ from engine.factors.structure_files import INDEX as STRUCTURES
 from engine.factors.structure_files import read_structures
 from engine.linalg.linear_operator import Operator, Structured
 from engine.memory.plan import readable_bytes
+from engine.model.state.model_state import host_by_default
 from engine.operators.preconditioning import precondition
 from engine.semiseparable.semiseparable_matrix import SemiseparableMatrix
 from kronoscope.local_artifacts import Folder, folder_of, path_of
@@ -76,9 +77,11 @@ class LayerFactors:
         )
 
     @cached_property
+    @host_by_default()
     def _factors(self) -> Factors:
         return self._load()
 
+    @host_by_default()
     def plot(self, axes: Any = None) -> Any:  # noqa: ANN401 - matplotlib's
         """Draw the eigenvalues of A and G, from the largest, on a scale of logarithms.
 
@@ -105,12 +108,14 @@ class LayerFactors:
         return self._factors.form
 
     @property
+    @host_by_default()
     def A(self) -> Tensor:  # noqa: N802 - the field's own symbol
         """(in_dim, in_dim) dense activation covariance; the bias's row and column last."""
         side = self._factors.side_A
         return side.to_dense(side.wide_dtype)
 
     @property
+    @host_by_default()
     def G(self) -> Tensor:  # noqa: N802 - the field's own symbol
         """(out_dim, out_dim) dense gradient covariance, made at each access where gradient rows stand for it.
 
@@ -144,6 +149,7 @@ class LayerFactors:
         return side.scaled() if isinstance(side, LowRank) else None
 
     @property
+    @host_by_default()
     def diagonal_G(self) -> Tensor:  # noqa: N802 - the field's own symbol
         """Diagonal of G, shape (out_dim,), computed without making G dense."""
         side = self._factors.side_G
@@ -154,6 +160,7 @@ class LayerFactors:
         """Diagonal of A, shape (in_dim,), computed without making a diagonal A dense."""
         return _diagonal(self._factors.side_A)
 
+    @host_by_default()
     def precondition(self, gradient: Tensor, *, damping_A: float, damping_G: float, of_rows: bool = False) -> Tensor:
         """Return ``(G + damping_G I)⁻¹ V (A + damping_A I)⁻¹``, float64, without making G dense.
 
@@ -173,6 +180,7 @@ class LayerFactors:
         return precondition(self._factors, gradient, of_A, of_G, of_rows=of_rows)
 
     @cached_property
+    @host_by_default()
     def _corrected(self) -> Corrected:
         if self._load_corrected is None:
             raise BrokenFactors(
@@ -319,6 +327,7 @@ def load_stabilised(path: str | Path, device: str | torch.device = "cpu") -> Sta
     )
 
 
+@host_by_default()
 def load_structures(path: str | Path) -> dict[str, dict[str, SemiseparableMatrix]]:
     """Read the semiseparable matrices that `compression` wrote.
 
@@ -338,12 +347,14 @@ def load_structures(path: str | Path) -> dict[str, dict[str, SemiseparableMatrix
     raise BrokenFactors(f"{given} holds no structures; give the folder that a job with `kind: compression` wrote")
 
 
+@host_by_default()
 def _load_ordinal(
     folder: Path, files: Mapping[int, str | None], place: torch.device, ordinal: int
 ) -> dict[str, Tensor]:
     return safetensors.torch.load_file(folder / (files[ordinal] or f"{ordinal}.safetensors"), device=str(place))
 
 
+@host_by_default()
 def _read_all(factors: FactorSet) -> None:
     for layer in factors.layers:
         factors.load(layer.ordinal)
@@ -351,6 +362,7 @@ def _read_all(factors: FactorSet) -> None:
             factors.load_corrected(layer.ordinal)
 
 
+@host_by_default()
 def export_factors(collected: FactorSet, named: ExportFormat, path: Path, options: ExportChoices) -> Exported:
     """Write factors as a file of another tool, replaced once it is whole; return what it holds of each layer by name.
 

@@ -226,7 +226,8 @@ def alone(device: torch.device) -> Iterator[None]:
     for what the model makes, which keeps it, not for what stands on the host here.
     """
     with _TURN, contextlib.ExitStack() as stack:
-        stack.enter_context(host_by_default())
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(host_by_default())
         for kind in {device.type, "cpu"}:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))

@@ -100,6 +100,12 @@ def open_operator(factors: FactorSet, **choices: Unpack[OperatorChoices]) -> Ope
         raise OptionRefused(
             f"`layers` must be a list, each a string, or None (got {layers!r}); write a list of names: [{layers!r}]"
         )
+    damping: Any = choices.get("damping")
+    if isinstance(damping, (int, float)):
+        raise OptionRefused(
+            f"`damping` is {damping!r}, and names where λ enters; write `damping='exact'`, or 'factored', and "
+            f"`stabilisation={{'damping': {damping!r}, 'damping_mode': 'absolute'}}` (or 'relative')"
+        )
     given = read_choices(OperatorChoices, choices)
     resident = given.get("resident_bytes")
     if resident is not None and resident < 0:
@@ -120,5 +126,5 @@ def open_operator(factors: FactorSet, **choices: Unpack[OperatorChoices]) -> Ope
 
 
 def _warn(found: IllConditioned) -> None:
-    # at the line that asked for the product, five calls further up
-    warnings.warn(str(found), IllConditionedWarning, stacklevel=7)
+    # at the line that asked for the product, six calls further up
+    warnings.warn(str(found), IllConditionedWarning, stacklevel=8)

@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.errors import BrokenFactors, NoSuchLayer, UsageError
 from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.merging.blend import blend_factor_sets
+from engine.model.state.model_state import host_by_default
 from engine.operators.kronecker.layer_operator import LayerOperator
 from engine.operators.kronecker.layer_store import IllConditioned, LayerStore, OperatorOptions, least_share
 from engine.operators.parameter_space import ParameterSpace, Vector
@@ -30,6 +31,7 @@ class KroneckerOperator:
         ``resident_bytes``, one layer's factors, and for powers its eigenvectors.
     """
 
+    @host_by_default()
     def __init__(self, factors: FactorSet, options: OperatorOptions, layers: Sequence[str] | None = None) -> None:
         """Check that the factors can be used so; nothing is read or decomposed yet.
 
@@ -234,6 +236,7 @@ class KroneckerOperator:
         return self.inverse().matvec(vector)
 
     @torch.no_grad()
+    @host_by_default()
     def residuals(self, solution: Tensor, right: Tensor) -> dict[str, float]:
         """Return how far ``operator @ solution`` is from ``right``, as of ``solution = operator.solve(right)``.
 
@@ -259,10 +262,12 @@ class KroneckerOperator:
             found[facts.name] = _relative(own.apply(x, self._exponent), b)
         return found
 
+    @host_by_default()
     def trace(self) -> float:
         """Return the sum of the eigenvalues over the covered parameters."""
         return math.fsum(own.trace(self._exponent) for _, own in self._operators())
 
+    @host_by_default()
     def logdet(self) -> float:
         """Return the natural logarithm of the determinant over the covered parameters; −∞ where a layer is singular.
 
@@ -278,6 +283,7 @@ class KroneckerOperator:
             total += 0.0 if self._exponent == 0 else self._exponent * own.logdet()
         return total
 
+    @host_by_default()
     def diagonal(self) -> Tensor:
         """Return the diagonal, shape (P,), float64 on the host; zero where no layer covers a number."""
         flat = torch.zeros(self.space.size, 1, dtype=torch.float64)
@@ -286,6 +292,7 @@ class KroneckerOperator:
             self.space.scatter(facts, matrix[:, None, :], flat)
         return flat[:, 0]
 
+    @host_by_default()
     def layer(self, name: str) -> LayerOperator:
         """Return the operator of one layer, without the power.
 
@@ -306,6 +313,7 @@ class KroneckerOperator:
             yield facts, self._store.operator(facts)
 
     @torch.no_grad()
+    @host_by_default()
     def _apply(self, flat: Tensor) -> Tensor:
         columns = flat if flat.ndim == 2 else flat[:, None]
         if self.options.uncovered == "refuse":

@@ -49,7 +49,8 @@ def test_words_that_are_none_are_named() -> None:
     whole = measured()
     for choice, message in (
         ({"of": "fisher"}, r"`of` must be one of kfac, ekfac \(got 'fisher'\)"),
-        ({"damping": 0.1}, r"`damping` must be one of none, exact, factored \(got 0\.1\)"),
+        ({"damping": 0.1}, r"`damping` is 0\.1, .* `damping=.exact.`, .* `stabilisation=\{.damping.: 0\.1, "),
+        ({"damping": "full"}, r"`damping` must be one of none, exact, factored \(got .full.\)"),
         ({"resident_bytes": -1}, "0 or more"),
         ({"dampening": "exact"}, "`dampening` must be one of of, damping"),
     ):
@@ -96,3 +97,26 @@ def test_a_damaged_folder_is_refused_by_the_layer(tmp_path: Path) -> None:
     with pytest.raises(BrokenFactors, match=r"layer `2`.*is missing"):
         found @ right
     assert float((found.restricted(["0"]) @ right).norm()) > 0
+
+
+def test_the_callers_default_device_is_not_the_operators() -> None:
+    """Nothing can be computed on the meta device: what followed the default there would be refused."""
+    whole = measured()
+    damped = operator(whole, damping="exact")
+    vector = torch.ones(damped.shape[1], dtype=torch.float64)
+    dense = damped @ torch.eye(damped.shape[1], dtype=torch.float64)
+    with torch.device("meta"):
+        again = operator(whole, damping="exact")
+        product, solved, diagonal = again @ vector, again.solve(vector), again.diagonal()
+        trace, logdet = again.trace(), again.logdet()
+        first = next(iter(whole.factors.values()))
+        # the test's own tensors are on the host
+        shown = {"A": first.A, "G": first.G, "A's diagonal": first.diagonal_A, "G's diagonal": first.diagonal_G}
+    assert {each.device.type for each in (product, solved, diagonal, *shown.values())} == {"cpu"}
+    torch.testing.assert_close(product, dense.sum(1))
+    torch.testing.assert_close(dense @ solved, vector)
+    torch.testing.assert_close(diagonal, dense.diagonal())
+    torch.testing.assert_close(trace, float(dense.trace()))
+    torch.testing.assert_close(logdet, float(dense.logdet()))
+    torch.testing.assert_close(shown["A"].diagonal(), shown["A's diagonal"])
+    torch.testing.assert_close(shown["G"].diagonal(), shown["G's diagonal"])
