@@ -4,7 +4,7 @@ Every statement names the tenant, so another tenant's id and a random one get th
 """
 
 import re
-from datetime import datetime, timedelta
+from datetime import datetime
 from itertools import starmap
 from typing import Literal
 
@@ -29,7 +29,7 @@ from jobs.records import Artifact, Claim, Job, JobPage
 from jobs.repository.job_list import read_jobs
 from jobs.repository.row_records import artifact_record, job_record
 from jobs.scheduling.deadlines import deadline_of, require_in_time
-from jobs.schema.clock import ledger_now
+from jobs.schema.clock import ShownMoment, ledger_now
 from jobs.schema.database import reading, writing
 from jobs.schema.identifiers import is_id
 from jobs.schema.tables import artifacts, jobs
@@ -290,14 +290,15 @@ def _called(asked: JobQuery) -> tuple[ColumnElement[bool], ...]:
     if asked.id_end is not None:
         conditions.append(jobs.c.id.endswith(asked.id_end, autoescape=True))
     if asked.since is not None:
-        # SQLite's double is read rounded to microseconds: a moment that was shown may lie just after the stored one
-        given = asked.since
-        before = given - timedelta(microseconds=1) if isinstance(given, datetime) else ledger_now(-given - 1e-6)
-        conditions.append(jobs.c.created_at > before)
+        conditions.append(jobs.c.created_at >= _moment(asked.since))
     if asked.until is not None:
-        ended = asked.until if isinstance(asked.until, datetime) else ledger_now(-asked.until)
-        conditions.append(jobs.c.created_at < ended)
+        conditions.append(jobs.c.created_at < _moment(asked.until))
     return tuple(conditions)
+
+
+def _moment(asked: datetime | float) -> ColumnElement[datetime]:
+    """Return a moment, or one so many seconds before now."""
+    return literal(asked, ShownMoment()) if isinstance(asked, datetime) else ledger_now(-asked)
 
 
 def _labelled(name: str, value: str) -> ColumnElement[bool]:

@@ -3,7 +3,8 @@
 No process's own clock decides anything, so a machine that is two hours off steals no lease.
 """
 
-from datetime import UTC, datetime
+import math
+from datetime import MAXYEAR, UTC, datetime
 from typing import Any
 
 from sqlalchemy import BindParameter, DateTime, Dialect, Double, literal
@@ -35,6 +36,27 @@ class Moment(TypeDecorator[datetime]):
         if value is None:
             return None
         return datetime.fromtimestamp(value, UTC) if dialect.name == "sqlite" else value.astimezone(UTC)
+
+
+class ShownMoment(Moment):
+    """A moment to compare stored ones with: of those that are shown as it, none counts as earlier.
+
+    A double of SQLite's is shown rounded to microseconds, so that it may lie on either side of what is shown.
+    """
+
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> Any:  # noqa: ANN401 - as overridden
+        """Convert a moment to the first double that is shown as it; elsewhere than on SQLite it stays."""
+        if value is None or dialect.name != "sqlite":
+            return value
+        first = value.timestamp() - 1e-6
+        if value.year == MAXYEAR:
+            # its last second has a double that is read as no moment
+            return first
+        while datetime.fromtimestamp(first, UTC) < value:
+            first = math.nextafter(first, math.inf)
+        return first
 
 
 class _LedgerNow(FunctionElement[datetime]):

@@ -159,6 +159,8 @@ def test_jobs_are_found_by_name_age_and_the_end_of_their_id(ledger: Engine, docu
     assert {named.id, other.id} <= found(since=600.0)
     assert found(since=named.created_at) == {named.id, other.id}
     assert found(since=other.created_at) == {other.id}
+    assert found(until=other.created_at) == {named.id}
+    assert found(until=named.created_at) == found(until=600.0) == set()
     assert found(since=named.created_at + timedelta(days=1)) == set()
 
 

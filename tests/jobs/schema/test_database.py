@@ -7,12 +7,12 @@ from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import Engine, insert, make_url, select, text, update
+from sqlalchemy import Engine, insert, literal, make_url, select, text, update
 from sqlalchemy.exc import DBAPIError
 
 from jobs.errors import LedgerUnavailable
 from jobs.schema import database
-from jobs.schema.clock import ledger_now
+from jobs.schema.clock import ShownMoment, ledger_now
 from jobs.schema.database import open_database, reading, writing
 from jobs.schema.tables import tenants
 
@@ -38,6 +38,22 @@ def test_the_databases_clock_is_now_and_steps_finely(ledger: Engine) -> None:
     # however long this process stood still between some of them
     assert min(b - a for a, b in itertools.pairwise(sorted(steps))) < timedelta(milliseconds=100)
     assert any(step.microsecond for step in steps)
+
+
+def test_a_moment_that_was_shown_divides_what_is_stored(ledger: Engine) -> None:
+    with writing(ledger) as connection:
+        for number in range(60):  # of doubles about every third is shown as a later moment than it is
+            later = ledger_now(number * 1.37e-4)
+            connection.execute(insert(tenants).values(id=str(number), name=str(number), created_at=later))
+    at = tenants.c.created_at
+    with reading(ledger) as connection:
+        shown = {row.id: row.created_at for row in connection.execute(select(tenants.c.id, at))}
+        for moment in {*shown.values(), datetime.max.replace(tzinfo=UTC), datetime.min.replace(tzinfo=UTC)}:
+            given = literal(moment, ShownMoment())
+            before = connection.execute(select(tenants.c.id).where(at < given)).scalars().all()
+            since = connection.execute(select(tenants.c.id).where(at >= given)).scalars().all()
+            assert set(before) == {each for each in shown if shown[each] < moment}
+            assert set(since) == shown.keys() - set(before)
 
 
 def test_a_transaction_that_fails_leaves_nothing(ledger: Engine) -> None:
