@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ from engine.estimate import plan_job
 from engine.memory.budget import MemoryBudget, give_back_host_memory, resident_bytes, status_bytes, warm_up
 from engine.memory.guard import Fallback, FallbackResult, Guard
 from engine.memory.plan import Chosen, Plan
-from engine.workspace import JobOptions, JobResults, ModelInputs, Ports, Workspace
+from engine.workspace import JobOptions, JobResults, Machine, ModelInputs, Ports, Workspace
 
 STAGES = ("collection", "decomposition")
 
@@ -229,11 +230,13 @@ def candidate(made: Workspace, plan: Plan, passes: int, micro_batch: int) -> Cho
 def run(made: Workspace, *, profiled: bool) -> dict[str, Any]:
     """Do the job, and say what each stage took."""
     peaks = Peaks(resident_bytes())
-    made.machine.operation = _staged(peaks)  # type: ignore[method-assign]
     activities = [ProfilerActivity.CPU]
     begun, worked = time.perf_counter(), time.process_time()
     try:
-        with profile(activities=activities, profile_memory=True) if profiled else contextlib.nullcontext() as profiler:
+        with (
+            patch.object(Machine, "operation", _staged(peaks)),
+            profile(activities=activities, profile_memory=True) if profiled else contextlib.nullcontext() as profiler,
+        ):
             rows = list(Capacity(CapacityParams(), made).rows())
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what happened
         return {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
@@ -296,8 +299,8 @@ def main() -> None:
     print(json.dumps(run(made, profiled=options.profile is not None)))
 
 
-def _staged(peaks: Peaks) -> Callable[[str], contextlib.AbstractContextManager[None]]:
-    def operation(name: str, stage: str | None = None) -> contextlib.AbstractContextManager[None]:
+def _staged(peaks: Peaks) -> Callable[..., contextlib.AbstractContextManager[None]]:
+    def operation(_: Machine, name: str, stage: str | None = None) -> contextlib.AbstractContextManager[None]:
         stage = stage_of(name)
         return contextlib.nullcontext() if stage is None else peaks.stage(stage)
 
