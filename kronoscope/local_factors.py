@@ -81,7 +81,6 @@ class LayerFactors:
     def _factors(self) -> Factors:
         return self._load()
 
-    @host_by_default()
     def plot(self, axes: Any = None) -> Any:  # noqa: ANN401 - matplotlib's
         """Draw the eigenvalues of A and G, from the largest, on a scale of logarithms.
 
@@ -108,14 +107,12 @@ class LayerFactors:
         return self._factors.form
 
     @property
-    @host_by_default()
     def A(self) -> Tensor:  # noqa: N802 - the field's own symbol
         """(in_dim, in_dim) dense activation covariance; the bias's row and column last."""
         side = self._factors.side_A
         return side.to_dense(side.wide_dtype)
 
     @property
-    @host_by_default()
     def G(self) -> Tensor:  # noqa: N802 - the field's own symbol
         """(out_dim, out_dim) dense gradient covariance, made at each access where gradient rows stand for it.
 
@@ -149,7 +146,6 @@ class LayerFactors:
         return side.scaled() if isinstance(side, LowRank) else None
 
     @property
-    @host_by_default()
     def diagonal_G(self) -> Tensor:  # noqa: N802 - the field's own symbol
         """Diagonal of G, shape (out_dim,), computed without making G dense."""
         side = self._factors.side_G
@@ -160,7 +156,6 @@ class LayerFactors:
         """Diagonal of A, shape (in_dim,), computed without making a diagonal A dense."""
         return _diagonal(self._factors.side_A)
 
-    @host_by_default()
     def precondition(self, gradient: Tensor, *, damping_A: float, damping_G: float, of_rows: bool = False) -> Tensor:
         """Return ``(G + damping_G I)⁻¹ V (A + damping_A I)⁻¹``, float64, without making G dense.
 
@@ -327,7 +322,6 @@ def load_stabilised(path: str | Path, device: str | torch.device = "cpu") -> Sta
     )
 
 
-@host_by_default()
 def load_structures(path: str | Path) -> dict[str, dict[str, SemiseparableMatrix]]:
     """Read the semiseparable matrices that `compression` wrote.
 
@@ -347,7 +341,6 @@ def load_structures(path: str | Path) -> dict[str, dict[str, SemiseparableMatrix
     raise BrokenFactors(f"{given} holds no structures; give the folder that a job with `kind: compression` wrote")
 
 
-@host_by_default()
 def _load_ordinal(
     folder: Path, files: Mapping[int, str | None], place: torch.device, ordinal: int
 ) -> dict[str, Tensor]:

@@ -101,7 +101,7 @@ def open_operator(factors: FactorSet, **choices: Unpack[OperatorChoices]) -> Ope
             f"`layers` must be a list, each a string, or None (got {layers!r}); write a list of names: [{layers!r}]"
         )
     damping: Any = choices.get("damping")
-    if isinstance(damping, (int, float)):
+    if isinstance(damping, (int, float)) and not isinstance(damping, bool):
         raise OptionRefused(
             f"`damping` is {damping!r}, and names where λ enters; write `damping='exact'`, or 'factored', and "
             f"`stabilisation={{'damping': {damping!r}, 'damping_mode': 'absolute'}}` (or 'relative')"

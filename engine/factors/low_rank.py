@@ -92,7 +92,7 @@ class LowRank(RowSide):
             The rows in that precision.
         """
         dtype = torch.promote_types(self.rows.dtype, least)
-        whole = torch.empty(self.rows.shape, dtype=dtype)
+        whole = torch.empty(self.rows.shape, dtype=dtype, device="cpu")
         for start, rows in self._chunks(dtype):
             whole[start : start + rows.shape[0]] = rows
         return whole

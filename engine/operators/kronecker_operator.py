@@ -31,7 +31,6 @@ class KroneckerOperator:
         ``resident_bytes``, one layer's factors, and for powers its eigenvectors.
     """
 
-    @host_by_default()
     def __init__(self, factors: FactorSet, options: OperatorOptions, layers: Sequence[str] | None = None) -> None:
         """Check that the factors can be used so; nothing is read or decomposed yet.
 
@@ -292,7 +291,6 @@ class KroneckerOperator:
             self.space.scatter(facts, matrix[:, None, :], flat)
         return flat[:, 0]
 
-    @host_by_default()
     def layer(self, name: str) -> LayerOperator:
         """Return the operator of one layer, without the power.
 

@@ -106,7 +106,10 @@ def test_the_callers_default_device_is_the_models_alone(model: nn.Module, batche
     defaults_seen.clear()
     with torch.device("meta"):
         inside = measure(wrapped, iter(batches), task="classification", kinds=kinds)
+        rows = measure(wrapped, batches, task="classification", woodbury={"policy": "all"}).factors["0.0"].gradient_rows
         assert torch.get_default_device().type == "meta"
+    assert rows is not None
+    assert rows.device.type == "cpu"
     assert defaults_seen == {"meta"}
     assert [row.metrics for row in inside.layers] == [row.metrics for row in alone.layers]
     for name in alone.factors:
