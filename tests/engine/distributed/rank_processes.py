@@ -1,7 +1,7 @@
 """Ranks as processes of one test: each runs a function inside a gloo group, and leaves what it returns."""
 
+import gc
 import os
-import socket
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -13,6 +13,7 @@ import torch
 from torch import multiprocessing
 
 from engine.distributed.group import start, stop
+from tests.servers import hold_port
 
 TIMEOUT_SECONDS = 60.0
 
@@ -32,10 +33,8 @@ def run_ranks(
     most_seconds: float = 300,
 ) -> list[Any]:
     """Run ``function(rank, *arguments)`` on ``size`` ranks; return what each returned, or the error that it raised."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
+    with hold_port() as held, tempfile.TemporaryDirectory() as folder:
+        port = held.getsockname()[1]
         environment = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         context = multiprocessing.get_context("fork")
         processes = [
@@ -60,6 +59,7 @@ def _rank(
     arguments: tuple[Any, ...],
     timeout_seconds: float,
 ) -> None:
+    gc.freeze()  # groups that the run's process left to its collector: here their ends would wait for threads of there
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     start(torch.device("cpu"), timeout_seconds)
