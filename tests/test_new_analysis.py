@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -26,6 +25,7 @@ from playwright.sync_api import expect
 from kronoscope.client import Client
 from kronoscope.local import load_factors
 from tests.api.chromium import PATIENCE_MS, chromium
+from tests.api.server import held_port
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "adding-an-analysis.md"
@@ -167,10 +167,7 @@ def test_table_and_text_speak_of_it(product: Product, foreground: dict[str, Any]
 
 @pytest.fixture(scope="module")
 def url(product: Product) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with subprocess.Popen(
+    with held_port() as port, subprocess.Popen(
         product.command("serve", "--embedded", "--port", str(port), "--data-dir", "data"),
         cwd=product.folder, env=product.environment, stderr=subprocess.PIPE, text=True,
     ) as serving:  # fmt: skip

@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import zipfile
@@ -19,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from hatch_build import MOVED, rewrite
+from tests.api.server import held_port
 from tests.kronoscope.conftest import FACTORIES, JOB, KRONOSCOPE, environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -251,11 +251,8 @@ def numbers(text: str) -> dict[tuple[str, str], Any]:
 @contextlib.contextmanager
 def serving(installed: Path, folder: Path) -> Iterator[str]:
     """``kronoscope serve --embedded`` of the wheel, started in the caller's folder."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     listed = [f"--allow-factory=engine:{name}" for name in ("model", "data")]
-    with subprocess.Popen(
+    with held_port() as port, subprocess.Popen(
         [str(installed / "kronoscope"), "serve", "--embedded", "--port", str(port), "--data-dir", "data", *listed],
         cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True,
     ) as service:  # fmt: skip

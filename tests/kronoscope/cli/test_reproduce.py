@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kronoscope import Client
+from tests.api.server import held_port
 from tests.kronoscope.conftest import KRONOSCOPE, environment
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -338,11 +338,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, st
     """The embedded service, in the folder with the files of a model and of data."""
     home = tmp_path_factory.mktemp("service")
     write_inputs(home)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     listed = ["--allow-factory=stored_for_kronoscope:model", f"--allow-directory={home}"]
-    with subprocess.Popen(
+    with held_port() as port, subprocess.Popen(
         [*KRONOSCOPE, "serve", "--embedded", "--port", str(port), "--data-dir", "data", *listed],
         cwd=home, env=environment(), stderr=subprocess.PIPE, text=True,
     ) as serving:  # fmt: skip

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import transformers
 
 from kronoscope import Client
 from kronoscope.local import load_factors
+from tests.api.server import held_port
 from tests.kronoscope.conftest import KRONOSCOPE, environment
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -60,10 +60,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """``kronoscope serve --embedded``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with subprocess.Popen(
+    with held_port() as port, subprocess.Popen(
         [*KRONOSCOPE, "serve", "--embedded", "--port", str(port), "--allow-directory", str(checkpoints)],
         cwd=tmp_path_factory.mktemp("serving"), env=environment(), stderr=subprocess.PIPE, text=True,
     ) as serving:  # fmt: skip

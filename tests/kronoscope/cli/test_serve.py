@@ -24,6 +24,7 @@ from kronoscope.cli.documents import read_document
 from kronoscope.cli.serve import FactoryWrong, require_factories
 from kronoscope.client import ClientError
 from kronoscope.local import load_factors
+from tests.api.server import held_port
 from tests.kronoscope.conftest import FACTORIES, JOB, KRONOSCOPE, environment, settings
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -38,11 +39,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(home: Path) -> Iterator[str]:
     """``kronoscope serve --embedded`` as a process; ended by ctrl-C."""
     (home / "mine_for_kronoscope.py").write_text(FACTORIES)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     listed = [f"--allow-factory=mine_for_kronoscope:{name}" for name in ("model", "data", "anew", "endless")]
-    with subprocess.Popen(
+    with held_port() as port, subprocess.Popen(
         [*KRONOSCOPE, "serve", "--embedded", "--port", str(port), "--data-dir", "data", *listed],
         cwd=home, env=environment(), stderr=subprocess.PIPE, text=True,
     ) as serving:  # fmt: skip
