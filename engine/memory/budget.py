@@ -12,6 +12,7 @@ and no file that is mapped to be read; the device's by torch's allocator.
 
 import ctypes
 import functools
+import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,10 @@ from catalog.record import FieldError
 from catalog.requests.memory import Memory, amount_bytes
 
 _UNLIMITED = 2**62
+_GROWING = "expandable_segments"
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_TRIED_BYTES = 32 * 1024**2
+"""More than the one page of 20 MiB in which a large block grows."""
 _MAPPED_FROM = -3
 """``M_MMAP_THRESHOLD`` of malloc.h; a bound that is set is not raised any more."""
 
@@ -294,6 +299,33 @@ def hold_device(budget: MemoryBudget, device: torch.device) -> None:
     total = torch.cuda.get_device_properties(device).total_memory
     # a device without an index is the current one everywhere in torch but here, where it is an error
     torch.cuda.set_per_process_memory_fraction(min(1.0, budget.device_bytes / total), device.index)
+
+
+def grow_segments(device: torch.device) -> bool:
+    """Let the blocks that torch's allocator takes from a CUDA device grow in place, where one tensor shows that it can.
+
+    ``hold_device`` counts blocks whole: what lies idle between tensors of other sizes would end a job below its plan.
+    A driver may refuse, or a wall around this process; where torch's variables are set, they decide.
+
+    Args:
+        device: Where the job computes; nothing is done on a CPU. Call it before the first tensor there.
+
+    Returns:
+        Whether blocks grow because of this call.
+    """
+    settle = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # noqa: SLF001 - its only name
+    own = any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES)
+    if device.type != "cuda" or settle is None or own:
+        return False
+    settle(f"{_GROWING}:True")
+    try:
+        torch.ones(_TRIED_BYTES, dtype=torch.uint8, device=device).sum().item()
+    except RuntimeError:
+        settle(f"{_GROWING}:False")
+        return False
+    finally:
+        torch.cuda.empty_cache()
+    return True
 
 
 def warm_up() -> None:

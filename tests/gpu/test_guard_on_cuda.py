@@ -44,19 +44,41 @@ def numbers(mib: int) -> torch.Tensor:
     return torch.zeros(mib * MIB, dtype=torch.uint8, device=CUDA)
 
 
+def ask(program: str) -> str:
+    """What a process of its own prints."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_a_context_is_measured_by_the_process_that_makes_it() -> None:
     pytest.importorskip("pynvml")
-    asks = (
+    measured = ask(
         "from engine.memory.budget import context_bytes\n"
         "from worker.execution.computing_environment import computing_device\n"
         "print(context_bytes(computing_device(None)))"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", asks], env=environment, capture_output=True, text=True, check=False, timeout=120
+    assert 64 * MIB < int(measured) < 4096 * MIB
+
+
+def test_blocks_grow_in_place_and_the_budget_still_holds() -> None:
+    told = ask(
+        "import torch\n"
+        "from engine.memory.budget import MemoryBudget, grow_segments, hold_device\n"
+        "device = torch.device('cuda')\n"
+        "grows = grow_segments(device)\n"
+        "hold_device(MemoryBudget(device_bytes=256 * 2**20, host_bytes=0), device)\n"
+        "kept = torch.ones(100 * 2**20, dtype=torch.uint8, device=device)\n"
+        "print(grows, {each['is_expandable'] for each in torch.cuda.memory_snapshot()})\n"
+        "try:\n"
+        "    torch.ones(200 * 2**20, dtype=torch.uint8, device=device)\n"
+        "except torch.OutOfMemoryError:\n"
+        "    print('refused')\n"
     )
-    assert done.returncode == 0, done.stderr
-    assert 64 * MIB < int(done.stdout) < 4096 * MIB
+    assert told.splitlines() == ["True {True}", "refused"]
 
 
 def test_the_allocator_refuses_what_exceeds_the_budget() -> None:

@@ -30,7 +30,7 @@ from engine.collection import checkpoints
 from engine.distributed import group
 from engine.errors import StopRequested
 from engine.measurement import stored_decompositions
-from engine.memory.budget import MemoryBudget, resident_bytes
+from engine.memory.budget import MemoryBudget, grow_segments, resident_bytes
 from engine.memory.device_speed import DeviceSpeed, measure_speed
 from engine.memory.guard import Guard
 from engine.memory.memory_curve import MemoryCurve, StagePeaks
@@ -161,6 +161,7 @@ def begin_attempt(assignment: Assignment, pipe: FramePipe, stop: StopFlag) -> At
     # read when CUDA's libraries are first used; without it their products are not the same in every run
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = computing_device(assignment.leased)
+    grow_segments(device)
     settle_numerics(device)
     threads = settle_threads(assignment)
     ranks = group.start(device)

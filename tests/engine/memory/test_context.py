@@ -9,7 +9,7 @@ from torch import nn
 
 from catalog.requests.memory import Memory
 from engine.estimate import estimate
-from engine.memory.budget import MemoryBudget, context_bytes
+from engine.memory.budget import MemoryBudget, context_bytes, grow_segments
 from engine.workspace import Workspace
 from kronoscope.display.plan_tables import plan_lines
 from tests.oracles import workspace
@@ -111,3 +111,44 @@ def test_a_plan_has_it_as_a_line_and_counts_it_in_no_peak() -> None:
     assert "512" in line
     assert not [line for line in plan_lines(without) if line.startswith("context")]
     assert "context_bytes" not in estimate(planned("cpu", 0))
+
+
+class Allocator:
+    """Torch's allocator of a device, of which a trial tensor stands on the host or ``fails``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: Exception | None = None) -> None:
+        self.settings: list[str] = []
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            monkeypatch.delenv(name, raising=False)
+        made = torch.ones
+
+        def ones(*size: int, device: torch.device, **options: Any) -> torch.Tensor:
+            assert device == CUDA
+            assert self.settings == ["expandable_segments:True"], "tried as it is to be used"
+            if fails is not None:
+                raise fails
+            return made(*size, **options)
+
+        monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", self.settings.append)
+        monkeypatch.setattr(torch, "ones", ones)
+
+
+def test_blocks_grow_where_a_tensor_shows_that_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch)
+    assert grow_segments(CUDA)
+    assert allocator.settings == ["expandable_segments:True"]
+
+
+def test_blocks_are_fixed_again_where_the_driver_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch, fails=RuntimeError("CUDA driver error: operation not supported"))
+    assert not grow_segments(CUDA)
+    assert allocator.settings == ["expandable_segments:True", "expandable_segments:False"]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_what_a_caller_has_set_of_the_allocator_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    allocator = Allocator(monkeypatch)
+    monkeypatch.setenv(name, "max_split_size_mb:128")
+    assert not grow_segments(CUDA)
+    assert not grow_segments(torch.device("cpu"))
+    assert allocator.settings == []
