@@ -11,13 +11,14 @@ import ctypes
 import functools
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 UNKNOWN = "unknown"
 _MAPPED = Path("/proc/self/maps")
@@ -91,8 +92,12 @@ def _paths(name: str) -> Iterator[Path]:
 
 DRAWN = "random numbers drawn in evaluation mode"
 """How a model that draws stands among the operations that another run may do otherwise."""
-_ATTENTION = ("math", "flash")
-"""Attention on a device: flash has a deterministic backward pass, the memory-efficient and cuDNN's kernels do not."""
+_ATTENTION = ("math", "flash", "memory-efficient")
+"""Attention on a device: cuDNN's kernel has no deterministic backward pass; the two other ones must be asked for it."""
+_FUSED = frozenset({"ScaledDotProductFlashAttentionBackward0", "ScaledDotProductEfficientAttentionBackward0"})
+"""Backward passes that are deterministic where torch would refuse those that are not, and else only warn."""
+_STRICT = 2
+"""Torch's number of the mode in which it refuses them."""
 _ALERT = re.compile(r"(?P<operation>\S[^\n]{0,200}?) does not have a deterministic implementation")
 _OTHER_ALERTS = {
     "Deterministic behavior was enabled with": "cuBLAS without CUBLAS_WORKSPACE_CONFIG",
@@ -271,6 +276,42 @@ def set_numerics(numerics: Numerics, heard: set[str]) -> Iterator[None]:
             torch.set_deterministic_debug_mode(before[0])
             fill.fill_uninitialized_memory = before[1]
             torch.backends.cudnn.benchmark = before[2]
+
+
+def hold_attention(outputs: Tensor, kernels: Collection[str] = _FUSED) -> None:
+    """Let fused attention pull ``outputs`` back in its deterministic form, which torch takes in its strict mode alone.
+
+    The mode is strict while one of these nodes runs, so no other operation can be refused for it. A recomputation of
+    the forward pass (activation checkpointing) uses the nodes of the first one.
+
+    Args:
+        outputs: What a model returned inside ``set_numerics``, with their graph or without.
+        kernels: Names of the graph's nodes.
+    """
+    waiting, seen = [outputs.grad_fn], set[Node]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting.extend(following for following, _ in node.next_functions)
+        if node.name() in kernels:
+            node.register_prehook(_be_strict)
+            node.register_hook(_be_lenient)
+
+
+def _be_strict(_gradients: object) -> None:
+    torch.set_deterministic_debug_mode("error")
+
+
+def _be_lenient(_inputs: object, _outputs: object) -> None:
+    torch.set_deterministic_debug_mode("warn")
+
+
+def leave_strict() -> None:
+    """Undo what a node of ``hold_attention`` has left behind that failed."""
+    if torch.get_deterministic_debug_mode() == _STRICT:
+        torch.set_deterministic_debug_mode("warn")
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from engine.errors import EngineError, ModelRefused, NonFiniteLoss, Unwinding, W
 from engine.memory.out_of_memory import lost_device, ran_out_of_memory
 from engine.model.batches import Batch, tensors, with_virtual_tokens
 from engine.model.class_targets import find_class_axis, label_weights, read_class_targets, require_labels
+from engine.model.determinism import hold_attention, leave_strict
 from engine.model.dtype_casts import casts_of, conversion_of, is_mismatch
 from engine.model.output_selection import loss_of, mean_over_positions, output_of
 from engine.model.sharding.gathering import refusing_absent_reads
@@ -90,6 +91,7 @@ def predict(model: nn.Module, batch: Batch, task: Task) -> Prediction:
     """
     own_loss = task.likelihood == "model"
     _require_tensor_targets(batch.targets, task)
+    leave_strict()
     returned = call_model(model, batch, labelled=own_loss)
     batch = with_virtual_tokens(model, batch, task)
     classified: _Arrange = partial(_classified, model=model)
@@ -110,6 +112,8 @@ def predict(model: nn.Module, batch: Batch, task: Task) -> Prediction:
             f"the model's outputs hold NaN or Inf for examples {int(batch.index[0])} to {int(batch.index[-1])}; "
             "look for non-finite inputs or weights"
         )
+    if prediction.outputs.is_cuda:
+        hold_attention(prediction.outputs)
     return prediction
 
 

@@ -173,6 +173,38 @@ def test_same_digests_twice_in_float32() -> None:
     assert runs[0] == runs[1]
 
 
+@pytest.mark.parametrize(("amp", "kernel"), [("bf16", "Flash"), ("off", "Efficient")])
+def test_fused_attention_is_taken_and_has_the_same_digests_twice(amp: str, kernel: str) -> None:
+    taken: set[str] = set()
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table, self.packed, self.head = nn.Embedding(50, 64), nn.Linear(64, 192), nn.Linear(64, 50)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            query, key, value = self.packed(self.table(ids)).unflatten(-1, (3, 2, 32)).permute(2, 0, 3, 1, 4)
+            mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            if mixed.is_cuda and mixed.grad_fn is not None:
+                taken.add(mixed.grad_fn.name())
+            return self.head(mixed.transpose(1, 2).flatten(2))
+
+    # long enough that several blocks of keys add to one query's gradient
+    ids = torch.randint(0, 50, (8, 1024), generator=torch.Generator().manual_seed(1))
+    runs = []
+    for _ in range(2):
+        options = {"fisher": "empirical", "batch_size": 4, "dtype": "float32", "amp": amp, "self_check": "off"}
+        space = workspace(Attending().cuda(), [(ids, ids)], "token_classification", **options)
+        space.machine.device, space.options.kinds = torch.device("cuda"), ("factors",)
+        rows = list(KeptFactors(None, space).rows())
+        assert {row.record.nondeterministic for row in rows} == {()}
+        runs.append([(row.layer, row.record.digest_A, row.record.digest_G) for row in rows])
+    assert len(runs[0]) == 3
+    assert runs[0] == runs[1]
+    assert taken == {f"ScaledDotProduct{kernel}AttentionBackward0"}
+
+
 def test_capacity_on_the_device_records_its_rungs_and_bytes() -> None:
     rows = list(Capacity(CapacityParams(), on("cuda", fisher="mc")).rows())
     assert rows[0].record.rungs_A == ("device_float64",)

@@ -17,7 +17,9 @@ from engine.collect import collect_or_read
 from engine.collection import checkpoints, pass_statistics
 from engine.collection.pass_statistics import WITHOUT_CUDNN, instead_of_cudnn
 from engine.errors import StopRequested
-from engine.model.determinism import UNKNOWN, Numerics, set_numerics
+from engine.model.batches import make_batches
+from engine.model.determinism import UNKNOWN, Numerics, hold_attention, set_numerics
+from engine.model.outputs import predict
 from engine.workspace import Workspace
 from tests.oracles import MemoryArtifacts, workspace
 
@@ -294,3 +296,71 @@ def test_holding_them_loads_no_compiler() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert ran.stdout.strip() == "[]"
+
+
+MODES: list[int] = []
+
+
+class Looking(torch.autograd.Function):
+    """The identity, whose backward pass notes torch's mode."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, *gradients: Any) -> Any:
+        MODES.append(torch.get_deterministic_debug_mode())
+        return gradients[0]
+
+
+def attended(x: Tensor) -> tuple[Tensor, Any]:
+    """Two layers of attention with something before, between and after them, and the second one's node."""
+    for _ in range(2):
+        x = Looking.apply(x)
+        x = nn.functional.scaled_dot_product_attention(x, x, x)
+        node = x.grad_fn
+    return Looking.apply(x), node
+
+
+FOR_CPU = frozenset({"ScaledDotProductFlashAttentionForCpuBackward0"})
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_torch_is_strict_while_attention_is_pulled_back_and_never_else(times: int) -> None:
+    MODES.clear()
+    with set_numerics(HERE, set()):
+        outputs, node = attended(torch.randn(1, 2, 4, 8, requires_grad=True))
+        assert node.name() in FOR_CPU
+        hold_attention(outputs, FOR_CPU)
+        seen = []
+        node.register_prehook(lambda _: seen.append(torch.get_deterministic_debug_mode()))
+        for _ in range(times):
+            torch.autograd.backward(outputs.sum(), retain_graph=True)
+    assert seen == [2] * times
+    assert [1, 1, 1] * times == MODES
+
+
+def test_attention_that_fails_leaves_no_strict_mode_to_the_next_forward_pass() -> None:
+    def fail(_: Any) -> None:
+        raise MemoryError
+
+    made, _ = space(nn.Linear(4, 3))
+    with set_numerics(HERE, set()):
+        outputs, node = attended(torch.randn(1, 2, 4, 8, requires_grad=True))
+        hold_attention(outputs, FOR_CPU)
+        node.register_prehook(fail)
+        with pytest.raises(MemoryError):
+            torch.autograd.backward(outputs.sum())
+        assert torch.get_deterministic_debug_mode() == 2
+        assert made.inputs.model is not None
+        assert made.inputs.task is not None
+        assert made.inputs.batches is not None
+        predict(made.inputs.model, next(make_batches(made.inputs.batches(), 4)), made.inputs.task)
+        assert torch.get_deterministic_debug_mode() == 1
+
+
+def test_what_has_no_graph_has_no_attention_to_hold() -> None:
+    with set_numerics(HERE, set()):
+        hold_attention(torch.ones(2))
+        hold_attention(torch.ones(2, requires_grad=True))
