@@ -127,12 +127,13 @@ def test_the_kernels_of_the_planned_device_and_of_an_earlier_attempt_decide() ->
         return next(term.size_bytes for term in plan_job(made).terms if term.name == "activations")
 
     written_out = activations("off", "math")
-    assert activations("off") == written_out
+    assert activations("off", "math", "flash") == written_out, "flash takes 16 bits alone"
     assert activations("bf16", "math") == written_out
     # scores of four heads, and their softmax is another copy
     scores = 4 * 4 * 256**2 * 4
     assert written_out - activations("bf16") > 0.8 * scores
-    assert written_out - activations("off", "math", "memory-efficient") > 0.8 * scores
+    assert written_out - activations("off") > 0.8 * scores
+    assert activations("off", "math", "memory-efficient") == activations("off")
 
 
 @pytest.mark.parametrize(
