@@ -38,7 +38,7 @@ from engine.factors.kronecker_factors import digest
 from engine.factors.spilled_factors import SpilledFactors
 from engine.model.batches import Batch
 from engine.model.sharding.gathered_parameters import present
-from engine.model.state.model_state import bit_sum, bit_sums
+from engine.model.state.model_state import bit_sum, checksums
 from engine.saved_fields import load_fields, save_fields
 from engine.workspace import Workspace
 
@@ -368,7 +368,7 @@ def _grouped(entries: Iterable[tuple[Sequence[str], Tensor]]) -> Iterator[list[t
 def fingerprint(model: nn.Module) -> str:
     """Compute the SHA-256, in hexadecimal, over name, type, shape and checksum of each parameter and buffer."""
     named = (*model.named_parameters(), *model.named_buffers())
-    sums = bit_sums(present(tensor) for _, tensor in named)
+    sums = checksums(model, [present(tensor) for _, tensor in named])
     entries = [
         [name, str(tensor.dtype), list(tensor.shape), checksum]
         for (name, tensor), checksum in zip(named, sums, strict=True)

@@ -145,6 +145,11 @@ class Watched:
         sums = bit_sums(parameters.values())
         return [cls(name, each, checksum) for (name, each), checksum in zip(parameters.items(), sums, strict=True)]
 
+    @property
+    def checksum(self) -> int | None:
+        """The ``bit_sum`` of its numbers; None where it is not known, or something was written to them since."""
+        return self._sum if (version_of(self.parameter), self.parameter.dtype) == (self._version, self._dtype) else None
+
     def has_moved(self, *, whatever: bool, checksum: int | None = None) -> bool:
         """Tell whether the numbers differ, and put them back where there is a copy.
 
@@ -226,7 +231,7 @@ class ModelState:
         self._few = sum(each.nbytes for each in watched.values()) <= _COPIED_BYTES
         self._kept = [Watched(name, each) for name, each in watched.items() if self._few or id(each) in own]
         self._unmoved = {name: each for name, each in watched.items() if id(each) not in renormed}
-        self._watched: Sequence[Watched] = ()
+        self.watched: Sequence[Watched] = ()
         self._before, self._drawn = self._taken(), [each.get_state() for each in self._generators]
 
     @contextlib.contextmanager
@@ -234,7 +239,7 @@ class ModelState:
         """Hold the state: every forward pass of the model inside leaves it as it was."""
         if not self._contents.are_there():
             self._working = Contents(self._written)
-        self._watched = Watched.by_checksum(self._unmoved)
+        self.watched = Watched.by_checksum(self._unmoved)
         outer = _HELD.get(model)
         _HELD[model] = self
         try:
@@ -262,7 +267,7 @@ class ModelState:
         moved = self._put_back(before)
         if moved:
             raise self._changed(sorted(moved), "replaces, adds or removes")
-        written = [each.name for each in self._watched if each.has_moved(whatever=False)]
+        written = [each.name for each in self.watched if each.has_moved(whatever=False)]
         if written:
             raise self._changed(written, "writes to")
 
@@ -277,10 +282,10 @@ class ModelState:
 
     def _require_unmoved(self, before: EngineError | None = None) -> None:
         """Require that every parameter has the bits that it had; what was raised before is the cause."""
-        sums = bit_sums(each.parameter for each in self._watched)
+        sums = bit_sums(each.parameter for each in self.watched)
         moved = [
             each.name
-            for each, found in zip(self._watched, sums, strict=True)
+            for each, found in zip(self.watched, sums, strict=True)
             if each.has_moved(whatever=True, checksum=found)
         ]
         if moved:
@@ -371,6 +376,15 @@ def host_by_default() -> Iterator[None]:
             yield
     finally:
         _OWNERS_DEVICE.reset(token)
+
+
+def checksums(model: nn.Module, tensors: Sequence[Tensor]) -> list[int]:
+    """Return the ``bit_sum`` of tensors of a model; while it is held, those of its parameters are known."""
+    state = _HELD.get(model)
+    watched = () if state is None else state.watched
+    known = {id(each.parameter): found for each in watched if (found := each.checksum) is not None}
+    others = iter(bit_sums(each for each in tensors if id(each) not in known))
+    return [known[id(each)] if id(each) in known else next(others) for each in tensors]
 
 
 def forward_of(model: nn.Module) -> contextlib.AbstractContextManager[None]:

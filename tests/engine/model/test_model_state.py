@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engine.collection.checkpoints import fingerprint
 from engine.errors import ModelChanged
+from engine.model.state import model_state
+from engine.model.state.preserve_state import preserve_state
 from tests.oracles import collect, require_traces
 
 
@@ -299,3 +302,36 @@ def test_a_caller_counts_forward_passes_outside_of_the_model() -> None:
     model.register_forward_hook(lambda *_: counted.__setitem__(0, counted[0] + 1))
     collect(model, [(x, y)], "classification")
     assert counted[0] == len(seen) > 2
+
+
+def test_weights_that_nothing_wrote_to_are_summed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    summed: list[Tensor] = []
+    one = model_state._bit_sum
+
+    def counted(tensor: Tensor) -> Tensor:
+        summed.append(tensor)
+        return one(tensor)
+
+    outside = fingerprint(model)
+    with preserve_state(model, torch.float32):
+        monkeypatch.setattr(model_state, "_bit_sum", counted)
+        assert fingerprint(model) == outside
+        assert {id(each) for each in summed} == {id(each) for each in model.buffers()}
+        before = model[0].weight.detach().clone()
+        with torch.no_grad():
+            model[0].weight[0, 0] += 1
+        other = fingerprint(model)
+        assert other != outside
+        assert sum(each is model[0].weight for each in summed) == 1
+        with torch.no_grad():
+            model[0].weight.copy_(before)
+        assert fingerprint(model) == outside
+
+
+def test_weights_in_another_precision_have_the_checksums_of_that_one() -> None:
+    model = nn.Linear(5, 4)
+    with preserve_state(model, torch.float64):
+        inside = fingerprint(model)
+    assert inside != fingerprint(model)
+    assert inside == fingerprint(model.double())
