@@ -283,6 +283,7 @@ def _enter(job: PassJob, batch: Batch, collector: Collector, summed: SummedRows)
     if prediction.terms:
         collector.predicted(prediction)
     terms, divisor, shares = prediction.terms, prediction.divisor, prediction.shares
+    shares_squared = float(shares.dot(shares))
     for statistics in collector.statistics:
         statistics.weight_G += divisor
         statistics.terms += terms
@@ -299,7 +300,6 @@ def _enter(job: PassJob, batch: Batch, collector: Collector, summed: SummedRows)
             del prediction
             _return(job, end, waiting, collector, last=True)
     collector.end()
-    shares_squared = float(shares.dot(shares))
     for statistics in collector.statistics:
         statistics.end_batch_(shares, shares_squared)
     return terms

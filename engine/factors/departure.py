@@ -40,6 +40,10 @@ class Departed:
     digest was asked for."""
 
 
+_SMALL_BLOCK, _BLOCK = 2**20, 20 * 2**20
+"""Bytes up to which torch's allocator has small blocks on a device, and of which the others are a multiple."""
+
+
 def leaves(factor: Tensor | Structured, device: torch.device) -> TypeGuard[Tensor | LowRank]:
     """Return whether a factor stands on the ``device`` and is one that ``Departures`` can take off it."""
     held = factor.rows if isinstance(factor, LowRank) else factor
@@ -53,7 +57,11 @@ def departing_bytes(numbers: int, itemsize: int) -> tuple[int, int]:
     thread and their triangles, each as torch rounds it.
     """
     panel = min(numbers, PANEL_NUMBERS)
-    return THREADS * panel * (itemsize + 16), THREADS * 4 * pinned_bytes(panel * itemsize)
+    gathered = panel * (itemsize + 16)
+    if gathered > _SMALL_BLOCK:
+        # each thread has a stream, and each stream blocks of its own
+        gathered = -(-gathered // _BLOCK) * _BLOCK
+    return THREADS * gathered, THREADS * 4 * pinned_bytes(panel * itemsize)
 
 
 class Departures:

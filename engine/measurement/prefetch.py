@@ -197,8 +197,8 @@ def _fits(
     on_device = ahead if need is not None and device.type != "cpu" else 0
     return guard.fits(
         device_bytes=on_device + max((cost.device_bytes for cost in first), default=0),
-        # pinned besides
-        host_bytes=ahead + on_device + max((cost.host_bytes for cost in first), default=0),
+        # pinned besides, each factor in a block that torch rounds up to a power of two
+        host_bytes=ahead + 2 * on_device + max((cost.host_bytes for cost in first), default=0),
     )
 
 

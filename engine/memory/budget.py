@@ -16,7 +16,7 @@ import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -225,8 +225,11 @@ def highest_allocated_bytes(device: torch.device) -> int | None:
 def give_back_host_memory() -> None:
     """Return what was freed to the system; glibc keeps it otherwise, and a later peak adds to it.
 
-    Without effect where the C library has no ``malloc_trim``.
+    Without effect where the C library has no ``malloc_trim``. What torch keeps of pinned blocks goes too.
     """
+    unpin = getattr(torch._C, "_host_emptyCache", None)  # noqa: SLF001 - its only name, of builds for CUDA alone
+    if unpin is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        unpin()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -319,13 +322,16 @@ def grow_segments(device: torch.device) -> bool:
         return False
     settle(f"{_GROWING}:True")
     try:
-        torch.ones(_TRIED_BYTES, dtype=torch.uint8, device=device).sum().item()
+        tried = torch.ones(_TRIED_BYTES, dtype=torch.uint8, device=device)
+        tried.sum().item()
+        blocks: Any = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        grows = any(block.get("is_expandable") for block in blocks)
     except RuntimeError:
         settle(f"{_GROWING}:False")
         return False
-    finally:
-        torch.cuda.empty_cache()
-    return True
+    del tried
+    torch.cuda.empty_cache()
+    return grows
 
 
 def warm_up() -> None:

@@ -19,6 +19,7 @@ _SAID = (
     "Cannot allocate memory",  # the C library's ENOMEM
     "out of memory",  # CUDA runtime, cuDNN
     "ALLOC_FAILED",  # cuBLAS, cuSOLVER, cuDNN
+    "NVML_SUCCESS == ",  # torch's device allocator, where the driver does not say who else holds memory (a MIG slice)
     "could not create a memory",  # oneDNN
     "STATUS_NOT_INITIALIZED",  # what they say of a handle that was not made, for lack of memory as a rule
 )

@@ -94,7 +94,9 @@ DRAWN = "random numbers drawn in evaluation mode"
 """How a model that draws stands among the operations that another run may do otherwise."""
 _ATTENTION = ("math", "flash", "memory-efficient")
 """Attention on a device: cuDNN's kernel has no deterministic backward pass; the two other ones must be asked for it."""
-_FUSED = frozenset({"ScaledDotProductFlashAttentionBackward0", "ScaledDotProductEfficientAttentionBackward0"})
+_FUSED = frozenset(
+    f"{call}{kernel}AttentionBackward0" for call in ("ScaledDotProduct", "") for kernel in ("Flash", "Efficient")
+)
 """Backward passes that are deterministic where torch would refuse those that are not, and else only warn."""
 _STRICT = 2
 """Torch's number of the mode in which it refuses them."""
@@ -103,8 +105,9 @@ _OTHER_ALERTS = {
     "Deterministic behavior was enabled with": "cuBLAS without CUBLAS_WORKSPACE_CONFIG",
     "Memory Efficient attention defaults to": "memory-efficient attention",
     "Flash Attention defaults to": "flash attention",
+    "cuDNN Attention defaults to": "cuDNN's attention",
 }
-"""The beginnings of three other messages of torch, and the operations that they are about."""
+"""The beginnings of other messages of torch, and the operations that they are about."""
 
 _OF_DEVICE = ("device_name", "multiprocessors", "driver", "cuda", "cublas", "cudnn", "cusolver")
 """Fields that a CPU does not have, and plans of older versions neither."""
@@ -281,8 +284,9 @@ def set_numerics(numerics: Numerics, heard: set[str]) -> Iterator[None]:
 def hold_attention(outputs: Tensor, kernels: Collection[str] = _FUSED) -> None:
     """Let fused attention pull ``outputs`` back in its deterministic form, which torch takes in its strict mode alone.
 
-    The mode is strict while one of these nodes runs, so no other operation can be refused for it. A recomputation of
-    the forward pass (activation checkpointing) uses the nodes of the first one.
+    The mode is strict while one of these nodes runs, so no operation besides can be refused for it, but what activation
+    checkpointing computes again for a node whose attention is the first of its block to need it. Nodes of a graph
+    within another one's backward pass (reentrant checkpointing) are not found; torch then warns of them, and is heard.
 
     Args:
         outputs: What a model returned inside ``set_numerics``, with their graph or without.

@@ -38,6 +38,7 @@ from engine.errors import EngineError, ModelRefused, NoLikelihood, Unwinding, Wr
 from engine.memory.out_of_memory import lost_device, ran_out_of_memory
 from engine.model.class_targets import label_weights, smoothed_labels
 from engine.model.counter_rng import categories, normals, uniforms
+from engine.model.determinism import leave_strict
 from engine.model.outputs import Prediction
 
 
@@ -295,6 +296,7 @@ def pull_back(
     except (EngineError, Unwinding):
         raise
     except Exception as error:
+        leave_strict()
         if ran_out_of_memory(error) or lost_device(error):
             raise
         raise ModelRefused(

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from engine.model.determinism import Numerics
 from engine.model.pass_peak import PlainDispatchMode
+from engine.model.torch_functions import reveal_operations
 
 
 class _Assumed(PlainDispatchMode):  # type: ignore[no-untyped-call]
@@ -80,6 +81,10 @@ class _Attention(TorchFunctionMode):
         self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
+        if func is torch.nn.functional.multi_head_attention_forward:
+            # a mode is off while torch runs what it was asked about
+            with self:
+                return reveal_operations(func)(*args, **named)
         if func is torch.nn.functional.scaled_dot_product_attention:
             call = _AttentionCall(*args, **named)
             if call.query.is_meta:
@@ -91,14 +96,9 @@ class _Attention(TorchFunctionMode):
 
         cuDNN's is taken for none, as no job allows it.
         """
-        if _is_fusible(call):
-            if self._device.type != "cuda":
-                if _flash_takes_on_cpu(call):
-                    return _flash_on_cpu(call)
-            elif "flash" in self._allowed and self._flash_takes(call):
-                return _flash(call)
-            elif "memory-efficient" in self._allowed and self._memory_efficient_takes(call):
-                return _memory_efficient(call)
+        fused = self._fused(call) if _is_fusible(call) else None
+        if fused is not None:
+            return fused(call)
         # grouped heads are written out there, as torch does on any device
         return torch.nn.functional.scaled_dot_product_attention(
             call.query,
@@ -110,6 +110,15 @@ class _Attention(TorchFunctionMode):
             scale=call.scale,
             enable_gqa=call.enable_gqa,
         )
+
+    def _fused(self, call: _AttentionCall) -> Callable[[_AttentionCall], Tensor] | None:
+        if self._device.type != "cuda":
+            return _flash_on_cpu if _flash_takes_on_cpu(call) else None
+        if not _fits_on_a_device(call):
+            return None
+        if "flash" in self._allowed and self._flash_takes(call):
+            return _flash
+        return _memory_efficient if "memory-efficient" in self._allowed and self._memory_efficient_takes(call) else None
 
     def _flash_takes(self, call: _AttentionCall) -> bool:
         """Tell whether flash attention takes a call: in 16 bits alone, without a mask; grouped heads as they are."""
@@ -128,7 +137,7 @@ class _Attention(TorchFunctionMode):
     def _memory_efficient_takes(self, call: _AttentionCall) -> bool:
         """Tell whether the memory-efficient kernel takes a call: in up to 32 bits, without grouped heads."""
         query, key, value = call.query, call.key, call.value
-        aligned = _ALIGNED_BYTES // query.dtype.itemsize
+        aligned = _ALIGNED_BYTES // (2 if self._narrow else query.dtype.itemsize)
         return (
             query.dtype in (torch.float32, torch.float16, *(() if self._is_old else (torch.bfloat16,)))
             and query.shape[-3] == key.shape[-3] == value.shape[-3]
@@ -139,11 +148,16 @@ class _Attention(TorchFunctionMode):
 
 def _is_fusible(call: _AttentionCall) -> bool:
     """Tell whether any kernel but math takes a call's shapes."""
-    mask = call.attn_mask
     every = call.query, call.key, call.value
-    return all(each.ndim == 4 and each.numel() and each.stride(-1) == 1 for each in every) and not (
-        mask is not None and mask.requires_grad
-    )
+    return all(each.ndim == 4 and each.numel() and each.stride(-1) == 1 for each in every)
+
+
+def _fits_on_a_device(call: _AttentionCall) -> bool:
+    """Tell whether a device's fused kernels take a call: its mask is contiguous along keys, and nothing is spread."""
+    mask = call.attn_mask
+    return (mask is None or mask.stride(-1) == 1) and len(
+        {len(each) for each in (call.query, call.key, call.value)}
+    ) == 1
 
 
 def _flash_takes_on_cpu(call: _AttentionCall) -> bool:
@@ -153,6 +167,7 @@ def _flash_takes_on_cpu(call: _AttentionCall) -> bool:
     return (
         backends.flash_sdp_enabled()
         and not call.dropout_p
+        and not (call.attn_mask is not None and call.attn_mask.requires_grad)
         and (call.enable_gqa or query.shape[-3] == key.shape[-3])
         and query.shape[-1] == key.shape[-1] == value.shape[-1]
     )

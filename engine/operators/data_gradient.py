@@ -21,7 +21,7 @@ from engine.collection.pass_job import PassJob
 from engine.errors import EmptyData, EngineError, ModelRefused, NonFiniteLoss, Unwinding, WrongShape
 from engine.memory.out_of_memory import free_memory, lost_device, ran_out_of_memory
 from engine.model.batches import Batch
-from engine.model.determinism import seed_generators, set_numerics
+from engine.model.determinism import Generators, seed_generators, set_generators, set_numerics
 from engine.model.dtype_casts import casts_of
 from engine.model.example_digests import EnteredExamples
 from engine.model.loss_directions import loss_gradient
@@ -131,7 +131,7 @@ class GradientPass:
         size = min(self._micro_batch or batch.size, batch.size)
         if size < batch.size:
             return sum(self._entered(part, parameters, totals, weight) for part in batch.slices(size))
-        state = torch.get_rng_state()
+        start = Generators.here(self.job.workspace.machine.device)
         try:
             return self._entered_whole(batch, parameters, totals, weight)
         except (EngineError, Unwinding):
@@ -149,7 +149,7 @@ class GradientPass:
                 ) from error
         # outside of the except block, whose traceback holds the graph
         free_memory(self.job.workspace.machine.device)
-        torch.set_rng_state(state)
+        set_generators(start, self.job.workspace.machine.device)
         self._micro_batch = -(-batch.size // 2)
         self.job.workspace.ports.log(
             "warning", f"the gradient ran out of memory; it goes on with {self._micro_batch} examples at a time"

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.model.torch_functions import Operation
 from engine.row_layout.layer_calls import version
-from engine.tracing.torch_functions import Operation
 
 _CORNER = 16
 """Numbers of each dimension that are looked at before all of them are."""

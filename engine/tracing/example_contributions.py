@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from engine.model.sharding.gathering import holding
+from engine.model.torch_functions import Operation, tensors_of
 from engine.tracing.batch_provenance import Rows
-from engine.tracing.torch_functions import Operation, tensors_of
 
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError)
 """Errors that an operation raises on shapes that it does not take."""

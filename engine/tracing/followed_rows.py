@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.model.activation_memory import storage_of
+from engine.model.torch_functions import Operation
 from engine.tracing.batch_provenance import Rows
-from engine.tracing.torch_functions import Operation
 
 _PLACES = frozenset(
     {

@@ -29,15 +29,7 @@ from typing_extensions import override
 
 from engine.memory.out_of_memory import is_unexplained
 from engine.model.activation_memory import detach_view, storage_of
-from engine.tracing.batch_provenance import Rows, batch_first, rows_of_one
-from engine.tracing.example_contributions import find_contribution, takes_shapes_alone
-from engine.tracing.matrix_products import Multiplying
-from engine.tracing.parameter_uses import Sink
-from engine.tracing.pullback import Arrived, Derived, Pullback, detach_data
-from engine.tracing.rewrites.operator_rewrites import REWRITES, expansion_of
-from engine.tracing.rewrites.recurrent_rewrites import RECURRENT
-from engine.tracing.tensor_marks import find_copies_dim
-from engine.tracing.torch_functions import (
+from engine.model.torch_functions import (
     JOINS,
     POINTWISE,
     REARRANGED,
@@ -52,6 +44,14 @@ from engine.tracing.torch_functions import (
     tensors_of,
     with_tensors,
 )
+from engine.tracing.batch_provenance import Rows, batch_first, rows_of_one
+from engine.tracing.example_contributions import find_contribution, takes_shapes_alone
+from engine.tracing.matrix_products import Multiplying
+from engine.tracing.parameter_uses import Sink
+from engine.tracing.pullback import Arrived, Derived, Pullback, detach_data
+from engine.tracing.rewrites.operator_rewrites import REWRITES, expansion_of
+from engine.tracing.rewrites.recurrent_rewrites import RECURRENT
+from engine.tracing.tensor_marks import find_copies_dim
 
 
 class ParameterUseMode(Multiplying):

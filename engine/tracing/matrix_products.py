@@ -11,11 +11,11 @@ from torch.nn import functional
 from engine.layers.parameter_slice import Place, place_of
 from engine.memory.out_of_memory import is_unexplained
 from engine.model.activation_memory import storage_of
+from engine.model.torch_functions import Operation, tensors_of
 from engine.tracing.batch_provenance import Rows, rows_of_one
 from engine.tracing.derived_weights import Chain, Derivation, Joined, Picked, Sum, derivation_of, derivation_of_view
 from engine.tracing.parameter_uses import Product, Sink
 from engine.tracing.tensor_marks import Marking
-from engine.tracing.torch_functions import Operation, tensors_of
 
 
 class Multiplying(Marking):

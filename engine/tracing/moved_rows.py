@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.model.torch_functions import JOINS, Operation, tensors_of, with_tensors
 from engine.tracing.batch_provenance import Rows, rows_of_one
-from engine.tracing.torch_functions import JOINS, Operation, tensors_of, with_tensors
 
 STACKS = frozenset({"vstack", "hstack", "dstack", "row_stack", "column_stack"})
 """Operations that put tensors beside each other, with a dimension of their own choice."""

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from engine.layers.parameter_slice import place_of
 from engine.memory.out_of_memory import is_unexplained
+from engine.model.torch_functions import Operation
 from engine.tracing.example_contributions import Contribution, examples_at_once
 from engine.tracing.tensor_marks import Marks
-from engine.tracing.torch_functions import Operation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from engine.memory.out_of_memory import is_unexplained
+from engine.model.torch_functions import CONSTANTS, JOINS, Operation, tensors_of
 from engine.row_layout.layer_calls import version
 from engine.tracing.batch_provenance import Rows, batch_first, rows_of_one
 from engine.tracing.derived_weights import Derivation
@@ -27,7 +28,6 @@ from engine.tracing.moved_rows import (
     written_at,
 )
 from engine.tracing.rewrites.operator_rewrites import Watch
-from engine.tracing.torch_functions import CONSTANTS, JOINS, Operation, tensors_of
 
 _MARK = "kronoscope"
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EmptyData, TrainingRefused, WrongShape
-from engine.model.determinism import Generators, set_generators
+from engine.model.determinism import Generators, hold_attention, leave_strict, set_generators
 from engine.model.sharding.gathering import uncached_casts
 from engine.model.state.preserve_state import order_gradients
 from engine.training.batch_statistics import (
@@ -106,7 +106,7 @@ def split_gradients(
         leaf = features.detach().requires_grad_(features.requires_grad)
         loss = _differentiate_terms(loss_of_features, leaf, run.precision.scaler)
         if leaf.grad is not None:
-            features.backward(leaf.grad)  # type: ignore[no-untyped-call]
+            _pull_back(features, leaf.grad)
         return loss
 
 
@@ -142,7 +142,7 @@ def _differentiate_in_chunks(run: _Features, loss_of_features: Loss, inputs: Ten
             again = run(inputs[piece])
             _require_equal(again.detach(), features.detach()[piece])
             if again.requires_grad:
-                again.backward(features.grad[piece])  # type: ignore[no-untyped-call]
+                _pull_back(again, features.grad[piece])
             del again
     finally:
         set_generators(after, run.device)
@@ -209,6 +209,16 @@ def _differentiate_terms(loss_of_features: Loss, features: Tensor, scaler: torch
     if total is None:
         raise EmptyData("a loss must have a term at least (got none)")
     return total
+
+
+def _pull_back(features: Tensor, gradient: Tensor) -> None:
+    """Pull a gradient back from features, whose fused attention on a device is held to its deterministic form."""
+    if features.is_cuda:
+        hold_attention(features)
+    try:
+        features.backward(gradient)  # type: ignore[no-untyped-call]
+    finally:
+        leave_strict()
 
 
 def _differentiate(term: Tensor) -> None:

@@ -16,8 +16,8 @@ from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 
 from engine.errors import ModelRefused
+from engine.model.torch_functions import operation_name, reveal_operations
 from engine.operators.exact.attention import Attention, Operands
-from engine.tracing.torch_functions import operation_name, reveal_operations
 
 _NAME = "scaled_dot_product_attention"
 _ASKS = nn.functional.multi_head_attention_forward

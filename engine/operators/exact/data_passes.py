@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from engine.collection.pass_job import PassJob
 from engine.errors import EngineError, ModelRefused, Unwinding
 from engine.memory.out_of_memory import free_memory, ran_out_of_memory
 from engine.model.batches import Batch
-from engine.model.determinism import seed_generators, set_numerics
+from engine.model.determinism import Generators, seed_generators, set_generators, set_numerics
 from engine.model.example_digests import EnteredExamples
 from engine.model.state.preserve_state import preserve_state
 from engine.operators.exact.columns import trained
@@ -142,14 +141,14 @@ class DataPasses:
             for part in batch.slices(size):
                 yield from self._sliced(part, parameters, compute)
             return
-        state = torch.get_rng_state()
+        start = Generators.here(self.job.workspace.machine.device)
         found = self._tried(batch, parameters, compute)
         if found is not None:
             yield found
             return
         # outside of the except block, whose traceback holds the graph
         free_memory(self.job.workspace.machine.device)
-        torch.set_rng_state(state)
+        set_generators(start, self.job.workspace.machine.device)
         self._micro_batch = -(-batch.size // 2)
         self.job.workspace.ports.log(
             "warning", f"{self.what} ran out of memory; it goes on with {self._micro_batch} examples at a time"

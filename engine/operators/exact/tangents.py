@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.model.torch_functions import tensors_of, with_tensors
 from engine.operators.exact.tangent_rules import LINEAR, RULES
-from engine.tracing.torch_functions import tensors_of, with_tensors
 
 _HELD = "_kronoscope_tangents"
 _INCLUDED = torch._C._dispatch_tls_local_include_set()  # noqa: SLF001 - torch has no public name for it

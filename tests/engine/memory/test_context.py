@@ -116,7 +116,7 @@ def test_a_plan_has_it_as_a_line_and_counts_it_in_no_peak() -> None:
 class Allocator:
     """Torch's allocator of a device, of which a trial tensor stands on the host or ``fails``."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: Exception | None = None) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: Exception | None = None, *, grows: bool = True) -> None:
         self.settings: list[str] = []
         for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
             monkeypatch.delenv(name, raising=False)
@@ -130,12 +130,14 @@ class Allocator:
             return made(*size, **options)
 
         monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", self.settings.append)
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": grows}])
         monkeypatch.setattr(torch, "ones", ones)
 
 
-def test_blocks_grow_where_a_tensor_shows_that_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocator = Allocator(monkeypatch)
-    assert grow_segments(CUDA)
+@pytest.mark.parametrize("grows", [True, False])
+def test_blocks_grow_where_a_tensor_shows_that_they_can(monkeypatch: pytest.MonkeyPatch, grows: bool) -> None:
+    allocator = Allocator(monkeypatch, grows=grows)
+    assert grow_segments(CUDA) == grows
     assert allocator.settings == ["expandable_segments:True"]
 
 

@@ -80,13 +80,28 @@ def test_the_plans_rung_is_where_the_ladder_begins() -> None:
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         host_failure(),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        # on a MIG slice, where the driver does not list the processes that the message is to name
+        RuntimeError(
+            'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "CUDACachingAllocator.cpp":1090, please report a bug'
+        ),
         RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`"),
         RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(handle)`"),
         RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
         RuntimeError("could not create a memory object"),
         OSError(12, "Cannot allocate memory"),
     ],
-    ids=["python", "cuda", "torch", "cublas", "cusolver-handle", "cublas-handle", "cudnn-handle", "onednn", "mmap"],
+    ids=[
+        "python",
+        "cuda",
+        "torch",
+        "cublas",
+        "mig",
+        "cusolver-handle",
+        "cublas-handle",
+        "cudnn-handle",
+        "onednn",
+        "mmap",
+    ],
 )
 def test_what_runs_out_is_tried_once_more_then_a_rung_lower(error: BaseException) -> None:
     assert ran_out_of_memory(error)

@@ -140,6 +140,52 @@ def test_a_call_that_no_allowed_kernel_takes_is_written_out(
     assert found[0] == found[1]
 
 
+def saved_by_a_layer(device: torch.device) -> int:
+    """What torch's own layer of attention saves, whose function hides the call within it from a mode."""
+    layer = nn.MultiheadAttention(HEADS * HEAD, HEADS, batch_first=True, device=device)
+
+    def attend(inputs: Tensor, *_: Tensor) -> Tensor:
+        attended: Tensor = layer(inputs, inputs, inputs, need_weights=False)[0]
+        return attended
+
+    inputs = torch.randn(2, LENGTH, HEADS * HEAD, device=device, requires_grad=True)
+    return saved_bytes(attend, inputs, *layer.parameters())
+
+
+@pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
+def test_torchs_own_layer_of_attention_takes_the_kernel_that_its_call_takes(kernel: SDPBackend) -> None:
+    with sdpa_kernel(kernel), simulate_device(CPU, numerics(CPU, "torch's own choice")):
+        assert saved_by_a_layer(CPU) == saved_by_a_layer(META)
+    with simulate_device(CUDA, numerics(CUDA, "math", "memory-efficient")):
+        fused = saved_by_a_layer(META)
+    with simulate_device(CUDA, numerics(CUDA, "math")):
+        assert saved_by_a_layer(META) - fused > 2 * HEADS * LENGTH * LENGTH * 4
+
+
+@pytest.mark.parametrize("case", ["mask across", "one query for all", "mask that learns"])
+def test_a_devices_fused_kernels_have_their_conditions(case: str) -> None:
+    """As torch has them: a mask is contiguous along keys, nothing is spread over examples, and it may learn."""
+    query, key, value = drawn(META)
+    mask = torch.zeros(2, HEADS, LENGTH, LENGTH, device=META, requires_grad=case == "mask that learns")
+    if case == "mask across":
+        mask = mask.transpose(2, 3)
+    query = query[:1] if case == "one query for all" else query
+    found = []
+    for kernels in (("math", "memory-efficient"), ("math",)):
+        with simulate_device(CUDA, numerics(CUDA, *kernels)):
+            found.append(saved_bytes(attention(mask, grouped=False), query, key, value))
+    assert (found[0] == found[1]) == (case != "mask that learns")
+
+
+def test_heads_under_autocast_are_aligned_as_those_of_16_bits() -> None:
+    found = []
+    for narrow in (True, False):
+        with simulate_device(CUDA, numerics(CUDA, "math", "memory-efficient"), narrow=narrow):
+            mask = torch.zeros(2, HEADS, LENGTH, LENGTH, device=META)
+            found.append(saved_bytes(attention(mask, grouped=False), *drawn(META, head=20)))
+    assert found[0] > found[1], "20 numbers of 16 bits are no multiple of 16 bytes"
+
+
 def test_a_gpu_without_flash_is_planned_with_scores() -> None:
     attend = attention(None, grouped=False)
     found = []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.tracing.torch_functions import arrange_like, layout_of
+from engine.model.torch_functions import arrange_like, layout_of
 from tests.oracles import collect, curvature_traces
 
 WIDTH = 4
