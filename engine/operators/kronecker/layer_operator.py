@@ -190,8 +190,11 @@ class LayerOperator:
         """Whether an eigenvalue of M is zero, or no more than the rounding of the factors as they are stored."""
         if not self.G.content.has_basis:
             return not self._least > 0 and (self.kind != "none" or self._has_zeros or self.A.is_singular)
-        if self.kind != "none" or self.corrected is not None:
+        if self.kind != "none":
             return not self.joint.nearest.smallest > 0
+        if self.corrected is not None:
+            # what no gradient has comes of the rounding of the eigenvectors alone, squared
+            return not self.joint.smallest > self.joint.largest * (self.G.rounding + self.A.rounding) ** 2
         return self.G.is_singular or self.A.is_singular
 
     @property

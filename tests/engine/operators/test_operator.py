@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+import kronoscope.local
 from catalog.requests.collection import Collection, Stabilisation
 from catalog.requests.woodbury import Woodbury
 from engine.analyses.factors import KeptFactors
@@ -453,3 +454,25 @@ def test_the_index_keeps_places_of_numbers() -> None:
     assert again.parameters is not None
     assert all(facts.windows for facts in again.layers)
     assert [each.name for each in again.parameters] == [name for name, _ in perceptron().named_parameters()]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_direction_that_no_gradient_has_is_singular_with_corrections_too(dtype: str) -> None:
+    """Gradients of a softmax add up to zero over its classes; what corrections have there is rounding, squared."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    inputs, classes = torch.randn(200, 6), torch.randint(3, (200,))
+    found = measure(
+        net, [(inputs, classes)], task="classification", kinds=("factors",),
+        collection={"dtype": dtype, "batch_size": 50, "fisher": "empirical", "ekfac": True},
+    )  # fmt: skip
+    of = kronoscope.local.operator(found, of="ekfac")
+    head = of.restricted(["2"])
+    assert head.logdet() == -math.inf
+    with pytest.raises(UsageError, match="singular"):
+        head.solve(torch.ones(head.shape[0], dtype=torch.float64))
+    # small ones that are no rounding count
+    first = of.restricted(["0"])
+    values = found.factors["0"].corrected_eigenvalues.double()
+    assert first.logdet() == pytest.approx(float(values.log().sum()), rel=1e-9)
+    assert float(values.min() / values.max()) < 1e-3
