@@ -202,7 +202,9 @@ def _first_rows(
     buffers = tuple(job.model.buffers())
     with kept_generators(job.workspace.machine.device):
         while True:
-            summed = SummedRows(layers=layers, index=index, parts=partial(parts_of, job, batch), buffers=buffers)
+            summed = SummedRows(
+                layers=layers, index=index, parts=partial(parts_of, job, batch), buffers=buffers, projected=[]
+            )
             seed_generators(job.collection.seed)
             try:
                 with unwritten(job.model), collector.attached():

@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.errors import EngineError, Unwinding
 from engine.gradient_identity.checked_model import Subject, run, unwritten
 from engine.gradient_identity.recorded_rows import relative
-from engine.gradient_identity.summed_rows import Group, SummedRows
+from engine.gradient_identity.summed_rows import Group, SummedRows, project_outputs
 from engine.model.batches import Batch, map_tensors, tensors
 from engine.workspace import Workspace
 
@@ -98,8 +98,8 @@ class CheckWork:
 def check_work(workspace: Workspace, batches: int) -> CheckWork:
     """Count examples and passes of all checks of a collection, of batches that are taken to be alike.
 
-    The first batch goes through the model once more, and some of its examples alone twice, once with the
-    gradients of the weights; of a later batch one example does so.
+    The first batch goes through the model once more, and in halves without a graph; some of its examples go alone
+    twice, once with the gradients of the weights; of a later batch one example does so.
     """
     collection = workspace.options.collection
     if collection.self_check == "off":
@@ -108,7 +108,7 @@ def check_work(workspace: Workspace, batches: int) -> CheckWork:
     alone = 1 + 4 / 3
     later = (batches - 1).bit_length() if collection.self_check == "growing" else 0
     checked = min(FIRST_EXAMPLES, collection.batch_size) + later
-    return CheckWork(examples=collection.batch_size + checked * alone, passes=1 + 2 * checked)
+    return CheckWork(examples=collection.batch_size * 4 / 3 + checked * alone, passes=3 + 2 * checked)
 
 
 SHARE = 0.02
@@ -167,10 +167,10 @@ def differs_alone(subject: Subject, summed: SummedRows) -> bool:
     return any(_differs(subject, summed, group) for group in summed.groups)
 
 
-def find_mixed(subject: Subject, parts: Iterator[Batch]) -> tuple[Batch, int] | None:
+def find_mixed(subject: Subject, summed: SummedRows) -> tuple[Batch, int] | None:
     """Find an example whose outputs differ from those that it has alone, among a few spread over each group."""
     try:
-        for part in parts:
+        for part in summed.parts():
             together, count = _outputs(subject, part), min(_OTHERS, part.size)
             for place in (number * part.size // count for number in range(count)):
                 alone = _outputs(subject, pick_examples(part, [place]))
@@ -179,6 +179,36 @@ def find_mixed(subject: Subject, parts: Iterator[Batch]) -> tuple[Batch, int] | 
     except (EngineError, Unwinding):
         pass
     return None
+
+
+def find_mixed_in_halves(subject: Subject, summed: SummedRows) -> tuple[Batch, int] | None:
+    """Find an example whose outputs are others in its group than in one half of it, among all examples.
+
+    What meets in a group meets other examples in its halves, or fewer: a largest one, a mean, a place in a queue.
+
+    Returns:
+        The group or the half, whichever has other outputs than the example alone, and its place there.
+    """
+    try:
+        for part, together in zip(summed.parts(), summed.projected or (), strict=False):
+            first = 0
+            for half in part.slices(-(-part.size // 2)) if part.size > 1 else ():
+                place = _first_moved(subject, together[first : first + half.size], _outputs(subject, half))
+                if place is not None:
+                    alone = _outputs(subject, pick_examples(half, [place]))
+                    here = _first_moved(subject, together[first + place : first + place + 1], alone) is not None
+                    return (part, first + place) if here else (half, place)
+                first += half.size
+    except (EngineError, Unwinding):
+        pass
+    return None
+
+
+def _first_moved(subject: Subject, projected: Tensor, outputs: Tensor) -> int | None:
+    """The first example whose outputs, (N, R, C), are not those of which (N, R) are known along one direction."""
+    moved = torch.linalg.vector_norm(projected - project_outputs(outputs), dim=1)
+    places = (moved > subject.tolerance * torch.linalg.vector_norm(outputs.flatten(1), dim=1)).nonzero()
+    return int(places[0]) if len(places) else None
 
 
 def _outputs(subject: Subject, batch: Batch) -> Tensor:

@@ -23,7 +23,7 @@ from engine.gradient_identity.checked_model import Forward, Subject
 from engine.gradient_identity.completeness import padding_has_no_gradient
 from engine.gradient_identity.findings import LayerCheck, watch_unused, worse
 from engine.gradient_identity.recorded_rows import Sketch, is_known
-from engine.gradient_identity.schedule import Glances, differs_alone, find_mixed
+from engine.gradient_identity.schedule import Glances, differs_alone, find_mixed, find_mixed_in_halves
 from engine.gradient_identity.summed_rows import NO_ROWS, SummedRows
 from engine.layers.layer import TreatedLayer
 from engine.memory.out_of_memory import first_line
@@ -97,6 +97,10 @@ class SelfCheck:
         no layer covers, by name. ``EngineError`` if the model refuses the batch.
         """
         found = self._check(layers, summed, others)
+        self.layers |= found
+        if layers and not any(check.failed and check.mixes for check in found.values()):
+            for name, check in self._check_others(layers, summed, in_halves=True).items():
+                found[name] = worse(found.get(name), check)
         self.layers |= found
         for example, rows in summed.sketches(layers).items():
             self.rehearsed.setdefault(example, {}).update(rows)
@@ -205,7 +209,7 @@ class SelfCheck:
         """
         found = self._check(layers, summed, {}) if layers else {}
         if summed.is_new and layers and not any(check.failed and check.mixes for check in found.values()):
-            for name, check in self._check_others(layers, summed).items():
+            for name, check in self._check_others(layers, summed, in_halves=False).items():
                 found[name] = worse(found.get(name), check)
         self.looked_at = replace(self.looked_at, full=self.looked_at.full + bool(found))
         for name, check in found.items():
@@ -245,12 +249,17 @@ class SelfCheck:
             floor=self.largest_norm,
         )
 
-    def _check_others(self, layers: Sequence[TreatedLayer], summed: SummedRows) -> dict[str, LayerCheck]:
-        """Check layers on an example whose outputs differ beside others, of a batch in which something new ran."""
+    def _check_others(
+        self, layers: Sequence[TreatedLayer], summed: SummedRows, *, in_halves: bool
+    ) -> dict[str, LayerCheck]:
+        """Check layers on an example whose outputs differ beside others, of a batch in which something new ran.
+
+        Of all examples, in halves of their groups, or of a few alone.
+        """
         if self._no_glance(summed) is not None or not self.subject.has_gradients:
             return {}
         with kept_generators(self.subject.device):
-            found = find_mixed(self.subject, summed.parts())
+            found = (find_mixed_in_halves if in_halves else find_mixed)(self.subject, summed)
             if found is None:
                 return {}
             forward = Forward(batch=found[0], start=summed.groups[0].start)

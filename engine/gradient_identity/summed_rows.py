@@ -54,6 +54,15 @@ def graph_signature(outputs: Tensor) -> tuple[str, int]:
     return hashlib.blake2b(" ".join(parts).encode(), digest_size=8).hexdigest(), len(order)
 
 
+def project_outputs(outputs: Tensor) -> Tensor:
+    """Take each position's outputs along one direction, drawn once: (N, R, C) to (N, R).
+
+    The expected square of a difference along it is the square of its norm (Johnson and Lindenstrauss, 1984).
+    """
+    draw = torch.randn(outputs.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return outputs @ draw.to(outputs)
+
+
 _SMALL = 2**16
 """Numbers of a buffer of which a copy costs nothing."""
 
@@ -125,6 +134,8 @@ class SummedRows:
     """Something ran that ran in no batch before."""
     nodes: int = 0
     """Nodes of the graph of the last group."""
+    projected: list[Tensor] | None = None
+    """Outputs of all examples of each group, as ``project_outputs`` takes them; None where they are not asked for."""
     sums: BatchSums | None = None
     """Holds the sums against all rows of the batch; None but in the first one of a pass."""
     groups: list[Group] = field(default_factory=list)
@@ -170,6 +181,8 @@ class SummedRows:
         if self.index:
             digest, self.nodes = graph_signature(prediction.outputs)
             self.signatures.add(digest)
+        if self.projected is not None:
+            self.projected.append(project_outputs(prediction.outputs.detach()))
         if self._open is not None:
             self._open.outputs = self._open.cut(prediction.outputs.detach())
 

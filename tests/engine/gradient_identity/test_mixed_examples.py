@@ -15,6 +15,8 @@ from torch.nn import functional
 from engine.collect import collect_or_read
 from engine.errors import NothingToAnalyse
 from engine.factors.factor_set import FactorSet
+from engine.gradient_identity.schedule import different_examples
+from engine.model.batches import Batch
 from tests.oracles import workspace
 
 Run = Callable[["Net", Tensor], Tensor]
@@ -209,5 +211,50 @@ def test_a_size_that_decides_nothing_is_covered() -> None:
     whole = measured(model, batch_size=8)
     assert whole is not None
     assert whole.declared == ()
+    for layer in whole.layers:
+        assert layer.exact_trace == pytest.approx(plain_trace(model, model.get_submodule(layer.name)), rel=1e-10)
+
+
+def clipped(net: Net, x: Tensor) -> Tensor:
+    """The largest example of a batch is scaled down to the second largest, and no other is touched."""
+    sizes = x[:, :3].norm(dim=1, keepdim=True)
+    second = sizes.flatten().topk(min(2, len(x))).values[-1]
+    return net.h(net.a(x * (second / sizes).clamp(max=1)).tanh())
+
+
+def clipped_to_a_bound(net: Net, x: Tensor) -> Tensor:
+    return net.h(net.a(x * (2.5 / x.norm(dim=1, keepdim=True)).clamp(max=1)).tanh())
+
+
+def one_pair(net: Net, x: Tensor) -> Tensor:
+    """The tenth example takes in the thirteenth: one half of the batch holds both, at other places."""
+    z = net.a(x).tanh()
+    if len(x) > 12:
+        z = z.index_add(0, torch.tensor([9]), 0.3 * z[12:13])
+    return net.h(z)
+
+
+def queued(net: Net, x: Tensor) -> Tensor:
+    """Of the examples of one kind those after the fifth of a batch are dropped, as by an expert with a capacity."""
+    z = net.a(x).tanh()
+    kind = x[:, :1] > 0
+    return net.h(torch.where(kind & (kind.cumsum(0) > 5), 0 * z, z))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("use", [clipped, one_pair, queued])
+def test_mixing_that_reaches_none_of_the_picked_examples_is_seen(use: Run, dtype: str) -> None:
+    x, _ = data()
+    net, few = Net(use), torch.tensor(different_examples(Batch(inputs=x, targets=None, index=torch.arange(16)), 4))
+    together = net(x)
+    assert torch.allclose(together[few], torch.cat([net(x[place : place + 1]) for place in few])), "what it is about"
+    assert not torch.allclose(together, torch.cat([net(each[None]) for each in x]))
+    assert measured(net, dtype=dtype, batch_size=16) is None
+
+
+def test_what_depends_on_no_other_example_is_covered_in_a_large_batch() -> None:
+    model = Net(clipped_to_a_bound)
+    whole = measured(model, batch_size=16)
+    assert whole is not None
     for layer in whole.layers:
         assert layer.exact_trace == pytest.approx(plain_trace(model, model.get_submodule(layer.name)), rel=1e-10)

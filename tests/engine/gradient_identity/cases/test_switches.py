@@ -17,7 +17,7 @@ from tests.engine.gradient_identity.cases.table import MODELS
 
 def without_glances(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SelfCheck, "glance_differs", lambda *_: False)
-    patch.setattr(SelfCheck, "_check_others", lambda *_: {})
+    patch.setattr(SelfCheck, "_check_others", lambda *_, **__: {})
 
 
 def without_summed_batch(patch: pytest.MonkeyPatch) -> None:
