@@ -21,7 +21,7 @@ from engine.collection.ekfac_passes import correct_block, correct_eigenvalues
 from engine.collection.first_check import Verification, explain
 from engine.collection.nan_check import require_finite_model, require_known_labels
 from engine.collection.normalise import flaw, foreseen_flaw, leaves_once
-from engine.collection.parameter_windows import find_windows, list_parameters
+from engine.collection.parameter_windows import find_windows, list_parameters, list_unregistered
 from engine.collection.pass_job import PassJob
 from engine.collection.pass_statistics import layer_facts
 from engine.collection.probe import ProbedModel
@@ -144,6 +144,7 @@ def prepare_collection(workspace: Workspace) -> Iterator[tuple[PlannedJob, tuple
             job = join_ranks(workspace.machine.ranks, job)
         survey = survey_layers(job.model, job.collection)
         trainable = list_parameters(job.model)
+        _tell_unregistered(job)
         with preserve_state(job.model, job.dtype), set_numerics(job.numerics, job.heard):
             try:
                 # the survey saw the caller's flags; what follows sees every parameter frozen
@@ -187,6 +188,18 @@ def _collect(workspace: Workspace) -> FactorSet:
             )
         collected = _finished(probed.job, probed.survey, trainable, sums, plan, corrections)
         return dataclasses.replace(collected, counted=_counted(probed.job, sums, model))
+
+
+def _tell_unregistered(job: PassJob) -> None:
+    """Tell of trainable tensors that the model holds, and that are none of its parameters."""
+    names = list_unregistered(job.model)
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        job.workspace.ports.notice(
+            f"{', '.join(f'`{name}`' for name in names[:3])}{more} of the model require gradients and are not among "
+            "its `parameters()`, so they are not measured; keep modules in an `nn.ModuleList` or `nn.ModuleDict`, "
+            "tensors in an `nn.Parameter` or `nn.ParameterList`"
+        )
 
 
 def _warn_of_other_numerics(job: PassJob) -> None:

@@ -56,25 +56,35 @@ _SLICES = 8
 
 
 def require_finite_model(model: nn.Module) -> None:
-    """Require that every parameter and buffer is finite; ``NonFiniteModel`` if one holds NaN or Inf."""
+    """Require finite parameters and buffers without NaN; ``NonFiniteModel`` names the tensor.
+
+    A buffer may hold infinities: a causal mask does, and what keeps account of a best loss. Outputs tell of the others.
+    """
     # torch cannot ask a sparse tensor; what it brings into the outputs is seen there
     asked = {
         name: tensor
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
         if tensor.layout == torch.strided and tensor.is_floating_point()
     }
-    finite = [torch.isfinite(_comparable(present(tensor))).all() for tensor in asked.values()]
+    finite = [_is_usable(tensor).all() for tensor in asked.values()]
     if all(bool(torch.stack(group).all()) for group in _by_device(finite)):
         return
     for (name, tensor), whole in zip(asked.items(), finite, strict=True):
         if not bool(whole):
-            bad = int((~torch.isfinite(_comparable(present(tensor)))).sum())
+            bad = int((~_is_usable(tensor)).sum())
+            numbers = f"{bad} {'NaN or infinite number' if isinstance(tensor, nn.Parameter) else 'NaN'}"
             raise NonFiniteModel(
-                f"the model's tensor `{name}` holds {bad} NaN or infinite number{'s' if bad > 1 else ''} of "
+                f"the model's tensor `{name}` holds {numbers}{'s' if bad > 1 else ''} of "
                 f"{tensor.numel()}; mend the checkpoint",
                 layer=name.rpartition(".")[0] or WHOLE_MODEL,
                 pointer="/model",
             )
+
+
+def _is_usable(tensor: Tensor) -> Tensor:
+    """Whether each number of a parameter is finite, or none of a buffer's is NaN."""
+    numbers = _comparable(present(tensor))
+    return torch.isfinite(numbers) if isinstance(tensor, nn.Parameter) else ~torch.isnan(numbers)
 
 
 def _comparable(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ other, and they are inverted here.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,35 @@ def list_parameters(model: nn.Module) -> tuple[ParameterShape, ...]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     )
+
+
+_OWN = frozenset(vars(nn.Module()))
+
+
+def list_unregistered(model: nn.Module) -> list[str]:
+    """Name the tensors that require gradients and that lists, tuples and dictionaries of modules hold, or attributes.
+
+    ``parameters()`` does not show them, and an optimiser that is given it does not move them.
+    """
+    known = set(map(id, (*model.parameters(), *model.buffers())))
+    found: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            for where, tensor in () if name in _OWN else _trainable(value, name):
+                if id(tensor) not in known:
+                    found.setdefault(id(tensor), f"{path}.{where}" if path else where)
+    return list(found.values())
+
+
+def _trainable(value: object, name: str, depth: int = 3) -> Iterator[tuple[str, Tensor]]:
+    """Yield the leaves that require gradients within a value, by their places."""
+    if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+        yield name, value
+    elif isinstance(value, nn.Module):
+        yield from ((f"{name}.{own}", each) for own, each in value.named_parameters() if each.requires_grad)
+    elif depth and isinstance(value, (list, tuple, dict)):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _trainable(each, f"{name}[{key!r}]", depth - 1)
 
 
 def find_windows(layer: TreatedLayer, group: int, names: Mapping[int, str]) -> tuple[Window, ...] | None:

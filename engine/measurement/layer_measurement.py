@@ -29,6 +29,7 @@ from engine.measurement.decompose_layer import (
     measure_side,
     refused_rungs,
     share_bases,
+    underflow,
 )
 from engine.measurement.divided_layers import DividedLayers, PlainLayer, SentFiles
 from engine.measurement.prefetch import Arrived, Source, stream_factors
@@ -240,6 +241,11 @@ def _measure(
         facts.name, damped, workspace.options.stabilisation, side_a.largest, side_g.largest
     ):
         workspace.ports.log("warning", warning)
+    if whole.collection.dtype == "float32":
+        for name, side, size in (("A", side_a, facts.in_dim), ("G", side_g, facts.out_dim)):
+            lost = underflow(facts.name, name, side.trace, size, facts.exact_trace)
+            if lost is not None:
+                workspace.ports.notice(lost)
     kappa_max, counted = workspace.options.stabilisation.kappa_max, side_g.counted
     clipped_a = Clipping.at(spectrum_a, kappa_max, side_a.entry_rounding)
     clipped_g = Clipping.at(spectrum_g if counted is None else counted, kappa_max, side_g.entry_rounding)

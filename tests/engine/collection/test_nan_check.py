@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.analyses.factors import KeptFactors
 from engine.collection.nan_check import CurrentBatch
-from engine.errors import NonFiniteFactor, NonFiniteLoss
+from engine.errors import NonFiniteFactor, NonFiniteLoss, NonFiniteModel
 from engine.factors.factor_set import FactorSet
-from tests.oracles import collect
+from tests.oracles import collect, workspace
 
 
 class Net(nn.Module):
@@ -165,3 +166,77 @@ def test_minus_infinity_in_a_mask_is_no_fault() -> None:
         NonFiniteLoss, match=r"first module to put out such numbers is the model itself \(Masked\), 3 of 6"
     ):
         collect(Masked(), [((x, mask), y)], "classification", batch_size=8)
+
+
+class Causal(nn.Module):
+    """Attention with a causal mask, that a buffer keeps or every call makes anew."""
+
+    mask: Tensor
+
+    def __init__(self, kept: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.v, self.h = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 5)
+        self.kept = kept
+        self.register_buffer("mask", self.made() if kept else torch.zeros(1))
+        self.register_buffer("best", torch.tensor(float("inf")))
+
+    def made(self) -> Tensor:
+        return torch.full((7, 7), -torch.inf).triu(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q(x) @ x.mT + (self.mask if self.kept else self.made())
+        mixed: Tensor = self.h((scores.softmax(-1) @ self.v(x)).mean(1))
+        return mixed
+
+
+def test_infinities_that_a_buffer_keeps_are_no_fault() -> None:
+    x, y = torch.randn(12, 7, 6), torch.randint(5, (12,))
+    found = [collect(Causal(kept), [(x, y)], "classification", batch_size=4) for kept in (True, False)]
+    assert found[0].declared == ()
+    assert [each.exact_trace for each in found[0].layers] == [each.exact_trace for each in found[1].layers]
+
+
+def test_nan_in_a_buffer_is_one() -> None:
+    model = Causal(kept=True)
+    model.best.fill_(float("nan"))
+    with pytest.raises(NonFiniteModel, match="`best` holds 1 NaN of 1; mend the checkpoint"):
+        collect(model, [(torch.randn(4, 7, 6), torch.randint(5, (4,)))], "classification")
+
+
+@pytest.mark.parametrize(
+    ("scale", "dtype", "told"), [(1e-21, "float32", 1), (1e-12, "float32", 0), (1e-21, "float64", 0)]
+)
+def test_moments_below_float32_are_told(scale: float, dtype: str, told: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 3))
+    x, y = scale * torch.randn(16, 6, dtype=torch.float64), torch.randint(3, (16,))
+    made = workspace(model, [(x, y)], "classification", dtype=dtype, fisher="type2")
+    notices: list[str] = []
+    made.ports.notice = notices.append
+    list(KeptFactors(None, made).rows())
+    assert len([each for each in notices if "layer `0`: the moments of A average" in each]) == told
+    assert all("collection.dtype: float64" in each for each in notices)
+
+
+def test_trainable_tensors_that_no_parameter_lists_are_told() -> None:
+    class Hiding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.h = nn.Linear(4, 6), nn.Linear(6, 3)
+            self.hidden, self.w = [nn.Linear(6, 6)], torch.randn(6, 6, requires_grad=True)
+            self.tables = {"shift": torch.zeros(6, requires_grad=True), "fixed": torch.zeros(6), "same": self.a}
+
+        def forward(self, x: Tensor) -> Tensor:
+            mixed: Tensor = self.h((self.hidden[0](self.a(x)) @ self.w + self.tables["shift"]).tanh())
+            return mixed
+
+    x, y = data()
+    made = workspace(Hiding(), [(x.float(), y)], "classification")
+    notices: list[str] = []
+    made.ports.notice = notices.append
+    covered = {row.layer for row in KeptFactors(None, made).rows()}
+    assert covered == {"a", "h"}
+    (told,) = notices
+    assert told.startswith("`hidden[0].weight`, `hidden[0].bias`, `w` and 1 more of the model require gradients")
