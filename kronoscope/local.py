@@ -332,8 +332,8 @@ def split_gradients(
             full width with a warning.
         scaler: Scale of the loss, which ``fp16`` needs, and ``auto`` on a CUDA device without bfloat16. Gradients are
             those of ``scaler.scale(loss)``: ``scaler.step(optimiser)`` and ``scaler.update()`` follow.
-        check: Measure on four inputs that the features of each depend on itself alone, or that the blocks are the
-            model, before that is relied upon. A loop may leave it out after its first step.
+        check: Measure on the first and the last chunk that the features of each input depend on itself alone, or that
+            the blocks are the model, before that is relied upon. A loop may leave it out after its first step.
 
     Returns:
         The loss, a scalar without a graph.
@@ -361,8 +361,8 @@ def split_gradients(
     precision = _training_precision(amp, model, scaler)
     fewer = chunk is not None and chunk < len(inputs)
     sliced = training.slices_inputs(model, batch_norm)
-    if check and fewer and sliced:
-        require_uncoupled(model, inputs, batch_norm=batch_norm)
+    if check and chunk is not None and fewer and sliced:
+        require_uncoupled(model, inputs, chunk=chunk, batch_norm=batch_norm)
     elif check and fewer:
         require_composition(model, find_chain(model), inputs)
     return training.split_gradients(

@@ -5,17 +5,26 @@ example's features depend on that example alone, and a pass in chunks computes a
 
 Coupling of examples, measured: how far the features of an example depend on the others of its batch.
 
-A pass in chunks has the gradient of the whole one only where z_i is a function of x_i alone. No list of layers shows
-that, since a model may take means over a batch by code of its own. Two measurements show where it does not hold:
+A pass in chunks of c has the gradient of the whole one only where z_i is a function of x_i alone. No list of layers
+shows that, since a model may take means over a batch by code of its own. Features of one batch, of all its rows, are
+compared with those of other batches that have the same examples, from one random state and the same buffers:
 
-    other neighbours:  f(x_1 … x_m, y_1 … y_m)_i  against  f(x_1 … x_m, y'_1 … y'_m)_i,  from one random state
-    no neighbours:     f(x_1 … x_m, y_1 … y_m)_i  against  f(x_1 … x_m)_i
+    examples        one batch               against                                         passes of c examples
+    N ≤ 2c          all N                   the two chunks                                  2 N/c
+    N > 2c          the first chunk         its two halves                                  2
+    c divides N     the first chunk         a chunk across the border of the first two      1
+    else            the last, smaller one   a chunk that ends with it, across its border    at most 2
 
-The first has equal shapes, hence equal dropout, and needs no module to be in evaluation. The second sees what depends
-on the number of examples; a model that draws random numbers is in evaluation for it.
+A chunk of fewer than 4 is compared with a batch of 4. A model that draws random numbers draws others for another batch:
+
+    in training     x_1 … x_m, y_1 … y_m    x_1 … x_m, x_1 … x_m and y_1 … y_m, y_1 … y_m   3, of equal shapes and draws
+    in evaluation   the batches above, unless it draws there too                            1 to see that, and the above
+
+The first has equal shapes, hence equal dropout, and needs no module to be in evaluation.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Literal
 
@@ -23,8 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import TrainingRefused
+from engine.model.sharding.gathering import uncached_casts
 from engine.model.state.preserve_state import in_evaluation
-from engine.training.repeated_features import RepeatedFeatures, relative_difference, rounding_of
+from engine.training.repeated_features import RepeatedFeatures, relative_difference, require_rows, rounding_of
 
 BatchNormMode = Literal["whole", "frozen", "per_chunk"]
 """Statistics of all inputs; running ones; those of each chunk, which is refused."""
@@ -82,39 +92,111 @@ def _normalisations(model: nn.Module) -> list[tuple[str, nn.modules.batchnorm._B
     ]
 
 
-_EXAMPLES = 2
-"""Examples that are looked at, and as many neighbours."""
+_CHUNK = 8
+"""Examples of a chunk where the caller names none."""
+_LEAST = 4
+"""Examples that a chunk of fewer is compared with: chunks of one example have no halves."""
 
 
-def couples_examples(model: nn.Module, inputs: Tensor, *, batch_norm: BatchNormMode = "whole") -> float | None:
+def couples_examples(
+    model: nn.Module, inputs: Tensor, *, chunk: int = _CHUNK, batch_norm: BatchNormMode = "whole"
+) -> float | None:
     """Measure whether a model's features of one example depend on the other examples of the batch.
 
     The model is in the mode that it trains in, and with `frozen` BatchNorm runs by its running statistics; its mode,
-    its buffers and the random state are left as they were. Four examples (N, …) are taken; two at least, and not all
-    alike. The result is the relative difference of the features that the others make, where it is beyond rounding (√ε
-    of their type); None where it is not.
+    its buffers, its inputs and torch's random state are left as they were. Passes have no graph, and hold the
+    activations of ``chunk`` examples, or of all where these are at most twice as many; of 4 at least.
+
+    Four couplings are not seen: one that appears only in batches of more than ``chunk`` examples, where there are more
+    than twice as many (of a chunk of 1 to 3: only in batches of more than 4); one that the examples of the first and
+    the last chunk do not show; one within rounding; and, since another number of examples draws other random numbers,
+    one by their number alone in a model that draws, where evaluation mode does not show it or draws too.
+
+    Args:
+        inputs: All inputs, shape (N, …); two at least, and not all alike.
+        chunk: Examples of one pass, as ``split_gradients`` takes them; of N and more, the halves of all are compared.
+
+    Returns:
+        The largest relative difference of the features that the others make, where it is beyond rounding (√ε of their
+        type), infinite where a number is finite in one batch alone; None where it is not.
     """
-    images = inputs[: 2 * _EXAMPLES].detach()
-    few = len(images) // 2
-    if not few:
+    examples = inputs.detach()
+    if len(examples) <= 1:
         return None
+    first = examples[: _batch_size(len(examples), chunk)]
     repeat = RepeatedFeatures(model, inputs)
-    with repeat.running(), torch.no_grad(), freeze_statistics(model, wanted=batch_norm == "frozen"):
-        together = repeat(images)[:few]
-        drawn = repeat.has_drawn()
-        others = torch.arange(len(images), device=images.device) % few
-        difference = relative_difference(repeat(images[others])[:few], together)
-        with in_evaluation(model) if drawn else contextlib.nullcontext():
-            difference = max(difference, relative_difference(repeat(images[:few]), repeat(images)[:few]))
+    with (
+        repeat.running(),
+        torch.no_grad(),
+        uncached_casts(),
+        freeze_statistics(model, wanted=batch_norm == "frozen"),
+    ):
+        together = _rows(repeat, first)
+        if not repeat.has_drawn():
+            difference = _compare_batches(repeat, examples, together, chunk)
+        else:
+            difference = _exchange_neighbours(repeat, first, together)
+            with in_evaluation(model):
+                evaluated = _rows(repeat, first)
+                if not repeat.has_drawn():
+                    difference = max(difference, _compare_batches(repeat, examples, evaluated, chunk))
     return difference if difference > rounding_of(together) else None
 
 
-def require_uncoupled(model: nn.Module, inputs: Tensor, *, batch_norm: BatchNormMode = "whole") -> None:
+def _batch_size(examples: int, chunk: int) -> int:
+    """Return the size of the batch that smaller ones are compared with."""
+    return examples if examples <= 2 * chunk else min(examples, max(chunk, _LEAST))
+
+
+def _compare_batches(repeat: RepeatedFeatures, examples: Tensor, together: Tensor, chunk: int) -> float:
+    """Compare the features of the first batch with those of parts of it, and of a batch across a border of chunks."""
+    size = len(together)
+    half = -(-size // 2)
+    part = chunk if chunk < size else half
+    parts = [_rows(repeat, examples[begin : min(begin + part, size)]) for begin in range(0, size, part)]
+    difference = _difference(torch.cat(parts), together)
+    if size == len(examples):
+        return difference
+    last = len(examples) % chunk
+    if last:
+        across, truth = _rows(repeat, examples[-size:])[-last:], _rows(repeat, examples[-last:])
+    else:
+        across, truth = _rows(repeat, examples[half : half + size])[: size - half], together[half:]
+    return max(difference, _difference(across, truth[: len(across)]))
+
+
+def _exchange_neighbours(repeat: RepeatedFeatures, first: Tensor, together: Tensor) -> float:
+    """Compare the features of each half of a batch with those that it has beside itself, from equal draws."""
+    few = len(first) // 2
+    places = torch.arange(len(first), device=first.device)
+    before = _rows(repeat, first[places % few])[:few]
+    difference = _difference(before, together[:few])
+    after = _rows(repeat, first[torch.where(places < few, places + few, places)])[few:]
+    return max(difference, _difference(after, together[few:]))
+
+
+def _rows(repeat: RepeatedFeatures, examples: Tensor) -> Tensor:
+    # a copy, since a model may write into its inputs
+    features = repeat(examples.clone())
+    require_rows(features, examples)
+    return features
+
+
+def _difference(features: Tensor, truth: Tensor) -> float:
+    """Return the relative difference of two features; infinite where they are not finite at the same places."""
+    if features.shape != truth.shape or not torch.equal(features.isfinite(), truth.isfinite()):
+        return math.inf
+    return relative_difference(*(each.nan_to_num(nan=0, posinf=0, neginf=0) for each in (features, truth)))
+
+
+def require_uncoupled(
+    model: nn.Module, inputs: Tensor, *, chunk: int = _CHUNK, batch_norm: BatchNormMode = "whole"
+) -> None:
     """Refuse chunks for a model for which ``couples_examples`` finds that features of one example depend on the others.
 
     ``TrainingRefused`` has the relative difference.
     """
-    difference = couples_examples(model, inputs, batch_norm=batch_norm)
+    difference = couples_examples(model, inputs, chunk=chunk, batch_norm=batch_norm)
     if difference is not None:
         raise TrainingRefused(
             f"chunks need a model whose features of an input depend on that input alone, and those of "

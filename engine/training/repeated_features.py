@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from engine.errors import WrongShape
 from engine.model.determinism import Generators, set_generators
 from engine.model.state.preserve_state import products_at_full_width
 
@@ -30,6 +31,15 @@ def relative_difference(features: Tensor, truth: Tensor) -> float:
 def rounding_of(features: Tensor) -> float:
     """Return the relative difference below which features count as equal: √ε of their type."""
     return math.sqrt(torch.finfo(features.dtype).eps)
+
+
+def require_rows(features: object, inputs: Tensor) -> None:
+    """Refuse features that are not a tensor with a row for each of the inputs (N, …): ``WrongShape``."""
+    if not isinstance(features, Tensor) or features.dim() < 1 or len(features) != len(inputs):
+        got = f"shape {tuple(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
+        raise WrongShape(
+            f"a model must return a tensor with a row of features for each of {len(inputs)} inputs (got {got})"
+        )
 
 
 def buffers_of(module: nn.Module) -> list[Place]:

@@ -38,7 +38,7 @@ from engine.training.batch_statistics import (
 )
 from engine.training.checkpointed_chain import find_chain, run_chain
 from engine.training.mixed_precision import TrainingPrecision
-from engine.training.repeated_features import buffers_of, device_of, relative_difference, rounding_of
+from engine.training.repeated_features import buffers_of, device_of, relative_difference, require_rows, rounding_of
 
 Loss = Callable[[Tensor], Tensor | Iterable[Tensor]]
 """A function of all features that returns the loss, or terms that add up to it."""
@@ -102,7 +102,7 @@ def split_gradients(
         if size < len(inputs):
             return _differentiate_in_chunks(run, loss_of_features, inputs, size)
         features = run(inputs)
-        _require_rows(features, inputs)
+        require_rows(features, inputs)
         leaf = features.detach().requires_grad_(features.requires_grad)
         loss = _differentiate_terms(loss_of_features, leaf, run.precision.scaler)
         if leaf.grad is not None:
@@ -159,7 +159,7 @@ def _compute_features(run: _Features, inputs: Tensor, pieces: list[slice]) -> tu
         for piece in pieces:
             starts.append(Generators.here(run.device))
             of_chunk = run(inputs[piece])
-            _require_rows(of_chunk, inputs[piece])
+            require_rows(of_chunk, inputs[piece])
             if features is None:
                 features = of_chunk.new_empty((len(inputs), *of_chunk.shape[1:]))
                 _require_unmoved(before)
@@ -231,14 +231,6 @@ def _differentiate(term: Tensor) -> None:
             "each term of a loss must have a graph of its own, since it is released before the next is made, and two "
             "terms share a part; compute that part again in each term, or return one scalar"
         ) from error
-
-
-def _require_rows(features: object, inputs: Tensor) -> None:
-    if not isinstance(features, Tensor) or features.dim() < 1 or len(features) != len(inputs):
-        got = f"shape {tuple(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
-        raise WrongShape(
-            f"a model must return a tensor with a row of features for each of {len(inputs)} inputs (got {got})"
-        )
 
 
 def _require_equal(again: Tensor, features: Tensor) -> None:

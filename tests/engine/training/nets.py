@@ -1,6 +1,7 @@
 """Small nets with what a split has to get right: BatchNorm, dropout, skips; and losses that couple all inputs."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,3 +108,25 @@ class Head(nn.Module):
 
 
 LOSSES = ("mean_cross_entropy", "contrastive", "covariance", "terms")
+
+
+class Written(nn.Module):
+    """A net of two linear maps, whose forward pass is a function of it and the inputs."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor], drop: float = 0.0) -> None:
+        super().__init__()
+        self.a, self.h, self.written, self.drop = nn.Linear(6, 8), nn.Linear(8, 4), forward, nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.h(self.drop(self.written(self, x).tanh()))
+
+
+class TimeMajor(nn.Module):
+    """An LSTM without ``batch_first``, which runs over the examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.recurrent(x.unflatten(0, (-1, 1)) if x.dim() == 2 else x)[0][:, -1]

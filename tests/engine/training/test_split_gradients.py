@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.errors import EmptyData, WrongShape
+from engine.errors import EmptyData, TrainingRefused, WrongShape
 from engine.model.pass_peak import StorageEvents
 from engine.training.batch_statistics import freeze_statistics
 from engine.training.split_gradients import slices_inputs, split_gradients
-from tests.engine.training.nets import LOSSES, NETS, Head, conv_net, images, make
+from kronoscope import local
+from tests.engine.training.nets import LOSSES, NETS, Head, TimeMajor, Written, conv_net, images, make
 
 EXACT = 1e-10
 Way = dict[str, Any]
@@ -250,3 +251,47 @@ def test_a_chunk_holds_an_input_at_least(chunk: int) -> None:
 def test_no_inputs_are_refused() -> None:
     with pytest.raises(EmptyData, match="an input at least"):
         split_gradients(nn.Linear(4, 2), torch.sum, torch.randn(0, 4))
+
+
+def clipped(net: Any, x: Tensor) -> Tensor:
+    lengths = x.norm(dim=1, keepdim=True)
+    return net.a(x) * (lengths.sort(0).values[-2:-1] / lengths).clamp(max=1)
+
+
+COUPLED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "cumulative": lambda net, x: net.a(x).tanh().cumsum(0),
+    "the first": lambda net, x: net.a(x) + 0.5 * net.a(x)[:1],
+    "the one before": lambda net, x: torch.cat([net.a(x)[:1], net.a(x)[1:] + net.a(x)[:-1]]),
+    "centred beyond 5": lambda net, x: net.a(x) - net.a(x).mean(0) if len(x) > 5 else net.a(x),
+}
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.5])
+@pytest.mark.parametrize("chunk", [8, 7, 6])
+@pytest.mark.parametrize("coupling", COUPLED)
+def test_coupled_examples_are_refused(coupling: str, chunk: int, drop: float) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(TrainingRefused, match=r"chunks need .* change by \d.* leave chunk out"):
+        local.split_gradients(Written(COUPLED[coupling], drop), torch.sum, torch.randn(32, 6), chunk=chunk)
+
+
+@pytest.mark.parametrize("coupling", [*list(COUPLED)[:3]])
+@pytest.mark.parametrize("count", [2, 3, 9])
+def test_coupled_examples_are_refused_in_chunks_of_one(coupling: str, count: int) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(TrainingRefused, match="change by"):
+        local.split_gradients(Written(COUPLED[coupling]), torch.sum, torch.randn(count, 6), chunk=1)
+
+
+@pytest.mark.parametrize("count", [4, 10, 40])
+def test_a_recurrence_over_the_examples_is_refused(count: int) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(TrainingRefused, match="those of TimeMajor change by"):
+        local.split_gradients(TimeMajor(), torch.sum, torch.randn(count, 2, 6), chunk=3)
+
+
+def test_outliers_clipped_by_others_are_refused() -> None:
+    """The largest of the first two of four examples is not always the one that is clipped; of the chunk it is."""
+    x = torch.ones(32, 6) * torch.tensor([1.0, 1, 2, 2, 1, 1, 1, 9]).repeat(4)[:, None]
+    with pytest.raises(TrainingRefused, match="change by"):
+        local.split_gradients(Written(clipped), torch.sum, x, chunk=8)
