@@ -132,14 +132,34 @@ def _trainable(parameters: Sequence[nn.Parameter], call: Callable[[nn.Parameter]
     before = [(parameter, parameter.requires_grad) for parameter in parameters]
     handles = []
 
+    with contextlib.ExitStack() as suspended:
+        try:
+            for parameter in parameters:
+                parameter.requires_grad_()
+                suspended.enter_context(_suspend_hooks(parameter))
+                handles.append(parameter.register_post_accumulate_grad_hook(call))  # type: ignore[no-untyped-call]
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for parameter, flag in before:
+                parameter.requires_grad_(flag)
+                parameter.grad = None
+
+
+@contextlib.contextmanager
+def _suspend_hooks(parameter: nn.Parameter) -> Iterator[None]:
+    """Let no hook that is registered already see the parameter's gradient for the time inside.
+
+    During a pass, ``watch_unused`` takes away each gradient that a parameter with an unused part gets, since the pass
+    computes none for its used part; the plain gradient of the used part is not for it.
+    """
+    hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - torch has no other way to list them
+    suspended = dict(hooks or {})
     try:
-        for parameter in parameters:
-            parameter.requires_grad_()
-            handles.append(parameter.register_post_accumulate_grad_hook(call))  # type: ignore[no-untyped-call]
+        if suspended:
+            hooks.clear()
         yield
     finally:
-        for handle in handles:
-            handle.remove()
-        for parameter, flag in before:
-            parameter.requires_grad_(flag)
-            parameter.grad = None
+        if suspended:
+            hooks.update(suspended)

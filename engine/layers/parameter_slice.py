@@ -104,10 +104,10 @@ def slices_of(place: Place, parameter: Tensor) -> int | None:
         parameter: The parameter, shape (n, …).
 
     Returns:
-        n, where the place is one whole slice along the first dimension, transposed or not; else None.
+        n, where the place is one whole slice along the first dimension, transposed or not, and each slice is a span
+        of the parameter's storage; else None.
     """
-    alike = sorted(place.shape) == sorted(parameter.shape[1:]) and place.offset % max(place.count, 1) == 0
-    return parameter.shape[0] if alike and len(place.shape) == parameter.ndim - 1 else None
+    return parameter.shape[0] if _has_shape_of_slice(place, parameter) and _is_run(place, parameter) else None
 
 
 def label_of(place: Place, parameter: Tensor) -> str:
@@ -119,14 +119,74 @@ def label_of(place: Place, parameter: Tensor) -> str:
 
     Returns:
         ``name`` of the whole, ``name[i]`` of a slice, ``name[i:j]`` of several, ``name[offset+shape]`` of anything
-        else.
+        else. A place with the offset and as many numbers as whole slices have, which shows others, is named by its
+        subscripts, as ``name[:, i:j]`` or ``name[i:j:step]``; ``name[offset+shape by strides]`` where it has none.
     """
     if place.count == parameter.numel():
         return place.parameter
-    if slices_of(place, parameter) is not None:
-        return f"{place.parameter}[{place.offset // place.count}]"
     each = parameter.numel() // max(parameter.shape[0], 1)
     first, at = divmod(place.offset, each)
-    if at == 0 and place.count % each == 0 and len(place.shape) == parameter.ndim:
-        return f"{place.parameter}[{first}:{first + place.count // each}]"
-    return f"{place.parameter}[{place.offset}+{'x'.join(map(str, place.shape))}]"
+    shape = "x".join(map(str, place.shape))
+    is_slice = _has_shape_of_slice(place, parameter)
+    if not is_slice and (at or place.count % each or len(place.shape) != parameter.ndim):
+        return f"{place.parameter}[{place.offset}+{shape}]"
+    if _is_run(place, parameter):
+        part = f"{first}" if is_slice else f"{first}:{first + place.count // each}"
+    else:
+        part = _subscripts_of(place, parameter) or f"{place.offset}+{shape} by {'x'.join(map(str, place.strides))}"
+    return f"{place.parameter}[{part}]"
+
+
+def _has_shape_of_slice(place: Place, parameter: Tensor) -> bool:
+    """Whether a place has the shape of one slice along the first dimension, and an offset that such a slice may have.
+
+    Its strides are not looked at.
+    """
+    alike = sorted(place.shape) == sorted(parameter.shape[1:]) and place.offset % max(place.count, 1) == 0
+    return alike and len(place.shape) == parameter.ndim - 1
+
+
+def _is_run(place: Place, parameter: Tensor) -> bool:
+    """Whether a place shows all numbers of a span of storage, in any order, and each slice of the parameter is a span.
+
+    Slices are those along the first dimension; each may be stored transposed.
+    """
+    expected = 1
+    for stride, size in sorted((s, n) for n, s in zip(place.shape, place.strides, strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    rows = parameter.shape[0]
+    return rows == 1 or parameter.stride(0) == parameter.numel() // max(rows, 1)
+
+
+def _subscripts_of(place: Place, parameter: Tensor) -> str | None:
+    """Write a place as subscripts of the parameter, transposed or not; None where it has none.
+
+    A dimension that is shown in full is ``:``, and left out at the end.
+    """
+    rest = place.offset
+    steps = sorted(((s, n) for n, s in zip(place.shape, place.strides, strict=True) if n > 1), reverse=True)
+    subscripts = [":"] * parameter.ndim
+    # a step within one dimension is shorter than the stride of the dimension outside of it
+    for dim in sorted(range(parameter.ndim), key=parameter.stride, reverse=True):
+        whole, unit = parameter.shape[dim], parameter.stride(dim)
+        if whole == 1:
+            continue
+        start, rest = divmod(rest, unit)
+        size = step = 1
+        if steps and steps[0][0] >= unit:
+            stride, size = steps.pop(0)
+            step, odd = divmod(stride, unit)
+            if odd:
+                return None
+        if start + (size - 1) * step >= whole:
+            return None
+        if size == 1:
+            subscripts[dim] = f"{start}:{start + 1}" if len(place.shape) == parameter.ndim else f"{start}"
+        elif size < whole:
+            stop = min(start + size * step, whole)
+            subscripts[dim] = f"{start}:{stop}" if step == 1 else f"{start}:{stop}:{step}"
+    while subscripts and subscripts[-1] == ":":
+        subscripts.pop()
+    return ", ".join(subscripts) if subscripts and not steps else None
