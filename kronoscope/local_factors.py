@@ -168,7 +168,9 @@ class LayerFactors:
 
         Raises:
             BiasColumnMismatch: If the shapes disagree; the message names both.
+            TypeError: If the gradient is not a tensor of real numbers.
             ValueError: If a damping is not positive, or no gradient rows are kept.
+            WrongShape: If C has other rows than are kept.
         """
         with refusing():
             of_A, of_G = read(float, damping_A, "damping_A"), read(float, damping_G, "damping_G")
@@ -249,9 +251,11 @@ class LayersFactors(Mapping[str, LayerFactors]):
 
         Raises:
             ExportRefused: If the format cannot hold a layer that is not left out; the message names it.
-            OptionRefused: If an option cannot be, or contradicts the format.
+            OptionRefused: If an option cannot be, or contradicts the format; or no file can be written at the path.
         """
-        return export_factors(self.collected, format, path_of(path), options)
+        with refusing():
+            file = read(Path, path, "path")
+        return export_factors(self.collected, format, file, options)
 
     def to_frame(self) -> "DataFrame":
         """Return the layers with the shapes of their factors as a table of pandas; no factor is read.
@@ -370,9 +374,21 @@ def export_factors(collected: FactorSet, named: ExportFormat, path: Path, option
         kappa_max = read(float, options.get("kappa_max", 1e6), "kappa_max")
     if not kappa_max > 1:
         raise OptionRefused(f"`kappa_max` is {kappa_max}; take a number above 1, such as 1e6")
+    if path.is_dir():
+        raise OptionRefused(f"`path` is {str(path)!r}, which is a folder; name a file, such as {str(path / named)!r}")
+    if not path.parent.is_dir():
+        raise OptionRefused(
+            f"`path` is {str(path)!r}, and {str(path.parent)!r} is not a folder; make it, or name another"
+        )
     file = FORMATS[params.format](collected, params, kappa_max)
     rows = {facts.name: file.add(facts, collected.load(facts.ordinal)) for facts in collected.layers}
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".part-", delete=False) as written:
+    try:
+        part = tempfile.NamedTemporaryFile(dir=path.parent, prefix=".part-", delete=False)  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise OptionRefused(
+            f"`path` is {str(path)!r}, where no file can be made ({error.strerror}); name another"
+        ) from error
+    with part as written:
         try:
             file.write(written)
             Path(written.name).chmod(0o644)

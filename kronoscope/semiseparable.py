@@ -4,6 +4,8 @@ The structures themselves, with solves, determinants and block SSS, are in ``eng
 docs/semiseparable.md says when each is right.
 """
 
+import cmath
+import numbers
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,16 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from catalog.record import FieldError
+from catalog.record_reader import read
 from engine.distributed.group import join
-from engine.errors import UsageError
+from engine.errors import UsageError, WrongShape
 from engine.memory.offload_store import OffloadStore
 from engine.semiseparable.fit import fit_tridiagonal_low_rank
 from engine.semiseparable.partition import multiply_columns, scaling, share_columns, shares
-from engine.semiseparable.semiseparable_matrix import MatrixRefused, default_rank, level_ranks, require_finite
+from engine.semiseparable.semiseparable_matrix import (
+    MatrixRefused,
+    default_rank,
+    level_ranks,
+    require_finite,
+    require_tensor,
+)
 from engine.semiseparable.tridiagonal_low_rank import TridiagonalLowRank, formula_bytes
+from kronoscope.local_inputs import usable_device
 
 _LEAST_IN_HALF = 2.0**-10
 """Largest entry of a column below which float16 would lose digits of it."""
+_EPSILONS = (1e-150, 1e150)
+"""Bounds of ε within which ε² and 2/ε² are numbers of float64."""
 
 
 @dataclass(kw_only=True)
@@ -43,6 +56,8 @@ class MemoryOptimizationConfig:
 
     def __post_init__(self) -> None:
         """Refuse ranks that cannot be, and types that are none of floats."""
+        for name in ("world_size", "rank", "num_levels"):
+            setattr(self, name, _read_whole(getattr(self, name), name))
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise MatrixRefused(f"`rank` must be from 0 to world_size − 1 (got {self.rank} of {self.world_size})")
         if self.use_mixed_precision and self.lowrank_dtype not in (torch.float16, torch.bfloat16):
@@ -56,11 +71,9 @@ class _Semiseparable:
     """T + U Vᵀ for matrices of ``n_seq`` rows."""
 
     def __init__(self, n_seq: int, config: MemoryOptimizationConfig | None = None) -> None:
-        if n_seq < 1:
-            raise MatrixRefused(f"`n_seq` must be at least 1 (got {n_seq})")
-        self.n_seq, self.config = n_seq, config or MemoryOptimizationConfig()
+        self.n_seq, self.config = _read_whole(n_seq, "n_seq", 1), _usable(config)
         levels = self.config.num_levels if self.config.use_hierarchical else 1
-        self.ranks = level_ranks(n_seq, levels)
+        self.ranks = level_ranks(self.n_seq, levels)
         self._held: dict[str, Tensor] = {}
         self._report: dict[str, Any] | None = None
         self._store = OffloadStore(0) if self.config.use_cpu_offload else None
@@ -75,8 +88,9 @@ class _Semiseparable:
             T as a dense matrix (n_seq, n_seq); U and V (n_seq, r), or of a hierarchical matrix one of each per level.
 
         Raises:
-            EngineError: If H is not square, of another size, complex, or not finite.
+            EngineError: If H is not a tensor, not square, of another size, complex, or not finite.
         """
+        require_tensor(H, "H")
         if H.ndim == 2 and H.shape[0] == H.shape[1] != self.n_seq:
             raise MatrixRefused(f"`H` must have {self.n_seq} rows, as `n_seq` says (got {H.shape[0]})")
         if H.is_complex():
@@ -140,15 +154,14 @@ class HierarchicalSemiseparable(_Semiseparable):
     """Several levels of U Vᵀ, of rank ⌈log₂ N⌉ and of the logarithm of the one before: more bytes than one level."""
 
     def __init__(self, n_seq: int, num_levels: int = 3, config: MemoryOptimizationConfig | None = None) -> None:
-        chosen = config or MemoryOptimizationConfig()
-        super().__init__(n_seq, replace(chosen, use_hierarchical=True, num_levels=num_levels))
+        super().__init__(n_seq, replace(_usable(config), use_hierarchical=True, num_levels=num_levels))
 
 
 class MixedPrecisionSemiseparable(_Semiseparable):
     """U and V in 16 bits, T in float32, products in float32."""
 
     def __init__(self, n_seq: int, config: MemoryOptimizationConfig | None = None) -> None:
-        super().__init__(n_seq, replace(config or MemoryOptimizationConfig(), use_mixed_precision=True))
+        super().__init__(n_seq, replace(_usable(config), use_mixed_precision=True))
 
 
 def create_optimized_semiseparable(n_seq: int, config: MemoryOptimizationConfig | None = None) -> _Semiseparable:
@@ -157,8 +170,11 @@ def create_optimized_semiseparable(n_seq: int, config: MemoryOptimizationConfig 
     Args:
         n_seq: Rows and columns.
         config: The options; None takes the defaults.
+
+    Raises:
+        MatrixRefused: If ``n_seq`` is not a whole number of at least 1.
     """
-    chosen = config or MemoryOptimizationConfig()
+    chosen = _usable(config)
     if chosen.use_hierarchical:
         return HierarchicalSemiseparable(n_seq, chosen.num_levels, chosen)
     return MixedPrecisionSemiseparable(n_seq, chosen) if chosen.use_mixed_precision else _Semiseparable(n_seq, chosen)
@@ -168,32 +184,70 @@ class ZeROSemiseparablePartitioner:
     """The split of U and V by columns over ranks; none is left out."""
 
     def __init__(self, config: MemoryOptimizationConfig) -> None:
-        self.config = config
+        self.config = _usable(config)
 
     def partition_lowrank_factors(self, U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this rank's columns of U and V, each (N, k); k is 0 where there are more ranks than columns."""
+        """Return this rank's columns of U and V, each (N, k); k is 0 where there are more ranks than columns.
+
+        Args:
+            U: Shape (N, r).
+            V: Shape (N, r).
+
+        Raises:
+            MatrixRefused: If one is not a tensor.
+            WrongShape: If the shapes are not equal.
+        """
+        for name, factor in (("U", U), ("V", V)):
+            require_tensor(factor, name)
+        if U.ndim != 2 or U.shape != V.shape:
+            raise WrongShape(
+                f"`U` and `V` must both have shape (N, r) (got {tuple(U.shape)} and {tuple(V.shape)}); "
+                "give the two factors of one product U Vᵀ"
+            )
         start, stop = shares(U.shape[1], self.config.world_size)[self.config.rank]
         return U[:, start:stop].clone(), V[:, start:stop].clone()
 
     def compute_memory_savings(self, n_seq: int, rank: int | None = None) -> Mapping[str, Any]:
-        """Return bytes without and with the split, and their ratio, of matrices of a rank; None is ⌈log₂ N⌉."""
-        return scaling(n_seq, rank or default_rank(n_seq), self.config.world_size)
+        """Return bytes without and with the split, and their ratio, of matrices of a rank.
+
+        Args:
+            n_seq: Rows and columns, at least 1.
+            rank: Columns of U and V; 0 is T alone, None ⌈log₂ N⌉.
+
+        Raises:
+            MatrixRefused: If a number is smaller, or not whole.
+        """
+        size = _read_whole(n_seq, "n_seq", 1)
+        columns = default_rank(size) if rank is None else _read_whole(rank, "rank", 0)
+        return scaling(size, columns, self.config.world_size)
 
 
 class CPUOffloadManager:
     """Tensors on the host by name."""
 
     def __init__(self, config: MemoryOptimizationConfig | None = None) -> None:
-        self.config = config or MemoryOptimizationConfig()
+        self.config = _usable(config)
         self._store = OffloadStore(0)
 
     def offload_to_cpu(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor on the host."""
+        """Put a tensor, of any shape and dtype, on the host; ``MatrixRefused`` if it is not one."""
+        require_tensor(tensor, "tensor")
         self._store.offload(name, tensor)
 
     def load_to_gpu(self, name: str, device: torch.device | str | None = None) -> Tensor:
-        """Return a tensor on a device; None is the GPU where there is one, else the host."""
-        return self._store.load(name, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        """Return a tensor on a device; None is the GPU where there is one, else the host.
+
+        Raises:
+            UsageError: If nothing has that name, or this machine has no such device.
+        """
+        chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
+        try:
+            place = usable_device(chosen)
+        except TypeError as error:
+            raise MatrixRefused(
+                f"`device` must be a torch.device or its name, such as 'cpu' (got {device!r})"
+            ) from error
+        return self._store.load(name, place)
 
     def get_statistics(self) -> dict[str, Any]:
         """Return counts, bytes and mean time of the copies."""
@@ -205,27 +259,40 @@ class BirmanSchwingerCore(nn.Module):
 
     def __init__(self, n_seq: int, epsilon: float = 1.0, use_semiseparable: bool = True) -> None:
         super().__init__()
-        if n_seq < 1 or not epsilon > 0:
-            raise MatrixRefused(f"`n_seq` must be at least 1 and `epsilon` above 0 (got {n_seq} and {epsilon})")
-        self.n_seq, self.epsilon, self.use_semiseparable = n_seq, epsilon, use_semiseparable
+        least, most = _EPSILONS
+        self.n_seq, self.epsilon = _read_whole(n_seq, "n_seq", 1), _read(float, epsilon, "epsilon")
+        if not least <= self.epsilon <= most:
+            raise MatrixRefused(
+                f"`epsilon` must be above 0, from {least:g} to {most:g}: H₀ is divided by its square (got {epsilon})"
+            )
+        self.use_semiseparable = use_semiseparable
 
     def forward(self, v: Tensor, z: complex | Tensor) -> Tensor:
         """Return diag (H − z)⁻¹ in the shape of v.
 
         Args:
-            v: Shape (N,) or (batch, N), real.
+            v: Shape (N,) or (batch, N), real or complex.
             z: A complex number off the spectrum.
 
+        Returns:
+            complex128 where v is of 64 bits a number or part, else complex64.
+
         Raises:
+            MatrixRefused: If v has another length or no rows, or z is not a finite number.
+            NonFiniteFactor: If v holds NaN or Inf.
             SingularMatrix: If z is on the spectrum, or nearer to it than rounding.
-            WrongShape: If v has another length.
         """
+        require_tensor(v, "v")
         if v.ndim not in (1, 2) or v.shape[-1] != self.n_seq:
             raise MatrixRefused(f"`v` must have shape ({self.n_seq},) or (batch, {self.n_seq}) (got {tuple(v.shape)})")
-        require_finite(v.detach().reshape(-1, self.n_seq), 0)
-        wide = v.to(torch.float64).reshape(-1, self.n_seq)
-        found = torch.stack([self._diagonal(each, z) for each in wide])
-        return found.reshape(v.shape).to(torch.complex128 if v.dtype == torch.float64 else torch.complex64)
+        if not v.numel():
+            raise MatrixRefused(f"`v` must have at least one row (got shape {tuple(v.shape)})")
+        shift = _read_shift(z)
+        require_finite(v.detach().reshape(-1, self.n_seq), 0, "`v`")
+        wide = v.to(torch.promote_types(v.dtype, torch.float64)).reshape(-1, self.n_seq)
+        found = torch.stack([self._diagonal(each, shift) for each in wide])
+        is_double = v.dtype in (torch.float64, torch.complex128)
+        return found.reshape(v.shape).to(torch.complex128 if is_double else torch.complex64)
 
     def _diagonal(self, v: Tensor, z: complex | Tensor) -> Tensor:
         beside = v.new_full((self.n_seq - 1,), -1 / self.epsilon**2)
@@ -235,6 +302,49 @@ class BirmanSchwingerCore(nn.Module):
             return shifted.inverse_diagonal().to(torch.complex128)
         dense: Tensor = torch.linalg.inv(shifted.to_dense())
         return dense.diagonal().to(torch.complex128)
+
+
+def _read(kind: type, value: object, name: str) -> Any:  # noqa: ANN401 - of the kind
+    """Return an argument as a number of a kind; ``MatrixRefused`` if it is not one."""
+    try:
+        return read(kind, value, name)
+    except FieldError as error:
+        raise MatrixRefused(str(error)) from error
+
+
+def _read_whole(value: object, name: str, least: int | None = None) -> int:
+    number: int = _read(int, value, name)
+    if least is not None and number < least:
+        raise MatrixRefused(f"`{name}` must be at least {least} (got {number})")
+    return number
+
+
+def _read_shift(z: object) -> complex | Tensor:
+    """Return z as a finite number, or as a tensor () through which gradients flow."""
+    one = z.numel() == 1 and z.dtype != torch.bool if isinstance(z, Tensor) else not isinstance(z, bool)
+    if not one or not isinstance(z, (numbers.Complex, Tensor)):
+        got = f"a tensor of {z.dtype}, shape {tuple(z.shape)}" if isinstance(z, Tensor) else repr(z)
+        raise MatrixRefused(f"`z` must be a complex number, or a tensor of one (got {got})")
+    try:
+        number = complex(z.detach() if isinstance(z, Tensor) else z)
+    except OverflowError:
+        number = complex(cmath.inf)
+    if not cmath.isfinite(number):
+        raise MatrixRefused(f"`z` must be a finite number (got {z})")
+    if isinstance(z, Tensor):
+        return z.reshape(())
+    return number if number.imag else number.real
+
+
+def _usable(config: object) -> MemoryOptimizationConfig:
+    """Return the options, or their defaults in the place of None."""
+    if config is None:
+        return MemoryOptimizationConfig()
+    if not isinstance(config, MemoryOptimizationConfig):
+        raise MatrixRefused(
+            f"`config` must be a MemoryOptimizationConfig, or None for the defaults (got {type(config).__name__})"
+        )
+    return config
 
 
 def _narrowed(columns: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,7 @@ the index that keys its sampled labels. Neighbouring chunks whose shapes differ 
 0 (texts padded to another length) are never joined: the batch before them is cut short.
 """
 
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 from catalog.requests.inputs import Task
 from engine.errors import EmptyData, WrongShape
 
+_WHOLE = frozenset(
+    (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64)
+)
 Tree = Any
 """A tensor, None, or a tuple, list or mapping of such."""
 
@@ -120,7 +124,7 @@ def make_batches(stream: Iterable[tuple[Tree, ...]], batch_size: int, *, may_be_
 
     Args:
         stream: Chunks ``(inputs, targets)`` or ``(inputs, targets, index)``, examples on dimension 0 of every tensor;
-            an index is (N,) integers, without it examples are numbered as they come.
+            an index is (N,) integers of any width, without it examples are numbered as they come.
         batch_size: Examples of a batch, at least 1.
         may_be_empty: Whether a stream without an example yields nothing, where other ranks may have some.
 
@@ -128,7 +132,8 @@ def make_batches(stream: Iterable[tuple[Tree, ...]], batch_size: int, *, may_be_
         Batches of ``batch_size`` examples; fewer at the end, and where the next chunk has other shapes or dtypes.
 
     Raises:
-        WrongShape: If a chunk is not such a tuple, or its tensors disagree on the number of examples.
+        WrongShape: If a chunk is not such a tuple, its tensors disagree on the number of examples, or an index holds
+            anything but whole numbers.
         EmptyData: If the stream holds no example.
     """
     waiting: list[Batch] = []
@@ -194,13 +199,51 @@ def _read(chunk: object, start: int) -> Batch:
         raise WrongShape(
             "tensors of one chunk must agree on dimension 0, the examples; got " + ", ".join(sizes), pointer="/data"
         )
-    if len(chunk) == 3:
-        index = torch.as_tensor(chunk[2], dtype=torch.int64)
-        if index.shape != (size,):
-            raise WrongShape(f"index has shape {tuple(index.shape)}; it must be ({size},)", pointer="/data")
-    else:
-        index = torch.arange(start, start + size)
+    index = _read_index(chunk[2]) if len(chunk) == 3 else torch.arange(start, start + size)
+    if index.shape != (size,):
+        raise WrongShape(f"index has shape {tuple(index.shape)}; it must be ({size},)", pointer="/data")
     return Batch(inputs=inputs, targets=targets, index=index)
+
+
+def _read_index(given: Any) -> Tensor:  # noqa: ANN401 - a caller's own
+    """Return the third entry of a chunk as int64; ``WrongShape`` if it is not whole numbers: a cast would join some."""
+    if isinstance(given, (list, tuple)):
+        for each in given:
+            if not _is_whole_number(each):
+                raise _index_refused(f"{type(each).__name__} {str(each) if isinstance(each, Tensor) else repr(each)}")
+        return torch.tensor([int(each) for each in given], dtype=torch.int64)
+    try:
+        index = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _index_refused(f"{type(given).__name__} {given!r}") from error
+    if index.dtype not in _WHOLE:
+        first = ", ".join(str(each) for each in index.reshape(-1)[:3].tolist())
+        raise _index_refused(f"{index.dtype} [{first}{', …' if index.numel() > 3 else ''}]")
+    wide = index.to(torch.int64)
+    if index.dtype == torch.uint64 and bool((wide < 0).any()):
+        raise _index_refused(str(int(wide[wide < 0][0]) % 2**64))
+    return wide
+
+
+def _is_whole_number(value: object) -> bool:
+    """Whether a value is one integer that int64 holds."""
+    if isinstance(value, bool):
+        return False
+    if isinstance(value, numbers.Integral):
+        return -(2**63) <= int(value) < 2**63
+    try:
+        number = torch.as_tensor(value) if isinstance(value, Tensor) or hasattr(value, "__array__") else None
+    except TypeError:
+        return False
+    return number is not None and number.numel() == 1 and number.dtype in _WHOLE and int(number) < 2**63
+
+
+def _index_refused(got: str) -> WrongShape:
+    return WrongShape(
+        f"`index`, the third entry of a chunk, must hold whole numbers below 2⁶³, one per example (got {got[:80]}); "
+        "give integers, such as torch.arange(examples), or leave it out: examples are then numbered as they come",
+        pointer="/data",
+    )
 
 
 def _layout(batch: Batch) -> list[tuple[torch.dtype, torch.Size]]:

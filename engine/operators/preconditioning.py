@@ -11,6 +11,7 @@ References:
 import torch
 from torch import Tensor
 
+from engine.errors import WrongShape
 from engine.factors.kronecker_factors import Factors
 from engine.factors.low_rank import LowRank
 
@@ -33,17 +34,33 @@ def precondition(
 
     Raises:
         BiasColumnMismatch: If the shapes disagree.
+        TypeError: If the gradient is not a tensor of real numbers.
         ValueError: If a damping is negative, that of G is not positive, or no gradient rows are kept.
+        WrongShape: If C has other rows than are kept.
     """
     if damping_A < 0 or damping_G <= 0:
         raise ValueError(f"damping_G must be positive and damping_A not negative (got {damping_G} and {damping_A})")
+    _require_real(gradient)
     wide = gradient.to(torch.float64)
     if of_rows:
         if not isinstance(factors.G, LowRank):
             raise ValueError(f"layer `{factors.layer}` keeps no gradient rows to be pushed through; give the gradient")
+        if wide.ndim != 2 or len(wide) != factors.G.count:
+            raise WrongShape(
+                f"layer `{factors.layer}`: with `of_rows`, `gradient` must have shape ({factors.G.count}, in_dim), one "
+                f"row for each gradient row that is kept (got {tuple(wide.shape)}); give those, or leave `of_rows` out",
+            )
         left, _ = factors.G.push_through(wide, damping_G)
         factors.require_fit(left)
     else:
         factors.require_fit(gradient)
         left = factors.side_G.solve(wide, damping_G)
     return factors.side_A.solve(left.mT, damping_A).mT
+
+
+def _require_real(gradient: object) -> None:
+    if isinstance(gradient, Tensor) and not gradient.is_complex():
+        return
+    got = f"a tensor of {gradient.dtype}" if isinstance(gradient, Tensor) else type(gradient).__name__
+    message = f"`gradient` must be a torch.Tensor of real numbers, such as `weight.grad` (got {got})"
+    raise TypeError(message)

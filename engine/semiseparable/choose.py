@@ -78,7 +78,7 @@ def choose(
         The choice, with every other candidate.
 
     Raises:
-        MatrixRefused: If the tolerance is not between 0 and 1.
+        MatrixRefused: If the tolerance is not between 0 and 1, or the rank is below 1.
         NonFiniteFactor: If the matrix holds NaN or Inf.
         WrongShape: If it is not square.
 
@@ -89,7 +89,9 @@ def choose(
     if tolerance is not None and not 0 < tolerance < 1:
         raise MatrixRefused(f"`tolerance` must be above 0 and below 1 (got {tolerance})")
     n, item = dense.shape[0], dense.element_size()
-    first_rank = min(rank or default_rank(n), n)
+    if rank is not None and rank < 1:
+        raise MatrixRefused(f"`rank` must be at least 1, or None for ⌈log₂ N⌉ (got {rank})")
+    first_rank = min(default_rank(n) if rank is None else rank, n)
     allowed = item * (3 * n - 2 + 2 * n * first_rank) if budget_bytes is None else budget_bytes
     least = 0 if tolerance is None else _least_order(dense, tolerance)
     fitted = list(_sss_candidates(dense, allowed, tolerance, least, after_sweep)) if BlockSSS.kind in kinds else []

@@ -84,6 +84,11 @@ def construct_sss(
     if isinstance(matrix, Tensor):
         dense = require_matrix(matrix)
         source = _Source(lambda start, stop: dense[start:stop], dense.shape[0])
+    elif not callable(matrix):
+        raise MatrixRefused(
+            f"`matrix` must be a torch.Tensor, or a callback that gives rows of one (got {type(matrix).__name__}); "
+            "make a tensor, such as by torch.as_tensor"
+        )
     elif size is None or size < 1:
         raise MatrixRefused(
             f"`size` must be the rows of the matrix, at least 1, where a callback gives them (got {size})"

@@ -190,14 +190,20 @@ def scaling(size: int, rank: int, world_size: int, item: int = 4) -> dict[str, A
 
     Args:
         size: N.
-        rank: r.
+        rank: r; 0 is the tridiagonal matrix alone.
         world_size: W.
         item: Bytes of a number.
 
     Returns:
         `scaling_factor`, `memory_per_gpu_no_zero_mb` and `memory_per_gpu_with_zero_mb` by columns, of the rank with the
         largest share; `by_rows` the same by rows; and the bytes that a rank sends for a product with one column.
+
+    Raises:
+        MatrixRefused: If N or W is below 1, or r below 0.
     """
+    for name, value, least in (("size", size, 1), ("rank", rank, 0), ("world_size", world_size, 1)):
+        if value < least:
+            raise MatrixRefused(f"`{name}` must be at least {least} (got {value})")
     whole = memory_report(size, [rank], item * (3 * size - 2), 2 * item * size * rank)["total_bytes"]
     columns = -(-rank // world_size)
     by_columns = item * (3 * size - 2 + 2 * size * columns)

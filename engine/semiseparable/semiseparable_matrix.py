@@ -185,8 +185,10 @@ def as_columns(matrix: SemiseparableMatrix, x: Tensor) -> Tensor:
     """Return an argument as columns (N, k), in a precision that holds both it and the matrix.
 
     Raises:
+        MatrixRefused: If it is not a tensor.
         WrongShape: If it has other rows than the matrix.
     """
+    require_tensor(x, "x")
     if x.ndim not in (1, 2) or x.shape[0] != matrix.size:
         raise WrongShape(
             f"a vector for this matrix must have shape ({matrix.size},) or ({matrix.size}, k) (got {tuple(x.shape)})"
@@ -205,10 +207,11 @@ def require_matrix(matrix: Tensor) -> Tensor:
         The matrix in float32, float64, complex64 or complex128.
 
     Raises:
-        MatrixRefused: If it has no rows.
+        MatrixRefused: If it is not a tensor, or has no rows.
         NonFiniteFactor: If it holds NaN or Inf; the message names the first such row.
         WrongShape: If it is not square.
     """
+    require_tensor(matrix, "matrix")
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
         raise WrongShape(f"the matrix must be square, of shape (N, N) (got {tuple(matrix.shape)})")
     if matrix.shape[0] == 0:
@@ -228,19 +231,36 @@ def widen(matrix: Tensor) -> Tensor:
     return matrix.to(wider)
 
 
-def require_finite(rows: Tensor, start: int) -> None:
+def require_tensor(value: object, name: str) -> None:
+    """Raise where an argument is not a tensor.
+
+    Args:
+        value: The argument.
+        name: Its name in the error.
+
+    Raises:
+        MatrixRefused: With the type.
+    """
+    if not isinstance(value, Tensor):
+        raise MatrixRefused(
+            f"`{name}` must be a torch.Tensor (got {type(value).__name__}); make one, such as by torch.as_tensor"
+        )
+
+
+def require_finite(rows: Tensor, start: int, name: str = "the matrix") -> None:
     """Raise where rows of a matrix hold NaN or Inf.
 
     Args:
         rows: Shape (k, N).
         start: Number of the first of them in the matrix.
+        name: The matrix's name in the error.
 
     Raises:
         NonFiniteFactor: With the number of the first such row.
     """
     if not bool(torch.isfinite(rows).all()):
         bad = start + int((~torch.isfinite(rows)).any(1).nonzero()[0])
-        raise NonFiniteFactor(f"the matrix holds NaN or Inf in row {bad}; give finite numbers")
+        raise NonFiniteFactor(f"{name} holds NaN or Inf in row {bad}; give finite numbers")
 
 
 def require_rank(rank: int, size: int, name: str = "rank") -> None:

@@ -204,11 +204,16 @@ class TridiagonalLowRank(SemiseparableMatrix):
         Args:
             block: Rows of a block; None takes 32, or r + 1 where that is more.
 
+        Raises:
+            MatrixRefused: If ``block`` is below 1.
+
         Memory:
             N (p + 4 (r + 1)) numbers, p the rows of a block.
         """
         n, r = self.size, self.rank
-        p = block or max(_BLOCK, r + 1)
+        p = max(_BLOCK, r + 1) if block is None else block
+        if p < 1:
+            raise MatrixRefused(f"`block` must be at least 1 (got {block})")
         m = -(-n // p)
         U, V = _balanced(*self.columns())
         U, V = (_in_blocks(each, m, p) for each in (U, V))

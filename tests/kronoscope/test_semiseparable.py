@@ -1,15 +1,17 @@
 """The names that scripts know: called as their users call them, with every statistic true."""
 
+import re
 import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from engine.distributed.group import join
-from engine.errors import NonFiniteFactor, UsageError
+from engine.errors import NonFiniteFactor, UsageError, WrongShape
 from engine.semiseparable.semiseparable_matrix import MatrixRefused, SingularMatrix, level_ranks
 from kronoscope.semiseparable import (
     BirmanSchwingerCore,
@@ -138,6 +140,40 @@ def test_the_partition_keeps_every_column() -> None:
     assert found["memory_per_gpu_with_zero_mb"] == 4 * (3 * 2048 - 2 + 12 * 2048) / 2**20
 
 
+def test_factors_of_two_shapes_are_not_partitioned() -> None:
+    partitioner = ZeROSemiseparablePartitioner(MemoryOptimizationConfig(world_size=2, rank=1))
+    for V in (torch.randn(4, 5), torch.randn(3, 2), torch.randn(4)):
+        with pytest.raises(WrongShape, match=r"`U` and `V` must both have shape \(N, r\) \(got \(4, 2\) and \("):
+            partitioner.partition_lowrank_factors(torch.randn(4, 2), V)
+    with pytest.raises(MatrixRefused, match=r"`V` must be a torch\.Tensor \(got list\)"):
+        partitioner.partition_lowrank_factors(torch.randn(4, 2), [[1.0]])  # type: ignore[arg-type]
+
+
+def test_savings_are_those_of_the_rank_that_was_given() -> None:
+    partitioner = ZeROSemiseparablePartitioner(MemoryOptimizationConfig(world_size=2))
+    alone = partitioner.compute_memory_savings(1024, 0)
+    assert alone["memory_per_gpu_no_zero_mb"] == alone["memory_per_gpu_with_zero_mb"] == 4 * (3 * 1024 - 2) / 2**20
+    assert alone["scaling_factor"] == 1
+    assert partitioner.compute_memory_savings(1024) == partitioner.compute_memory_savings(1024, 10)
+    for arguments, words in (
+        ((1024, -3), r"`rank` must be at least 0 \(got -3\)"),
+        ((1024, 2.5), r"`rank` must be a whole number \(got 2\.5\)"),
+        ((0,), r"`n_seq` must be at least 1 \(got 0\)"),
+    ):
+        with pytest.raises(MatrixRefused, match=words):
+            partitioner.compute_memory_savings(*arguments)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_offloaded_is_refused() -> None:
+    manager = CPUOffloadManager()
+    with pytest.raises(MatrixRefused, match=r"`tensor` must be a torch\.Tensor \(got list\)"):
+        manager.offload_to_cpu("U", [1.0])  # type: ignore[arg-type]
+    manager.offload_to_cpu("U", torch.ones(2))
+    for device in ("gpu0", "", 3.5):
+        with pytest.raises(UsageError, match=f"`device` must be .*got '?{device}"):
+            manager.load_to_gpu("U", device)  # type: ignore[arg-type]
+
+
 def test_offloading_counts_its_copies() -> None:
     manager = CPUOffloadManager(MemoryOptimizationConfig(use_cpu_offload=True))
     tensor = torch.randn(30, 4)
@@ -202,10 +238,47 @@ def test_a_resolvent_that_does_not_exist_is_refused() -> None:
         core(torch.zeros(3, dtype=torch.float64), eigenvalue)
     with pytest.raises(MatrixRefused, match=r"`v` must have shape \(3,\) or \(batch, 3\) \(got \(4,\)\)"):
         core(torch.zeros(4), 1j)
-    with pytest.raises(NonFiniteFactor, match="NaN or Inf"):
+    with pytest.raises(NonFiniteFactor, match="`v` holds NaN or Inf"):
         core(torch.tensor([0.0, torch.nan, 0.0]), 1j)
-    with pytest.raises(MatrixRefused, match="`epsilon` above 0"):
-        BirmanSchwingerCore(3, epsilon=0.0)
+    with pytest.raises(MatrixRefused, match=r"`v` must have at least one row \(got shape \(0, 3\)\)"):
+        core(torch.zeros(0, 3), 1j)
+    with pytest.raises(MatrixRefused, match=r"`v` must be a torch\.Tensor \(got list\)"):
+        core([0.0, 1.0, 2.0], 1j)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -1.0, 1e-200, 1e200, torch.inf, torch.nan, "1"])
+def test_an_epsilon_whose_square_is_no_number_is_refused(epsilon: Any) -> None:
+    with pytest.raises(MatrixRefused, match=f"`epsilon` must be .*{re.escape(str(epsilon))}"):
+        BirmanSchwingerCore(3, epsilon=epsilon)
+
+
+@pytest.mark.parametrize("epsilon", [1e-150, 1e150])
+def test_an_epsilon_at_its_bounds_gives_finite_numbers(epsilon: float) -> None:
+    found = BirmanSchwingerCore(3, epsilon=epsilon)(torch.ones(3, dtype=torch.float64), 1j)
+    assert bool(torch.isfinite(found).all())
+
+
+@pytest.mark.parametrize(
+    "z", ["a", None, True, torch.inf, complex(0, torch.nan), 10**400, torch.zeros(3), torch.tensor(True)]
+)
+def test_a_shift_that_is_no_finite_number_is_refused(z: Any) -> None:
+    with pytest.raises(MatrixRefused, match="`z` must be a "):
+        BirmanSchwingerCore(3)(torch.zeros(3), z)
+
+
+@pytest.mark.parametrize("z", [1, 0.3 + 0.1j, np.complex64(0.3), torch.tensor(0.3 + 0.1j), torch.tensor([0.3])])
+@pytest.mark.parametrize(("dtype", "exact"), [(torch.complex64, 1e-6), (torch.complex128, 1e-12)])
+@pytest.mark.parametrize("use_semiseparable", [True, False])
+def test_the_resolvent_of_complex_numbers_is_that_of_the_dense_matrix(
+    z: Any, dtype: torch.dtype, exact: float, use_semiseparable: bool
+) -> None:
+    v = torch.randn(2, 40, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    found = BirmanSchwingerCore(40, 0.7, use_semiseparable)(v, z)
+    beside = torch.ones(39, dtype=torch.complex128) / 0.7**2
+    H = torch.diag_embed(v.to(torch.complex128) + 2 / 0.7**2) - beside.diag(1) - beside.diag(-1)
+    wanted = torch.linalg.inv(H - complex(z) * torch.eye(40, dtype=torch.complex128)).diagonal(dim1=1, dim2=2)
+    assert found.dtype == dtype
+    assert float((found - wanted).abs().max() / wanted.abs().max()) <= exact
 
 
 @pytest.mark.parametrize(
@@ -216,6 +289,8 @@ def test_a_resolvent_that_does_not_exist_is_refused() -> None:
         ({"use_mixed_precision": True, "lowrank_dtype": torch.float32}, r"must be torch.float16 or torch.bfloat16"),
         ({"tridiag_dtype": torch.float16}, r"must be torch.float32 or torch.float64"),
         ({"num_levels": 0}, "`num_levels` must be at least 1"),
+        ({"num_levels": 2.5}, r"`num_levels` must be a whole number \(got 2\.5\)"),
+        ({"world_size": "2"}, r"`world_size` must be a whole number \(got '2'\)"),
     ],
 )
 def test_a_configuration_that_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:
@@ -233,6 +308,12 @@ def test_a_matrix_that_cannot_be_is_refused() -> None:
         matrix.factorize(torch.zeros(40, 40, dtype=torch.complex64))
     with pytest.raises(MatrixRefused, match="`n_seq` must be at least 1"):
         create_optimized_semiseparable(0)
+    with pytest.raises(MatrixRefused, match=r"`H` must be a torch\.Tensor \(got ndarray\); make one, such as by"):
+        matrix.factorize(np.zeros((40, 40)))  # type: ignore[arg-type]
+    with pytest.raises(MatrixRefused, match=r"`n_seq` must be a whole number \(got '4'\)"):
+        create_optimized_semiseparable("4")  # type: ignore[arg-type]
+    with pytest.raises(MatrixRefused, match=r"`config` must be a MemoryOptimizationConfig.*\(got dict\)"):
+        create_optimized_semiseparable(4, {"use_zero": True})  # type: ignore[arg-type]
 
 
 def test_columns_beyond_float16_are_held_with_a_scale() -> None:

@@ -1,12 +1,14 @@
 """A preconditioned gradient is what the dense matrices give, however a side is kept; by its rows it keeps digits."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from catalog.requests.collection import Collection
 from catalog.requests.woodbury import Woodbury
-from engine.errors import BiasColumnMismatch
+from engine.errors import BiasColumnMismatch, WrongShape
 from kronoscope.local import LayerFactors, measure
 
 
@@ -63,3 +65,18 @@ def test_what_cannot_be_inverted_is_refused() -> None:
         layer.precondition(gradient, damping_A=1e-3, damping_G=0.0)
     with pytest.raises(ValueError, match="keeps no gradient rows"):
         layer.precondition(gradient, damping_A=1e-3, damping_G=1e-3, of_rows=True)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "got"), [("v", "str"), ([[1.0]], "list"), (torch.ones(12, 22) * 1j, r"a tensor of torch\.complex64")]
+)
+def test_a_gradient_is_a_tensor_of_real_numbers(gradient: Any, got: str) -> None:
+    with pytest.raises(TypeError, match=rf"`gradient` must be a torch\.Tensor of real numbers, .*\(got {got}\)"):
+        layers("dense")["2"].precondition(gradient, damping_A=1.0, damping_G=1.0)
+
+
+@pytest.mark.parametrize("shape", [(50, 22), (22,), (12, 22)])
+def test_a_gradient_of_other_rows_than_are_kept_is_refused(shape: tuple[int, ...]) -> None:
+    layer = layers("all")["2"]
+    with pytest.raises(WrongShape, match=r"layer `2`: with `of_rows`, `gradient` must have shape \(8, in_dim\), one"):
+        layer.precondition(torch.ones(shape), damping_A=1.0, damping_G=1.0, of_rows=True)

@@ -65,3 +65,14 @@ def test_an_error_is_that_of_the_dense_matrix() -> None:
 def test_a_tolerance_is_between_0_and_1(tolerance: float) -> None:
     with pytest.raises(MatrixRefused, match="`tolerance` must be above 0 and below 1"):
         choose(torch.eye(40, dtype=REAL), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("rank", [0, -3])
+def test_a_rank_is_at_least_1(rank: int) -> None:
+    with pytest.raises(MatrixRefused, match=rf"`rank` must be at least 1.*\(got {rank}\)"):
+        choose(torch.eye(64), rank=rank)
+
+
+def test_a_matrix_is_a_tensor() -> None:
+    with pytest.raises(MatrixRefused, match=r"`matrix` must be a torch\.Tensor \(got list\)"):
+        choose([[1.0]])  # type: ignore[arg-type]

@@ -130,3 +130,8 @@ def test_float32_states_the_error_of_float32() -> None:
         assert matrix.error_bound is not None
         assert matrix.D.dtype == torch.float32
         assert error <= matrix.error_bound <= error + 1e-3 * float(dense.norm())
+
+
+def test_what_gives_no_rows_is_refused() -> None:
+    with pytest.raises(MatrixRefused, match=r"`matrix` must be a torch\.Tensor, or a callback .*\(got list\)"):
+        construct_sss([[1.0]], 1, order=1)  # type: ignore[arg-type]

@@ -83,3 +83,9 @@ def test_what_ranks_save_is_below_their_number_by_columns_and_equal_to_it_by_row
 def test_a_world_without_ranks_is_refused() -> None:
     with pytest.raises(MatrixRefused, match="`world_size` must be at least 1"):
         shares(10, 0)
+
+
+@pytest.mark.parametrize(("size", "low_rank", "name"), [(0, 1, "size"), (8, -1, "rank")])
+def test_savings_of_a_matrix_that_cannot_be_are_refused(size: int, low_rank: int, name: str) -> None:
+    with pytest.raises(MatrixRefused, match=f"`{name}` must be at least"):
+        scaling(size, low_rank, 2)

@@ -234,6 +234,19 @@ def test_a_vector_of_another_length_is_refused() -> None:
                 call(torch.zeros(60, dtype=REAL))
 
 
+@pytest.mark.parametrize("block", [0, -3])
+def test_a_block_has_a_row(block: int) -> None:
+    matrix, _ = tridiagonal(20, 3, REAL)
+    with pytest.raises(MatrixRefused, match=rf"`block` must be at least 1 \(got {block}\)"):
+        matrix.as_sss(block)
+
+
+def test_a_vector_is_a_tensor() -> None:
+    matrix, _ = tridiagonal(3, 1, REAL)
+    with pytest.raises(MatrixRefused, match=r"`x` must be a torch\.Tensor \(got list\)"):
+        matrix.matvec([1.0, 2.0, 3.0])  # type: ignore[arg-type]
+
+
 def test_a_matrix_is_looked_at_before_it_is_compressed() -> None:
     with pytest.raises(WrongShape, match=r"square, of shape \(N, N\) \(got \(3, 4\)\)"):
         require_matrix(torch.zeros(3, 4))
