@@ -293,6 +293,10 @@ def operator(source: str | Path | Measurement | LayersFactors, **choices: Unpack
     """
     if isinstance(source, Measurement):
         found = source.factors
+    elif not isinstance(source, (str, Path, LayersFactors)):
+        raise WrongOptionType(
+            f"`source` is {type(source).__name__}; give a folder's path, or what `measure` or `load_factors` returned"
+        )
     else:
         found = source if isinstance(source, LayersFactors) else load_factors(source)
     return open_operator(found.collected, **choices)

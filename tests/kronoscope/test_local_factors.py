@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from engine.errors import UsageError
-from kronoscope.local import measure
+from kronoscope.local import measure, operator
 from kronoscope.local_factors import LayersFactors
-from kronoscope.local_inputs import OptionRefused
+from kronoscope.local_inputs import OptionRefused, WrongOptionType
 
 
 def collected() -> LayersFactors:
@@ -55,3 +55,8 @@ def test_a_folder_that_takes_no_file_is_refused(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("path", [None, 3])
 def test_a_path_is_a_text_or_a_path(path: Any) -> None:
     assert re.fullmatch(rf"`path` must be a path \(got {path}\)", refusal(path))
+
+
+def test_a_source_of_an_operator_that_is_none_is_named() -> None:
+    with pytest.raises(WrongOptionType, match="`source` is NoneType; give a folder's path"):
+        operator(None)  # type: ignore[arg-type]
