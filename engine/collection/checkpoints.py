@@ -38,7 +38,7 @@ from engine.factors.kronecker_factors import digest
 from engine.factors.spilled_factors import SpilledFactors
 from engine.model.batches import Batch
 from engine.model.sharding.gathered_parameters import present
-from engine.model.state.model_state import bit_sum, checksums
+from engine.model.state.model_state import bit_sum, bit_sums, known_checksums
 from engine.saved_fields import load_fields, save_fields
 from engine.workspace import Workspace
 
@@ -368,10 +368,13 @@ def _grouped(entries: Iterable[tuple[Sequence[str], Tensor]]) -> Iterator[list[t
 def fingerprint(model: nn.Module) -> str:
     """Compute the SHA-256, in hexadecimal, over name, type, shape and checksum of each parameter and buffer."""
     named = (*model.named_parameters(), *model.named_buffers())
-    sums = checksums(model, [present(tensor) for _, tensor in named])
+    known = known_checksums(model)
+    sums = [known.get(id(tensor)) for _, tensor in named]
+    # one after another: tensors of a sharded model are there in turn
+    others = iter(bit_sums(present(tensor) for (_, tensor), found in zip(named, sums, strict=True) if found is None))
     entries = [
-        [name, str(tensor.dtype), list(tensor.shape), checksum]
-        for (name, tensor), checksum in zip(named, sums, strict=True)
+        [name, str(tensor.dtype), list(tensor.shape), next(others) if found is None else found]
+        for (name, tensor), found in zip(named, sums, strict=True)
     ]
     return hashlib.sha256(_canonical(entries).encode()).hexdigest()
 

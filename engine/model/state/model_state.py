@@ -378,13 +378,10 @@ def host_by_default() -> Iterator[None]:
         _OWNERS_DEVICE.reset(token)
 
 
-def checksums(model: nn.Module, tensors: Sequence[Tensor]) -> list[int]:
-    """Return the ``bit_sum`` of tensors of a model; while it is held, those of its parameters are known."""
-    state = _HELD.get(model)
-    watched = () if state is None else state.watched
-    known = {id(each.parameter): found for each in watched if (found := each.checksum) is not None}
-    others = iter(bit_sums(each for each in tensors if id(each) not in known))
-    return [known[id(each)] if id(each) in known else next(others) for each in tensors]
+def known_checksums(model: nn.Module) -> dict[int, int]:
+    """Return the ``bit_sum`` of a held model's parameters that nothing wrote to, by the identity of the parameter."""
+    watched = () if (state := _HELD.get(model)) is None else state.watched
+    return {id(each.parameter): found for each in watched if (found := each.checksum) is not None}
 
 
 def forward_of(model: nn.Module) -> contextlib.AbstractContextManager[None]:
