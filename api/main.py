@@ -25,7 +25,7 @@ from api.requests.auth import Reader, authenticate
 from api.requests.file_reads import FileReads
 from api.requests.limits import KeyLimitsMiddleware, Limits, RefusedKeysMiddleware
 from api.requests.middleware import HeadMiddleware, SecurityMiddleware
-from api.requests.openapi import openapi_document, refuse_unknown_parameters
+from api.requests.openapi import check_parameters, openapi_document
 from api.routes import (
     analyses,
     artifacts,
@@ -84,7 +84,7 @@ def create_app(settings: Settings) -> FastAPI:
         description=_DESCRIPTION,
         lifespan=lifespan,
         # closed by default: a route is open only where its endpoint says so
-        dependencies=[Depends(authenticate), Depends(refuse_unknown_parameters)],
+        dependencies=[Depends(authenticate), Depends(check_parameters)],
         openapi_url=None,
         docs_url=None,
         redoc_url=None,

@@ -53,7 +53,7 @@ class ExportChoices(TypedDict, total=False):
     likelihood: Literal["classification", "regression"]
     """That of laplace-torch, which `laplace` needs."""
     outputs: int
-    """The number of the model's outputs, which `laplace` needs."""
+    """The number of the model's outputs for `laplace`; left out, it is the head's, where the factors show it."""
 
 
 class LayerFactors:

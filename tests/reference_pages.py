@@ -65,7 +65,7 @@ def document_page() -> str:
         _GENERATED.strip(),
         "",
         "What `POST /v1/jobs`, `kronoscope submit` and `kronoscope run` take, as JSON or YAML. Unknown fields are",
-        "refused, and so are fields that belong to another analysis.",
+        "refused. The block of an analysis that `kind` does not name is checked and stored, and has no effect.",
         "",
         *_fields(schema),
     ]

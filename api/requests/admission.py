@@ -12,7 +12,9 @@ from pathlib import Path
 from sqlalchemy import Engine, select
 
 from api.settings import Settings
+from catalog import ANALYSES
 from catalog.analyses.compare_curvature import AgainstReference
+from catalog.analyses.export import EXPORT, left_out
 from catalog.field_errors import Complaint
 from catalog.record import FieldError, canonical_json
 from catalog.requests.data_sources import DataFile, ImageSplits, UploadedData
@@ -34,7 +36,7 @@ from jobs.codec import document_json, parse_document
 from jobs.errors import DocumentRefused
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.objects.uploads import Uploads
-from jobs.repository.results import read_artifact
+from jobs.repository.results import every_layer_row, read_artifact
 from jobs.repository.store import read_job
 from jobs.scheduling.deadlines import require_in_time
 from jobs.schema.clock import ledger_now
@@ -62,6 +64,7 @@ def admit(document: JobDocument, settings: Settings, engine: Engine, tenant_id: 
         *dict.fromkeys(_all_inputs(document, settings, uploads, tenant_id)),
         *_factors(document, engine, tenant_id, settings),
         *_files(document, settings, tenant_id),
+        *_exported(document, engine, tenant_id),
         *_reproduced(document, engine, tenant_id),
     )
     if complaints:
@@ -224,6 +227,30 @@ def _files(document: JobDocument, settings: Settings, tenant_id: str) -> Iterato
         if given is not None:
             path = getattr(given[1], "path", given[1])
             yield from _listed_path(f"/{given[0]}/{field}", path, settings.directories_of(tenant_id))
+
+
+def _exported(document: JobDocument, engine: Engine, tenant_id: str) -> Iterator[Complaint]:
+    """Names of layers to leave out that the job's layers do not have, or that leave none of them."""
+    without = getattr(getattr(document, EXPORT.kind, None), "without", ())
+    if EXPORT.kind not in document.kinds or not without or document.factors is None or document.factors.job is None:
+        return
+    layers = _layers(engine, tenant_id, document.factors.job)
+    if not layers:
+        return
+    try:
+        left_out(without, layers)
+    except FieldError as error:
+        yield _complaint(f"/{EXPORT.kind}/{error.field}", "invalid_value", error.message)
+
+
+def _layers(engine: Engine, tenant_id: str, job_id: str) -> list[str]:
+    """Return the names of a job's covered layers; none where its rows do not tell: they are archived, or not whole."""
+    job = read_job(engine, tenant_id, job_id)
+    refused = [] if job is None else [each.get("kind") for each in (job.manifest or {}).get("refused") or ()]
+    kinds = [] if job is None else [each for each in job.kinds if each in ANALYSES and each not in refused]
+    kind = next((each for each in kinds if ANALYSES[each].unit == "layer"), None)
+    rows = () if kind is None else every_layer_row(engine, tenant_id, job_id)
+    return [row.layer for row in rows if row.kind == kind and row.outcome.get("status") != "declared"]
 
 
 def _reproduced(document: JobDocument, engine: Engine, tenant_id: str) -> Iterator[Complaint]:

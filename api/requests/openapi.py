@@ -5,6 +5,8 @@ Errors are one schema, listed at each route with the statuses that it can answer
 """
 
 import threading
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -46,6 +48,7 @@ _ERRORS = {
     408: "The body did not arrive in time",
     409: "The job's state does not allow it",
     411: "The body has no Content-Length",
+    412: "The job is no longer the version that `If-Match` names",
     413: "The body is too large",
     415: "The body is not JSON, or is compressed",
     416: "The range is outside the file",
@@ -213,13 +216,15 @@ def _drop_foreign_validation(operation: dict[str, Any]) -> None:
         operation["responses"]["422"] = _entry(422)
 
 
-def refuse_unknown_parameters(request: Request) -> None:
-    """Refuse a request to the API that names a query parameter which its route does not have in the OpenAPI document.
+def check_parameters(request: Request) -> None:
+    """Refuse query parameters that a route does not have in the OpenAPI document, or that are given twice.
+
+    A parameter whose schema there is a list may be given several times.
 
     Probes and the page's files take any: load balancers and browsers add parameters of their own.
 
     Raises:
-        Refusal: 422, with one fault for each unknown parameter.
+        Refusal: 422, with one fault for each such parameter.
     """
     if not request.query_params:
         return
@@ -227,19 +232,27 @@ def refuse_unknown_parameters(request: Request) -> None:
     if not isinstance(route, APIRoute) or not route.path.startswith("/v1/"):
         return
     operation = openapi_document(request.app)["paths"].get(route.path_format, {}).get(request.method.lower(), {})
-    known = sorted(each["name"] for each in operation.get("parameters", ()) if each["in"] == "query")
-    unknown = [name for name in dict.fromkeys(request.query_params) if name not in known]
-    if not unknown:
-        return
-    faults = [
-        Fault(pointer=None, parameter=name[:64], code="unknown_parameter", message=_message(name, known))
-        for name in unknown[:_MAX_FAULTS]
-    ]
-    detail = f"`{unknown[0][:64]}` {faults[0].message}"
-    raise Refusal(422, "invalid-parameter", "A parameter is not accepted", detail, errors=faults)
+    parameters = {each["name"]: each["schema"] for each in operation.get("parameters", ()) if each["in"] == "query"}
+    faults = []
+    for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
+        if name not in parameters:
+            faults.append(_fault(name, "unknown_parameter", _unknown(name, sorted(parameters))))
+        elif count > 1 and not _is_list(parameters[name]):
+            faults.append(_fault(name, "repeated_parameter", f"is given {count} times, and takes one value; give one"))
+    if faults:
+        detail = f"`{faults[0].parameter}` {faults[0].message}"
+        raise Refusal(422, "invalid-parameter", "A parameter is not accepted", detail, errors=faults[:_MAX_FAULTS])
 
 
-def _message(name: str, known: list[str]) -> str:
+def _fault(name: str, code: str, message: str) -> Fault:
+    return Fault(pointer=None, parameter=name[:64], code=code, message=message)
+
+
+def _is_list(schema: Mapping[str, Any]) -> bool:
+    return any(each.get("type") == "array" for each in (schema, *schema.get("anyOf", ())))
+
+
+def _unknown(name: str, known: list[str]) -> str:
     near = suggestion(name, known)
     there = f"there are {', '.join(known)}" if known else "it takes none"
     return f"is not a parameter of this address{near or f'; {there}'}"

@@ -11,6 +11,7 @@ from api.problem_details import Fault, Refusal
 from api.requests.admission import admit
 from api.requests.auth import Reader, Submitter
 from api.requests.body import read_document_body
+from api.requests.idempotency_keys import check_idempotency_key
 from api.requests.long_poll import check_wait, wait_for_job
 from api.requests.openapi import document_body, error_responses
 from api.requests.response_bodies import estimate_view
@@ -68,6 +69,7 @@ async def create(
     one that fits nowhere is not an error: `fits` is false, and `smallest_budget` is the budget that it needs.
     """
     settings = service.settings
+    check_idempotency_key(idempotency_key)
     raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
     submitted = await run_in_threadpool(_submitted, service, caller.tenant_id, raw, idempotency_key)
     stored = partial(read_estimate, service.engine, caller.tenant_id, submitted.job.id)

@@ -37,7 +37,11 @@ class ExportChoices:
         str | None, Query(description="Of `laplace`, which needs it: `classification` or `regression`.")
     ] = None
     outputs: Annotated[
-        int | None, Query(description="Of `laplace`, which needs it: the number of the model's outputs.")
+        int | None,
+        Query(
+            description="Of `laplace`, which needs it: the number of the model's outputs; left out, that of the head, "
+            "where the factors show it."
+        ),
     ] = None
 
     def document(self, job_id: str, named: ExportFormat) -> JobDocument:

@@ -15,6 +15,8 @@ from api.problem_details import invalid_parameter, not_found
 from api.requests.admission import admit
 from api.requests.auth import Reader, Submitter
 from api.requests.body import read_document_body
+from api.requests.etags import has_current, require_match
+from api.requests.idempotency_keys import check_idempotency_key
 from api.requests.job_filter import JobFilter
 from api.requests.long_poll import check_wait, wait_for_job
 from api.requests.openapi import document_body, error_responses, record_body, schedule_body
@@ -27,7 +29,7 @@ from catalog.requests.memory_requirements import least_bytes
 from catalog.requests.schedule import Schedule
 from catalog.responses.views import JobListView, JobView, LineageView, ValidationView
 from jobs.codec import document_json, parse_document, parse_record, sha256_of
-from jobs.records import Caller, Job
+from jobs.records import Caller, Job, Submitted
 from jobs.repository.job_list import FIELDS
 from jobs.repository.lineage import read_lineage
 from jobs.repository.pieces import read_pieces
@@ -101,10 +103,11 @@ async def create(
 ) -> Response:
     """Submit a job document, which a worker runs when one is free; returns the job."""
     settings = service.settings
+    check_idempotency_key(idempotency_key)
     raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
     document = await run_in_threadpool(parse_document, raw)
     if validate_only:
-        await run_in_threadpool(_admitted, service, caller, document)
+        await run_in_threadpool(_submitted_or_admitted, service, caller, document, idempotency_key)
         return await run_in_threadpool(_validated, service, document)
     return await accept(service, caller, document, idempotency_key)
 
@@ -120,20 +123,28 @@ async def accept(service: Service, caller: Caller, document: JobDocument, idempo
         DocumentRefused: If this service does not take the document.
         Refusal: If the tenant has no room for it.
     """
-    submitted = None
-    if idempotency_key is not None:
-        # a repeated request gets its job even where the same document would be refused by now
-        submitted = await run_in_threadpool(
-            submitted_earlier, service.engine, caller.tenant_id, document, idempotency_key
-        )
+    check_idempotency_key(idempotency_key)
+    submitted = await run_in_threadpool(_submitted_or_admitted, service, caller, document, idempotency_key)
     if submitted is None:
-        await run_in_threadpool(_admitted, service, caller, document)
         submitted = await run_in_threadpool(
             submit, service.engine, caller.tenant_id, document, idempotency_key, needs_bytes=least_bytes(document)
         )
     job = submitted.job
     headers = {"location": f"/v1/jobs/{job.id}", "retry-after": str(_RETRY_SECONDS)}
     return await run_in_threadpool(_placed, service, job, 202, headers)
+
+
+def _submitted_or_admitted(
+    service: Service, caller: Caller, document: JobDocument, idempotency_key: str | None
+) -> Submitted | None:
+    """Return what the key has stored earlier; None where the document is to be stored, once it is admitted."""
+    # a repeated request gets its job even where the same document would be refused by now
+    if idempotency_key is not None:
+        submitted = submitted_earlier(service.engine, caller.tenant_id, document, idempotency_key)
+        if submitted is not None:
+            return submitted
+    _admitted(service, caller, document)
+    return None
 
 
 def _admitted(service: Service, caller: Caller, document: JobDocument) -> None:
@@ -233,12 +244,12 @@ async def read(
     check_wait(wait)
 
     def changed(job: Job) -> bool:
-        return if_none_match is not None and not _matches(if_none_match, _etag(job))
+        return if_none_match is not None and not has_current(if_none_match, _etag(job))
 
     stored = partial(read_job, service.engine, caller.tenant_id, job_id)
     job = await wait_for_job(request, service, stored, wait, news=changed)
     answer = await run_in_threadpool(_placed, service, job)
-    if if_none_match is not None and _matches(if_none_match, answer.headers["etag"]):
+    if if_none_match is not None and has_current(if_none_match, answer.headers["etag"]):
         return Response(status_code=304, headers={"etag": answer.headers["etag"]})
     return answer
 
@@ -310,14 +321,26 @@ async def reschedule_job(job_id: str, request: Request, caller: Submitter, servi
     operation_id="annotate_job",
     response_model=JobView,
     summary="Edit labels or note",
-    responses=error_responses(404, 408, 413, 415, 422),
+    responses=error_responses(404, 408, 412, 413, 415, 422),
     openapi_extra=record_body("Annotations", "Labels or note; what is left out stays."),
 )
-async def annotate_job(job_id: str, request: Request, caller: Submitter, service: ServiceOf) -> Response:
+async def annotate_job(
+    job_id: str,
+    request: Request,
+    caller: Submitter,
+    service: ServiceOf,
+    if_match: Annotated[
+        str | None,
+        Header(description="The ETag that you have, or several: where none is the job's, nothing is changed."),
+    ] = None,
+) -> Response:
     """Replace labels or note of a job, which may have ended; returns the job. Its document and digest stay."""
     settings = service.settings
     raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
     given = await run_in_threadpool(parse_record, raw, Annotations)
+    if if_match is not None:
+        current = await run_in_threadpool(owned_job, service, caller.tenant_id, job_id)
+        require_match(request.headers.getlist("if-match"), _etag(current))
     job = await run_in_threadpool(annotate, service.engine, caller.tenant_id, job_id, given)
     return await run_in_threadpool(_placed, service, job)
 
@@ -343,10 +366,6 @@ def _etag(job: Job) -> str:
     # while others compute its pieces every write to it is news of one of them
     version = job.event_seq if job.state == "waiting" else 0
     return f'"{hashlib.sha256(_json(job) + b"%d" % version).hexdigest()[:32]}"'
-
-
-def _matches(header: str, etag: str) -> bool:
-    return any(part.strip().removeprefix("W/") in (etag, "*") for part in header.split(","))
 
 
 def _placed(service: Service, job: Job, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, Header, Query, Response
 from fastapi.responses import StreamingResponse
 
 from api.problem_details import invalid_parameter, not_found
+from api.requests.accepted_formats import preferred
 from api.requests.auth import Reader
 from api.requests.openapi import error_responses
 from api.requests.response_bodies import artifact_view, job_view, layer_view
@@ -97,9 +98,29 @@ class Selection:
     sort: Sort = None
 
     def __post_init__(self) -> None:
-        """Refuse a kind that is not on the menu; the ledger checks the sort key."""
+        """Refuse a kind that is not on the menu, and a sort key that is not a metric."""
         if self.kind is not None and self.kind not in ANALYSES:
             raise invalid_parameter("kind", f"must be one of {', '.join(ANALYSES)}")
+        if self.sort is not None and self.sort.removeprefix("-") not in SORT_KEYS:
+            metrics = ", ".join(sorted(SORT_KEYS))
+            raise invalid_parameter("sort", f"is not a metric; take one of {metrics}, with - for descending")
+
+    def cursor(self, ledger_cursor: str | None) -> str | None:
+        """Return the ledger's cursor as the caller gets it: with the kind, which the ledger's does not name."""
+        return ledger_cursor if self.kind is None or ledger_cursor is None else f"{self.kind}.{ledger_cursor}"
+
+    def ledger_cursor(self, cursor: str | None) -> str | None:
+        """Return a caller's cursor as the ledger takes it.
+
+        Raises:
+            Refusal: 422 if it is one of another kind.
+        """
+        kind, _, rest = ("", "", cursor) if cursor is None or "." not in cursor else cursor.partition(".")
+        if cursor is not None and kind != (self.kind or ""):
+            raise invalid_parameter(
+                "after", "is not a cursor of this `kind`; take `next` of the page before, or leave `after` out"
+            )
+        return rest
 
 
 Chosen = Annotated[Selection, Depends()]
@@ -111,7 +132,10 @@ class LayerPageRequest(Selection):
 
     after: Annotated[str | None, Query(description="`next` of the page before.")] = None
     limit: Annotated[int, Query(description="1 to 100.")] = 50
-    accept: Annotated[str | None, Header(description="`application/json`, `text/csv` or `application/jsonl`.")] = None
+    accept: Annotated[
+        str | None,
+        Header(description="`application/json`, `text/csv` or `application/jsonl`: the one of the largest `q`."),
+    ] = None
 
 
 def owned_job(service: Service, tenant_id: str, job_id: str) -> Job:
@@ -162,14 +186,16 @@ def layers(
     if wanted != _JSON:
         return _stream(service, job, wanted, chosen)
     check_limit(chosen.limit)
-    query = LayerQuery(kind=chosen.kind, after=chosen.after, limit=chosen.limit, sort=chosen.sort)
+    after = chosen.ledger_cursor(chosen.after)
+    query = LayerQuery(kind=chosen.kind, after=after, limit=chosen.limit, sort=chosen.sort)
     page = layer_page(service, job, query)
-    if page.next is not None:
-        parameters = {"kind": chosen.kind, "sort": chosen.sort, "after": page.next, "limit": str(chosen.limit)}
+    further = chosen.cursor(page.next)
+    if further is not None:
+        parameters = {"kind": chosen.kind, "sort": chosen.sort, "after": further, "limit": str(chosen.limit)}
         following = urlencode({name: value for name, value in parameters.items() if value is not None})
         response.headers["link"] = f'</v1/jobs/{job.id}/layers?{following}>; rel="next"'
     response.headers["vary"] = "Accept"
-    return LayerListView(items=tuple(layer_view(row) for row in page.items), next=page.next)
+    return LayerListView(items=tuple(layer_view(row) for row in page.items), next=further)
 
 
 @router.get(
@@ -200,7 +226,7 @@ def layers_jsonl(job_id: str, caller: Reader, service: ServiceOf, chosen: Chosen
 def layer(job_id: str, name: str, caller: Reader, service: ServiceOf, chosen: Chosen) -> LayerListView:
     """The rows of one layer by its module name, one per analysis."""
     job = owned_job(service, caller.tenant_id, job_id)
-    page = layer_page(service, job, LayerQuery(kind=chosen.kind, layer=name))
+    page = layer_page(service, job, LayerQuery(kind=chosen.kind, layer=name, sort=chosen.sort))
     if not page.items:
         raise not_found("the job has no row of a layer of this name (yet)")
     return LayerListView(items=tuple(layer_view(row) for row in page.items), next=page.next)
@@ -220,13 +246,9 @@ def log(job_id: str, caller: Reader, service: ServiceOf) -> Response:
 
 
 def _format(accept: str | None) -> Format:
-    """Return the first format in ``accept`` that is served here; JSON where none is."""
+    """Return the format that ``accept`` prefers; JSON where it names none that is served here."""
     formats: dict[str, Format] = {_JSON: _JSON, _CSV: _CSV, _LINES: _LINES, "application/x-ndjson": _LINES}
-    for part in (accept or "").split(","):
-        served = formats.get(part.partition(";")[0].strip().lower())
-        if served is not None:
-            return served
-    return _JSON
+    return preferred(accept, formats, _JSON)
 
 
 def _stream(service: Service, job: Job, wanted: Format, chosen: Selection) -> StreamingResponse:

@@ -1,10 +1,11 @@
 """`export`: the factors of each layer in the file of another tool, with its convention written down."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from catalog.analyses.analysis import SHAPE, Analysis, Column, Coverage, Figure
 from catalog.brief import Brief
+from catalog.field_errors import near_names
 from catalog.record import FieldError, record
 
 ExportFormat = Literal["gptq", "corda", "laplace", "kronfluence", "mom2"]
@@ -35,7 +36,8 @@ class ExportParams:
     """That of laplace-torch, which `laplace` needs: `classification` for factors of `cross_entropy`, `regression` for
     those of `mse`."""
     outputs: int | None = None
-    """The number of the model's outputs, which `laplace` needs."""
+    """The number of the model's outputs, which `laplace` needs; left out, it is that of the head, where the factors
+    show it."""
 
     def __post_init__(self) -> None:
         """Refuse options that contradict the format."""
@@ -50,14 +52,57 @@ class ExportParams:
                 raise FieldError(
                     name, f"is an option of `format: laplace`, and `{self.format}` is asked for; leave it out"
                 )
-            if self.format == "laplace" and value is None:
-                wanted = "the number of the model's outputs" if name == "outputs" else "classification or regression"
-                raise FieldError(name, f"is missing; `laplace` needs {wanted}")
+        if self.format == "laplace" and self.likelihood is None:
+            raise FieldError("likelihood", "is missing; `laplace` needs classification or regression")
 
     @property
     def decomposition(self) -> Literal["none"]:
         """Parts of the eigendecompositions that are asked for: none; GPTQ's are those of A without the bias."""
         return "none"
+
+
+def left_out(without: Sequence[str], layers: Sequence[str]) -> set[str]:
+    """Return the names of the layers that an export leaves out.
+
+    Args:
+        without: `export.without`.
+        layers: Names of all layers that are covered.
+
+    Raises:
+        FieldError: If a name fits none of the layers, or no layer remains.
+    """
+    for pattern in without:
+        if not any(is_named(name, (pattern,)) for name in layers):
+            raise FieldError(
+                "without",
+                f"holds {pattern[:200]!r}, which is the name of no layer that is covered; give names of layers, or "
+                f"leave it out{near_names(pattern, layers)}",
+            )
+    named = {name for name in layers if is_named(name, tuple(without))}
+    if without and len(named) == len(layers):
+        raise FieldError("without", f"leaves no layer to export: it fits all {len(layers)}; leave out fewer")
+    return named
+
+
+def is_named(name: str, patterns: tuple[str, ...]) -> bool:
+    """Return whether a layer's name is one of these, in which `*` stands for any characters."""
+    return any(_fits_one(name, pattern.split("*")) for pattern in patterns)
+
+
+def _fits_one(name: str, parts: list[str]) -> bool:
+    """Whether a name is these parts with anything between them; in one go, however many there are."""
+    first, *others = parts
+    if not others:
+        return name == first
+    if not name.startswith(first):
+        return False
+    place = len(first)
+    for part in others[:-1]:
+        found = name.find(part, place)
+        if found < 0:
+            return False
+        place = found + len(part)
+    return len(name) - len(others[-1]) >= place and name.endswith(others[-1])
 
 
 @record

@@ -6,9 +6,9 @@ from pathlib import PurePosixPath
 import torch
 from typing_extensions import override
 
-from catalog.analyses.export import ExportFormat, ExportMetrics, ExportParams, ExportSummary
+from catalog.analyses.export import ExportFormat, ExportMetrics, ExportParams, ExportSummary, is_named
 from engine.analyses.exports.activation_files import SOLVING_BYTES, CordaFile, GptqFile, SecondMomentFile
-from engine.analyses.exports.exported_file import ExportedFile, is_named
+from engine.analyses.exports.exported_file import ExportedFile
 from engine.analyses.exports.kronecker_files import KronfluenceFile, LaplaceFile
 from engine.analyses.layer_analysis import LayerAnalysis
 from engine.errors import NoConditionNumber

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from catalog.analyses.export import EXPORT_FILES, ExportFormat, ExportMetrics, ExportParams
+from catalog.analyses.export import EXPORT_FILES, ExportFormat, ExportMetrics, ExportParams, left_out
+from catalog.record import FieldError
 from engine.errors import BrokenFactors, BudgetExceeded, UsageError
 from engine.factors.factor_set import GIVEN_MATRIX, FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Factors, digest
@@ -56,11 +57,10 @@ class ExportedFile(ABC):
         self.whole = whole
         self.params = params
         self.kappa_max = kappa_max
-        self.left_out = {facts.name for facts in whole.layers if is_named(facts.name, params.without)}
-        for pattern in params.without:
-            if not any(is_named(facts.name, (pattern,)) for facts in whole.layers):
-                raise ExportRefused(f"`without` holds {pattern[:200]!r}, which is the name of no layer that is covered",
-                                    pointer="/export/without")  # fmt: skip
+        try:
+            self.left_out = left_out(params.without, [facts.name for facts in whole.layers])
+        except FieldError as error:
+            raise ExportRefused(f"`{error.field}` {error.message}", pointer="/export/without") from error
         self.tensors: dict[str, Tensor] = {}
         """The contents, by the names that the tool knows them by."""
         self._layers: dict[str, Mapping[str, Any]] = {}
@@ -218,7 +218,8 @@ class ExportedFile(ABC):
                 pointer="/export/without",
             )
         if not self.exported:
-            raise ExportRefused("`without` leaves no layer to export", pointer="/export/without")
+            raise ExportRefused("the factors cover no layer, so that there is none to export; collect factors of a "
+                                "model with layers that are covered", pointer="/factors")  # fmt: skip
 
     def _reason(self, facts: LayerFacts) -> str | None:
         if facts.module == GIVEN_MATRIX:
@@ -298,24 +299,3 @@ def dense_gradient(factors: Factors) -> Tensor:
 def item_bytes(whole: FactorSet) -> int:
     """Return the bytes of a number of the file: those of the factors, at least four."""
     return 8 if whole.collection.dtype == "float64" else 4
-
-
-def is_named(name: str, patterns: tuple[str, ...]) -> bool:
-    """Return whether a layer's name is one of these, in which `*` stands for any characters."""
-    return any(_fits_one(name, pattern.split("*")) for pattern in patterns)
-
-
-def _fits_one(name: str, parts: list[str]) -> bool:
-    """Whether a name is these parts with anything between them; in one go, however many there are."""
-    first, *others = parts
-    if not others:
-        return name == first
-    if not name.startswith(first):
-        return False
-    place = len(first)
-    for part in others[:-1]:
-        found = name.find(part, place)
-        if found < 0:
-            return False
-        place = found + len(part)
-    return len(name) - len(others[-1]) >= place and name.endswith(others[-1])

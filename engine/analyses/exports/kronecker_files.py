@@ -24,6 +24,7 @@ from engine.analyses.exports.exported_file import (
     item_bytes,
     without_bias,
 )
+from engine.analyses.exports.model_outputs import known_outputs
 from engine.factors.factor_set import LayerFacts
 from engine.factors.kronecker_factors import Factors
 from engine.layers.parameter_slice import Window
@@ -156,6 +157,7 @@ class LaplaceFile(ExportedFile):
         super().__init__(*arguments)
         self._require_parameters()
         self._require_loss()
+        self._outputs = self._number_of_outputs()
 
     @override
     def why_not(self, facts: LayerFacts) -> str | None:
@@ -177,7 +179,7 @@ class LaplaceFile(ExportedFile):
         scale = facts.sums.weight_G
         if self.params.likelihood == "regression":
             # `mse` is the mean over outputs without ½, and laplace-torch takes half the sum; squared gradients twice
-            half = (self.params.outputs or 1) / 2
+            half = self._outputs / 2
             scale *= half**2 if self.whole.collection.fisher == "empirical" else half
         gradient = dense_gradient(factors) * scale
         if facts.form == "block":
@@ -223,7 +225,7 @@ class LaplaceFile(ExportedFile):
             "prior_precision": torch.ones(1),
             "sigma_noise": torch.ones(1),
             "n_data": self.whole.examples,
-            "n_outputs": self.params.outputs,
+            "n_outputs": self._outputs,
             "likelihood": self.params.likelihood,
             "temperature": 1.0,
             "enable_backprop": False,
@@ -242,6 +244,24 @@ class LaplaceFile(ExportedFile):
                 f"`{self.whole.loss}`; laplace-torch has `classification` for `cross_entropy`, `regression` for `mse`",
                 pointer="/export/likelihood",
             )
+
+    def _number_of_outputs(self) -> int:
+        """Return the number of outputs that was given, or that the factors show; refuse one that they contradict."""
+        known, given = known_outputs(self.whole), self.params.outputs
+        if given is None and known is None:
+            raise ExportRefused(
+                "`outputs` is missing, and these factors do not show it; `laplace` needs the number of the model's "
+                "outputs",
+                pointer="/export/outputs",
+            )
+        if known is not None and given not in (None, known):
+            raise ExportRefused(
+                f"`outputs` is {given}, and the model has {known}: its head, layer `{self.whole.layers[-1].name}`, has "
+                f"a G of {known}×{known}; give {known}, or leave `outputs` out",
+                layer=self.whole.layers[-1].name,
+                pointer="/export/outputs",
+            )
+        return given or known or 1
 
     def _require_parameters(self) -> None:
         if self.whole.parameters is None:

@@ -113,3 +113,31 @@ def test_no_part_of_a_damaged_file_is_sent(
         assert problem(answer, 500)["type"] == "urn:kronoscope:problem:artifact-damaged"
     finally:
         path.write_bytes(sound)
+
+
+def test_a_change_of_another_version_is_refused(client: httpx.Client, embedded: Embedded) -> None:
+    address = f"/v1/jobs/{seeding.finished(embedded.engine, embedded.artifacts, LOCAL_TENANT)}"
+    etag = client.get(address).headers["etag"]
+    # a weak tag is none of a strong comparison
+    for header in (
+        '"wrong"', f"W/{etag}", f"w/{etag}", etag.strip('"'), f'"other", W/{etag}', "", f"{etag[:-1]}", f"x{etag}",
+    ):  # fmt: skip
+        refused = client.patch(address, json={"note": "mine"}, headers={"if-match": header})
+        body = problem(refused, 412)
+        assert body["type"] == "urn:kronoscope:problem:precondition-failed"
+        assert "`If-Match` names no current version of the job; read the job again" in str(body["detail"])
+        assert body["errors"][0]["parameter"] == "If-Match"  # type: ignore[index]
+        assert refused.headers["etag"] == etag
+    assert client.get(address).json()["note"] is None
+    for number, several in enumerate((False, False, True, True)):
+        current = client.get(address).headers["etag"]
+        value = ("*", current, f'"other" , {current}', current)[number]
+        headers = [("if-match", value), *([("if-match", '"more"')] if several else [])]
+        changed = client.patch(address, json={"note": f"note {number}"}, headers=headers)
+        assert changed.status_code == 200, (headers, changed.text)
+        assert changed.headers["etag"] != current
+    # the tag of an answer is that of the next change
+    headers = {"if-match": changed.headers["etag"]}
+    assert client.patch(address, json={"note": ""}, headers=headers).status_code == 200
+    assert client.patch(address, json={"note": "late"}, headers=headers).status_code == 412
+    assert client.patch("/v1/jobs/x", json={"note": "a"}, headers={"if-match": "*"}).status_code == 404

@@ -85,7 +85,7 @@ def test_nothing_was_exported_yet(ours: httpx.Client, job: str) -> None:
     ("named", "params", "pointer"),
     [
         ("onnx", {}, None),
-        ("laplace", {}, "/export/outputs"),
+        ("laplace", {}, "/export/likelihood"),
         ("gptq", {"outputs": 3}, "/export/outputs"),
         ("laplace", {**LAPLACE, "outputs": 0}, "/export/outputs"),
         ("laplace", {"outputs": 3}, "/export/likelihood"),
@@ -103,3 +103,33 @@ def test_what_cannot_be_is_refused_before_anything_is_stored(
             assert answer.json()["errors"][0]["pointer"] == pointer
     stored = ours.get("/v1/jobs", params={"kind": "export"}).json()["items"]
     assert not [each for each in stored if each["document"]["factors"]["job"] == job]
+
+
+@pytest.mark.parametrize(
+    ("without", "said"),
+    [
+        ("nope", "which is the name of no layer that is covered; give names of layers, or leave it out; there are"),
+        ("head.00", "did you mean `head.0`?"),
+        ("head.temperature", "the name of no layer that is covered"),
+        ("*", "leaves no layer to export: it fits all 7; leave out fewer"),
+    ],
+)
+def test_layers_to_leave_out_are_held_against_those_of_the_job(
+    ours: httpx.Client, job: str, without: str, said: str
+) -> None:
+    document = {"kind": "export", "factors": {"job": job}, "export": {"format": "corda", "without": [without]}}
+    for answer in (
+        ours.post(f"/v1/jobs/{job}/exports/corda", params={"without": ["head.0", without]}),
+        ours.post("/v1/jobs", params={"validate_only": "true"}, json=document),
+    ):
+        assert answer.status_code == 422, answer.text
+        (fault,) = answer.json()["errors"]
+        assert fault["pointer"] == "/export/without"
+        assert said in fault["message"]
+    assert ours.post(f"/v1/jobs/{job}/exports/corda", params={"without": ["head.*", "features.1"]}).status_code == 202
+
+
+def test_the_number_of_outputs_may_be_left_to_the_factors(ours: httpx.Client, job: str) -> None:
+    answer = ours.post(f"/v1/jobs/{job}/exports/laplace", params={"likelihood": "classification"})
+    assert answer.status_code == 202, answer.text
+    assert answer.json()["document"]["export"]["outputs"] is None

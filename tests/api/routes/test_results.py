@@ -95,6 +95,45 @@ def test_layers_refuse_what_they_do_not_know(ours: httpx.Client, job: str) -> No
     problem(ours.get(f"/v1/jobs/{job}/layers.csv?sort=canary"), 422)
 
 
+@pytest.mark.parametrize("address", ["layers", "layers/head.0", "layers.csv", "layers.jsonl"])
+def test_a_sort_key_that_is_not_a_metric_is_refused_at_every_address(
+    ours: httpx.Client, job: str, address: str
+) -> None:
+    for sort in ("canary", "-", "-canary", "--trace", ""):
+        (fault,) = problem(ours.get(f"/v1/jobs/{job}/{address}", params={"sort": sort}), 422)["errors"]  # type: ignore[misc,attr-defined]
+        assert fault["parameter"] == "sort"
+        assert "is not a metric; take one of " in fault["message"]
+    assert ours.get(f"/v1/jobs/{job}/{address}", params={"sort": "-trace"}).status_code == 200
+
+
+def test_a_cursor_is_of_one_kind(ours: httpx.Client, job: str) -> None:
+    kinds = (None, "capacity", "factors")
+    pages = {kind: {"limit": "3", **({} if kind is None else {"kind": kind})} for kind in kinds}
+    for kind, asked in pages.items():
+        following = ours.get(f"/v1/jobs/{job}/layers", params=asked).json()["next"]
+        for other, again in pages.items():
+            answer = ours.get(f"/v1/jobs/{job}/layers", params={**again, "after": following})
+            if other == kind:
+                assert [row["ordinal"] for row in answer.json()["items"]] == [3, 4, 5]
+                continue
+            (fault,) = problem(answer, 422)["errors"]  # type: ignore[misc,attr-defined]
+            assert fault["parameter"] == "after"
+            assert "is not a cursor of this `kind`; take `next` of the page before" in fault["message"]
+
+
+@pytest.mark.parametrize(
+    ("accept", "served"),
+    [
+        ("text/csv;q=0, application/json", "application/json"),
+        ("text/csv;q=0.2, application/jsonl;q=0.4", "application/jsonl"),
+        ("application/json;q=0.1, text/csv", "text/csv; charset=utf-8"),
+    ],
+)
+def test_the_format_is_the_one_of_the_largest_weight(ours: httpx.Client, job: str, accept: str, served: str) -> None:
+    answer = ours.get(f"/v1/jobs/{job}/layers", headers={"accept": accept})
+    assert answer.headers["content-type"] == served
+
+
 def test_one_layer(ours: httpx.Client, job: str, evil_job: str) -> None:
     rows = ours.get(f"/v1/jobs/{job}/layers/features.3").json()["items"]
     assert [row["kind"] for row in rows] == ["capacity", "factors"]

@@ -282,7 +282,7 @@ def test_names_that_fit_nothing_or_everything_are_refused(tmp_path: Path, option
     ("named", "options", "said"),
     [
         ("onnx", {}, "format"),
-        ("laplace", {}, "`laplace` needs the number of the model's outputs"),
+        ("laplace", {}, "`laplace` needs classification or regression"),
         ("laplace", {"outputs": 3}, "`laplace` needs classification or regression"),
         ("gptq", {"outputs": 3}, "is an option of `format: laplace`"),
         ("laplace", {**LAPLACE, "outputs": 0}, "is 0; give the number"),
