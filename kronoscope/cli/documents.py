@@ -4,21 +4,27 @@ Only plain values are passed on (what JSON can say), and whether they mean anyth
 service, or the worker, to judge: there is one validator.
 """
 
+import contextlib
 import json
 import math
 import os
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import ruamel.yaml
 from ruamel.yaml.error import YAMLError
 
-from kronoscope.client.client import Client
+from catalog import DOCUMENT
+from catalog.record import FieldError, plain
+from catalog.record_reader import read
+from catalog.requests.uploads import UploadKind
+from kronoscope.client.client import Client, ClientError
 from kronoscope.client.document_fields import set_field
+from kronoscope.client.uploads import files_of
 from kronoscope.display.progress import Display
 
 MAX_DOCUMENT_BYTES = 256 * 1024
@@ -182,12 +188,77 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number; take a finite number")
 
 
+def require_uploads(document: dict[str, Any], paths: Sequence[Path]) -> dict[str, Any]:
+    """Judge a document and what is to be sent for it, before anything is sent.
+
+    Args:
+        paths: Model's folders and files of data.
+
+    Returns:
+        The document as it will be, with an id of zeros for each upload.
+
+    Raises:
+        DocumentUnreadable: If nothing of a path is read, two are of one block, or the block is not a mapping.
+    """
+    first: dict[str, Path] = {}
+    for path in paths:
+        kind = _kind(path)
+        if not files_of(path, kind):
+            raise DocumentUnreadable(
+                f"--upload {path} is neither a model's folder (config.json, *.safetensors) nor a file of data "
+                "(.safetensors, .jsonl, .csv, .parquet, .txt); unpack archives, and convert pickles to safetensors"
+            )
+        if kind in first:
+            raise DocumentUnreadable(
+                f"--upload {path} is `{kind}` of the document, as --upload {first[kind]} is; leave one of them out"
+            )
+        if not isinstance(document.get(kind) or {}, dict):
+            raise DocumentUnreadable(
+                f"`{kind}` must be a block beside --upload {path} (got {document[kind]!r:.60}); "
+                f"leave it out, or write its options as `{kind}: {{…}}`"
+            )
+        first[kind] = path
+        document = _name_upload(document, kind, "0" * 32)
+    return document
+
+
+def validate_uploads(client: Client, document: dict[str, Any], paths: Sequence[Path]) -> Mapping[str, Any]:
+    """Let the service check a document before its uploads are sent, and return it with an id of zeros for each.
+
+    ``DocumentUnreadable`` or ``ClientError`` if it would be refused for anything but that they are not there yet.
+    """
+    named = require_uploads(document, paths)
+    missing = {f"/{_kind(path)}/id" for path in paths}
+    try:
+        return client.validate(named)
+    except ClientError as error:
+        others = tuple(each for each in error.complaints if each.pointer not in missing or each.code != "not_found")
+        if not error.complaints:
+            raise
+        if others:
+            raise ClientError(error.status, error.title, error.detail, others) from error
+    with contextlib.suppress(FieldError):  # of a service of another version
+        return dict(plain(read(DOCUMENT, named, "document")))
+    return named
+
+
 def with_upload(client: Client, document: dict[str, Any], path: Path, display: Display) -> dict[str, Any]:
     """Send a folder or file, and return the document with it as model or data; other options of the block stay."""
     sent = client.upload(path, lambda done, total: display.update(f"upload {path.name}", done, total, "bytes"))
-    rest = sorted({each.name for each in path.glob("*") if each.is_file()} - {each.name for each in sent.files})
-    if rest:
-        display.line(f"not sent: {', '.join(rest)}")
+    return _name_upload(document, sent.kind, sent.id)
+
+
+def unsent_files(path: Path) -> list[str]:
+    """Return the names of the files of a folder that an upload leaves out."""
+    sent = files_of(path, _kind(path))
+    return sorted({each.name for each in path.glob("*") if each.is_file()} - set(sent))
+
+
+def _kind(path: Path) -> UploadKind:
+    return "model" if path.is_dir() else "data"
+
+
+def _name_upload(document: dict[str, Any], kind: str, upload_id: str) -> dict[str, Any]:
     sources = ("source", "path", "id", "name", "revision", "factory", "kwargs", "split")
-    block = {name: value for name, value in (document.get(sent.kind) or {}).items() if name not in sources}
-    return {**document, sent.kind: {**block, "source": "upload", "id": sent.id}}
+    block = {name: value for name, value in (document.get(kind) or {}).items() if name not in sources}
+    return {**document, kind: {**block, "source": "upload", "id": upload_id}}

@@ -6,6 +6,7 @@ refused, or a part of the model that the loss depends on was not measured, thoug
 `collection.min_coverage` that would do.
 """
 
+import shlex
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -14,6 +15,7 @@ import typer
 from catalog.analyses.analysis import RefusedAnalysis
 from catalog.responses.caller_frame import CallerFrame
 from catalog.responses.coverage import CoverageView
+from catalog.responses.views import JobView
 from kronoscope.cli.documents import DocumentUnreadable
 from kronoscope.cli.extras import NotInstalled
 from kronoscope.cli.output import write_error
@@ -21,6 +23,8 @@ from kronoscope.cli.run_folder import NoRun
 from kronoscope.cli.serve import ServiceFailed
 from kronoscope.client.client import ClientError, DownloadFailed, ServiceUnreachable
 
+SHORT_ID = 12
+"""Characters of the end of an id that are shown for the whole."""
 OK, INTERNAL, USAGE, TRANSIENT, FATAL, STOPPED, PARTIAL = range(7)
 CATEGORIES = {"usage": USAGE, "transient": TRANSIENT, "fatal": FATAL}
 """The exit code of a job that failed, by the category of its failure."""
@@ -40,6 +44,45 @@ def require_whole(measured: CoverageView | None, refused: Sequence[RefusedAnalys
     """End the command with a code of its own where the job was done in part."""
     if refused or (measured is not None and measured.status == "partial"):
         raise typer.Exit(PARTIAL)
+
+
+def end_as(job: JobView) -> None:
+    """End the command as the job has ended: with its failure, who cancelled it, or a code where it was done in part."""
+    if job.state == "failed" and job.failure is not None:
+        pointer = f"{job.failure.pointer} " if job.failure.pointer else ""
+        lines = [f"{pointer}{job.failure.message}", *trace_lines(job.failure.trace)]
+        fail(CATEGORIES.get(job.failure.category, FATAL), lines)
+    if job.state == "cancelled":
+        fail(STOPPED, [_cancellation(job)])
+    if job.state == "succeeded":
+        require_whole(job.coverage, job.refused)
+
+
+def end_run(job: JobView, rows: int) -> None:
+    """End the command as a foreground run has ended, whose folder is the id of ``job``.
+
+    Args:
+        rows: Rows of layers that it has left.
+    """
+    if job.state != "cancelled":
+        end_as(job)
+        return
+    at = "" if job.finished_at is None else f" at {job.finished_at[:19].replace('T', ' ')} UTC"
+    kept = f"{rows:,} rows are kept" if rows else "no layer had been measured"
+    force = " --force" if rows else ""  # else the rows that it has left would be kept
+    again = f"`kronoscope run DOCUMENT -o {shlex.quote(job.id)}{force}` computes it again"
+    why = "by ctrl-C, a signal, or the end of the process that began it"
+    fail(STOPPED, [f"the run was stopped before its end{at}, {why}; {kept}; {again}"])
+
+
+def _cancellation(job: JobView) -> str:
+    """Return a sentence on who ended a job, when, what is kept and how to go on."""
+    by = f", with the API key {job.cancel_requested_by}" if job.cancel_requested_by else ""
+    at = "" if job.cancel_requested_at is None else f"{by}, at {job.cancel_requested_at[:19].replace('T', ' ')} UTC"
+    rows = 0 if job.progress is None else job.progress.layers_done or 0
+    short = job.id[-SHORT_ID:]
+    kept = f"{rows:,} rows are kept (`kronoscope results {short}`)" if rows else "no layer had been measured"
+    return f"the job was cancelled{at}; {kept}; `kronoscope rerun {short}` starts it again"
 
 
 def run_command(command: Callable[[], object]) -> int:

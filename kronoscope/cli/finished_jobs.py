@@ -16,9 +16,9 @@ from catalog.record import plain
 from catalog.responses.comparison import MOST_JOBS, ComparisonView, compare
 from catalog.responses.views import JobView, ResultsView
 from kronoscope.cli.documents import change_document
-from kronoscope.cli.exit_codes import FATAL, INTERNAL, USAGE, fail
-from kronoscope.cli.job_commands import end_as
-from kronoscope.cli.options import AsJson, JobOrFolder, Offline, Settings, Store, Url, one_of
+from kronoscope.cli.exit_codes import FATAL, INTERNAL, USAGE, end_as, fail
+from kronoscope.cli.job_source import find_job, is_folder
+from kronoscope.cli.options import AsJson, JobOrFolder, Offline, Settings, Store, Url, one_of, read_path
 from kronoscope.cli.output import message_console, print_json, result_console, write_line
 from kronoscope.cli.run_folder import read_json, read_run
 from kronoscope.cli.run_job import require_success, run_job, run_request
@@ -73,16 +73,16 @@ def export(
     output = Path(target)
     options = {"format": to, "without": without or [], "likelihood": likelihood, "outputs": outputs}
     name = f"export/{EXPORT_FILES[to]}"  # type: ignore[index] # the parser takes no other words
-    is_folder = Path(source).is_dir() or "/" in source
+    here = is_folder(source)
     unpacked = name.endswith(".zip") and output.suffix != ".zip"
     _require_place(output, unpacked=unpacked)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=output.parent, prefix=".part-") as folder:
             factors = {"path": str(Path(source).absolute())}
-            if not is_folder:
+            if not here:
                 with Client(url) as client:
-                    factors = {"job": client.full_id(source)}
+                    factors = {"job": find_job(client, source)}
             asked: dict[str, Any] = {"kind": EXPORT.kind, "factors": factors, EXPORT.kind: options}
             wanted: dict[str, Any] = change_document(asked, settings or (), "the export")
             own, kept = wanted.get(EXPORT.kind), ("kind", "factors")
@@ -90,7 +90,7 @@ def export(
             if changed or not isinstance(own, dict) or own.get("format") != to:
                 said = "--set changes `kind`, `factors` or `export.format`; give another source, or another --to"
                 fail(USAGE, [said])
-            made = _export_here(wanted, name, Path(folder)) if is_folder else _export_there(wanted, name, folder, url)
+            made = _export_here(wanted, name, Path(folder)) if here else _export_there(wanted, name, folder, url)
             _place(made, output, unpacked=unpacked)
     except OSError as error:
         fail(USAGE, [f"--output {output}: {error.strerror or error}; name a file in a folder that you may write"])
@@ -112,7 +112,14 @@ def _export_there(wanted: dict[str, Any], name: str, folder: str, url: str | Non
 def reproduce(
     source: JobOrFolder,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Of a folder: the new run's; default: FOLDER-reproduced.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="<path>",
+            parser=read_path,
+            help="Of a folder: the new run's; default: FOLDER-reproduced.",
+        ),
     ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Of a folder: computing threads; default: those of the run.")
@@ -124,14 +131,15 @@ def reproduce(
     as_json: AsJson = False,
 ) -> None:
     """Compute a job again without its factors, and say where it differs (exit code 4 if it does)."""
-    if not (Path(source).is_dir() or "/" in source):
+    if not is_folder(source):
         with Client(url) as client:
-            name = client.full_id(source)
+            name = find_job(client, source)
             found = _finish(client, client.rerun(name, {"reproduces": name}), silent=as_json)
     else:
         folder = Path(source).absolute()
         place = output or folder.with_name(f"{folder.name}-reproduced")
-        document = {**(read_json(folder, "job.json").get("document") or {}), "reproduces": str(folder)}
+        read_run(folder)  # a damaged one is refused before anything is computed
+        document = {**read_json(folder, "job.json")["document"], "reproduces": str(folder)}
         request = run_request(document, store, offline=offline) | {"threads": threads, "replace": force}
         with display_for(message_console(), silent=as_json) as display:
             require_success(run_job(request, place, display))
@@ -202,10 +210,10 @@ def compare_jobs(
     found, rows = [], []
     with Client(url) as client:
         for each in jobs:
-            if Path(each).is_dir() or "/" in each:  # no id has a slash
+            if is_folder(each):
                 results, of_job = read_run(Path(each))
             else:
-                results = client.results(client.full_id(each))
+                results = client.results(find_job(client, each))
                 of_job = list(client.layers(results.job.id))
             found.append((results.job, results.summary))
             rows.append(of_job)

@@ -18,8 +18,17 @@ from catalog.record import plain
 from catalog.responses.coverage import kinds_of
 from catalog.responses.remaining_time import written_remaining
 from catalog.responses.views import ArtifactView, JobView, ResultsView
-from kronoscope.cli.documents import DocumentUnreadable, change_document, edit_document, read_document, with_upload
-from kronoscope.cli.exit_codes import CATEGORIES, FATAL, INTERNAL, STOPPED, USAGE, fail, require_whole, trace_lines
+from kronoscope.cli.documents import (
+    DocumentUnreadable,
+    change_document,
+    edit_document,
+    read_document,
+    unsent_files,
+    validate_uploads,
+    with_upload,
+)
+from kronoscope.cli.exit_codes import INTERNAL, SHORT_ID, STOPPED, USAGE, end_as, end_run, fail
+from kronoscope.cli.job_source import find_job, find_service_job, is_folder
 from kronoscope.cli.options import AsJson, Document, JobId, JobOrFolder, Settings, Url, complete
 from kronoscope.cli.output import message_console, print_json, result_console, write_error, write_line
 from kronoscope.cli.run_folder import read_run
@@ -56,7 +65,6 @@ def with_schedule(
 
 
 _WHOLE_ID_WIDTH = 150
-_SHORT_ID = 12
 
 
 def job_table(jobs: Iterable[JobView], width: int = 100) -> Table:
@@ -67,11 +75,11 @@ def job_table(jobs: Iterable[JobView], width: int = 100) -> Table:
     table = Table(pad_edge=False, show_edge=False)
     for heading in ("id", *(["name"] if named else []), "model, data", "kind", "state", "created", "took"):
         # an id must not be cut, so names and kinds wrap
-        fixed_width = {"id": _SHORT_ID if short else 36, "state": 9, "created": 16, "took": 4}.get(heading)
+        fixed_width = {"id": SHORT_ID if short else 36, "state": 9, "created": 16, "took": 4}.get(heading)
         table.add_column(heading, no_wrap=fixed_width is not None, overflow="fold", min_width=fixed_width)
     for job in listed:
         cells = [
-            job.id[-_SHORT_ID:] if short else job.id,
+            job.id[-SHORT_ID:] if short else job.id,
             *([printable(job.name or "–", lines=False)] if named else []),
             ", ".join(printable(_source(job.document.get(part)), lines=False) for part in ("model", "data")),
             ", ".join(job.kinds),
@@ -138,12 +146,16 @@ def submit(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     if name is not None:
         wanted = {**wanted, "name": name}
     with Client(url) as client:
+        # nothing is sent for a document that is refused: it would stay in the quota
+        checked = validate_uploads(client, wanted, upload or ()) if upload or validate_only else {}
         for path in upload or ():
             with display_for(message_console(), silent=as_json) as display:
-                wanted = with_upload(client, wanted, path, display)
+                wanted = wanted if validate_only else with_upload(client, wanted, path, display)
+                if rest := unsent_files(path):
+                    display.line(f"not sent: {', '.join(rest)}")
         if validate_only:
-            checked = client.validate(wanted)
-            print_json(checked) if as_json else result_console().print("the document is valid; nothing was submitted")
+            said = "the document is valid; nothing was submitted" + (", and nothing was sent" if upload else "")
+            print_json(checked) if as_json else result_console().print(said)
             return
         _submit(client, wanted, idempotency_key, wait=wait, as_json=as_json)
 
@@ -162,7 +174,7 @@ def rerun(
 ) -> None:
     """Submit a job's document again, with changes; prints the new job's id."""
     with Client(url) as client:
-        document = client.document(client.full_id(job_id))
+        document = client.document(find_service_job(client, job_id))
         wanted = change_document(document, settings or (), f"job {job_id}")
         if edit:
             wanted = edit_document(wanted)
@@ -196,7 +208,7 @@ def _submit(
 def watch(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
     """Follow a job to its end; ctrl-C leaves it running, and watching again goes on."""
     with Client(url) as client:
-        _watched(client, client.full_id(job_id), as_json=as_json)
+        _watched(client, find_service_job(client, job_id), as_json=as_json)
 
 
 def logs(
@@ -207,14 +219,14 @@ def logs(
 ) -> None:
     """Print a job's log with its states and attempts; of an archived job the states alone are left."""
     with Client(url) as client, contextlib.suppress(KeyboardInterrupt):
-        for event in client.events(client.full_id(job_id), follow=follow):
+        for event in client.events(find_service_job(client, job_id), follow=follow):
             if event.type not in ("log", "state", "started", "crash", "digest_differs"):
                 continue
             told = sorted(event.data.items(), key=lambda each: each[0] != event.type)
             said = [f"{name} {value}" for name, value in told if isinstance(value, (str, int))]
             text = event.data.get("message") or ", ".join(said).removeprefix(f"{event.type} ")
             shown = f"{event.at[:19].replace('T', ' ')} {event.data.get('level', event.type):7} {text}"
-            print_json(plain(event)) if as_json else write_line(printable(shown, lines=False))
+            print_json(plain(event), indent=None) if as_json else write_line(printable(shown, lines=False))
 
 
 def results(
@@ -230,15 +242,15 @@ def results(
     as_json: AsJson = False,
 ) -> None:
     """Print a job's table, or everything as JSON, or the text for a paper; download its files."""
-    if Path(job_id).is_dir() or "/" in job_id:  # no id has a slash
+    if is_folder(job_id):
         if download is not None:
             fail(USAGE, [f"the files of {job_id} are there already; leave --download out, or give a job's id"])
         found, rows = read_run(Path(job_id))
         _print_results(found, rows, read_memory_curve(Path(job_id) / "artifacts"), methods=methods, as_json=as_json)
-        end_as(found.job)
+        end_run(found.job, rows=len(rows))
         return
     with Client(url) as client:
-        found = client.results(client.full_id(job_id))
+        found = client.results(find_job(client, job_id))
         if found.job.document.get("series") is not None:
             series = client.series(found.job.id)
             print_json(plain(series)) if as_json else show_series(result_console(), series)
@@ -267,22 +279,10 @@ def _print_results(
             message_console().print(f"the job is {found.job.state}: these are the layers so far")
 
 
-def end_as(job: JobView) -> None:
-    """End the command as the job has ended: with its failure, who cancelled it, or a code where it was done in part."""
-    if job.state == "failed" and job.failure is not None:
-        pointer = f"{job.failure.pointer} " if job.failure.pointer else ""
-        lines = [f"{pointer}{job.failure.message}", *trace_lines(job.failure.trace)]
-        fail(CATEGORIES.get(job.failure.category, FATAL), lines)
-    if job.state == "cancelled":
-        fail(STOPPED, [_cancellation(job)])
-    if job.state == "succeeded":
-        require_whole(job.coverage, job.refused)
-
-
 def cancel(job_id: JobId, url: Url = None, as_json: AsJson = False) -> None:
     """Cancel a queued or running job."""
     with Client(url) as client:
-        job = client.cancel(client.full_id(job_id))
+        job = client.cancel(find_service_job(client, job_id))
     said = f"had already {job.state}" if job.state in ("succeeded", "failed") else f"is {job.state}"
     print_json(plain(job)) if as_json else result_console().print(f"{job.id} {said}", soft_wrap=True)
 
@@ -357,16 +357,6 @@ def _watched(client: Client, job_id: str, *, as_json: bool) -> bool:
         _show_tables(found, list(client.layers(job_id)), client.memory_curve(found))
     end_as(job)
     return True
-
-
-def _cancellation(job: JobView) -> str:
-    """Return a sentence on who ended a job, when, what is kept and how to go on."""
-    by = f", with the API key {job.cancel_requested_by}" if job.cancel_requested_by else ""
-    at = "" if job.cancel_requested_at is None else f"{by}, at {job.cancel_requested_at[:19].replace('T', ' ')} UTC"
-    rows = 0 if job.progress is None else job.progress.layers_done or 0
-    short = job.id[-_SHORT_ID:]
-    kept = f"{rows:,} rows are kept (`kronoscope results {short}`)" if rows else "no layer had been measured"
-    return f"the job was cancelled{at}; {kept}; `kronoscope rerun {short}` starts it again"
 
 
 def _show_tables(found: ResultsView, rows: list[Layer], curve: Mapping[str, Any] | None) -> None:

@@ -19,7 +19,18 @@ from kronoscope.cli.documents import read_document
 from kronoscope.cli.exit_codes import USAGE, fail, require_whole, run_command
 from kronoscope.cli.extras import require_extra
 from kronoscope.cli.finished_jobs import compare_jobs, export, import_run, reproduce
-from kronoscope.cli.options import AsJson, Budget, Device, Document, Offline, Settings, Store, epilog
+from kronoscope.cli.options import (
+    AsJson,
+    Budget,
+    Device,
+    Document,
+    Offline,
+    Settings,
+    Store,
+    epilog,
+    read_folder,
+    read_path,
+)
 from kronoscope.cli.output import message_console, outlast_reader, print_json, result_console
 from kronoscope.cli.run_job import Outcome, require_success, run_job, run_request
 from kronoscope.cli.serve import FactoryWrong, exec_module, require_factories, serve_embedded
@@ -67,7 +78,14 @@ app.add_typer(tenants, name="tenants")
 def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     document: Document,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for job.json, results.json, log.jsonl, artifacts/.")
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="<path>",
+            parser=read_path,
+            help="Folder for job.json, results.json, log.jsonl, artifacts/.",
+        ),
     ],
     settings: Settings = None,
     threads: Annotated[
@@ -75,7 +93,12 @@ def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     ] = None,
     store: Store = None,
     cache: Annotated[
-        Path | None, typer.Option(help="Folder of factors that runs of the same collection share; default: none.")
+        Path | None,
+        typer.Option(
+            metavar="<path>",
+            parser=read_folder,
+            help="Folder of factors that runs of the same collection share; default: none.",
+        ),
     ] = None,
     offline: Offline = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the results of an earlier run there.")] = False,

@@ -1,5 +1,6 @@
 """Arguments and options that several commands take, and the end of every command's help."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -32,6 +33,22 @@ def one_of(choices: Sequence[str]) -> Callable[[str], str]:
     return parse
 
 
+def read_path(text: str) -> Path:
+    """Return the path that an option names; an empty one would be the current folder."""
+    if not text:
+        raise typer.BadParameter("must be a path (got ''); name a folder, or `.` for the current one")
+    return Path(text)
+
+
+def read_folder(text: str) -> Path:
+    """Return the folder that an option names, which need not be there yet; a file is none."""
+    path = read_path(text)
+    there = next(each for each in (path.absolute(), *path.absolute().parents) if os.path.lexists(each))
+    if not there.is_dir():
+        raise typer.BadParameter(f"must be a folder (got '{text}'): {there.name} is a file; name another, or a new one")
+    return path
+
+
 def complete(choices: Sequence[str]) -> Callable[[str], list[str]]:
     """Return the completion of an option with few values."""
     return lambda incomplete: [each for each in choices if each.startswith(incomplete)]
@@ -44,7 +61,9 @@ Settings = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines, and no progress.")]
 Url = Annotated[str | None, typer.Option("--url", help="The service; default KRONOSCOPE_URL or http://127.0.0.1:8000.")]
-Store = Annotated[Path | None, typer.Option(help="Folder of fetched and trained models.")]
+Store = Annotated[
+    Path | None, typer.Option(metavar="<path>", parser=read_folder, help="Folder of fetched and trained models.")
+]
 Offline = Annotated[bool, typer.Option("--offline", help="Fetch nothing from the hub.")]
 JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id.")]
 JobOrFolder = Annotated[

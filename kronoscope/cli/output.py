@@ -69,7 +69,7 @@ def write_error(text: str) -> None:
     sys.stderr.write(f"{printable(text)}\n")
 
 
-def print_json(value: Any) -> None:  # noqa: ANN401 - any JSON
-    """Print a value for programs."""
-    sys.stdout.write(escaped(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)) + "\n")
+def print_json(value: Any, *, indent: int | None = 2) -> None:  # noqa: ANN401 - any JSON
+    """Print a value for programs; without an indent on one line, as one of many."""
+    sys.stdout.write(escaped(json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)) + "\n")
     sys.stdout.flush()

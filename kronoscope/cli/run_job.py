@@ -193,8 +193,9 @@ def _end_runner(runner: subprocess.Popen[bytes]) -> None:
 
 
 def _left_nothing(outcome: Outcome) -> bool:
-    """Return whether the job was refused, so that a folder made for it would be empty."""
-    return outcome.failure is not None and outcome.failure.category == "usage" and not outcome.rows
+    """Return whether the job was refused, so that a folder made for it is empty, unless another run fills it."""
+    failure = outcome.failure
+    return failure is not None and failure.category == "usage" and failure.code != "output_in_use" and not outcome.rows
 
 
 def run_request(document: dict[str, Any], store: Path | None, *, offline: bool) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from catalog.record import plain
 from catalog.responses.views import ResultsView
 from kronoscope.cli.exit_codes import FATAL, USAGE, fail
 from kronoscope.cli.extras import require_extra
+from kronoscope.cli.job_source import find_job, is_folder
 from kronoscope.cli.run_folder import read_run
 from kronoscope.client.client import Client
 from kronoscope.client.responses import Layer
@@ -48,13 +49,13 @@ def track(source: str, to: str, output: str, url: str | None) -> None:
 
 def _read(source: str, url: str | None, folder: Path | None) -> tuple[ResultsView, list[Layer], dict[str, Path]]:
     """Return the results, the rows, and the files but those of the factors; without a folder no files are fetched."""
-    if Path(source).is_dir() or "/" in source:
+    if is_folder(source):
         found, rows = read_run(Path(source))
         root = (Path(source) / "artifacts").resolve()
         paths = {each.name: (root / each.name).resolve() for each in found.artifacts}
         return found, rows, {name: path for name, path in _small(paths) if path.is_relative_to(root)}
     with Client(url) as client:
-        found = client.results(client.full_id(source))
+        found = client.results(find_job(client, source))
         rows = list(client.layers(found.job.id))
         listed = _small({each.name: each for each in found.artifacts} if folder is not None else {})
         return found, rows, {name: client.download(found.job.id, each, Path(str(folder))) for name, each in listed}

@@ -116,7 +116,7 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
     except FieldError as error:
         return _refuse(echo, str(error), code="invalid_request")
     except OutputRefused as error:
-        return _refuse(echo, str(error), code="output_refused")
+        return _refuse(echo, str(error), code=error.code)
     folder.original = original
     if original is not None:
         threads = assignment.threads or original.manifest["environment"]["threads"]

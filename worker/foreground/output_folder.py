@@ -34,6 +34,7 @@ from catalog.frames import (
 from catalog.record import FieldError, canonical_json, plain
 from catalog.responses.reproduction import Run, compare_runs, reason_unreproducible
 from worker.foreground.cache_rows import RunCache
+from worker.foreground.output_lock import OutputInUse, OutputLock
 from worker.process.log_lines import LogFormatter
 
 _FORMAT = "kronoscope.run/1"
@@ -49,12 +50,21 @@ _PART = re.compile(r"[\w\-][\w.\-]{0,127}", re.ASCII)
 class OutputRefused(ValueError):
     """The folder cannot take the results; the message says why and what to do."""
 
+    def __init__(self, message: str, code: str = "output_refused") -> None:
+        super().__init__(message)
+        self.code = code
+        """The stable name of the failure."""
+
 
 class OutputFolder:
     """One run's folder; the only writer of everything in it but the artifacts' bytes."""
 
     def __init__(self, path: Path, request: Mapping[str, Any], document: object, echo: Callable[[Frame], None]) -> None:
-        """Take the folder over for what a request asks, setting aside what an earlier run left in it."""
+        """Take the folder over for what a request asks, setting aside what an earlier run left in it.
+
+        ``OutputRefused`` if another run is writing into it, or it cannot take the results.
+        """
+        self._named = path
         self.path = path.absolute()
         self.artifacts = self.path / "artifacts"
         self.cache = RunCache(request, self.artifacts)
@@ -66,6 +76,36 @@ class OutputFolder:
         """Folder in which the pieces of a divided job are computed."""
         self.original: Run | None = None
         """The run that this one reproduces."""
+        self._lock = self._take_lock()
+        try:
+            self._take_over(request, document)
+        except OSError as error:
+            self._lock.release()
+            raise self._unusable(error) from error
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _take_lock(self) -> OutputLock:
+        """Make the folder, and take its lock for as long as the run lasts."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return OutputLock(self.path)
+        except OSError as error:
+            raise self._unusable(error) from error
+        except OutputInUse as error:
+            raise OutputRefused(
+                f"the output folder {self._named} is in use by another run; wait for its end, or give another --output",
+                "output_in_use",
+            ) from error
+
+    def _unusable(self, error: OSError) -> OutputRefused:
+        return OutputRefused(
+            f"the output folder {self._named} cannot be used: {error.strerror}; give a folder that you may write"
+        )
+
+    def _take_over(self, request: Mapping[str, Any], document: object) -> None:
+        """Begin the record of this run, setting aside what an earlier run left."""
         killed = self._killed_run(document)
         self.plan: dict[str, Any] | None = None if killed is None else killed["plan"]
         divided = {} if killed is None else {name: killed.get(name) or [] for name in ("pieces", "artifacts")}
@@ -87,16 +127,10 @@ class OutputFolder:
         }
         if divided.get("pieces"):
             self._job |= divided
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._set_aside(replace=request.get("replace") is True)
-            self._write("job.json", self._job)
-            self.artifacts.mkdir(exist_ok=True)
-            self._log: IO[bytes] = (self.path / "log.jsonl").open("ab", buffering=0)
-        except OSError as error:
-            raise OutputRefused(
-                f"the output folder {path} cannot be used: {error.strerror}; give a folder that you may write"
-            ) from error
+        self._set_aside(replace=request.get("replace") is True)
+        self._write("job.json", self._job)
+        self.artifacts.mkdir(exist_ok=True)
+        self._log: IO[bytes] = (self.path / "log.jsonl").open("ab", buffering=0)
 
     def take(self, frame: Frame, answer: Callable[[CacheAnswer], None]) -> None:
         """Write one frame of the job's own attempts, and echo it with what is to be said of it."""
@@ -157,6 +191,12 @@ class OutputFolder:
         A run that was refused or stopped before its first row gives back what it found. Of one that failed otherwise,
         whose computing process was killed for instance, the checkpoints stay: the next run of its document goes on.
         """
+        try:
+            self._end(state, failure)
+        finally:
+            self._lock.release()
+
+    def _end(self, state: str, failure: Failed | None) -> None:
         self._log.close()
         refused = failure.category == "usage" if failure is not None else state == "cancelled"
         if refused and not self._rows and (self.path / _EARLIER).exists():

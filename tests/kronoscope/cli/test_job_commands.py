@@ -272,6 +272,9 @@ def test_logs_are_the_lines_and_states_of_a_job_and_obey_nothing_in_them(run: Ru
     assert " info    \ufffd[2J" in shown[-1]
     as_json = run("logs", claim.job_id, "--json")
     assert '"\\u001b[2J' in as_json.stdout
+    # a line of JSON each, as the stream is followed
+    events = [json.loads(line) for line in as_json.stdout.splitlines()]
+    assert [each["data"]["message"] for each in events if each["type"] == "log"] == [*lines, hostile]
 
 
 def test_followed_logs_end_with_the_job(embedded: Embedded, tmp_path: Path) -> None:

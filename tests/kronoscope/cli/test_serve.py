@@ -402,7 +402,7 @@ def test_an_export_that_cannot_be_says_why_and_leaves_nothing(kronoscope: Run, f
     assert kronoscope("run", "job.yaml", "--output", "out", *settings(["keep=[factors]"])).returncode == 0
     for words, said in (
         (("--to", "onnx", "--output", "x"), "must be one of gptq, corda, laplace, kronfluence, mom2"),
-        (("--to", "laplace", "--output", "x"), "`laplace` needs the number of the model's outputs"),
+        (("--to", "laplace", "--output", "x"), "`laplace` needs classification or regression"),
         (("--to", "gptq", "--without", "absent", "--output", "x"), "the name of no layer"),
         (
             ("--to", "gptq", "--set", "stabilisation.kappa_max=null", "--output", "x"),

@@ -116,7 +116,8 @@ def test_a_model_and_data_that_broke_off_are_gone_on_with_and_measured_as_on_the
             assert (ended.failure.code, ended.failure.pointer) == ("not_found", "/model/id")
         with pytest.raises(ClientError, match="is not a model upload of yours"):
             client.rerun(job["id"])
-    said = kronoscope("submit", "bare.yaml", "--upload", "model", "--validate-only", "--url", url)
+    said = kronoscope(*sent[:-2], "--validate-only", "--url", url)
+    assert said.returncode == 0, said.stderr
     assert "not sent: generation_config.json" in said.stderr + said.stdout
 
 
