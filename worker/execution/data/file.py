@@ -28,7 +28,15 @@ from worker.execution.data.texts.tagged_words import (
     tagged_stream,
 )
 from worker.execution.data.texts.text import Text, text_stream
-from worker.execution.data.texts.text_rows import LABELLED, TextFields, choose_fields, list_unused
+from worker.execution.data.texts.text_rows import (
+    LABELLED,
+    Rival,
+    TextFields,
+    choose_fields,
+    find_rivals,
+    list_unused,
+    require_one_reading,
+)
 from worker.execution.files.open_files import OpenFile
 from worker.execution.files.safetensors_header import TensorEntry, read_header
 from worker.execution.refusal import Refusal, is_storable, names, unique_keys
@@ -91,9 +99,28 @@ def _table(path: OpenFile, source: FileOptions, request: DataRequest) -> DataStr
         place=_POINTER,
     )
     columns.require_pairs(task)
+    rivals = find_rivals(names, fields, task, source) if task != "token_classification" else []
+    _require_columns_agree(path, rivals, source, request)
     labels = columns.labels(request, untyped=is_untyped(path, ""))
     table = read_columns(path, "", columns.named, source.limit, labels, _POINTER)
     return table_stream(table, columns, labels, path.name, source.sequence_length)
+
+
+def _require_columns_agree(path: OpenFile, rivals: list[Rival], source: FileOptions, request: DataRequest) -> None:
+    """Refuse a table with two columns of usual names for one thing that differ in a row."""
+    for rival in rivals:
+        # neither field is one of labels, so that the values come as they are
+        columns, labels = {"read": rival.read, "other": rival.other}, Labels(column="", request=request, pointer="")
+        try:
+            table = read_columns(path, "", columns, source.limit, labels, _POINTER)
+        except Refusal as refusal:
+            # a column of bytes or dates is not another reading; a broken file is refused when it is read for the job
+            if refusal.code == "wrong_format":
+                continue
+            raise
+        for number, pair in enumerate(zip(*table.columns, strict=True)):
+            row = dict(zip(columns.values(), pair, strict=True))
+            require_one_reading(row, [rival], f"{path.name} row {number}", _POINTER)
 
 
 def _tensor_file(path: OpenFile, source: FileOptions, request: DataRequest) -> DataStream:
@@ -136,7 +163,13 @@ def _tensor_names(path: OpenFile, entries: Mapping[str, TensorEntry], request: D
         return _IMAGES, _LABELS
     inputs = sorted(name for name in entries if name != "targets")
     if not inputs:
-        raise Refusal(f"{path.name} holds no `inputs`", pointer=_POINTER, code="empty_data")
+        held = f"only {names(sorted(entries))}" if entries else "and no other tensor"
+        raise Refusal(
+            f"{path.name} holds no `inputs`, {held}; save the inputs beside them as `inputs`, or under the names "
+            "of the model's arguments",
+            pointer=_POINTER,
+            code="empty_data",
+        )
     if "inputs" in entries and len(inputs) > 1:
         raise Refusal(
             f"{path.name} holds `inputs` and also {names([name for name in inputs if name != 'inputs'])}; "
@@ -188,6 +221,7 @@ def _json_lines(path: OpenFile, source: FileOptions, request: DataRequest) -> tu
     texts: list[Text] = []
     labels = Labels(column=source.label_key or "label", request=request, pointer=_POINTER)
     fields: TextFields | None = None
+    rivals: list[Rival] = []
     there: dict[str, None] = {}
     written = ((number, line) for number, line in _lines(path) if line.strip())
     for number, line in itertools.islice(written, source.limit):
@@ -196,6 +230,8 @@ def _json_lines(path: OpenFile, source: FileOptions, request: DataRequest) -> tu
         if fields is None or not there.keys() >= row.keys():
             there.update(dict.fromkeys(row))
             fields = _chosen(there, fields, source, task, where)
+            rivals = find_rivals(there, fields, task, source)
+        require_one_reading(row, rivals, where, _POINTER)
         text = _text(row, fields.text, where)
         texts.append(text if fields.pair is None else (text, _text(row, fields.pair, where)))
         count.add_value("".join(texts[-1]))

@@ -5,6 +5,7 @@ labels of a classification                            classes
 ====================================================  ======================================================
 whole numbers, or texts that are all whole numbers    those
 texts that all stand in the model's `id2label`        its numbers
+other texts beside some that stand in `id2label`      refused
 other texts, of a model whose classes have names      refused
 other texts                                           their places in sorted order (by code points)
 numbers among texts                                   refused
@@ -140,7 +141,7 @@ class Labels:
             self._require_one_reading(read)
             return {text: self._number(number, self._texts[text]) for text, number in read.items()}
         unknown = next(text for text in self._texts if text not in own)
-        if not all(map(_UNNAMED.fullmatch, classes)):
+        if self._texts.keys() & own.keys() or not all(map(_UNNAMED.fullmatch, classes)):
             raise self._refused(
                 f"{self._texts[unknown]}: `{self.column}` is {names([unknown])}, and the model's classes are "
                 f"{names(list(classes), 20)} (`id2label` of config.json); write one of these, or their numbers"

@@ -29,6 +29,7 @@ from worker.execution.models.adapters.adapter import Adapter, apply_adapter, ope
 from worker.execution.models.architectures.bounded_build import bounded
 from worker.execution.models.architectures.config_fields import MAX_LABELS
 from worker.execution.models.architectures.config_json import Architecture, read_architecture, text_part
+from worker.execution.models.architectures.head_fields import account_for_problem
 from worker.execution.models.checkpoint_weights import CheckpointFiles, bare_names, fill, find_weights
 from worker.execution.models.converted_tensors import convert
 from worker.execution.models.folder_files import list_unused_files, require_no_adapter
@@ -119,6 +120,7 @@ def load_checkpoint(
             f"a `{model_type.name}` does not do `{task.type}`; it does {', '.join(model_type.tasks)}",
             pointer="/task/type",
         )
+    account_for_problem(architecture.configuration, task, context)
     if context.shapes_only:
         # what the files hold is looked at when they are read
         with bounded(pointer), torch.device("meta"):

@@ -25,6 +25,9 @@ _MAX_SHARDS = 512
 """All are open at once."""
 _MAX_TENSORS = 100_000
 """Most tensors of all files."""
+INDEX = "model.safetensors.index.json"
+"""The file that says which file holds which tensor."""
+_NUMBERED = re.compile(r".+-\d{1,6}-of-\d{1,6}\.safetensors", re.ASCII)
 _SHARD = re.compile(r"([\w\-][\w.\-]{0,199}/){0,4}[\w\-][\w.\-]{0,199}\.safetensors", re.ASCII)
 """A file beside the index or in a folder below it; no part of the name begins with a dot."""
 FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
@@ -34,6 +37,8 @@ HEADS = ("cls.", "lm_head.", "classifier.", "score.", "qa_outputs.", "pre_classi
          "sop_classifier.", "predictions.", "proj_out.", "logit_scale", "visual_projection.", "text_projection.",
          "projector.", "quantizer.", "project_q.", "project_hid.", "classification_head.", "final_logits_bias",
          "head.dense.", "head.norm.", "decoder.bias")  # fmt: skip
+_OF_WHOLE_EXAMPLES = re.compile(r"\w+For(Sequence|Image|Audio)Classification")
+"""Classes of transformers whose head reads the pooler, where the class builds one."""
 # buffers that older versions wrote into the file and that are made anew
 _STALE = re.compile(
     r"(^|\.)(position_ids|token_type_ids|inv_freq|masked_bias|relative_position_index|relative_coords_table|causal_mask)$"
@@ -86,16 +91,9 @@ def find_weights(folder: OpenFolder, context: LoaderContext, pointer: str) -> Ch
     if whole is not None:
         header = read_header(whole, pointer)
         return CheckpointFiles(entries=header, files=dict.fromkeys(header, whole), read=(whole.name,))
-    index = folder.file("model.safetensors.index.json")
+    index = folder.file(INDEX)
     if index is None:
-        others = [name for name in folder.names() if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
-        remedy = (
-            f"{names(others)} may hold code, and is never read: save the model as safetensors, "
-            f"{conversion('pytorch_model*.bin', 'model.safetensors')}"
-            if others
-            else ("save the model with `save_pretrained`")
-        )
-        raise Refusal(f"the folder has no model.safetensors; {remedy}", pointer=pointer, code="not_found")
+        raise Refusal(_without_weights(folder), pointer=pointer, code="not_found")
     entries: dict[str, TensorEntry] = {}
     files: dict[str, OpenFile] = {}
     places = _weight_map(index, pointer)
@@ -124,6 +122,31 @@ def find_weights(folder: OpenFolder, context: LoaderContext, pointer: str) -> Ch
     if below:
         context.log("info", f"{len(below)} files of weights lie in folders below: {names(below, 2)}")
     return CheckpointFiles(entries=entries, files=files, read=(index.name, *shards))
+
+
+def _without_weights(folder: OpenFolder) -> str:
+    """Return why a folder has no weights that can be read, with the remedy."""
+    there = folder.names()
+    found = [name for name in there if name.endswith(".safetensors")]
+    shards = [name for name in found if _NUMBERED.fullmatch(name)]
+    if shards:
+        return (
+            f"the folder has {names(shards)} and no {INDEX}, which says what the files hold; add the index that "
+            "belongs to them, or save the model with `save_pretrained`"
+        )
+    if found:
+        return (
+            f"the folder has {names(found)} and no model.safetensors; if a file holds the whole model, rename it to "
+            "model.safetensors, else save the model with `save_pretrained`"
+        )
+    others = [name for name in there if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    remedy = (
+        f"{names(others)} may hold code, and is never read: save the model as safetensors, "
+        f"{conversion('pytorch_model*.bin', 'model.safetensors')}"
+        if others
+        else "save the model with `save_pretrained`"
+    )
+    return f"the folder has no model.safetensors; {remedy}"
 
 
 def _weight_map(index: OpenFile, pointer: str) -> dict[str, str]:
@@ -317,7 +340,10 @@ def _require_complete(
     pointer: str,
     brought: Collection[str],
 ) -> None:
-    """Every tensor is there, itself or one that it is tied to, or made by the class; an absent pooler is taken out."""
+    """Every tensor is there, itself or one that it is tied to, or made by the class.
+
+    An absent pooler is taken out, unless the head reads it.
+    """
     present = {state[place].data_ptr() for place in places if state[place].numel()}
     missing = [
         name
@@ -327,14 +353,16 @@ def _require_complete(
         and tensor.data_ptr() not in present
         and not name.endswith("num_batches_tracked")
     ]
-    poolers = [name for name in missing if ".pooler." in f".{name}"]
-    missing = [name for name in missing if name not in poolers]
+    poolers = {name for name in missing if ".pooler." in f".{name}"}
+    if not _OF_WHOLE_EXAMPLES.fullmatch(type(model).__name__):
+        missing = [name for name in missing if name not in poolers]
     made = unsaved_state(model) if missing else frozenset()
     if made.intersection(missing):
         context.log("info", f"tensors that are not in the files, and always alike: {names(sorted(made & {*missing}))}")
         missing = [name for name in missing if name not in made]
     if missing:
-        head = all(name.startswith(HEADS) for name in missing)
+        rest = [name for name in missing if name not in poolers]
+        head = bool(rest) and all(name.startswith(HEADS) for name in rest)
         remedy = (
             "this task needs that head: take a checkpoint trained for it, or another task"
             if head

@@ -20,6 +20,7 @@ _ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.
 _READ = frozenset({"config.json", "tokenizer.json", "tokenizer_config.json"})
 _DATA = (".json", ".jsonl", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz",
          ".model", ".txt", ".jinja", ".pkl", ".index")  # fmt: skip
+_WHOLE = "model.safetensors"
 _MOST_FOLDERS = 64
 _MOST_CONFIG_BYTES = 2**20
 _POOLING = "pooling_mode_"
@@ -66,7 +67,12 @@ def list_unused_files(
             continue
         context.unused(f"file {names([name])}")
         if name.endswith(".safetensors"):
-            context.notice(f"the tensors of {names([name])} are not read: the checkpoint's index does not name it")
+            why = (
+                f"`{_WHOLE}` is read by itself, as transformers does"
+                if _WHOLE in read
+                else "the checkpoint's index does not name it"
+            )
+            context.notice(f"the tensors of {names([name])} are not read: {why}")
         elif name == "preprocessor_config.json" and images:
             context.notice(
                 "`preprocessor_config.json` is not applied: images go into the model as the data give them, so scale "

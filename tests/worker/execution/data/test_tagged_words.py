@@ -157,3 +157,10 @@ def test_texts_without_a_tag_that_counts_are_refused(tmp_path: Path, request_for
     asked = request_for(reader(tmp_path, wordpiece()), "token_classification")
     with pytest.raises(Refusal, match="no word of the 1 texts has a tag that counts"):
         file.load(DataFile(source="file", path=written(tmp_path, [{"words": ["Ada"], "tags": [-100]}])), asked)
+
+
+def test_a_length_that_special_tokens_fill_is_refused(tmp_path: Path, request_for: For) -> None:
+    asked = request_for(reader(tmp_path, wordpiece()), "token_classification")
+    source = DataFile(source="file", path=written(tmp_path, LINES), sequence_length=2)
+    with pytest.raises(Refusal, match=r"`sequence_length` must be at least 3 \(got 2\).*adds 2 special tokens"):
+        file.load(source, asked)

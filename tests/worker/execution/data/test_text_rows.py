@@ -262,7 +262,7 @@ def test_names_that_differ_in_case_alone_are_refused_unless_the_document_names_o
     assert reading().file(rows("Label"), label_key="Label")[1].tolist() == [2, 1, 0]
     # what is not read may go by any name
     assert reading("masked_lm").file(rows("Label"))[1] is not None
-    assert reading().file(rows("Id", "id", "Target"))[1].tolist() == [0, 1, 2]
+    assert reading().file(rows("Id", "id", "Kind"))[1].tolist() == [0, 1, 2]
 
 
 BAD = [
@@ -387,3 +387,14 @@ def test_that_the_english_data_set_is_cut_is_no_notice(reading: Callable[..., Re
     read = reading("masked_lm")
     builtin.load(BuiltinData(source="builtin", name="english", limit=8), read.request)
     assert read.notices == []
+
+
+@pytest.mark.parametrize(("paired", "least", "length"), [(False, 3, 1), (False, 3, 2), (True, 4, 2), (True, 4, 3)])
+def test_a_length_that_special_tokens_fill_is_refused(
+    tmp_path: Path, reading: Callable[..., Read], paired: bool, least: int, length: int
+) -> None:
+    rows = pairs("text", "text_pair") if paired else [{"text": text, "label": 0} for text in ONE]
+    with pytest.raises(Refusal, match=rf"`sequence_length` must be at least {least} \(got {length}\)"):
+        reading().file(lines(tmp_path, rows), sequence_length=length)
+    inputs, *_ = reading().file(lines(tmp_path, rows), sequence_length=least)
+    assert inputs["input_ids"].shape == (len(ONE), least)

@@ -123,3 +123,47 @@ def test_a_long_text_has_room(tmp_path: Path) -> None:
     model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "[UNK]": 2}, "merges": [], "unk_token": "[UNK]"}
     path = tokenizer_file(tmp_path, model=model, pre_tokenizer=None)
     assert encoded(path, ["ab" * 2**19], largest=2**20) == [([0, 1] * 4, [0] * 8, True)]
+
+
+FRAMED = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "b", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+               {"SpecialToken": {"id": "b", "type_id": 0}}],
+    "pair": [{"SpecialToken": {"id": "b", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+             {"SpecialToken": {"id": "b", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}},
+             {"SpecialToken": {"id": "b", "type_id": 1}}],
+    "special_tokens": {"b": {"id": "b", "ids": [1], "tokens": ["b"]}},
+}  # fmt: skip
+"""Two special tokens around a text, three around a pair."""
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_a_length_that_special_tokens_fill_is_refused(tmp_path: Path, pairs: bool, length: int) -> None:
+    path = tokenizer_file(tmp_path, post_processor=FRAMED)
+    least, what = (4, "3 special tokens to each pair of texts") if pairs else (3, "2 special tokens to each text")
+    text: Any = ("a a", "a") if pairs else "a a"
+    settings = {"length": length, "masks": [], "pairs": pairs}
+    with TokenizerProcess.start(path, settings, 100, lambda: None, "/data/path") as tokenizer:
+        if length >= least:
+            tokenizer.require_room(length, "data")
+            assert [(len(each.ids), each.cut) for each in tokenizer.encode([text], 0)] == [
+                (length, pairs or length < 4)
+            ]
+            return
+        with pytest.raises(
+            Refusal, match=rf"at least {least} \(got {length}\).*{what}.*give {least} or more"
+        ) as refused:
+            tokenizer.require_room(length, "data")
+        assert refused.value.pointer == "/data/sequence_length"
+        with pytest.raises(Refusal, match=rf"at least {least} positions \(config\.json gives {length}\).*{what}"):
+            tokenizer.require_room(128, "data")
+
+
+def test_what_the_library_leaves_uncut_is_refused(tmp_path: Path) -> None:
+    path = tokenizer_file(tmp_path, post_processor=FRAMED)
+    with TokenizerProcess.start(path, {"length": 1, "masks": []}, 100, lambda: None, "/data/path") as tokenizer:
+        with pytest.raises(Refusal, match=r"gives 4 tokens for text 7, and is to cut it to 1; give a larger"):
+            tokenizer.encode(["a a"], 7)
+        with pytest.raises(Refusal, match=r"gives 3 tokens for text 8, and is to cut it to 1; give a larger"):
+            tokenizer.encode_words([["a"]], 8)

@@ -3,6 +3,7 @@
 python -P -m worker.execution.data.apart.table_program --file FD …
 """
 
+import contextlib
 import os
 import resource
 import sys
@@ -25,6 +26,12 @@ _SHORT_BYTES, _SHORT_ROWS = 2**14, 2**12
 _CSV_BLOCK_BYTES = 4 * 2**20
 _MOST_THRIFT_BYTES = 16 * 2**20
 _MOST_THRIFT_ENTRIES = 1_000_000
+_MOST_CHARACTERS = 200
+"""Of what the library says, which may hold a whole row of the file."""
+_REMEDIES = {
+    "csv": "give a header and as many fields in every row, and quote texts that hold commas or line breaks",
+    "parquet": "give an intact parquet file, or name a file of another kind by its own suffix (.csv, .jsonl)",
+}
 _READABLE = (
     pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_integer, pa.types.is_floating,
     pa.types.is_boolean, pa.types.is_null,
@@ -48,7 +55,8 @@ class _Table:
     def open(self, message: Any) -> Any:  # noqa: ANN401 - decoded from JSON
         """Return the names of all columns."""
         self._kind = message["kind"]
-        names: list[str] = self._parquet().schema_arrow.names if self._kind == "parquet" else self._header()
+        with _remedied(self._kind):
+            names: list[str] = self._parquet().schema_arrow.names if self._kind == "parquet" else self._header()
         _require_few(len(names))
         return {"names": names}
 
@@ -58,7 +66,8 @@ class _Table:
         if columns is not None:
             rows = self._parquet_batches if self._kind == "parquet" else self._csv_batches
             self._pieces = _pieces(rows(columns), columns)
-        return next(self._pieces, [])
+        with _remedied(self._kind):
+            return next(self._pieces, [])
 
     def _parquet(self) -> pyarrow.parquet.ParquetFile:
         self._stream.seek(0)
@@ -105,6 +114,17 @@ class _Table:
             for batch in reader:
                 for start in range(0, batch.num_rows, _MOST_ROWS):
                     yield batch.slice(start, _MOST_ROWS)
+
+
+@contextlib.contextmanager
+def _remedied(kind: str) -> Iterator[None]:
+    """Give what the library says of a file in one line, with the remedy; a want of memory is no fault of that kind."""
+    try:
+        yield
+    except (pa.ArrowInvalid, OSError) as error:
+        if isinstance(error, MemoryError) or "bad_alloc" in str(error):
+            raise
+        raise ValueError(f"{' '.join(str(error).split())[:_MOST_CHARACTERS].rstrip('.')}; {_REMEDIES[kind]}") from error
 
 
 def _require_few(columns: int) -> None:

@@ -120,6 +120,7 @@ def tagged_stream(texts: Sequence[TaggedWords], length: int, request: DataReques
     with TokenizerProcess.start(
         vocabulary.tokenizer, tokenizer_settings(vocabulary, length, ()), largest, request.context.checkpoint, pointer
     ) as tokenizer:
+        tokenizer.require_room(asked, request.block)
         for start in range(0, len(texts), _AT_ONCE):
             request.context.checkpoint()
             some = texts[start : start + _AT_ONCE]

@@ -63,6 +63,8 @@ def text_stream(
     asked, length = length, length if vocabulary.max_length is None else min(length, vocabulary.max_length)
     least = 2 if request.task.type == "causal_lm" else 1
     with _open_tokenizer(texts, vocabulary, length, request, pointer) as tokenizer:
+        if tokenizer is not None:
+            tokenizer.require_room(asked, request.block)
         mask_id = _mask_id(tokenizer) if request.task.type == "masked_lm" else None
         count = request.context.byte_count(pointer)
         encoded, cut = [], 0
@@ -152,9 +154,11 @@ def _open_tokenizer(
         yield None
         return
     known = (vocabulary.mask_token, "[MASK]", "<mask>")
+    masks = [token for token in known if token is not None and is_storable(token)]
+    pairs = any(not isinstance(text, str) for text in texts)
     with TokenizerProcess.start(
         vocabulary.tokenizer,
-        tokenizer_settings(vocabulary, length, [token for token in known if token is not None and is_storable(token)]),
+        tokenizer_settings(vocabulary, length, masks, pairs=pairs),
         # no character takes more than 4 bytes
         max(len(text) if text.isascii() else 4 * len(text) for text in map(_joined, texts)),
         request.context.checkpoint,

@@ -5,7 +5,7 @@ measured if it were read (the other half of a pair, token ids, a weight) is refu
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from catalog.requests.data_sources import FileOptions
@@ -23,9 +23,9 @@ PAIRS = (
 )  # fmt: skip
 """Names by which the two halves of a pair go, in lower case."""
 _TEXTS = ("text", "sentence", "content")
-"""Names of a text by itself, the first one there."""
+"""Names of a text by itself, the first one there; another one must not differ."""
 LABELS = ("label", "labels", "target", "targets")
-"""Names of a label, the first one there."""
+"""Names of a label, the first one there; another one must not differ."""
 _TENSORS = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "pixel_values"})
 _WEIGHTS = frozenset({"weight", "weights", "sample_weight", "sample_weights"})
 _SECOND = frozenset(second for _, second in PAIRS) - set(_TEXTS)
@@ -41,6 +41,49 @@ class TextFields:
     pair: str | None
     """The other half of a pair, which the tokenizer joins to the text."""
     label: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rival:
+    """A field that is not read, with a usual name for what another one is read as."""
+
+    key: str
+    """The field of the document that decides between both."""
+    read: str
+    other: str
+
+
+def find_rivals(there: Iterable[str], chosen: TextFields, task: str, source: FileOptions) -> list[Rival]:
+    """Return the fields that could be read in place of those chosen by their usual names."""
+    usual: list[tuple[str, str | None, tuple[str, ...]]] = [
+        ("label_key", chosen.label if task in LABELLED else None, LABELS)
+    ]
+    if chosen.pair is None:
+        usual.append(("text_key", chosen.text, _TEXTS))
+    return [
+        Rival(key=key, read=read, other=name)
+        for key, read, known in usual
+        if read is not None and getattr(source, key) is None
+        for name in there
+        if name.lower() in known and name not in (read, source.text_key, source.pair_key, source.label_key)
+    ]
+
+
+def require_one_reading(row: Mapping[str, object], rivals: Iterable[Rival], where: str, pointer: str) -> None:
+    """Refuse a row in which a field and its rival differ; an absent one, or a number for a text, is no reading."""
+    for rival in rivals:
+        read, other = row.get(rival.read), row.get(rival.other)
+        if read is None or other is None or read == other or str(read) == str(other):
+            continue
+        if rival.key == "text_key" and not isinstance(other, str):
+            continue
+        block = pointer.split("/")[1]
+        raise Refusal(
+            f"{where}: {names([rival.read])} is {repr(read)[:40]} and {names([rival.other])} is {repr(other)[:40]}, "
+            f"and either could be meant; name the one to read (`{block}.{rival.key}: {rival.read}`)",
+            pointer=pointer,
+            code="ambiguous_fields",
+        )
 
 
 def choose_fields(there: Sequence[str], task: str, pointer: str, source: FileOptions) -> TextFields:

@@ -5,11 +5,14 @@ library runs apart, bounded by the kernel and by a clock, and whatever ends it i
 
     parent                                    tokenizer process
     {"length": …, "masks": …}    ──────────>  limits its memory, reads the file
-                                 <──────────  {"mask": id or null}, or {"error": "…"}
+                                 <──────────  {"mask": id or null, "special": …}, or {"error": "…"}
     ["text", ["one", "other"], …] ─────────>
                                  <──────────  [[ids, special, types, cut], …], or {"error": "…"}
     {"words": [["word", …], …]}  ──────────>
                                  <──────────  [[ids, words, cut], …], or {"error": "…"}
+
+The library does not cut to a length below the number of special tokens, and says nothing. So such a length is refused,
+and the length of each reply is compared with it.
 """
 
 import contextlib
@@ -56,10 +59,13 @@ class WordTokens(NamedTuple):
     """Whether there were more."""
 
 
-def tokenizer_settings(vocabulary: Vocabulary, length: int, masks: Sequence[str]) -> dict[str, Any]:
-    """Return what a tokenizer is started with."""
+def tokenizer_settings(
+    vocabulary: Vocabulary, length: int, masks: Sequence[str], *, pairs: bool = False
+) -> dict[str, Any]:
+    """Return what a tokenizer is started with; ``pairs`` if the texts are pairs."""
     return {
         "length": length,
+        "pairs": pairs,
         "masks": list(masks),
         "side": vocabulary.truncation_side,
         "normaliser": dict(vocabulary.normaliser),
@@ -69,11 +75,15 @@ def tokenizer_settings(vocabulary: Vocabulary, length: int, masks: Sequence[str]
 class TokenizerProcess:
     """A tokenizer that runs apart; ``start`` makes one."""
 
-    def __init__(self, process: ApartProcess, pointer: str) -> None:
+    def __init__(self, process: ApartProcess, settings: Mapping[str, Any], pointer: str) -> None:
         self._process = process
         self._pointer = pointer
-        self.mask_id: int | None = None
+        self._length: int = settings["length"]
+        self._pairs = bool(settings.get("pairs"))
+        reply = self._asked(dict(settings), "cannot be read")
+        self.mask_id: int | None = reply["mask"]
         """The mask token's id; None if there is none."""
+        self._special: int = reply["special"]
 
     @classmethod
     @contextlib.contextmanager
@@ -92,21 +102,57 @@ class TokenizerProcess:
         )
         limits = Limits(memory_bytes=limit, reply_seconds=_SECONDS, reply_bytes=_MOST_REPLY_BYTES)
         with ApartProcess.start(_PROGRAM, path, limits, checkpoint, _ENVIRONMENT) as process:
-            tokenizer = cls(process, pointer)
-            tokenizer.mask_id = tokenizer._asked(dict(settings), "cannot be read")["mask"]
-            yield tokenizer
+            yield cls(process, settings, pointer)
+
+    def require_room(self, asked: int, block: str) -> None:
+        """Refuse a length that special tokens fill, so that no token of a text is read.
+
+        Args:
+            asked: ``sequence_length`` of the document; the length in force is less where the model has fewer positions.
+            block: The block of the document that names the texts.
+        """
+        if not self._special or self._length > self._special:
+            return
+        each, least = "pair of texts" if self._pairs else "text", self._special + 1
+        added = f"the tokenizer adds {self._special} special tokens to each {each}, and they count"
+        if self._length == asked:
+            raise Refusal(
+                f"`sequence_length` must be at least {least} (got {asked}): {added}; give {least} or more",
+                pointer=f"/{block}/sequence_length",
+                code="invalid_value",
+            )
+        raise Refusal(
+            f"the model must have at least {least} positions (config.json gives {self._length}): {added}; take the "
+            "tokenizer that belongs to the model, or another model",
+            pointer=self._pointer,
+            code="invalid_value",
+        )
 
     def encode(self, texts: Sequence[str | tuple[str, str]], first: int) -> list[Tokens]:
         """Return the tokens of texts."""
         last = first + len(texts) - 1
         which = f"text {first}" if last == first else f"texts {first} to {last}"
-        return [Tokens(*each) for each in self._asked(list(texts), f"fails on {which}")]
+        found = [Tokens(*each) for each in self._asked(list(texts), f"fails on {which}")]
+        self._require_cut(found, first)
+        return found
 
     def encode_words(self, texts: Sequence[Sequence[str]], first: int) -> "list[WordTokens]":
         """Return the tokens of texts that come as words."""
         message = {"words": [list(words) for words in texts]}
         what = f"fails on the words of texts {first} to {first + len(texts) - 1}"
-        return [WordTokens(*each) for each in self._asked(message, what)]
+        found = [WordTokens(*each) for each in self._asked(message, what)]
+        self._require_cut(found, first)
+        return found
+
+    def _require_cut(self, found: Sequence[Tokens | WordTokens], first: int) -> None:
+        for place, each in enumerate(found, first):
+            if len(each.ids) > self._length:
+                raise Refusal(
+                    f"tokenizer.json gives {len(each.ids):,} tokens for text {place}, and is to cut it to "
+                    f"{self._length:,}; give a larger `sequence_length`, or take the model's own tokenizer",
+                    pointer=self._pointer,
+                    code="broken_tokenizer",
+                )
 
     def _asked(self, message: object, what: str) -> Any:  # noqa: ANN401 - each message has its own reply
         try:

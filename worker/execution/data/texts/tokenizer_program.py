@@ -40,7 +40,10 @@ class _Tokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(message["length"], direction=message.get("side") or own)
         known = (self._tokenizer.token_to_id(token) for token in message["masks"])
-        return {"mask": next((token for token in known if token is not None), None)}
+        return {
+            "mask": next((token for token in known if token is not None), None),
+            "special": self._tokenizer.num_special_tokens_to_add(bool(message.get("pairs"))),
+        }
 
     def _contradiction(self, said: dict[str, bool | None]) -> str | None:
         """Return the disagreement of tokenizer_config.json and the file's normaliser; None where they agree."""

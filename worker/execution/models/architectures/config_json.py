@@ -28,7 +28,6 @@ from worker.execution.loader_context import LoaderContext
 from worker.execution.models.architectures.bounded_build import bounded
 from worker.execution.models.architectures.config_fields import (
     MAX_DEPTH,
-    MAX_LABELS,
     ROTARY,
     Field,
     declared_fields,
@@ -38,6 +37,7 @@ from worker.execution.models.architectures.config_fields import (
     read_value,
     refuse,
 )
+from worker.execution.models.architectures.head_fields import read_labels
 from worker.execution.models.architectures.model_types import ModelType, model_types, reason_unknown
 from worker.execution.refusal import Refusal, names, unique_keys
 
@@ -165,7 +165,7 @@ def read_architecture(file: OpenFile | None, context: LoaderContext, pointer: st
         refuse(f"`model_type` is {shown}; it {reason_unknown(name)}", pointer)
     kind = CONFIG_MAPPING[model_type.name]
     _require_harmless(config, pointer)
-    labels = _labels(config, pointer)
+    labels = read_labels(config, context, pointer)
     reader = _Reader(context=context, pointer=pointer)
     with bounded(pointer):
         fields = reader.read(config, kind, "")
@@ -376,17 +376,6 @@ def _is_flat(value: Any, depth: int) -> bool:  # noqa: ANN401 - decoded from JSO
     return depth > 0 and all(
         _is_flat(each, depth - 1) for each in (value.values() if isinstance(value, dict) else value)
     )
-
-
-def _labels(config: dict[str, Any], pointer: str) -> int | None:
-    labels = config.get("id2label")
-    if isinstance(labels, dict):
-        count = len(labels)
-    elif "num_labels" in config:
-        count = read_integer("num_labels", config["num_labels"], 1, MAX_LABELS, pointer)
-    else:
-        return None
-    return read_integer("id2label", count, 1, MAX_LABELS, pointer)
 
 
 def _end_id(config: dict[str, Any], texts: Any) -> int | None:  # noqa: ANN401 - a configuration of transformers
