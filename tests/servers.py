@@ -476,14 +476,15 @@ def _user() -> pwd.struct_passwd:
     raise ServerMissing("there is neither a user postgres nor nobody to run the servers as")
 
 
-def hold_port() -> socket.socket:
-    """A port of loopback on which one server after another can listen, and that nobody else is given meanwhile.
+def hold_port(address: str = "127.0.0.1") -> socket.socket:
+    """A port of loopback, or of another address, on which one server after another can listen.
 
-    A free one that is only named may be another's before the server listens, or while it is killed and started again.
+    Nobody else is given it meanwhile. A free one that is only named may be another's before the server listens, or
+    while it is killed and started again.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as every server sets it: both may bind, one listens
-    held.bind(("127.0.0.1", 0))
+    held.bind((address, 0))
     return held
 
 

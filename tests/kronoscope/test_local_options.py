@@ -210,6 +210,8 @@ def test_numbers_and_paths_given_to_factors_are_checked() -> None:
         found.factors["(model)"].precondition(gradient, damping_A=1.0, damping_G="1")  # type: ignore[arg-type] # the point
     with pytest.raises(EngineError, match=r"the power must be a finite number \(got 'half'\)"):
         operator(found).power("half")  # type: ignore[arg-type] # the point
-    for read in (operator, load_factors, load_stabilised):
+    with pytest.raises(ValueError, match="`source` is int; give a folder's path"):
+        operator(3)  # type: ignore[arg-type] # the point
+    for read in (load_factors, load_stabilised):
         with pytest.raises(ValueError, match="`path` is int; give the path of a folder"):
             read(3)  # type: ignore[operator] # the point

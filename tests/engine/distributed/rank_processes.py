@@ -33,7 +33,8 @@ def run_ranks(
     most_seconds: float = 300,
 ) -> list[Any]:
     """Run ``function(rank, *arguments)`` on ``size`` ranks; return what each returned, or the error that it raised."""
-    with hold_port() as held, tempfile.TemporaryDirectory() as folder:
+    # of all addresses, as a rank's store listens: one that is free on loopback may be another address's
+    with hold_port("0.0.0.0") as held, tempfile.TemporaryDirectory() as folder:
         port = held.getsockname()[1]
         environment = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         context = multiprocessing.get_context("fork")
