@@ -11,7 +11,6 @@ from api.problem_details import Fault, Refusal
 from api.requests.admission import admit
 from api.requests.auth import Reader, Submitter
 from api.requests.body import read_document_body
-from api.requests.idempotency_keys import check_idempotency_key
 from api.requests.long_poll import check_wait, wait_for_job
 from api.requests.openapi import document_body, error_responses
 from api.requests.response_bodies import estimate_view
@@ -24,7 +23,7 @@ from jobs.codec import parse_document
 from jobs.errors import DocumentRefused
 from jobs.records import Job, Submitted
 from jobs.repository.store import delete_job, read_estimate
-from jobs.repository.submission import submit, submitted_earlier
+from jobs.repository.submission import check_idempotency_key, submit, submitted_earlier
 from jobs.tenancy.quotas import require_place
 
 _RETRY_SECONDS = 2

@@ -16,7 +16,6 @@ from api.requests.admission import admit
 from api.requests.auth import Reader, Submitter
 from api.requests.body import read_document_body
 from api.requests.etags import has_current, require_match
-from api.requests.idempotency_keys import check_idempotency_key
 from api.requests.job_filter import JobFilter
 from api.requests.long_poll import check_wait, wait_for_job
 from api.requests.openapi import document_body, error_responses, record_body, schedule_body
@@ -34,7 +33,7 @@ from jobs.repository.job_list import FIELDS
 from jobs.repository.lineage import read_lineage
 from jobs.repository.pieces import read_pieces
 from jobs.repository.store import annotate, delete_job, list_jobs, read_job, request_cancel, reschedule
-from jobs.repository.submission import submit, submitted_earlier
+from jobs.repository.submission import check_idempotency_key, submit, submitted_earlier
 from jobs.retention.object_sweep import delete_unlisted
 from jobs.scheduling.placement import placement_before, placement_of
 from jobs.schema.database import for_tenant

@@ -36,6 +36,19 @@ _IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _MOST_THREADS = 1024
 
 
+def check_idempotency_key(key: str | None) -> None:
+    """Refuse a key that could not be stored, of a job or of a document that is only validated; None is none.
+
+    Raises:
+        IdempotencyKeyRefused: If it is not 1 to 255 visible ASCII characters.
+    """
+    if key is not None and not _IDEMPOTENCY_KEY.fullmatch(key):
+        raise IdempotencyKeyRefused(
+            f"must be 1 to 255 visible ASCII characters without blanks (got {len(key):,} characters); take a UUID, or "
+            "leave the header out"
+        )
+
+
 def submit(
     engine: Engine,
     tenant_id: str,
@@ -67,8 +80,7 @@ def submit(
         IdempotencyConflict: If the key stored another document, or the same by another name or on another schedule.
         IdempotencyKeyRefused: If the key is not 1 to 255 visible ASCII characters.
     """
-    if idempotency_key is not None and not _IDEMPOTENCY_KEY.fullmatch(idempotency_key):
-        raise IdempotencyKeyRefused("an idempotency key is 1 to 255 visible ASCII characters, such as a UUID")
+    check_idempotency_key(idempotency_key)
     idempotency_key = _stored_key(idempotency_key, estimate=estimate)
     body = document_json(document)
     digest = sha256_of(body)

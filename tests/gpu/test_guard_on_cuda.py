@@ -45,7 +45,7 @@ def numbers(mib: int) -> torch.Tensor:
 
 
 def ask(program: str) -> str:
-    """What a process of its own prints."""
+    """Return the text that a separate process prints."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-P", "-c", program], env=environment, capture_output=True, text=True, check=False, timeout=120

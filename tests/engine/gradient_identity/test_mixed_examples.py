@@ -235,7 +235,7 @@ def one_pair(net: Net, x: Tensor) -> Tensor:
 
 
 def queued(net: Net, x: Tensor) -> Tensor:
-    """Of the examples of one kind those after the fifth of a batch are dropped, as by an expert with a capacity."""
+    """The examples of one kind after the fifth of a batch are dropped, as by an expert with a capacity."""
     z = net.a(x).tanh()
     kind = x[:, :1] > 0
     return net.h(torch.where(kind & (kind.cumsum(0) > 5), 0 * z, z))

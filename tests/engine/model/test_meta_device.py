@@ -141,7 +141,7 @@ def test_a_call_that_no_allowed_kernel_takes_is_written_out(
 
 
 def saved_by_a_layer(device: torch.device) -> int:
-    """What torch's own layer of attention saves, whose function hides the call within it from a mode."""
+    """Measure what torch's own layer of attention saves; its function hides the call within it from a mode."""
     layer = nn.MultiheadAttention(HEADS * HEAD, HEADS, batch_first=True, device=device)
 
     def attend(inputs: Tensor, *_: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ _CSV_BLOCK_BYTES = 4 * 2**20
 _MOST_THRIFT_BYTES = 16 * 2**20
 _MOST_THRIFT_ENTRIES = 1_000_000
 _MOST_CHARACTERS = 200
-"""Of what the library says, which may hold a whole row of the file."""
+"""Characters of a message of the library, which may hold a whole row of the file."""
 _REMEDIES = {
     "csv": "give a header and as many fields in every row, and quote texts that hold commas or line breaks",
     "parquet": "give an intact parquet file, or name a file of another kind by its own suffix (.csv, .jsonl)",
