@@ -51,7 +51,7 @@ from engine.tracing.parameter_uses import Sink
 from engine.tracing.pullback import Arrived, Derived, Pullback, detach_data
 from engine.tracing.rewrites.operator_rewrites import REWRITES, expansion_of
 from engine.tracing.rewrites.recurrent_rewrites import RECURRENT
-from engine.tracing.tensor_marks import find_copies_dim
+from engine.tracing.tensor_marks import find_copies_dim, tried
 
 
 class ParameterUseMode(Multiplying):
@@ -215,7 +215,7 @@ class ParameterUseMode(Multiplying):
                 with self:
                     return operation.run(lambda tensor: over.get(id(tensor), tensor))
         for place, result in enumerate(results):
-            made = None if expansions else self._derivation(operation, result, self._leaf, place)
+            made = None if expansions else tried(self._derivation, operation, result, self._leaf, place)
             self._marks.put(result, sources, made=made)
         for result, expansion in zip(results, expansions, strict=False):
             self._marks.put(result, sources, expansion=expansion)

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.layers.parameter_slice import Place, place_of
-from engine.memory.out_of_memory import is_unexplained
 from engine.model.activation_memory import storage_of
 from engine.model.torch_functions import Operation, tensors_of
 from engine.tracing.batch_provenance import Rows, rows_of_one
@@ -88,21 +87,16 @@ class Multiplying(Marking):
         if self._graphed and not torch.is_grad_enabled():
             # no gradient flows through it: what it is of the parameters is a constant
             return None
-        try:
-            source = operation.tensors[0]
-            if len(operation.tensors) == 1 and storage_of(leaf(source)) == storage_of(left):
-                made = self._marks.made(source)
-                # a view of a parameter shows a place of it
-                view = partial(self._shown, operation, place)
-                return None if made is None else derivation_of_view(made, view, self._transposed, left)
-            if place:
-                return None
-            with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are not the model's
-                return derivation_of(operation, left, leaf, self.is_derived)
-        except Exception as error:
-            if not is_unexplained(error):
-                raise
+        source = operation.tensors[0]
+        if len(operation.tensors) == 1 and storage_of(leaf(source)) == storage_of(left):
+            made = self._marks.made(source)
+            # a view of a parameter shows a place of it
+            view = partial(self._shown, operation, place)
+            return None if made is None else derivation_of_view(made, view, self._transposed, left)
+        if place:
             return None
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - its own operations are not the model's
+            return derivation_of(operation, left, leaf, self.is_derived)
 
     def _transposed(self, part: Tensor) -> Tensor:
         with self:

@@ -4,12 +4,12 @@ A tensor is *derived* where it was made of watched parameters alone, and *data* 
 entered the model is in it; of data, a mark says where its examples are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from typing_extensions import override
 
 from engine.memory.out_of_memory import is_unexplained
 from engine.model.torch_functions import CONSTANTS, JOINS, Operation, tensors_of
@@ -27,9 +27,10 @@ from engine.tracing.moved_rows import (
     with_one,
     written_at,
 )
-from engine.tracing.rewrites.operator_rewrites import Watch
 
 _MARK = "kronoscope"
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,18 @@ class Mark:
     """The way in which it is linear in other derived tensors, if that is known."""
 
 
+def tried(rule: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    """Return what a rule finds; None where it raises an error of its own, as those of its machine do not stop here."""
+    try:
+        return rule(*args, **kwargs)
+    except Exception as error:
+        if not is_unexplained(error):
+            raise
+        return None
+
+
 class Marks:
-    """The marks of one forward pass; those of earlier passes do not count."""
+    """The marks of one forward pass, of tensors of any shape; those of earlier passes do not count."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._names = {id(parameter): name for name, parameter in parameters.items()}
@@ -63,14 +74,7 @@ class Marks:
         self.examples, self._epoch = examples, object()
 
     def of(self, tensor: Tensor) -> Mark | None:
-        """Return the mark of a tensor.
-
-        Args:
-            tensor: A tensor of any shape.
-
-        Returns:
-            Its mark of this pass; None where it has none.
-        """
+        """Return a tensor's mark of this pass; None where it has none."""
         mark = vars(tensor).get(_MARK)
         return mark if isinstance(mark, Mark) and mark.epoch is self._epoch else None
 
@@ -85,7 +89,6 @@ class Marks:
         """Mark a tensor in the place of what was known of it.
 
         Args:
-            tensor: A tensor of any shape.
             sources: Names of the parameters that it was made of alone; None for data.
             rows: Where the examples of data are; None where that is not known.
             expansion: The same numbers as an expansion, of the tensor's shape; None for what is not a repetition.
@@ -95,54 +98,25 @@ class Marks:
         vars(tensor)[_MARK] = Mark(self._epoch, sources, rows, expansion, written, made)
 
     def made(self, tensor: Tensor) -> Derivation | None:
-        """Return how a derived tensor was made.
-
-        Args:
-            tensor: A tensor of any shape.
-
-        Returns:
-            Its derivation; None where none is known, or the tensor or a part of it was written to since.
-        """
+        """Return a tensor's derivation; None where none is known, or it or a part of it was written to since."""
         mark = self.of(tensor)
         if mark is None or mark.made is None or mark.version != version(tensor) or not mark.made.holds:
             return None
         return mark.made
 
     def expanded(self, tensor: Tensor) -> Tensor:
-        """Return a repetition as its expansion.
-
-        Args:
-            tensor: A tensor of any shape.
-
-        Returns:
-            The expansion of a repetition that has not been written to since, of the same shape; any other tensor
-            itself.
-        """
+        """Return the expansion, of its shape, of a repetition not written to since; any other tensor itself."""
         mark = self.of(tensor)
         if mark is None or mark.expansion is None or mark.version != version(tensor):
             return tensor
         return mark.expansion
 
     def parameter(self, tensor: Tensor) -> str | None:
-        """Return the name of a watched parameter.
-
-        Args:
-            tensor: A tensor of any shape.
-
-        Returns:
-            The name; None for any other tensor.
-        """
+        """Return the name of a watched parameter; None for any other tensor."""
         return self._names.get(id(tensor))
 
     def sources(self, tensor: Tensor) -> frozenset[str]:
-        """Return the parameters that a tensor was made of alone.
-
-        Args:
-            tensor: A tensor of any shape.
-
-        Returns:
-            Their names; none for data and constants.
-        """
+        """Return the names of the parameters that a tensor was made of alone; none for data and constants."""
         name = self.parameter(tensor)
         if name is not None:
             return frozenset({name})
@@ -152,37 +126,24 @@ class Marks:
     def is_data(self, tensor: Tensor) -> bool:
         """Tell whether a tensor depends on what entered the model.
 
-        Args:
-            tensor: A tensor of any shape.
-
-        Returns:
-            False for constants and derived tensors; True for what requires a gradient without a mark.
+        False for constants and derived tensors; True for what requires a gradient without a mark.
         """
         if self.sources(tensor):
             return False
         return tensor.requires_grad or self.of(tensor) is not None
 
     def rows(self, tensor: Tensor) -> Rows | None:
-        """Return where the examples of data are.
+        """Return where the examples of data are; None where that is not known.
 
-        Args:
-            tensor: Data of any shape; what came out of an operation that no mode sees is taken to lead with them.
-
-        Returns:
-            Its rows; None where they are not known.
+        Data that came out of an operation that no mode sees are taken to lead with them.
         """
         mark = self.of(tensor)
         return batch_first(tensor, self.examples) if mark is None else mark.rows
 
     def rows_at(self, data: Sequence[Tensor], dimensions: int) -> Rows | None:
-        """Return where the examples of a result are that data are broadcast to, from the last dimension.
+        """Return where the examples of a result are that data are broadcast to, from the last of its ``dimensions``.
 
-        Args:
-            data: Data of any shapes.
-            dimensions: Dimensions of the result.
-
-        Returns:
-            Its rows, as those of the first data of which they are known; None where they are not known of any.
+        They are those of the first data of which they are known; None where they are not known of any.
         """
         for tensor in data:
             rows = self.rows(tensor)
@@ -200,11 +161,12 @@ class Marks:
         results = list(tensors_of((operation.args[0],) if operation.writes and operation.args else (left,)))
         one, moved = self.only(operation), None
         for place, result in enumerate(results):
-            rows = self._combined(operation, result) or self._followed_any(operation, data, result, one)
+            rows = tried(self._combined, operation, result) or self._followed_any(operation, data, result, one)
             if rows is None and one is not None:
                 rows = rows_of_one(one, result, self.examples)
             if rows is None and self.examples > 1:
-                moved = self._moved(operation) if moved is None else moved
+                if moved is None:
+                    moved = tried(follow_moved, operation, self._known_rows, self.examples) or []
                 rows = moved[place] if len(moved) == len(results) else None
             if operation.name not in CONSTANTS or (rows is not None and rows.labels is None):
                 self.put(result, rows=rows)
@@ -228,33 +190,21 @@ class Marks:
             before = self.rows(tensor)
             if before is None or (before.one is not None and one is None):
                 continue
-            rows = self._followed(operation, tensor, before, left)
+            rows = tried(follow_rows, operation, tensor, before, left, self.examples)
             if rows is not None and (one is None or rows.fits(left)):
                 return with_one(rows, before, self.examples)
         # one example alone
         alone = self.examples == 1 and left.ndim > 0 and operation.tensors[0] is data[0]
         return Rows(dim=0, minor=left.shape[0], size=left.shape[0]) if alone else None
 
-    def _moved(self, operation: Operation) -> list[Rows | None]:
-        try:
-            return follow_moved(
-                operation, lambda tensor: None if self.of(tensor) is None else self.rows(tensor), self.examples
-            )
-        except Exception as error:
-            if not is_unexplained(error):
-                raise
-            return []
+    def _known_rows(self, tensor: Tensor) -> Rows | None:
+        return None if self.of(tensor) is None else self.rows(tensor)
 
     def _combined(self, operation: Operation, left: Tensor) -> Rows | None:
         """Return the rows of what the rows of several tensors were put into; None where there is no rule for it."""
-        try:
-            if operation.name in SCATTERS or operation.name == "setitem":
-                return self._scattered(operation, left)
-            return self._joined(operation, left) if operation.name in JOINS - {"stack"} else None
-        except Exception as error:
-            if not is_unexplained(error):
-                raise
-            return None
+        if operation.name in SCATTERS or operation.name == "setitem":
+            return self._scattered(operation, left)
+        return self._joined(operation, left) if operation.name in JOINS - {"stack"} else None
 
     def _joined(self, operation: Operation, left: Tensor) -> Rows | None:
         parts = [self.rows(tensor) for tensor in operation.args[0] if self.of(tensor) is not None]
@@ -279,45 +229,37 @@ class Marks:
             rows, None if held is None else held.rows, parts[1], parts[0] % left.ndim, left, self.examples
         )
 
-    def _followed(self, operation: Operation, entered: Tensor, rows: Rows, left: Tensor) -> Rows | None:
-        try:
-            return follow_rows(operation, entered, rows, left, self.examples)
-        except Exception as error:
-            if not is_unexplained(error):
-                raise
-            return None
 
-
-class Marking(TorchFunctionMode, Watch):
-    """A mode that keeps marks, and tells them to those who rewrite its operations."""
+class Marking(TorchFunctionMode):
+    """A mode that keeps marks, and tells them to those who rewrite its operations; within it, theirs are shown too."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._marks = Marks(parameters)
 
-    @override
     def is_data(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor depends on what entered the model, as ``Marks`` does."""
         return self._marks.is_data(tensor)
 
-    @override
     def is_derived(self, tensor: object) -> bool:
+        """Tell whether a tensor was made of the watched parameters alone."""
         return isinstance(tensor, Tensor) and bool(self._marks.sources(tensor))
 
-    @override
     def leads(self, tensor: Tensor) -> bool:
+        """Tell whether data's examples are along the first dimension, or unknown; False in a pass of one example."""
         return self._marks.examples > 1 and getattr(self._marks.rows(tensor), "dim", 0) == 0
 
-    @override
     def rows_of(self, tensor: Tensor) -> Rows | None:
+        """Return where the examples of data are; None where they are not known."""
         return self._marks.rows(tensor)
 
-    @override
     def rows_put(self, source: Tensor, index: Tensor, left: Tensor) -> Rows | None:
+        """Return the rows of a result that those of data were put into at ``index`` (K,); None where examples meet."""
         rows = self._marks.rows(source)
         return None if rows is None else follow_scatter(rows, None, index, rows.dim, left, self._marks.examples)
 
-    @override
     def with_rows(self, tensor: Tensor, rows: Rows | None) -> Tensor:
+        """Note where the examples of data are; None where that is not known."""
         self._marks.put(tensor, rows=rows)
         return tensor
 
@@ -325,12 +267,7 @@ class Marking(TorchFunctionMode, Watch):
 def find_copies_dim(tensor: Tensor, examples: int) -> int | None:
     """Find the dimension along which a tensor holds a copy for each example.
 
-    Args:
-        tensor: A tensor of any shape; copies are known by a stride of zero.
-        examples: Examples N.
-
-    Returns:
-        The dimension; None where none or several hold that many copies, and for one example.
+    Copies are known by a stride of zero. None where no dimension or several hold N of them, and for one example.
     """
     sizes = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
     alike = [dim for dim, (size, stride) in sizes if stride == 0 and size == examples > 1]

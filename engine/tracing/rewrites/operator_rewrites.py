@@ -6,90 +6,19 @@ returns ``NotImplemented``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.tracing.batch_provenance import Rows
+from engine.tracing.matrix_products import Multiplying
 
 _WIDEST = 2**13
 """Columns of the outer product of a bilinear layer's inputs: the A of more takes over half a gigabyte."""
 
 
-class Watch(AbstractContextManager["Watch"], Protocol):
-    """A mode that shows operations: within it, the operations of a rewrite are shown too."""
-
-    def product(self, entered: Tensor, weight: Tensor, bias: Tensor | None, run: Callable[[], Tensor]) -> Any:  # noqa: ANN401
-        """Show the product ``entered Wᵀ + b``.
-
-        Args:
-            entered: Data, shape (…, in).
-            weight: W, shape (out, in); it, or the bias, is derived.
-            bias: b, shape (out,); None for none.
-            run: Computes the product without a gradient for W and b.
-
-        Returns:
-            What stands for the result, shape (…, out); NotImplemented where it is not such a product.
-        """
-
-    def is_derived(self, tensor: object) -> bool:
-        """Tell whether a tensor was made of the watched parameters alone."""
-
-    def is_data(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor depends on what entered the model.
-
-        Args:
-            tensor: A tensor of any shape.
-
-        Returns:
-            False for constants and derived tensors.
-        """
-
-    def leads(self, tensor: Tensor) -> bool:
-        """Tell whether the examples of a tensor are along its first dimension, or unknown.
-
-        Args:
-            tensor: Data of any shape.
-
-        Returns:
-            False in a pass of one example, which is along every dimension.
-        """
-
-    def rows_of(self, tensor: Tensor) -> Rows | None:
-        """Return where the examples of a tensor are.
-
-        Args:
-            tensor: Data of any shape.
-
-        Returns:
-            Its rows; None where they are not known.
-        """
-
-    def rows_put(self, source: Tensor, index: Tensor, left: Tensor) -> Rows | None:
-        """Return where the examples of a result are that the rows of another tensor were put into.
-
-        Args:
-            source: Data of any shape, whose rows were put.
-            index: Places in the result, shape (K,).
-            left: The result, of any shape.
-
-        Returns:
-            The rows of the result; None where examples meet in it.
-        """
-
-    def with_rows(self, tensor: Tensor, rows: Rows | None) -> Tensor:
-        """Note where the examples of a tensor are.
-
-        Args:
-            tensor: Data of any shape.
-            rows: Its rows; None where they are not known.
-        """
-
-
-def _linear(mode: Watch, entered: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: ANN401
+def _linear(mode: Multiplying, entered: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: ANN401
     if bias is not None and mode.is_data(bias) and not mode.is_data(weight):
         with mode:
             return functional.linear(entered, weight) + bias
@@ -97,7 +26,7 @@ def _linear(mode: Watch, entered: Tensor, weight: Tensor, bias: Tensor | None = 
     return mode.product(entered, weight, bias, lambda: functional.linear(entered, weight.detach(), plain))
 
 
-def _matmul(mode: Watch, left: Tensor, right: Tensor) -> Any:  # noqa: ANN401
+def _matmul(mode: Multiplying, left: Tensor, right: Tensor) -> Any:  # noqa: ANN401
     if mode.is_derived(left):
         if mode.is_derived(right) or left.ndim != 2 or right.ndim < 2:
             return _batched(mode, left, right)
@@ -114,7 +43,7 @@ def _matmul(mode: Watch, left: Tensor, right: Tensor) -> Any:  # noqa: ANN401
     return mode.product(left, transposed, None, lambda: torch.matmul(left, right.detach()))
 
 
-def _batched(mode: Watch, left: Tensor, right: Tensor) -> Any:  # noqa: ANN401
+def _batched(mode: Multiplying, left: Tensor, right: Tensor) -> Any:  # noqa: ANN401
     """Multiply several matrices at once, one by one: a parameter of three dimensions is several layers."""
     derived, data = (left, right) if mode.is_derived(left) else (right, left)
     if mode.is_derived(data) or not left.ndim == right.ndim == 3 or left.shape[0] != right.shape[0]:
@@ -128,7 +57,7 @@ def _batched(mode: Watch, left: Tensor, right: Tensor) -> Any:  # noqa: ANN401
         return torch.stack([torch.matmul(left[place], right[place]) for place in range(left.shape[0])])
 
 
-def _addmm(mode: Watch, added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:  # noqa: ANN401
+def _addmm(mode: Multiplying, added: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:  # noqa: ANN401
     if beta != 1 or alpha != 1:
         return NotImplemented
     with mode:
@@ -138,7 +67,7 @@ def _addmm(mode: Watch, added: Tensor, left: Tensor, right: Tensor, *, beta: flo
 
 
 def _grouped(
-    mode: Watch, left: Tensor, right: Tensor, *, offs: Tensor | None = None, bias: Tensor | None = None
+    mode: Multiplying, left: Tensor, right: Tensor, *, offs: Tensor | None = None, bias: Tensor | None = None
 ) -> Any:  # noqa: ANN401
     """Multiply rows that are sorted by their matrix, of which ``offs`` says where each one's end."""
     if offs is None or bias is not None or mode.is_derived(left) or left.ndim != 2 or right.ndim != 3:
@@ -156,7 +85,7 @@ def _grouped(
         return mode.with_rows(torch.cat(parts), mode.rows_of(left))
 
 
-def _einsum(mode: Watch, equation: str, *operands: Any) -> Any:  # noqa: ANN401
+def _einsum(mode: Multiplying, equation: str, *operands: Any) -> Any:  # noqa: ANN401
     """Multiply two operands, one derived, whose letters are either summed with the data's or only its own."""
     pair = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
     entering, _, leaving = equation.replace(" ", "").partition("->")
@@ -199,7 +128,9 @@ def expansion_of(tensor: Tensor, *times: Any, repeats: Sequence[int] | None = No
     return tensor.expand([size if time == 1 else time for size, time in zip(shape, counts, strict=True)])
 
 
-def _affine(mode: Watch, plain: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
+def _affine(
+    mode: Multiplying, plain: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]
+) -> Tensor:
     """Scale and shift a normalised tensor by operations that are seen."""
     with mode:
         scaled = plain if weight is None else plain * weight.view(shape)
@@ -212,7 +143,7 @@ def _norm_options(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tenso
     return options.get("weight"), options.get("bias"), options.get("eps", 1e-5)
 
 
-def _layer_norm(mode: Watch, entered: Tensor, shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+def _layer_norm(mode: Multiplying, entered: Tensor, shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     weight, bias, eps = _norm_options(args, kwargs)
     with mode:
         plain = torch.layer_norm(entered, shape, None, None, eps)
@@ -220,23 +151,23 @@ def _layer_norm(mode: Watch, entered: Tensor, shape: Sequence[int], *args: Any, 
 
 
 def _rms_norm(
-    mode: Watch, entered: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    mode: Multiplying, entered: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Any:  # noqa: ANN401
     with mode:
         plain = torch.rms_norm(entered, shape, None, eps)
     return _affine(mode, plain, weight, None, tuple(shape))
 
 
-def _group_norm(mode: Watch, entered: Tensor, groups: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+def _group_norm(mode: Multiplying, entered: Tensor, groups: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     weight, bias, eps = _norm_options(args, kwargs)
     with mode:
         plain = torch.group_norm(entered, groups, None, None, eps)
     return _affine(mode, plain, weight, bias, (1, -1, *[1] * (entered.ndim - 2)))
 
 
-def _batch_norm(mode: Watch, entered: Tensor, weight: Tensor | None, bias: Tensor | None, *statistics: Any) -> Any:  # noqa: ANN401
+def _batch_norm(mode: Multiplying, entered: Tensor, *options: Any) -> Any:  # noqa: ANN401
     """Normalise by running statistics: with those of the batch one example's output depends on the others."""
-    mean, variance, training, _, eps, _ = statistics
+    weight, bias, mean, variance, training, _, eps, _ = options
     if training or mean is None or variance is None or any(map(mode.is_derived, (entered, mean, variance))):
         return NotImplemented
     shape = (1, -1, *[1] * (entered.ndim - 2))
@@ -245,13 +176,13 @@ def _batch_norm(mode: Watch, entered: Tensor, weight: Tensor | None, bias: Tenso
     return _affine(mode, plain, weight, bias, shape)
 
 
-def _prelu(mode: Watch, entered: Tensor, weight: Tensor) -> Any:  # noqa: ANN401
+def _prelu(mode: Multiplying, entered: Tensor, weight: Tensor) -> Any:  # noqa: ANN401
     shape = (1, -1, *[1] * (entered.ndim - 2)) if weight.numel() > 1 else (1,) * entered.ndim
     with mode:
         return torch.where(entered >= 0, entered, entered * weight.view(shape))
 
 
-def _bilinear(mode: Watch, left: Tensor, right: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: ANN401
+def _bilinear(mode: Multiplying, left: Tensor, right: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: ANN401
     """Compute ``Σ_ij x_i W_oij y_j`` as a linear map of ``x yᵀ``, unless that is too wide for an A."""
     if mode.is_derived(left) or mode.is_derived(right) or left.shape[-1] * right.shape[-1] > _WIDEST:
         return NotImplemented
@@ -263,7 +194,7 @@ def _bilinear(mode: Watch, left: Tensor, right: Tensor, weight: Tensor, bias: Te
         return functional.linear(outer, weight.flatten(1), bias)
 
 
-def _embedding_bag(mode: Watch, weight: Tensor, ids: Tensor, offsets: Tensor, *args: Any) -> Any:  # noqa: ANN401
+def _embedding_bag(mode: Multiplying, weight: Tensor, ids: Tensor, offsets: Tensor, *args: Any) -> Any:  # noqa: ANN401
     """Sum, average or maximise over each bag of ids: a lookup of every id, and then that."""
     options = (*args, *(False, 0, False, None, False, None)[len(args) :])
     by_frequency, reduction, scales, with_end, padding = (options[place] for place in (0, 1, 3, 4, 5))
@@ -300,7 +231,7 @@ def _pooled(vectors: Tensor, bags: Tensor, counts: Tensor, counted: Tensor, redu
     return torch.cat([vectors, beyond])[table].max(1).values.masked_fill(number == 0, 0)
 
 
-def _getitem(mode: Watch, entered: Tensor, index: Any) -> Any:  # noqa: ANN401
+def _getitem(mode: Multiplying, entered: Tensor, index: Any) -> Any:  # noqa: ANN401
     """Take a slice that the data choose, of which there is one: an expert."""
     parts = index if isinstance(index, tuple) else (index,)
     numbers = tuple(int(part) if _is_number(part) else part for part in parts)
@@ -313,7 +244,7 @@ def _getitem(mode: Watch, entered: Tensor, index: Any) -> Any:  # noqa: ANN401
 def _like(method: str) -> Callable[..., Any]:
     """Make a rewrite by which a derived tensor takes only its type or its shape from the data."""
 
-    def taken(mode: Watch, entered: Tensor, other: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def taken(mode: Multiplying, entered: Tensor, other: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         if mode.is_derived(other) or not isinstance(other, Tensor):
             return NotImplemented
         with mode:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.tracing.batch_provenance import Rows
-from engine.tracing.rewrites.operator_rewrites import Watch
+from engine.tracing.matrix_products import Multiplying
 
 State = tuple[Tensor, ...]
 """(h,), or (h, c) of an LSTM; each (B, width)."""
@@ -94,7 +94,7 @@ class _Sequences:
         return self.sizes[0]
 
 
-def _unrolled(mode: Watch, *args: Any, step: Step) -> Any:  # noqa: ANN401 - as torch returns
+def _unrolled(mode: Multiplying, *args: Any, step: Step) -> Any:  # noqa: ANN401 - as torch returns
     """Run a kernel over whole sequences: (output, h_n) or, of an LSTM, (output, h_n, c_n)."""
     packed = not isinstance(args[3], bool)
     data, *sizes = args[:2] if packed else args[:1]
@@ -139,7 +139,7 @@ def _unrolled(mode: Watch, *args: Any, step: Step) -> Any:  # noqa: ANN401 - as 
     return data, *last
 
 
-def _cell(mode: Watch, *args: Any, step: Step) -> Any:  # noqa: ANN401 - as torch returns
+def _cell(mode: Multiplying, *args: Any, step: Step) -> Any:  # noqa: ANN401 - as torch returns
     """Run one step by itself: h or, of an LSTM, (h, c)."""
     data, states, *parameters = args
     initial = (states,) if isinstance(states, Tensor) else tuple(states)
@@ -185,7 +185,7 @@ def _of_sequences(sequences: _Sequences, dim: int) -> Rows:
     return Rows(dim=dim, minor=rows.minor, size=sequences.batch)
 
 
-def _spread(mode: Watch, initial: State, sequences: _Sequences, data: Tensor) -> State:
+def _spread(mode: Multiplying, initial: State, sequences: _Sequences, data: Tensor) -> State:
     """Return the first states; a learned one is added to zeros of the data's, so that each example has its own copy."""
     if not any(mode.is_derived(state) for state in initial):
         return initial
@@ -208,7 +208,7 @@ def _weights(flat: Sequence[Tensor], layers: int, directions: int, *, biased: bo
 
 
 def _directed(
-    mode: Watch, step: Step, data: Tensor, sequences: _Sequences, weights: _Weights, initial: State
+    mode: Multiplying, step: Step, data: Tensor, sequences: _Sequences, weights: _Weights, initial: State
 ) -> tuple[Tensor, State]:
     """The outputs (P, width) of one layer in one direction, and its last states (B, ·).
 
@@ -248,7 +248,9 @@ def _directed(
     return torch.cat(outputs), last
 
 
-def _product(mode: Watch, entered: Tensor, weight: Tensor, bias: Tensor | None, left: Tensor | None = None) -> Tensor:
+def _product(
+    mode: Multiplying, entered: Tensor, weight: Tensor, bias: Tensor | None, left: Tensor | None = None
+) -> Tensor:
     """Compute ``entered Wᵀ + b``, shown if either can be trained; ``left`` stands for one that is computed already."""
 
     def run() -> Tensor:
