@@ -37,6 +37,7 @@ _REMEDIES: Mapping[str, str] = {
     "unforeseen_use": "put an example with that use first in the data",
     "gradient_identity": "compare the number in the layer's record with rounding: `collection.dtype: float64`",
     "examples_mix": "compute the outputs of each example from that example alone",
+    "not_repeatable": "draw from the default generators of torch, numpy or Python, or draw nothing in evaluation mode",
     "no_gradient": "look for a `forward` that detaches its outputs, or runs under `torch.no_grad` or `inference_mode`",
     "gradient_not_followed": "replace the operation between the parameter and the loss by torch operations",
 }

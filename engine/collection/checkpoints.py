@@ -38,6 +38,7 @@ from engine.factors.kronecker_factors import digest
 from engine.factors.spilled_factors import SpilledFactors
 from engine.model.batches import Batch
 from engine.model.sharding.gathered_parameters import present
+from engine.model.state.generators import Generators, set_generators
 from engine.model.state.model_state import bit_sum, bit_sums, known_checksums
 from engine.saved_fields import load_fields, save_fields
 from engine.workspace import Workspace
@@ -291,10 +292,8 @@ class Checkpoints(CheckpointFiles):
         for kind, name, tensor in found.surroundings:
             if kind == "buffer":
                 self.model.get_buffer(name).data.copy_(tensor)
-            elif name == "cuda":
-                torch.cuda.set_rng_state(tensor, self.workspace.machine.device)
             else:
-                torch.set_rng_state(tensor)
+                set_generators(Generators({name: tensor}), self.workspace.machine.device)
 
     def _pass_over(self, saved: Cursor, stream: Iterator[Batch]) -> None:
         """Take from the data what the checkpoint holds already, without the model."""
@@ -331,9 +330,8 @@ class Checkpoints(CheckpointFiles):
         """(kind, name, field) and tensor of everything that is saved."""
         if running:
             # between two passes there is none: each begins with its own
-            yield ("generator", "cpu", ""), torch.get_rng_state()
-            if self.workspace.machine.device.type == "cuda":
-                yield ("generator", "cuda", ""), torch.cuda.get_rng_state(self.workspace.machine.device)
+            for name, state in Generators.here(self.workspace.machine.device).tensors.items():
+                yield ("generator", name, ""), state
         for name, buffer in self.model.named_buffers():
             if buffer.layout == torch.strided and bit_sum(buffer) != self._buffers.get(name):
                 yield ("buffer", name, ""), buffer.detach()

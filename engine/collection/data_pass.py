@@ -30,11 +30,11 @@ from engine.gradient_identity.self_check import SelfCheck
 from engine.gradient_identity.summed_rows import NO_ROWS, SummedRows
 from engine.layers.layer import TreatedLayer
 from engine.model.batches import Batch, tensors
-from engine.model.determinism import seed_generators
 from engine.model.dtype_casts import casts_of
 from engine.model.example_digests import EnteredExamples
 from engine.model.loss_directions import directions, pull_back
 from engine.model.outputs import predict
+from engine.model.state.generators import seed_generators
 from engine.row_layout.length_buckets import group_by_length
 
 Sums = tuple[LayerStatistics, ...]

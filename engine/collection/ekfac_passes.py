@@ -31,9 +31,9 @@ from engine.memory.budget import give_back_host_memory
 from engine.memory.guard import Fallback
 from engine.merging.corrections import MergedBases
 from engine.merging.example_runs import joined
-from engine.model.determinism import seed_generators
 from engine.model.example_digests import EnteredExamples
 from engine.model.mixed_precision import FIRST_SCALE
+from engine.model.state.generators import seed_generators
 from engine.workspace import Workspace
 
 Load = Callable[[], Corrected]

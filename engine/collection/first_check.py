@@ -21,14 +21,15 @@ from engine.collection.probe import ProbedModel
 from engine.gradient_identity.checked_model import NoSums, Subject, unwritten, widened_bytes
 from engine.gradient_identity.findings import LayerCheck, refusal
 from engine.gradient_identity.schedule import Glances, different_examples, first_examples
-from engine.gradient_identity.self_check import SelfCheck, kept_generators
+from engine.gradient_identity.self_check import SelfCheck
 from engine.gradient_identity.summed_rows import SummedRows
 from engine.layers.coverage import DeclaredLayer, Survey
 from engine.layers.layer import TreatedLayer
 from engine.memory.out_of_memory import free_memory, ran_out_of_memory
 from engine.memory.plan import Chosen
 from engine.model.batches import Batch
-from engine.model.determinism import DRAWN, seed_generators
+from engine.model.determinism import DRAWN
+from engine.model.state.generators import kept_generators, seed_generators
 from engine.row_layout.attention_masks import MaskBroken
 from engine.row_layout.layer_calls import InputOverwritten
 

@@ -18,11 +18,12 @@ from engine.gradient_identity.self_check import SelfCheck
 from engine.layers.layer import TreatedLayer
 from engine.model.batches import Batch, make_batches
 from engine.model.class_targets import find_class_axis
-from engine.model.determinism import Numerics, seed_generators
+from engine.model.determinism import Numerics
 from engine.model.example_digests import EnteredExamples
 from engine.model.mixed_precision import Precision, choose_precision
 from engine.model.output_selection import output_of
 from engine.model.outputs import call_model
+from engine.model.state.generators import seed_generators
 from engine.model.state.preserve_state import preserve_state
 from engine.row_layout.attention_masks import Key
 from engine.row_layout.row_order import Layout

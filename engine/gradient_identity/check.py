@@ -33,6 +33,7 @@ from engine.gradient_identity.reference import Objective, narrowest_dtype
 from engine.gradient_identity.schedule import pick_examples
 from engine.layers.layer import TreatedLayer
 from engine.memory.out_of_memory import first_line, lost_device, ran_out_of_memory
+from engine.model.state.generators import Generators
 
 _RAISED = 10.0
 """Times that measured rounding may raise the tolerance."""
@@ -127,6 +128,8 @@ class BatchCheck:
         layers = {}
         for name, errors in findings.errors.items():
             error, identity = errors.largest
+            if not findings.repeats:
+                identity = "repetition"
             allowed, proof = allowance.layers[name], findings.proof[name]
             failed = alone or name in broken
             loosened = name in allowance.decided and allowed > exact
@@ -228,6 +231,8 @@ class BatchCheck:
         drawing = [layer for layer in layers if layer.name in findings.draws - unordered]
         if self.forward.batch.size > 1 and (drawing or self.drawn_outputs):
             self._exchanged(subject, drawing, together, findings)
+            if findings.suspects(drawing, subject.tolerance, outputs=self._outputs_decide):
+                findings.repeats = not any(self._rerun(subject, layers, together, self.forward.start))
         rest = [layer for layer in layers if layer not in bound]
         if rest:
             findings.proof |= dict.fromkeys((layer.name for layer in rest), "same_forward")
@@ -250,21 +255,25 @@ class BatchCheck:
         changed = False
         # a choice of few may be drawn alike from another state, for all the examples that are looked at
         for start in range(self._elsewhere, self._elsewhere + _STATES):
-            again = record(subject, layers, replace(self.forward, start=start), places=self.examples)
-            drawn |= {name for name in again.layers if self._differ(subject, name, together, again)}
-            own, others = (each.of(each.outputs, 0) for each in (together, again))
-            changed |= own.shape == others.shape and relative(own - others, own) > subject.tolerance
+            differing, outputs = self._rerun(subject, layers, together, start)
+            drawn |= differing
+            changed |= outputs
             if len(drawn) == len(layers):
                 break
-            del again
         return frozenset(drawn), changed and not self.drawn_outputs
 
-    def _differ(self, subject: Subject, name: str, together: Recording, again: Recording) -> bool:
-        """Tell whether the checked examples have other rows of a layer in another run of the batch."""
-        differing = Errors()
-        for number in range(len(self.examples)):
-            compare_rows(differing, together.rows(name, number), again.rows(name, number), floor=0.0)
-        return not differing.independence <= subject.tolerance
+    def _rerun(
+        self, subject: Subject, layers: Sequence[TreatedLayer], together: Recording, start: Generators | int
+    ) -> tuple[set[str], bool]:
+        """Run the batch again: which layers have other rows of the checked examples, and whether outputs are others."""
+        again = record(subject, layers, replace(self.forward, start=start), places=self.examples)
+        differing = {name: Errors() for name in again.layers}
+        for name, errors in differing.items():
+            for number in range(len(self.examples)):
+                compare_rows(errors, together.rows(name, number), again.rows(name, number), floor=0.0)
+        own, others = (each.of(each.outputs, 0) for each in (together, again))
+        changed = own.shape == others.shape and relative(own - others, own) > subject.tolerance
+        return {name for name, errors in differing.items() if not errors.independence <= subject.tolerance}, changed
 
     def _alone(
         self,

@@ -18,12 +18,12 @@ from engine.accumulation.layer_statistics import LayerStatistics
 from engine.gradient_identity.recorded_rows import Recording, RowRecorder
 from engine.layers.layer import TreatedLayer, Use
 from engine.model.batches import Batch, tensors
-from engine.model.determinism import Generators, set_generators
 from engine.model.dtype_casts import AllCasts, casts_of
 from engine.model.loss_directions import directions, drain_backward_queue, pull_back
 from engine.model.mixed_precision import Precision
 from engine.model.outputs import Prediction, predict
 from engine.model.sharding.gathered_parameters import converted, numbers_at_once, put_back
+from engine.model.state.generators import Generators, set_generators
 from engine.row_layout.layer_calls import InputOverwritten
 from engine.row_layout.row_order import Layout
 

@@ -14,6 +14,8 @@ FAILED_CHECK = "gradient_identity"
 """Reason of a layer whose rows are not the gradient of each example alone."""
 MIXED_EXAMPLES = "examples_mix"
 """The same where the model's outputs for one example depend on the others."""
+UNREPEATABLE = "not_repeatable"
+"""The same where the same batch gives other rows when it is run again, with all generators as before."""
 Proof = str
 """`alone`, `single` (batches of one example), `inputs` (no gradients), or `same_forward`."""
 
@@ -25,7 +27,7 @@ class LayerCheck:
     error: float
     """The largest relative difference."""
     identity: str
-    """The identity that it is of: `completeness`, `independence` or `sums`."""
+    """The identity that it is of: `completeness`, `independence`, `repetition` or `sums`."""
     examples: int
     """Examples held against themselves alone."""
     proof: Proof
@@ -44,6 +46,11 @@ class LayerCheck:
         if self.identity == "sums":
             return (
                 f"its sums differ from the rows of the first batch by {self.error:.2g} (sums of the gradient identity)"
+            )
+        if self.identity == "repetition":
+            return (
+                "the same batch, run again from the same state of the generators of torch, numpy and Python, gives "
+                "other rows: the model draws from another generator, or keeps something from one call to the next"
             )
         mixing = "what the model returns for one example depends on the others"
         if self.mixes and self.error == 0:
@@ -85,9 +92,10 @@ def worse(before: LayerCheck | None, now: LayerCheck) -> LayerCheck:
 def refusal(layer: TreatedLayer, check: LayerCheck) -> DeclaredLayer:
     """Turn a layer that failed its check into one that is not covered, with the numbers of the check.
 
-    The reason is that its examples mix, or that the gradient identity failed.
+    The reason is that its rows cannot be repeated, that its examples mix, or that the gradient identity failed.
     """
-    return replace(declare(layer, MIXED_EXAMPLES if check.mixes else FAILED_CHECK), why=check.why)
+    reason = UNREPEATABLE if check.identity == "repetition" else MIXED_EXAMPLES if check.mixes else FAILED_CHECK
+    return replace(declare(layer, reason), why=check.why)
 
 
 @contextlib.contextmanager
@@ -129,6 +137,8 @@ class Findings:
     directions: float = 0.0
     """The same of what the loss asks to be pulled back of them."""
     largest_norm: float = 0.0
+    repeats: bool = True
+    """The batch, run again from the same state, has given the same rows; true where that was not asked."""
 
     def suspects(self, layers: Sequence[TreatedLayer], tolerance: float, *, outputs: bool) -> list[TreatedLayer]:
         """Choose the layers that are above the tolerance; all of them where the outputs are, and are to count."""

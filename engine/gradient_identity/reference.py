@@ -14,8 +14,8 @@ from typing_extensions import override
 from engine.errors import ModelRefused
 from engine.gradient_identity.checked_model import Forward, Subject, direction_of, run, unwritten
 from engine.model.batches import Batch
-from engine.model.determinism import set_generators
 from engine.model.loss_directions import drain_backward_queue, run_backward
+from engine.model.state.generators import set_generators
 
 Arrived = Callable[[nn.Parameter, Tensor], None]
 """Gets a parameter and its gradient, which is let go of afterwards."""

@@ -13,7 +13,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
-import torch
 from torch import nn
 
 from catalog.analyses.analysis import LookedAt
@@ -28,6 +27,7 @@ from engine.gradient_identity.summed_rows import NO_ROWS, SummedRows
 from engine.layers.layer import TreatedLayer
 from engine.memory.out_of_memory import first_line
 from engine.model.batches import Batch
+from engine.model.state.generators import kept_generators
 from engine.saved_fields import load_fields, save_fields
 
 
@@ -302,11 +302,6 @@ class SelfCheck:
         self.new_sizes = known.new_sizes + sum(rank.new_sizes - known.new_sizes for rank in ranks)
         self.looked_at = _looks_joined(known.looked_at, [rank.looked_at for rank in ranks])
         self.largest_norm = max(rank.largest_norm for rank in ranks)
-
-
-def kept_generators(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return a context that puts torch's generators back where they stood, on the host and the model's device."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def _looks_joined(known: LookedAt, ranks: Sequence[LookedAt]) -> LookedAt:

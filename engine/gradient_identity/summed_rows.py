@@ -22,8 +22,8 @@ from engine.gradient_identity.checked_model import Forward, direction_weight
 from engine.gradient_identity.recorded_rows import Recording, RowRecorder, Sketch, sketch
 from engine.layers.layer import TreatedLayer
 from engine.model.batches import Batch
-from engine.model.determinism import Generators
 from engine.model.outputs import Prediction
+from engine.model.state.generators import Generators
 from engine.row_layout.layer_calls import version
 
 _MOST_NODES = 2**14

@@ -197,61 +197,6 @@ def _instructions(device: torch.device) -> str:
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device)) if present else "unknown"
 
 
-def seed_generators(seed: int) -> None:
-    """Seed torch's default generators: those that ``torch.manual_seed`` seeds, with the same numbers.
-
-    For each kind of device that has not been started, torch writes down the call and the stack that it came from:
-    some milliseconds each, as much as a pass over a small batch. Where there is no such device nothing is written down.
-
-    Args:
-        seed: The seed, at least -2**63 and below 2**64.
-    """
-    if _has_accelerator():
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
-
-
-@dataclass(frozen=True, eq=False)
-class Generators:
-    """States of torch's default generators, to which a forward pass can be brought back."""
-
-    host: Tensor
-    """Bytes of the CPU's."""
-    device: Tensor | None
-    """Bytes of the device's; None where that is the CPU."""
-
-    @classmethod
-    def here(cls, device: torch.device) -> "Generators":
-        """Read the states as they are.
-
-        Args:
-            device: Device that the model runs on.
-        """
-        on_device = device.type == "cuda"
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_device else None)
-
-
-def set_generators(start: Generators | int, device: torch.device) -> None:
-    """Bring torch's default generators to where a forward pass began.
-
-    Args:
-        start: Their states, or a seed.
-        device: Device that the model runs on.
-    """
-    if isinstance(start, int):
-        seed_generators(start)
-        return
-    torch.set_rng_state(start.host)
-    if start.device is not None:
-        torch.cuda.set_rng_state(start.device, device)
-
-
-@functools.cache
-def _has_accelerator() -> bool:
-    return torch.accelerator.is_available()
-
-
 @contextlib.contextmanager
 def set_numerics(numerics: Numerics, heard: set[str]) -> Iterator[None]:
     """Compute with given numerics inside, and restore the caller's afterwards.

@@ -21,11 +21,12 @@ from engine.collection.pass_job import PassJob
 from engine.errors import EmptyData, EngineError, ModelRefused, NonFiniteLoss, Unwinding, WrongShape
 from engine.memory.out_of_memory import free_memory, lost_device, ran_out_of_memory
 from engine.model.batches import Batch
-from engine.model.determinism import Generators, seed_generators, set_generators, set_numerics
+from engine.model.determinism import set_numerics
 from engine.model.dtype_casts import casts_of
 from engine.model.example_digests import EnteredExamples
 from engine.model.loss_directions import loss_gradient
 from engine.model.outputs import predict
+from engine.model.state.generators import Generators, seed_generators, set_generators
 from engine.model.state.preserve_state import preserve_state
 
 

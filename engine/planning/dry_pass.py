@@ -21,11 +21,11 @@ from engine.layers.coverage import Survey
 from engine.layers.layer import TreatedLayer
 from engine.memory.out_of_memory import lost_device, ran_out_of_memory
 from engine.model.batches import Batch, map_tensors, tensors
-from engine.model.determinism import seed_generators
 from engine.model.dtype_casts import casts_of
 from engine.model.loss_directions import drain_backward_queue, pull_back
 from engine.model.outputs import predict
 from engine.model.pass_peak import StorageEvents
+from engine.model.state.generators import seed_generators
 from engine.row_layout.layer_calls import Call, called, record_calls
 from engine.tracing.function_mode import ParameterUseMode
 from engine.tracing.functional_layers import Uses

@@ -26,10 +26,10 @@ from engine.layers.layer import BlockLayer, TreatedLayer
 from engine.memory.out_of_memory import free_memory, ran_out_of_memory
 from engine.model.activation_memory import GradientCopies, trace_saved_bytes
 from engine.model.batches import Batch, tensors
-from engine.model.determinism import seed_generators
 from engine.model.dtype_casts import casts_of, settle_casts
 from engine.model.outputs import call_model, predict
 from engine.model.pass_peak import peak_lines
+from engine.model.state.generators import seed_generators
 from engine.planning.choose_plan import head_choice
 from engine.planning.collection.reductions import with_shards
 from engine.planning.dry_pass import (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import WrongShape
-from engine.model.determinism import Generators, set_generators
+from engine.model.state.generators import Generators, set_generators
 from engine.model.state.preserve_state import products_at_full_width
 
 Place = tuple[nn.Module, str, Tensor]
@@ -81,9 +81,8 @@ class RepeatedFeatures:
 
     def has_drawn(self) -> bool:
         """Tell whether the last call has drawn a random number."""
-        now = Generators.here(self._device)
-        pairs = ((now.host, self._start.host), (now.device, self._start.device))
-        return any(one is not None and other is not None and not torch.equal(one, other) for one, other in pairs)
+        now = Generators.here(self._device).tensors
+        return any(not torch.equal(state, now[name]) for name, state in self._start.tensors.items())
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EmptyData, TrainingRefused, WrongShape
-from engine.model.determinism import Generators, hold_attention, leave_strict, set_generators
+from engine.model.determinism import hold_attention, leave_strict
 from engine.model.sharding.gathering import uncached_casts
+from engine.model.state.generators import Generators, set_generators
 from engine.model.state.preserve_state import order_gradients
 from engine.training.batch_statistics import (
     BatchNormMode,

@@ -9,6 +9,7 @@ const REASONS = {
   unsupported: "their layer type is not supported",
   gradient_identity: "their rows do not give the gradient of each example",
   examples_mix: "the model mixes the examples of a batch",
+  not_repeatable: "the same batch gives other numbers each time",
   gradient_not_followed: "their gradient passes an operation that is not supported",
 };
 

@@ -36,7 +36,7 @@ from engine.fewshot.head import Head
 from engine.fewshot.heads import ProtoNet
 from engine.fewshot.regulariser import VicWeights
 from engine.memory.out_of_memory import first_line, free_memory, ran_out_of_memory
-from engine.model.determinism import set_generators
+from engine.model.state.generators import set_generators
 from engine.training.mixed_precision import TrainingPrecision
 from engine.training.optimiser_step import OptimiserStep
 from engine.training.split_gradients import split_gradients

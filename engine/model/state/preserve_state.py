@@ -9,7 +9,6 @@ Refused first, with the tensor or module that is meant and what to do, is what a
 """
 
 import contextlib
-import random
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from engine.distributed.sharded_tensors import is_sharded
 from engine.errors import ModelRefused
 from engine.model.dtype_casts import note_conversion
 from engine.model.sharding.gathered_parameters import GatheredParameter, converted, put_back
+from engine.model.state.generators import kept_generators
 from engine.model.state.model_state import ModelState
 
 
@@ -109,11 +109,10 @@ def preserve_state(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         if tensor.is_floating_point() and tensor.dtype != dtype
     ]
     note_conversion(model, frozenset(tensor.dtype for tensor, _ in contents), dtype)
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
     with (
         torch.inference_mode(mode=False),
-        torch.random.fork_rng(devices=devices),
-        _other_generators(),
+        kept_generators(*devices),
         products_at_full_width(),
         _eager(),
         _plain(model),
@@ -174,19 +173,6 @@ def in_evaluation(model: nn.Module) -> Iterator[ModelState]:
 def _does_more_in_train(module: nn.Module) -> bool:
     """Tell whether a module does more in ``train`` than to set a flag: some merge weights for evaluation."""
     return getattr(module.train, "__func__", None) is not nn.Module.train
-
-
-@contextlib.contextmanager
-def _other_generators() -> Iterator[None]:
-    """Keep the state of Python's own generator, and of numpy's where it is loaded."""
-    numpy: Any = sys.modules.get("numpy")
-    python, others = random.getstate(), None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        if others is not None:
-            numpy.random.set_state(others)
 
 
 def products_at_full_width() -> contextlib.AbstractContextManager[None]:

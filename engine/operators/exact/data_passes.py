@@ -15,8 +15,9 @@ from engine.collection.pass_job import PassJob
 from engine.errors import EngineError, ModelRefused, Unwinding
 from engine.memory.out_of_memory import free_memory, ran_out_of_memory
 from engine.model.batches import Batch
-from engine.model.determinism import Generators, seed_generators, set_generators, set_numerics
+from engine.model.determinism import set_numerics
 from engine.model.example_digests import EnteredExamples
+from engine.model.state.generators import Generators, seed_generators, set_generators
 from engine.model.state.preserve_state import preserve_state
 from engine.operators.exact.columns import trained
 

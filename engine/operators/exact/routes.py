@@ -26,9 +26,9 @@ from engine.errors import EngineError, ModelRefused, Unwinding
 from engine.memory.budget import free_host_bytes
 from engine.memory.out_of_memory import ran_out_of_memory
 from engine.model.batches import Batch
-from engine.model.determinism import seed_generators
 from engine.model.loss_directions import loss_gradient
 from engine.model.outputs import Prediction, predict
+from engine.model.state.generators import seed_generators
 from engine.operators.exact.attention_calls import AttentionCalls
 from engine.operators.exact.columns import TANGENT, Column, Route, Sliced, flaw, norm, signs
 from engine.operators.exact.data_passes import DataPasses

@@ -3,10 +3,13 @@
 The oracle of each case is the trace of the Fisher block by plain autograd, example by example: where the collection
 covers a layer, it has that trace; where the examples mix, no such number is the model's.
 """
+# ruff: noqa: NPY002 - numpy's default generator is what is drawn from here
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +17,7 @@ from torch.nn import functional
 
 from engine.collect import collect_or_read
 from engine.errors import NothingToAnalyse
+from engine.factors.dense import digest
 from engine.factors.factor_set import FactorSet
 from engine.gradient_identity.schedule import different_examples
 from engine.model.batches import Batch
@@ -78,6 +82,29 @@ def noise(net: Net, x: Tensor) -> Tensor:
     return net.h((z + 1e-6 * torch.randn_like(z)).tanh())
 
 
+def noise_of_others(net: Net, x: Tensor) -> Tensor:
+    """Noise from Python's generator and from numpy's."""
+    z = net.a(x) * random.uniform(0.5, 1.0)
+    return net.h((z + 0.1 * torch.from_numpy(np.random.standard_normal(z.shape)).to(z.dtype)).tanh())
+
+
+def neighbour_of_others(net: Net, x: Tensor) -> Tensor:
+    z = net.a(x) * random.uniform(0.5, 1.0)
+    return net.h((z + 0.3 * z.roll(-1, 0)).tanh())
+
+
+_OWN_GENERATOR = np.random.default_rng(3)
+_OWN_TORCH = torch.Generator().manual_seed(3)
+
+
+def noise_of_its_own(net: Net, x: Tensor) -> Tensor:
+    return net.h((net.a(x) * float(_OWN_GENERATOR.uniform(0.5, 1.0))).tanh())
+
+
+def noise_of_its_own_in_torch(net: Net, x: Tensor) -> Tensor:
+    return net.h((net.a(x) * torch.rand((), generator=_OWN_TORCH, dtype=x.dtype)).tanh())
+
+
 def masked_narrowly(net: Net, x: Tensor) -> Tensor:
     return net.a(x) * (x.to(torch.bfloat16) > -9).all(1, keepdim=True)
 
@@ -111,6 +138,7 @@ def outputs_centred(net: Net, x: Tensor) -> Tensor:
     [
         hidden_statistics,
         hidden_neighbour,
+        neighbour_of_others,
         mixed_slightly(masked_narrowly),
         mixed_slightly(default_type),
         outputs_centred,
@@ -129,10 +157,32 @@ def test_a_narrow_operation_that_mixes_nothing_is_covered(use: Run) -> None:
         assert layer.exact_trace == pytest.approx(plain_trace(model, model.get_submodule(layer.name)), rel=1e-6)
 
 
-def test_a_model_that_draws_and_mixes_nothing_keeps_its_verdict() -> None:
-    whole = measured(Net(noise))
+@pytest.mark.parametrize("use", [noise, noise_of_others])
+def test_a_model_that_draws_and_mixes_nothing_keeps_its_verdict(use: Run) -> None:
+    whole = measured(Net(use))
     assert whole is not None
     assert {layer.checked_against for layer in whole.layers} == {"same_forward"}
+
+
+def test_python_and_numpy_draw_alike_in_each_job_and_go_on_afterwards_as_if_there_had_been_none() -> None:
+    digests, following = [], []
+    for check in ("growing", "off"):
+        random.seed(11)
+        np.random.seed(11)
+        whole = measured(Net(noise_of_others), self_check=check, batch_size=4)
+        assert whole is not None
+        digests.append([digest(each) for layer in whole.layers for each in (whole.load(layer.ordinal).G,)])
+        following.append((random.random(), float(np.random.random())))
+    random.seed(11)
+    np.random.seed(11)
+    assert digests[0] == digests[1]
+    assert following == [(random.random(), float(np.random.random()))] * 2
+
+
+@pytest.mark.parametrize("use", [noise_of_its_own, noise_of_its_own_in_torch])
+def test_a_generator_that_is_never_put_back_is_the_reason_and_not_mixing(use: Run) -> None:
+    with pytest.raises(NothingToAnalyse, match=r"not_repeatable .*draws from another generator.*draw from the default"):
+        collect_or_read(workspace(Net(use), [data()], "classification", fisher="empirical"))
 
 
 def test_a_tolerance_that_float64_cannot_have_is_recorded() -> None:
