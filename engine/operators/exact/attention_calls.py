@@ -7,7 +7,7 @@ of torch is touched.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,25 +18,11 @@ from torch.overrides import TorchFunctionMode
 from engine.errors import ModelRefused
 from engine.model.torch_functions import operation_name, reveal_operations
 from engine.operators.exact.attention import Attention, Operands
+from engine.operators.exact.tangents import Tangents
 
 _NAME = "scaled_dot_product_attention"
 _ASKS = nn.functional.multi_head_attention_forward
 """Torch's own function that hides such a call from a mode."""
-
-
-class TangentCarrier(Protocol):
-    """Knows the tangents of tensors, and takes those of a result."""
-
-    columns: int
-
-    def of(self, tensor: Tensor) -> Sequence[Tensor | None] | None:
-        """Return a tensor's tangents, None for one that has none."""
-
-    def put(self, tensor: Tensor, tangents: Sequence[Tensor | None]) -> None:
-        """Set a tensor's tangents."""
-
-    def resting(self) -> Any:  # noqa: ANN401 - a context manager
-        """Follow no operation while inside."""
 
 
 class AttentionCalls(TorchFunctionMode):
@@ -47,7 +33,7 @@ class AttentionCalls(TorchFunctionMode):
         at_once: Scores of one block; None is a size that a cache holds.
     """
 
-    def __init__(self, carrier: TangentCarrier | None = None, at_once: int | None = None) -> None:
+    def __init__(self, carrier: Tangents | None = None, at_once: int | None = None) -> None:
         super().__init__()
         self._carrier = carrier
         self._at_once = at_once
@@ -122,7 +108,7 @@ class _Call:
             scale=query.shape[-1] ** -0.5 if scale is None else scale, grouped=enable_gqa,
         )  # fmt: skip
 
-    def answered(self, carrier: TangentCarrier | None, at_once: int | None) -> Tensor:
+    def answered(self, carrier: Tangents | None, at_once: int | None) -> Tensor:
         """Compute the call's result."""
         lead: torch.Size = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
             *(part.shape[:-3] for part in (self.query, self.key, self.value))
@@ -180,7 +166,7 @@ class _Forward(Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, how: _How,
-        carrier: TangentCarrier | None,
+        carrier: Tangents | None,
     ) -> Tensor:  # fmt: skip
         attention = how.attention(query, key, value, bias)
         if carrier is None:
@@ -222,7 +208,7 @@ class _Pullback(Function):
         return attention.tangent(rows, along), found.query, found.key, found.value, found.bias, None, None
 
 
-def _carried(attention: Attention, carrier: TangentCarrier) -> tuple[Tensor, Tensor]:
+def _carried(attention: Attention, carrier: Tangents) -> tuple[Tensor, Tensor]:
     """Compute the outputs, and the tangents of each column in which an operand has one."""
     nothing = [None] * carrier.columns
     operands = [attention.query, attention.key, attention.value, attention.bias]

@@ -3,14 +3,12 @@
 Signs of outputs are random, and keyed by the example, so that batches do not matter.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from engine.model.batches import Batch
 from engine.model.counter_rng import uniforms
 
 
@@ -44,26 +42,6 @@ class Sliced:
     """For each column the wanted parts by parameter, of the summed loss."""
     divisor: float
     """Weight of the slice's loss terms."""
-
-
-class Route(ABC):
-    """A way to the products of a slice."""
-
-    @abstractmethod
-    def products(self, batch: Batch, parameters: Mapping[str, Tensor], columns: Sequence[Column]) -> Sliced:
-        """Multiply columns by the curvature of a slice.
-
-        Args:
-            batch: The slice, on the device.
-            parameters: The parameters that the columns name, which require gradients.
-            columns: The vectors.
-
-        Returns:
-            The products of the summed loss, and the divisor.
-
-        Raises:
-            ModelRefused: If the model draws random numbers, or an operation cannot be differentiated this way.
-        """
 
 
 def flaw(left: Tensor, right: Tensor, scale: Tensor, precision: torch.dtype) -> Tensor:

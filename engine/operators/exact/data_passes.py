@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from engine.collection.pass_job import PassJob
 from engine.errors import EngineError, ModelRefused, Unwinding
-from engine.memory.out_of_memory import free_memory, ran_out_of_memory
+from engine.memory.out_of_memory import free_memory, lost_device, ran_out_of_memory
 from engine.model.batches import Batch
 from engine.model.determinism import set_numerics
 from engine.model.example_digests import EnteredExamples
@@ -49,6 +49,8 @@ class DataPasses:
     """Purpose of the passes, as a warning names it."""
     remedy: str
     """Remedy where the model cannot be differentiated as asked for."""
+    trouble: str = "the model cannot be differentiated twice"
+    """How an error of the model's is introduced."""
     pointer: str | None
     """The part of the document that asked for it."""
     labels_drawn: bool = False
@@ -168,14 +170,16 @@ class DataPasses:
         except (EngineError, Unwinding):
             raise
         except Exception as error:
-            if ran_out_of_memory(error):
-                if batch.size > 1:
-                    return None
+            if ran_out_of_memory(error) and batch.size > 1:
+                return None
+            if ran_out_of_memory(error) or lost_device(error):
                 raise
-            raise ModelRefused(
-                f"the model cannot be differentiated twice: {type(error).__name__}: {str(error)[:500]}; {self.remedy}",
-                pointer=self.pointer,
-            ) from error
+            raise self.refusal(error) from error
+
+    def refusal(self, error: Exception) -> ModelRefused:
+        """Return what is said of a model that raised."""
+        said = f"{self.trouble}: {type(error).__name__}: {str(error)[:500]}; {self.remedy}"
+        return ModelRefused(said, pointer=self.pointer)
 
 
 @contextlib.contextmanager

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from engine.collection.pass_job import PassJob
 from engine.errors import ModelRefused
 from engine.model.batches import Batch
 from engine.model.outputs import Prediction, predict
 from engine.operators.exact.attention_calls import AttentionCalls
-from engine.operators.exact.columns import TANGENT, Column, Route, Sliced, flaw, norm, signs
+from engine.operators.exact.columns import TANGENT, Column, Sliced, flaw, norm, signs
 from engine.operators.exact.output_curvature import Curvature, OutputCurvature
 from engine.operators.exact.tangents import Tangents
 
@@ -65,7 +64,7 @@ class _Saved:
 
 
 @dataclass(kw_only=True)
-class ForwardRoute(Route):
+class ForwardRoute:
     """Products of the curvatures that are ``Jᵀ (…) J``; ``NotAdjoint`` where they contradict the gradient."""
 
     job: PassJob
@@ -74,8 +73,8 @@ class ForwardRoute(Route):
     _proven: bool = False
     """Signs of a generator's own have been pulled back once."""
 
-    @override
     def products(self, batch: Batch, parameters: Mapping[str, Tensor], columns: Sequence[Column]) -> Sliced:
+        """Multiply columns as ``Routes.products`` does."""
         if not self._proven and batch.size > _FEW:
             # few examples tell as much as many, and signs and gradients of theirs stand beside nothing large
             self._pushed(next(iter(batch.slices(_FEW))), parameters, columns)

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from engine.collection.pass_job import PassJob
 from engine.errors import EngineError, ModelRefused, Unwinding
@@ -30,7 +29,7 @@ from engine.model.loss_directions import loss_gradient
 from engine.model.outputs import Prediction, predict
 from engine.model.state.generators import seed_generators
 from engine.operators.exact.attention_calls import AttentionCalls
-from engine.operators.exact.columns import TANGENT, Column, Route, Sliced, flaw, norm, signs
+from engine.operators.exact.columns import TANGENT, Column, Sliced, flaw, norm, signs
 from engine.operators.exact.data_passes import DataPasses
 from engine.operators.exact.forward_route import ForwardRoute, NotAdjoint, require_no_draws
 from engine.operators.exact.output_curvature import Curvature, OutputCurvature
@@ -40,7 +39,7 @@ _SHARE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackwardRoute(Route):
+class BackwardRoute:
     """Products of any curvature."""
 
     job: PassJob
@@ -50,8 +49,8 @@ class BackwardRoute(Route):
     """Remedy where the model cannot be differentiated twice."""
     pointer: str | None
 
-    @override
     def products(self, batch: Batch, parameters: Mapping[str, Tensor], columns: Sequence[Column]) -> Sliced:
+        """Multiply columns as ``Routes.products`` does."""
         job = self.job
         calls = AttentionCalls()
         with calls, torch.enable_grad():
@@ -143,7 +142,7 @@ def _column_inner(gradients: Mapping[str, Tensor], column: Column) -> Tensor:
 
 
 @dataclass(kw_only=True)
-class Routes(Route):
+class Routes:
     """The way that products go, which a model decides once."""
 
     passes: DataPasses
@@ -164,8 +163,12 @@ class Routes(Route):
             job=passes.job, of=self.of, samples=self.samples, remedy=passes.remedy, pointer=passes.pointer
         )
 
-    @override
     def products(self, batch: Batch, parameters: Mapping[str, Tensor], columns: Sequence[Column]) -> Sliced:
+        """Multiply columns by the curvature of a slice of the summed loss, on the device.
+
+        ``parameters`` are those that the columns name, which require gradients. ``ModelRefused`` if the model draws
+        random numbers, or an operation cannot be differentiated this way.
+        """
         if self._per_example is None:
             self._per_example = require_no_draws(self.passes.job, batch)
         at_once = self._at_once(batch, columns)
@@ -205,11 +208,7 @@ class Routes(Route):
         except Exception as error:
             if ran_out_of_memory(error):
                 raise
-            said = f"{type(error).__name__}: {str(error)[:500]}"
-            refused = ModelRefused(
-                f"the model cannot be differentiated twice: {said}; {self.passes.remedy}", pointer=self.passes.pointer
-            )
-            raise self._explained(refused) from error
+            raise self._explained(self.passes.refusal(error)) from error
 
     def _forward_products(
         self, batch: Batch, parameters: Mapping[str, Tensor], columns: Sequence[Column]
