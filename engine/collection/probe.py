@@ -70,6 +70,8 @@ class Probe:
     """Tensors held where the gradients of a layer arrive: those saved up to its call, all inputs, and gradients."""
     met_normalised: Saved | None = None
     """The same where those of a normalisation do, with all that is made of them."""
+    attention: Saved | None = None
+    """Bytes that a GPU's fused attention takes for itself on the way back; None where there is none."""
     repeated: bool = False
     """A direction is pulled back again until all its gradients are finite, for which they wait for each other."""
     resident_bytes: int | None = None

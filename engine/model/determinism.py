@@ -237,6 +237,21 @@ def hold_attention(outputs: Tensor, kernels: Collection[str] = _FUSED) -> None:
         outputs: What a model returned inside ``set_numerics``, with their graph or without.
         kernels: Names of the graph's nodes.
     """
+    for node in attention_nodes(outputs, kernels):
+        node.register_prehook(_be_strict)
+        node.register_hook(_be_lenient)
+
+
+def attention_nodes(outputs: Tensor, kernels: Collection[str] = _FUSED) -> Iterator[Node]:
+    """List the nodes of fused attention in a graph.
+
+    Args:
+        outputs: What a model returned, with their graph or without.
+        kernels: Names of the nodes.
+
+    Yields:
+        Each node once.
+    """
     waiting, seen = [outputs.grad_fn], set[Node]()
     while waiting:
         node = waiting.pop()
@@ -245,8 +260,7 @@ def hold_attention(outputs: Tensor, kernels: Collection[str] = _FUSED) -> None:
         seen.add(node)
         waiting.extend(following for following, _ in node.next_functions)
         if node.name() in kernels:
-            node.register_prehook(_be_strict)
-            node.register_hook(_be_lenient)
+            yield node
 
 
 def _be_strict(_gradients: object) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from engine.model.determinism import Numerics
+from engine.model.activation_memory import Saved
+from engine.model.determinism import Numerics, attention_nodes
 from engine.model.pass_peak import PlainDispatchMode
 from engine.model.torch_functions import reveal_operations
 
@@ -59,6 +60,12 @@ _HEAD_ALIGNED = 8
 """Flash attention pads heads to a multiple of as many numbers; so is a mask's row for the memory-efficient kernel."""
 _ALIGNED_BYTES = 16
 """Bytes of which a head's are a multiple where the memory-efficient kernel is taken."""
+_FLASH_ROWS = 128
+"""Flash attention's backward pass rounds the length of the queries up to a multiple of as many."""
+_FLASH_COLUMNS = 32
+"""The same of the numbers of a head."""
+_MULTIPROCESSORS = 132
+"""Those of a device that cannot be asked: an H100's."""
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _OLDEST_FLASH = 8
 """Compute capability from which a GPU has flash attention, and bfloat16 in the memory-efficient kernel."""
@@ -225,6 +232,45 @@ def _memory_efficient(call: _AttentionCall) -> Tensor:
     )
     attended: Tensor = outputs[0]
     return attended
+
+
+def attention_workspace(outputs: Tensor, examples: int, multiprocessors: int | str | None) -> Saved | None:
+    """Return the bytes that fused attention takes of a GPU for itself, on the way back through a graph.
+
+    In its deterministic form flash attention adds the queries' gradients up in float32 once for each share of the
+    blocks of keys, so that sequences and shares together occupy the multiprocessors: ⌈SM / (N·h)⌉ · N · h · T · d
+    numbers, at most (SM − 1 + N·h) · T · d. It holds one number for each row besides, and grouped keys and values
+    written out. The memory-efficient kernel adds up in float32 where its results are narrower.
+
+    Source:
+        Dao, FlashAttention-2 (2023), and the allocations of torch 2.11's own kernels; no device has measured it.
+
+    Args:
+        outputs: What a model returned for ``examples`` examples, with their graph, on any device.
+        examples: At least 1.
+        multiprocessors: Those of the device, as ``Numerics`` have them.
+
+    Returns:
+        The highest of one line for each call of attention; None where there is no such call.
+    """
+    shares = (multiprocessors if isinstance(multiprocessors, int) else _MULTIPROCESSORS) - 1
+    lines = set()
+    for node in attention_nodes(outputs):
+        saved: Any = node
+        query, key, value = saved._saved_query, saved._saved_key, saved._saved_value  # noqa: SLF001 - torch's names
+        heads, rows, size = query.shape[-3:]
+        if "Flash" not in node.name():
+            summed = 0 if query.dtype == torch.float32 else query.numel() + key.numel() + value.numel()
+            lines.add((0, 4 * (summed + query[..., 0].numel()) // examples))
+            continue
+        rows, size = (-(-each // step) * step for each, step in ((rows, _FLASH_ROWS), (size, _FLASH_COLUMNS)))
+        calls = -(-len(query) // examples)
+        written = 2 * heads * key.shape[-2] * key.shape[-1] * 2 if key.shape[-3] < heads else 0
+        lines.add((4 * shares * rows * size, calls * (4 * heads * rows * (size + 1) + written)))
+    if not lines:
+        return None
+    fixed, each = max(lines)
+    return Saved(fixed_bytes=fixed, example_bytes=each, others=tuple(lines))
 
 
 @contextlib.contextmanager

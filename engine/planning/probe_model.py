@@ -24,9 +24,10 @@ from engine.layers.coverage import Survey, declare
 from engine.layers.elementwise import BareLayer
 from engine.layers.layer import BlockLayer, TreatedLayer
 from engine.memory.out_of_memory import free_memory, ran_out_of_memory
-from engine.model.activation_memory import GradientCopies, trace_saved_bytes
+from engine.model.activation_memory import GradientCopies, Saved, trace_saved_bytes
 from engine.model.batches import Batch, tensors
 from engine.model.dtype_casts import casts_of, settle_casts
+from engine.model.meta_device import attention_workspace
 from engine.model.outputs import call_model, predict
 from engine.model.pass_peak import peak_lines
 from engine.model.state.generators import seed_generators
@@ -266,9 +267,12 @@ def _with_activations(job: PassJob, survey: Survey, seen: Probe) -> Probe:
             outputs = predict(job.model, part, job.task).outputs
             # watched, operations take twice as long
             durations.append((time.perf_counter() - begun) / (2 if stepped else 1))
-            return outputs
+        if job.numerics.device == "cuda":
+            attention.append(attention_workspace(outputs, examples, job.numerics.multiprocessors))
+        return outputs
 
     durations: list[float] = []
+    attention: list[Saved | None] = []
     samples = samples_of(job, seen)
     sizes = tuple(sample.size for sample in samples)
     # a direction that overflows is pulled back again, through the same graph; and so is another direction
@@ -297,6 +301,7 @@ def _with_activations(job: PassJob, survey: Survey, seen: Probe) -> Probe:
         recomputed=recomputed,
         met=met,
         met_normalised=normalised,
+        attention=next(iter(attention), None),
         repeated=repeated,
         forward=None if seen.whole else TimedForward(sizes[-1], durations[-1]),
     )

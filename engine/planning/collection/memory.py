@@ -62,7 +62,7 @@ def plan_of(
         ("outputs", "4 · slice · terms · width", outputs, "estimated", "collection"),
         (
             "patches",
-            "strips and windows, or a normalisation's copies",
+            "strips and windows, a normalisation's copies, or a fused attention's own",
             patches,
             "estimated",
             "collection",
@@ -268,6 +268,9 @@ def _backward_bytes(
     )
     if workspace.options.collection.exact_trace:
         patches = max(patches, probe.dtype.itemsize * _joined(probe, examples))
+    if probe.attention is not None:
+        # at the moment when most is held, as far as is known
+        patches = max(patches, probe.attention.of(examples))
     if saved is None or met is None or normalised is None:
         widest = max((call.entered.numel() + call.output.numel() for call in probe.calls), default=0)
         gradients = int(2 * examples / probe.examples * widest * probe.dtype.itemsize)

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.model.activation_memory import storage_identity, storage_of
 from engine.model.determinism import Numerics
-from engine.model.meta_device import simulate_device
+from engine.model.meta_device import attention_workspace, simulate_device
 
 CPU, CUDA, META = (torch.device(name) for name in ("cpu", "cuda", "meta"))
 HEADS, LENGTH, HEAD = 4, 24, 16
@@ -193,3 +193,37 @@ def test_a_gpu_without_flash_is_planned_with_scores() -> None:
         with simulate_device(CUDA, numerics(CUDA, "math", "flash", instructions=instructions)):
             found.append(saved_bytes(attend, *drawn(META, torch.float16)))
     assert found[0] > found[1] == found[2]
+
+
+@pytest.mark.parametrize("heads", [2, 12, 40])
+@pytest.mark.parametrize(("length", "head"), [(300, 20), (32_000, 64)])
+def test_flash_takes_room_for_as_many_sums_as_occupy_the_multiprocessors(heads: int, length: int, head: int) -> None:
+    """The oracle counts what the kernel allocates for each batch; the bound of one line is at most twice as much."""
+    query = torch.randn(3, heads, length, head, device=META, dtype=torch.bfloat16, requires_grad=True)
+    with simulate_device(CUDA, numerics(CUDA, "math", "flash")):
+        attended = nn.functional.scaled_dot_product_attention(query, query * 2, query, is_causal=True)
+    planned = attention_workspace(attended.sum(), 3, 144)
+    assert planned is not None
+    rows, columns = 128 * math.ceil(length / 128), 32 * math.ceil(head / 32)
+    for examples in (1, 2, 3, 8, 100):
+        shares = math.ceil(144 / (examples * heads))
+        allocated = 4 * examples * heads * rows * (shares * columns + 1)
+        assert allocated <= planned.of(examples) <= 2 * allocated
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_memory_efficient_kernel_takes_room_for_sums_of_narrow_gradients_alone(dtype: torch.dtype) -> None:
+    with simulate_device(CUDA, numerics(CUDA, "math", "memory-efficient")):
+        attended = attention(None, grouped=False)(*drawn(META, dtype))
+    planned = attention_workspace(attended.sum(), 2, 144)
+    assert planned is not None
+    summed = 0 if dtype == torch.float32 else 3 * HEADS * LENGTH * HEAD
+    assert [planned.of(examples) for examples in (1, 5)] == [
+        examples * 4 * (HEADS * LENGTH + summed) for examples in (1, 5)
+    ]
+
+
+def test_attention_that_is_not_fused_takes_no_room_of_its_own() -> None:
+    with simulate_device(CUDA, numerics(CUDA, "math")):
+        attended = attention(None, grouped=False)(*drawn(META))
+    assert attention_workspace(attended.sum(), 2, "unknown") is None
