@@ -21,19 +21,21 @@ References:
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from engine.linalg.lanczos import WIDTH, Projection, Ritz, along
+from engine.operators.krylov.iteration import Iteration
 from engine.operators.krylov.search_options import (
+    ENDS,
     Eigenvalue,
     Ends,
     SearchOptions,
     gaussian,
-    identity,
     joint_bounds,
-    received,
     require,
 )
 
@@ -45,8 +47,8 @@ _SEARCH, _CONFIRM, _DONE = 0, 1, 2
 _NUMBERS = ("locked", "steps", "frozen", "width", "draws", "stage", "checked", "products", "cursor", "verified")
 
 
-class ExtremeEigenvalues:
-    """A search whose caller multiplies ``vectors`` and hands the products to ``advance`` until ``done``.
+class ExtremeEigenvalues(Iteration):
+    """A search of the ends of a spectrum; ``vectors`` are 8 at most, a view of the basis.
 
     Args:
         size: n, the order of the matrix.
@@ -61,9 +63,12 @@ class ExtremeEigenvalues:
         allowed, and three times eight in float64.
     """
 
+    named = "search"
+
     def __init__(self, size: int, options: SearchOptions, device: torch.device | str = "cpu") -> None:
+        super().__init__(size, options.dtype)
         require(size, options)
-        self.size, self.options = size, options
+        self.options = options
         self._basis = Projection(options.room(size), size, options.dtype, device)
         self._found = torch.zeros(2, self._basis.room, dtype=torch.float64)
         self._number = dict.fromkeys(_NUMBERS, 0)
@@ -72,21 +77,21 @@ class ExtremeEigenvalues:
         self._inject()
 
     @property
+    @override
     def vectors(self) -> Tensor:
-        """Vectors to be multiplied next, shape (n, b) with 1 ≤ b ≤ 8, a view of the basis."""
         number = self._number
         if number["stage"] == _SEARCH:
             return self._basis.vectors
         return self._basis.rows[number["cursor"] : number["cursor"] + self._confirmed_at_once()].mT
 
     @property
+    @override
     def done(self) -> bool:
-        """Whether everything is found, or the products are used up."""
         return self._number["stage"] == _DONE
 
     @property
+    @override
     def products(self) -> int:
-        """Products handed in so far, one for each vector."""
         return self._number["products"]
 
     @property
@@ -103,20 +108,8 @@ class ExtremeEigenvalues:
         needed = min(self.options.wanted, self.size) + 1
         return needed if self.options.most_products >= 3 * needed else 0
 
-    def advance(self, products: Tensor) -> None:
-        """Take in the products of ``vectors``.
-
-        Args:
-            products: ``F vectors``, shape (n, b), any float dtype; left as it is.
-
-        Raises:
-            WrongShape: If the shape is not that of ``vectors``.
-            NonFiniteFactor: If a number is NaN or infinite.
-            ValueError: If the search is done.
-        """
-        if self.done:
-            raise ValueError("the search is done and takes no products; read `result()`")
-        block = received(products, self.vectors)
+    @override
+    def _advance(self, block: Tensor) -> None:
         self._number["products"] += block.shape[0]
         if self._number["stage"] == _CONFIRM:
             self._measure(block)
@@ -306,7 +299,7 @@ class ExtremeEigenvalues:
             chosen = self._outermost(self._basis.held)
             return ritz.values[chosen], ritz.residuals[chosen] + 4 * least, False
         locked = number["locked"]
-        order = self._order()
+        order = self._found[0, :locked].argsort(stable=True)
         values, residuals = self._found[:, :locked][:, order]
         if number["stage"] == _CONFIRM or number["cursor"] == 0:
             return values, residuals + 4 * least, False
@@ -317,10 +310,6 @@ class ExtremeEigenvalues:
         gram = along(vectors, vectors).cpu()[order][:, order]
         return values, joint_bounds(values, residuals, rounding, gram, self._slip, self._inner()), True
 
-    def _order(self) -> Tensor:
-        """Places of the locked vectors by ascending value."""
-        return self._found[0, : self._number["locked"]].argsort(stable=True)
-
     def _inner(self) -> tuple[int, ...]:
         """Places, by ascending value, of the locked values beside which eigenvalues of C may lie."""
         locked, count = self._number["locked"], self.options.count
@@ -330,27 +319,18 @@ class ExtremeEigenvalues:
             return tuple(range(locked))
         return {"largest": (0,), "smallest": (locked - 1,)}.get(self.options.end, (count - 1, count))
 
-    def ritz_vectors(self) -> tuple[Tensor, Tensor]:
-        """Return the converged eigenvalues with their vectors.
+    @property
+    @override
+    def _numbers(self) -> tuple[list[int], list[int]]:
+        options, basis = self.options, self._basis
+        tolerance = -1.0 if options.tolerance is None else options.tolerance
+        bits = int(torch.tensor(tolerance, dtype=torch.float64).view(torch.int64))
+        own = [self.size, options.count, ENDS.index(options.end), bits, options.seed % 2**63, options.dtype.itemsize,
+               options.most_products, -1 if options.length is None else options.length]  # fmt: skip
+        return own, [basis.held, basis.pending, *self._number.values()]
 
-        Returns:
-            Values, shape (m,), float64, ascending, and vectors, shape (n, m), in the search's precision and place; m is
-            0 unless the search has ended with everything found.
-
-        Memory:
-            m vectors.
-        """
-        values, _, converged = self._summary()
-        if not converged:
-            return values[:0].to(torch.float64), self._basis.rows[:0].mT.clone()
-        return values, self._basis.rows[: len(values)][self._order().to(self._basis.rows.device)].mT
-
-    def state(self) -> dict[str, Tensor]:
-        """Return all that a search needs to go on, as views that the next ``advance`` changes: save them first.
-
-        Returns:
-            The used part of the basis, on its device, and numbers on the host.
-        """
+    @override
+    def _tensors(self) -> dict[str, Tensor]:
         basis, number = self._basis, self._number
         used = basis.held + basis.pending + (2 if number["stage"] != _SEARCH else 0)
         return {
@@ -359,33 +339,16 @@ class ExtremeEigenvalues:
             "leaving": basis.leaving,
             "dropped": basis.dropped,
             "found": self._found,
-            "numbers": torch.tensor(
-                [*identity(self.size, self.options), basis.held, basis.pending, *number.values()], dtype=torch.int64
-            ),
             "reals": torch.tensor([basis.scale, self._slip, self._rounding], dtype=torch.float64),
         }
 
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Continue from a state, as if this object had made the products itself.
-
-        Args:
-            state: What ``state`` gave, of a search of the same size and options.
-
-        Raises:
-            ValueError: If the state is another search's.
-        """
-        wanted = identity(self.size, self.options)
-        numbers = state["numbers"].tolist()
-        if numbers[: len(wanted)] != wanted:
-            raise ValueError(
-                f"the state must be of this search, {wanted} (got {numbers[: len(wanted)]}: size, options); "
-                "search anew, or restore the options that it was saved with"
-            )
+    @override
+    def _go_on(self, state: Mapping[str, Tensor], counts: list[int]) -> None:
         basis = self._basis
         basis.rows[: state["rows"].shape[0]].copy_(state["rows"])
         for name in ("matrix", "leaving", "dropped"):
             getattr(basis, name).copy_(state[name])
         self._found.copy_(state["found"])
-        basis.held, basis.pending, *others = numbers[len(wanted) :]
+        basis.held, basis.pending, *others = counts
         self._number = dict(zip(_NUMBERS, others, strict=True))
         basis.scale, self._slip, self._rounding = state["reals"].tolist()

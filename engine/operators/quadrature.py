@@ -15,13 +15,16 @@ References:
     Chen, Trogdon & Ubaru (2021), Analysis of stochastic Lanczos quadrature for spectrum approximation
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from engine.linalg.lanczos import PANEL_BYTES, orthogonalise
-from engine.operators.krylov.search_options import gaussian, received
+from engine.operators.krylov.iteration import Iteration
+from engine.operators.krylov.search_options import gaussian
 from engine.operators.krylov.spectral_bands import Quadrature, gauss
 
 __all__ = ["LanczosQuadrature", "Quadrature", "QuadratureOptions", "quadrature_bytes"]
@@ -49,8 +52,8 @@ def quadrature_bytes(size: int, options: QuadratureOptions) -> int:
     return bases + 3 * options.probes * size * 8 + 3 * PANEL_BYTES
 
 
-class LanczosQuadrature:
-    """Lanczos from several probes, whose caller multiplies ``vectors`` and hands the products to ``advance``.
+class LanczosQuadrature(Iteration):
+    """Lanczos from several probes.
 
     Args:
         size: n, the order of the matrix.
@@ -64,9 +67,15 @@ class LanczosQuadrature:
         ``quadrature_bytes(size, options)``: probes · steps vectors, and three of each probe in float64.
     """
 
+    named = "quadrature"
+
     def __init__(self, size: int, options: QuadratureOptions, device: torch.device | str = "cpu") -> None:
-        _require(size, options)
-        self.size, self.options = size, options
+        super().__init__(size, options.dtype)
+        if options.probes < 2:
+            raise ValueError(f"probes must be at least 2, since one shows no deviation (got {options.probes})")
+        if options.steps < 1:
+            raise ValueError(f"steps must be at least 1 (got {options.steps})")
+        self.options = options
         probes, steps = options.probes, options.steps
         self._rows = torch.empty(probes, steps, size, dtype=options.dtype, device=device)
         self._diagonal = torch.zeros(probes, steps, dtype=torch.float64)
@@ -79,36 +88,24 @@ class LanczosQuadrature:
             self._rows[probe, 0] = (vector[0] / vector.norm()).to(options.dtype)
 
     @property
+    @override
     def vectors(self) -> Tensor:
-        """Vectors to be multiplied next, shape (n, probes), a view; one whose space is exhausted is zero."""
         return self._rows[:, min(self._step, self.options.steps - 1)].mT
 
     @property
+    @override
     def done(self) -> bool:
-        """Whether all steps are made."""
         return self._step == self.options.steps
 
     @property
+    @override
     def products(self) -> int:
-        """Products handed in so far, one for each vector."""
         return self._step * self.options.probes
 
-    def advance(self, products: Tensor) -> None:
-        """Take in the products of ``vectors``.
-
-        Args:
-            products: ``F vectors``, shape (n, probes), any float dtype; left as it is.
-
-        Raises:
-            WrongShape: If the shape is not that of ``vectors``.
-            NonFiniteFactor: If a number is NaN or infinite.
-            ValueError: If all steps are made.
-        """
-        if self.done:
-            raise ValueError("the quadrature is done and takes no products; read `result()`")
-        block, step = received(products, self.vectors), self._step
-        known = self._rows[:, : step + 1]
-        coefficients = orthogonalise(known, block[:, None]).cpu()
+    @override
+    def _advance(self, block: Tensor) -> None:
+        step = self._step
+        coefficients = orthogonalise(self._rows[:, : step + 1], block[:, None]).cpu()
         self._diagonal[:, step] = coefficients[:, step, 0]
         left = block.norm(dim=1)
         beside = left.cpu()
@@ -145,53 +142,21 @@ class LanczosQuadrature:
             precision=torch.finfo(self.options.dtype).eps,
         )
 
-    def state(self) -> dict[str, Tensor]:
-        """Return all that is needed to go on, as views that the next ``advance`` changes: save them first.
-
-        Returns:
-            The used part of the bases, on their device, and numbers on the host.
-        """
+    @override
+    def _tensors(self) -> dict[str, Tensor]:
         used = min(self._step + 1, self.options.steps)
-        return {
-            "rows": self._rows[:, :used],
-            "diagonal": self._diagonal,
-            "beside": self._beside,
-            "numbers": torch.tensor([*self._identity, self._step], dtype=torch.int64),
-        }
+        return {"rows": self._rows[:, :used], "diagonal": self._diagonal, "beside": self._beside}
 
     @property
-    def _identity(self) -> list[int]:
+    @override
+    def _numbers(self) -> tuple[list[int], list[int]]:
         options = self.options
-        return [self.size, options.probes, options.steps, options.seed % 2**63, options.dtype.itemsize]
+        own = [self.size, options.probes, options.steps, options.seed % 2**63, options.dtype.itemsize]
+        return own, [self._step]
 
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Continue from a state, as if this object had made the products itself.
-
-        Args:
-            state: What ``state`` gave, of a quadrature of the same size and options.
-
-        Raises:
-            ValueError: If the state is another quadrature's.
-        """
-        *identity, step = state["numbers"].tolist()
-        if identity != self._identity:
-            raise ValueError(
-                f"the state must be of this quadrature, {self._identity} (got {identity}: size, probes, steps, seed, "
-                "bytes of a number); begin anew, or restore the options that it was saved with"
-            )
+    @override
+    def _go_on(self, state: Mapping[str, Tensor], counts: list[int]) -> None:
         self._rows[:, : state["rows"].shape[1]].copy_(state["rows"])
         self._diagonal.copy_(state["diagonal"])
         self._beside.copy_(state["beside"])
-        self._step = step
-
-
-def _require(size: int, options: QuadratureOptions) -> None:
-    """Raise ValueError for what cannot be sampled."""
-    if size < 1:
-        raise ValueError(f"the matrix must have at least one row (got {size})")
-    if options.probes < 2:
-        raise ValueError(f"probes must be at least 2, since one shows no deviation (got {options.probes})")
-    if options.steps < 1:
-        raise ValueError(f"steps must be at least 1 (got {options.steps})")
-    if options.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"dtype must be float32 or float64 (got {options.dtype})")
+        (self._step,) = counts

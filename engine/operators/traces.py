@@ -18,7 +18,8 @@ References:
 """
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,8 @@ from typing_extensions import override
 
 from engine.linalg.eigensolvers import exact_svd
 from engine.linalg.student import student_quantile
-from engine.operators.krylov.search_options import gaussian, received
+from engine.operators.krylov.iteration import Iteration
+from engine.operators.krylov.search_options import gaussian
 
 _FIRST_DRAW = 2**33
 """Other draws than those of a search or a quadrature with the same seed."""
@@ -61,27 +63,41 @@ def trace_bytes(size: int, options: TraceOptions) -> int:
     return 3 * columns * size * options.dtype.itemsize + 8 * columns * size * 8
 
 
-class _Estimator(ABC):
-    """Two stages of products, and their state."""
+class _Estimator(Iteration):
+    """Two stages of products, and their state.
 
+    Args:
+        size: n, the order of the matrix.
+        options: Products, seed, precision.
+        device: Where the vectors are kept.
+
+    Raises:
+        ValueError: If an option is out of its range.
+
+    Memory:
+        ``trace_bytes(size, options)``.
+    """
+
+    named = "estimate"
     _share: int
     """Parts that the products are divided into."""
     _correlation: float = 1.0
     """Variance of the samples' mean over that of independent ones."""
 
     def __init__(self, size: int, options: TraceOptions, device: torch.device | str = "cpu") -> None:
-        if size < 1:
-            raise ValueError(f"the matrix must have at least one row (got {size})")
+        super().__init__(size, options.dtype)
         if options.products < 6:
             raise ValueError(f"products must be at least 6, which give two samples (got {options.products})")
-        if options.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"dtype must be float32 or float64 (got {options.dtype})")
-        self.size, self.options = size, options
+        self.options = options
         self._columns = min(options.products // self._share, size)
         self._stage = 0
         self._kept: dict[str, Tensor] = {}
-        self.vectors = self._random(0, torch.device(device)).to(options.dtype).contiguous()
-        """Vectors to be multiplied next, shape (n, b)."""
+        self._vectors = self._random(0, torch.device(device)).to(options.dtype).contiguous()
+
+    @property
+    @override
+    def vectors(self) -> Tensor:
+        return self._vectors
 
     def _random(self, first: int, device: torch.device) -> Tensor:
         """Gaussian vectors, (n, columns), float64."""
@@ -89,36 +105,24 @@ class _Estimator(ABC):
         return gaussian(self.options.seed, draws, self.size, device).mT
 
     @property
+    @override
     def done(self) -> bool:
-        """Whether both stages are made."""
         return self._stage == 2
 
     @property
+    @override
     def products(self) -> int:
-        """Products handed in so far, one for each vector."""
         return (0, self._columns, self._share * self._columns)[self._stage]
 
-    def advance(self, products: Tensor) -> None:
-        """Take in the products of ``vectors``.
-
-        Args:
-            products: ``F vectors``, shape (n, b), any float dtype; left as it is.
-
-        Raises:
-            WrongShape: If the shape is not that of ``vectors``.
-            NonFiniteFactor: If a number is NaN or infinite.
-            ValueError: If nothing is left to be multiplied.
-        """
-        if self.done:
-            raise ValueError("the estimate is done and takes no products; read `result()`")
-        block = received(products, self.vectors).mT
+    @override
+    def _advance(self, block: Tensor) -> None:
         if self._stage == 0:
-            self._prepare(block)
+            self._prepare(block.mT)
         else:
-            self._finish(block)
+            self._finish(block.mT)
         self._stage += 1
         # as they are once saved and read back: sums round as numbers lie
-        self.vectors = self.vectors.contiguous()
+        self._vectors = self._vectors.contiguous()
         self._kept = {name: numbers.contiguous() for name, numbers in self._kept.items()}
 
     @abstractmethod
@@ -142,55 +146,26 @@ class _Estimator(ABC):
         value = exact + mean
         return TraceEstimate(value=value, low=value - half, high=value + half, products=self.products)
 
-    def state(self) -> dict[str, Tensor]:
-        """Return all that is needed to go on; save it before the next ``advance``.
-
-        Returns:
-            Vectors and products, on their device, and numbers on the host.
-        """
-        numbers = torch.tensor([*self._identity, self._stage], dtype=torch.int64)
-        return {"vectors": self.vectors, "numbers": numbers, **self._kept}
+    @override
+    def _tensors(self) -> dict[str, Tensor]:
+        return {"vectors": self._vectors, **self._kept}
 
     @property
-    def _identity(self) -> list[int]:
+    @override
+    def _numbers(self) -> tuple[list[int], list[int]]:
         options = self.options
-        return [self._share, self.size, options.products, options.seed % 2**63, options.dtype.itemsize]
+        own = [self._share, self.size, options.products, options.seed % 2**63, options.dtype.itemsize]
+        return own, [self._stage]
 
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Continue from a state, as if this object had made the products itself.
-
-        Args:
-            state: What ``state`` gave, of an estimate of the same kind, size and options.
-
-        Raises:
-            ValueError: If the state is another estimate's.
-        """
-        *identity, stage = state["numbers"].tolist()
-        if identity != self._identity:
-            raise ValueError(
-                f"the state must be of this estimate, {self._identity} (got {identity}: share, size, products, seed, "
-                "bytes of a number); begin anew, or restore the options that it was saved with"
-            )
-        device = self.vectors.device
-        kept = {name: numbers.to(device) for name, numbers in state.items() if name != "numbers"}
-        self.vectors = kept.pop("vectors")
-        self._kept, self._stage = kept, stage
+    @override
+    def _go_on(self, state: Mapping[str, Tensor], counts: list[int]) -> None:
+        device = self._vectors.device
+        self._kept = {name: numbers.to(device) for name, numbers in state.items() if name != "numbers"}
+        self._vectors, (self._stage,) = self._kept.pop("vectors"), counts
 
 
 class HutchPlusPlus(_Estimator):
-    """Hutch++: one third of the products each on a range, its trace, and samples of the rest.
-
-    Args:
-        size: n, the order of the matrix.
-        options: Products, seed, precision.
-        device: Where the vectors are kept.
-
-    Raises:
-        ValueError: If an option is out of its range.
-
-    Memory:
-        ``trace_bytes(size, options)``.
-    """
+    """Hutch++: one third of the products each on a range, its trace, and samples of the rest."""
 
     _share = 3
 
@@ -201,10 +176,10 @@ class HutchPlusPlus(_Estimator):
         rest = self._random(self._columns, block.device)
         for _ in range(2):
             rest = rest - basis @ (basis.mT @ rest)
-        self.vectors = torch.cat([basis, rest], 1).to(self.options.dtype)
+        self._vectors = torch.cat([basis, rest], 1).to(self.options.dtype)
 
     def _finish(self, block: Tensor) -> None:
-        wide = self.vectors.to(torch.float64)
+        wide = self._vectors.to(torch.float64)
         each = (wide * block).sum(0).cpu()
         self._kept = {"exact": each[: self._columns].sum(), "samples": self._normalised(wide, each)}
 
@@ -217,30 +192,18 @@ class HutchPlusPlus(_Estimator):
 
 
 class XTrace(_Estimator):
-    """XTrace: half of the products on random vectors, half on their range, each vector a sample beside the others.
-
-    Args:
-        size: n, the order of the matrix.
-        options: Products, seed, precision.
-        device: Where the vectors are kept.
-
-    Raises:
-        ValueError: If an option is out of its range.
-
-    Memory:
-        ``trace_bytes(size, options)``.
-    """
+    """XTrace: half of the products on random vectors, half on their range, each vector a sample beside the others."""
 
     _share = 2
     _correlation = 2.0
 
     @override
     def _prepare(self, block: Tensor) -> None:
-        self._kept = {"random": self.vectors, "first": block.to(self.options.dtype)}
-        self.vectors = torch.linalg.qr(block).Q.to(self.options.dtype)
+        self._kept = {"random": self._vectors, "first": block.to(self.options.dtype)}
+        self._vectors = torch.linalg.qr(block).Q.to(self.options.dtype)
 
     def _finish(self, block: Tensor) -> None:
-        basis, random = self.vectors.to(torch.float64), self._kept["random"].to(torch.float64)
+        basis, random = self._vectors.to(torch.float64), self._kept["random"].to(torch.float64)
         first = self._kept["first"].to(torch.float64)
         # s_i is the direction of the range that the other columns do not reach: R⁻ᵀ e_i, normalised
         left, values, right = exact_svd(basis.mT @ first)

@@ -6,36 +6,15 @@ that a pass serves them all; memory says how many vectors go through the model a
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from catalog.analyses.spectrum import SpectrumParams
 from engine.operators.extreme_eigenvalues import ExtremeEigenvalues, SearchOptions
+from engine.operators.krylov.iteration import Iteration
 from engine.operators.quadrature import LanczosQuadrature, QuadratureOptions
 from engine.operators.traces import HutchPlusPlus, TraceOptions, XTrace
-
-
-class Asking(Protocol):
-    """A method that asks for products with a matrix until it knows enough."""
-
-    @property
-    def vectors(self) -> Tensor:
-        """To be multiplied next, shape (n, b)."""
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing more is asked for."""
-
-    def advance(self, products: Tensor) -> None:
-        """Take in the products of ``vectors``, shape (n, b)."""
-
-    def state(self) -> dict[str, Tensor]:
-        """Return all that is needed to go on."""
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on from a state."""
 
 
 @dataclass(kw_only=True)
@@ -84,9 +63,9 @@ class SpectrumSearch:
             self.trace = kind(self.size, sketch, self.device)
 
     @property
-    def parts(self) -> dict[str, Asking]:
+    def parts(self) -> dict[str, Iteration]:
         """All that ask for products, by name."""
-        named = {"ends": self.ends, "quadrature": self.quadrature, "trace": self.trace}
+        named: dict[str, Iteration | None] = {"ends": self.ends, "quadrature": self.quadrature, "trace": self.trace}
         return {name: part for name, part in named.items() if part is not None}
 
     @property

@@ -22,7 +22,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.errors import NonFiniteFactor, WrongShape
 from engine.linalg.lanczos import PANEL_BYTES, WIDTH
 from engine.model.counter_rng import normals
 
@@ -52,35 +51,7 @@ def gaussian(seed: int, draws: range, size: int, device: torch.device) -> Tensor
     return made
 
 
-def received(products: Tensor, vectors: Tensor) -> Tensor:
-    """Return products as float64 rows of their own, after a look at their shape and numbers.
-
-    Args:
-        products: What the caller hands in, shape (n, b).
-        vectors: What it was to multiply, shape (n, b).
-
-    Returns:
-        Shape (b, n), float64, contiguous, on the vectors' device.
-
-    Raises:
-        WrongShape: If the shapes differ.
-        NonFiniteFactor: If a number is NaN or infinite.
-    """
-    if products.shape != vectors.shape:
-        raise WrongShape(
-            f"products must have the shape of the vectors, {tuple(vectors.shape)} (got {tuple(products.shape)}); "
-            "multiply `vectors` of the same object, all its columns"
-        )
-    block = products.mT.to(vectors.device, torch.float64, copy=True).contiguous()
-    if not bool(torch.isfinite(block).all()):
-        raise NonFiniteFactor(
-            "a product of the curvature with a vector holds NaN or Inf; take `collection.dtype: float64`, or scale the "
-            "model's inputs or loss"
-        )
-    return block
-
-
-_ENDS = ("largest", "smallest", "both")
+ENDS = ("largest", "smallest", "both")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,24 +88,12 @@ def search_bytes(size: int, options: SearchOptions) -> int:
     return rows * size * options.dtype.itemsize + 3 * WIDTH * size * 8 + 3 * PANEL_BYTES + 10 * rows * rows * 8
 
 
-def identity(size: int, options: SearchOptions) -> list[int]:
-    """Return what tells a search from another: size and options as integers."""
-    tolerance = -1.0 if options.tolerance is None else options.tolerance
-    bits = int(torch.tensor(tolerance, dtype=torch.float64).view(torch.int64))
-    return [size, options.count, _ENDS.index(options.end), bits, options.seed % 2**63, options.dtype.itemsize,
-            options.most_products, -1 if options.length is None else options.length]  # fmt: skip
-
-
 def require(size: int, options: SearchOptions) -> None:
     """Refuse what cannot be searched for."""
-    if size < 1:
-        raise ValueError(f"the matrix must have at least one row (got {size})")
     if not 1 <= options.count <= size:
         raise ValueError(f"count must be between 1 and the {size} rows of the matrix (got {options.count})")
-    if options.end not in _ENDS:
-        raise ValueError(f"end must be one of {', '.join(_ENDS)} (got {options.end!r})")
-    if options.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"dtype must be float32 or float64 (got {options.dtype})")
+    if options.end not in ENDS:
+        raise ValueError(f"end must be one of {', '.join(ENDS)} (got {options.end!r})")
     if options.most_products < 1:
         raise ValueError(f"most_products must be at least 1 (got {options.most_products})")
     if options.tolerance is not None and not 0 < options.tolerance < 1:
