@@ -177,7 +177,7 @@ class BlockSSS(SemiseparableMatrix):
     def matvec(self, x: Tensor) -> Tensor:
         columns = as_columns(self, x)
         m, p = self.D.shape[:2]
-        rows = torch.cat([columns, columns.new_zeros(m * p - self.size, columns.shape[1])]).view(m, p, -1)
+        rows = in_blocks(columns, m, p)
         D, U, W, V, P, R, Q = (each.to(columns.dtype) for each in self.tensors().values())
         product = D @ rows
         if U.shape[-1]:
@@ -187,11 +187,8 @@ class BlockSSS(SemiseparableMatrix):
         return product.reshape(m * p, -1)[: self.size].reshape(x.shape)
 
     @override
-    def rmatvec(self, x: Tensor) -> Tensor:
-        return self.transposed().matvec(x)
-
     def transposed(self) -> Self:
-        """Return Aᵀ, whose generators are those of A with the triangles exchanged."""
+        # the triangles are exchanged
         above, below = self.orders
         return type(self)(
             self.size,
@@ -219,12 +216,10 @@ class BlockSSS(SemiseparableMatrix):
             return self.shifted(-damping).solve(right)
         columns = as_columns(self, right)
         m, p = self.D.shape[:2]
-        rows = torch.cat([columns, columns.new_zeros(m * p - self.size, columns.shape[1])]).view(m, p, -1)
         elimination = self._elimination(columns.dtype)
-        solution = elimination.solve(rows).reshape(m * p, -1)[: self.size]
+        solution = elimination.solve(in_blocks(columns, m, p)).reshape(m * p, -1)[: self.size]
         # one step of refinement: generators that grow along the blocks cost digits
-        missing = (columns - self.matvec(solution)).reshape(self.size, -1)
-        missing = torch.cat([missing, missing.new_zeros(m * p - self.size, missing.shape[1])]).view(m, p, -1)
+        missing = in_blocks(columns - self.matvec(solution), m, p)
         solution = solution + elimination.solve(missing).reshape(m * p, -1)[: self.size]
         return solution.reshape(right.shape)
 
@@ -242,8 +237,12 @@ class BlockSSS(SemiseparableMatrix):
     def _elimination(self, dtype: torch.dtype) -> Elimination:
         # rows beyond N are those of the identity
         beyond = torch.arange(self.D.shape[0] * self.block, device=self.device) >= self.size
-        D, U, W, V, P, R, Q = (each.to(dtype) for each in self.tensors().values())
-        return Elimination(D, U, W, V, P, R, Q, beyond=beyond.view(-1, self.block))
+        return Elimination([each.to(dtype) for each in self.tensors().values()], beyond.view(-1, self.block))
+
+
+def in_blocks(rows: Tensor, m: int, p: int) -> Tensor:
+    """Return (N, r) as (m, p, r), with rows of zeros at the end."""
+    return torch.cat([rows, rows.new_zeros(m * p - rows.shape[0], rows.shape[1])]).view(m, p, -1)
 
 
 def _states(transfers: Tensor, inputs: Tensor) -> Tensor:

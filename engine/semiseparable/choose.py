@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.semiseparable.block_sss import BlockSSS
 from engine.semiseparable.construct_sss import OrderBeyond, construct_sss
-from engine.semiseparable.fit import SWEEPS, TridiagonalFit
+from engine.semiseparable.fit import TridiagonalFit
 from engine.semiseparable.semiseparable_matrix import MatrixRefused, SemiseparableMatrix, default_rank, require_matrix
 from engine.semiseparable.tridiagonal_low_rank import TridiagonalLowRank
 
@@ -139,13 +139,13 @@ def relative_error(dense: Tensor, matrix: SemiseparableMatrix) -> float:
 
 
 def tridiagonal_candidate(
-    fit: TridiagonalFit, ranks: int | tuple[int, ...], sweeps: int = SWEEPS, lowrank: torch.dtype | None = None
+    fit: TridiagonalFit, ranks: int | tuple[int, ...], lowrank: torch.dtype | None = None
 ) -> Candidate:
-    """Return T + U Vᵀ as a candidate, of rank r or the ranks of several levels, by at most so many sweeps a start.
+    """Return T + U Vᵀ as a candidate, of rank r or the ranks of several levels.
 
     ``lowrank`` is a precision of 16 bits for U and V; None leaves them in that of the matrix.
     """
-    matrix = fit.at(ranks, sweeps).matrix
+    matrix = fit.at(ranks).matrix
     name = f"{TridiagonalLowRank.kind}, rank {matrix.rank}"
     if len(matrix.ranks) > 1:
         name += f" in {len(matrix.ranks)} levels"

@@ -14,6 +14,7 @@ References:
 """
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -23,35 +24,19 @@ from engine.semiseparable.semiseparable_matrix import SingularMatrix
 
 
 class Elimination:
-    """The staircase of one matrix."""
+    """The staircase of one matrix; ``SingularMatrix`` where it is solved and a pivot is no more than rounding."""
 
-    def __init__(
-        self,
-        D: Tensor,
-        U: Tensor,
-        W: Tensor,
-        V: Tensor,
-        P: Tensor,
-        R: Tensor,
-        Q: Tensor,
-        *,
-        beyond: Tensor,
-    ) -> None:
+    def __init__(self, generators: Sequence[Tensor], beyond: Tensor) -> None:
         """Assemble the equations, scaled so that no entry is far above one.
 
         Args:
-            D: Generators as ``BlockSSS`` takes them, this one of shape (m, p, p).
-            U: Shape (m, p, a).
-            W: Shape (m, a, a).
-            V: Shape (m, p, a).
-            P: Shape (m, p, b).
-            R: Shape (m, b, b).
-            Q: Shape (m, p, b).
+            generators: D, U, W, V, P, R and Q as ``BlockSSS`` takes them.
             beyond: Rows (m, p) that are not the matrix's, in whose place the identity stands.
 
         Memory:
             m (p + a + b)(p + 2a + 2b) numbers, and as many once more while it is solved.
         """
+        D, U, W, V, P, R, Q = generators
         m, p, a, b = D.shape[0], D.shape[1], U.shape[2], P.shape[2]
         self._m, self._p, self._a, self._b = m, p, a, b
         # powers of two, which round nothing: the states get the size of x, and A that of one
@@ -75,11 +60,7 @@ class Elimination:
         self._last = torch.cat([zero(a, b), torch.eye(a, dtype=D.dtype, device=D.device)], 1)  # h_{m−1} = 0
 
     def solve(self, rows: Tensor) -> Tensor:
-        """Return the solution for right sides (m, p, k), in that shape.
-
-        Raises:
-            SingularMatrix: If a pivot is no more than rounding.
-        """
+        """Return the solution for right sides (m, p, k), in that shape."""
         a, b, k = self._a, self._b, rows.shape[2]
         right, forward = rows.new_zeros(b, k), []
         for step, side in zip(self._steps, rows / self._size, strict=True):
@@ -94,11 +75,7 @@ class Elimination:
         return torch.stack(solution[::-1])
 
     def slogdet(self) -> tuple[Tensor, Tensor]:
-        """Return sign (or phase) and logarithm of the absolute value of the determinant.
-
-        Raises:
-            SingularMatrix: If a pivot is no more than rounding.
-        """
+        """Return sign (or phase) and logarithm of the absolute value of the determinant."""
         factor, swaps = self._closing
         pivots = torch.cat([*(step.pivots.diagonal() for step in self._steps), factor.diagonal()])
         moved = int((swaps != torch.arange(1, swaps.numel() + 1, device=swaps.device)).sum())
@@ -123,11 +100,7 @@ class Elimination:
         return factor, swaps
 
     def inverse_diagonal(self) -> Tensor:
-        """Return the diagonal of the inverse, (m, p).
-
-        Raises:
-            SingularMatrix: If a pivot is no more than rounding.
-        """
+        """Return the diagonal of the inverse, (m, p)."""
         m, p, a, b = self._m, self._p, self._a, self._b
         c = a + b
         above, below = [self._first], [self._last]

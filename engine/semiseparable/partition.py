@@ -3,8 +3,9 @@
     by columns   rank w keeps some columns of U and V, and all of T; a product adds N numbers over the ranks
     by rows      rank w keeps rows of T, U and V; a product adds r numbers, and takes one number from each neighbour
 
-Every column and row belongs to exactly one rank; where there are more ranks than columns, some keep none. What is
-computed on one rank is a plain function of its part, so that one process can play all ranks.
+Every column and row belongs to exactly one of the ranks 0 to W − 1 (``world_size``); where there are more ranks than
+columns, some keep none. What is computed on one rank is a plain function of its part, so that one process can play all
+ranks. Every rank calls a product, which raises ``RankFailed`` if one has failed.
 """
 
 import itertools
@@ -24,17 +25,9 @@ _LABEL = Label("matrix", "structured product")
 
 
 def shares(count: int, world_size: int) -> list[tuple[int, int]]:
-    """Cut rows or columns into one run for each rank, the longer ones first.
+    """Return begin and end of one run of ``count`` rows or columns for each rank, the longer ones first.
 
-    Args:
-        count: How many there are.
-        world_size: Ranks.
-
-    Returns:
-        Begin and end of each run; empty ones where there are more ranks than rows.
-
-    Raises:
-        MatrixRefused: If ``world_size`` is below 1.
+    Runs are empty where there are more ranks than rows. ``MatrixRefused`` if ``world_size`` is below 1.
     """
     if world_size < 1:
         raise MatrixRefused(f"`world_size` must be at least 1 (got {world_size})")
@@ -65,14 +58,7 @@ class RowShare:
         return sum(each.nbytes for each in (self.diagonal, self.lower, self.upper, self.U, self.V))
 
     def coupling(self, x: Tensor) -> Tensor:
-        """Return this rank's summand of Vᵀ x.
-
-        Args:
-            x: Its rows, (k, columns).
-
-        Returns:
-            Shape (r, columns).
-        """
+        """Return this rank's summand of Vᵀ x, shape (r, columns), of its rows of x, (k, columns)."""
         return self.V.to(x.dtype).mT @ x
 
     def product(self, x: Tensor, before: Tensor, after: Tensor, coupled: Tensor) -> Tensor:
@@ -93,13 +79,7 @@ class RowShare:
 
 
 def share_rows(matrix: TridiagonalLowRank, rank: int, world_size: int) -> RowShare:
-    """Return the rows of one rank.
-
-    Args:
-        matrix: The whole; its columns in 16 bits are widened.
-        rank: From 0.
-        world_size: Ranks.
-    """
+    """Return the rows of one rank of the whole matrix, whose columns in 16 bits are widened."""
     start, stop = shares(matrix.size, world_size)[rank]
     zero = matrix.diagonal.new_zeros(1)
     U, V = (matrix.U, matrix.V) if matrix.exponents is None else matrix.columns()
@@ -114,16 +94,7 @@ def share_rows(matrix: TridiagonalLowRank, rank: int, world_size: int) -> RowSha
 
 
 def share_columns(matrix: TridiagonalLowRank, rank: int, world_size: int) -> TridiagonalLowRank:
-    """Return the summand of one rank: its columns of U and V, and T on rank 0 alone.
-
-    Args:
-        matrix: The whole.
-        rank: From 0.
-        world_size: Ranks.
-
-    Returns:
-        Matrices whose sum over the ranks is the whole one.
-    """
+    """Return one rank's summand of the whole matrix: its columns of U and V, and T on rank 0 alone."""
     start, stop = shares(matrix.rank, world_size)[rank]
     own = {"U": matrix.U[:, start:stop], "V": matrix.V[:, start:stop]}
     own |= {} if matrix.exponents is None else {"exponents": matrix.exponents[:, start:stop]}
@@ -133,18 +104,7 @@ def share_columns(matrix: TridiagonalLowRank, rank: int, world_size: int) -> Tri
 
 
 def multiply_rows(share: RowShare, x: Tensor, ranks: Ranks) -> Tensor:
-    """Return this rank's rows of A x, together with the other ranks.
-
-    Args:
-        x: This rank's rows of x, (k,) or (k, columns).
-        ranks: The ranks, each of which calls this.
-
-    Returns:
-        Shape of ``x``.
-
-    Raises:
-        RankFailed: If a rank has failed.
-    """
+    """Return this rank's rows of A x, from its rows of x, (k,) or (k, columns), and in that shape."""
     columns = x if x.ndim == 2 else x[:, None]
     width = columns.shape[1]
     own = share.coupling(columns).reshape(-1).contiguous()
@@ -161,16 +121,7 @@ def multiply_rows(share: RowShare, x: Tensor, ranks: Ranks) -> Tensor:
 
 
 def multiply_columns(share: TridiagonalLowRank, x: Tensor, ranks: Ranks) -> Tensor:
-    """Return A x on every rank, the sum of what each rank's columns give.
-
-    Args:
-        share: This rank's summand.
-        x: The whole x, (N,) or (N, columns), the same on every rank.
-        ranks: The ranks, each of which calls this.
-
-    Raises:
-        RankFailed: If a rank has failed.
-    """
+    """Return A x on every rank, the sum of what each one's ``share`` gives of the whole x, (N,) or (N, columns)."""
     own = share.matvec(x).reshape(-1).contiguous()
     return run_together([sum_numbers(ranks, own, _LABEL)])[0].reshape(x.shape)
 

@@ -114,8 +114,12 @@ class SemiseparableMatrix(LinearOperator):
         """
 
     @abstractmethod
+    def transposed(self) -> Self:
+        """Return Aᵀ, without a conjugate."""
+
     def rmatvec(self, x: Tensor) -> Tensor:
         """Return Aᵀ x, without a conjugate; arguments as for ``matvec``."""
+        return self.transposed().matvec(x)
 
     @override
     @abstractmethod

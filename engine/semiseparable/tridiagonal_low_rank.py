@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.errors import WrongShape
-from engine.semiseparable.block_sss import BlockSSS
+from engine.semiseparable.block_sss import BlockSSS, in_blocks
 from engine.semiseparable.semiseparable_matrix import MatrixRefused, SemiseparableMatrix, as_columns
 
 _BLOCK = 32
@@ -165,20 +165,17 @@ class TridiagonalLowRank(SemiseparableMatrix):
     def matvec(self, x: Tensor) -> Tensor:
         columns = as_columns(self, x)
         U, V = self.columns(columns.dtype)
-        return (self._band_product(columns, self.lower, self.upper) + U @ (V.mT @ columns)).reshape(x.shape)
+        diagonal, lower, upper = (each.to(columns.dtype)[:, None] for each in (self.diagonal, self.lower, self.upper))
+        product = diagonal * columns
+        # in place: a product with many columns is as fast as memory is
+        product[1:].addcmul_(lower, columns[:-1])
+        product[:-1].addcmul_(upper, columns[1:])
+        return (product + U @ (V.mT @ columns)).reshape(x.shape)
 
     @override
-    def rmatvec(self, x: Tensor) -> Tensor:
-        columns = as_columns(self, x)
-        U, V = self.columns(columns.dtype)
-        return (self._band_product(columns, self.upper, self.lower) + V @ (U.mT @ columns)).reshape(x.shape)
-
-    def _band_product(self, x: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
-        product = self.diagonal.to(x.dtype)[:, None] * x
-        # in place: a product with many columns is as fast as memory is
-        product[1:].addcmul_(lower.to(x.dtype)[:, None], x[:-1])
-        product[:-1].addcmul_(upper.to(x.dtype)[:, None], x[1:])
-        return product
+    def transposed(self) -> Self:
+        exponents = None if self.exponents is None else self.exponents.flip(0)
+        return type(self)(self.diagonal, self.upper, self.lower, self.V, self.U, ranks=self.ranks, exponents=exponents)
 
     @override
     def shifted(self, z: complex | Tensor) -> Self:
@@ -216,7 +213,7 @@ class TridiagonalLowRank(SemiseparableMatrix):
             raise MatrixRefused(f"`block` must be at least 1 (got {block})")
         m = -(-n // p)
         U, V = _balanced(*self.columns())
-        U, V = (_in_blocks(each, m, p) for each in (U, V))
+        U, V = (in_blocks(each, m, p) for each in (U, V))
         # an entry of the band crosses the edge between two blocks: its own state, from a last row to a first one
         upper, lower = (
             torch.cat([each, each.new_zeros(m * p - n + 1)]).view(m, p) for each in (self.upper, self.lower)
@@ -274,11 +271,6 @@ def _balanced(U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
         sizes = [torch.linalg.vector_norm(each, dim=0).to(torch.float64).log2() for each in (U, V)]
         half = torch.nan_to_num((sizes[1] - sizes[0]) / 2, 0.0, 0.0, 0.0).round()
     return U * torch.exp2(half).to(U.dtype), V * torch.exp2(-half).to(V.dtype)
-
-
-def _in_blocks(rows: Tensor, m: int, p: int) -> Tensor:
-    """(N, r) as (m, p, r), with rows of zeros at the end."""
-    return torch.cat([rows, rows.new_zeros(m * p - rows.shape[0], rows.shape[1])]).view(m, p, -1)
 
 
 def formula_bytes(
