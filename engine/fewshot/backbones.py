@@ -71,7 +71,7 @@ class Backbone(nn.Module, ABC):
 
         Their parameters are the backbone's own, so that a block may be computed, or recomputed, by itself.
         """
-        return tuple(block for stage in self.stages().values() for block in _blocks(stage))
+        return tuple(block for stage in self.stages().values() for block in stage.children())
 
     def feature_shape(self, rows: int, columns: int | None = None) -> tuple[int, ...]:
         """Compute the shape of one image's features, without running anything.
@@ -224,10 +224,7 @@ class ResNet(Backbone):
             last = nn.Sequential(nn.AdaptiveAvgPool2d(_FETI_SIDE), last)
         return {
             "stem": nn.Sequential(nn.Sequential(self.conv1, self.bn1, self.relu, self.maxpool)),
-            "layer1": self.layer1,
-            "layer2": self.layer2,
-            "layer3": self.layer3,
-            "layer4": self.layer4,
+            **{name: getattr(self, name) for name in ("layer1", "layer2", "layer3", "layer4")},
             "pool": nn.Sequential(last),
         }
 
@@ -269,10 +266,6 @@ def make_backbone(
 def _layer(channels: int, width: int, blocks: int, *, stride: int) -> nn.Sequential:
     first = BasicBlock(channels, width, stride)
     return nn.Sequential(first, *(BasicBlock(width, width, 1) for _ in range(blocks - 1)))
-
-
-def _blocks(stage: nn.Sequential) -> tuple[nn.Module, ...]:
-    return tuple(stage.children())
 
 
 def _draw_weights(backbone: nn.Module) -> None:

@@ -32,17 +32,9 @@ _MOMENTUM = 0.9
 
 
 def variance(features: Tensor, threshold: float) -> Tensor:
-    """Return V, how far features' standard deviations are below a threshold, on average.
+    """Return V, how far features' standard deviations are below a threshold τ (1 in VICReg), on average.
 
-    Args:
-        features: Z, shape (n, *feature), any float dtype; n is at least 2.
-        threshold: τ; 1 in VICReg.
-
-    Returns:
-        A number, in float32 or wider. Equal rows give τ − 1e-4, and the gradient 0.
-
-    Raises:
-        FewShotRefused: If there are fewer than two rows.
+    Features and errors are those of ``covariance``. Equal rows give τ − 1e-4, and the gradient 0.
     """
     with without_autocast(features.device):
         centred = _centred(features)
@@ -78,38 +70,6 @@ def covariance(features: Tensor) -> Tensor:
         if centred.dtype == torch.float32 and not centred.is_meta and bool(whole - own < _CANCELLED * whole):
             whole, own = _gram_norms(centred.double())
         return ((whole - own) / numbers).to(centred.dtype)
-
-
-def mahalanobis(delta: Tensor, features: Tensor, damping: float) -> Tensor:
-    """Return δᵀ (Cov + λI)⁻¹ δ, from K where n < d.
-
-    With a = Zc δ it is (‖δ‖² − aᵀ (λ(n − 1) I + K)⁻¹ a) / λ. The computation runs in float64.
-
-    Args:
-        delta: δ, shape (..., d).
-        features: Z, shape (n, d); n is at least 2.
-        damping: λ, above 0.
-
-    Returns:
-        Shape (...), in float32 or wider.
-
-    Raises:
-        FewShotRefused: If λ is not above 0, or there are fewer than two rows.
-    """
-    if not damping > 0:
-        raise FewShotRefused(f"`damping` must be above 0 (got {damping})")
-    with without_autocast(features.device):
-        centred = _centred(features).double()
-        rows, numbers = centred.shape
-        differences = delta.double().reshape(-1, numbers)
-        if rows >= numbers:
-            damped = centred.mT @ centred / (rows - 1) + damping * torch.eye(numbers).to(centred)
-            distances = (differences * _solve(damped, differences)).sum(-1)
-        else:
-            damped = centred @ centred.mT + damping * (rows - 1) * torch.eye(rows).to(centred)
-            along = differences @ centred.mT
-            distances = (differences.square().sum(-1) - (along * _solve(damped, along)).sum(-1)) / damping
-        return distances.reshape(delta.shape[:-1]).to(widened(delta).dtype)
 
 
 @dataclass(frozen=True)
@@ -155,7 +115,3 @@ def _gram_norms(centred: Tensor) -> tuple[Tensor, Tensor]:
     freedom = len(centred) - 1
     gram = centred @ centred.mT
     return gram.square().sum() / freedom**2, (centred.square().sum(0) / freedom).square().sum()
-
-
-def _solve(damped: Tensor, rows: Tensor) -> Tensor:
-    return torch.cholesky_solve(rows.mT, torch.linalg.cholesky(damped)).mT

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.fewshot.regulariser import VicWeights, covariance, mahalanobis, variance
+from engine.fewshot.regulariser import VicWeights, covariance, variance
 from tests.memory_profile import peak_bytes
 
 SHAPES = [(2, 7), (5, 40), (25, 1600), (25, 26), (25, 25), (25, 24), (40, 9), (2, 2)]
@@ -159,24 +159,6 @@ def test_of_25_rows_of_25088_numbers_no_matrix_of_features_is_made() -> None:
             covariance(each).backward()
             seconds.append(time.process_time() - begun)
         assert min(seconds) <= 0.05
-
-
-@pytest.mark.parametrize(("n", "d"), SHAPES)
-@pytest.mark.parametrize("damping", [1e-3, 0.1, 10.0])
-def test_mahalanobis_is_the_dense_solve(n: int, d: int, damping: float) -> None:
-    features, deltas = rows(n, d), rows(4, d) - 3
-    damped = torch.cov(features.mT) + damping * torch.eye(d, dtype=torch.float64)
-    wanted = (deltas * torch.linalg.solve(damped, deltas.mT).mT).sum(-1)
-    assert torch.allclose(mahalanobis(deltas, features, damping), wanted, rtol=1e-10, atol=0)
-    assert float(mahalanobis(deltas[0], features, damping)) == pytest.approx(float(wanted[0]), rel=1e-10)
-    narrow = mahalanobis(deltas.bfloat16(), features.bfloat16(), damping)
-    assert narrow.dtype == torch.float32
-    assert bool((narrow > 0).all())
-
-
-def test_mahalanobis_needs_a_damping() -> None:
-    with pytest.raises(ValueError, match=re.escape("`damping` must be above 0 (got 0)")):
-        mahalanobis(torch.zeros(5), torch.zeros(3, 5), 0)
 
 
 def test_dynamic_weights_are_those_by_hand() -> None:
