@@ -24,6 +24,7 @@ from engine.linalg.linear_operator import Structured
 from engine.linalg.spectrum_quadrature import SpectrumQuadrature, times_power
 
 _PRODUCTS_AT_ONCE = 2**18
+_ZERO = 1e-6
 
 
 def entropy_effective_rank(spectrum: Tensor) -> float | None:
@@ -214,6 +215,25 @@ def effective_rank_of_blocks(traces: Sequence[float], ranks: Sequence[float | No
             share = trace / total
             entropy += share * (math.log(rank) - math.log(share)) if share > 0 else 0.0
     return math.exp(entropy)
+
+
+def ends_of_drawn(spectrum: Tensor | None, rounding: float) -> tuple[Tensor | None, Tensor | None]:
+    """Return a spectrum with the eigenvalues that rounding may have drawn all zero, and all as large as they may be.
+
+    The squares of the shifts of n eigenvalues add up to ``rounding``² at most (Hoffman and Wielandt 1953): twice their
+    mean is taken. What is far below it is zero by itself, as of a unit that is never active.
+
+    Args:
+        spectrum: Eigenvalues, shape (n,), float64, ascending; None if they are unknown.
+        rounding: Largest shift that a single one may have.
+    """
+    if spectrum is None:
+        return None, None
+    least = rounding * min(1.0, 2 / math.sqrt(spectrum.numel()))
+    drawn = (spectrum > _ZERO * least) & (spectrum <= least)
+    if not bool(drawn.any()):
+        return spectrum, spectrum
+    return spectrum.masked_fill(drawn, 0.0), spectrum.masked_fill(drawn, least)
 
 
 def _ratio(above: float, below: float) -> float | None:

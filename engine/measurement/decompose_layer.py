@@ -8,6 +8,7 @@ float64 or the job takes powers of the curvature through them (``basis_dtype``).
 """
 
 import errno
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -74,7 +75,9 @@ class Side:
         return self.trace if self.frobenius is None else self.frobenius
 
 
-def measure_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, side: Literal["A", "G"]) -> Side:
+def measure_side(
+    workspace: Workspace, whole: FactorSet, facts: LayerFacts, arrived: Arrived, side: Literal["A", "G"]
+) -> Side:
     """Compute digest, norms and spectrum of one factor."""
     scale = arrived.factors.scale_A if side == "A" else arrived.factors.scale_G
     bound = facts.rank_bound_A if side == "A" else facts.rank_bound_G
@@ -95,7 +98,7 @@ def measure_side(workspace: Workspace, facts: LayerFacts, arrived: Arrived, side
         found=found,
         spectrum=None if found is None else found.values * scale,
         counted=counted,
-        entry_rounding=rounded(there, norms[1]),
+        entry_rounding=rounded(there, norms[1], _lost_in_sums(whole)),
     )
 
 
@@ -118,13 +121,13 @@ def underflow(layer: str, side: str, trace: float, size: int, exact_trace: float
     )
 
 
-def rounded(side: Operator, frobenius_norm: float | None) -> float:
+def rounded(side: Operator, frobenius_norm: float | None, summed: float = 0.0) -> float:
     """Return how far rounding may have moved a matrix's eigenvalues: that of its entries, and the solver's own.
 
-    Each entry is off by up to u = ε/2 of itself, so by Weyl's inequality no eigenvalue by more than u·‖M‖_F; solvers in
-    float64 add n·ε of that (Golub and Van Loan 2013, *Matrix computations*, §8.1 and §8.3). A smaller eigenvalue that
-    was computed may be zero, as that of a softmax head is, whose G has rows that add up to zero. The eigenvalues of a
-    diagonal are its entries, which have all of their digits.
+    Each entry is off by up to u = ε/2 of itself, so by Weyl's inequality no eigenvalue by more than u·‖M‖_F; summing
+    its rows adds ``summed``, and solvers in float64 add n·ε (Golub and Van Loan 2013, *Matrix computations*, §8.1 and
+    §8.3). A smaller eigenvalue that was computed may be zero, as that of a softmax head is, whose G has rows that add
+    up to zero. The eigenvalues of a diagonal are its entries, which have all of their digits.
 
     The norm is with the scale. The result has the unit of the eigenvalues; 0 where they are not those of a dense
     matrix.
@@ -133,7 +136,12 @@ def rounded(side: Operator, frobenius_norm: float | None) -> float:
     if side.kind != "dense" or side.is_diagonal or size == 1 or frobenius_norm is None:
         return 0.0
     entries, solver = torch.finfo(side.storage_dtype).eps / 2, size * torch.finfo(torch.float64).eps
-    return (entries + solver) * frobenius_norm
+    return (entries + summed + solver) * frobenius_norm
+
+
+def _lost_in_sums(whole: FactorSet) -> float:
+    """Return the share of an entry that adding up batches may have lost: measured, it grows as their number's root."""
+    return (1.5 + 0.25 * math.sqrt(whole.updates)) * torch.finfo(getattr(torch, whole.collection.dtype)).eps
 
 
 def keep_spectra(workspace: Workspace, facts: LayerFacts, side_a: Side, side_g: Side) -> None:
@@ -333,7 +341,7 @@ def store_decompositions(workspace: Workspace, whole: FactorSet, layers: Iterabl
         done_a.add(holder)
         with workspace.machine.operation(f"layer {facts.ordinal}", "decomposition"):
             for side in sides:
-                found = measure_side(workspace, facts, arrived, side)
+                found = measure_side(workspace, whole, facts, arrived, side)
                 if found.found is not None and found.found.rungs != ("diagonal",):
                     _store(workspace, found)
         workspace.ports.report("decomposition", done + 1, len(chosen), "layers")

@@ -14,9 +14,9 @@ References:
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ def effective_rank(trace: float, effective_dimensions: Callable[[Tensor], Tensor
     return math.exp(max(entropy, 0.0))
 
 
+_SETTLED = 0.01
+"""Share of a damped metric that eigenvalues which may be zero decide, at most."""
 _RESOLVED = 1e-12
 """Share of a structured side's largest eigenvalue below which its answers are rounding, and factorisations fail."""
 
@@ -115,6 +117,16 @@ class Sides:
         if pair is None or self.counted_G is None:
             return None if pair is None else (pair, pair)
         return (pair[0], self.counted_G.lower), (pair[0], self.counted_G.upper)
+
+    @cached_property
+    def variants(self) -> "tuple[Sides, Sides, Sides]":
+        """The sides as computed, and with the eigenvalues that rounding may have drawn all zero, or all as large."""
+        pairs = zip((self.spectrum_A, self.spectrum_G), self.entry_rounding, strict=True)
+        (low_a, high_a), (low_g, high_g) = (closed.ends_of_drawn(*each) for each in pairs)
+        if low_a is high_a and low_g is high_g:
+            return self, self, self
+        low = replace(self, spectrum_A=low_a, spectrum_G=low_g)
+        return self, low, replace(self, spectrum_A=high_a, spectrum_G=high_g)
 
     @property
     def singular(self) -> bool:
@@ -199,6 +211,17 @@ class Answered:
     effective_rank: float | None
     logdet: float | None
     """Log-determinant of G; None where it is singular, to within the tolerance of the rank."""
+
+
+def settled(values: Sequence[float | None], scale: float = 0.0) -> float | None:
+    """Return the first of the values at ``Sides.variants``; None where the others are more than 1 % of it apart.
+
+    ``scale`` stands for a smaller value, as that of a logarithm near zero.
+    """
+    found, low, high = values
+    if found is None or low is None or high is None:
+        return None
+    return found if abs(high - low) <= _SETTLED * max(abs(found), scale) else None
 
 
 def scalars(sides: Sides, wanted: Iterable[str]) -> dict[str, float | None]:
@@ -338,6 +361,13 @@ def _kappa_factored(sides: Sides) -> float | None:
     return closed.kappa_factored(*sides.ordered_spectra, damped_a, damped_g)
 
 
+def _at_damping(measure: Callable[[Sides], float | None], sides: Sides) -> float | None:
+    if sides.variants[1] is sides:
+        return measure(sides)
+    logarithm = measure in (_logdet_damped, _logdet_factored)
+    return settled([measure(each) for each in sides.variants], sides.dimension if logarithm else 0.0)
+
+
 SCALARS: Mapping[str, Callable[[Sides], float | None]] = {
     "trace": lambda sides: sides.trace,
     "frobenius_norm": lambda sides: sides.frobenius_norm,
@@ -347,13 +377,13 @@ SCALARS: Mapping[str, Callable[[Sides], float | None]] = {
     "effective_rank": _effective_rank,
     "rank": _rank,
     "logdet": _logdet,
-    "logdet_damped": _logdet_damped,
-    "logdet_factored": _logdet_factored,
-    "effective_dimension": _effective_dimension,
-    "effective_dimension_factored": _effective_dimension_factored,
+    "logdet_damped": partial(_at_damping, _logdet_damped),
+    "logdet_factored": partial(_at_damping, _logdet_factored),
+    "effective_dimension": partial(_at_damping, _effective_dimension),
+    "effective_dimension_factored": partial(_at_damping, _effective_dimension_factored),
     "kappa": _kappa,
-    "kappa_damped": _kappa_damped,
-    "kappa_factored": _kappa_factored,
+    "kappa_damped": partial(_at_damping, _kappa_damped),
+    "kappa_factored": partial(_at_damping, _kappa_factored),
     "trace_A": lambda sides: sides.trace_A,
     "trace_G": lambda sides: sides.trace_G,
     "effective_rank_A": lambda sides: _rank_of(sides.spectrum_A),

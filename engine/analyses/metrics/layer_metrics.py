@@ -121,6 +121,17 @@ def intervals(
     return found
 
 
+_DAMPED = (
+    "logdet_damped", "logdet_factored", "effective_dimension", "effective_dimension_factored",
+    "effective_dimension_share", "kappa_damped", "kappa_factored",
+)  # fmt: skip
+_UNDAMPED = "there is no curvature, and so no damping relative to it"
+_DRAWN = (
+    "at this damping it is decided by eigenvalues that rounding does not tell from zero; take a larger "
+    "`stabilisation.damping`, or sum in `collection.dtype: float64`"
+)
+
+
 def reasons(values: Mapping[str, object], singular: Sequence[str], undamped: bool) -> dict[str, str]:
     """Return why metrics among ``values`` are null, where they are."""
     found = {}
@@ -128,9 +139,9 @@ def reasons(values: Mapping[str, object], singular: Sequence[str], undamped: boo
     for name in ("logdet", "kappa"):
         if name in values and values[name] is None and singular:
             found[name] = f"{told} {'are' if len(singular) > 1 else 'is'} singular, or not told from it"
-    for name in ("logdet_damped", "logdet_factored", "kappa_damped", "kappa_factored"):
-        if name in values and values[name] is None and undamped:
-            found[name] = "there is no curvature, and so no damping relative to it"
+    for name in _DAMPED:
+        if name in values and values[name] is None:
+            found[name] = _UNDAMPED if undamped else _DRAWN
     return found
 
 
@@ -190,7 +201,7 @@ def sides_of(layer: Measured, whole: FactorSet, params: CapacityParams, device: 
 
 def rounding_of(layer: Measured) -> float:
     """Return the share of a layer's largest eigenvalue below which the others are rounding."""
-    precision = torch.float64 if layer.record.dtype == "float64" else torch.float32
+    precision = torch.float64 if layer.record.accumulation_dtype == "float64" else torch.float32
     return max(layer.facts.in_dim, layer.facts.out_dim) * torch.finfo(precision).eps
 
 

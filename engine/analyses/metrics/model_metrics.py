@@ -6,7 +6,6 @@ sums over eigenvalues add up; entropies add up with each layer's share of the tr
 
 import heapq
 import math
-import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -19,7 +18,7 @@ from catalog.analyses.capacity_metrics import (
     TopEigenvalue,
     TraceShare,
 )
-from engine.analyses.metrics.kronecker_metrics import SCALARS, Sides, within_tolerance
+from engine.analyses.metrics.kronecker_metrics import SCALARS, Sides, settled, within_tolerance
 from engine.analyses.metrics.layer_metrics import intervals, ordered, reasons
 from engine.linalg.kronecker_quantiles import Pair, Products, largest
 from engine.linalg.kronecker_spectrum import effective_rank_of_blocks
@@ -131,10 +130,19 @@ def _of_all_eigenvalues(layers: Sequence[ModelLayer], params: CapacityParams) ->
     if "kappa" in wanted:
         found["kappa"] = None if any(layer.sides.singular for layer in layers) else _ratio(max(highest), min(lowest))
     if "kappa_damped" in wanted:
-        # a layer without curvature has no λ of its own, and stays singular
-        added = [layer.sides.damping.joint or 0.0 for layer in layers]
-        found["kappa_damped"] = _ratio(max(map(operator.add, highest, added)), min(map(operator.add, lowest, added)))
+        found["kappa_damped"] = settled(
+            [_damped(each) for each in zip(*(one.sides.variants for one in layers), strict=True)]
+        )
     return found
+
+
+def _damped(sides: Sequence[Sides]) -> float | None:
+    # a layer without curvature has no λ of its own, and stays singular
+    damped = [(each.ordered_spectra, each.damping.joint or 0.0) for each in sides]
+    low, high = (
+        [float(pair[0][end]) * float(pair[1][end]) + own for pair, own in damped if pair is not None] for end in (0, -1)
+    )
+    return _ratio(max(high), min(low))
 
 
 def _rounding(layers: Sequence[ModelLayer]) -> float:

@@ -425,6 +425,63 @@ def test_density_and_curve_end_where_rounding_begins(dtype: str) -> None:
     assert all(not count for edge, count in zip(edges, counts, strict=False) if edge < 1e-7 * found.spectral_norm)
 
 
+DAMPED = (
+    "effective_dimension", "effective_dimension_share", "effective_dimension_factored", "logdet_damped",
+    "logdet_factored", "kappa_damped", "kappa_factored",
+)  # fmt: skip
+
+
+@pytest.mark.part(of=5, by=())
+@pytest.mark.parametrize("name", ["full", "deficient", "head", "few", "many batches"])
+def test_numbers_at_small_damping_are_not_drawn_by_the_rounding_of_the_sums(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same net summed in float32 and in float64: a number that both report is one number."""
+    monkeypatch.setattr(softmax_fisher, "DENSE_ROWS", 4)
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(256, 20, generator=generator)
+    if name in ("deficient", "many batches"):
+        inputs = inputs[:, :4] @ torch.randn(4, 20, generator=generator)
+    inputs = inputs[:12] if name in ("few", "head") else inputs
+    classes = 200 if name == "head" else 5
+    labels = torch.randint(0, classes, (len(inputs),), generator=generator)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, classes))
+    batch = 2 if name == "many batches" else 64
+    woodbury = Woodbury() if name == "head" else Woodbury(softmax_head=False, policy="dense")
+
+    def found(share: float, **options: Any) -> tuple[dict[str, Any], Any]:
+        dtype = torch.float64 if options["dtype"] == "float64" else torch.float32
+        rows = zip(torch.split(inputs.to(dtype), batch), torch.split(labels, batch), strict=True)
+        made = workspace(copy.deepcopy(model).to(dtype), list(rows), "classification", batch_size=batch, **options)
+        made.inputs.examples = len(inputs)
+        made.options.stabilisation = Stabilisation(damping=share)
+        made.options.woodbury = woodbury
+        return measured(made)
+
+    silent = set()
+    for share in (1e-30, 1e-12, 1e-9, 1e-6, 1e-3):
+        exact, total = found(share, dtype="float64")
+        for options in ({"dtype": "float32"}, {"dtype": "float32", "storage_dtype": "float64"}):
+            single, summary = found(share, **options)
+            pairs = [(single[key].metrics, exact[key].metrics, key) for key in exact]
+            for one, other, key in [*pairs, (summary.model, total.model, "model")]:
+                for metric in [each for each in DAMPED if hasattr(one, each)]:
+                    value, truth = getattr(one, metric), getattr(other, metric)
+                    if value is None:
+                        silent.add((key, share))
+                        assert "take a larger `stabilisation.damping`" in one.undefined[metric]
+                    elif truth is not None:
+                        assert value == pytest.approx(truth, rel=0.01), (key, metric, share)
+                assert one.kappa is None or one.kappa == pytest.approx(other.kappa, rel=0.1)
+    if name in ("deficient", "many batches"):
+        assert {("0", 1e-9), ("0", 1e-12)} <= silent
+        assert ("0", 1e-3) not in silent
+    else:
+        # G of the head is singular, and its zero is rounding in a matrix alone
+        assert {key for key, _ in silent} <= (set() if name == "head" else {"4", "model"})
+
+
 def test_default_grid_is_absolute_and_shows_a_uniform_shrinkage() -> None:
     a, g = LAYERS["wide"]
     large, small = curve(sides(a, g), CapacityParams()), curve(sides(a * 1e-4, g), CapacityParams())
