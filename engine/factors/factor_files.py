@@ -105,13 +105,12 @@ def write_index(artifacts: Artifacts, collected: FactorSet, kept: Mapping[int, K
     """
     layers = []
     for facts in collected.layers:
-        holder = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
         own = kept[facts.ordinal]
         layers.append(
             asdict(facts)
             | {
                 "activation_covariance": {
-                    "file": f"{holder}.safetensors",
+                    "file": f"{facts.leader}.safetensors",
                     "sha256": own.digest_A,
                     "scale": own.scale_A,
                 },
@@ -123,7 +122,7 @@ def write_index(artifacts: Artifacts, collected: FactorSet, kept: Mapping[int, K
                 },
             }
             | {
-                name: {"file": f"{holder if name == 'eigenvectors_A' else facts.ordinal}.safetensors", "sha256": sha256}
+                name: {"file": f"{_file_of(name, facts)}.safetensors", "sha256": sha256}
                 for name, sha256 in own.ekfac.items()
             }
         )
@@ -202,7 +201,7 @@ def read_layer(
         layer=facts.name,
         form=facts.form,
         bias=facts.bias,
-        A=_activation(artifacts, facts, name(_holder(facts))),
+        A=_activation(artifacts, facts, name(facts.leader)),
         G=_gradient(artifacts, facts, metadata_G, file),
         **_beside(artifacts, facts, file),
     )
@@ -234,11 +233,11 @@ def reused(artifacts: Artifacts, source: str) -> FactorSet:
 def _load(artifacts: Artifacts, entry: LayerEntry, held: "_Held") -> Factors:
     facts = entry.facts
     # layers with one A are read one after another, and while the first is in use its A is not read again
-    activation = held.get(_holder(facts))
+    activation = held.get(facts.leader)
     fresh = activation is None
     if activation is None:
-        activation = _activation(artifacts, facts, factor_file(_holder(facts)))
-        held[_holder(facts)] = activation
+        activation = _activation(artifacts, facts, factor_file(facts.leader))
+        held[facts.leader] = activation
     factors = Factors(
         layer=facts.name,
         form=facts.form,
@@ -250,7 +249,7 @@ def _load(artifacts: Artifacts, entry: LayerEntry, held: "_Held") -> Factors:
         **_beside(artifacts, facts, factor_file(facts.ordinal)),
     )
     if fresh:
-        _require_recorded(entry, "activation_covariance", _holder(facts), factors.A)
+        _require_recorded(entry, "activation_covariance", facts.leader, factors.A)
     _require_recorded(entry, "gradient_covariance", facts.ordinal, factors.G)
     return factors
 
@@ -276,82 +275,64 @@ def _activation(artifacts: Artifacts, facts: LayerFacts, file: str) -> Tensor:
     return stored if facts.form == "diagonal" else unpacked(stored, facts.in_dim)
 
 
-def _holder(facts: LayerFacts) -> int:
-    """Ordinal of the layer whose file holds the A."""
-    return facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
-
-
 def _require_recorded(entry: LayerEntry, name: str, ordinal: int, found: Tensor | Structured) -> None:
     recorded = entry.digests.get(name)
     if recorded is not None and digest(found) != recorded:
-        raise BrokenFactors(
-            f"layer `{entry.facts.name}`: `{name}` of `{factor_file(ordinal)}` is not what `{INDEX}` records; "
-            "collect the factors again",
-            layer=entry.facts.name,
-            pointer="/factors",
+        raise _broken(
+            entry.facts,
+            f"`{name}` of `{factor_file(ordinal)}` is not what `{INDEX}` records; collect the factors again",
         )
+
+
+def _broken(facts: LayerFacts, said: str) -> BrokenFactors:
+    return BrokenFactors(f"layer `{facts.name}`: {said}", layer=facts.name, pointer="/factors")
 
 
 def _gradient(artifacts: Artifacts, facts: LayerFacts, metadata_G: Mapping[str, str], file: str) -> Tensor | Structured:
     if facts.representation_G == "dense":
         stored = _tensor(artifacts, facts, file, "gradient_covariance")
-        return _diagonal(stored, facts) if facts.form == "diagonal_block" else unpacked(stored, facts.out_dim)
+        if facts.form != "diagonal_block":
+            return unpacked(stored, facts.out_dim)
+        if stored.shape != (facts.out_dim,):
+            said = f"the stored diagonal of G holds {tuple(stored.shape)} numbers instead of {facts.out_dim}"
+            raise _broken(facts, said)
+        return stored
     try:
         tensors = artifacts.load_tensors(file)
     except FileNotFoundError as error:
-        raise BrokenFactors(
-            f"layer `{facts.name}`: `{file}` is missing", layer=facts.name, pointer="/factors"
-        ) from error
+        raise _broken(facts, f"`{file}` is missing") from error
     side = read_structured(facts.representation_G, tensors, metadata_G)
     if side.size != facts.out_dim:
-        raise BrokenFactors(
-            f"layer `{facts.name}`: the stored G has {side.size} rows instead of {facts.out_dim}",
-            layer=facts.name,
-            pointer="/factors",
-        )
+        raise _broken(facts, f"the stored G has {side.size} rows instead of {facts.out_dim}")
     return side
 
 
 def _load_corrected(artifacts: Artifacts, entry: LayerEntry) -> Corrected:
-    facts, holder = entry.facts, _holder(entry.facts)
+    facts = entry.facts
     own = artifacts.load_tensors(factor_file(facts.ordinal))
     corrected = Corrected(
-        eigenvectors_A=_tensor(artifacts, facts, factor_file(holder), "eigenvectors_A")
+        eigenvectors_A=_tensor(artifacts, facts, factor_file(facts.leader), "eigenvectors_A")
         if facts.form == "kronecker"
         else None,
         eigenvectors_G=own.get("eigenvectors_G"),
         eigenvalues=_tensor(artifacts, facts, factor_file(facts.ordinal), "corrected_eigenvalues"),
     )
     for name, tensor in corrected.stored(own_a=True).items():
-        _require_recorded(entry, name, holder if name == "eigenvectors_A" else facts.ordinal, tensor)
+        _require_recorded(entry, name, _file_of(name, facts), tensor)
     return corrected
 
 
-def _diagonal(stored: Tensor, facts: LayerFacts) -> Tensor:
-    if stored.shape != (facts.out_dim,):
-        raise BrokenFactors(
-            f"layer `{facts.name}`: the stored diagonal of G holds {tuple(stored.shape)} numbers instead of "
-            f"{facts.out_dim}",
-            layer=facts.name,
-            pointer="/factors",
-        )
-    return stored
+def _file_of(name: str, facts: LayerFacts) -> int:
+    """Ordinal of the file that holds one of EK-FAC's tensors."""
+    return facts.leader if name == "eigenvectors_A" else facts.ordinal
 
 
 def _tensor(artifacts: Artifacts, facts: LayerFacts, file: str, name: str) -> Tensor:
     try:
         found = artifacts.load_tensors(file)[name]
     except (FileNotFoundError, KeyError) as error:
-        raise BrokenFactors(
-            f"layer `{facts.name}`: `{file}` is missing or holds no `{name}`",
-            layer=facts.name,
-            pointer="/factors",
-        ) from error
+        raise _broken(facts, f"`{file}` is missing or holds no `{name}`") from error
     if not found.is_floating_point():
-        raise BrokenFactors(
-            f"layer `{facts.name}`: `{name}` of `{file}` must hold floating-point numbers "
-            f"(got {found.dtype}); collect the factors again",
-            layer=facts.name,
-            pointer="/factors",
-        )
+        said = f"`{name}` of `{file}` must hold floating-point numbers (got {found.dtype}); collect the factors again"
+        raise _broken(facts, said)
     return found

@@ -221,6 +221,11 @@ class LayerFacts:
     frozen_bias: bool = False
     """Whether the module adds a bias that is not trained, and that A has no column for."""
 
+    @property
+    def leader(self) -> int:
+        """Ordinal of the layer that A is kept with."""
+        return self.ordinal if self.shared_A_with is None else self.shared_A_with
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterShape:

@@ -199,12 +199,14 @@ class ParameterSpace:
         Raises:
             BrokenFactors: If they are not.
         """
+
+        def broken(said: str) -> BrokenFactors:
+            return BrokenFactors(f"layer `{facts.name}`: {said}", layer=facts.name, pointer="/factors")
+
         if facts.windows is None:
-            raise BrokenFactors(
-                f"layer `{facts.name}`: it is not known where the numbers of its matrix stand in "
-                f"{few_names(facts.parameters)}; leave the layer out, or collect the factors again",
-                layer=facts.name,
-                pointer="/factors",
+            raise broken(
+                f"it is not known where the numbers of its matrix stand in {few_names(facts.parameters)}; leave the "
+                "layer out, or collect the factors again"
             )
         shapes = {each.name: each.shape for each in self.parameters}
         numbers = 0
@@ -218,20 +220,11 @@ class ParameterSpace:
                 and window.left + window.width <= facts.in_dim
             )
             if not inside:
-                raise BrokenFactors(
-                    f"layer `{facts.name}`: the index places its numbers outside of `{window.parameter}`; collect the "
-                    "factors again",
-                    layer=facts.name,
-                    pointer="/factors",
-                )
+                raise broken(f"the index places its numbers outside of `{window.parameter}`; collect the factors again")
             numbers += window.height * window.width
         if numbers != facts.in_dim * facts.out_dim:
-            raise BrokenFactors(
-                f"layer `{facts.name}`: the index places {numbers} of its {facts.in_dim * facts.out_dim} numbers; "
-                "collect the factors again",
-                layer=facts.name,
-                pointer="/factors",
-            )
+            of = facts.in_dim * facts.out_dim
+            raise broken(f"the index places {numbers} of its {of} numbers; collect the factors again")
 
     def _seen(self, window: Window, flat: Tensor) -> Tensor:
         """The window as a view (rows' digits, k, columns' digits), which can be reshaped to (height, k, width)."""

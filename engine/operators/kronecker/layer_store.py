@@ -136,24 +136,21 @@ class LayerStore:
             idle = min(self._layers, key=self._used.__getitem__)
             passed_over = self._requests - self._used[idle] > len(self._factors.layers)
             self._layers.pop(idle if passed_over else next(reversed(self._layers)))
-        held = {self._holder(facts) for facts in self._factors.layers if facts.ordinal in self._layers}
-        held.add(self._holder(coming))
+        held = {facts.leader for facts in self._factors.layers if facts.ordinal in self._layers}
+        held.add(coming.leader)
         self._sides = {holder: side for holder, side in self._sides.items() if holder in held}
-
-    def _holder(self, facts: LayerFacts) -> int:
-        return facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
 
     def _read(self, facts: LayerFacts) -> LayerOperator:
         options = self._options
         factors = self._factors.load(facts.ordinal)
         side_g = self._side_g(facts, factors)
-        side_a = self._sides.get(self._holder(facts)) or self._side_a(facts, factors)
+        side_a = self._sides.get(facts.leader) or self._side_a(facts, factors)
         corrected = None
         if options.of == "ekfac" and self._factors.load_corrected is not None:
             own = self._factors.load_corrected(facts.ordinal)
             corrected = own.eigenvalues
             side_g, side_a = _in_basis(side_g, side_a, own)
-        self._sides[self._holder(facts)] = side_a
+        self._sides[facts.leader] = side_a
         damped, known = _UNDAMPED, options.known(facts.ordinal)
         if options.kind != "none" and known is not None:
             damped = known.damping
@@ -171,7 +168,7 @@ class LayerStore:
     def _side_a(self, facts: LayerFacts, factors: Factors) -> FactorSide:
         widened = factors.widened_A
         found = self._side(as_operator(widened, rank_bound=facts.rank_bound_A), factors.A.dtype, facts, "A")
-        if widened is not factors.A and any(each.shared_A_with == self._holder(facts) for each in self._factors.layers):
+        if widened is not factors.A and any(each.shared_A_with == facts.leader for each in self._factors.layers):
             # a factor set reads an A once for as long as it is held
             found.stored = factors.A
         return found
