@@ -64,54 +64,25 @@ class Representation:
     """The representation comes from the probabilities of the loss's terms, not from gradients."""
 
     def place(self, sums: torch.device) -> str | None:
-        """Return where rows are kept.
-
-        Returns:
-            `host` or `device`; None where no rows are kept.
-        """
+        """Return where rows are kept: `host` or `device`; None where none are."""
         if self.kind == "dense":
             return None
         return "host" if self.on_host or sums.type == "cpu" else "device"
 
     def held_rows(self, size: int) -> int:
-        """Return the rows held at once: as many as come, or as G has.
-
-        Args:
-            size: Outputs, rows of G.
-
-        Returns:
-            Rows of each group.
-        """
+        """Return the rows of each group held at once: as many as come, or as G has (``size``)."""
         return min(self.rows, size)
 
     def gram_rows(self, size: int) -> int:
-        """Return the rows of the largest Gram matrix that is made.
-
-        Args:
-            size: Outputs, rows of G.
-
-        Returns:
-            Rows of each group; twice its rank for a sketch.
-        """
+        """Return the rows of each group's largest Gram matrix: the held ones, or twice the rank of a sketch."""
         return 2 * self.rank if self.kind == "diagonal_sketch" else self.held_rows(size)
 
     def held_bytes(self, layer: TreatedLayer) -> int:
-        """Return the bytes of the rows of all groups, and of the triangles that take in more of them.
-
-        Args:
-            layer: The layer whose G is kept so.
-        """
+        """Return the bytes of the rows of all groups, and of the triangles that take in more of them."""
         return self._bytes(layer, self.held_rows(layer.out_dim))
 
     def share_bytes(self, layer: TreatedLayer) -> int:
-        """Return the bytes that one rank holds: its part of rows that several hold together, and their Gram matrix.
-
-        Args:
-            layer: The layer whose G is kept so.
-
-        Returns:
-            Bytes where the rows are; those of all rows where no ranks share them.
-        """
+        """Return the bytes that one rank holds: its part of rows that several hold together, and their Gram matrix."""
         if self.shards == 1:
             return self.held_bytes(layer)
         rows = self.held_rows(layer.out_dim)
@@ -142,29 +113,18 @@ class WorkloadEstimate:
     """Examples of the data; None where they are not known."""
 
     def rank_bound(self, layer: TreatedLayer, collection: Collection, side: Literal["A", "G"]) -> int | None:
-        """Return the most nonzero eigenvalues that A or G of each group can have.
+        """Return the most nonzero eigenvalues that A or G of each group can have, by ``rows``; None if that is unknown.
 
-        Args:
-            layer: A covered layer.
-            collection: Options that decide how many rows enter.
-            side: The factor.
-
-        Returns:
-            Rows that enter, if all examples are as long as the first; None where that is unknown or bounds nothing.
+        None too where rows bound nothing.
         """
         if isinstance(layer, TiedHeadLayer) or (side == "A" and layer.form != "kronecker"):
             return None
         return self._entering(layer, collection, 1) if side == "A" else self.rows(layer, collection)
 
     def rows(self, layer: TreatedLayer, collection: Collection) -> int | None:
-        """Return the gradient rows of each group that will enter G.
+        """Return the gradient rows of each group that will enter G; None where the data's size is unknown.
 
-        Args:
-            layer: A covered layer.
-            collection: Options that decide how many rows enter.
-
-        Returns:
-            Rows, if all examples are as long as the first; None where the data's size is unknown.
+        All examples are taken to be as long as the first.
         """
         directions = {"mc": collection.samples, "empirical": 1}.get(collection.fisher, self.outputs // self.seen)
         return self._entering(layer, collection, directions)

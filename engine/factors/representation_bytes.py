@@ -5,29 +5,14 @@ NUMBERS_AT_ONCE = 2**21
 
 
 def low_rank_bytes(rows: int, size: int, item: int) -> int:
-    """Return the bytes of rows with their scales.
-
-    Args:
-        rows: T.
-        size: n, numbers of a row.
-        item: Bytes of a number.
-
-    Returns:
-        Bytes for one group.
-    """
+    """Return the bytes of T rows of n numbers, of ``item`` bytes each, with their scales."""
     return rows * (size * item + 8)
 
 
 def gram_bytes(rows: int, size: int, *, on_device: bool = False) -> int:
-    """Return the bytes of the Gram matrix (T, T), of its decomposition, and of a few widened chunks.
+    """Return the bytes in float64 of the Gram matrix (T, T) of rows of n numbers, its decomposition, and wide chunks.
 
-    Args:
-        rows: T.
-        size: n, numbers of a row.
-        on_device: cuSOLVER decomposes it, which takes five matrices beside it; LAPACK takes three.
-
-    Returns:
-        Bytes in float64.
+    On a device cuSOLVER takes five matrices beside it; LAPACK takes three.
     """
     return (6 if on_device else 4) * rows * rows * 8 + 3 * 8 * min(NUMBERS_AT_ONCE, rows * size)
 
@@ -48,14 +33,7 @@ def softmax_head_bytes(positions: int, classes: int, item: int, *, tied: bool = 
 
 
 def dense_head_bytes(classes: int) -> int:
-    """Return the bytes of the dense matrix in float64, and of the solver's copy.
-
-    Args:
-        classes: V, rows of the matrix.
-
-    Returns:
-        16 V² bytes.
-    """
+    """Return the bytes of the dense matrix (V, V) in float64, and of the solver's copy."""
     return 2 * 8 * classes * classes
 
 

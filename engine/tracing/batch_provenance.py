@@ -18,7 +18,7 @@ from engine.row_layout.attention_masks import KeptPositions
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The place of the examples in a tensor."""
+    """The place of the N examples in a tensor of any shape."""
 
     dim: int
     """The dimension along which they lie."""
@@ -34,50 +34,22 @@ class Rows:
     """The example that everything in the tensor is of, along whatever dimension; None where they are several."""
 
     def owners(self, examples: int) -> Tensor | None:
-        """Return the example of each picked index.
-
-        Args:
-            examples: N.
-
-        Returns:
-            Examples, shape (K,), int64; None where none were picked.
-        """
+        """Return the example of each picked index, shape (K,), int64; None where none were picked."""
         return None if self.labels is None else (self.labels // self.minor) % examples
 
     def owner_of_each(self, examples: int, device: torch.device) -> Tensor:
-        """Return the example of each index along ``dim``.
-
-        Args:
-            examples: N.
-            device: Device of the result, where no rows were picked.
-
-        Returns:
-            Examples, shape (K,), int64.
-        """
+        """Return the example of each index along ``dim``, shape (K,), int64, on ``device`` where none were picked."""
         own = self.owners(examples)
         return own if own is not None else torch.arange(self.size, device=device) // self.minor % examples
 
     def fits(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor has as many indices along ``dim`` as there are picked ones.
-
-        Args:
-            tensor: A tensor of any shape.
-
-        Returns:
-            False too where none were picked.
-        """
+        """Tell whether a tensor has as many indices along ``dim`` as were picked; False where none were."""
         return self.labels is not None and self.dim < tensor.ndim and tensor.shape[self.dim] == self.labels.shape[0]
 
     def example_first(self, tensor: Tensor, examples: int) -> Tensor:
-        """Bring the examples of a tensor to the front.
+        """Return the tensor, or another of its shape up to ``dim``, with its examples leading, shape (N, …).
 
-        Args:
-            tensor: The tensor described, or another of the same shape up to ``dim``.
-            examples: N.
-
-        Returns:
-            The tensor with its examples leading, shape (N, …); the tensor as it is where they lead, or its rows were
-            picked.
+        As it is where they lead, or its rows were picked.
         """
         if self.labels is not None or (self.dim == 0 and self.size == self.minor * examples):
             return tensor
@@ -86,16 +58,7 @@ class Rows:
         return tensor.reshape(shape).movedim(self.dim + 1, 0)
 
     def of_example(self, tensor: Tensor, example: int, examples: int) -> Tensor:
-        """Take the part of one example.
-
-        Args:
-            tensor: A tensor, any shape, whose examples are where those of the one described are.
-            example: The example, from 0 to N − 1.
-            examples: N.
-
-        Returns:
-            The indices of that example along ``dim``, all other dimensions whole.
-        """
+        """Return the indices of one example, from 0 to N − 1, along ``dim`` of a tensor that is placed alike."""
         owners = self.owners(examples)
         if owners is not None:
             return tensor.index_select(self.dim, (owners == example).nonzero()[:, 0])
@@ -106,15 +69,7 @@ class Rows:
         return tensor.reshape(shape).select(self.dim + 1, example).flatten(self.dim, self.dim + 1)
 
     def per_example(self, tensor: Tensor, examples: int) -> Tensor:
-        """Sum a tensor over the indices of each example.
-
-        Args:
-            tensor: A tensor, any shape, whose examples are where those of the one described are.
-            examples: N.
-
-        Returns:
-            Sums, shape (N, …), the other dimensions in order.
-        """
+        """Sum a tensor that is placed alike over each example: shape (N, …), the other dimensions in order."""
         front = tensor.movedim(self.dim, 0)
         owners = self.owners(examples)
         if owners is not None:
@@ -124,14 +79,9 @@ class Rows:
 
 
 def batch_first(tensor: Tensor, examples: int) -> Rows | None:
-    """Describe a tensor of which nothing is known but that its examples lead.
+    """Return the rows of a tensor of which nothing is known but that its N examples lead.
 
-    Args:
-        tensor: A tensor of any shape.
-        examples: N.
-
-    Returns:
-        Its rows, for the shapes (N, …), (N · l,) and (N · l, d); None where its examples cannot lead.
+    For the shapes (N, …), (N · l,) and (N · l, d); None where they cannot lead.
     """
     if tensor.ndim == 0 or tensor.shape[0] % examples:
         return None
@@ -141,16 +91,7 @@ def batch_first(tensor: Tensor, examples: int) -> Rows | None:
 
 
 def rows_of_one(example: int, tensor: Tensor, examples: int) -> Rows:
-    """Describe a tensor that was made of one example alone.
-
-    Args:
-        example: The example, from 0 to N − 1.
-        tensor: A tensor of any shape.
-        examples: N.
-
-    Returns:
-        Its rows, along its first dimension.
-    """
+    """Return the rows of a tensor that was made of one of N examples alone, along its first dimension."""
     count = tensor.shape[0] if tensor.ndim else 1
     labels = torch.full((count,), example, device=tensor.device)
     return Rows(dim=0, minor=1, size=examples, labels=labels, one=example)

@@ -29,15 +29,7 @@ _NUMBERS_AT_ONCE = 2**22
 
 
 def examples_at_once(examples: int, numbers: int) -> int:
-    """Choose how many examples are pulled back together.
-
-    Args:
-        examples: Examples of the batch.
-        numbers: Numbers of the parameters that gradients are taken with respect to.
-
-    Returns:
-        At least 1 and at most ``examples``, so that their gradients have some 4 million numbers.
-    """
+    """Return how many examples are pulled back together, so that gradients of ``numbers`` each are some 4 million."""
     return max(1, min(examples, _NUMBERS_AT_ONCE // max(numbers, 1)))
 
 
@@ -136,14 +128,9 @@ class Contribution:
 
 
 def takes_shapes_alone(operation: Operation, derived: Sequence[Tensor]) -> bool:
-    """Tell whether no gradient flows from an operation to the tensors made of parameters.
+    """Tell whether no gradient flows from an operation, run once more, to those of its tensors made of parameters.
 
-    Args:
-        operation: An operation with its data detached; it is run once more.
-        derived: Those of its tensors that were made of parameters, of any shapes.
-
-    Returns:
-        True where it takes nothing but shapes and types from them, or returns nothing that has a gradient.
+    True where it takes nothing but shapes and types from them, or returns nothing that has a gradient.
     """
     leaves = {id(tensor): tensor.detach().requires_grad_() for tensor in derived}
     with torch.enable_grad():

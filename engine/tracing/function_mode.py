@@ -93,11 +93,7 @@ class ParameterUseMode(Multiplying):
             yield
 
     def enters(self, tensor: Tensor) -> None:
-        """Take a tensor for data whose examples lead.
-
-        Args:
-            tensor: A tensor that enters the model, shape (N, …).
-        """
+        """Take a tensor that enters the model, shape (N, …), for data whose examples lead."""
         self._marks.put(tensor, rows=batch_first(tensor, self._marks.examples))
 
     def arrived(self) -> list[Tensor]:

@@ -72,29 +72,16 @@ def follow_moved(operation: Operation, rows_of: Callable[[Tensor], Rows | None],
 
 
 def owners_everywhere(rows: Rows, tensor: Tensor, examples: int) -> Tensor:
-    """Return the example of each number of a tensor.
-
-    Args:
-        tensor: A tensor of at least one dimension.
-        examples: N.
-
-    Returns:
-        Examples, int32, of the tensor's shape.
-    """
+    """Return the example of each number of a tensor of at least one dimension: int32, of its shape."""
     shape = [-1 if dim == rows.dim else 1 for dim in range(tensor.ndim)]
     own = rows.owner_of_each(examples, tensor.device).to(torch.int32)
     return own.reshape(shape).expand(tensor.shape).contiguous()
 
 
 def rows_by_owners(owners: Tensor, examples: int) -> Rows | None:
-    """Return the rows of a tensor of which the example of each number is known.
+    """Return the rows of a tensor of whose shape ``owners`` hold the example of each number.
 
-    Args:
-        owners: Examples, of the tensor's shape.
-        examples: N.
-
-    Returns:
-        Its rows; None where the examples lie along no single dimension.
+    None where the examples lie along no single dimension.
     """
     if owners.numel() == 0:
         return None
@@ -108,14 +95,9 @@ def rows_by_owners(owners: Tensor, examples: int) -> Rows | None:
 
 
 def rows_along(owners: Tensor, dim: int, examples: int) -> Rows:
-    """Return the rows of a tensor whose examples are known along a dimension.
+    """Return the rows of a tensor by the example of each index along a dimension, shape (K,).
 
-    Args:
-        owners: The example of each index along that dimension, shape (K,).
-        examples: N.
-
-    Returns:
-        Its rows, by a layout of examples where they have one, else by labels.
+    By a layout of examples where they have one, else by labels.
     """
     for layout in _layouts(owners.shape[0], dim, examples):
         if torch.equal(layout.owner_of_each(examples, owners.device), owners):
@@ -142,15 +124,9 @@ SCATTERS = frozenset({"scatter", "scatter_add", "scatter_reduce", "index_add", "
 
 
 def source_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, Tensor, Tensor] | None:
-    """Read the arguments of one of ``SCATTERS``.
+    """Return dimension, index, shape (K,) or that of the source, and source, of any shape, of one of ``SCATTERS``.
 
-    Args:
-        args: Its positional arguments, the first of which is written into.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        Dimension, index, shape (K,) or that of the source, and source, of any shape; None where a number is put
-        everywhere.
+    None where a number is put everywhere.
     """
     arguments = dict(zip(("dim", "index", "source"), args[1:], strict=False)) | dict(kwargs)
     source = arguments.get("source", arguments.get("src"))
@@ -160,14 +136,9 @@ def source_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, Tens
 
 
 def written_at(args: Sequence[Any]) -> tuple[int, Tensor, Tensor] | None:
-    """Read what is assigned to some indices of a tensor's first dimension, ``into[i] = source`` say.
+    """Return the same of what is assigned to some indices of a tensor's first dimension, ``into[i] = source`` say.
 
-    Args:
-        args: Tensor, index and value of the assignment.
-
-    Returns:
-        The dimension 0, index, shape (K,), and source, of any shape; None where it is assigned to all indices alike, or
-        no tensor is.
+    None where it is assigned to all indices alike, or no tensor is.
     """
     into, index, source = args
     first = index[0] if isinstance(index, tuple) and index else index

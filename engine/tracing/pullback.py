@@ -46,14 +46,9 @@ class Arrived:
         return frozenset().union(*(each.names for each in self.derived))
 
     def of_examples(self, start: int, stop: int) -> Tensor:
-        """Return the gradients of some examples.
+        """Return the gradients of the examples from ``start`` to ``stop``, shape (stop − start, *shape).
 
-        Args:
-            start: The first of them.
-            stop: The example after the last one.
-
-        Returns:
-            Gradients, shape (stop − start, *shape), zeros for the others of a use by one example alone.
+        Zeros for the others of a use by one example alone.
         """
         if self.example is None:
             return self.gradient[start:stop]

@@ -50,14 +50,7 @@ class StabilisedInverse:
         return f"<StabilisedInverse: A of {self.A.size} rows, G of {self.G.size}>"
 
     def apply(self, gradient: Tensor) -> Tensor:
-        """Return ``G_s V A_s``.
-
-        Args:
-            gradient: V, shape (out_dim, in_dim).
-
-        Returns:
-            Shape (out_dim, in_dim), in the dtype of V.
-        """
+        """Return ``G_s V A_s``, in shape (out_dim, in_dim) and dtype of the gradient V."""
         return self.A.apply(self.G.apply(gradient).mT).mT
 
     def solve(self, gradient: Tensor, damping_A: float = 0.0, damping_G: float = 0.0) -> Tensor:
