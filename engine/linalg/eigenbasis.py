@@ -34,25 +34,11 @@ class ClippedSide(ABC):
 
     @abstractmethod
     def apply(self, right: Tensor) -> Tensor:
-        """Return ``max(S, f) right``.
-
-        Args:
-            right: Shape (n, k), any float dtype and device.
-
-        Returns:
-            Shape (n, k), its dtype and device those of ``right``.
-        """
+        """Return ``max(S, f) right`` of any float tensor (n, k), in its shape, dtype and device."""
 
     @abstractmethod
     def solve(self, right: Tensor, damping: float = 0.0) -> Tensor:
-        """Return ``(max(S, f) + damping·I)⁻¹ right``.
-
-        Args:
-            right: Shape (n, k), any float dtype and device.
-            damping: Nonnegative, in the unit of the eigenvalues.
-
-        Returns:
-            Shape (n, k), its dtype and device those of ``right``.
+        """Return ``(max(S, f) + damping·I)⁻¹ right``, as ``apply`` does; damping ≥ 0 in the unit of the eigenvalues.
 
         Memory:
             Four times ``right`` in float64; of an eigenbasis 16 MiB of eigenvectors at a time where ``right`` is.

@@ -1,7 +1,8 @@
 """Layer matrices: the matrices (rows, k, columns) of k vectors, and their products with a factor from either side.
 
 Rows begin at multiples of 64 bytes, and what lies between a row's end and the next row is zero where k is not 1: it is
-multiplied along.
+multiplied along. Every function but ``arranged`` takes them as it gives them. Products are in the precision and on the
+device of the matrices; they take their result, and 16 MiB of a factor that is elsewhere or of another precision.
 """
 
 from collections.abc import Iterator
@@ -15,17 +16,7 @@ _ALIGNED = 16
 
 
 def aligned(rows: int, columns: int, width: int, *, like: Tensor) -> Tensor:
-    """Return memory for the matrices of k vectors.
-
-    Args:
-        rows: Rows of each.
-        columns: k.
-        width: Columns of each.
-        like: Of the precision and on the device that are wanted.
-
-    Returns:
-        Shape (rows, k, width), not initialised.
-    """
+    """Return memory for matrices (rows, k, width), not initialised, of the dtype and device of ``like``."""
     whole = like.new_empty(rows, columns, _padded(width))
     if columns != 1:
         whole[..., width:].zero_()
@@ -33,14 +24,7 @@ def aligned(rows: int, columns: int, width: int, *, like: Tensor) -> Tensor:
 
 
 def arranged(matrices: Tensor) -> Tensor:
-    """Return matrices as the products take them.
-
-    Args:
-        matrices: Shape (rows, k, columns), of any strides.
-
-    Returns:
-        The same numbers: themselves where k is 1, or where ``aligned`` made them.
-    """
+    """Return matrices of any strides as the products take them: themselves where k is 1, or ``aligned`` made them."""
     rows, columns, width = matrices.shape
     padded = _padded(width)
     if columns == 1 or (
@@ -55,11 +39,7 @@ def arranged(matrices: Tensor) -> Tensor:
 def as_columns(matrices: Tensor) -> Tensor:
     """Return a view with one row for each row of the matrices.
 
-    Args:
-        matrices: Shape (rows, k, columns), as ``arranged`` gives them.
-
-    Returns:
-        Shape (rows, columns) where k is 1, else (rows, k times the columns with what lies between them).
+    Shape (rows, columns) where k is 1, else (rows, k times the columns with what lies between them).
     """
     rows, columns, width = matrices.shape
     if columns == 1:
@@ -69,31 +49,18 @@ def as_columns(matrices: Tensor) -> Tensor:
 
 
 def as_rows(matrices: Tensor) -> Tensor:
-    """Return a view with one row for each row of each vector's matrix.
-
-    Args:
-        matrices: Shape (rows, k, columns), as ``arranged`` gives them.
-
-    Returns:
-        Shape (rows · k, columns).
-    """
+    """Return a view with one row for each row of each vector's matrix, (rows · k, columns)."""
     rows, columns, width = matrices.shape
     return matrices[:, 0, :] if columns == 1 else matrices.as_strided((rows * columns, width), (_padded(width), 1))
 
 
 def left_product(factor: Tensor, matrices: Tensor, into: Tensor | None = None) -> Tensor:
-    """Return ``S V``, or add it to ``into``.
+    """Return ``S V``, shape (m, k, columns), or add it to ``into`` in place.
 
     Args:
         factor: S (m, n), any float dtype, on any device.
-        matrices: V of k vectors, shape (n, k, columns), as ``arranged`` gives them.
-        into: Shape (m, k, columns), as ``aligned`` gives it, which the product is added to in place; None is zero.
-
-    Returns:
-        Shape (m, k, columns), in the precision and on the device of ``matrices``.
-
-    Memory:
-        The result, and 16 MiB of a factor that is elsewhere or of another precision.
+        matrices: V of k vectors, shape (n, k, columns).
+        into: As ``aligned`` gives it; None is zero.
     """
     found = aligned(factor.shape[0], matrices.shape[1], matrices.shape[2], like=matrices) if into is None else into
     source, target = as_columns(matrices), as_columns(found)
@@ -106,18 +73,7 @@ def left_product(factor: Tensor, matrices: Tensor, into: Tensor | None = None) -
 
 
 def right_product(matrices: Tensor, factor: Tensor) -> Tensor:
-    """Return ``V S``.
-
-    Args:
-        matrices: V of k vectors, shape (rows, k, n), as ``arranged`` gives them.
-        factor: S (n, m), any float dtype, on any device.
-
-    Returns:
-        Shape (rows, k, m), in the precision and on the device of ``matrices``.
-
-    Memory:
-        The result, and 16 MiB of a factor that is elsewhere or of another precision.
-    """
+    """Return ``V S``, shape (rows, k, m), of V (rows, k, n) and S (n, m), any float dtype, on any device."""
     found = aligned(matrices.shape[0], matrices.shape[1], factor.shape[-1], like=matrices)
     source, target = as_rows(matrices), as_rows(found)
     for columns, panel in _panels(factor.mT, matrices):

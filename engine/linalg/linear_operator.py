@@ -35,7 +35,10 @@ Kind = Literal["dense", "woodbury", "softmax_head", "diagonal_sketch"]
 
 
 class LinearOperator(ABC):
-    """A square matrix ``S`` (n, n), symmetric or not; what a form cannot do it refuses by name."""
+    """A square matrix ``S`` (n, n), symmetric or not; what a form cannot do it refuses by name.
+
+    A ``layer`` is a name for messages; a ``guard`` knows what memory is free, and None assumes that everything fits.
+    """
 
     @property
     @abstractmethod
@@ -51,10 +54,6 @@ class LinearOperator(ABC):
     def spectrum(self, layer: str, guard: Guard | None = None) -> tuple[Tensor, tuple[str, ...]] | None:
         """Return all n eigenvalues. Zeros that the representation knows of are exact.
 
-        Args:
-            layer: The layer's name, for messages.
-            guard: Knows what memory is free; None assumes that everything fits.
-
         Returns:
             Eigenvalues (n,), ascending, float64 on the host, and the names of the solvers tried; None if computing them
             takes an (n, n) matrix.
@@ -65,48 +64,19 @@ class LinearOperator(ABC):
 
     @abstractmethod
     def apply(self, right: Tensor) -> Tensor:
-        """Return the product ``S right``.
-
-        Args:
-            right: Columns to multiply, shape (n, k).
-
-        Returns:
-            Shape (n, k).
-        """
+        """Return the product ``S right`` with columns (n, k)."""
 
     @abstractmethod
     def solve(self, right: Tensor, damping: float) -> Tensor:
-        """Return ``(S + damping·I)⁻¹ right``.
-
-        Args:
-            right: Right-hand sides, shape (n, k).
-            damping: Positive, in the unit of the eigenvalues.
-
-        Returns:
-            Shape (n, k).
-        """
+        """Return ``(S + damping·I)⁻¹ right`` for columns (n, k); damping > 0, in the unit of the eigenvalues."""
 
     @abstractmethod
     def logdets(self, shifts: Tensor) -> Tensor:
-        """Return ``log det(S + s·I)`` at each shift.
-
-        Args:
-            shifts: Positive s, shape (k,), in the unit of the eigenvalues.
-
-        Returns:
-            Natural logarithms, shape (k,), float64 on the host.
-        """
+        """Return ``log det(S + s·I)``, (k,) float64 on the host, at shifts s > 0 in the unit of the eigenvalues."""
 
     @abstractmethod
     def to_dense(self, dtype: torch.dtype) -> Tensor:
-        """Return S itself.
-
-        Args:
-            dtype: Precision of the result.
-
-        Returns:
-            Shape (n, n).
-        """
+        """Return S itself, shape (n, n), in a precision."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
@@ -127,7 +97,6 @@ class LinearOperator(ABC):
 
         Args:
             kappa_max: Condition number to clip at.
-            layer: The layer's name, for messages.
             largest: λ_max, where it is known; eigenvectors know their own.
 
         Raises:
@@ -262,9 +231,7 @@ class Operator(LinearOperator):
         """Return eigenvalues and eigenvectors, those of a structured side without the zeros.
 
         Args:
-            layer: The layer's name, for messages.
             device: Where a matrix is decomposed.
-            guard: Knows what memory is free; None assumes that everything fits.
             dtype: Precision of the vectors.
 
         Returns:
@@ -302,9 +269,6 @@ class Structured(Operator):
     def eigenbasis(self, layer: str) -> tuple[Tensor, Tensor]:
         """Return the r nonzero eigenvalues and their eigenvectors.
 
-        Args:
-            layer: The layer's name, for messages.
-
         Returns:
             Values (r,), ascending, and orthonormal vectors (n, r), one a column; float64.
 
@@ -314,14 +278,7 @@ class Structured(Operator):
 
     @abstractmethod
     def effective_dimensions(self, shifts: Tensor) -> Tensor:
-        """Return ``tr S(S + s·I)⁻¹`` at each shift.
-
-        Args:
-            shifts: Positive s, shape (k,), in the unit of the eigenvalues.
-
-        Returns:
-            Shape (k,), float64 on the host, each between 0 and n.
-        """
+        """Return ``tr S(S + s·I)⁻¹``, each between 0 and n, at the shifts that ``logdets`` takes, and in that shape."""
 
     @classmethod
     @abstractmethod

@@ -1,4 +1,8 @@
-"""Panels: rows of a large matrix that visit the device, or float64, a few at a time."""
+"""Panels: rows of a large matrix that visit the device, or float64, a few at a time.
+
+A wide product is computed in float64, a panel of rows at a time: it takes 16 MiB beside the result where the matrix is
+not float64 itself.
+"""
 
 from dataclasses import dataclass
 
@@ -72,18 +76,7 @@ class Arrivals:
 
 
 def wide_product(matrix: Tensor, right: Tensor) -> Tensor:
-    """Return ``matrix right``, computed in float64 a panel of rows at a time.
-
-    Args:
-        matrix: Shape (n, m), any precision.
-        right: Shape (m, k), float64, on the same device.
-
-    Returns:
-        Shape (n, k), float64.
-
-    Memory:
-        16 MiB beside the result, where ``matrix`` is not float64 itself.
-    """
+    """Return the wide product ``matrix right`` (n, k) of a matrix (n, m) and columns (m, k), float64, where it is."""
     if matrix.dtype == torch.float64:
         return matrix @ right
     rows = max(1, _PANEL_BYTES // (8 * max(matrix.shape[1], 1)))
@@ -93,18 +86,7 @@ def wide_product(matrix: Tensor, right: Tensor) -> Tensor:
 
 
 def wide_transposed_product(matrix: Tensor, right: Tensor) -> Tensor:
-    """Return ``matrixᵀ right``, computed in float64 a panel of rows at a time.
-
-    Args:
-        matrix: Shape (n, m), any precision.
-        right: Shape (n, k), float64, on the same device.
-
-    Returns:
-        Shape (m, k), float64.
-
-    Memory:
-        16 MiB beside the result, where ``matrix`` is not float64 itself.
-    """
+    """Return the wide product ``matrixᵀ right`` (m, k) of a matrix (n, m) and columns (n, k), float64, where it is."""
     if matrix.dtype == torch.float64:
         return matrix.mT @ right
     rows = max(1, _PANEL_BYTES // (8 * max(matrix.shape[1], 1)))

@@ -34,26 +34,11 @@ class Block:
         return sum(piece.stop - piece.start for piece in self.pieces)
 
     def join(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Join the block's numbers of some gradients.
-
-        Args:
-            gradients: Gradients by parameter, each of its parameter's shape.
-
-        Returns:
-            A vector of shape (size,).
-        """
+        """Join the block's numbers of gradients by parameter, each of its parameter's shape, to a vector (size,)."""
         return torch.cat([gradients[piece.parameter].reshape(-1)[piece.start : piece.stop] for piece in self.pieces])
 
     def split(self, vector: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-        """Split a vector of the block by parameter.
-
-        Args:
-            vector: Shape (size,).
-            shapes: The parameters' shapes, by name.
-
-        Returns:
-            Tensors of the parameters' shapes; zero outside of the block.
-        """
+        """Split a vector (size,) of the block by parameter: tensors of their ``shapes``, zero outside of the block."""
         found: dict[str, Tensor] = {}
         parts = torch.split(vector, [piece.stop - piece.start for piece in self.pieces])
         for piece, part in zip(self.pieces, parts, strict=True):
@@ -61,24 +46,6 @@ class Block:
                 found[piece.parameter] = vector.new_zeros(*shapes[piece.parameter])
             found[piece.parameter].view(-1)[piece.start : piece.stop] = part
         return found
-
-    def inner(self, gradients: Mapping[str, Tensor], vector: Tensor) -> Tensor:
-        """Compute ``Σ g·v`` over the block, differentiable in the gradients g.
-
-        Args:
-            gradients: Gradients by parameter, each of its parameter's shape.
-            vector: v, shape (size,).
-
-        Returns:
-            A scalar tensor.
-        """
-        parts = torch.split(vector, [piece.stop - piece.start for piece in self.pieces])
-        return torch.stack(
-            [
-                gradients[piece.parameter].reshape(-1)[piece.start : piece.stop].dot(part)
-                for piece, part in zip(self.pieces, parts, strict=True)
-            ]
-        ).sum()
 
 
 def block_of(model: nn.Module, name: str, parameters: Sequence[str], count: int) -> Block | None:
@@ -124,14 +91,7 @@ def _rows(part: str | None, parameter: Tensor, parts: int) -> tuple[int, int, in
 
 
 def joined(name: str, blocks: Iterable[Block]) -> Block:
-    """Join blocks that hold different numbers.
-
-    Args:
-        name: Name of the joint block.
-
-    Returns:
-        One block, with their numbers one after another.
-    """
+    """Return one block of blocks that hold different numbers, which stand one after another."""
     return Block(name=name, pieces=tuple(piece for block in blocks for piece in block.pieces))
 
 

@@ -41,7 +41,10 @@ class Operands:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """The operands of one call, and how they attend."""
+    """The operands of one call, and how they attend.
+
+    ``rows`` are ``log Σ exp S`` as ``forward`` returns it; a ``gradient`` gO is one of the outputs, (B, K, g, L, V).
+    """
 
     query: Tensor
     key: Tensor
@@ -95,29 +98,14 @@ class Attention:
         return output, rows, pushed
 
     def tangent(self, rows: Tensor, tangent: Operands) -> Tensor:
-        """Compute dO.
-
-        Args:
-            rows: ``log Σ exp S`` as ``forward`` returns it.
-
-        Returns:
-            The outputs' tangent, (B, K, g, L, V).
-        """
+        """Compute dO, the outputs' tangent, (B, K, g, L, V)."""
         pushed = self.query.new_empty(*self.query.shape[:-1], self.value.shape[-1])
         for block in self._blocks():
             block.write(pushed, self._pushed(block, self._chances(block, rows), tangent))
         return pushed
 
     def pullback(self, rows: Tensor, gradient: Tensor) -> Operands:
-        """Compute the gradients of ``⟨gO, O⟩``.
-
-        Args:
-            rows: ``log Σ exp S`` as ``forward`` returns it.
-            gradient: gO, (B, K, g, L, V).
-
-        Returns:
-            Gradients of the operands, each of its operand's shape; of a bias if there is one.
-        """
+        """Compute the gradients of ``⟨gO, O⟩``, each of its operand's shape; of a bias if there is one."""
         into = self._zeros()
         for block in self._blocks():
             chances, g = self._chances(block, rows), block.of(gradient)
@@ -131,13 +119,8 @@ class Attention:
     def pullback_tangent(self, rows: Tensor, gradient: Tensor, tangent: Operands) -> Operands:
         """Compute the derivative of ``pullback`` along tangents of the operands, with gO held.
 
-        Args:
-            rows: ``log Σ exp S`` as ``forward`` returns it.
-            gradient: gO, (B, K, g, L, V).
-
-        Returns:
-            The gradients' tangents, each of its operand's shape; by symmetry also the pullback of ``tangent`` through
-            ``pullback``.
+        These are the gradients' tangents, each of its operand's shape; by symmetry also the pullback of ``tangent``
+        through ``pullback``.
         """
         into = self._zeros()
         for block in self._blocks():

@@ -22,14 +22,7 @@ class Column:
     """Parameters whose part of the product is wanted; those of ``tangents`` among them."""
 
     def inner(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Compute ``⟨g, v⟩``.
-
-        Args:
-            gradients: g by parameter, each of its parameter's shape.
-
-        Returns:
-            A float64 scalar tensor.
-        """
+        """Compute ``⟨g, v⟩``, a float64 scalar tensor, of gradients g by parameter, each of its parameter's shape."""
         parts = [_dot(gradients[name], own) for name, own in self.tangents.items()]
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
 
@@ -63,13 +56,9 @@ def flaw(left: Tensor, right: Tensor, scale: Tensor, precision: torch.dtype) -> 
 
 
 def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors that can be written to: autograd may return one tensor for several parameters, or part of one.
+    """Return gradients by parameter that can be written to, with copies of those that share memory.
 
-    Args:
-        tensors: Gradients by parameter.
-
-    Returns:
-        The same tensors, and copies of those that share memory.
+    Autograd may return one tensor for several parameters, or part of one.
     """
     seen: set[int] = set()
     found = {}
@@ -82,14 +71,7 @@ def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def norm(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the norm of a vector that is kept by parameter.
-
-    Args:
-        tensors: Its parts, of any shapes.
-
-    Returns:
-        A float64 scalar tensor.
-    """
+    """Return the norm, a float64 scalar tensor, of a vector that is kept by parameter, in parts of any shapes."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     parts = torch.stack([torch.linalg.vector_norm(own).double() for own in tensors.values()])

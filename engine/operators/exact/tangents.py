@@ -64,25 +64,13 @@ class Tangents(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._resting = before
 
     def put(self, tensor: Tensor, tangents: Sequence[Tangent]) -> None:
-        """Set a tensor's tangents.
-
-        Args:
-            tensor: The tensor, floating-point.
-            tangents: For each column a tensor of the same shape, or None where it does not move.
-        """
+        """Set a floating-point tensor's tangents: for each column one of its shape, or None where it does not move."""
         if self.narrowest is None or tensor.dtype.itemsize < self.narrowest.itemsize:
             self.narrowest = tensor.dtype
         setattr(tensor, _HELD, (self, [None if own is None else _laid_out(own, tensor) for own in tangents]))
 
     def of(self, tensor: Tensor) -> list[Tangent] | None:
-        """Return a tensor's tangents.
-
-        Args:
-            tensor: Any tensor.
-
-        Returns:
-            One for each column, of the tensor's shape and strides; None where it moves in no column.
-        """
+        """Return a tensor's tangents, of its shape and strides; None where it moves in no column."""
         held = getattr(tensor, _HELD, None)
         if held is not None and held[0] is self:
             found: list[Tangent] = held[1]
@@ -101,11 +89,7 @@ class Tangents(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None if all(own is None for own in found) else found
 
     def drop(self, tensor: Tensor) -> None:
-        """Forget a tensor's tangents.
-
-        Args:
-            tensor: Any tensor.
-        """
+        """Forget a tensor's tangents."""
         if hasattr(tensor, _HELD):
             delattr(tensor, _HELD)
 

@@ -42,7 +42,8 @@ _FLOAT32_REACH = 1e25
 class JointBasis:
     """The eigenbasis ``Q_G ⊗ Q_A`` of a layer's damped curvature.
 
-    The eigenvalue of ``q_i ⊗ p_j`` is ``(g_i + λ_G)(a_j + λ_A) + λ``, or EK-FAC's own plus λ.
+    The eigenvalue of ``q_i ⊗ p_j`` is ``(g_i + λ_G)(a_j + λ_A) + λ``, or EK-FAC's own plus λ. An ``exponent`` α is
+    finite, and no eigenvalue may be zero where it is not positive.
     """
 
     G: Eigenbasis
@@ -58,14 +59,7 @@ class JointBasis:
     """λ_G."""
 
     def apply(self, matrices: Tensor, exponent: float) -> Tensor:
-        """Apply the matrix raised to a power.
-
-        Args:
-            matrices: Shape (out_dim, k, in_dim), a layer's matrices of k vectors.
-            exponent: α, finite; no eigenvalue may be zero where it is not positive.
-
-        Returns:
-            The same shape.
+        """Apply the matrix raised to a power to a layer's matrices of k vectors, shape (out_dim, k, in_dim).
 
         Memory:
             Three times ``matrices``.
@@ -73,11 +67,7 @@ class JointBasis:
         return self.apply_counting(matrices, exponent)[0]
 
     def apply_counting(self, matrices: Tensor, exponent: float) -> tuple[Tensor, float]:
-        """Apply the matrix raised to a power, and say how much of the numbers has cancelled.
-
-        Args:
-            matrices: As for ``apply``.
-            exponent: As for ``apply``.
+        """Apply the matrix raised to a power, as ``apply`` does, and say how much of the numbers has cancelled.
 
         Returns:
             The product, and by how much the norm of its summands exceeds its own, at most over the k vectors; 0 where
@@ -105,7 +95,6 @@ class JointBasis:
 
         Args:
             coefficients: Shape (r, in_dim), or (r, k, in_dim) of k vectors; changed in place.
-            exponent: α, as for ``apply``.
             less: What is taken from each power, shape (in_dim,), in the precision of ``coefficients``; None takes
                 nothing.
 
@@ -117,13 +106,7 @@ class JointBasis:
             coefficients[rows].mul_(weights if coefficients.ndim == 2 else weights[:, None, :])
 
     def diagonal(self, exponent: float) -> Tensor:
-        """Return the diagonal of the matrix raised to a power.
-
-        Args:
-            exponent: α, as for ``apply``.
-
-        Returns:
-            Shape (out_dim, in_dim), float64, on the host.
+        """Return the diagonal of the matrix raised to a power, shape (out_dim, in_dim), float64, on the host.
 
         Memory:
             Two matrices of that shape, and 16 MiB.
@@ -147,14 +130,7 @@ class JointBasis:
         return torch.cat(parts)
 
     def total(self, exponent: float) -> float:
-        """Return the trace of the matrix raised to a power.
-
-        Args:
-            exponent: α, as for ``apply``.
-
-        Returns:
-            The sum of all eigenvalues' powers.
-        """
+        """Return the trace of the matrix raised to a power: the sum of all eigenvalues' powers."""
         basis = self if self._has_power(exponent) else self.nearest
         return math.fsum(each * count for each, count in basis.sums(lambda values: values.pow(exponent)))
 

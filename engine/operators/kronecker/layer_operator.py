@@ -38,7 +38,11 @@ _MOST_CANCELLED = 16.0
 
 @dataclass(eq=False)
 class LayerOperator:
-    """The damped curvature M of one layer."""
+    """The damped curvature M of one layer.
+
+    Powers take a finite exponent α. ``UsageError`` if it is not positive and M is singular; ``NotConverged`` if the
+    layer's G has no eigenvectors and α is not 1, nor −1 of a product.
+    """
 
     name: str
     G: FactorSide
@@ -56,19 +60,7 @@ class LayerOperator:
         return torch.promote_types(self.G.content.wide_dtype, self.A.content.wide_dtype)
 
     def apply(self, matrices: Tensor, exponent: float = 1.0) -> Tensor:
-        """Apply M raised to a power.
-
-        Args:
-            matrices: Shape (out_dim, k, in_dim).
-            exponent: α, finite.
-
-        Returns:
-            The same shape, in the precision of ``matrices``; a new tensor.
-
-        Raises:
-            UsageError: If α is not positive and M is singular.
-            NotConverged: If α is neither 1 nor −1 and the layer's G has no eigenvectors.
-        """
+        """Apply M raised to a power to matrices (out_dim, k, in_dim): a new tensor of their shape and precision."""
         if exponent == 1 and self.corrected is None:
             return self._product(arranged(matrices))
         if exponent == -1 and not self.G.content.has_basis:
@@ -124,15 +116,7 @@ class LayerOperator:
         return self.G.least_damped(self._lambda_g) * self.A.least_damped(self._lambda_a) + self._lambda, largest
 
     def trace(self, exponent: float = 1.0) -> float:
-        """Return the trace of M raised to a power.
-
-        Args:
-            exponent: α, finite.
-
-        Raises:
-            UsageError: As for ``apply``.
-            NotConverged: As for ``apply``, and for −1.
-        """
+        """Return the trace of M raised to a power."""
         if exponent != 1 or self.corrected is not None:
             self.require_power(exponent)
             return self.joint.total(exponent)
@@ -159,18 +143,7 @@ class LayerOperator:
         return total + self.G.content.size * (float(positive.log().sum()) + zeros * math.log(self._lambda))
 
     def diagonal(self, exponent: float = 1.0) -> Tensor:
-        """Return the diagonal of M raised to a power.
-
-        Args:
-            exponent: α, finite.
-
-        Returns:
-            Shape (out_dim, in_dim), float64.
-
-        Raises:
-            UsageError: As for ``apply``.
-            NotConverged: As for ``apply``, and for −1.
-        """
+        """Return the diagonal of M raised to a power, shape (out_dim, in_dim), float64."""
         if exponent != 1 or self.corrected is not None:
             self.require_power(exponent)
             return self.joint.diagonal(exponent)
