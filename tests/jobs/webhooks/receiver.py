@@ -5,7 +5,6 @@ import os
 import signal
 import ssl
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,8 +13,11 @@ from typing import Any
 
 import trustme
 
+from tests.machine.template.pasted import PASTED
+
 KEY = "a key of webhooks that only the tests know"
-SENDER = ("-m", "jobs.webhooks")
+SENDER = "import jobs.webhooks.__main__ as sender; sender._POLL_SECONDS = 0.1; raise SystemExit(sender.main())"
+"""The sender as it runs, but that it looks ten times as often: most tests wait for several looks."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -73,7 +75,7 @@ class Receiver(ThreadingHTTPServer):
 
 @contextlib.contextmanager
 def sending(
-    url: str, folder: Path, authority: trustme.CA, hosts: str = "", program: tuple[str, ...] = SENDER
+    url: str, folder: Path, authority: trustme.CA, hosts: str = "", program: str = SENDER
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The sender of a ledger's webhooks; what it logs is in the folder, and it must end at SIGTERM."""
     authority.cert_pem.write_to_path(folder / "authority.pem")
@@ -85,9 +87,10 @@ def sending(
         "KRONOSCOPE_WEBHOOK_HOSTS": hosts,
         "SSL_CERT_FILE": str(folder / "authority.pem"),
         "PYTHONWARNINGS": "error",
+        "RES_OPTIONS": "timeout:1 attempts:1",  # for a name that no server knows, nor says so
     }
     with (folder / "sender.log").open("ab") as log:
-        process = subprocess.Popen([sys.executable, "-P", *program], env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen([*PASTED, program], env=environment, stdout=log, stderr=log)
     try:
         yield process
         if process.poll() is None:

@@ -33,6 +33,7 @@ from jobs.webhooks.registry import (
 from tests.jobs.conftest import POSTGRESQL_OFTEN
 from tests.jobs.webhooks.receiver import KEY, Receiver, sending
 from tests.machine.stopwatch import until
+from tests.machine.template.client import forked
 
 HERE = "127.0.0.1"
 SENT_ALIKE = pytest.mark.parametrize("dialect", POSTGRESQL_OFTEN)
@@ -232,7 +233,7 @@ def test_a_name_that_leads_elsewhere_the_second_time_is_asked_at_the_address_tha
         with inside.running():
             hook(ledger, receiver.url)
             queued()
-            with sending(ledger_url, tmp_path, authority, hosts="127.0.0.2", program=("-c", REBOUND)):
+            with sending(ledger_url, tmp_path, authority, hosts="127.0.0.2", program=REBOUND):
                 until(lambda: [row.outcome for row in rows(ledger)] == ["answered 204"])
                 assert receiver.got[0][0]["host"] == f"hooks.example:{receiver.server_address[1]}"
                 queued()  # and by now it is an address within
@@ -290,7 +291,7 @@ def test_a_sender_that_is_killed_between_sending_and_recording_leaves_what_is_se
         assert (left.state, left.attempts, left.outcome) == ("pending", 1, None)
         receiver.answer = lambda _: (204, {})
         make_due(ledger)  # what half a minute does
-        with sending(ledger_url, tmp_path, authority, hosts=HERE):
+        with forked(), sending(ledger_url, tmp_path, authority, hosts=HERE):
             until(lambda: rows(ledger)[0].state == "delivered")
         assert [headers["webhook-id"] for headers, _ in receiver.got] == [delivery.id] * 2
         assert all(verify(secret, got)["data"]["job"] == delivery.job_id for got in receiver.got)
