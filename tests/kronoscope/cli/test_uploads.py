@@ -1,5 +1,6 @@
 """Uploads as their user sends them, from a folder and a file to a service, and what jobs make of them."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -51,6 +52,8 @@ class Cutting:
         except OSError:
             pass
         for each in (source, target):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # or the thread of the other direction would hold it open
             each.close()
 
 
