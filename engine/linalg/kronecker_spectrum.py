@@ -5,7 +5,10 @@ in O(n + m). Sums over every product, log det(F + λI) and Σ λᵢμⱼ/(λᵢ�
 (``condense_spectrum``) in place of all n·m: some 200 nodes a side for a spectrum over twelve decades, whatever n and m
 are, and the same nodes for every λ. Where G is known by its own log-determinants alone (a structured side that is never
 made dense), the sum over A's nodes is Σ_k w_k Σⱼ p(x_k μⱼ), and the inner sum is asked of G at the shift λ/x_k.
-Quantiles of the products are in ``kronecker_quantiles``. Undefined values are None.
+Quantiles of the products are in ``kronecker_quantiles``.
+
+``spectrum_a`` (n,) and ``spectrum_g`` (m,) are the eigenvalues λᵢ of A and μⱼ of G, float64, ascending; every damping
+is ≥ 0. What is not defined is None: of a zero or singular matrix, or a ratio beyond float64.
 
 References:
     MacKay (1992), Bayesian interpolation (effective number of parameters)
@@ -28,13 +31,9 @@ _ZERO = 1e-6
 
 
 def entropy_effective_rank(spectrum: Tensor) -> float | None:
-    """Return exp(−Σ pᵢ log pᵢ) with pᵢ = λᵢ/Σλ, the effective rank of Roy & Vetterli.
+    """Return exp(−Σ pᵢ log pᵢ) with pᵢ = λᵢ/Σλ, the effective rank of Roy & Vetterli, between 1 and n.
 
-    Args:
-        spectrum: Eigenvalues, shape (n,), float64; those that are not positive add nothing.
-
-    Returns:
-        Between 1 and n; None for a zero matrix.
+    Eigenvalues (n,) that are not positive add nothing. None for a zero matrix.
     """
     total = float(spectrum.sum())
     if total <= 0:
@@ -58,15 +57,7 @@ def participation_ratio(traces: tuple[float, float], norms: tuple[float | None, 
 
 
 def stable_rank(spectrum_a: Tensor, spectrum_g: Tensor) -> float | None:
-    """Return ‖F‖_F²/‖F‖₂², the product of the factors' own stable ranks.
-
-    Args:
-        spectrum_a: Eigenvalues of A, shape (n,), float64.
-        spectrum_g: Eigenvalues of G, shape (m,), float64.
-
-    Returns:
-        Between 1 and n·m; None for a zero matrix.
-    """
+    """Return ‖F‖_F²/‖F‖₂², the product of the factors' own stable ranks, between 1 and n·m; None for a zero matrix."""
     rank = 1.0
     for spectrum in (spectrum_a, spectrum_g):
         largest = float(spectrum.max())
@@ -77,16 +68,7 @@ def stable_rank(spectrum_a: Tensor, spectrum_g: Tensor) -> float | None:
 
 
 def rank(spectrum_a: Tensor, spectrum_g: Tensor, tolerance: float) -> int:
-    """Return the numerical rank of F: the number of products above ``tolerance`` times the largest.
-
-    Args:
-        spectrum_a: Eigenvalues of A, shape (n,), float64, ascending.
-        spectrum_g: Eigenvalues of G, shape (m,), float64, ascending.
-        tolerance: Share of the largest product, below 1.
-
-    Returns:
-        Between 0, for a zero matrix, and n·m.
-    """
+    """Return the numerical rank of F: the number of products above ``tolerance`` < 1 times the largest."""
     if float(spectrum_a[-1]) <= 0 or float(spectrum_g[-1]) <= 0:
         return 0
     # each side scaled by its largest first: the product of two small ones underflows
@@ -96,15 +78,7 @@ def rank(spectrum_a: Tensor, spectrum_g: Tensor, tolerance: float) -> int:
 
 
 def logdet(spectrum_a: Tensor, spectrum_g: Tensor) -> float | None:
-    """Return log det F = m·log det A + n·log det G.
-
-    Args:
-        spectrum_a: Eigenvalues of A, shape (n,), float64, ascending.
-        spectrum_g: Eigenvalues of G, shape (m,), float64, ascending.
-
-    Returns:
-        The natural logarithm; None where F is singular.
-    """
+    """Return log det F = m·log det A + n·log det G, the natural logarithm; None where F is singular."""
     if float(spectrum_a[0]) <= 0 or float(spectrum_g[0]) <= 0:
         return None
     return spectrum_g.numel() * float(spectrum_a.log().sum()) + spectrum_a.numel() * float(spectrum_g.log().sum())
@@ -113,16 +87,7 @@ def logdet(spectrum_a: Tensor, spectrum_g: Tensor) -> float | None:
 def effective_dimension_factored(spectrum_a: Tensor, spectrum_g: Tensor, damping_a: float, damping_g: float) -> float:
     """Return Σᵢ λᵢ/(λᵢ + λ_A) · Σⱼ μⱼ/(μⱼ + λ_G), the effective dimension under (A + λ_A I) ⊗ (G + λ_G I).
 
-    It factorises, and is another quantity than Σᵢⱼ λᵢμⱼ/(λᵢμⱼ + λ).
-
-    Args:
-        spectrum_a: Eigenvalues λᵢ of A, shape (n,), float64.
-        spectrum_g: Eigenvalues μⱼ of G, shape (m,), float64.
-        damping_a: λ_A ≥ 0.
-        damping_g: λ_G ≥ 0.
-
-    Returns:
-        Between 0 and n·m; an undamped zero eigenvalue adds nothing.
+    It factorises, and is another quantity than Σᵢⱼ λᵢμⱼ/(λᵢμⱼ + λ). An undamped zero eigenvalue adds nothing.
     """
     return float((spectrum_a / (spectrum_a + damping_a)).nan_to_num(0).sum()) * float(
         (spectrum_g / (spectrum_g + damping_g)).nan_to_num(0).sum()
@@ -132,14 +97,7 @@ def effective_dimension_factored(spectrum_a: Tensor, spectrum_g: Tensor, damping
 def logdet_factored(spectrum_a: Tensor, spectrum_g: Tensor, damping_a: float, damping_g: float) -> float | None:
     """Return log det of (A + λ_A I) ⊗ (G + λ_G I) = m·log det(A + λ_A I) + n·log det(G + λ_G I).
 
-    Args:
-        spectrum_a: Eigenvalues of A, shape (n,), float64, ascending.
-        spectrum_g: Eigenvalues of G, shape (m,), float64, ascending.
-        damping_a: λ_A ≥ 0.
-        damping_g: λ_G ≥ 0.
-
-    Returns:
-        The natural logarithm; None where the damped matrix is singular.
+    None where the damped matrix is singular.
     """
     sides = spectrum_a + damping_a, spectrum_g + damping_g
     if float(sides[0][0]) <= 0 or float(sides[1][0]) <= 0:
@@ -148,45 +106,18 @@ def logdet_factored(spectrum_a: Tensor, spectrum_g: Tensor, damping_a: float, da
 
 
 def kappa(spectrum_a: Tensor, spectrum_g: Tensor) -> float | None:
-    """Return the condition number λ_max/λ_min of F, the product of the factors' own.
-
-    Args:
-        spectrum_a: Eigenvalues of A, shape (n,), float64, ascending.
-        spectrum_g: Eigenvalues of G, shape (m,), float64, ascending.
-
-    Returns:
-        At least 1; None where F is singular or the ratio is beyond float64.
-    """
+    """Return the condition number λ_max/λ_min of F, the product of the factors' own; None where F is singular."""
     return kappa_factored(spectrum_a, spectrum_g, 0.0, 0.0)
 
 
 def kappa_damped(spectrum_a: Tensor, spectrum_g: Tensor, damping: float) -> float | None:
-    """Return the condition number (λ_max + λ)/(λ_min + λ) of F + λI.
-
-    Args:
-        spectrum_a: Eigenvalues of A, shape (n,), float64, ascending.
-        spectrum_g: Eigenvalues of G, shape (m,), float64, ascending.
-        damping: λ ≥ 0.
-
-    Returns:
-        At least 1; None where the matrix is singular or the ratio is beyond float64.
-    """
+    """Return the condition number (λ_max + λ)/(λ_min + λ) of F + λI; None where that is singular."""
     smallest = float(spectrum_a[0]) * float(spectrum_g[0]) + damping
     return _ratio(float(spectrum_a[-1]) * float(spectrum_g[-1]) + damping, smallest)
 
 
 def kappa_factored(spectrum_a: Tensor, spectrum_g: Tensor, damping_a: float, damping_g: float) -> float | None:
-    """Return the condition number of (A + λ_A I) ⊗ (G + λ_G I), the product of the sides' own.
-
-    Args:
-        spectrum_a: Eigenvalues of A, shape (n,), float64, ascending.
-        spectrum_g: Eigenvalues of G, shape (m,), float64, ascending.
-        damping_a: λ_A ≥ 0.
-        damping_g: λ_G ≥ 0.
-
-    Returns:
-        At least 1; None where a side is singular or the ratio is beyond float64.
-    """
+    """Return the condition number of (A + λ_A I) ⊗ (G + λ_G I), the product of the sides' own; None where singular."""
     left = _ratio(float(spectrum_a[-1]) + damping_a, float(spectrum_a[0]) + damping_a)
     right = _ratio(float(spectrum_g[-1]) + damping_g, float(spectrum_g[0]) + damping_g)
     return None if left is None or right is None else _ratio(left * right, 1.0)
