@@ -260,7 +260,8 @@ class Task:
     class_axis: int | None = None
     """Dimension of the outputs that the classes stand on, for a classification with several terms per example: 1 as in
     torch's losses, -1 for the last one. Null takes what the targets' shape or the model's own number of classes say;
-    where they leave both open, the job is refused."""
+    where they leave both open, the job is refused. Under `mse` and `bce`, that of the outputs of a term: null takes 1
+    for four dimensions or more, as images have, else the last one."""
 
     def __post_init__(self) -> None:
         """Refuse losses that the task has no outputs for, and weights that the loss has no use for."""
@@ -281,14 +282,12 @@ class Task:
     def _require_class_axis(self, axis: int) -> None:
         if axis == 0:
             raise FieldError("class_axis", "is 0, the dimension of the examples; take 1, or -1 for the last dimension")
-        if self.type not in ("classification", "sequence_classification"):
+        if self.type not in ("classification", "sequence_classification", "regression"):
             raise FieldError(
                 "class_axis", f"has no place in `{self.type}`, whose outputs leave no choice; leave it out"
             )
-        if self.likelihood != "cross_entropy":
-            raise FieldError(
-                "class_axis", f"belongs to `cross_entropy`, and the loss is `{self.likelihood}`; leave it out"
-            )
+        if self.likelihood == "model":
+            raise FieldError("class_axis", "has no place in `loss: model`: the model's own loss is taken; leave it out")
 
     def _require_weights(self) -> None:
         given = {

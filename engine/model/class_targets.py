@@ -245,6 +245,23 @@ def find_class_axis(shape: torch.Size, batch: Batch, task: Task, model: nn.Modul
     return readings[0]
 
 
+def find_output_axis(shape: torch.Size, task: Task) -> int:
+    """Return the dimension of the C outputs of a term under `mse` or `bce`, which average over them.
+
+    It is ``task.class_axis``; else 1 of (N, C, H, W) and beyond, as torch lays out images, and the last of (N, …, C).
+
+    Args:
+        shape: Shape (N, …) of the outputs, of two dimensions or more.
+        task: The task.
+
+    Raises:
+        WrongShape: If ``task.class_axis`` is no such dimension.
+    """
+    if task.class_axis is not None:
+        return _given(shape, task.class_axis)
+    return 1 if len(shape) > 3 else len(shape) - 1
+
+
 def class_count(model: nn.Module) -> int | None:
     """Return the number of classes that a model or its ``config`` states, as `num_labels` or `num_classes`."""
     for holder in (model, getattr(model, "config", None), getattr(model, "module", None)):

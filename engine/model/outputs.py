@@ -20,7 +20,13 @@ from catalog.requests.inputs import EMBEDDINGS, Task
 from engine.errors import EngineError, ModelRefused, NonFiniteLoss, Unwinding, WrongShape
 from engine.memory.out_of_memory import lost_device, ran_out_of_memory
 from engine.model.batches import Batch, tensors, with_virtual_tokens
-from engine.model.class_targets import find_class_axis, label_weights, read_class_targets, require_labels
+from engine.model.class_targets import (
+    find_class_axis,
+    find_output_axis,
+    label_weights,
+    read_class_targets,
+    require_labels,
+)
 from engine.model.determinism import hold_attention, leave_strict
 from engine.model.dtype_casts import casts_of, conversion_of, is_mismatch
 from engine.model.output_selection import loss_of, mean_over_positions, output_of
@@ -344,16 +350,19 @@ def _numbers(outputs: Tensor, targets: Any, batch: Batch, task: Task) -> Predict
             pointer="/model",
         )
     wide = outputs.unsqueeze(-1) if outputs.ndim == 1 else outputs
-    flat = wide.reshape(batch.size, -1, wide.shape[-1])
+    axis = find_output_axis(wide.shape, task)
+    last = wide.movedim(axis, -1)
+    flat = last.reshape(batch.size, -1, last.shape[-1])
     wanted = None
     if isinstance(targets, Tensor) and task.type not in EMBEDDINGS:
-        if targets.shape not in (outputs.shape, wide.shape, wide.shape[:-1] if wide.shape[-1] == 1 else wide.shape):
+        if targets.shape not in (outputs.shape, wide.shape, last.shape[:-1] if last.shape[-1] == 1 else wide.shape):
             raise WrongShape(
                 f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}; "
                 f"`{task.likelihood}` needs the same shape",
                 pointer="/data",
             )
-        wanted = targets.reshape(flat.shape).to(flat.dtype)
+        wanted = targets.movedim(axis, -1) if targets.shape == wide.shape else targets
+        wanted = wanted.reshape(flat.shape).to(flat.dtype)
         _require_finite(wanted, batch)
     valid = torch.ones(flat.shape[:2], dtype=torch.bool, device=flat.device)
     weights = _positive(flat, wanted, task) if task.likelihood == "bce" else None

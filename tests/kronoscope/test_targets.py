@@ -243,7 +243,7 @@ def test_what_is_no_axis_is_refused() -> None:
     with pytest.raises(WrongShape, match="from 1 to 2") as caught:
         run(net(5), SEQUENCE, LABELS, class_axis=3)
     assert caught.value.pointer == "/task/class_axis"
-    for task in ({"class_axis": 0}, {"class_axis": 1, "type": "causal_lm"}, {"class_axis": 1, "loss": "bce"}):
+    for task in ({"class_axis": 0}, {"class_axis": 1, "type": "causal_lm"}, {"class_axis": 1, "loss": "model"}):
         with pytest.raises(ValueError, match="class_axis"):
             run(net(5), SEQUENCE, LABELS, **task)
 
@@ -332,3 +332,79 @@ def test_a_job_on_the_command_line_reads_its_targets_alike(folder: Path, kronosc
     single = kronoscope("run", "job.yaml", "--output", "one", "--set", "model.factory=sequences_for_kronoscope:single")
     assert single.returncode == 2
     assert "take `task.loss: bce`" in single.stderr
+
+
+IMAGES = torch.randn(6, 2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+class Pictures(nn.Module):
+    """Images (N, C, 4, 5) from images, or with the channels on another dimension."""
+
+    def __init__(self, channels: int, axis: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(2, 3, 3, padding=1, dtype=torch.float64)
+        self.last = nn.Conv2d(3, channels, 3, padding=1, dtype=torch.float64)
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x))).movedim(1, self.axis)
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.parametrize("loss", ["mse", "bce", "weighed"])
+def test_the_outputs_of_an_image_are_averaged_over_its_channels(loss: str, axis: int) -> None:
+    """A term is a pixel with its C channels, whatever the image's width: torch's losses by autograd."""
+    channels, weights = 3, torch.tensor(WEIGHTS, dtype=torch.float64)
+    model = Pictures(channels, axis)
+    y = torch.rand(6, channels, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(4)).round()
+    options: dict[str, Any] = {"loss": "mse" if loss == "mse" else "bce"} | ({} if axis == 1 else {"class_axis": axis})
+    options |= {"positive_weights": WEIGHTS} if loss == "weighed" else {}
+
+    def one(x: Tensor, t: Tensor) -> Tensor:
+        f = model(x[None]).movedim(axis, 1)[0]
+        if loss == "mse":
+            return (f - t).square().mean(0).sum()
+        plain = functional.binary_cross_entropy_with_logits(f, t, reduction="none")
+        # a label of weight w is w labels: its square is that of its gradient over √w
+        return (
+            (plain * (weights.view(-1, 1, 1) * t + 1 - t).sqrt()).mean(0).sum()
+            if loss == "weighed"
+            else plain.mean(0).sum()
+        )
+
+    exact = squares(model, [one(x, t) for x, t in zip(IMAGES, y, strict=True)])
+    found = traces(run(model, IMAGES, y.movedim(1, axis), type="regression", **options))
+    assert found == pytest.approx({name: total / (6 * 20) for name, total in exact.items()}, rel=1e-12)
+
+
+def test_the_gauss_newton_matrix_of_images_is_that_of_torchs_mean() -> None:
+    """Linear in its weights, so that autograd's Hessian of the mean is the curvature itself."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(2, 3, 3, padding=1, bias=False, dtype=torch.float64)
+    y = torch.randn(6, 3, 4, 5, dtype=torch.float64)
+    own = torch.autograd.functional.hessian(  # type: ignore[no-untyped-call]
+        lambda w: functional.mse_loss(functional.conv2d(IMAGES, w.view(3, 2, 3, 3), padding=1), y),
+        model.weight.detach().flatten(),
+    )
+    found = run(model, IMAGES, y, "type2", type="regression")
+    assert traces(found)["(model)"] == pytest.approx(float(own.trace()), rel=1e-12)
+    (factors,) = found.factors.values()
+    assert torch.allclose(factors.G, 2 / 3 * torch.eye(3, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def test_images_of_one_channel_take_targets_without_it() -> None:
+    y = torch.randn(6, 4, 5, dtype=torch.float64)
+    plain, wide = (traces(run(Pictures(1), IMAGES, each, type="regression")) for each in (y, y[:, None]))
+    assert plain == wide
+
+
+@pytest.mark.parametrize("axis", [None, 1])
+def test_outputs_of_three_dimensions_are_sequences_unless_said_otherwise(axis: int | None) -> None:
+    model = net(5)
+    y = torch.randn(*SEQUENCE.shape[:2], 5, dtype=torch.float64)
+    width = y.shape[2 if axis is None else axis]
+    losses = [(model(x) - t).square().sum() / width for x, t in zip(SEQUENCE, y, strict=True)]
+    terms = y.numel() // width
+    exact = {name: total / terms for name, total in squares(model, losses).items()}
+    assert traces(run(model, SEQUENCE, y, type="regression", class_axis=axis)) == pytest.approx(exact, rel=1e-12)
