@@ -6,6 +6,7 @@ layer multiplies the gradients that it makes of them, a few at a time, by all ve
 ``s_qn = ⟨V_q, ∇W ℓ_n⟩`` of vectors V_q of a layer's matrix (out_dim, in_dim).
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,7 +27,7 @@ from engine.accumulation.example_gradients import (
 from engine.accumulation.hooks import Collector
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.pass_job import PassJob
-from engine.errors import ModelRefused, UsageError
+from engine.errors import ModelRefused, NonFiniteLoss, UsageError, WrongShape
 from engine.layers.layer import BlockLayer, TreatedLayer, Use
 from engine.layers.tied import TiedHeadLayer
 from engine.model.batches import Batch, tensors
@@ -168,8 +169,7 @@ def example_gradients(job: PassJob, batch: Batch, names: tuple[str, ...]) -> Ten
         Shape (N, P), on the host, in the precision of the passes.
 
     Raises:
-        WrongShape: If the examples have no targets.
-        UsageError: If a gradient is not finite.
+        UsageError: If the model does not take an example, or its targets do not fit; if a gradient is not finite.
     """
     parameters = trained(job.model, names)
     rows = torch.zeros(batch.size, sum(each.numel() for each in parameters.values()), dtype=job.dtype)
@@ -178,7 +178,7 @@ def example_gradients(job: PassJob, batch: Batch, names: tuple[str, ...]) -> Ten
     try:
         for row, example in zip(rows, batch.slices(1), strict=True):
             job.workspace.ports.raise_if_cancelled()
-            with torch.enable_grad():
+            with torch.enable_grad(), _of_query(example):
                 prediction = predict(job.model, example, job.task)
             if not prediction.terms or not prediction.outputs.requires_grad:
                 continue
@@ -199,6 +199,20 @@ def example_gradients(job: PassJob, batch: Batch, names: tuple[str, ...]) -> Ten
             pointer="/influence/query",
         )
     return rows
+
+
+@contextlib.contextmanager
+def _of_query(example: Batch) -> Iterator[None]:
+    """Let a failure name the query that it is of: the model is as it was in the pass over the data."""
+    try:
+        yield
+    except (ModelRefused, NonFiniteLoss, WrongShape) as error:
+        raise type(error)(
+            f"query {int(example.index[0])}: {error.message.partition('; check that data and model')[0]}; give queries "
+            "of the shapes, dtypes and labels that the model takes in `data`",
+            layer=error.layer,
+            pointer="/influence/query",
+        ) from (error.__cause__ or error)
 
 
 def score_examples(

@@ -295,8 +295,18 @@ def test_what_cannot_be_scored_is_refused_by_its_field() -> None:
     with pytest.raises(OptionRefused, match="in a notebook give the examples as `query`"):
         measure(net, data, query=(asked, wanted), task="classification", kinds="influence",
                 params={"influence": {"query": {"source": "builtin", "name": "digits"}}})  # fmt: skip
-    with pytest.raises(ModelRefused, match="shapes"):
-        scored(net, data, (asked[:, :3], wanted))
+    wide, mistyped = torch.cat([asked, asked], 1), torch.where(torch.arange(7) == 4, 9, wanted)
+    for query, said in (
+        ((wide, wanted), r"query 0: the model raised on inputs of shape \(1, 12\): .*\(in `0`, Linear"),
+        ((asked[:, None], wanted[:, None].repeat(1, 2)), r"query 0: .*targets of shape \(1, 2\)"),
+        ((asked, mistyped), r"query 4: a target is 9, but the model has classes 0 to 3"),
+        ((torch.where(torch.arange(7)[:, None] == 2, torch.nan, asked), wanted), "query 2: .*NaN"),
+    ):
+        with pytest.raises(UsageError, match=f"{said}.*; give queries of the shapes") as own:
+            scored(net, data, query)
+        assert own.value.pointer == "/influence/query"
+        # the layers were watched in the pass over the data, too, and the data are right
+        assert not any(blamed in str(own.value) for blamed in ("watched", "first batch", "check that"))
     for pointer, own, query in (
         ("/influence/query", data, [(asked, None)]),
         ("/data", [(data[0], None)], (asked, wanted)),
