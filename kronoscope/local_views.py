@@ -90,23 +90,11 @@ class MeasurementViews:
         return "".join(tables)
 
     def to_frame(self) -> "DataFrame":
-        """Return all rows as a table of pandas: a column for each number or text of the metrics.
-
-        Raises:
-            ModuleNotFoundError: If pandas is not installed.
-        """
+        """Return all rows as a table of pandas, as ``Rows.to_frame`` does."""
         return make_frame(_columns(self.layers))
 
     def plot(self, metric: str = "trace", axes: Any = None) -> Any:  # noqa: ANN401 - matplotlib's
-        """Draw a metric over the depth of the model, of the first analysis that has it, as ``Rows.plot`` does.
-
-        Args:
-            metric: A number of the metrics.
-            axes: Axes of matplotlib; new ones where they are left out.
-
-        Returns:
-            The axes.
-        """
+        """Draw a metric over the depth of the model, of the first analysis that has it, as ``Rows.plot`` does."""
         kinds = dict.fromkeys(row.kind for row in self.layers)
         tables = [Rows(kind, {row.layer: row for row in self.layers if row.kind == kind}) for kind in kinds]
         having = (table for table in tables if any(metric in _numbers(row) for row in table.values()))

@@ -4,21 +4,25 @@ Without these bounds a server waits for a half-sent body as long as the caller l
 """
 
 import asyncio
+from typing import TypeVar
 
 from fastapi import Request
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from api.problem_details import Refusal
-from jobs.codec import guard_body
+from api.settings import Settings
+from jobs.codec import guard_body, parse_record
 from jobs.errors import DocumentRefused
+
+T = TypeVar("T")
 
 
 def _too_large(limit: int) -> Refusal:
     return Refusal(413, "body-too-large", "Body too large", f"the body has more than {limit:,} bytes; send less")
 
 
-async def read_body(request: Request, limit_bytes: int, deadline_seconds: float) -> bytes:
-    """Read the body of a request."""
+async def _read(request: Request, limit_bytes: int, deadline_seconds: float) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 15 or int(declared) > limit_bytes):
         raise _too_large(limit_bytes)
@@ -42,32 +46,22 @@ async def read_body(request: Request, limit_bytes: int, deadline_seconds: float)
     return bytes(raw)
 
 
-async def read_document_body(request: Request, limit_bytes: int, deadline_seconds: float) -> bytes:
-    """Read a body that must be declared as JSON.
+async def read_record(request: Request, settings: Settings, kind: type[T]) -> T:
+    """Read a body as a record; ``DocumentRefused`` if it is not one, and as `read_document_body`."""
+    return await run_in_threadpool(parse_record, await read_document_body(request, settings), kind)
 
-    Args:
-        request: The request; its body must not have been read.
-        limit_bytes: The largest body that is read.
-        deadline_seconds: The time in which it must arrive.
 
-    Returns:
-        The bytes, which are not parsed yet.
+async def read_document_body(request: Request, settings: Settings) -> bytes:
+    """Read a body that must be declared as JSON, unparsed, within the settings' limits of bytes and time.
 
-    Raises:
-        Refusal: 415 for another media type or a compressed body; as `read_body` otherwise.
+    ``Refusal``: 415 for another media type or a compressed body, 408 or 413 beyond the limits, 400 if it ends early.
     """
-    content_type = request.headers.get("content-type")
-    encoding = request.headers.get("content-encoding")
-    _check_media_type(content_type, encoding)
-    return await read_body(request, limit_bytes, deadline_seconds)
-
-
-def _check_media_type(content_type: str | None, encoding: str | None) -> None:
-    """Refuse by the headers alone, before a byte of the body is read."""
     try:
-        guard_body(b"{}", content_type, encoding)
+        # by the headers alone, before a byte of the body is read
+        guard_body(b"{}", request.headers.get("content-type"), request.headers.get("content-encoding"))
     except DocumentRefused as error:
         (complaint,) = error.complaints
         raise Refusal(
             415, "unsupported-media-type", "Unsupported media type", f"the body {complaint.message}"
         ) from None
+    return await _read(request, settings.body_limit_bytes, settings.body_seconds)

@@ -69,7 +69,7 @@ async def create(
     """
     settings = service.settings
     check_idempotency_key(idempotency_key)
-    raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
+    raw = await read_document_body(request, settings)
     submitted = await run_in_threadpool(_submitted, service, caller.tenant_id, raw, idempotency_key)
     stored = partial(read_estimate, service.engine, caller.tenant_id, submitted.job.id)
     return _answer(

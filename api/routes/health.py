@@ -4,10 +4,12 @@ import asyncio
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Literal
 
 import redis
 from fastapi import APIRouter
+from sqlalchemy import Engine
 from starlette.concurrency import run_in_threadpool
 
 from api.problem_details import Fault, Refusal
@@ -94,34 +96,21 @@ async def _checks(service: Service) -> dict[str, str]:
 
 async def _isolation(service: Service) -> dict[str, str]:
     """Report isolation without a verdict: an operator decides what is enough."""
-    return {
-        "jobs": await _within(_DATABASE_SECONDS, lambda: _of_jobs(service)),
-        "tenants": await _within(_DATABASE_SECONDS, lambda: _of_tenants(service)),
-        "sharing": await _within(_DATABASE_SECONDS, lambda: _of_sharing(service)),
-    }
+    # tenants as requests see them: with the rights of the API's own role
+    reports = {"jobs": _of_jobs, "tenants": separation_of_tenants, "sharing": sharing_of_workers}
+    return {name: await _within(_DATABASE_SECONDS, partial(_known, each, service)) for name, each in reports.items()}
 
 
-def _of_jobs(service: Service) -> str:
+def _known(report: Callable[[Engine], str], service: Service) -> str:
     try:
-        walls = isolation_of_jobs(service.fleet)
+        return report(service.fleet)
     except LedgerUnavailable:
         return "unknown"
+
+
+def _of_jobs(fleet: Engine) -> str:
+    walls = isolation_of_jobs(fleet)
     return "no worker is known" if walls is None else ", ".join(walls) or "none"
-
-
-def _of_tenants(service: Service) -> str:
-    try:
-        # as requests see it: with the rights of the API's own role
-        return separation_of_tenants(service.fleet)
-    except LedgerUnavailable:
-        return "unknown"
-
-
-def _of_sharing(service: Service) -> str:
-    try:
-        return sharing_of_workers(service.fleet)
-    except LedgerUnavailable:
-        return "unknown"
 
 
 async def _within(limit_seconds: float, check: Callable[[], str]) -> str:

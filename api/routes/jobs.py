@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from api.problem_details import invalid_parameter, not_found
 from api.requests.admission import admit
 from api.requests.auth import Reader, Submitter
-from api.requests.body import read_document_body
+from api.requests.body import read_document_body, read_record
 from api.requests.etags import has_current, require_match
 from api.requests.job_filter import JobFilter
 from api.requests.long_poll import check_wait, wait_for_job
@@ -27,7 +27,7 @@ from catalog.requests.job import Annotations, JobDocument
 from catalog.requests.memory_requirements import least_bytes
 from catalog.requests.schedule import Schedule
 from catalog.responses.views import JobListView, JobView, LineageView, ValidationView
-from jobs.codec import document_json, parse_document, parse_record, sha256_of
+from jobs.codec import document_json, parse_document, sha256_of
 from jobs.records import Caller, Job, Submitted
 from jobs.repository.job_list import FIELDS
 from jobs.repository.lineage import read_lineage
@@ -101,9 +101,8 @@ async def create(
     validate_only: Annotated[bool, Query(description="Run every check and store nothing.")] = False,
 ) -> Response:
     """Submit a job document, which a worker runs when one is free; returns the job."""
-    settings = service.settings
     check_idempotency_key(idempotency_key)
-    raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
+    raw = await read_document_body(request, service.settings)
     document = await run_in_threadpool(parse_document, raw)
     if validate_only:
         await run_in_threadpool(_submitted_or_admitted, service, caller, document, idempotency_key)
@@ -112,15 +111,9 @@ async def create(
 
 
 async def accept(service: Service, caller: Caller, document: JobDocument, idempotency_key: str | None) -> Response:
-    """Store a job, unless its key has stored it before, and return it.
+    """Store a job of a valid document, unless the caller's key has stored it before, and return it.
 
-    Args:
-        document: The validated document.
-        idempotency_key: The caller's name for it.
-
-    Raises:
-        DocumentRefused: If this service does not take the document.
-        Refusal: If the tenant has no room for it.
+    ``DocumentRefused`` if this service does not take the document, ``Refusal`` if the tenant has no room for it.
     """
     check_idempotency_key(idempotency_key)
     submitted = await run_in_threadpool(_submitted_or_admitted, service, caller, document, idempotency_key)
@@ -308,9 +301,7 @@ async def reproduce(
 )
 async def reschedule_job(job_id: str, request: Request, caller: Submitter, service: ServiceOf) -> Response:
     """Replace priority and deadline of a job that has not ended, and of its pieces; returns the job."""
-    settings = service.settings
-    raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
-    schedule = await run_in_threadpool(parse_record, raw, Schedule)
+    schedule = await read_record(request, service.settings, Schedule)
     job = await run_in_threadpool(reschedule, service.engine, caller.tenant_id, job_id, schedule)
     return await run_in_threadpool(_placed, service, job)
 
@@ -334,9 +325,7 @@ async def annotate_job(
     ] = None,
 ) -> Response:
     """Replace labels or note of a job, which may have ended; returns the job. Its document and digest stay."""
-    settings = service.settings
-    raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
-    given = await run_in_threadpool(parse_record, raw, Annotations)
+    given = await read_record(request, service.settings, Annotations)
     if if_match is not None:
         current = await run_in_threadpool(owned_job, service, caller.tenant_id, job_id)
         require_match(request.headers.getlist("if-match"), _etag(current))

@@ -16,14 +16,13 @@ from starlette.requests import ClientDisconnect
 
 from api.problem_details import Refusal, not_found
 from api.requests.auth import Reader, Submitter
-from api.requests.body import read_document_body
+from api.requests.body import read_record
 from api.requests.openapi import UPLOAD_BODY, error_responses
 from api.requests.response_bodies import job_view
 from api.routes.results import owned_job
 from api.service import Service, ServiceOf
 from catalog.requests.uploads import UploadDocument, UploadedFile, UploadView
 from catalog.responses.views import JobView
-from jobs.codec import parse_record
 from jobs.errors import UploadRefused
 from jobs.objects.uploads import Uploads
 from jobs.records import Caller
@@ -42,8 +41,7 @@ _SEND_ERRORS = error_responses(404, 408, 409, 411, 413, 415, 507)
 async def create_upload(request: Request, caller: Submitter, service: ServiceOf) -> UploadView:
     """Declare the files of a model or of data, and reserve their bytes; the same again finds how far it has come."""
     settings = service.settings
-    raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
-    document = await run_in_threadpool(parse_record, raw, UploadDocument)
+    document = await read_record(request, settings, UploadDocument)
     _require_room(service, sum(each.size_bytes for each in document.files))
     declare = _uploads(service, caller).declare
     upload_id = await run_in_threadpool(declare, document, settings.ledger.stored_bytes)

@@ -5,11 +5,10 @@ from starlette.concurrency import run_in_threadpool
 
 from api.problem_details import Refusal, not_found
 from api.requests.auth import Reader, Submitter
-from api.requests.body import read_document_body
+from api.requests.body import read_record
 from api.requests.openapi import error_responses, webhook_body
 from api.service import Service, ServiceOf
 from catalog.webhooks import DeliveryListView, WebhookListView, WebhookRequest, WebhookView
-from jobs.codec import parse_record
 from jobs.webhooks import registry
 
 router = APIRouter(prefix="/v1/webhooks", tags=["webhooks"])
@@ -27,9 +26,7 @@ _NONE = "there is no such webhook"
 )
 async def create(request: Request, caller: Submitter, service: ServiceOf) -> WebhookView:
     """Post each change of a job's state to an address, signed as Standard Webhooks; the secret is shown this once."""
-    settings = service.settings
-    raw = await read_document_body(request, settings.body_limit_bytes, settings.body_seconds)
-    url = (await run_in_threadpool(parse_record, raw, WebhookRequest)).url
+    url = (await read_record(request, service.settings, WebhookRequest)).url
     if len(await run_in_threadpool(registry.list_webhooks, service.engine, caller.tenant_id)) >= registry.MOST_WEBHOOKS:
         limit = f"you have {registry.MOST_WEBHOOKS} webhooks, which is the limit; delete one first"
         raise Refusal(409, "too-many-webhooks", "Too many webhooks", limit)

@@ -38,7 +38,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class ArtifactFolder:
-    """The root of what attempts write, and the store that keeps it."""
+    """The root of what attempts write, and the store that keeps it, with whose errors its calls end."""
 
     def __init__(self, root: Path, store: ObjectStore | None = None) -> None:
         """Set up the artifacts.
@@ -67,21 +67,10 @@ class ArtifactFolder:
                 return folder
 
     def publish(self, tenant_id: str, job_id: str, fence: int, name: str, *, sha256: str, size_bytes: int) -> str:
-        """Verify a staged file, and store it.
+        """Verify a staged file by what the attempt has declared, store it, and return the key to list it under.
 
-        Args:
-            tenant_id: The job's tenant.
-            name: The file's name below the attempt's folder.
-            sha256: The digest that the attempt has declared.
-            size_bytes: The size that the attempt has declared.
-
-        Returns:
-            The key to list it under.
-
-        Raises:
-            ArtifactDamaged: If the file is missing, not a plain file, or other than declared.
-            StoreUnavailable: If the store does not answer.
-            OSError: If a disk is full or fails; nothing is stored then.
+        Its name is below the attempt's folder. ``ArtifactDamaged`` if it is missing, not a plain file, or other than
+        declared.
         """
         if not _NAME.fullmatch(name):
             raise ArtifactDamaged(f"an artifact's name {name[:80]!r} is not made of plain path segments")
@@ -133,37 +122,19 @@ class ArtifactFolder:
         return open(name, "rb", opener=lambda *_: descriptor)
 
     def open(self, artifact: Artifact, first: int = 0) -> BinaryIO:
-        """Open a listed file for reading; its size is checked, its digest only by `verify`.
+        """Open a listed file for reading from a byte on; its size is checked, its digest only by `verify`.
 
-        Args:
-            artifact: The file's row.
-            first: The offset of the first byte to read.
-
-        Returns:
-            The bytes from there on.
-
-        Raises:
-            ArtifactDamaged: If it is missing, not a plain file, or of another size than listed.
-            StoreUnavailable: If the store does not answer.
+        ``ArtifactDamaged`` if it is missing, not a plain file, or of another size than listed.
         """
         return self.store.open(artifact.uri, artifact.size_bytes, first)
 
     def verify(self, artifact: Artifact) -> None:
-        """Read a whole file and compare its digest.
-
-        ``ArtifactDamaged`` if it is other than listed, ``StoreUnavailable`` if the store does not answer.
-        """
+        """Read a whole file and compare its digest; ``ArtifactDamaged`` if it is other than listed."""
         with self.open(artifact) as file:
             require_digest(file, artifact.sha256, called=artifact.uri)
 
     def fetch(self, artifact: Artifact, target: Path) -> None:
-        """Copy or link a verified file to a path, where it appears complete or not at all.
-
-        Raises:
-            ArtifactDamaged: If it is other than listed.
-            StoreUnavailable: If the store does not answer.
-            OSError: If a disk is full or fails.
-        """
+        """Copy or link a verified file to a path, as `ObjectStore.fetch`."""
         self.store.fetch(artifact.uri, target, sha256=artifact.sha256, size_bytes=artifact.size_bytes)
 
     def objects(self) -> Iterator[StoredObject]:

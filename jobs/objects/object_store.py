@@ -34,97 +34,42 @@ class StoredObject:
 
 
 class ObjectStore(Protocol):
-    """A store of objects."""
+    """A store of objects by key; a digest and a size are those that were declared when one was put, and are listed.
+
+    Every call but ``signed_url`` raises ``StoreUnavailable`` if the store does not answer, and ``OSError`` if a disk is
+    full or fails: nothing is stored then.
+    """
 
     def put(self, key: str, source: Source, *, sha256: str, size_bytes: int) -> None:
         """Store a copy of a file in place of any earlier object; its age begins anew.
 
-        Args:
-            key: The object's key.
-            source: The file; whatever becomes of it meanwhile, the bytes that are stored are those declared.
-            sha256: The declared digest.
-            size_bytes: The declared size.
-
-        Raises:
-            ArtifactDamaged: If the file is missing, not a plain file, or other than declared; nothing is stored then.
-            StoreUnavailable: If the store does not answer.
-            OSError: If a disk is full or fails; nothing is stored then.
+        Whatever becomes of the file meanwhile, the bytes that are stored are those declared. ``ArtifactDamaged`` if it
+        is missing, not a plain file, or other than declared; nothing is stored then.
         """
 
     def open(self, key: str, size_bytes: int, first: int = 0) -> BinaryIO:
-        """Open an object for reading.
-
-        Args:
-            key: The object's key.
-            size_bytes: The listed size.
-            first: The offset of the first byte to read.
-
-        Returns:
-            The bytes from there on.
-
-        Raises:
-            ArtifactDamaged: If it is missing or of another size.
-            StoreUnavailable: If the store does not answer.
-        """
+        """Open an object for reading from a byte on; ``ArtifactDamaged`` if it is missing or of another size."""
 
     def fetch(self, key: str, target: Path, *, sha256: str, size_bytes: int) -> None:
         """Copy or link a verified object to a path, where it appears complete or not at all.
 
-        Args:
-            key: The object's key.
-            sha256: The listed digest.
-            size_bytes: The listed size.
-
-        Raises:
-            ArtifactDamaged: If it is other than listed.
-            StoreUnavailable: If the store does not answer.
-            OSError: If a disk is full or fails.
+        ``ArtifactDamaged`` if it is other than listed.
         """
 
     def listing(self, prefix: str) -> Iterator[StoredObject]:
-        """List all objects below a prefix.
-
-        Args:
-            prefix: The beginning of their keys, which ends with a slash or is empty.
-
-        Yields:
-            One entry per object.
-
-        Raises:
-            StoreUnavailable: If the store does not answer.
-        """
+        """List all objects whose keys begin with a prefix, which ends with a slash or is empty."""
 
     def delete(self, key: str, *, older_than: float | None = None) -> bool:
-        """Delete one object.
+        """Delete one object, and return whether there was one to delete.
 
-        Args:
-            key: The object's key.
-            older_than: Delete it only if it was put before this time, in seconds of the store's clock; None: in any
-                case.
-
-        Returns:
-            Whether an object was deleted.
-
-        Raises:
-            StoreUnavailable: If the store does not answer.
+        Only if it was put before ``older_than``, in seconds of the store's clock; None: in any case.
         """
 
     def now(self) -> float:
-        """The store's clock.
-
-        Raises:
-            StoreUnavailable: If the store does not answer.
-            OSError: If its disk fails.
-        """
+        """The store's clock."""
 
     def signed_url(self, key: str, seconds: int, answers: dict[str, str]) -> str | None:
-        """Return an address that answers GET for one object without credentials.
+        """Return an address that answers GET for one object without credentials, for so many seconds.
 
-        Args:
-            key: The object's key.
-            seconds: The address is valid for so long.
-            answers: Headers of the answer, such as ``content-disposition``.
-
-        Returns:
-            The address, or None if the store cannot sign.
+        ``answers`` are headers of the answer, such as ``content-disposition``. None if the store cannot sign.
         """

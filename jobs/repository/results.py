@@ -140,14 +140,16 @@ def page_of(rows: Iterable[LayerRow], asked: LayerQuery = ALL_LAYERS) -> LayerPa
 
 def count_layers(engine: Engine, tenant_id: str, job_id: str) -> int:
     """Return the number of layer rows that a job has so far; 0 for a job of another tenant."""
-    query = select(func.count()).select_from(layer_results).where(*_owned(layer_results, tenant_id, job_id))
-    with reading(engine, tenant_id) as connection:
-        return connection.execute(query).scalar_one()
+    return _count(engine, layer_results, tenant_id, job_id)
 
 
 def count_events(engine: Engine, tenant_id: str, job_id: str) -> int:
     """Return the number of a job's events in the ledger; 0 for a job of another tenant."""
-    query = select(func.count()).select_from(job_events).where(*_owned(job_events, tenant_id, job_id))
+    return _count(engine, job_events, tenant_id, job_id)
+
+
+def _count(engine: Engine, table: Table, tenant_id: str, job_id: str) -> int:
+    query = select(func.count()).select_from(table).where(*_owned(table, tenant_id, job_id))
     with reading(engine, tenant_id) as connection:
         return connection.execute(query).scalar_one()
 
