@@ -116,11 +116,6 @@ def fail(engine: Engine, claim: Claim, failure: Failed, pause_seconds: float = 0
         return state
 
 
-def end_cancelled(engine: Engine, claim: Claim) -> State:
-    """End a job whose cancellation was asked for; any other returns to the queue, as `hand_back` does."""
-    return hand_back(engine, claim)
-
-
 @by_holder
 def hand_back(engine: Engine, claim: Claim, reason: str = "handed back") -> State:
     """Return the job to the queue without counting the attempt, as a drain does; one being cancelled ends.
@@ -147,21 +142,16 @@ def _give_back(
     with writing(engine) as connection:
         parent = draw_parent(connection, claim.parent_id)
         drawn = draw_fenced(connection, claim)
-        state = _returned(connection, drawn, reason, pause_seconds)
+        state = ending(drawn.state, "queued")
+        values: dict[str, Any] = {}
+        if state == "queued":
+            progress = progress_between(connection, drawn)
+            values = {"attempt": drawn.attempt - 1, "progress": progress, "not_before": _in(pause_seconds)}
+        move(connection, drawn, state, values, reason=reason if state == "queued" else None)
         tell_parent(connection, parent, drawn, state)
         if state == "queued":
             count(connection)
         return state
-
-
-def _returned(connection: Connection, drawn: Row[Any], reason: str, pause_seconds: float = 0) -> State:
-    state = ending(drawn.state, "queued")
-    values: dict[str, Any] = {}
-    if state == "queued":
-        progress = progress_between(connection, drawn)
-        values = {"attempt": drawn.attempt - 1, "progress": progress, "not_before": _in(pause_seconds)}
-    move(connection, drawn, state, values, reason=reason if state == "queued" else None)
-    return state
 
 
 def record_failure(

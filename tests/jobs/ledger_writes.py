@@ -44,7 +44,6 @@ WRITES: dict[str, Callable[[Engine, Claim], object]] = {
     "usage": lambda engine, mine: attempt_endings.fail(engine, mine, frame_of_failure("usage")),
     "transient": lambda engine, mine: attempt_endings.fail(engine, mine, frame_of_failure("transient")),
     "fatal": lambda engine, mine: attempt_endings.fail(engine, mine, frame_of_failure("fatal")),
-    "cancelled": attempt_endings.end_cancelled,
     "hand_back": attempt_endings.hand_back,
     "decline": lambda engine, mine: attempt_endings.decline(engine, mine, "not_started"),
 }

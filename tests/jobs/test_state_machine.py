@@ -63,7 +63,7 @@ MAX_FAILURES = (1, 2, 3)
 ASKED = ("looks around", "cancels", "deletes")
 KEYS = (None, "key", "other-key")
 FIRST = ("beats", "finishes", "hands back", "is cancelled", "changes")
-ENDINGS = ("transient", "hands back", "crashes", "finishes", "transient", "stops", "crashes", "usage", "fatal")
+ENDINGS = ("transient", "hands back", "crashes", "finishes", "transient", "hands back", "crashes", "usage", "fatal")
 
 HAPPENED = (
     "a submission repeated",
@@ -286,8 +286,6 @@ class LedgerMachine(RuleBasedStateMachine):
             assert attempt_endings.finish(self.ledger, hold.claim) == hold.job.finish()
         elif how == "hands back":
             assert attempt_endings.hand_back(self.ledger, hold.claim) == hold.job.hand_back()
-        elif how == "stops":
-            assert attempt_endings.end_cancelled(self.ledger, hold.claim) == hold.job.hand_back()
         else:
             ended = hold.job.fail(how, "told")
             assert attempt_endings.fail(self.ledger, hold.claim, frame_of_failure(how)) == ended

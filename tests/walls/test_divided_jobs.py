@@ -78,7 +78,7 @@ def test_cancel_progress_and_schedule_take_a_few_statements(ledger: Engine, divi
     assert states == ["succeeded", "cancelling", *["cancelled"] * (PIECES - 2)]
     told = [(each.type, each.data.get("state")) for each in events_after(ledger, LOCAL_TENANT, ids[7], 0)]
     assert told == [("state", "queued"), ("schedule", None), ("state", "cancelled")]
-    assert attempt_endings.end_cancelled(ledger, second) == "cancelled"
+    assert attempt_endings.hand_back(ledger, second) == "cancelled"
     ended = read_job(ledger, LOCAL_TENANT, job_id)
     assert ended is not None
     assert ended.state == "cancelled"

@@ -298,11 +298,9 @@ class Supervisor:
         elif reason == "no_progress":
             signature = self._attended.signature("no progress")
             state = self._crash(signature, silence_failure(signature, self._settings.no_progress_seconds, tail))
-        elif reason == "cancel":
-            state = self._sink.write(lambda: attempt_endings.end_cancelled(self._engine, self._claim))
         elif reason == "misplaced":
             state = self._sink.write(lambda: attempt_endings.hand_back(self._engine, self._claim, LEASE_TOO_SMALL))
-        elif reason == "drain":
+        elif reason in ("cancel", "drain"):
             state = self._sink.write(lambda: attempt_endings.hand_back(self._engine, self._claim))
         else:
             state = self._fail(*stop_failure(reason, self._settings.attempt_seconds, tail))

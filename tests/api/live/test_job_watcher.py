@@ -42,7 +42,7 @@ def test_a_look_at_many_jobs_takes_two_statements(ledger: Engine, statements: li
         for line in range(number):
             say(ledger, each, f"{number}.{line}")
     request_cancel(ledger, LOCAL_TENANT, held[3].job_id)
-    attempt_endings.end_cancelled(ledger, held[3])
+    attempt_endings.hand_back(ledger, held[3])
     statements.clear()
     seen = read_new_events(ledger, {**at, held[1].job_id: None, "00000000-0000-7000-8000-000000000000": 0})
     assert len([each for each in statements if "SELECT" in each]) == 2
@@ -140,7 +140,7 @@ def test_forty_readers_and_thirty_polls_of_one_job_ask_as_much_as_one(ledger: En
 def test_who_waits_for_a_deleted_job_is_told(ledger: Engine) -> None:
     held = seeding.running(ledger, LOCAL_TENANT)
     request_cancel(ledger, LOCAL_TENANT, held.job_id)
-    attempt_endings.end_cancelled(ledger, held)
+    attempt_endings.hand_back(ledger, held)
 
     async def play() -> bool:
         watcher = JobWatcher(ledger, threading.Event())

@@ -33,7 +33,7 @@ def views(embedded: Embedded, deep: str, explained: str) -> dict[str, str]:  # n
     """What each view must show before it is looked at, by its address."""
     ledger, files, tenant = embedded.engine, embedded.artifacts, LOCAL_TENANT
     cancelled = seeding.running(ledger, tenant)
-    attempt_endings.end_cancelled(ledger, cancelled)
+    attempt_endings.hand_back(ledger, cancelled)
     drawn = [seeding.finished(ledger, files, tenant), seeding.partly_measured(ledger, files, tenant), deep]
     drawn += [seeding.of_experts(ledger, files, tenant)]
     drawn += [seeding.of_diagonals(ledger, files, tenant), seeding.partly_refused(ledger, files, tenant)]

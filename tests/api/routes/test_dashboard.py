@@ -342,7 +342,7 @@ def test_a_cancellation_that_is_answered_late_does_not_undo_the_end(page: Page, 
     with answered_late(page, "**/v1/jobs/*:cancel"):
         page.get_by_role("button", name="Cancel job").click()
         expect(page.get_by_role("button", name="Cancelling…")).to_be_visible()
-        attempt_endings.end_cancelled(embedded.engine, claim)
+        attempt_endings.hand_back(embedded.engine, claim)
         expect(ended).to_be_visible()
     expect(ended).to_be_visible()
 
@@ -365,7 +365,7 @@ def test_what_is_pressed_is_not_exchanged_before_it_is_let_go(page: Page, embedd
         # An answer that came while the button is down would be held, and no further one asked for.
         expect(page.get_by_role("progressbar", name="Progress of the job")).to_have_attribute("aria-valuenow", "61")
     expect(page.get_by_role("button", name="Cancelling…")).to_be_visible()
-    attempt_endings.end_cancelled(embedded.engine, claim)
+    attempt_endings.hand_back(embedded.engine, claim)
 
 
 def test_how_long_a_job_will_take_is_what_the_service_says(page: Page, embedded: Embedded) -> None:
@@ -382,7 +382,7 @@ def test_how_long_a_job_will_take_is_what_the_service_says(page: Page, embedded:
     assert "left" not in card.inner_text()
     assert "%" not in card.inner_text()
     assert card.get_by_role("progressbar").first.get_attribute("aria-valuenow") is None
-    attempt_endings.end_cancelled(embedded.engine, claim)
+    attempt_endings.hand_back(embedded.engine, claim)
 
 
 def test_a_spectrum_that_is_late_is_not_the_one_before(page: Page, finished: str) -> None:
@@ -467,7 +467,7 @@ def test_a_service_without_room_for_one_more_who_waits_is_not_besieged(page: Pag
     expect(page.get_by_role("progressbar", name="Progress of the job")).to_be_visible()
     page.wait_for_timeout(700)
     assert 1 <= len(asked) <= 2 + (time.monotonic() - began)
-    attempt_endings.end_cancelled(embedded.engine, claim)
+    attempt_endings.hand_back(embedded.engine, claim)
 
 
 def test_a_service_that_has_fallen_silent_is_not_called_ready(page: Page) -> None:
@@ -643,7 +643,7 @@ def test_cancelling(page: Page, embedded: Embedded) -> None:
     job = read_job(embedded.engine, LOCAL_TENANT, claim.job_id)
     assert job is not None
     assert job.state == "cancelling"
-    attempt_endings.end_cancelled(embedded.engine, claim)
+    attempt_endings.hand_back(embedded.engine, claim)
     expect(page.get_by_text("Cancelled", exact=True)).to_be_visible()
     said = page.get_by_role("status", name="Cancellation")
     expect(said).to_contain_text(re.compile(r"Asked for \d+ \w+ \d+, [\d:]+; it ended"))
@@ -653,7 +653,7 @@ def test_cancelling(page: Page, embedded: Embedded) -> None:
     request_cancel(embedded.engine, LOCAL_TENANT, kept.job_id, by="kr_first")
     page.goto(f"/#/jobs/{kept.job_id}")
     expect(said).to_contain_text(re.compile(r"with the API key kr_first, .*; it stops before its next batch or layer"))
-    attempt_endings.end_cancelled(embedded.engine, kept)
+    attempt_endings.hand_back(embedded.engine, kept)
     expect(said).to_contain_text(re.compile(r"; it ended .*Kept: 3 of 14 rows of the layer table"))
     expect(said.locator("code").last).to_have_text(f"kronoscope rerun {kept.job_id[-12:]}")
 

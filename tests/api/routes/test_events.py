@@ -253,7 +253,7 @@ def test_a_stream_of_a_deleted_job_ends(impatient: Impatient) -> None:
         received = streaming.events(answer)
         next(received)
         request_cancel(impatient.engine, impatient.tenant_id, claim.job_id)
-        attempt_endings.end_cancelled(impatient.engine, claim)
+        attempt_endings.hand_back(impatient.engine, claim)
         delete_job(impatient.engine, impatient.tenant_id, claim.job_id)
         list(received)
         problem(client.get(f"/v1/jobs/{claim.job_id}/events"), 404)

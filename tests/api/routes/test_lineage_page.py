@@ -77,7 +77,7 @@ def test_the_log_is_followed_while_the_job_runs(page: Page, embedded: Embedded) 
     assert Axe().run(page).response["violations"] == []
     assert lines.count() == len({lines.nth(place).inner_text() for place in range(lines.count())})
     request_cancel(embedded.engine, LOCAL_TENANT, claim.job_id)
-    attempt_endings.end_cancelled(embedded.engine, claim)
+    attempt_endings.hand_back(embedded.engine, claim)
     expect(lines.last).to_contain_text("state cancelled")
     expect(page.locator("main img, main script")).to_have_count(0)
 

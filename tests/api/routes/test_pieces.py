@@ -88,7 +88,7 @@ def test_a_piece_is_cancelled_and_deleted_with_its_job(keyed: Keyed, ours: httpx
     assert ours.get(f"/v1/jobs/{job_id}").json()["state"] == "cancelling"
     problem(ours.delete(f"/v1/jobs/{job_id}"), 409)
     for each in claims:
-        attempt_endings.end_cancelled(keyed.engine, each)
+        attempt_endings.hand_back(keyed.engine, each)
     assert ours.get(f"/v1/jobs/{job_id}").json()["state"] == "cancelled"
     refused = problem(ours.delete(f"/v1/jobs/{claims[0].job_id}"), 409)
     assert job_id in refused["detail"]
@@ -123,7 +123,7 @@ def test_the_page_shows_the_pieces_as_they_are_computed(page: Page, embedded: Em
     expect(page.get_by_role("heading", level=1)).to_have_text("digits")
     page.get_by_role("button", name="Cancel job").click()
     for each in (claims[0], claims[2]):
-        attempt_endings.end_cancelled(engine, each)
+        attempt_endings.hand_back(engine, each)
     expect(page.get_by_text("Pieces: 1 succeeded, 2 cancelled")).to_be_visible()
     rows_of_ended = page.locator("tbody tr", has=page.get_by_role("link", name="piece 1 of 3"))
     page.get_by_text("Pieces: 1 succeeded, 2 cancelled").click()
@@ -181,5 +181,5 @@ def test_the_page_of_a_failed_job_follows_the_pieces_that_have_yet_to_stop(
     attempt_endings.fail(engine, claims[1], failure("usage"))
     expect(page.get_by_text("The job failed")).to_be_visible()
     expect(rows.nth(2)).to_contain_text("Cancelling")
-    attempt_endings.end_cancelled(engine, claims[2])
+    attempt_endings.hand_back(engine, claims[2])
     expect(rows.nth(2)).to_contain_text("Cancelled")

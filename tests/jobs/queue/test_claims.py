@@ -12,7 +12,7 @@ from jobs.errors import LeaseLost
 from jobs.lifecycle import HELD
 from jobs.metrics.counters import Counter, read_counters
 from jobs.queue import attempt_endings
-from jobs.queue.attempt_endings import decline, end_cancelled, fail, finish, hand_back
+from jobs.queue.attempt_endings import decline, fail, finish, hand_back
 from jobs.queue.attempt_writes import (
     write_artifact,
     write_layer,
@@ -176,7 +176,6 @@ WRITES: dict[str, Callable[[Engine, Claim], object]] = {
     "fail": lambda engine, mine: fail(
         engine, mine, Failed(category="fatal", code="c", message="m", pointer=None, layer=None, detail=None)
     ),
-    "cancelled": end_cancelled,
     "hand_back": hand_back,
     "decline": lambda engine, mine: decline(engine, mine, "not_started"),
 }
@@ -334,11 +333,11 @@ def test_cancelling_a_running_job_reaches_its_holder_and_ends_it(ledger: Engine,
     asked_at = heartbeat(ledger, mine, 45)
     assert asked_at is not None
     assert request_cancel(ledger, LOCAL_TENANT, mine.job_id).cancel_requested_at == asked_at
-    assert end_cancelled(ledger, mine) == "cancelled"
+    assert hand_back(ledger, mine) == "cancelled"
     assert job_of(ledger, mine).finished_at is not None
 
 
-@pytest.mark.parametrize("end", [finish, hand_back, end_cancelled, WRITES["decline"], WRITES["fail"]])
+@pytest.mark.parametrize("end", [finish, hand_back, WRITES["decline"], WRITES["fail"]])
 def test_a_job_being_cancelled_ends_cancelled_whatever_its_attempt_says(ledger: Engine, held: Held, end: Any) -> None:
     mine = held()
     request_cancel(ledger, LOCAL_TENANT, mine.job_id)

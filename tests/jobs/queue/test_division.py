@@ -277,7 +277,7 @@ def test_a_cancelled_job_is_cancelled_once_its_last_piece_has_stopped(
     assert request_cancel(ledger, LOCAL_TENANT, asked).id == asked
     assert seen(ledger, mine.job_id).state == "cancelling"
     assert states(ledger, mine.job_id) == ["succeeded", "cancelling", "cancelling", "cancelled"]
-    assert attempt_endings.end_cancelled(ledger, stopping) == "cancelled"
+    assert attempt_endings.hand_back(ledger, stopping) == "cancelled"
     assert seen(ledger, mine.job_id).state == "cancelling"
     expire(silent.job_id)
     assert reaper.reap_expired(ledger) == 1
@@ -319,7 +319,7 @@ def test_cancels_and_ends_of_pieces_at_once_never_lock_each_other_out(
         assert not isinstance(each, BaseException) or type(each).__name__ == "JobEnded", done
     for each in claims:  # whoever was told to stop stops
         if seen(ledger, each.job_id).state == "cancelling":
-            attempt_endings.end_cancelled(ledger, each)
+            attempt_endings.hand_back(ledger, each)
     assert set(states(ledger, mine.job_id)) <= {"succeeded", "failed", "cancelled"}
     told = [data["state"] for data in events(ledger, mine.job_id, "state")]
     assert told[-1] in {"failed", "cancelled"}

@@ -53,7 +53,7 @@ def test_cancels_and_deletes_at_once_leave_the_whole_job_or_nothing(
             lambda mine=mine: request_cancel(ledger, LOCAL_TENANT, mine.job_id),
             lambda ids=ids: request_cancel(ledger, LOCAL_TENANT, ids[3]),
             lambda mine=mine: delete_job(ledger, LOCAL_TENANT, mine.job_id),
-            lambda first=first: attempt_endings.end_cancelled(ledger, first),
+            lambda first=first: attempt_endings.hand_back(ledger, first),
             lambda second=second: attempt_endings.finish(ledger, second),
             lambda mine=mine: delete_job(ledger, LOCAL_TENANT, mine.job_id),
         ]
@@ -62,7 +62,7 @@ def test_cancels_and_deletes_at_once_leave_the_whole_job_or_nothing(
         assert faults <= {"JobStillActive", "JobNotFound", "LeaseLost"}, done
         for each in (first, second):
             with contextlib.suppress(LeaseLost):
-                attempt_endings.end_cancelled(ledger, each)
+                attempt_endings.hand_back(ledger, each)
         parent = read_job(ledger, LOCAL_TENANT, mine.job_id)
         left = [read_job(ledger, LOCAL_TENANT, each) for each in ids]
         assert [each is None for each in left] == [parent is None] * 4
@@ -88,7 +88,7 @@ def test_a_job_whose_pieces_an_earlier_version_has_ended_is_not_left_behind(
     if end == "cancelled":
         request_cancel(ledger, LOCAL_TENANT, mine.job_id)
         for each in claims:
-            attempt_endings.end_cancelled(ledger, dataclasses.replace(each, parent_id=None))
+            attempt_endings.hand_back(ledger, dataclasses.replace(each, parent_id=None))
     elif end == "failed":
         attempt_endings.fail(ledger, dataclasses.replace(claims[1], parent_id=None), failure("usage"))
     else:

@@ -164,7 +164,7 @@ def test_factors_go_with_a_cancelled_series_but_those_that_an_open_job_names(
     request_cancel(ledger, LOCAL_TENANT, series)
     if last is not None:
         assert kept(ledger, series) == [True, True, False, False]
-        attempt_endings.end_cancelled(ledger, last)
+        attempt_endings.hand_back(ledger, last)
     assert seen(ledger, series).state == "cancelled"
     assert kept(ledger, series) == [False, True, False, False]
 
@@ -179,7 +179,7 @@ def test_factors_go_with_a_series_of_two_architectures(ledger: Engine, made: Mak
     assert seen(ledger, series).state == "failed"
     attempt_writes.write_artifact(ledger, running, frame, f"tenants/{LOCAL_TENANT}/late")
     assert kept(ledger, series) == [False, False, True]
-    attempt_endings.end_cancelled(ledger, running)
+    attempt_endings.hand_back(ledger, running)
     assert kept(ledger, series) == [False, False, False]
 
 
@@ -252,7 +252,7 @@ def test_another_architecture_fails_it_with_the_first_difference(
     )
     # what has yet to stop is stopped, and ends without it
     assert seen(ledger, children[2].id).state == "cancelling"
-    attempt_endings.end_cancelled(ledger, running)
+    attempt_endings.hand_back(ledger, running)
     assert (seen(ledger, children[2].id).state, seen(ledger, series).state) == ("cancelled", "failed")
 
 
@@ -280,7 +280,7 @@ def test_a_series_is_cancelled_and_deleted_as_a_whole(ledger: Engine, made: Make
     assert [each.state for each in checkpoints(ledger, series)] == ["succeeded", "cancelling", "cancelled"]
     with pytest.raises(JobStillActive):
         delete_job(ledger, LOCAL_TENANT, series)
-    attempt_endings.end_cancelled(ledger, running)
+    attempt_endings.hand_back(ledger, running)
     assert seen(ledger, series).state == "cancelled"
     with pytest.raises(PieceRefused):
         delete_job(ledger, LOCAL_TENANT, children[0].id)

@@ -126,7 +126,7 @@ def test_results_end_as_the_job_did(run: Run, embedded: Embedded) -> None:
     seeding.write_rows(embedded.engine, embedded.artifacts, claim, ("factors",))
     seeding.progress(embedded.engine, claim, stage="factors", done=3, total=7, unit="layers", layers_done=3)
     request_cancel(embedded.engine, LOCAL_TENANT, claim.job_id, by="kr_first")
-    attempt_endings.end_cancelled(embedded.engine, claim)
+    attempt_endings.hand_back(embedded.engine, claim)
     ended = run("results", claim.job_id)
     assert ended.returncode == 5
     said = r"cancelled, with the API key kr_first, at [\d-]+ [\d:]+ UTC; 3 rows are kept \(`kronoscope results"
@@ -290,7 +290,7 @@ def test_followed_logs_end_with_the_job(embedded: Embedded, tmp_path: Path) -> N
             attempt_writes.write_log_line(embedded.engine, claim, line)
             assert "warning written while followed" in process.stdout.readline()
             request_cancel(embedded.engine, LOCAL_TENANT, claim.job_id)
-            attempt_endings.end_cancelled(embedded.engine, claim)
+            attempt_endings.hand_back(embedded.engine, claim)
             assert "state   cancelled" in process.stdout.read()
             assert process.wait(60) == 0
         finally:
