@@ -2,7 +2,7 @@
 
 import time
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,6 +18,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 from rich.text import Text
+from typing_extensions import override
 
 from catalog.responses.remaining_time import written_remaining
 
@@ -26,14 +27,14 @@ _QUIET_SECONDS = 1.0
 _LINE_SECONDS = 10.0
 
 
-class Display(Protocol):
-    """An output for the progress of a command."""
+class Display:
+    """An output for the progress of a command, of texts without markup; this one shows nothing, for machines."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        return None
 
     def update(self, stage: str, done: int, total: int | None, unit: str, eta_seconds: float | None = None) -> None:
         """Show the progress of a stage.
@@ -47,18 +48,10 @@ class Display(Protocol):
         """
 
     def head(self, text: str) -> None:
-        """Set the words that every line begins with: which job it is, and how far.
-
-        Args:
-            text: The words, without markup.
-        """
+        """Set the words that every line begins with: which job it is, and how far."""
 
     def line(self, text: str) -> None:
-        """Show a line of text.
-
-        Args:
-            text: The line, without markup.
-        """
+        """Show a line of text."""
 
 
 class _RemainingColumn(ProgressColumn):
@@ -70,7 +63,7 @@ class _RemainingColumn(ProgressColumn):
         return Text("" if left is None else f"job: {written_remaining(left)} left", style="progress.remaining")
 
 
-class BarDisplay:
+class BarDisplay(Display):
     """A display with a bar per stage, for terminals."""
 
     def __init__(self, console: Console) -> None:
@@ -92,15 +85,14 @@ class BarDisplay:
         self._shown = False
         self._head = ""
 
-    def __enter__(self) -> Self:
-        return self
-
+    @override
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._shown:
             self._bars.stop()
 
+    @override
     def update(self, stage: str, done: int, total: int | None, unit: str, eta_seconds: float | None = None) -> None:
-        """Move the stage's bar; one of unknown length pulses."""
+        # one of unknown length pulses
         if stage not in self._tasks:
             for other in self._bars.tasks:
                 # its last update may be from before its end
@@ -113,18 +105,18 @@ class BarDisplay:
             self._bars.start()
             self._shown = True
 
+    @override
     def head(self, text: str) -> None:
-        """Begin the bars under way with these words."""
         self._head = escape(text)
 
+    @override
     def line(self, text: str) -> None:
-        """Print a line above the bars."""
         (self._bars.console if self._shown else self._console).print(
             escape(text), style="dim", soft_wrap=True, highlight=False
         )
 
 
-class LineDisplay:
+class LineDisplay(Display):
     """A display with a line when a stage begins and every ten seconds, for logs and pipes."""
 
     def __init__(self, console: Console, quiet_seconds: float = 0.0) -> None:
@@ -136,14 +128,9 @@ class LineDisplay:
         self._from = time.monotonic() + quiet_seconds
         self._head = ""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        return None
-
+    @override
     def update(self, stage: str, done: int, total: int | None, unit: str, eta_seconds: float | None = None) -> None:
-        """Print a line if the stage is new or has ended, or ten seconds have passed since the last one."""
+        # if the stage is new or has ended, or ten seconds have passed since the last one
         now = time.monotonic()
         ended = total is not None and done >= total
         known = stage == self._stage and (self._ended or (not ended and now - self._said < _LINE_SECONDS))
@@ -157,38 +144,19 @@ class LineDisplay:
         after = f", job: {left}" if left and not self._head else ""
         self.line(f"{head}{head and ' · '}{stage}{counted}{after}")
 
+    @override
     def head(self, text: str) -> None:
-        """Begin the lines with these words."""
         self._head = text
 
+    @override
     def line(self, text: str) -> None:
-        """Print a line."""
         self._console.print(escape(text), soft_wrap=True, highlight=False)
-
-
-class SilentDisplay:
-    """A display that shows nothing, for output that a program reads."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        return None
-
-    def update(self, stage: str, done: int, total: int | None, unit: str, eta_seconds: float | None = None) -> None:
-        """Show nothing."""
-
-    def head(self, text: str) -> None:
-        """Show nothing."""
-
-    def line(self, text: str) -> None:
-        """Show nothing."""
 
 
 def display_for(console: Console, *, silent: bool = False) -> Display:
     """Return the display for a console, a context manager: bars on a terminal, else lines; or nothing if ``silent``."""
     if silent:
-        return SilentDisplay()
+        return Display()
     return BarDisplay(console) if console.is_terminal else LineDisplay(console)
 
 
@@ -199,7 +167,7 @@ def notebook_display(*, silent: bool) -> Display:
     """
     console = Console(stderr=True)
     if silent or not (console.is_terminal or console.is_jupyter):
-        return SilentDisplay()
+        return Display()
     if console.is_jupyter:
         return LineDisplay(Console(stderr=True, force_jupyter=False), _QUIET_SECONDS)
     return BarDisplay(console)
