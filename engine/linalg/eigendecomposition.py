@@ -200,10 +200,7 @@ def is_diagonal(factor: Tensor) -> bool:
 
 def _not_finite(factor: Tensor, layer: str) -> NonFiniteFactor:
     # a few rows at a time: the answer for the whole would take as much as the factor
-    bad = sum(
-        int((~torch.isfinite(factor[start : start + _ROWS_AT_ONCE])).sum())
-        for start in range(0, factor.shape[0], _ROWS_AT_ONCE)
-    )
+    bad = sum(int((~torch.isfinite(rows)).sum()) for rows in torch.split(factor, _ROWS_AT_ONCE))
     return NonFiniteFactor(
         f"layer `{layer}`: the factor holds NaN or Inf in {bad} of its {factor.numel()} numbers", layer=layer
     )

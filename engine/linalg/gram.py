@@ -9,7 +9,6 @@ Sums that stand elsewhere than the rows (see ``offload``) get the same strips by
 buffer, each no larger than that.
 """
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -93,10 +92,8 @@ def _strips(total: Tensor, rows: Tensor) -> int:
     return min(16, size // 192)
 
 
-def _pieces(rows: Tensor) -> Iterator[Tensor]:
-    at_once = max(1, _CAST // max(rows.shape[1], 1))
-    for start in range(0, rows.shape[0], at_once):
-        yield rows[start : start + at_once]
+def _pieces(rows: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(rows, max(1, _CAST // max(rows.shape[1], 1)))
 
 
 def _product(left: Tensor, right: Tensor, made: Tensor) -> None:

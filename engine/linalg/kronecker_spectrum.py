@@ -297,8 +297,7 @@ def effective_dimensions_structured(
 
 def _rows(a: SpectrumQuadrature, g: SpectrumQuadrature) -> Iterator[tuple[Tensor, Tensor]]:
     rows = max(1, _PRODUCTS_AT_ONCE // max(1, g.nodes.numel()))
-    for start in range(0, a.nodes.numel(), rows):
-        yield a.nodes[start : start + rows], a.weights[start : start + rows]
+    return zip(torch.split(a.nodes, rows), torch.split(a.weights, rows), strict=True)
 
 
 def _scaled(exponent: int, damping: float) -> float | None:

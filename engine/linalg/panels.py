@@ -80,9 +80,7 @@ def wide_product(matrix: Tensor, right: Tensor) -> Tensor:
     if matrix.dtype == torch.float64:
         return matrix @ right
     rows = max(1, _PANEL_BYTES // (8 * max(matrix.shape[1], 1)))
-    return torch.cat(
-        [matrix[start : start + rows].to(torch.float64) @ right for start in range(0, matrix.shape[0], rows)]
-    )
+    return torch.cat([panel.to(torch.float64) @ right for panel in torch.split(matrix, rows)])
 
 
 def wide_transposed_product(matrix: Tensor, right: Tensor) -> Tensor:
@@ -91,6 +89,6 @@ def wide_transposed_product(matrix: Tensor, right: Tensor) -> Tensor:
         return matrix.mT @ right
     rows = max(1, _PANEL_BYTES // (8 * max(matrix.shape[1], 1)))
     total = torch.zeros(matrix.shape[1], right.shape[1], dtype=torch.float64, device=matrix.device)
-    for start in range(0, matrix.shape[0], rows):
-        total += matrix[start : start + rows].to(torch.float64).mT @ right[start : start + rows]
+    for panel, own in zip(torch.split(matrix, rows), torch.split(right, rows), strict=True):
+        total += panel.to(torch.float64).mT @ own
     return total

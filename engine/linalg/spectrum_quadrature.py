@@ -114,8 +114,8 @@ def _weights(places: Tensor) -> Tensor:
         About 4 Ki times the number of nodes.
     """
     total = torch.zeros(NODES, dtype=torch.float64)
-    for start in range(0, places.numel(), _AT_ONCE):
-        distances = places[start : start + _AT_ONCE, None] - _NODES
+    for some in torch.split(places[:, None], _AT_ONCE):
+        distances = some - _NODES
         hit = distances == 0
         shares = _BARYCENTRIC / distances
         shares = torch.where(hit.any(1, keepdim=True), hit.to(torch.float64), shares)

@@ -126,12 +126,8 @@ def divergence(deltas: Tensor, others: Tensor | None = None) -> float:
     """
     if others is None:
         return 0.5 * float(_excess(deltas).sum())
-    height = max(1, PANEL_NUMBERS // (8 * others.numel()))
-    totals = []
-    for start in range(0, deltas.numel(), height):
-        some = deltas[start : start + height, None]
-        totals.append(float(_excess(some + others + some * others).sum()))
-    return 0.5 * math.fsum(totals)
+    parts = torch.split(deltas[:, None], max(1, PANEL_NUMBERS // (8 * others.numel())))
+    return 0.5 * math.fsum(float(_excess(some + others + some * others).sum()) for some in parts)
 
 
 def _excess(x: Tensor) -> Tensor:

@@ -276,6 +276,5 @@ def _power_(values: Tensor, exponent: float) -> Tensor:
 
 def _squares(vectors: Tensor) -> Iterator[Tensor]:
     """Squares (h, r), float64, on the host, of h rows of eigenvectors at a time."""
-    height = max(1, PANEL_NUMBERS // max(vectors.shape[1], 1))
-    for start in range(0, vectors.shape[0], height):
-        yield vectors[start : start + height].to("cpu", torch.float64).square()
+    parts = torch.split(vectors, max(1, PANEL_NUMBERS // max(vectors.shape[1], 1)))
+    return (part.to("cpu", torch.float64).square() for part in parts)
