@@ -1,5 +1,6 @@
 """Artifacts on disk that a notebook reads: folders of stored factors, and a gradient of its own."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +28,22 @@ class Folder(ReadOnly):
 
     @override
     def load_json(self, name: str) -> Any:
-        return json.loads((self._folder / name.removeprefix("factors/")).read_bytes())
+        return json.loads(unchanged(self._folder / name.removeprefix("factors/")).read_bytes())
+
+
+def unchanged(file: Path) -> Path:
+    """Return a file, if it is the one that the `job.json` of a run lists above it; ``BrokenFactors`` if another is."""
+    for root in file.resolve().parents:
+        try:
+            job = json.loads((root.parent / "job.json").read_bytes()) if root.name == "artifacts" else {}
+            listed = {each["name"]: each["sha256"] for each in job.get("artifacts", ()) if job["state"] != "running"}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            continue
+        recorded = listed.get(file.resolve().relative_to(root).as_posix())
+        with file.open("rb") as content:
+            if recorded is not None and hashlib.file_digest(content, "sha256").hexdigest() != recorded:
+                raise BrokenFactors(f"{file} is not what the run wrote, by its SHA-256; run the document again")
+    return file
 
 
 def open_against(params: Mapping[str, Any]) -> Folder | None:

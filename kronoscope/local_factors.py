@@ -31,7 +31,7 @@ from engine.memory.plan import readable_bytes
 from engine.model.state.model_state import host_by_default
 from engine.operators.preconditioning import precondition
 from engine.semiseparable.semiseparable_matrix import SemiseparableMatrix
-from kronoscope.local_artifacts import Folder, folder_of, path_of
+from kronoscope.local_artifacts import Folder, folder_of, path_of, unchanged
 from kronoscope.local_inputs import OptionRefused, options_record, refusing, usable_device
 from kronoscope.local_views import NamedLayers, draw_spectra, make_frame
 
@@ -317,7 +317,7 @@ def load_stabilised(path: str | Path, device: str | torch.device = "cpu") -> Sta
     folder, place = path_of(path), usable_device(device)
     for candidate in (folder, folder / "stabilised", folder / "artifacts" / "stabilised"):
         if (candidate / "stabilised.index.json").is_file():
-            index = json.loads((candidate / "stabilised.index.json").read_bytes())
+            index = json.loads(unchanged(candidate / "stabilised.index.json").read_bytes())
             files = {int(entry["ordinal"]): entry.get("file") for entry in index["layers"]}
             return StabilisedLayers(index["layers"], partial(_load_ordinal, candidate, files, place))
     raise BrokenFactors(
@@ -348,7 +348,8 @@ def load_structures(path: str | Path) -> dict[str, dict[str, SemiseparableMatrix
 def _load_ordinal(
     folder: Path, files: Mapping[int, str | None], place: torch.device, ordinal: int
 ) -> dict[str, Tensor]:
-    return safetensors.torch.load_file(folder / (files[ordinal] or f"{ordinal}.safetensors"), device=str(place))
+    file = unchanged(folder / (files[ordinal] or f"{ordinal}.safetensors"))
+    return safetensors.torch.load_file(file, device=str(place))
 
 
 @host_by_default()

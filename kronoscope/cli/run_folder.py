@@ -75,6 +75,7 @@ def read_run(folder: Path) -> tuple[ResultsView, list[Layer]]:
         "started_at": job.get("started_at"),
         "finished_at": job.get("finished_at"),
     }
+    _require_seal(folder / "results.json", "summary", summary, job.get("summary_sha256"))
     _require_manifest(folder / "job.json", job)
     with _damage_of(folder / "job.json"):
         made = build_results(
@@ -89,6 +90,8 @@ def read_run(folder: Path) -> tuple[ResultsView, list[Layer]]:
     for place, row in enumerate(rows):
         with _damage_of(folder / "results.json", f"layers[{place}]"):
             layers.append(build_layer(row))
+        outcome = {name: value for name, value in row.items() if name not in ("observed", "sha256")}
+        _require_seal(folder / "results.json", f"layers[{place}]", outcome, row.get("sha256"))
     return made, layers
 
 
@@ -103,6 +106,12 @@ def _require(file: Path, value: Mapping[str, Any], name: str, kind: type, prefix
         got = f"got {json.dumps(found):.60}" if name in value else "it is missing"
         raise NoRun(f"{file}: `{prefix}{name}` must be {_JSON_NAMES[kind]} ({got}); {_REMEDY}")
     return found
+
+
+def _require_seal(file: Path, field: str, value: object, sha256: object) -> None:
+    """Refuse numbers that are not those of the digest that was recorded, where one was."""
+    if sha256 is not None and hashlib.sha256(canonical_json(value).encode()).hexdigest() != sha256:
+        raise NoRun(f"{file}: `{field}` is not what the run wrote, by its SHA-256; {_REMEDY}")
 
 
 def _require_manifest(file: Path, job: Mapping[str, Any]) -> None:

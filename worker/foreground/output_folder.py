@@ -206,6 +206,7 @@ class OutputFolder:
         kinds = list(dict.fromkeys(row["kind"] for row in self._rows))
         rows = sorted(self._rows, key=lambda row: (kinds.index(row["kind"]), row["ordinal"]))
         self._write("results.json", {"summary": self._summary, "layers": rows})
+        self._job["summary_sha256"] = hashlib.sha256(canonical_json(self._summary).encode()).hexdigest()
         started = datetime.fromisoformat(self._job["started_at"])
         self._job["state"] = state
         self._job["finished_at"] = _now()

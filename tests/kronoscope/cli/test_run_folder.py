@@ -1,6 +1,7 @@
 """Folders of runs that are damaged or not ended: one sentence names the file, the field and the remedy."""
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from engine.errors import BrokenFactors
+from kronoscope.local import load_factors, load_stabilised, load_structures
 from tests.kronoscope.conftest import FACTORIES, JOB, KRONOSCOPE, environment
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -52,6 +55,18 @@ DAMAGES: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
     "rows that are no list": ("results.json", sets("layers", {}), "`layers` must be a list (got {})"),
     "a row that is a number": ("results.json", sets("layers", [5]), "`layers[0]` has 5 as Layer"),
 }  # fmt: skip
+DAMAGES |= {
+    "a metric of another number": (
+        "results.json",
+        lambda value: value["layers"][2]["metrics"].update(trace=value["layers"][2]["metrics"]["trace"] + 1e-6),
+        "`layers[2]` is not what the run wrote, by its SHA-256",
+    ),
+    "a summary of another number": (
+        "results.json",
+        lambda value: value["summary"]["capacity"].update(trace=0.5),
+        "`summary` is not what the run wrote, by its SHA-256",
+    ),
+}
 COMMANDS = (
     ("results", "out"),
     ("compare", "whole", "out"),
@@ -105,3 +120,58 @@ def test_a_run_that_was_killed_says_how_to_go_on(folder: Path, ran: Path, kronos
     assert "`kronoscope run DOCUMENT -o out` goes on with it" in shown.stderr
     again = kronoscope("run", "job.yaml", "-o", "out")
     assert again.returncode == 0, again.stderr
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The artifacts of a run that keeps factors, clipped eigenbases and structures."""
+    folder = tmp_path_factory.mktemp("kept")
+    (folder / "job.yaml").write_text(
+        "kind: [factors, reconstruction, compression]\ntask: {type: classification}\n"
+        "model: {source: builtin, name: digits_mlp}\ndata: {source: builtin, name: digits, limit: 32}\n"
+        "collection: {ekfac: true, self_check: 'off'}\nreconstruction: {route: eigenbasis}\n"
+    )
+    done = subprocess.run(
+        [*KRONOSCOPE, "run", "job.yaml", "--output", "out"],
+        cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder / "out"
+
+
+def read_factors(folder: Path) -> None:
+    for each in load_factors(folder).values():
+        _ = each.A, each.G, each.corrected_eigenvalues
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "factors": read_factors,
+    "stabilised": lambda folder: list(load_stabilised(folder).values()),
+    "structures": load_structures,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_file_with_another_byte_hands_out_no_numbers(folder: Path, kept: Path, name: str) -> None:
+    READERS[name](kept)
+    shutil.copytree(kept, folder / "out")
+    files = sorted((folder / "out" / "artifacts" / name).iterdir())
+    assert {each.suffix for each in files} == {".json", ".safetensors"}
+    for file in files:
+        written = file.read_bytes()
+        if file.suffix == ".json":
+            others = [re.sub(rb"(\d)(\D*)$", lambda own: b"%d%s" % (9 - int(own[1]), own[2]), written)]
+        else:
+            begin = 8 + int.from_bytes(written[:8], "little")
+            places = (begin, (begin + len(written)) // 2, len(written) - 1)
+            others = [written[:at] + bytes([written[at] ^ 1]) + written[at + 1 :] for at in places]
+        for changed in others:
+            assert changed != written
+            file.write_bytes(changed)
+            with pytest.raises(BrokenFactors):
+                READERS[name](folder / "out")
+        file.write_bytes(written)
+    READERS[name](folder / "out")
+    # what is not listed as a run wrote it, is not judged
+    shutil.copytree(kept / "artifacts" / name, folder / "alone" / name)
+    READERS[name](folder / "alone" if name == "structures" else folder / "alone" / name)

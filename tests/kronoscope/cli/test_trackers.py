@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from kronoscope.cli import trackers
+from kronoscope.cli.trackers import track
 from tests.kronoscope.cli.test_input_notices import Run
 from tests.kronoscope.cli.test_serve import home as home  # noqa: PLC0414 - a fixture
 from tests.kronoscope.cli.test_serve import url as url  # noqa: PLC0414 - a fixture
@@ -53,7 +56,7 @@ def test_a_job_of_a_service_becomes_the_same_table(kronoscope: Run, folder: Path
 def test_a_layer_called_like_a_formula_is_text(kronoscope: Run, folder: Path) -> None:
     shutil.copytree(RUN, folder / "run")
     results = json.loads((RUN / "results.json").read_text())
-    results["layers"][0]["layer"] = "=HYPERLINK(1)"
+    results["layers"][0] |= {"layer": "=HYPERLINK(1)", "sha256": None}
     (folder / "run" / "results.json").write_text(json.dumps(results))
     assert kronoscope("export", "./run", "--to", "csv", "--output", "layers.csv").returncode == 0
     assert rows_of(folder / "layers.csv")[0]["layer"] == "'=HYPERLINK(1)"
@@ -78,3 +81,22 @@ def test_options_of_factors_and_places_that_cannot_be_are_refused(kronoscope: Ru
     done = kronoscope("export", str(RUN), "--to", "csv", "--output", "taken/layers.csv")
     assert done.returncode == 2
     assert "name a place that you may write" in " ".join(done.stderr.split())
+
+
+def test_a_file_that_was_changed_goes_to_no_tracker(
+    kronoscope: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = kronoscope("run", "job.yaml", "--output", "out", "--set", "keep=[spectra]")
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(trackers, "require_extra", lambda *_, **__: None)
+    sent: list[Path] = []
+    monkeypatch.setattr(trackers, "_wandb", lambda _found, _rows, files, _output: sent.extend(files.values()))
+    track(str(folder / "out"), "wandb", str(folder / "runs"), None)
+    file = folder / "out" / "artifacts" / "spectra" / "0.json"
+    assert file.resolve() in sent
+    sent.clear()
+    file.write_bytes(file.read_bytes().replace(b"1", b"2", 1))
+    with pytest.raises(typer.Exit):
+        track(str(folder / "out"), "wandb", str(folder / "runs"), None)
+    assert not sent
+    assert "spectra/0.json is not what the run wrote" in "".join(capsys.readouterr().err.split("\n"))
