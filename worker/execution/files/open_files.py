@@ -54,15 +54,9 @@ class OpenFile(os.PathLike[str]):
             return file.read()
 
     def read_at(self, begin: int, count: int) -> bytearray:
-        """Read bytes from a place; none stay in the memory of the process, as those of a mapped file would.
-
-        ``OSError`` if the file ends before ``count`` bytes.
-        """
+        """Read bytes from a place, fewer where the file ends; none stay in memory, as those of a mapped file would."""
         found = bytearray()
-        while len(found) < count:
-            part = os.pread(self._descriptor, count - len(found), begin + len(found))
-            if not part:
-                raise OSError(errno.EIO, f"{self.name} has become shorter")
+        while len(found) < count and (part := os.pread(self._descriptor, count - len(found), begin + len(found))):
             found += part
         return found
 

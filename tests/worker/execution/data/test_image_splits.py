@@ -299,8 +299,35 @@ def test_images_are_no_memory_of_the_process(tmp_path: Path) -> None:
     assert resident_bytes() - before < 24 * 2**20
 
 
-def test_a_file_that_becomes_shorter_is_told(folder: Path) -> None:
+def overwrite(path: Path) -> None:
+    """Turn every bit of the data, in place: size, name and inode stay."""
+    content = bytearray(path.read_bytes())
+    begin = 8 + int.from_bytes(content[:8], "little")
+    content[begin:] = bytes(each ^ 0xFF for each in content[begin:])
+    with path.open("r+b") as file:
+        file.write(content)
+
+
+@pytest.mark.parametrize("spoil", [overwrite, lambda path: path.write_bytes(b"")], ids=["overwritten", "shorter"])
+def test_a_file_that_changes_while_the_job_runs_ends_it(folder: Path, spoil: Callable[[Path], object]) -> None:
+    """Else results would bear the digest of images that they are not of; a shorter file is no fault of the disk."""
     data = opened(folder)
-    (folder / "train.safetensors").write_bytes(b"")
-    with pytest.raises(OSError, match=r"train.safetensors has become shorter"):
+    before = data.splits["validation"].read(0, [0, 1])
+    spoil(folder / "train.safetensors")
+    with pytest.raises(Refusal, match=r"train\.safetensors has other images than when this job began") as caught:
         data.splits["train"].read(0, [0])
+    assert (caught.value.category, caught.value.code, caught.value.pointer) == ("usage", "data_differ", "/data/path")
+    assert torch.equal(data.splits["validation"].read(0, [0, 1]), before)
+
+
+def test_images_that_change_between_two_readings_of_the_same_are_noticed(folder: Path) -> None:
+    data = opened(folder)
+    tensors = split_tensors(0)
+    rows = (tensors["labels"] == 0).nonzero()[:, 0]
+    tensors["images"][rows[3], -1, -1, -1] ^= 1
+    save_file(tensors, folder / "new")
+    with (folder / "train.safetensors").open("r+b") as file:
+        file.write((folder / "new").read_bytes())
+    data.splits["train"].read(0, [0, 1, 2, 4])
+    with pytest.raises(Refusal, match="has other images"):
+        data.splits["train"].read(0, [2, 3])

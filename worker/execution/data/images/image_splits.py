@@ -44,6 +44,8 @@ class ImageFile:
         self._first = counts.cumsum(0) - counts
         self._file = file
         self._begin = images.begin
+        self.prints: Tensor | None = None
+        """Digests of the images, int64 (N,), which those that are read later must have; None where none was taken."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -61,10 +63,13 @@ class ImageFile:
         return 0
 
     def read(self, place: int, images: Sequence[int]) -> Tensor:
-        """Read images of one class, uint8 (n, C, H, W)."""
+        """Read images of one class, uint8 (n, C, H, W); ``Refusal`` if one is not as the digest of the data has it."""
         first = int(self._first[place])
         rows = [int(self._order[first + index]) for index in images]
-        return torch.cat([self._rows(row, 1) for row in rows])
+        found = torch.cat([self._rows(row, 1) for row in rows])
+        if self.prints is not None and not torch.equal(_prints(found), self.prints[rows]):
+            raise self._changed()
+        return found
 
     def chunks(self) -> Iterator[Tensor]:
         """Yield all images in the order of the file, some MiB at a time."""
@@ -76,7 +81,13 @@ class ImageFile:
     def _rows(self, first: int, count: int) -> Tensor:
         size = torch.Size(self.shape).numel()
         read = self._file.read_at(self._begin + first * size, count * size)
+        if len(read) < count * size:
+            raise self._changed()
         return torch.frombuffer(read, dtype=torch.uint8).view(count, *self.shape)
+
+    def _changed(self) -> Refusal:
+        what = "has other images than when this job began; run it again, and change no file while it runs"
+        return _broken(self.name, what, code="data_differ")
 
 
 def load(source: ImageSplits, context: LoaderContext) -> ImageData:
@@ -166,17 +177,13 @@ def _digest(splits: Mapping[str, ImageFile], context: LoaderContext) -> str:
         prints = torch.empty(sum(images.sizes), dtype=torch.int64)
         place = 0
         for chunk in images.chunks():
-            rows = chunk.flatten(1).numpy()
-            digest.update(rows.tobytes())
-            own = bytearray()
-            for row in rows:
-                own += hashlib.blake2b(row, digest_size=_DIGEST_BYTES).digest()
-            prints[place : place + len(rows)] = torch.frombuffer(own, dtype=torch.int64)
-            place += len(rows)
-            done += len(rows)
+            digest.update(chunk.numpy().tobytes())
+            prints[place : place + len(chunk)] = _prints(chunk)
+            place += len(chunk)
+            done += len(chunk)
             context.report("data", done, total, "images")
             context.checkpoint()
-        seen[split] = prints
+        seen[split] = images.prints = prints
         for other in SPLITS[: SPLITS.index(split)]:
             shared = int(torch.isin(seen[split], seen[other]).sum())
             if shared:
@@ -186,6 +193,13 @@ def _digest(splits: Mapping[str, ImageFile], context: LoaderContext) -> str:
                     code="shared_images",
                 )
     return digest.hexdigest()
+
+
+def _prints(images: Tensor) -> Tensor:  # (n, C, H, W) uint8 -> (n,) int64
+    digests = bytearray()
+    for row in images.flatten(1).numpy():
+        digests += hashlib.blake2b(row, digest_size=_DIGEST_BYTES).digest()
+    return torch.frombuffer(digests, dtype=torch.int64)
 
 
 def _broken(name: str, what: str, code: str = "broken_images") -> Refusal:
