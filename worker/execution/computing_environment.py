@@ -23,6 +23,7 @@ from catalog.requests.assignment import Assignment
 from catalog.requests.job import JobDocument
 from engine.memory.budget import MemoryBudget, context_bytes, hold_device
 from engine.memory.device_speed import fastest_threads
+from engine.model.state.generators import fold_seed
 from worker.execution.refusal import Refusal, Unavailable
 from worker.process.crash import DEVICE_LOST
 
@@ -140,9 +141,9 @@ def settle_numerics(device: torch.device) -> None:
 
 def seed_libraries(seed: int) -> None:
     """For models and data that draw; our own labels are keyed by counters and need none."""
-    torch.manual_seed(seed)
+    torch.manual_seed(fold_seed(seed))
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - a caller's factory may use the global generator
+    np.random.seed(fold_seed(seed) % 2**32)  # noqa: NPY002 - a caller's factory may use the global generator
 
 
 def computing_budget(

@@ -32,6 +32,7 @@ from catalog.requests.job import JobDocument
 from engine.artifacts import Artifacts
 from engine.distributed.group import Ranks
 from engine.model.determinism import Numerics
+from engine.model.state.generators import seed_generators
 from engine.tensor_file import tensor_bytes
 from worker.disk.cache_folder import LEAST_FREE_SHARE
 from worker.disk.free_space import free_share
@@ -71,7 +72,7 @@ def data_digest(batches: Callable[[], Iterator[Chunk]], seed: int, checkpoint: C
     try:
         with torch.random.fork_rng(devices=devices):
             # as a collection's pass begins
-            torch.manual_seed(seed)
+            seed_generators(seed)
             for _ in witness():
                 checkpoint()
     finally:

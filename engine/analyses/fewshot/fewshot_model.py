@@ -16,6 +16,7 @@ from engine.fewshot.episode_loss import Episode, EpisodeLoss, episode
 from engine.fewshot.heads import make_head
 from engine.fewshot.regulariser import VicWeights
 from engine.image_data import SPLITS, ImageClasses, Split
+from engine.model.state.generators import fold_seed
 from engine.training.mixed_precision import TrainingPrecision, choose_precision
 from engine.training.optimiser_step import make_optimiser
 
@@ -103,7 +104,7 @@ def make_model(
     ``shape`` is (channels, rows, columns) of an image; without ``weights``, by name, all are drawn.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(params.seed % 2**63)
+        torch.manual_seed(fold_seed(params.seed))
         model = FewshotModel(params, shape).to(torch.float64 if params.dtype == "float64" else torch.float32)
     if weights is not None:
         model.load(weights)

@@ -36,7 +36,7 @@ from engine.fewshot.head import Head
 from engine.fewshot.heads import ProtoNet
 from engine.fewshot.regulariser import VicWeights
 from engine.memory.out_of_memory import first_line, free_memory, ran_out_of_memory
-from engine.model.state.generators import set_generators
+from engine.model.state.generators import fold_seed, set_generators
 from engine.training.mixed_precision import TrainingPrecision
 from engine.training.optimiser_step import OptimiserStep
 from engine.training.split_gradients import split_gradients
@@ -244,7 +244,7 @@ class TrainingRun:
 
     def _attempt(self, place: int) -> tuple[Tensor, LossValues]:
         params = self.params
-        set_generators((params.seed * _EPISODE_SEEDS + place) % 2**63, self.episodes.device)
+        set_generators((fold_seed(params.seed) * _EPISODE_SEEDS + place) % 2**64, self.episodes.device)
         loss = episode_loss(params, self.model, self.state.vic, self.way.head_slices)
         value = split_gradients(
             self.model.backbone,

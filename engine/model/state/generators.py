@@ -12,11 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_GOLDEN = 0x9E3779B1
+"""An odd number: its multiples by numbers below 2³² differ in the lowest 32 bits."""
+
+
+def fold_seed(seed: int) -> int:
+    """Return a seed for torch, whose generator of the host reads the lowest 32 bits alone.
+
+    Args:
+        seed: The seed, at least -2**63 and below 2**64.
+
+    Returns:
+        Below 2**32 the seed itself; else one of another low half for each high half, which stays as it is.
+    """
+    return seed if seed < 2**32 else seed ^ ((seed >> 32) * _GOLDEN % 2**32)
+
 
 def seed_generators(seed: int) -> None:
     """Seed the generators that a model draws from without one of its own: torch's, Python's, and numpy's if loaded.
 
-    Torch's are those that ``torch.manual_seed`` seeds, with the same numbers. For each kind of device that has not been
+    Torch's are those that ``torch.manual_seed`` seeds, by ``fold_seed``. For each kind of device that has not been
     started, torch writes down the call and the stack that it came from: some milliseconds each, as much as a pass over
     a small batch. Where there is no such device nothing is written down.
 
@@ -24,9 +39,9 @@ def seed_generators(seed: int) -> None:
         seed: The seed, at least -2**63 and below 2**64.
     """
     if _has_accelerator():
-        torch.manual_seed(seed)
+        torch.manual_seed(fold_seed(seed))
     else:
-        torch.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(fold_seed(seed))
     random.seed(seed)
     if (numpy := _numpy()) is not None:
         numpy.random.seed([seed >> shift & 0xFFFFFFFF for shift in (0, 32)])

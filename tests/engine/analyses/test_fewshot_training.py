@@ -17,7 +17,7 @@ from catalog.requests.memory import Memory
 from engine.analyses import fewshot_training
 from engine.analyses.costs.fewshot_training import TrainingPlans, smallest_budgets
 from engine.analyses.fewshot import training_run
-from engine.analyses.fewshot.fewshot_model import Episodes
+from engine.analyses.fewshot.fewshot_model import Episodes, make_model, weights_digest
 from engine.analyses.fewshot.training_run import EpisodeTest
 from engine.analyses.fewshot_training import FewshotTraining, estimate_training
 from engine.collection import checkpoints
@@ -27,6 +27,7 @@ from engine.image_data import SPLITS, ImageData, Split
 from engine.memory.budget import MemoryBudget
 from engine.memory.guard import Guard
 from engine.model.pass_peak import StorageEvents
+from engine.model.state.generators import set_generators
 from engine.training.mixed_precision import TrainingPrecision
 from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Resume, Workspace
 from tests.oracles import MemoryArtifacts
@@ -265,6 +266,24 @@ def test_a_checkpoint_of_other_weights_is_discarded(monkeypatch: pytest.MonkeyPa
         made.ports.log = lambda level, message: lines.append(message)
         run(made)
     assert any("it was made under another weights" in line for line in lines)
+
+
+def test_every_seed_has_weights_and_draws_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generator of the host reads 32 bits of a seed; by those alone all seeds would have the same masks."""
+    drawn: list[tuple[float, ...]] = []
+
+    def recorded(start: int, device: torch.device) -> None:
+        set_generators(start, device)
+        drawn.append(tuple(torch.rand(4).tolist()))
+        set_generators(start, device)
+
+    monkeypatch.setattr(training_run, "set_generators", recorded)
+    seeds = (1, 2, 1 + 2**31, 1 + 2**32, 2**63 - 1)
+    summaries = [run(space(seed=seed, **(BRIEF | {"n_episode": 2})))[1] for seed in seeds]
+    assert len(set(drawn)) == len(drawn) == 2 * len(seeds)
+    assert len({summary.model_sha256 for summary in summaries}) == len(seeds)
+    begun = [make_model(FewshotTrainingParams(seed=seed), (1, SIZE, SIZE), None).state_dict() for seed in seeds]
+    assert len({weights_digest(each) for each in begun}) == len(seeds)
 
 
 def test_a_checkpoint_of_another_precision_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from catalog.requests.inputs import SyntheticData
 from engine.memory.plan import readable_bytes
+from engine.model.state.generators import fold_seed
 from worker.execution.data.forward_inputs import model_inputs
 from worker.execution.data.stream import Chunk, DataRequest, DataStream
 from worker.execution.refusal import Refusal
@@ -36,7 +37,7 @@ def load(source: SyntheticData, request: DataRequest) -> DataStream:
         )
 
     def batches() -> Iterator[Chunk]:
-        generator = torch.Generator().manual_seed(source.seed % 2**63)
+        generator = torch.Generator().manual_seed(fold_seed(source.seed))
         for start in range(0, source.examples, rows):
             count = min(rows, source.examples - start)
             if source.vocabulary is not None:

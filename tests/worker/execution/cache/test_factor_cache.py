@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 from catalog.frames import CacheAnswer, CacheAsked, CacheFilled, Frame, LayerDone, LogLine, Progress, decode
 from catalog.requests.assignment import read_assignment
 from engine.errors import StopRequested
+from engine.model.state.generators import seed_generators
 from tests.worker.execution.pieces.conftest import found_once
 from worker.disk import cache_folder
 from worker.execution.__main__ import execute
@@ -211,6 +213,17 @@ def test_data_are_told_by_bytes_shapes_names_and_order() -> None:
     found = [data_digest(lambda stream=stream: iter(stream), 0, lambda: None) for stream in streams]  # type: ignore[misc]
     assert len(set(found)) == len(streams)
     assert found[0] == data_digest(lambda: iter([(x.clone(), y.clone())]), 0, lambda: None)
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(2, 3), lambda: torch.tensor([random.random()])])
+@pytest.mark.parametrize("seed", [3, 3 + 2**32])
+def test_data_that_are_drawn_have_the_digest_of_a_pass(seed: int, draw: Callable[[], torch.Tensor]) -> None:
+    def stream() -> Iterator[tuple[torch.Tensor, None]]:
+        yield draw(), None
+
+    seed_generators(seed)
+    expected = draw()
+    assert data_digest(stream, seed, lambda: None) == data_digest(lambda: iter([(expected, None)]), 0, lambda: None)
 
 
 def test_looking_at_data_leaves_the_generators_as_they_were() -> None:
