@@ -204,7 +204,7 @@ def _first_rows(
     with kept_generators(job.workspace.machine.device):
         while True:
             summed = SummedRows(
-                layers=layers, index=index, parts=partial(parts_of, job, batch), buffers=buffers, projected=[]
+                layers=layers, index=index, parts=partial(parts_of, job, batch), buffers=buffers, all_examples=[]
             )
             seed_generators(job.collection.seed)
             try:

@@ -1,7 +1,7 @@
 """The check of one batch: three identities of every layer's rows, each against the example alone.
 
-With the layer inputs ``a`` and output gradients ``g`` that hooks recorded of a batch of different
-examples, and a fixed cotangent ``v``, for each checked example n:
+With the layer inputs ``a`` and output gradients ``g`` that hooks recorded of a batch of different examples, and a
+fixed cotangent ``v``, for each checked example n:
 
 =============  =========================================================================================
 repetition     the batch run again, the generator elsewhere, gives the same rows: the model draws nothing
@@ -9,13 +9,12 @@ independence   the rows of n in the batch are those of n alone: examples do not 
 completeness   ``Σ_t g_nt a_ntᵀ`` is the gradient of ``⟨v_n, f(x_n)⟩`` by plain autograd, without hooks
 =============  =========================================================================================
 
-Differences are relative to ``‖∇_W ℓ_n‖ + ε Σ_t ‖g_nt‖ ‖a_nt‖`` with ``ε = 100 · eps / tolerance``,
-since gradients of parts may cancel (the bias of attention's keys has none at all). What exceeds the
-tolerance in float32 or less is computed again in float64, which decides. There, rounding is
-measured: by the same example in a batch of copies of itself.
+Differences are relative to ``‖∇_W ℓ_n‖ + ε Σ_t ‖g_nt‖ ‖a_nt‖`` with ``ε = 100 · eps / tolerance``, since gradients of
+parts may cancel (the bias of attention's keys has none at all). What exceeds the tolerance in float32 or less is
+computed again in float64, which decides. There, rounding is measured, by one example among copies of itself.
 
-A model that draws random numbers is held to one forward pass: completeness of the whole batch, with
-the generator in the same state. So is a batch whose examples cannot be run alone.
+A model that draws random numbers is held to one forward pass: completeness of the whole batch, with the generator in
+the same state. So is a batch whose examples cannot be run alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -128,9 +127,10 @@ class BatchCheck:
         layers = {}
         for name, errors in findings.errors.items():
             error, identity = errors.largest
-            if not findings.repeats:
-                identity = "repetition"
             allowed, proof = allowance.layers[name], findings.proof[name]
+            if alone and name not in broken:
+                error, identity = max(findings.directions, findings.mixing), "outputs"
+            identity = identity if findings.repeats else "repetition"
             failed = alone or name in broken
             loosened = name in allowance.decided and allowed > exact
             layers[name] = LayerCheck(
@@ -311,6 +311,8 @@ class BatchCheck:
         """Note how far an example's outputs beside others are from those in another run; a loss is of all examples."""
         if self.subject.task.likelihood != "model":
             findings.mixing = max(findings.mixing, relative(own - plain, plain))
+        if self.subject.curves_with_outputs:
+            findings.directions = max(findings.directions, findings.mixing)
 
     def _exchanged(
         self, subject: Subject, layers: Sequence[TreatedLayer], together: Recording, findings: Findings

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +15,7 @@ from catalog.requests.inputs import Task
 from engine.accumulation.example_gradients import Met
 from engine.accumulation.hooks import Collector
 from engine.accumulation.layer_statistics import LayerStatistics
+from engine.accumulation.output_gradients import RowObserver
 from engine.gradient_identity.recorded_rows import Recording, RowRecorder
 from engine.layers.layer import TreatedLayer, Use
 from engine.model.batches import Batch, tensors
@@ -49,17 +50,24 @@ class Subject:
     device: torch.device
     precision: Precision
     layout: Layout
+    pulls_back: bool = True
+    """Gradients are looked at, where the collection has them."""
     widens: bool = False
     """Narrower types that the model names stand for float64."""
 
     def without_gradients(self) -> "Subject":
         """Return the same subject of which inputs and outputs alone are looked at."""
-        return replace(self, collection=replace(self.collection, fisher="forward_only"))
+        return replace(self, pulls_back=False)
 
     @property
     def has_gradients(self) -> bool:
-        """Whether the collection pulls anything back."""
-        return self.collection.fisher != "forward_only"
+        """Whether anything is pulled back."""
+        return self.pulls_back and self.collection.fisher != "forward_only"
+
+    @property
+    def curves_with_outputs(self) -> bool:
+        """Whether what is pulled back of an example hangs on its outputs, though no loss asks for it (`type2`)."""
+        return self.collection.fisher == "type2" and self.task.likelihood != "mse"
 
     @property
     def tolerance(self) -> float:
@@ -213,12 +221,35 @@ def _recorded(
     places: tuple[int, ...] | None,
 ) -> Recording:
     recorders = {layer.name: RowRecorder(layer=layer, places=places) for layer in layers}
+    prediction, names, cotangent, direction = observe(subject, layers, forward, recorders, cotangent)
+    return Recording(
+        layers={name: recorders[name] for name in names},
+        outputs=prediction.outputs.detach(),
+        cotangent=cotangent,
+        examples=forward.batch.size,
+        direction=direction,
+        places=places,
+    )
+
+
+def observe(
+    subject: Subject,
+    layers: Sequence[TreatedLayer],
+    forward: Forward,
+    observers: Mapping[str, RowObserver],
+    cotangent: Tensor | None = None,
+) -> tuple[Prediction, list[str], Tensor | None, Tensor | None]:
+    """Run a batch with the hooks of a collection, which show the rows of each layer to its observer and sum none.
+
+    It returns the prediction, the names of the layers that no hook has refused, what was pulled back, and what the loss
+    itself asks for where that was another vector; arguments and errors are those of ``record``.
+    """
     statistics = tuple(NoSums(layer=layer, sharing="expand") for layer in layers)
     collector = Collector(
         statistics=statistics,
         gradients=subject.has_gradients,
         layout=subject.layout,
-        observers={name: (recorder,) for name, recorder in recorders.items()},
+        observers={name: (observer,) for name, observer in observers.items()},
     )
     own, direction = subject.moved(forward.batch), None
     set_generators(forward.start, subject.device)
@@ -242,14 +273,7 @@ def _recorded(
             # without a loss term of its own, an example alone has no loss of the model's own to pull back
             cotangent = None
         collector.end()
-    return Recording(
-        layers={each.layer.name: recorders[each.layer.name] for each in statistics if each.flaw is None},
-        outputs=prediction.outputs.detach(),
-        cotangent=cotangent,
-        examples=own.size,
-        direction=direction,
-        places=places,
-    )
+    return prediction, [each.layer.name for each in statistics if each.flaw is None], cotangent, direction
 
 
 def run(subject: Subject, batch: Batch) -> Prediction:

@@ -1,6 +1,7 @@
 """Findings: the differences that the identities show of one batch, those allowed, and the result of each layer."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -27,7 +28,7 @@ class LayerCheck:
     error: float
     """The largest relative difference."""
     identity: str
-    """The identity that it is of: `completeness`, `independence`, `repetition` or `sums`."""
+    """The identity that it is of: `completeness`, `independence`, `repetition`, `outputs` or `sums`."""
     examples: int
     """Examples held against themselves alone."""
     proof: Proof
@@ -53,8 +54,9 @@ class LayerCheck:
                 "other rows: the model draws from another generator, or keeps something from one call to the next"
             )
         mixing = "what the model returns for one example depends on the others"
-        if self.mixes and self.error == 0:
-            return f"{mixing}, and with it the gradient of its loss"
+        if self.identity == "outputs":
+            far = f", by {self.error:.2g}," if math.isfinite(self.error) else ""
+            return f"{mixing}{far} and with it what is pulled back of its loss"
         against = "each example alone" if self.proof != "same_forward" else "plain autograd in the same forward pass"
         if self.proof == "same_forward" and self.identity == "independence":
             against = "each example's own beside other examples"

@@ -90,6 +90,56 @@ class RowRecorder(RowObserver):
         return Use(entered=entered, examples=len(self.places), kept=kept, owners=owners, role=use.role)
 
 
+@dataclass(eq=False)
+class GradientSketch(RowObserver):
+    """Sums up, in two numbers for each of N examples, the gradients that arrive at the outputs of one layer."""
+
+    examples: int
+    """N."""
+    weight: float = 1.0
+    """Factor of the direction that is pulled back."""
+    form: Tensor | float = 0.0
+    """(N,) a multilinear form of each call's gradient, of seeded vectors, over all calls."""
+    square: Tensor | float = 0.0
+    """(N,) the squared norm, over all calls and directions."""
+
+    @override
+    def add_input_(self, use: Use) -> None:
+        del use
+
+    @override
+    def follow(self, use: Use) -> Callable[[Tensor], None]:
+        owners, examples = use.owners, use.examples
+
+        def arrived(gradient: Tensor) -> None:
+            rows = gradient if owners is None else gradient.reshape(-1, gradient.shape[-1])
+            own = rows if owners is not None else rows.reshape(examples, -1, *rows.shape[1:])
+            form, square = own, own.flatten(1).square().sum(1)
+            for size in reversed(own.shape[1:]):
+                form = form @ _vector(size, own)
+            if owners is not None:
+                form, square = (each.new_zeros(examples).index_add_(0, owners, each) for each in (form, square))
+            self._add(form, square)
+
+        return arrived
+
+    @override
+    def add_example_gradients_(self, gradients: Tensor, start: int, examples: int) -> None:
+        whole = gradients.new_zeros(2, examples)
+        whole[:, start : start + len(gradients)] = torch.stack(
+            (gradients @ _vector(gradients.shape[1], gradients), gradients.square().sum(1))
+        )
+        self._add(*whole)
+
+    def _add(self, form: Tensor, square: Tensor) -> None:
+        self.form, self.square = self.form + self.weight * form, self.square + square
+
+
+def _vector(size: int, like: Tensor) -> Tensor:
+    """Numbers of unit variance, the same each time."""
+    return torch.arange(1, size + 1, device=like.device, dtype=torch.float64).sin_().mul_(math.sqrt(2)).to(like.dtype)
+
+
 def _cut(tensor: Tensor, use: Use, places: Sequence[int]) -> Tensor:
     """A copy of the rows of some examples, one example behind the other."""
     if use.owners is None:

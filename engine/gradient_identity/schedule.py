@@ -18,11 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.errors import EngineError, Unwinding
-from engine.gradient_identity.checked_model import Subject, run, unwritten
-from engine.gradient_identity.recorded_rows import relative
-from engine.gradient_identity.summed_rows import Group, SummedRows, project_outputs
+from engine.errors import EngineError
+from engine.gradient_identity.checked_model import Forward, Subject, observe, run, unwritten
+from engine.gradient_identity.recorded_rows import GradientSketch, relative
+from engine.gradient_identity.summed_rows import AllExamples, Group, SummedRows, project_outputs
+from engine.layers.layer import TreatedLayer
 from engine.model.batches import Batch, map_tensors, tensors
+from engine.model.state.generators import set_generators
 from engine.workspace import Workspace
 
 
@@ -98,7 +100,7 @@ class CheckWork:
 def check_work(workspace: Workspace, batches: int) -> CheckWork:
     """Count examples and passes of all checks of a collection, of batches that are taken to be alike.
 
-    The first batch goes through the model once more, and in halves without a graph; some of its examples go alone
+    The first batch goes through the model once more, and there and back in halves; some of its examples go alone
     twice, once with the gradients of the weights; of a later batch one example does so.
     """
     collection = workspace.options.collection
@@ -108,7 +110,7 @@ def check_work(workspace: Workspace, batches: int) -> CheckWork:
     alone = 1 + 4 / 3
     later = (batches - 1).bit_length() if collection.self_check == "growing" else 0
     checked = min(FIRST_EXAMPLES, collection.batch_size) + later
-    return CheckWork(examples=collection.batch_size * 4 / 3 + checked * alone, passes=3 + 2 * checked)
+    return CheckWork(examples=collection.batch_size * 2 + checked * alone, passes=3 + 2 * checked)
 
 
 SHARE = 0.02
@@ -167,48 +169,88 @@ def differs_alone(subject: Subject, summed: SummedRows) -> bool:
     return any(_differs(subject, summed, group) for group in summed.groups)
 
 
-def find_mixed(subject: Subject, summed: SummedRows) -> tuple[Batch, int] | None:
+def find_mixed(subject: Subject, summed: SummedRows) -> tuple[Forward, int] | None:
     """Find an example whose outputs differ from those that it has alone, among a few spread over each group."""
-    try:
-        for part in summed.parts():
-            together, count = _outputs(subject, part), min(_OTHERS, part.size)
-            for place in (number * part.size // count for number in range(count)):
-                alone = _outputs(subject, pick_examples(part, [place]))
-                if _is_other(together[place : place + 1], alone, subject):
-                    return part, place
-    except (EngineError, Unwinding):
-        pass
+    for part in summed.parts():
+        together, count = _outputs(subject, part), min(_OTHERS, part.size)
+        for place in (number * part.size // count for number in range(count)):
+            alone = _outputs(subject, pick_examples(part, [place]))
+            if _is_other(together[place : place + 1], alone, subject):
+                return Forward(batch=part, start=summed.groups[0].start), place
     return None
 
 
-def find_mixed_in_halves(subject: Subject, summed: SummedRows) -> tuple[Batch, int] | None:
-    """Find an example whose outputs are others in its group than in one half of it, among all examples.
+def find_mixed_in_halves(
+    subject: Subject, layers: Sequence[TreatedLayer], summed: SummedRows
+) -> tuple[Forward, int] | None:
+    """Find an example that is another in its group than in one half of it, among all examples.
 
-    What meets in a group meets other examples in its halves, or fewer: a largest one, a mean, a place in a queue.
+    What meets in a group meets other examples in its halves, or fewer: a largest one, a mean, a place in a queue. By
+    its outputs, and by the gradients that arrive at each layer. A model that draws has its other half exchanged in
+    place of left out, so that each example is drawn the same.
 
     Returns:
-        The group or the half, whichever has other outputs than the example alone, and its place there.
+        The group or the half, whichever has other outputs than the example alone, with the state of the generators
+        that its forward pass begins with; and the example's place there.
     """
-    try:
-        for part, together in zip(summed.parts(), summed.projected or (), strict=False):
-            first = 0
-            for half in part.slices(-(-part.size // 2)) if part.size > 1 else ():
-                place = _first_moved(subject, together[first : first + half.size], _outputs(subject, half))
-                if place is not None:
-                    alone = _outputs(subject, pick_examples(half, [place]))
-                    here = _first_moved(subject, together[first + place : first + place + 1], alone) is not None
-                    return (part, first + place) if here else (half, place)
-                first += half.size
-    except (EngineError, Unwinding):
-        pass
+    for part, whole in zip(summed.parts(), summed.all_examples or (), strict=False):
+        first = 0
+        for half in part.slices(-(-part.size // 2)) if part.size > 1 else ():
+            stop = first + half.size
+            place = _first_moved(subject, layers, Forward(batch=half, start=whole.start), whole, slice(first, stop))
+            if place is not None:
+                alone = _outputs(subject, pick_examples(half, [place]))
+                here = _is_moved(subject, whole.projected[first + place : first + place + 1], alone).any()
+                batch, number = (part, first + place) if here else (half, place)
+                return Forward(batch=batch, start=whole.start), number
+            first = stop
     return None
 
 
-def _first_moved(subject: Subject, projected: Tensor, outputs: Tensor) -> int | None:
-    """The first example whose outputs, (N, R, C), are not those of which (N, R) are known along one direction."""
-    moved = torch.linalg.vector_norm(projected - project_outputs(outputs), dim=1)
-    places = (moved > subject.tolerance * torch.linalg.vector_norm(outputs.flatten(1), dim=1)).nonzero()
+def find_mixed_by_exchange(subject: Subject, summed: SummedRows) -> tuple[Forward, int] | None:
+    """Find an example whose outputs are others beside other examples, in a batch of the same shape.
+
+    Of a model that draws: the draws of the forward pass are the same. Arguments and result are those of
+    ``find_mixed_in_halves``.
+    """
+    for part, whole in zip(summed.parts(), summed.all_examples or (), strict=False):
+        places = range(part.size)
+        # any two examples differ in one of these bits of their places, so that one stays where the other does not
+        for bit, value in ((1 << power, value) for power in range((part.size - 1).bit_length()) for value in (0, 1)):
+            stays = [place for place in places if bool(place & bit) == bool(value)]
+            exchanged = [place if place in stays else min(place ^ bit, stays[-1]) for place in places]
+            set_generators(whole.start, subject.device)
+            outputs = _outputs(subject, pick_examples(part, exchanged))
+            moved = _is_moved(subject, whole.projected[stays], outputs[stays]).nonzero()
+            if len(moved):
+                return Forward(batch=part, start=whole.start), stays[int(moved[0])]
+    return None
+
+
+def _first_moved(
+    subject: Subject, layers: Sequence[TreatedLayer], half: Forward, whole: AllExamples, span: slice
+) -> int | None:
+    """The first example of a half whose outputs, or gradients of a layer, are not those that it has in its group."""
+    sketches = {name: GradientSketch(half.batch.size) for name in whole.sketches}
+    if not sketches:
+        moved = _is_moved(subject, whole.projected[span], _outputs(subject, half.batch))
+    else:
+        prediction = observe(subject, layers, half, sketches)[0]
+        moved = _is_moved(subject, whole.projected[span], prediction.outputs.detach())
+    for name, own in sketches.items():
+        if isinstance(own.square, Tensor) and isinstance(known := whole.sketches[name].form, Tensor):
+            norm = own.square.sqrt()
+            # what is rounding beside the largest decides nothing
+            moved |= (known[span] - own.form).abs() > subject.tolerance * (norm + subject.tolerance * norm.max())
+    places = moved.nonzero()
     return int(places[0]) if len(places) else None
+
+
+def _is_moved(subject: Subject, projected: Tensor, outputs: Tensor) -> Tensor:
+    """Which examples' outputs, (N, R, C), are not those of which (N, R) are known along one direction: (N,)."""
+    distance = torch.linalg.vector_norm(projected - project_outputs(outputs), dim=1)
+    moved: Tensor = distance > subject.tolerance * torch.linalg.vector_norm(outputs.flatten(1), dim=1)
+    return moved
 
 
 def _outputs(subject: Subject, batch: Batch) -> Tensor:

@@ -22,7 +22,13 @@ from engine.gradient_identity.checked_model import Forward, Subject
 from engine.gradient_identity.completeness import padding_has_no_gradient
 from engine.gradient_identity.findings import LayerCheck, watch_unused, worse
 from engine.gradient_identity.recorded_rows import Sketch, is_known
-from engine.gradient_identity.schedule import Glances, differs_alone, find_mixed, find_mixed_in_halves
+from engine.gradient_identity.schedule import (
+    Glances,
+    differs_alone,
+    find_mixed,
+    find_mixed_by_exchange,
+    find_mixed_in_halves,
+)
 from engine.gradient_identity.summed_rows import NO_ROWS, SummedRows
 from engine.layers.layer import TreatedLayer
 from engine.memory.out_of_memory import first_line
@@ -245,25 +251,30 @@ class SelfCheck:
             examples=places,
             drawing=self.drawing,
             has_room=self.has_room,
-            explained=any(check.mixes and check.error > 0 for check in self.layers.values()),
+            explained=any(check.mixes and check.identity != "outputs" for check in self.layers.values()),
             floor=self.largest_norm,
         )
 
     def _check_others(
         self, layers: Sequence[TreatedLayer], summed: SummedRows, *, in_halves: bool
     ) -> dict[str, LayerCheck]:
-        """Check layers on an example whose outputs differ beside others, of a batch in which something new ran.
+        """Check layers on an example that is another beside others, of a batch in which something new ran.
 
         Of all examples, in halves of their groups, or of a few alone.
         """
-        if self._no_glance(summed) is not None or not self.subject.has_gradients:
+        if self._no_glance(summed) is not None and not (in_halves and self.drawing):
             return {}
+        found: tuple[Forward, int] | None = None
         with kept_generators(self.subject.device):
-            found = (find_mixed_in_halves if in_halves else find_mixed)(self.subject, summed)
-            if found is None:
-                return {}
-            forward = Forward(batch=found[0], start=summed.groups[0].start)
-            return self._batch_check(layers, forward, (found[1],)).run().layers
+            # examples that cannot be run so say nothing
+            with contextlib.suppress(EngineError, Unwinding):
+                if not in_halves:
+                    found = find_mixed(self.subject, summed)
+                elif self.drawing:
+                    found = find_mixed_by_exchange(self.subject, summed)
+                else:
+                    found = find_mixed_in_halves(self.subject, layers, summed)
+            return {} if found is None else self._batch_check(layers, found[0], (found[1],)).run().layers
 
     def refuse_sums(self, name: str, error: float) -> LayerCheck:
         """Note that the sums of a layer are not those of its rows; ``error`` is the relative difference."""

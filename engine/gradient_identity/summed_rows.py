@@ -9,7 +9,7 @@ that the data decide calls other layers, or leaves other nodes or the same ones 
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.accumulation.hooks import Collector
 from engine.gradient_identity.batch_sums import BatchSums
 from engine.gradient_identity.checked_model import Forward, direction_weight
-from engine.gradient_identity.recorded_rows import Recording, RowRecorder, Sketch, sketch
+from engine.gradient_identity.recorded_rows import GradientSketch, Recording, RowRecorder, Sketch, sketch
 from engine.layers.layer import TreatedLayer
 from engine.model.batches import Batch
 from engine.model.outputs import Prediction
@@ -117,6 +117,25 @@ class Group:
 
 
 @dataclass(kw_only=True)
+class AllExamples:
+    """What a group shows of each of its N examples, in few numbers."""
+
+    start: Generators
+    """States of the generators when its forward pass began."""
+    sketches: Mapping[str, GradientSketch]
+    """By layer; empty where nothing is pulled back."""
+    projected: Tensor = field(default_factory=lambda: torch.empty(0))
+    """(N, R) the outputs, as ``project_outputs`` takes them."""
+    directions: int = 0
+
+    def directed(self) -> None:
+        """Begin with another direction."""
+        for each in self.sketches.values():
+            each.weight = direction_weight(self.directions)
+        self.directions += 1
+
+
+@dataclass(kw_only=True)
 class SummedRows:
     """The rows of a few examples of one batch."""
 
@@ -134,8 +153,8 @@ class SummedRows:
     """Something ran that ran in no batch before."""
     nodes: int = 0
     """Nodes of the graph of the last group."""
-    projected: list[Tensor] | None = None
-    """Outputs of all examples of each group, as ``project_outputs`` takes them; None where they are not asked for."""
+    all_examples: list["AllExamples"] | None = None
+    """What each group shows of all its examples; None where that is not asked for."""
     sums: BatchSums | None = None
     """Holds the sums against all rows of the batch; None but in the first one of a pass."""
     groups: list[Group] = field(default_factory=list)
@@ -148,6 +167,11 @@ class SummedRows:
         self._open, collector.observers = None, {}
         if self.index:
             self._keep(part, collector)
+        if self.all_examples is not None:
+            sketches = {layer.name: GradientSketch(part.size) for layer in self.layers} if collector.gradients else {}
+            self.all_examples.append(AllExamples(start=Generators.here(part.index.device), sketches=sketches))
+            known = collector.observers
+            collector.observers = {**known, **{name: (*known.get(name, ()), own) for name, own in sketches.items()}}
         if self.sums is not None:
             self.sums.begin(part.size)
             collector.observers = self.sums.beside(collector.observers)
@@ -181,8 +205,8 @@ class SummedRows:
         if self.index:
             digest, self.nodes = graph_signature(prediction.outputs)
             self.signatures.add(digest)
-        if self.projected is not None:
-            self.projected.append(project_outputs(prediction.outputs.detach()))
+        if self.all_examples:
+            self.all_examples[-1].projected = project_outputs(prediction.outputs.detach())
         if self._open is not None:
             self._open.outputs = self._open.cut(prediction.outputs.detach())
 
@@ -190,6 +214,8 @@ class SummedRows:
         """Keep what of a group's direction, of the shape of its outputs, is about to be pulled back of the examples."""
         if self.sums is not None:
             self.sums.close()
+        if self.all_examples:
+            self.all_examples[-1].directed()
         group = self._open
         if group is None:
             return

@@ -162,10 +162,12 @@ def _entry(name: str, tensor: Tensor, mask: Tensor | None, task: Task) -> Tensor
 def _weighted(numbers: Tensor) -> Tensor:
     """Return ``h`` of each row of numbers (R, P), shape (R,), int64."""
     size = numbers.element_size()
+    # a dimension of one number is contiguous whatever its stride is, which a view by another type is not
+    rows = numbers.contiguous().as_strided(numbers.shape, (numbers.shape[1], 1))
     if numbers.dtype == torch.bool or size == 1:
-        words = numbers.contiguous().view(torch.uint8)
+        words = rows.view(torch.uint8)
     else:
-        words = numbers.contiguous().view(torch.int16 if size == 2 else torch.int32)
+        words = rows.view(torch.int16 if size == 2 else torch.int32)
     coefficients = _coefficients(words.shape[1], words.device)
     if words.numel() <= _AT_ONCE:
         return _products(words, coefficients)

@@ -274,6 +274,16 @@ def test_examples_that_exchange_a_part_are_others() -> None:
     assert len({whole, *(each.content for each in others)}) == len(others) + 1
 
 
+def test_a_column_of_a_table_is_digested_where_there_is_one_example_or_one_feature() -> None:
+    """A dimension of one number has the stride of what it was cut from."""
+    table = torch.arange(12).view(4, 3)
+    for column in (table[:1, 0], table[:, 0], torch.linspace(0, 1, 4)[None].T):
+        own = Batch(inputs=column, targets=column, index=torch.arange(len(column)))
+        rows = column.clone(memory_format=torch.contiguous_format)
+        copied = Batch(inputs=rows, targets=rows, index=own.index)
+        assert torch.equal(digest_examples(own, CLASSES), digest_examples(copied, CLASSES))
+
+
 def test_digests_are_per_example() -> None:
     x, y = examples()
     found = digest_examples(Batch(inputs=x, targets=y, index=torch.arange(40)), CLASSES)

@@ -5,6 +5,7 @@ covers a layer, it has that trace; where the examples mix, no such number is the
 """
 # ruff: noqa: NPY002 - numpy's default generator is what is drawn from here
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -300,6 +301,99 @@ def test_mixing_that_reaches_none_of_the_picked_examples_is_seen(use: Run, dtype
     assert torch.allclose(together[few], torch.cat([net(x[place : place + 1]) for place in few])), "what it is about"
     assert not torch.allclose(together, torch.cat([net(each[None]) for each in x]))
     assert measured(net, dtype=dtype, batch_size=16) is None
+
+
+def dropped_pair(net: Net, x: Tensor) -> Tensor:
+    """The sixth example takes in the seventh, behind a draw for each example."""
+    z = functional.dropout(net.a(x).tanh(), 0.1, training=True)
+    if len(z) > 7:
+        z = z.index_add(0, torch.tensor([5]), 0.2 * z[6:7])
+    return net.h(z)
+
+
+def dropped_by_capacity(net: Net, x: Tensor) -> Tensor:
+    return queued(net, functional.dropout(x, 0.1, training=True))
+
+
+@pytest.mark.parametrize("use", [dropped_pair, dropped_by_capacity])
+def test_mixing_behind_draws_that_reaches_none_of_the_picked_examples_is_seen(use: Run) -> None:
+    assert measured(Net(use), batch_size=16) is None
+
+
+class Smallest(torch.autograd.Function):
+    """The example with the smallest gradient of a batch gets none."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        return z.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        norms = gradient.norm(dim=1, keepdim=True)
+        return gradient * (norms > norms.min()) if len(norms) > 1 else gradient
+
+
+def dropped_on_the_way_back(net: Net, x: Tensor) -> Tensor:
+    return net.h(Smallest.apply(net.a(x)).tanh())
+
+
+def straight_through(net: Net, x: Tensor) -> Tensor:
+    """What the sixth example takes in of the third is its value's gradient alone."""
+    z = net.a(x).tanh()
+    if len(z) > 7:
+        more = torch.zeros_like(z).index_add(0, torch.tensor([5]), 0.5 * z[2:3])
+        z = z + more - more.detach()
+    return net.h(z)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("use", [dropped_on_the_way_back, straight_through])
+def test_mixing_on_the_way_back_alone_is_seen_in_all_examples(use: Run, dtype: str) -> None:
+    model = Net(use)
+    whole = measured(model, dtype=dtype, batch_size=16)
+    assert whole is not None, "the layer behind is right"
+    assert [layer.name for layer in whole.layers] == ["h"]
+    assert whole.layers[0].exact_trace == pytest.approx(plain_trace(model, model.h), rel=1e-5)
+
+
+def scaled_after(net: Net, x: Tensor) -> Tensor:
+    z = net.a(x).tanh()
+    return net.h(z + 2 * z.detach().mean(0))
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "mse"])
+def test_curvature_at_outputs_that_mix_reaches_the_layers_before(loss: str) -> None:
+    """The second derivative of the cross-entropy hangs on the outputs; that of a squared error is constant."""
+    x, y = data()
+    targets, kind = (y, "classification") if loss == "cross_entropy" else (torch.randn(16, 5).double(), "regression")
+    with pytest.raises(NothingToAnalyse) if loss == "cross_entropy" else contextlib.nullcontext():
+        whole = collect_or_read(workspace(Net(scaled_after), [(x, targets)], kind, fisher="type2"))
+        assert [layer.name for layer in whole.layers] == ["a"]
+
+
+def test_inputs_that_mix_at_few_examples_are_seen_without_gradients() -> None:
+    x, y = data()
+    whole = collect_or_read(workspace(Net(queued), [(x, y)], "classification", fisher="forward_only", batch_size=16))
+    assert {row.reason for row in whole.declared} == {"examples_mix"}
+    (layer,) = whole.layers
+    assert torch.allclose(whole.load(layer.ordinal).A[:6, :6], x.T @ x / 16)
+
+
+def outputs_shifted(net: Net, x: Tensor) -> Tensor:
+    z = net.h(net.a(x).tanh())
+    return z + 0.5 * z.detach().mean(0)
+
+
+def test_what_outputs_alone_show_is_said_with_its_number() -> None:
+    with pytest.raises(NothingToAnalyse, match=r"depends on the others, by 0\.\d+, and with it what is pulled back"):
+        collect_or_read(workspace(Net(outputs_shifted), [data()], "classification", fisher="empirical"))
+
+
+def test_a_batch_without_loss_terms_is_checked_by_its_inputs_under_ekfac() -> None:
+    x, y = torch.randn(8, 4, 6).double(), torch.randint(5, (8, 4))
+    y[4:] = -100
+    job = workspace(Net(apart(lambda net, z: net.a(z))), [(x, y)], "token_classification", ekfac=True, batch_size=4)
+    assert collect_or_read(job).declared == ()
 
 
 def test_what_depends_on_no_other_example_is_covered_in_a_large_batch() -> None:
