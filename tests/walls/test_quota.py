@@ -148,6 +148,8 @@ class Room:
         monkeypatch.setattr("worker.process.disk_monitor.os.statvfs", self._status)
         # this process is no guardian: servers that other tests have started are its children
         monkeypatch.setattr("worker.process.disk_monitor.descendants", lambda _: ())
+        for name in ("_TICK_SECONDS", "_FIRST_SECONDS"):
+            monkeypatch.setattr(f"worker.process.disk_monitor.{name}", 0.05)
 
     def _status(self, _: object) -> SimpleNamespace:
         return SimpleNamespace(f_bavail=self.free // 4096, f_frsize=4096, f_favail=10**6)
@@ -164,7 +166,7 @@ def test_without_a_figure_a_job_is_held_to_its_part_once_room_is_short(
     monitor.start()
     (tmp_path / "file").write_bytes(bytes(taken * MIB))
     room.free = (100 - others) * MIB
-    assert done.wait(2.5 if not ended else 60) is ended
+    assert done.wait(0.8 if not ended else 60) is ended
     monitor.finish()
     os.close(report)
     told = os.read(reading, 10_000)

@@ -52,7 +52,7 @@ out = open(os.environ["OUT"] + os.environ["RANK"], "w")
 # one that it had before, to a service of somebody else's
 before = socket.create_connection(("127.0.0.1", int(os.environ["SERVICE"]))) if "SERVICE" in os.environ else None
 try:
-    ranks = group.start(torch.device("cpu"), 8)
+    ranks = group.start(torch.device("cpu"), float(os.environ["SECONDS"]))
     assert "MASTER_PORT" not in os.environ
     print(ranks.gather(int(os.environ["RANK"]) + 1, "numbers"), file=out, flush=True)
     group.stop()
@@ -91,6 +91,7 @@ def test_ranks_that_somebody_else_tries_to_join_refuse_or_compute_what_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    monkeypatch.setenv("SECONDS", "4")
     command, place = (sys.executable, "-P", "-c", RANK), tmp_path / "a folder #1?;%20"
     place.mkdir()
     with running(INTRUDER, FOREIGN) as said:
@@ -103,6 +104,7 @@ def test_ranks_that_somebody_else_tries_to_join_refuse_or_compute_what_is_right(
 
 def test_what_a_rank_speaks_to_besides_is_its_own_affair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    monkeypatch.setenv("SECONDS", "60")
     place = tmp_path / "a folder #1?;%20"
     place.mkdir()
     with running(LISTENS.replace("c = s.accept()", "c = [s.accept(), s.accept()]"), FOREIGN) as said:
