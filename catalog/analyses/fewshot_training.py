@@ -19,7 +19,11 @@ Optimiser = Literal["AdamW", "Adam", "SGD"]
 _MOMENTUM = 0.9
 _WIDTH = 64
 _MOST = {"width": 2**16, "n_episode": 10**9, "num_epoch": 10**9, "test_iter": 10**9, "seed": MAX_SEED}
-"""Bounds far beyond any training, within which bytes and episodes can be counted in 64 bits."""
+_MOST |= {"weight_decay": 10**6, "momentum": 1}
+"""Bounds far beyond any training, within which bytes and episodes can be counted, and weights are finite."""
+_MOST_EPISODES = 2**32
+"""Those of all epochs: each training episode then has a seed of its own for what it draws."""
+_MOST_PENALTY = 10**6
 
 
 @record
@@ -39,11 +43,11 @@ class Vic:
     """τ: standard deviation of a feature from which the variance term is 0; 1 as in VICReg."""
 
     def __post_init__(self) -> None:
-        """Refuse negative weights, and those that are not finite."""
+        """Refuse negative weights, and those by which float32 overflows."""
         for name in ("alpha", "beta", "gamma", "threshold"):
             number = getattr(self, name)
-            if not (math.isfinite(number) and number >= 0):
-                raise FieldError(name, f"is {number}; take a finite number of 0 or more")
+            if not 0 <= number <= _MOST_PENALTY:
+                raise FieldError(name, f"is {number}; take 0 to {_MOST_PENALTY:,}")
 
 
 @record
@@ -122,6 +126,9 @@ class FewshotTrainingParams:
             raise FieldError("FETI", f"is a form of the ResNets, and `backbone` is `{self.backbone}`; leave it out")
         if self.num_epoch == 0 and self.weights is None:
             raise FieldError("num_epoch", "is 0, which tests `weights` alone; give a file of weights, or 1 or more")
+        if (episodes := self.num_epoch * (self.n_episode + self.test_iter)) > _MOST_EPISODES:
+            more = f"makes {episodes:,} episodes of training and validation; take at most {_MOST_EPISODES:,}"
+            raise FieldError("num_epoch", f"is {self.num_epoch:,}, which {more}")
         self._require_used()
         self._require_vic()
 

@@ -42,6 +42,9 @@ def refusal(document: Any) -> str:
         ({"source": "image_splits", "path": "data/CUB"}, {"method": "CTX_softmax", "pool": "flatten"}),
         ({"source": "strokes"}, {"method": "ProFOCT_cosine", "n_way": 2, "k_shot": 1, "use_vic_on_attention": True}),
         ({"source": "strokes"}, {"gradient_accumulation_steps": 10**9, "test_iter": 2, "n_query": 1, "width": 1}),
+        ({"source": "strokes"}, {"num_epoch": 2**16, "n_episode": 2**16 - 600}),
+        ({"source": "strokes"}, {"optimiser": "SGD", "momentum": 1.0, "weight_decay": 1e6}),
+        ({"source": "strokes"}, {"method": "ProFOCT_cosine", "vic": {"alpha": 1e6, "threshold": 1e6}}),
         ({"source": "strokes"}, {"num_epoch": 0, "weights": "w.safetensors", "seed": 2**63 - 1}),
     ],
 )
@@ -138,7 +141,15 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"vic": {"gamma": 5.0}}, "/vic is an option of `ProFOCT`, and `method` is"),
     ({"method": "ProtoNet", "ctx": "shots"}, "/ctx is an option of `CTX`, and `method` is `ProtoNet`; leave it out"),
     ({"amp_dtype": "bf16", "use_amp": False}, "/amp_dtype is `bf16`, and `use_amp` is false; leave one of them out"),
-    ({"vic": {"gamma": -1.0}}, "/vic/gamma is -1.0; take a finite number of 0 or more"),
+    ({"vic": {"gamma": -1.0}}, "/vic/gamma is -1.0; take 0 to 1,000,000"),
+    # numbers beyond float32, of which the loss would say that the learning rate is too large
+    *(({"method": "ProFOCT_cosine", "vic": {name: 1e300}}, f"/vic/{name} is 1e+300; take 0 to 1,000,000") for name in (
+        "alpha", "beta", "gamma", "threshold")),
+    ({"weight_decay": 1e300}, "/weight_decay is 1e+300; take at most 1,000,000"),
+    ({"optimiser": "SGD", "momentum": 1e300}, "/momentum is 1e+300; take at most 1"),
+    # the progress of more could not be told
+    ({"num_epoch": 10**9, "n_episode": 10**9}, "/num_epoch is 1,000,000,000, which makes 1,000,000,600,000,000,000"),
+    ({"num_epoch": 10**9, "n_episode": 3, "test_iter": 2}, "/num_epoch is 1,000,000,000, which makes 5,000,000,000"),
     ({"vic": {"tau": 1.0}}, "/vic/tau is no field here; there are alpha, beta, dynamic, gamma, threshold"),
     ({"optimization": "SGD"}, "/optimization is no field here; it is `fewshot_training.optimiser`"),
 ]  # fmt: skip
