@@ -15,7 +15,7 @@ def describe_full_disk(error: OSError) -> str | None:
     place = existing(Path(str(error.filename2 or error.filename or ".")))
     return (
         f"the disk of {place} is full ({error.strerror}; {free_bytes(place):,} bytes are free there by now); "
-        "make room there, the job is tried again after a pause"
+        "make room there; a service tries the job again after a pause, and `kronoscope run` once it is called again"
     )
 
 

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import subprocess
@@ -321,6 +322,13 @@ def test_every_exception_says_who_acts(error: BaseException, category: str, code
     assert (failed.category, failed.code) == (category, code)
     assert "secret-token" not in failed.message
     assert failed.detail is not None
+
+
+def test_a_full_disk_says_who_tries_again(tmp_path: Path) -> None:
+    """A foreground run is not tried again by itself."""
+    said = failure_of(OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "file"))).message
+    assert f"the disk of {tmp_path} is full" in said
+    assert "a service tries the job again after a pause, and `kronoscope run` once it is called again" in said
 
 
 def test_a_failure_that_quotes_halves_of_characters_can_be_sent() -> None:

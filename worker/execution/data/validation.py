@@ -69,7 +69,7 @@ def _tensors(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN
 
 
 def _require_sound(name: str, tensor: Tensor, start: int, pointer: str) -> None:
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+    if (tensor.is_floating_point() or tensor.is_complex()) and not bool(torch.isfinite(tensor).all()):
         wrong = torch.nonzero(~torch.isfinite(tensor))[0]
         example = start + int(wrong[0]) if wrong.numel() else start
         raise Refusal(

@@ -21,7 +21,7 @@ _MOST = 2**62
 _NAME = re.compile(r"[\w.\-/*]{1,512}", re.ASCII)
 ELEMENT_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
+    "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8, "C64": 8,
 }  # fmt: skip
 _FOREIGN = {
     b"PK\x03\x04": "a zip archive (such as a PyTorch checkpoint)",
@@ -117,7 +117,8 @@ def _entry(
         raise _broken(path, f"must describe `{name}` by dtype, shape and data_offsets alone", pointer)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ELEMENT_BYTES:
-        raise _broken(path, f"gives `{name}` an unknown dtype", pointer)
+        known = ", ".join(ELEMENT_BYTES)
+        raise _broken(path, f"gives `{name}` the dtype {str(dtype)[:40]!r}; save it as one of {known}", pointer)
     if not isinstance(shape, list) or len(shape) > MAX_RANK or not all(map(_is_count, shape)):
         raise _broken(path, f"gives `{name}` a shape that cannot be", pointer)
     if math.prod(number for number in shape if number) >= _MOST:

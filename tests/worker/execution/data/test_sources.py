@@ -324,8 +324,9 @@ def chunks(*given: Any, loaded: LoadedModel = PLAIN) -> Any:
     return list(validate_chunks(DataStream(batches=lambda: iter(given), examples=None), loaded, "/data").batches())
 
 
-def test_inputs_that_are_not_finite_are_named_by_example() -> None:
-    bad = torch.zeros(4, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_inputs_that_are_not_finite_are_named_by_example(dtype: torch.dtype) -> None:
+    bad = torch.zeros(4, 3, dtype=dtype)
     bad[2, 1] = math.nan
     with pytest.raises(Refusal, match="inputs of example 6 hold NaN or Inf"):
         chunks((torch.zeros(4, 3), torch.zeros(4)), (bad, torch.zeros(4)))

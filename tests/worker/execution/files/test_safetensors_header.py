@@ -105,6 +105,25 @@ def test_what_these_rules_accept_the_library_opens(tmp_path: Path, metadata: Any
     assert list(read_header(path, "/model/path")) == list(safetensors.torch.load_file(path)) == ["a"]
 
 
+def test_a_dtype_that_is_not_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(BAD["unknown dtype"])
+    with pytest.raises(Refusal, match=r"gives `a` the dtype 'X9'; save it as one of BOOL, U8, .*F32") as refused:
+        read_header(path, "/model/path")
+    assert len(refused.value.message) < 250
+
+
+def test_complex_numbers_do_not_keep_others_from_being_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    tensors = {"z": torch.zeros(2, 3, dtype=torch.complex64), "a": torch.zeros(2)}
+    safetensors.torch.save_file(tensors, path)
+    found = read_header(path, "/model/path")
+    assert {name: (entry.dtype, entry.shape) for name, entry in found.items()} == {
+        "z": ("C64", (2, 3)),
+        "a": ("F32", (2,)),
+    }
+
+
 def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors = {"b": torch.zeros(2, 3), "a.c-d_e/f": torch.zeros(0), "s": torch.tensor(1, dtype=torch.int64)}
