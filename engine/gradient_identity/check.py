@@ -128,10 +128,11 @@ class BatchCheck:
         for name, errors in findings.errors.items():
             error, identity = errors.largest
             allowed, proof = allowance.layers[name], findings.proof[name]
-            if alone and name not in broken:
+            by_outputs = alone and name not in (findings.idle | broken)
+            if by_outputs:
                 error, identity = max(findings.directions, findings.mixing), "outputs"
             identity = identity if findings.repeats else "repetition"
-            failed = alone or name in broken
+            failed = by_outputs or name in broken
             loosened = name in allowance.decided and allowed > exact
             layers[name] = LayerCheck(
                 error=error,
@@ -207,6 +208,7 @@ class BatchCheck:
             errors={name: Errors() for name in names},
             proof=dict.fromkeys(names, usual),
             draws=self.drawing & set(names),
+            idle=frozenset(name for name in names if not together.layers[name].reached),
         )
         # where rows have an order of their own, nothing is said of single examples
         unordered = subject.layout.orders.unordered_among(layers)
@@ -230,7 +232,8 @@ class BatchCheck:
             return self._findings(subject, layers)
         drawing = [layer for layer in layers if layer.name in findings.draws - unordered]
         if self.forward.batch.size > 1 and (drawing or self.drawn_outputs):
-            self._exchanged(subject, drawing, together, findings)
+            # the generator in the same state
+            self._beside_others(subject, drawing, together, findings, directed=True)
             if findings.suspects(drawing, subject.tolerance, outputs=self._outputs_decide):
                 findings.repeats = not any(self._rerun(subject, layers, together, self.forward.start))
         rest = [layer for layer in layers if layer not in bound]
@@ -313,12 +316,6 @@ class BatchCheck:
             findings.mixing = max(findings.mixing, relative(own - plain, plain))
         if self.subject.curves_with_outputs:
             findings.directions = max(findings.directions, findings.mixing)
-
-    def _exchanged(
-        self, subject: Subject, layers: Sequence[TreatedLayer], together: Recording, findings: Findings
-    ) -> None:
-        """Hold the rows of a model that draws against those beside other examples, the generator in the same state."""
-        self._beside_others(subject, layers, together, findings, directed=True)
 
     def _compare_directions(self, findings: Findings, own: Tensor | None, plain: Tensor | None) -> None:
         """Note how far what is pulled back of an example is from what its loss asks for in another run."""

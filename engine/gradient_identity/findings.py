@@ -133,6 +133,8 @@ class Findings:
     errors: dict[str, Errors] = field(default_factory=dict)
     proof: dict[str, Proof] = field(default_factory=dict)
     draws: frozenset[str] = frozenset()
+    idle: frozenset[str] = frozenset()
+    """Layers that no gradient reached, for which no direction is the wrong one."""
     unseen: set[str] = field(default_factory=set)
     mixing: float = 0.0
     """Largest relative difference between an example's outputs beside others and alone."""

@@ -36,6 +36,11 @@ class RowRecorder(RowObserver):
         self.weight, self._again = weight, None if first else list(range(len(self.met)))
 
     @property
+    def reached(self) -> bool:
+        """Whether a gradient arrived."""
+        return bool(self.met) or self.example_gradients is not None
+
+    @property
     def picks(self) -> bool:
         """Whether rows were picked: the rows of one example have no order of their own then."""
         return any(use.owners is not None for use in self.uses)
