@@ -7,6 +7,7 @@ output that then needs none either is made a leaf that does, so that gradients w
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -80,6 +81,10 @@ class Collector(Sink):
     """Statistics of the layers that are places in parameters."""
     _bare: dict[str, LayerStatistics] = field(default_factory=dict)
     """Statistics of the layers that are parameters themselves, by parameter."""
+    _whole: dict[str, bool] = field(default_factory=dict)
+    """Parameters that are layers by themselves, of this pass or not: whether the examples' dimension is in front."""
+    _free: AbstractSet[str] = frozenset()
+    """Followed parameters that no layer covers."""
     _watching: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _use_mode: ParameterUseMode | None = None
     """Watches the parameters of both; None where there are none."""
@@ -87,7 +92,8 @@ class Collector(Sink):
     def __post_init__(self) -> None:
         """Look up once which layers share an A, and which parameters are to be followed."""
         self._calls = CallCounts(gradients=self.gradients)
-        parameters: dict[str, Tensor] = {}
+        operations, parameters = self.layout.operations, dict[str, Tensor]()
+        self._whole = dict(operations.whole)
         for statistics in self.statistics:
             layer = statistics.layer
             parameters |= layer.watched
@@ -95,10 +101,14 @@ class Collector(Sink):
                 self._products[layer.weight_place, layer.bias_place] = statistics
             elif isinstance(layer, BareLayer):
                 self._bare[layer.parameter] = statistics
+                self._whole[layer.parameter] = layer.leading
         leaders = [(each.layer.name, each.leader) for each in self.statistics]
         pairs = [(name, leader.layer.name) for name, leader in leaders if leader is not None]
         self._sharing = Sharing.of(pairs)
         if parameters:
+            parameters = {**operations.parameters, **parameters}
+            taken = {each.parameter for key in (*operations.places, *self._products) for each in key if each}
+            self._free = parameters.keys() - taken - self._whole.keys()
             self._use_mode = ParameterUseMode(parameters, self)
 
     def begin(self, examples: int, mask: Tensor | None, inputs: Sequence[Tensor] = ()) -> None:
@@ -231,7 +241,7 @@ class Collector(Sink):
         statistics = self._products.get((product.weight, product.bias))
         if statistics is None:
             places = (product.weight, product.bias)
-            if places not in self.layout.places:
+            if places not in self.layout.operations.places:
                 self._unforeseen(frozenset(place.parameter for place in places if place is not None))
             return product.left
         counts = self._counts(statistics)
@@ -253,13 +263,14 @@ class Collector(Sink):
 
     @override
     def broadcast(self, names: frozenset[str]) -> bool:
-        # the gradients of unforeseen parameters are not wanted
-        if not names <= set(self._bare):
+        # the gradients of unforeseen parameters are not wanted, nor of those that this pass does not collect
+        if not names <= self._whole.keys() | self._free:
             self._unforeseen(names)
             return False
-        for name in names:
+        own = names & self._bare.keys()
+        for name in own:
             self._counts(self._bare[name])
-        return self.gradients
+        return self.gradients and bool(own)
 
     @override
     def contributed(self, names: frozenset[str], numbers: int) -> bool:
@@ -270,14 +281,13 @@ class Collector(Sink):
     def factorises(self, weight: Place | None, bias: Place | None) -> bool:
         # not where a parameter is a layer by itself and no pass has the product as a layer
         names = {place.parameter for place in (weight, bias) if place is not None}
-        return names.isdisjoint(self._bare) or (weight, bias) in self.layout.places
+        return names.isdisjoint(self._whole) or (weight, bias) in self.layout.operations.places
 
     @override
     def expanded(self, names: frozenset[str], *, examples: int) -> bool:
         # where the probe found the dimension in front for each of them
         del examples
-        layers = [self._bare[name].layer for name in names if name in self._bare]
-        return len(layers) == len(names) and all(isinstance(layer, BareLayer) and layer.leading for layer in layers)
+        return all(self._whole.get(name, False) for name in names)
 
     @override
     def strange(self, names: frozenset[str], operation: str) -> None:

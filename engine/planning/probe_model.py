@@ -57,7 +57,7 @@ from engine.row_layout.length_buckets import is_padding_irrelevant
 from engine.row_layout.row_order import find_row_orders
 from engine.row_layout.unbatched_inputs import find_spreadable_tables
 from engine.tracing.function_mode import ParameterUseMode
-from engine.tracing.functional_layers import Uses, add_functional_layers, calls_of, find_candidates, places_of
+from engine.tracing.functional_layers import Uses, add_functional_layers, calls_of, find_candidates, operations_of
 from engine.tracing.parameter_uses import assumed_products
 
 
@@ -199,20 +199,20 @@ def probe_functional_layers(
     """Look into the operations where modules alone do not show what the parameters do.
 
     ``forced`` names layers whose calls do not show it, whatever their class says, ``unplaced`` those whose rows the
-    shapes of the first batch do not tell apart by example. The layers that the operations show are added, and all
-    places in parameters that are layers.
+    shapes of the first batch do not tell apart by example. The layers that the operations show are added, and what
+    passes follow of their parameters.
     """
     job, survey, seen, mixed = probed.job, probed.survey, probed.probe, probed.probe.mixed | unplaced
     parameters = find_candidates(job.model, survey, {call.layer for call in seen.calls}, mixed, forced)
     if not parameters:
-        return dataclasses.replace(probed, job=job.laid_out(places=places_of(survey)))
+        return probed
     samples = samples_of(job, seen)
     try:
         runs = [watch_operations(job, survey, sample, parameters) for sample in samples]
     except (EngineError, RuntimeError) as error:
         require_undecided(error)
         # what is measured is what modules show, and the gradient identity decides
-        return dataclasses.replace(probed, job=job.laid_out(places=places_of(survey)))
+        return probed
     uses = [found for found, _ in runs]
     if mixed and len(runs) > 1:
         with contextlib.suppress(EngineError):
@@ -230,7 +230,8 @@ def probe_functional_layers(
         mixed = find_unattributed(calls[0], calls[1], DRY_EXAMPLES)
     seen = dataclasses.replace(seen, layers=survey.treated, calls=calls[0], examples=samples[0].size, mixed=mixed)
     # a part of a parameter that is not covered is not an unforeseen use of its other parts
-    return ProbedModel(job=job.laid_out(places=places_of(survey)), survey=survey, probe=seen)
+    job = job.laid_out(operations=operations_of(survey, parameters))
+    return ProbedModel(job=job, survey=survey, probe=seen)
 
 
 def probe_sizes(probed: ProbedModel) -> ProbedModel:
@@ -290,10 +291,9 @@ def _with_activations(job: PassJob, survey: Survey, seen: Probe) -> Probe:
         return seen
     # steps, and a graph that is kept, are no single module's; what bare parameters hold has a term of its own
     if stepped or (retained and not any(isinstance(layer, BareLayer) for layer in survey.treated)):
-        placed = job.laid_out(places=places_of(survey))
         # where a pass refuses the sample, the one that counts says why, or is made anew
         with contextlib.suppress(EngineError, InputOverwritten):
-            held = [pass_events(placed, survey.treated, seen.mixed, each, directions=1 + retained) for each in samples]
+            held = [pass_events(job, survey.treated, seen.mixed, each, directions=1 + retained) for each in samples]
             met = dataclasses.replace(met, others=peak_lines(sizes, held))
     return dataclasses.replace(
         seen,

@@ -7,7 +7,7 @@ Where the rows of a batch are those of its examples in an order of their own (pa
 right, and nothing that is said of single examples is: such a layer has A and G and no exact trace.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -61,13 +61,28 @@ class RowOrders:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Operations:
+    """The parameters that a pass follows through operations, whichever of their layers it collects.
+
+    A product with one of them may have its rows from another: of queries that are expanded, say.
+    """
+
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    """Parameters of any shape, by name; those that no layer covers are among them."""
+    places: Places = frozenset()
+    """Places in them that are layers."""
+    whole: Mapping[str, bool] = field(default_factory=dict)
+    """Names of those that are layers by themselves: whether a dimension for the examples is in front of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """The layers' rows in a pass, as a probe of the model shows them."""
 
     tables: frozenset[str] = frozenset()
     """Embeddings that are looked up once for a batch, to be spread over its examples."""
-    places: Places = frozenset()
-    """All places in parameters that are layers, those that are not collected now among them."""
+    operations: Operations = field(default_factory=Operations)
+    """The parameters that are followed through operations."""
     masking: Masking = field(default_factory=Masking)
     """The calls that a batch's mask is laid on."""
     orders: RowOrders = field(default_factory=RowOrders)

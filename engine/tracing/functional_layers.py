@@ -16,8 +16,9 @@ from engine.layers.coverage import DeclaredLayer, Survey, layer_name
 from engine.layers.elementwise import BareLayer
 from engine.layers.layer import TreatedLayer
 from engine.layers.linear import FunctionalLinearLayer
-from engine.layers.parameter_slice import Place, Places, label_of, slices_of
+from engine.layers.parameter_slice import Place, label_of, slices_of
 from engine.row_layout.layer_calls import Call, version
+from engine.row_layout.row_order import Operations
 from engine.tracing.parameter_uses import Product, Sink
 
 _Key = tuple[Place | None, Place | None]
@@ -168,10 +169,18 @@ def add_functional_layers(
     return replace(survey, treated=tuple(treated), declared=tuple(declared))
 
 
-def places_of(survey: Survey) -> Places:
-    """List the places in parameters that are layers: of weight and bias, None where either is not trainable."""
-    layers = [layer for layer in survey.treated if isinstance(layer, FunctionalLinearLayer)]
-    return frozenset((layer.weight_place, layer.bias_place) for layer in layers)
+def operations_of(survey: Survey, watched: Mapping[str, Tensor]) -> Operations:
+    """Return what passes follow of the parameters, of any shape, that dry runs ``watched``; ``survey`` has the layers.
+
+    What only modules' calls show is not followed.
+    """
+    by_calls = {name for layer in survey.treated if not layer.watched for name in layer.parameters}
+    linear = [layer for layer in survey.treated if isinstance(layer, FunctionalLinearLayer)]
+    return Operations(
+        parameters={name: each for name, each in watched.items() if name not in by_calls},
+        places=frozenset((layer.weight_place, layer.bias_place) for layer in linear),
+        whole={layer.parameter: layer.leading for layer in survey.treated if isinstance(layer, BareLayer)},
+    )
 
 
 def calls_of(uses: Uses, survey: Survey) -> list[Call]:
