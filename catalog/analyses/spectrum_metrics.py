@@ -14,7 +14,7 @@ class BoundedEigenvalue:
     """The eigenvalue."""
     bound: float | None
     """The matrix has an eigenvalue within this distance of `value`; null where it is the product of eigenvalues of A
-    and G, or was collected by EK-FAC, and is known to the rounding of those."""
+    and G above the rounding of their sums, or was collected by EK-FAC."""
     converged: bool
     """Whether the bound came below `spectrum.tolerance` before `spectrum.most_products` were made."""
 

@@ -148,18 +148,12 @@ def effective_rank_of_blocks(traces: Sequence[float], ranks: Sequence[float | No
     return math.exp(entropy)
 
 
-def ends_of_drawn(spectrum: Tensor | None, rounding: float) -> tuple[Tensor | None, Tensor | None]:
-    """Return a spectrum with the eigenvalues that rounding may have drawn all zero, and all as large as they may be.
+def ends_of_drawn(spectrum: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
+    """Return a spectrum (n,) with the eigenvalues that rounding may have drawn all zero, and all as large as may be.
 
-    The squares of the shifts of n eigenvalues add up to ``rounding``² at most (Hoffman and Wielandt 1953): twice their
-    mean is taken. What is far below it is zero by itself, as of a unit that is never active.
-
-    Args:
-        spectrum: Eigenvalues, shape (n,), float64, ascending; None if they are unknown.
-        rounding: Largest shift that a single one may have.
+    The squares of the n shifts add up to ``rounding``² at most (Hoffman and Wielandt 1953): twice their mean is taken.
+    What is far below it is zero by itself, as of a unit that is never active.
     """
-    if spectrum is None:
-        return None, None
     least = rounding * min(1.0, 2 / math.sqrt(spectrum.numel()))
     drawn = (spectrum > _ZERO * least) & (spectrum <= least)
     if not bool(drawn.any()):

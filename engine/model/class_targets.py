@@ -246,16 +246,9 @@ def find_class_axis(shape: torch.Size, batch: Batch, task: Task, model: nn.Modul
 
 
 def find_output_axis(shape: torch.Size, task: Task) -> int:
-    """Return the dimension of the C outputs of a term under `mse` or `bce`, which average over them.
+    """Return the dimension of the C outputs of a term under `mse` or `bce`: of images (N, C, H, W) as torch has them.
 
-    It is ``task.class_axis``; else 1 of (N, C, H, W) and beyond, as torch lays out images, and the last of (N, …, C).
-
-    Args:
-        shape: Shape (N, …) of the outputs, of two dimensions or more.
-        task: The task.
-
-    Raises:
-        WrongShape: If ``task.class_axis`` is no such dimension.
+    ``WrongShape`` if ``task.class_axis`` is no dimension of the outputs' ``shape`` (N, …).
     """
     if task.class_axis is not None:
         return _given(shape, task.class_axis)

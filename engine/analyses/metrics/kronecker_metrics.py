@@ -121,8 +121,10 @@ class Sides:
     @cached_property
     def variants(self) -> "tuple[Sides, Sides, Sides]":
         """The sides as computed, and with the eigenvalues that rounding may have drawn all zero, or all as large."""
-        pairs = zip((self.spectrum_A, self.spectrum_G), self.entry_rounding, strict=True)
-        (low_a, high_a), (low_g, high_g) = (closed.ends_of_drawn(*each) for each in pairs)
+        (low_a, high_a), (low_g, high_g) = (
+            (None, None) if own is None else closed.ends_of_drawn(own, zero)
+            for own, zero in zip((self.spectrum_A, self.spectrum_G), self.entry_rounding, strict=True)
+        )
         if low_a is high_a and low_g is high_g:
             return self, self, self
         low = replace(self, spectrum_A=low_a, spectrum_G=low_g)
@@ -218,10 +220,10 @@ def settled(values: Sequence[float | None], scale: float = 0.0) -> float | None:
 
     ``scale`` stands for a smaller value, as that of a logarithm near zero.
     """
-    found, low, high = values
-    if found is None or low is None or high is None:
+    known = [each for each in values if each is not None]
+    if len(known) < len(values):
         return None
-    return found if abs(high - low) <= _SETTLED * max(abs(found), scale) else None
+    return known[0] if max(known) - min(known) <= _SETTLED * max(abs(known[0]), scale) else None
 
 
 def scalars(sides: Sides, wanted: Iterable[str]) -> dict[str, float | None]:

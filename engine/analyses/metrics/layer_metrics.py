@@ -31,7 +31,7 @@ from catalog.analyses.capacity_metrics import (
     SpectralDecay,
     SpectralDensity,
 )
-from engine.analyses.metrics.kronecker_metrics import SCALARS, Sides, scalars, within_tolerance
+from engine.analyses.metrics.kronecker_metrics import SCALARS, Sides, scalars, settled, within_tolerance
 from engine.errors import NonFiniteFactor
 from engine.factors.dense import Dense
 from engine.factors.factor_set import FactorSet
@@ -238,7 +238,8 @@ def layer_metrics(layer: Measured, sides: Sides, params: CapacityParams) -> Capa
         products = sides.products()
         if products is not None:
             rank = SCALARS["rank"](sides) if "decay" in wanted else None
-            found |= ordered(products, params, None if rank is None else int(rank), sides.rounding * products.largest)
+            least, ends = sides.rounding * products.largest, [each.products() for each in sides.variants[1:]]
+            found |= ordered(products, params, None if rank is None else int(rank), least, ends)
     return CapacityMetrics(
         form=layer.facts.form,
         dimension=sides.dimension,
@@ -294,8 +295,14 @@ def _undefined(sides: Sides, found: Mapping[str, Any]) -> dict[str, str]:
     return reasons(asked, singular, undamped=sides.damping.joint is None)
 
 
-def ordered(products: Products, params: CapacityParams, rank: int | None, rounding: float = 0.0) -> dict[str, Any]:
-    """Compute the metrics that follow from the order of the eigenvalues."""
+def ordered(
+    products: Products,
+    params: CapacityParams,
+    rank: int | None,
+    rounding: float = 0.0,
+    ends: Sequence[Products | None] = (),
+) -> dict[str, Any]:
+    """Compute the metrics that follow from the order of the eigenvalues; ``ends`` are those of ``Sides.variants``."""
     found: dict[str, Any] = {}
     wanted = params.selected
     if "density" in wanted:
@@ -304,7 +311,8 @@ def ordered(products: Products, params: CapacityParams, rank: int | None, roundi
             known, under = resolved_counts(edges, counts, rounding)
             found["density"] = SpectralDensity(edges=tuple(edges), counts=known, below=below + under)
     if "quantiles" in wanted:
-        values = {level: quantile(products, level) for level in params.quantile_levels}
+        every = [products, *(each for each in ends if each is not None)]
+        values = {level: settled([quantile(each, level) for each in every]) for level in params.quantile_levels}
         found["quantiles"] = tuple(
             Quantile(level=level, value=value) for level, value in values.items() if value is not None
         )

@@ -122,26 +122,29 @@ def _of_all_eigenvalues(layers: Sequence[ModelLayer], params: CapacityParams) ->
         if wanted & {"rank", "decay"}:
             tolerance = max(layer.sides.tolerance for layer in layers)
             rank = products.size - products.at_most(tolerance * products.largest)
-        found |= {"rank": rank if "rank" in wanted else None, **ordered(products, params, rank, _rounding(layers))}
+        ends = [
+            Products([each.ordered_spectra for each in every if each.ordered_spectra is not None])
+            for every in list(zip(*(layer.sides.variants for layer in layers), strict=True))[1:]
+        ]
+        found |= {
+            "rank": rank if "rank" in wanted else None,
+            **ordered(products, params, rank, _rounding(layers), ends),
+        }
     if "top_eigenvalues" in wanted:
         found["top_eigenvalues"] = _top(layers, pairs, params.top_k)
-    lowest = [float(a[0]) * float(g[0]) for a, g in pairs]
-    highest = [float(a[-1]) * float(g[-1]) for a, g in pairs]
     if "kappa" in wanted:
-        found["kappa"] = None if any(layer.sides.singular for layer in layers) else _ratio(max(highest), min(lowest))
+        singular = any(layer.sides.singular for layer in layers)
+        found["kappa"] = None if singular else _condition([layer.sides for layer in layers], damped=False)
     if "kappa_damped" in wanted:
-        found["kappa_damped"] = settled(
-            [_damped(each) for each in zip(*(one.sides.variants for one in layers), strict=True)]
-        )
+        variants = zip(*(layer.sides.variants for layer in layers), strict=True)
+        found["kappa_damped"] = settled([_condition(each, damped=True) for each in variants])
     return found
 
 
-def _damped(sides: Sequence[Sides]) -> float | None:
+def _condition(sides: Sequence[Sides], *, damped: bool) -> float | None:
     # a layer without curvature has no λ of its own, and stays singular
-    damped = [(each.ordered_spectra, each.damping.joint or 0.0) for each in sides]
-    low, high = (
-        [float(pair[0][end]) * float(pair[1][end]) + own for pair, own in damped if pair is not None] for end in (0, -1)
-    )
+    pairs = [(each.ordered_spectra, (each.damping.joint or 0.0) * damped) for each in sides]
+    low, high = ([float(own[0][end]) * float(own[1][end]) + add for own, add in pairs if own] for end in (0, -1))
     return _ratio(max(high), min(low))
 
 

@@ -26,6 +26,7 @@ from engine.analyses.metrics.layer_metrics import resolved_counts, rounding_of
 from engine.analyses.spectra.log_density import Lattice, LogCounts
 from engine.factors.factor_set import Corrected
 from engine.linalg.kronecker_quantiles import Pair, Products
+from engine.linalg.kronecker_spectrum import ends_of_drawn
 from engine.measurement.layer_measurement import Measured
 
 _AT_ONCE = 2**20
@@ -53,7 +54,11 @@ def kfac_block(layer: Measured, params: SpectrumParams) -> BlockSpectrum:
         raise ValueError("a layer without eigenvalues of A has no spectrum")
     counted = layer.G.counted
     if layer.G.spectrum is not None:
-        pair, bounds = (layer.A.spectrum, layer.G.spectrum), None
+        pair = (layer.A.spectrum, layer.G.spectrum)
+        (low_a, high_a), (low_g, high_g) = (
+            ends_of_drawn(own, side.entry_rounding) for own, side in zip(pair, (layer.A, layer.G), strict=True)
+        )
+        bounds = None if low_a is high_a and low_g is high_g else ((low_a, low_g), (high_a, high_g))
     elif counted is not None:
         pair = (layer.A.spectrum, counted.values)
         bounds = (layer.A.spectrum, counted.lower), (layer.A.spectrum, counted.upper)
@@ -238,4 +243,5 @@ def _exact(values: Sequence[float]) -> tuple[BoundedEigenvalue, ...]:
 
 
 def _between(value: float, low: float, high: float) -> BoundedEigenvalue:
-    return BoundedEigenvalue(value=value, bound=max(value - low, high - value, 0.0), converged=False)
+    bound = max(value - low, high - value, 0.0)
+    return BoundedEigenvalue(value=value, bound=bound or None, converged=not bound)

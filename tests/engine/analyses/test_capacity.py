@@ -431,6 +431,22 @@ DAMPED = (
 )  # fmt: skip
 
 
+def agrees(one: Any, other: Any) -> bool:
+    """Hold the numbers of float32 sums against those of float64 sums; return whether some are null, with the reason."""
+    null = [metric for metric in DAMPED if hasattr(one, metric) and getattr(one, metric) is None]
+    for metric in DAMPED:
+        value, truth = getattr(one, metric, None), getattr(other, metric, None)
+        if metric in null:
+            assert "take a larger `stabilisation.damping`" in one.undefined[metric]
+        elif truth is not None:
+            assert value == pytest.approx(truth, rel=0.01), metric
+    assert one.kappa is None or one.kappa == pytest.approx(other.kappa, rel=0.1)
+    true = {each.level: each.value for each in other.quantiles}
+    for each in one.quantiles:
+        assert each.value == pytest.approx(true.get(each.level, each.value), rel=0.01), each.level
+    return bool(null)
+
+
 @pytest.mark.part(of=5, by=())
 @pytest.mark.parametrize("name", ["full", "deficient", "head", "few", "many batches"])
 def test_numbers_at_small_damping_are_not_drawn_by_the_rounding_of_the_sums(
@@ -460,23 +476,19 @@ def test_numbers_at_small_damping_are_not_drawn_by_the_rounding_of_the_sums(
         return measured(made)
 
     silent = set()
-    for share in (1e-30, 1e-12, 1e-9, 1e-6, 1e-3):
+    for share in (1e-30, 1e-9, 1e-6, 1e-3):
         exact, total = found(share, dtype="float64")
         for options in ({"dtype": "float32"}, {"dtype": "float32", "storage_dtype": "float64"}):
             single, summary = found(share, **options)
             pairs = [(single[key].metrics, exact[key].metrics, key) for key in exact]
             for one, other, key in [*pairs, (summary.model, total.model, "model")]:
-                for metric in [each for each in DAMPED if hasattr(one, each)]:
-                    value, truth = getattr(one, metric), getattr(other, metric)
-                    if value is None:
-                        silent.add((key, share))
-                        assert "take a larger `stabilisation.damping`" in one.undefined[metric]
-                    elif truth is not None:
-                        assert value == pytest.approx(truth, rel=0.01), (key, metric, share)
-                assert one.kappa is None or one.kappa == pytest.approx(other.kappa, rel=0.1)
+                if agrees(one, other):
+                    silent.add((key, share))
     if name in ("deficient", "many batches"):
-        assert {("0", 1e-9), ("0", 1e-12)} <= silent
+        assert {("0", 1e-30), ("0", 1e-9)} <= silent
         assert ("0", 1e-3) not in silent
+        # 16 of 21 eigenvalues of A are rounding
+        assert not {0.5, 0.75} & {each.level for each in single["0"].metrics.quantiles}
     else:
         # G of the head is singular, and its zero is rounding in a matrix alone
         assert {key for key, _ in silent} <= (set() if name == "head" else {"4", "model"})

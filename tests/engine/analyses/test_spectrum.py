@@ -1,5 +1,6 @@
 """The analysis `spectrum` against dense matrices by autodiff, over its refusals, its checkpoints and its plan."""
 
+import copy
 import dataclasses
 import functools
 import math
@@ -208,6 +209,33 @@ def test_kfacs_eigenvalues_are_those_of_the_dense_products() -> None:
     assert model.largest is not None
     assert [each.value for each in model.largest] == pytest.approx(together.flip(0)[:4].tolist(), rel=1e-10)
     assert model.products == model.passes == 0
+
+
+def test_what_rounding_may_have_drawn_has_a_bound() -> None:
+    """The same net summed in float32 and in float64, on inputs of four directions."""
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(64, 4, generator=generator) @ torch.randn(4, 12, generator=generator)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 3))
+    found = {}
+    for dtype in ("float32", "float64"):
+        own = getattr(torch, dtype)
+        batch = inputs.to(own), torch.arange(64) % 3
+        space = workspace(copy.deepcopy(model).to(own), [batch], "classification", dtype=dtype, batch_size=64)
+        space.inputs.examples, space.options.decomposition = 64, "values"
+        rows, summary = run(SpectrumParams(of="kfac", k=20, end="both"), space)
+        found[dtype] = [rows["0"].metrics.kfac, the(summary, "kfac")]
+    for single, exact in zip(*found.values(), strict=True):
+        for end in ("smallest", "largest"):
+            for one, truth in zip(getattr(single, end), getattr(exact, end), strict=True):
+                # the wider sums have bounds of their own
+                within = 1e-3 * truth.value if one.bound is None else one.bound
+                assert abs(one.value - truth.value) <= within + (truth.bound or 0)
+                assert one.converged == (one.bound is None)
+        assert all(each.bound is None for each in single.largest)
+        assert all(each.bound is not None for each in single.smallest if each.value > 0)
+        top = single.largest[0].value
+        assert max(each.bound or 0 for each in single.smallest) < 1e-4 * top
 
 
 def test_ekfacs_eigenvalues_are_the_collected_ones() -> None:

@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from kronoscope.cli import trackers
-from kronoscope.cli.trackers import track
 from tests.kronoscope.cli.test_input_notices import Run
 from tests.kronoscope.cli.test_serve import home as home  # noqa: PLC0414 - a fixture
 from tests.kronoscope.cli.test_serve import url as url  # noqa: PLC0414 - a fixture
@@ -81,22 +78,3 @@ def test_options_of_factors_and_places_that_cannot_be_are_refused(kronoscope: Ru
     done = kronoscope("export", str(RUN), "--to", "csv", "--output", "taken/layers.csv")
     assert done.returncode == 2
     assert "name a place that you may write" in " ".join(done.stderr.split())
-
-
-def test_a_file_that_was_changed_goes_to_no_tracker(
-    kronoscope: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = kronoscope("run", "job.yaml", "--output", "out", "--set", "keep=[spectra]")
-    assert done.returncode == 0, done.stderr
-    monkeypatch.setattr(trackers, "require_extra", lambda *_, **__: None)
-    sent: list[Path] = []
-    monkeypatch.setattr(trackers, "_wandb", lambda _found, _rows, files, _output: sent.extend(files.values()))
-    track(str(folder / "out"), "wandb", str(folder / "runs"), None)
-    file = folder / "out" / "artifacts" / "spectra" / "0.json"
-    assert file.resolve() in sent
-    sent.clear()
-    file.write_bytes(file.read_bytes().replace(b"1", b"2", 1))
-    with pytest.raises(typer.Exit):
-        track(str(folder / "out"), "wandb", str(folder / "runs"), None)
-    assert not sent
-    assert "spectra/0.json is not what the run wrote" in "".join(capsys.readouterr().err.split("\n"))
