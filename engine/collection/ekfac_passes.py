@@ -3,6 +3,11 @@
 Labels are keyed by example, so every pass sees the directions that G was made of. Layers go in as
 many passes as their bases and eigenvalues need; blocks need none, being exact already: their own
 eigenvalues are the correction's.
+
+Rotations keep lengths, so ``Σ λ`` of a layer is its exact trace, but for rounding. A layer of which it is not, or whose
+rows a pass does not see, is not covered. The trace is not compared where there is none, where it is the mean over
+labels (a head's probabilities), where `mc` drew other labels because examples came in another order, and where memory
+ran out and smaller slices may have drawn other numbers. A part of the data has no trace of its own.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -12,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from catalog.responses.coverage import remedy_of
 from engine.accumulation.ekfac_statistics import CorrectionStatistics
 from engine.accumulation.hooks import Collector
 from engine.accumulation.layer_statistics import LayerStatistics
@@ -22,7 +28,7 @@ from engine.collection.normalise import flaw
 from engine.collection.pass_job import PassJob
 from engine.collection.ranks.reduce_statistics import add_corrections
 from engine.collection.ranks.turns import Turns
-from engine.errors import NonFiniteFactor
+from engine.errors import ModelRefused, NonFiniteFactor
 from engine.factors.factor_set import Corrected
 from engine.factors.kronecker_factors import Factors
 from engine.layers.layer import TreatedLayer
@@ -37,6 +43,13 @@ from engine.model.state.generators import seed_generators
 from engine.workspace import Workspace
 
 Load = Callable[[], Corrected]
+
+TRACE_DIFFERS = "correction_differs"
+"""Reason of a layer whose corrected eigenvalues do not add up to its exact trace."""
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 3e-2}
+"""Part of an exact trace that rounding may explain: an example's gradient is a sum over positions, which may cancel."""
+_CANCELLED = 100
+"""Times the precision's ε of the largest trace of a layer that it may explain besides."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +92,19 @@ def correct_eigenvalues(job: PassJob, state: CollectionState, parts: Sequence[Se
         bases: dict[Hashable, Tensor] = {}
         sums = [_prepared(job, each, state, bases) for each in known if not _exact(each.layer)]
         if sums:
-            read = _guarded_run(job.laid_out(overwritten=state.overwritten), tuple(sums), done, total)
-            job.require_entered(state.entered, _of_ranks(job, read.entered), "the correction")
+            read, size = _guarded_run(job.laid_out(overwritten=state.overwritten), tuple(sums), done, total)
+            entered = _of_ranks(job, read.entered)
+            before = job.require_entered(state.entered, entered, "the correction")
             if job.workspace.machine.ranks.size > 1:
                 add_corrections(job.workspace.machine.ranks, sums, job.collection, state.batches)
+            same_draws = job.collection.fisher != "mc" or before.keyed == entered.keyed
+            _refuse(job, state, sums, compared=same_draws and size == job.micro_batch)
             done += 1
             state.passes += 1
         by_name = {each.layer.name: each for each in sums}
         for found in known:
+            if found.flaw is not None:
+                continue
             leader = _leader(found)
             own = by_name.get(found.layer.name)
             made = _block(job, state, found) if own is None else _of_parts(own)
@@ -121,6 +139,7 @@ def correct_part(
 
     Raises:
         NotMergeable: If a layer of the bases was not found in this part.
+        ModelRefused: If a layer is called in a way that the probe did not show.
         EngineError: As ``engine.errors`` lists.
     """
     unmasked = frozenset((call.part, call.number) for call in bases.unmasked)
@@ -135,11 +154,18 @@ def correct_part(
         sums = [
             _zeroed(job, layer, bases.holders[layer.parts[0]], shared, bases.load_A, bases.load_G) for layer in part
         ]
-        read = _guarded_run(job, tuple(sums), done, total)
+        read, _ = _guarded_run(job, tuple(sums), done, total)
         entered = job.require_entered(entered, read.entered, f"pass {done + 1} of the correction")
         for own in sums:
             if own.eigenvalues is None:
                 raise ValueError(f"layer `{own.layer.name}` was never allocated")
+            if own.flaw is not None:
+                raise ModelRefused(
+                    f"layer `{own.layer.name}` was collected, and its rows are not seen now ({own.flaw}); "
+                    f"{remedy_of(own.flaw)}",
+                    layer=own.layer.name,
+                    pointer="/model",
+                )
             values = own.eigenvalues.div_(own.weight_G or 1.0).to("cpu")
             for name, each in zip(own.layer.parts, values, strict=True):
                 keep(name, each, own.weight_G)
@@ -171,6 +197,23 @@ def _zeroed(
 
 def _covered(job: PassJob, state: CollectionState, name: str) -> bool:
     return flaw(state.statistics[name], job.collection) is None
+
+
+def _refuse(job: PassJob, state: CollectionState, sums: Sequence[CorrectionStatistics], *, compared: bool) -> None:
+    """Refuse each layer whose rows this pass has not seen as the passes before it did; ``compared`` are the traces."""
+    known = [each for found in state.statistics.values() for each in found.exact_traces if each is not None]
+    slack = _CANCELLED * torch.finfo(job.dtype).eps * max(known, default=0.0)
+    for own in sums:
+        found = state.statistics[own.layer.name]
+        found.flaw, why = own.flaw, f"EK-FAC's pass does not see its rows ({own.flaw})"
+        if own.flaw is None and compared and own.eigenvalues is not None and not found.representation.of_terms:
+            totals = (own.eigenvalues.sum((1, 2), dtype=torch.float64) / (own.weight_G or 1.0)).tolist()
+            for total, trace in zip(totals, found.exact_traces, strict=False):
+                if trace is not None and abs(total - trace) > _TOLERANCES[job.dtype] * trace + slack:
+                    found.flaw = TRACE_DIFFERS
+                    why = f"its corrected eigenvalues add up to {total:.6g}, and its exact trace is {trace:.6g}"
+        if found.flaw is not None:
+            job.workspace.ports.log("warning", f"layer `{own.layer.name}`: {why}; it is not covered")
 
 
 def _exact(layer: TreatedLayer) -> bool:
@@ -220,20 +263,22 @@ def _of_ranks(job: PassJob, entered: EnteredExamples) -> EnteredExamples:
     return total
 
 
-def _guarded_run(job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total: int) -> Cursor:
+def _guarded_run(
+    job: PassJob, sums: tuple[CorrectionStatistics, ...], done: int, total: int
+) -> tuple[Cursor, int | None]:
     """One pass over the data; begun anew, with half as many examples at a time, where memory runs out.
 
-    Returns the position at its end.
+    Returns the position at its end, and the examples that went through the model at once; None for whole batches.
     """
     before = [each.plain() for each in sums]
-    seen: list[Cursor] = []
+    seen: list[tuple[Cursor, int | None]] = []
 
     def begun(size: int | None) -> None:
         for each, kept in zip(sums, before, strict=True):
             each.put_plain(kept)
             if each.eigenvalues is not None:
                 each.eigenvalues.zero_()
-        seen[:] = [_run(replace(job, micro_batch=size), sums, done, total)]
+        seen[:] = [(_run(replace(job, micro_batch=size), sums, done, total), size)]
 
     sizes: list[int | None] = [job.micro_batch]
     whole = min(job.collection.batch_size, job.workspace.inputs.examples or job.collection.batch_size)

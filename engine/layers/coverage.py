@@ -22,6 +22,7 @@ A parameter is counted once, by identity. Reasons:
 - ``gradient_identity``: its rows are not the gradient of each example alone (the row has the number);
 - ``examples_mix``: the same, where what the model returns for one example depends on the others;
 - ``not_repeatable``: the same, where the same batch gives other rows each time: a generator of its own draws;
+- ``correction_differs``: the sum of its corrected eigenvalues is not its exact trace;
 - ``gradient_not_followed``: plain autograd finds a gradient that no operation was seen to bring;
 - ``no_numbers``: a parameter with a dimension of zero holds nothing that could be measured;
 - ``complex_numbers``: a parameter is complex, or the layer is called with complex numbers.

@@ -8,6 +8,7 @@ const REASONS = {
   zero_curvature: "the loss has no curvature in them",
   unsupported: "their layer type is not supported",
   gradient_identity: "their rows do not give the gradient of each example",
+  correction_differs: "the passes of EK-FAC saw other gradients",
   examples_mix: "the model mixes the examples of a batch",
   not_repeatable: "the same batch gives other numbers each time",
   gradient_not_followed: "their gradient passes an operation that is not supported",

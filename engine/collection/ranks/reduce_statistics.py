@@ -270,18 +270,19 @@ def _combine_variances(
 def add_corrections(
     ranks: Ranks, statistics: Sequence[CorrectionStatistics], collection: Collection, batches: int
 ) -> None:
-    """Add the corrected eigenvalues of every rank, in place."""
+    """Add the corrected eigenvalues of every rank, in place; a flaw that one of them has found is all of theirs."""
     turns = Turns.of(ranks, collection.update_freq)
     own = turns.last_update(batches)
     last = max((each for each in ranks.gather(own, "ends of the correction") if each is not None), default=0)
     for found in statistics:
         if collection.ema_decay is not None and own is not None:
             found.decay_(collection.ema_decay ** (last - own))
-    weights = ranks.gather([found.weight_G for found in statistics], "counts of the correction")
+    counts = ranks.gather([(found.weight_G, found.flaw) for found in statistics], "counts of the correction")
     run_together(
         sum_tensor_(ranks, found.eigenvalues, Label(found.layer.name, "correction"))
         for found in statistics
         if found.eigenvalues is not None
     )
-    for found, each in zip(statistics, zip(*weights, strict=True), strict=True):
-        found.weight_G = sum(each)
+    for found, each in zip(statistics, zip(*counts, strict=True), strict=True):
+        found.weight_G = sum(weight for weight, _ in each)
+        found.flaw = next((flaw for _, flaw in each if flaw is not None), None)

@@ -1,6 +1,7 @@
 """Parameters that operations show: every pass follows them all, whichever of their layers it collects."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,11 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engine.accumulation.hooks import Collector
 from engine.collect import collect_or_read
+from engine.collection import ekfac_passes
+from engine.errors import ModelRefused
 from engine.factors.factor_set import FactorSet
+from engine.measurement.piece_storage import store_bases, store_correction
 from engine.memory.plan import Chosen
 from engine.planning import job_plan
+from engine.row_layout.row_order import Operations
 from engine.workspace import Workspace
+from tests.divided import joining, piece, stored
 from tests.oracles import MemoryArtifacts, relative_error, workspace
 
 
@@ -159,3 +166,50 @@ def test_a_layer_is_covered_whose_rows_come_from_a_parameter_that_is_not() -> No
         own, other = found.load(place), usual.load(place + 1)
         assert relative_error(own.A, other.A) == relative_error(own.dense_G, other.dense_G) == 0
     assert transformed.layers[0].exact_trace == pytest.approx(truth["w"], rel=1e-12)
+
+
+def unfollowed(**options: Any) -> Collector:
+    return Collector(**{**options, "layout": replace(options["layout"], operations=Operations())})
+
+
+def test_a_layer_whose_rows_a_pass_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collector that follows less than the passes before stands for any such fault."""
+    made, lines = job(ekfac=True), list[str]()
+    made.ports.log = lambda _, line: lines.append(line)
+    pieces = [stored(lambda: job(ekfac=True), 0, 14)]
+    bases = joining(lambda: job(ekfac=True), pieces)
+    store_bases(bases)
+    own = piece(lambda: job(ekfac=True), 0, 14)
+    own.inputs.bases = bases.ports.artifacts
+    monkeypatch.setattr(ekfac_passes, "Collector", unfollowed)
+    found = collect_or_read(made)
+    assert reasons(found) == {"w": "unforeseen_use"}
+    assert "layer `w`: EK-FAC's pass does not see its rows (unforeseen_use); it is not covered" in lines
+    assert sums(found) == pytest.approx({layer.name: layer.exact_trace for layer in found.layers}, rel=1e-10)
+    with pytest.raises(ModelRefused, match="layer `w` was collected, and its rows are not seen now"):
+        store_correction(own)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_layer_whose_eigenvalues_are_not_its_trace_is_refused(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(factor: float, **options: Any) -> FactorSet:
+        made, real = job(ekfac=True, dtype=dtype, **options), ekfac_passes._run
+
+        def changed(*arguments: Any) -> Any:
+            assert isinstance(made.inputs.model, LookedUp)
+            made.inputs.model.scale = factor
+            return real(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ekfac_passes, "_run", changed)
+            made.ports.log = lambda _, line: lines.append(line)
+            return collect_or_read(made)
+
+    lines: list[str] = []
+    assert run(1.0).declared == ()
+    assert not any("add up to" in line for line in lines)
+    found = run(1.1)
+    assert reasons(found) == {"w": "correction_differs", "h": "correction_differs"}
+    assert sum("its corrected eigenvalues add up to" in line for line in lines) == 2
+    # without a trace there is nothing to compare
+    assert run(1.1, exact_trace=False).declared == ()
