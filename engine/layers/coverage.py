@@ -283,7 +283,7 @@ def _families(module: nn.Module) -> Iterator[tuple[type[TreatedLayer], str | Non
         yield kind, treats_convolution(module)
     elif isinstance(module, nn.Embedding):
         yield EmbeddingLayer, treats_embedding(module)
-    elif isinstance(module, nn.EmbeddingBag) and (module.max_norm is not None or module.scale_grad_by_freq):
+    elif isinstance(module, nn.EmbeddingBag) and module.max_norm is not None:
         # any other bag is a lookup and a sum, which the operations show
         yield EmbeddingLayer, "embedding_renormalised"
     elif isinstance(module, nn.LayerNorm):

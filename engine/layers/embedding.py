@@ -130,8 +130,11 @@ class EmbeddingLayer(TreatedLayer):
 
 def treats_embedding(module: nn.Embedding) -> str | None:
     """Tell why an embedding cannot be treated."""
-    if module.max_norm is not None or module.scale_grad_by_freq:
+    if module.max_norm is not None:
         return "embedding_renormalised"
+    if module.scale_grad_by_freq:
+        # its gradient of an example is none of one-hot rows: the operation shows it
+        return "unsupported_layer"
     if type(module).forward is not nn.Embedding.forward and scale_of(module) is None:
         return "overridden_forward"
     return None

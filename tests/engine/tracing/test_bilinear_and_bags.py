@@ -147,10 +147,26 @@ def test_a_bag_of_embeddings_is_covered(name: str, batch_size: int) -> None:
     compare(collect(model, [(x, y)], "classification", fisher="empirical", batch_size=batch_size), model, x, y)
 
 
-@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True, "mode": "sum"}])
-def test_a_bag_that_renormalises_itself_is_refused(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("batch_size", [4, 1])
+def test_a_table_that_divides_gradients_by_how_often_an_example_has_an_id_is_covered(
+    padding: int | None, batch_size: int
+) -> None:
+    torch.manual_seed(0)
+    model = Bagged({}, lambda bag, ids, x: bag(ids).sum(1)).double()
+    model.bag = nn.Embedding(9, 4, padding_idx=padding, scale_grad_by_freq=True).double()  # type: ignore[assignment]
+    x, y = torch.randn(7, 6, dtype=torch.float64), torch.randint(0, 3, (7,))
+    compare(collect(model, [(x, y)], "classification", fisher="empirical", batch_size=batch_size), model, x, y)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"max_norm": 1.0}, "embedding_renormalised"), ({"scale_grad_by_freq": True, "mode": "sum"}, "unknown_operation")],
+)
+def test_a_bag_that_renormalises_itself_or_divides_gradients_is_refused(options: dict[str, Any], reason: str) -> None:
+    """The frequencies are those of the call, in torch's kernel not even of the id itself."""
     torch.manual_seed(0)
     model = Bagged(options, lambda bag, ids, x: bag(ids)).double()
     x, y = torch.randn(7, 6, dtype=torch.float64), torch.randint(0, 3, (7,))
     whole = collect(model, [(x, y)], "classification", fisher="empirical")
-    assert {layer.name: layer.reason for layer in whole.declared} == {"bag": "embedding_renormalised"}
+    assert {layer.name: layer.reason for layer in whole.declared} == {"bag": reason}
