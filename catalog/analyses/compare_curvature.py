@@ -5,7 +5,7 @@ from typing import Literal
 from catalog.analyses.analysis import SHAPE, Analysis, Column, Coverage, Figure
 from catalog.brief import Brief
 from catalog.record import FieldError, record
-from catalog.requests.inputs import require_path
+from catalog.requests.inputs import require_job_or_path
 from catalog.requests.job import JobDocument
 
 MOST_VECTORS = 1000
@@ -23,10 +23,7 @@ class AgainstReference:
 
     def __post_init__(self) -> None:
         """Require exactly one of the two."""
-        if (self.job is None) == (self.path is None):
-            raise FieldError("job", "give either `job` or `path`, and not both")
-        if self.path is not None:
-            require_path("path", self.path)
+        require_job_or_path(self.job, self.path)
 
 
 @record

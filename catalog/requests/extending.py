@@ -11,7 +11,7 @@ from typing import Any
 
 from catalog.record import FieldError, record
 from catalog.requests.collection import Collection
-from catalog.requests.inputs import require_path
+from catalog.requests.inputs import require_job_or_path
 from catalog.requests.pieces import require_one_pass
 from catalog.requests.woodbury import Woodbury
 
@@ -28,10 +28,7 @@ class ExtendsReference:
 
     def __post_init__(self) -> None:
         """Require exactly one of the two."""
-        if (self.job is None) == (self.path is None):
-            raise FieldError("job", "give either `job` or `path`, and not both")
-        if self.path is not None:
-            require_path("path", self.path)
+        require_job_or_path(self.job, self.path)
 
 
 def require_extension(document: Any) -> None:  # noqa: ANN401 - a job document, whose module imports this one

@@ -342,6 +342,14 @@ def require_path(field: str, value: str) -> None:
         raise FieldError(field, "names nothing; give the path of a file or folder")
 
 
+def require_job_or_path(job: str | None, path: str | None) -> None:
+    """Raise ``FieldError`` unless exactly one of the two is given, and the path can name a file or folder."""
+    if (job is None) == (path is None):
+        raise FieldError("job", "give either `job` or `path`, and not both")
+    if path is not None:
+        require_path("path", path)
+
+
 def is_path(name: str) -> bool:
     """Return whether a text that may name a folder or an entry of the hub names a folder."""
     return name.startswith(("/", "./", "../", "~")) or name in (".", "..")

@@ -9,7 +9,7 @@ from catalog.record import FieldError, option, record
 from catalog.requests.collection import Collection, Stabilisation
 from catalog.requests.data_sources import DataSource
 from catalog.requests.extending import ExtendsReference, require_extension
-from catalog.requests.inputs import EMBEDDINGS, ModelSource, Task
+from catalog.requests.inputs import EMBEDDINGS, ModelSource, Task, require_job_or_path
 from catalog.requests.memory import Memory
 from catalog.requests.pieces import Shards, require_divisible
 from catalog.requests.ranks import require_ranks
@@ -41,8 +41,7 @@ class FactorsReference:
 
     def __post_init__(self) -> None:
         """Require exactly one of the two."""
-        if (self.job is None) == (self.path is None):
-            raise FieldError("job", "give either `job` or `path`, and not both")
+        require_job_or_path(self.job, self.path)
         if self.tensor is not None and self.path is None:
             raise FieldError("tensor", "names a matrix in a file; give its `path`, or leave `tensor` out")
 

@@ -156,6 +156,7 @@ def test_every_analysis_has_its_block() -> None:
         ({"data": {"source": "synthetic", "shape": [2**20, 2**20], "examples": 1}}, "/data/shape", "at most"),
         ({"factors": {"job": "x"}}, "/model", "contradicts `factors`"),
         ({"factors": {}}, "/factors/job", "give either `job` or `path`"),
+        ({"factors": {"path": ""}}, "/factors/path", "names nothing"),
         ({"kind": "compare_curvature"}, "/compare_curvature/against", "is missing; name the second set of factors"),
         ({"compare_curvature": {"against": {}}}, "/compare_curvature/against/job", "give either `job` or `path`"),
         ({"compare_curvature": {"against": {"path": ""}}}, "/compare_curvature/against/path", "names nothing"),
