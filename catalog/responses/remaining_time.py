@@ -37,8 +37,8 @@ class _Stage:
 class RemainingTime:
     """The remaining seconds of one attempt, from its plan and its reports of progress.
 
-    Args:
-        kinds: The analyses, in the order in which they run.
+    ``kinds`` are the analyses, in the order in which they run. A report names a stage (`model`, `data`, `collection`,
+    or one of an analysis), its units that are done, and its units in all, None where unknown.
     """
 
     def __init__(self, kinds: Sequence[str]) -> None:
@@ -66,16 +66,9 @@ class RemainingTime:
                 self._planned[stage.name] = _sum(seconds, *names)
 
     def take(self, stage: str, done: int, total: int | None, now: float) -> float | None:
-        """Take a report of progress.
+        """Take a report at a time in seconds, by a clock that never goes back, and return the job's remaining seconds.
 
-        Args:
-            stage: The stage: `model`, `data`, `collection`, or one that an analysis reports.
-            done: Its units that are done.
-            total: Its units in all; None where unknown.
-            now: The time in seconds, by a clock that never goes back.
-
-        Returns:
-            The remaining seconds of the whole job; None where the plan or the report leaves them open.
+        None where the plan or the report leaves them open.
         """
         if self._stage is None or self._stage.name != stage:
             self._stage = _Stage(stage, now, done)
@@ -95,15 +88,9 @@ class RemainingTime:
         return max(0.0, rest) + self._off * later
 
     def share(self, stage: str, done: int, total: int | None) -> float | None:
-        """Return the share of the job that is done, each stage weighted by its planned seconds.
+        """Return the share of the job that is done, from 0 to 1, each stage weighted by its planned seconds.
 
-        Args:
-            stage: The stage that is under way.
-            done: Its units that are done.
-            total: Its units in all; None where unknown.
-
-        Returns:
-            From 0 to 1; None where the plan lacks a stage's seconds, or has none for this one.
+        None where the plan lacks a stage's seconds, or has none for this one.
         """
         later, planned = self._later(stage), self._planned.get(stage)
         whole = None if later is None or None in self._planned.values() else sum(filter(None, self._planned.values()))

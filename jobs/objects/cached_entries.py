@@ -49,7 +49,7 @@ def place_of(folder: Path) -> str:
 
 
 class CachedEntries:
-    """The rows of one tenant's entries in one place."""
+    """The rows of one tenant's entries in one place; ``LedgerUnavailable`` if the database does not answer."""
 
     def __init__(self, engine: Engine, tenant_id: str, place: str) -> None:
         """Set up the rows of one folder of caches, by `place_of`."""
@@ -59,10 +59,7 @@ class CachedEntries:
         self._own = (cached_factors.c.tenant_id == tenant_id, cached_factors.c.place == place)
 
     def find(self, key: str) -> CachedEntry | None:
-        """Return the entry of a key, and note its use; None without one.
-
-        ``LedgerUnavailable`` if the database does not answer.
-        """
+        """Return the entry of a key, and note its use; None without one."""
         used = update(cached_factors).where(*self._own, cached_factors.c.key == key).values(used_at=ledger_now())
         with writing(self._engine) as connection:
             row = connection.execute(used.returning(*cached_factors.c)).one_or_none()
@@ -72,7 +69,6 @@ class CachedEntries:
         """Make an entry, with its files in its folder, that of its key, and return whether it is.
 
         One that is there gives way only to ``replace``; of two that are added at once the first is.
-        ``LedgerUnavailable`` if the database does not answer.
         """
         files = plain(entry.files)
         row: dict[str, Any] = {"id": entry.id, "tenant_id": self._tenant_id, "place": self._place, "key": entry.key}
@@ -83,16 +79,13 @@ class CachedEntries:
             return _insert_once(connection, row)
 
     def remove(self, key: str, entry_id: str | None) -> None:
-        """Remove the row of a key: only if it is of this entry; None: of any.
-
-        ``LedgerUnavailable`` if the database does not answer.
-        """
+        """Remove the row of a key: only if it is of this entry; None: of any."""
         which = () if entry_id is None else (cached_factors.c.id == entry_id,)
         with writing(self._engine) as connection:
             connection.execute(delete(cached_factors).where(*self._own, cached_factors.c.key == key, *which))
 
     def all(self) -> list[CachedEntry]:
-        """Return all entries, the longest unused last; ``LedgerUnavailable`` if the database does not answer."""
+        """Return all entries, the longest unused last."""
         with reading(self._engine) as connection:
             rows = connection.execute(
                 select(cached_factors).where(*self._own).order_by(cached_factors.c.used_at.desc())

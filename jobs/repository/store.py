@@ -1,6 +1,7 @@
 """The store of jobs for their tenants, after submission: read, list, cancel, reschedule, delete.
 
-Every statement names the tenant, so another tenant's id and a random one get the same answer.
+Every statement names the tenant, so another tenant's id and a random one get the same answer: None where a job is read,
+and ``JobNotFound`` from what changes or deletes it.
 """
 
 import re
@@ -138,16 +139,8 @@ def list_jobs(
 def request_cancel(engine: Engine, tenant_id: str, job_id: str, by: str | None = None) -> Job:
     """Cancel a queued job, or ask the holder of a running one to stop; an ended job stays as it is.
 
-    A divided job is cancelled with its pieces, and a piece with its job.
-
-    Args:
-        by: Prefix of the API key that asks; None in embedded mode.
-
-    Returns:
-        The job afterwards.
-
-    Raises:
-        JobNotFound: If this tenant has no such job.
+    Returns the job afterwards. A divided job is cancelled with its pieces, and a piece with its job. ``by`` is the
+    prefix of the API key that asks; None in embedded mode.
     """
     with writing(engine, tenant_id) as connection:
         whole = _whole_job(connection, tenant_id, job_id)
@@ -167,18 +160,9 @@ def request_cancel(engine: Engine, tenant_id: str, job_id: str, by: str | None =
 
 
 def reschedule(engine: Engine, tenant_id: str, job_id: str, schedule: Schedule) -> Job:
-    """Replace the whole schedule of a job that has not ended, and of its pieces; that of a piece is its job's.
+    """Replace the whole schedule of a job, and of its pieces; that of a piece is its job's. `within` counts from now.
 
-    Args:
-        schedule: The new schedule; `within` counts from now.
-
-    Returns:
-        The job afterwards.
-
-    Raises:
-        DocumentRefused: If the deadline has passed already.
-        JobNotFound: If this tenant has no such job.
-        JobEnded: If the job has ended.
+    Returns the job afterwards. ``DocumentRefused`` if the deadline has passed, ``JobEnded`` if the job has ended.
     """
     with writing(engine, tenant_id) as connection:
         whole = _whole_job(connection, tenant_id, job_id)
@@ -200,11 +184,7 @@ def reschedule(engine: Engine, tenant_id: str, job_id: str, schedule: Schedule) 
 
 
 def annotate(engine: Engine, tenant_id: str, job_id: str, given: Annotations) -> Job:
-    """Replace labels or note of a job, in whatever state it is, and return it; its document and digest stay.
-
-    Raises:
-        JobNotFound: If this tenant has no such job.
-    """
+    """Replace labels or note of a job, in whatever state it is, and return it; its document and digest stay."""
     named = {"labels": given.labels, "note": given.note}
     with writing(engine, tenant_id) as connection:
         drawn = draw(connection, *_owned(tenant_id, job_id))
@@ -219,18 +199,9 @@ def delete_job(engine: Engine, tenant_id: str, job_id: str, *, estimate: bool = 
     """Delete an ended job with all its rows, and with its pieces.
 
     The caller then deletes the files (`ArtifactFolder.remove`, `object_sweep.delete_unlisted`): a crash in between
-    leaves files without a row, for the clean-up, never a row without its file.
-
-    Args:
-        estimate: Whether an estimate is meant.
-
-    Returns:
-        The rows of its artifacts, and of its pieces'.
-
-    Raises:
-        JobNotFound: If this tenant has no such job.
-        JobStillActive: If it has not ended, or a piece of it has yet to stop.
-        PieceRefused: If it is a piece.
+    leaves files without a row, for the clean-up, never a row without its file. Returns the rows of its artifacts, and
+    of its pieces'. ``JobStillActive`` if it has not ended, or a piece of it has yet to stop, ``PieceRefused`` if it is
+    a piece.
     """
     with writing(engine, tenant_id) as connection:
         drawn = draw(connection, *_owned(tenant_id, job_id, estimate=estimate))
