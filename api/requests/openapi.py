@@ -103,8 +103,7 @@ def document_body() -> dict[str, Any]:
         f"example_{number}": {"summary": each["title"], "value": each["document"]}
         for number, each in enumerate(EXAMPLES, start=1)
     }
-    schema = {"$ref": _SCHEMAS + "JobDocument"}
-    return _body("A job document: JSON of at most 256 KiB, not compressed.", schema, examples)
+    return record_body("JobDocument", "A job document: JSON of at most 256 KiB, not compressed.", examples)
 
 
 def schedule_body() -> dict[str, Any]:
@@ -115,7 +114,7 @@ def schedule_body() -> dict[str, Any]:
         "none": {"summary": "No deadline, and the usual priority", "value": {}},
     }
     said = "The whole schedule: what is left out is as in a document that gives none."
-    return _body(said, {"$ref": _SCHEMAS + "Schedule"}, examples)
+    return record_body("Schedule", said, examples)
 
 
 def webhook_body() -> dict[str, Any]:
@@ -125,8 +124,8 @@ def webhook_body() -> dict[str, Any]:
 
 
 def _body(description: str, schema: dict[str, Any], examples: dict[str, Any]) -> dict[str, Any]:
-    content = {"application/json": {"schema": schema, "examples": examples}}
-    return {"requestBody": {"required": True, "description": description, "content": content}}
+    content = {"schema": schema, **({"examples": examples} if examples else {})}
+    return {"requestBody": {"required": True, "description": description, "content": {"application/json": content}}}
 
 
 _UPLOAD = {"application/json": {"schema": {"$ref": _SCHEMAS + "UploadDocument"}}}
@@ -136,8 +135,7 @@ UPLOAD_BODY = {"requestBody": {"required": True, "content": _UPLOAD}}
 
 def record_body(name: str, described: str, examples: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the OpenAPI entry of a request body that is a record of one schema."""
-    content = {"schema": {"$ref": _SCHEMAS + name}, **({"examples": examples} if examples else {})}
-    return {"requestBody": {"required": True, "description": described, "content": {"application/json": content}}}
+    return _body(described, {"$ref": _SCHEMAS + name}, examples or {})
 
 
 def document_schema(ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
