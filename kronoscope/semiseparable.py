@@ -288,8 +288,8 @@ class BirmanSchwingerCore(nn.Module):
         if not v.numel():
             raise MatrixRefused(f"`v` must have at least one row (got shape {tuple(v.shape)})")
         shift = _read_shift(z)
-        require_finite(v.detach().reshape(-1, self.n_seq), 0, "`v`")
         wide = v.to(torch.promote_types(v.dtype, torch.float64)).reshape(-1, self.n_seq)
+        require_finite(wide.detach(), 0, "`v`")
         found = torch.stack([self._diagonal(each, shift) for each in wide])
         is_double = v.dtype in (torch.float64, torch.complex128)
         return found.reshape(v.shape).to(torch.complex128 if is_double else torch.complex64)

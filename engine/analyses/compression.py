@@ -1,6 +1,7 @@
 """`compression`: each side of a layer, or a matrix of the caller's, as a semiseparable structure with its error."""
 
 import contextlib
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from engine.factors.factor_set import GIVEN_MATRIX, WHOLE_MATRIX
 from engine.factors.kronecker_factors import Factors
 from engine.factors.structure_files import KINDS, structure_digest, write_structure_index, write_structures
 from engine.linalg.linear_operator import Operator
+from engine.linalg.panels import frobenius_norm
 from engine.measurement.layer_measurement import Measured
 from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob, term
 from engine.semiseparable.choose import (
@@ -114,7 +116,7 @@ class Compression(LayerAnalysis[CompressionParams]):
         structure = chosen.matrix.to("cpu")
         report = structure.memory_usage()
         bound = getattr(structure, "error_bound", None)
-        norm = float(torch.linalg.vector_norm(dense))
+        norm = frobenius_norm(dense)
         return _Made(
             CompressedSide(
                 size=dense.shape[0],
@@ -229,7 +231,8 @@ def _dense_side(dense: Tensor, why: str) -> CompressedSide:
 
 
 def _if_it_pays(found: Candidate, dense: Tensor) -> Choice:
-    if found.size_bytes < dense.nbytes:
+    if found.size_bytes < dense.nbytes and math.isfinite(found.relative_error):
         return Choice(chosen=found, why=f"{found.name}, as asked", losers=())
-    why = f"dense: {found.name} takes {found.size_bytes:,} bytes, and the dense matrix {dense.nbytes:,}"
+    taken = f"{found.size_bytes:,} bytes at a relative error of {found.relative_error:.3g}"
+    why = f"dense: {found.name} takes {taken}, and the dense matrix {dense.nbytes:,} bytes"
     return Choice(chosen=None, why=why, losers=(found,))

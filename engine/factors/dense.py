@@ -16,13 +16,12 @@ from engine.linalg.eigenbasis import Eigenbasis
 from engine.linalg.eigendecomposition import decompose, is_diagonal
 from engine.linalg.layer_matrices import aligned, left_product, right_product
 from engine.linalg.linear_operator import Operator, Structured
-from engine.linalg.panels import wide_product
+from engine.linalg.panels import frobenius_norm, wide_product
 from engine.memory.guard import Guard
 
 HOST = torch.device("cpu")
 _HASHED_AT_ONCE = 2**26
 _MIRRORED_ROWS = 64
-_NORM_ROWS = 256
 _POWER_STEPS = 30
 
 
@@ -76,8 +75,7 @@ class Dense(Operator):
 
     @override
     def frobenius_norm(self) -> float:
-        parts = [torch.linalg.vector_norm(part.to(torch.float64)) for part in torch.split(self.stored, _NORM_ROWS)]
-        return float(torch.linalg.vector_norm(torch.stack(parts))) * self.scale
+        return frobenius_norm(self.stored) * self.scale
 
     @override
     def spectral_norm(self) -> float:
@@ -85,8 +83,8 @@ class Dense(Operator):
         vector = torch.randn(self.size, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         vector = vector.to(self.stored.device)
         for _ in range(_POWER_STEPS):
-            vector = wide_product(self.stored, vector / vector.norm())
-        return float(vector.norm()) * self.scale
+            vector = wide_product(self.stored, vector / (frobenius_norm(vector) or 1.0))
+        return frobenius_norm(vector) * self.scale
 
     @override
     def spectrum(self, layer: str, guard: Guard | None = None) -> tuple[Tensor, tuple[str, ...]]:

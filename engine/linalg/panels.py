@@ -4,6 +4,7 @@ A wide product is computed in float64, a panel of rows at a time: it takes 16 Mi
 not float64 itself.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +82,23 @@ def wide_product(matrix: Tensor, right: Tensor) -> Tensor:
         return matrix @ right
     rows = max(1, _PANEL_BYTES // (8 * max(matrix.shape[1], 1)))
     return torch.cat([panel.to(torch.float64) @ right for panel in torch.split(matrix, rows)])
+
+
+def frobenius_norm(tensor: Tensor) -> float:
+    """Return ‖S‖_F of a tensor of any shape and dtype, in float64, also where squares of its entries are beyond that.
+
+    Memory:
+        16 MiB twice.
+    """
+    if not tensor.numel():
+        return 0.0
+    norms, rows = [], max(1, _PANEL_BYTES * tensor.shape[0] // (8 * tensor.numel()))
+    for panel in torch.split(tensor.detach(), rows):
+        wide = panel.to(torch.promote_types(panel.dtype, torch.float64))
+        exponent = math.frexp(float(torch.linalg.vector_norm(wide, math.inf)))[1]
+        unit = math.ldexp(1.0, max(exponent - 1, -1000))
+        norms.append(float(torch.linalg.vector_norm(wide / unit)) * unit)
+    return math.hypot(*norms)
 
 
 def wide_transposed_product(matrix: Tensor, right: Tensor) -> Tensor:

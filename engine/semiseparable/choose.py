@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.linalg.panels import frobenius_norm
 from engine.semiseparable.block_sss import BlockSSS
 from engine.semiseparable.construct_sss import OrderBeyond, construct_sss
 from engine.semiseparable.fit import TridiagonalFit
@@ -100,11 +101,11 @@ def choose(
         fitted += _ranks_within(fit, tolerance, first_rank, max(least - 1, 1))
     elif TridiagonalLowRank.kind in kinds and (most := (allowed // item - 3 * n + 2) // (2 * n)) >= 1:
         fitted.append(tridiagonal_candidate(fit, min(first_rank, most)))
-    smaller = [each for each in fitted if each.size_bytes < dense.nbytes]
+    smaller = [each for each in fitted if each.size_bytes < dense.nbytes and math.isfinite(each.relative_error)]
     if tolerance is None:
         fits = [each for each in smaller if each.size_bytes <= allowed]
         best = min(fits, key=lambda each: (each.relative_error, each.size_bytes), default=None)
-        why = f"dense: no structure takes fewer than the {dense.nbytes:,} bytes of the dense matrix"
+        why = f"dense: no structure of a finite error takes fewer than the {dense.nbytes:,} bytes of the dense matrix"
         if best is not None:
             why = f"{best.name} has the smallest error within {allowed:,} bytes"
     else:
@@ -127,15 +128,13 @@ def relative_error(dense: Tensor, matrix: SemiseparableMatrix) -> float:
     Memory:
         1024 columns three times.
     """
-    n, missed, whole = dense.shape[0], 0.0, 0.0
+    n, missed = dense.shape[0], []
     for start in range(0, n, _ROWS_AT_ONCE):
         stop = min(start + _ROWS_AT_ONCE, n)
         unit = torch.zeros(n, stop - start, dtype=dense.dtype, device=dense.device)
         unit[start:stop].fill_diagonal_(1)
-        columns = dense[:, start:stop]
-        missed += float(torch.linalg.vector_norm(matrix.matvec(unit) - columns)) ** 2
-        whole += float(torch.linalg.vector_norm(columns)) ** 2
-    return math.sqrt(missed / whole) if whole > 0 else math.sqrt(missed)
+        missed.append(frobenius_norm(matrix.matvec(unit) - dense[:, start:stop]))
+    return math.hypot(*missed) / (frobenius_norm(dense) or 1.0)
 
 
 def tridiagonal_candidate(
@@ -187,11 +186,12 @@ def _least_order(dense: Tensor, tolerance: float) -> int:
 
     The rank of T + U Vᵀ can be one less, as the band has one entry in each of the two corners beside that edge.
     """
-    middle, allowed = dense.shape[0] // 2, (tolerance * float(torch.linalg.vector_norm(dense))) ** 2
+    middle, allowed = dense.shape[0] // 2, tolerance * frobenius_norm(dense) or 1.0
     corners = [corner for corner in (dense[:middle, middle:], dense[middle:, :middle]) if corner.numel()]
-    tails = [torch.linalg.svdvals(each).to(torch.float64).square().flip(0).cumsum(0).flip(0) for each in corners]
+    shares = [torch.linalg.svdvals(each).to(torch.float64) / allowed for each in corners]
+    tails = [each.square().flip(0).cumsum(0).flip(0) for each in shares]
     together = sum(tails, torch.zeros((), dtype=torch.float64, device=dense.device))
-    return int((together > allowed).sum())
+    return int((together > 1).sum())
 
 
 def _sss_candidates(

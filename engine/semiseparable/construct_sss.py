@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import WrongShape
+from engine.linalg.panels import frobenius_norm
 from engine.semiseparable.block_sss import BlockSSS
 from engine.semiseparable.semiseparable_matrix import (
     MatrixRefused,
@@ -107,7 +108,7 @@ def construct_sss(
     budget = (
         None
         if tolerance is None
-        else _Budget((tolerance * source.norm()) ** 2, steps, n if most_order is None else most_order)
+        else _Budget(tolerance * source.norm() or 1.0, steps, n if most_order is None else most_order)
     )
     bounds = [(start, min(start + block, n)) for start in range(0, n, block)]
     above = _sweep(source.read, bounds, n, order, budget)
@@ -120,9 +121,9 @@ def construct_sss(
                 "must give the same rows whenever it is asked"
             )
     # beside what was left out: rounding of as many orthogonal steps, each of so many rows
-    largest = max(above.largest, below.largest)
-    rounding = math.sqrt(len(bounds) * (block + largest)) * torch.finfo(above.diagonal[0].dtype).eps
-    left_out = math.sqrt(above.left_out + below.left_out)
+    largest, precision = max(above.largest, below.largest), torch.finfo(above.diagonal[0].dtype)
+    rounding = math.sqrt(len(bounds) * (block + largest)) * precision.eps * (above.norm + n * precision.tiny)
+    left_out = math.hypot(above.left_out, below.left_out)
     generators = {
         "D": above.diagonal,
         "U": above.left,
@@ -132,8 +133,7 @@ def construct_sss(
         "R": below.transfers[::-1],
         "Q": [each.flip(0) for each in reversed(below.right)],
     }
-    norm = math.sqrt(above.squares)
-    return BlockSSS.from_blocks(generators, error_bound=left_out + rounding * norm)
+    return BlockSSS.from_blocks(generators, error_bound=left_out + rounding)
 
 
 @dataclass(eq=False)
@@ -153,8 +153,8 @@ class _Source:
                 raise WrongShape(
                     f"rows({first}, {last}) must have shape ({last - first}, {self.size}) (got {tuple(piece.shape)})"
                 )
-            require_finite(piece, first)
             pieces.append(widen(piece))
+            require_finite(pieces[-1], first)
         if len({piece.dtype for piece in pieces}) > 1:
             raise WrongShape(f"rows {start} to {stop} are of {pieces[0].dtype} and of others; give one dtype")
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
@@ -163,25 +163,27 @@ class _Source:
         """The Frobenius norm."""
         starts = range(0, self.size, ROWS_AT_ONCE)
         read = (self.read(start, min(start + ROWS_AT_ONCE, self.size)) for start in starts)
-        return math.sqrt(sum(float(torch.linalg.vector_norm(rows)) ** 2 for rows in read))
+        return math.hypot(*(frobenius_norm(rows) for rows in read))
 
 
 @dataclass(eq=False)
 class _Budget:
     """Squared error that may still be made, over the steps that are left."""
 
-    left: float
+    error: float
+    """The largest error in all, the unit of what is left."""
     steps: int
     most_order: int
+    left: float = 1.0
 
-    def take(self, squares: Tensor) -> int:
-        """Return how many of the squared singular values, descending, are kept; the others are paid for."""
+    def take(self, values: Tensor) -> int:
+        """Return how many of the singular values, descending, are kept; the others are paid for."""
         share = self.left / max(self.steps, 1)
-        tails = squares.flip(0).cumsum(0).flip(0)
+        tails = (values.to(torch.float64) / self.error).square().flip(0).cumsum(0).flip(0)
         kept = int((tails > share).sum())
         if kept > self.most_order:
             raise OrderBeyond(f"the tolerance asks for an order above {self.most_order}")
-        self.left -= float(tails[kept]) if kept < squares.numel() else 0.0
+        self.left -= float(tails[kept]) if kept < values.numel() else 0.0
         self.steps -= 1
         return kept
 
@@ -195,8 +197,8 @@ class _Triangle:
     transfers: list[Tensor] = field(default_factory=list)
     right: list[Tensor] = field(default_factory=list)
     left_out: float = 0.0
-    squares: float = 0.0
-    """The squared Frobenius norm of the whole matrix."""
+    norm: float = 0.0
+    """The Frobenius norm of the whole matrix."""
 
     @property
     def largest(self) -> int:
@@ -227,7 +229,7 @@ def _sweep(
     carry: Tensor | None = None
     for start, stop in bounds:
         own = rows(start, stop)
-        triangle.squares += float(torch.linalg.vector_norm(own)) ** 2
+        triangle.norm = math.hypot(triangle.norm, frobenius_norm(own))
         triangle.diagonal.append(keep(own[:, start:stop]))
         before = own.new_zeros(0, size - start) if carry is None else carry
         height = stop - start
@@ -238,15 +240,14 @@ def _sweep(
             # a QR of the tall transpose first: its triangle is small, and has the same singular values
             small = torch.linalg.qr(stack.mT, mode="r").R.mT
             basis, values, _ = torch.linalg.svd(small, full_matrices=False)
-            squares = values.to(torch.float64).square()
             largest = max(largest, float(values[0]))
             noise = torch.finfo(values.dtype).eps * stack.shape[0] * largest
             kept = int((values > noise).sum())
             if order is not None:
                 kept = min(kept, order)
             if budget is not None:
-                kept = min(kept, budget.take(squares))
-            triangle.left_out += float(squares[kept:].sum())
+                kept = min(kept, budget.take(values))
+            triangle.left_out = math.hypot(triangle.left_out, frobenius_norm(values[kept:]))
             left = keep(basis[:, :kept])
         triangle.transfers.append(left[: before.shape[0]])
         triangle.left.append(left[before.shape[0] :])

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.linalg.panels import frobenius_norm
 from engine.semiseparable.semiseparable_matrix import default_rank, require_matrix, require_rank
 from engine.semiseparable.tridiagonal_low_rank import TridiagonalLowRank
 
@@ -92,7 +93,7 @@ class TridiagonalFit:
         levels = levels if sum(levels) == rank else (rank,)
         ends = [_alternate(H, *start, sweeps, self._after_sweep) for start in self._started(rank)]
         U, V, errors = min(ends, key=lambda end: end[2][-1])
-        norm = float(torch.linalg.vector_norm(H)) or 1.0
+        norm = frobenius_norm(H) or 1.0
         band = [
             H.diagonal(offset)
             - (U[max(-offset, 0) : n - max(offset, 0)] * V[max(offset, 0) : n - max(-offset, 0)]).sum(1)
@@ -204,11 +205,11 @@ def _solved(near: Tensor, side: Tensor) -> Tensor:
 
 def _off_band_norm(H: Tensor, U: Tensor, V: Tensor) -> float:
     """‖H − U Vᵀ‖_F without the band, a few rows at a time."""
-    squares, n = 0.0, H.shape[0]
+    norms, n = [], H.shape[0]
     for start in range(0, n, _ROWS_AT_ONCE):
         stop = min(start + _ROWS_AT_ONCE, n)
         rest = H[start:stop] - U[start:stop] @ V.mT
         for offset in (-1, 0, 1):
             rest.diagonal(start + offset).zero_()
-        squares += float(torch.linalg.vector_norm(rest)) ** 2
-    return math.sqrt(squares)
+        norms.append(frobenius_norm(rest))
+    return math.hypot(*norms)

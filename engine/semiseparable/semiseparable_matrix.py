@@ -252,19 +252,26 @@ def require_tensor(value: object, name: str) -> None:
 
 
 def require_finite(rows: Tensor, start: int, name: str = "the matrix") -> None:
-    """Raise where rows of a matrix hold NaN or Inf.
+    """Raise where rows of a matrix hold NaN or Inf, or sums of N such entries would.
 
     Args:
-        rows: Shape (k, N).
+        rows: Shape (k, N), in the precision of the arithmetic.
         start: Number of the first of them in the matrix.
         name: The matrix's name in the error.
 
     Raises:
+        MatrixRefused: With the largest entry.
         NonFiniteFactor: With the number of the first such row.
     """
     if not bool(torch.isfinite(rows).all()):
         bad = start + int((~torch.isfinite(rows)).any(1).nonzero()[0])
         raise NonFiniteFactor(f"{name} holds NaN or Inf in row {bad}; give finite numbers")
+    largest = float(torch.linalg.vector_norm(rows, math.inf))
+    if largest * rows.shape[1] > torch.finfo(rows.dtype).max:
+        raise MatrixRefused(
+            f"{name} has entries of up to {largest:.3g}, of which {rows.shape[1]} add up to infinity in {rows.dtype}; "
+            "divide it by a power of two"
+        )
 
 
 def require_rank(rank: int, size: int, name: str = "rank") -> None:

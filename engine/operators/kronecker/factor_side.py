@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.linalg.eigenbasis import Eigenbasis
 from engine.linalg.linear_operator import Operator
+from engine.linalg.panels import frobenius_norm
 
 _STEPS = 20
 """Steps of a power iteration, which then knows the largest eigenvalue to a few parts in a hundred."""
@@ -106,5 +107,5 @@ def _largest_eigenvalue(inverse: Operator) -> float:
     noise = torch.randn(matrix.shape[0], 1, generator=torch.Generator().manual_seed(0), dtype=matrix.dtype)
     vector = noise.to(matrix.device)
     for _ in range(_STEPS):
-        vector = matrix @ (vector / vector.norm())
-    return float(vector.norm())
+        vector = matrix @ (vector / frobenius_norm(vector))
+    return frobenius_norm(vector)

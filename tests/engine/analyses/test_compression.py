@@ -19,6 +19,7 @@ from engine.semiseparable.tridiagonal_low_rank import TridiagonalLowRank
 from engine.workspace import ModelInputs, Ports, Workspace
 from kronoscope.local import Measurement, load_structures, measure
 from tests.engine.semiseparable.matrices import matrices
+from tests.engine.semiseparable.structures import SCALES, covariance, true_error
 from tests.oracles import MemoryArtifacts, workspace
 from worker.execution.files.matrix_file import MatrixFile
 from worker.execution.refusal import Refusal
@@ -140,6 +141,21 @@ def test_an_asymmetric_matrix_is_read_as_it_stands(tmp_path: Path) -> None:
         MatrixFile(saved(tmp_path, H=dense), "H", quiet)
     with pytest.raises(Refusal, match=r"has rows and working copies of .* host memory are left .*`memory.host`"):
         MatrixFile(saved(tmp_path, H=dense), "H", quiet, most_bytes=2 * dense.nbytes, symmetric=False)
+
+
+@pytest.mark.parametrize(("dtype", "scale"), SCALES)
+def test_a_job_records_the_true_error_at_every_scale(dtype: torch.dtype, scale: float, tmp_path: Path) -> None:
+    dense = (covariance() * scale).to(dtype)
+    read = MatrixFile(saved(tmp_path, H=dense), "H", quiet)
+    for options in ({"tolerance": 0.4}, {"structure": "block_sss", "order": 3}):
+        space = Workspace(inputs=ModelInputs(stored=read), ports=Ports(artifacts=MemoryArtifacts()))
+        space.options.kinds, space.options.decomposition = ("compression",), "none"
+        (row,) = Compression(CompressionParams(**options), space).rows()
+        (found,) = read_structures(space.ports.artifacts).values()
+        error = true_error(found["G"], dense, scale)
+        assert row.metrics.G.relative_error == pytest.approx(error, rel=1e-3)
+        if "order" in options:
+            assert error <= row.metrics.G.error_bound <= error + 0.01
 
 
 def test_a_tolerance_that_asks_for_too_much_leaves_it_dense(tmp_path: Path) -> None:

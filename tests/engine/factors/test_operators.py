@@ -14,6 +14,7 @@ from engine.factors.low_rank import LowRank, scaled_rows
 from engine.factors.softmax_fisher import SoftmaxFisher
 from engine.linalg.layer_matrices import arranged
 from engine.linalg.linear_operator import Operator, Structured
+from engine.operators.kronecker.factor_side import FactorSide
 
 SIZE, COLUMNS, SHIFT = 23, 3, 0.3
 HERE = torch.device("cpu")
@@ -224,3 +225,18 @@ def test_what_is_widened_holds_any_scale(scale: float) -> None:
     stored = covariance().to(torch.float16)
     for side in (Dense(stored=stored, scale=scale), Diagonal(stored=stored.diagonal(), scale=scale)):
         assert torch.equal(side.widened().double(), side.stored.double() * scale)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.float32, 1e-22), (torch.float32, 1e19), (torch.float64, 1e-200), (torch.float64, 1e200)]
+)
+def test_norms_are_those_of_the_matrix_at_every_scale(dtype: torch.dtype, scale: float) -> None:
+    matrix = covariance()
+    side = as_operator((matrix * scale).to(dtype))
+    values = torch.linalg.eigvalsh(matrix)
+    assert side.frobenius_norm() / scale == pytest.approx(float(matrix.norm()), rel=1e-6)
+    assert side.spectral_norm() / scale == pytest.approx(float(values[-1]), rel=0.03)
+    shift = float(values[-1]) / 10
+    damped = FactorSide(side, lambda wanted: side.basis("side", HERE, None, wanted))
+    damped.damped_inverse(shift * scale, dtype)
+    assert damped.least_damped(shift * scale) / scale == pytest.approx(float(values[0]) + shift, rel=0.03)

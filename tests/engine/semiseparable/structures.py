@@ -66,6 +66,20 @@ def sss(size: int, block: int, most: int, dtype: torch.dtype, seed: int = 0) -> 
 
 
 REAL, COMPLEX = torch.float64, torch.complex128
+SCALES = [(torch.float32, 1e-40), (torch.float32, 1e-22), (torch.float32, 1e19), (REAL, 1e-200), (REAL, 1e200)]
+"""Scales at which squares of entries are beyond the dtype."""
+
+
+def covariance(size: int = 64) -> Tensor:
+    """Of normal numbers, float64, with a condition near 10."""
+    X = Draw(0, REAL)(200, size)
+    return X.T @ X / 200 + torch.eye(size, dtype=REAL) / 10
+
+
+def true_error(matrix: SemiseparableMatrix, dense: Tensor, scale: float) -> float:
+    """The relative error, of numbers near one in float64."""
+    wanted = dense.to(REAL) / scale
+    return float((matrix.to_dense().to(REAL) / scale - wanted).norm() / wanted.norm())
 
 
 def cases() -> dict[str, tuple[SemiseparableMatrix, Tensor]]:

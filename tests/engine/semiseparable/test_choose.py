@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from engine.semiseparable import choose as choose_module
 from engine.semiseparable.block_sss import BlockSSS
 from engine.semiseparable.choose import choose, relative_error
 from engine.semiseparable.semiseparable_matrix import MatrixRefused
 from engine.semiseparable.tridiagonal_low_rank import TridiagonalLowRank
 from tests.engine.semiseparable.matrices import matrices
-from tests.engine.semiseparable.structures import REAL, sss
+from tests.engine.semiseparable.structures import REAL, SCALES, covariance, sss, true_error
 
 
 @pytest.mark.part(of=16, by=("kind",))
@@ -51,7 +52,9 @@ def test_what_no_structure_meets_stays_dense() -> None:
 def test_few_rows_stay_dense() -> None:
     choice = choose(torch.eye(4, dtype=REAL))
     assert choice.chosen is None
-    assert choice.why.startswith("dense: no structure takes fewer than the 128 bytes of the dense matrix (others: ")
+    assert choice.why.startswith(
+        "dense: no structure of a finite error takes fewer than the 128 bytes of the dense matrix (others: "
+    )
 
 
 def test_an_error_is_that_of_the_dense_matrix() -> None:
@@ -76,3 +79,30 @@ def test_a_rank_is_at_least_1(rank: int) -> None:
 def test_a_matrix_is_a_tensor() -> None:
     with pytest.raises(MatrixRefused, match=r"`matrix` must be a torch\.Tensor \(got list\)"):
         choose([[1.0]])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("dtype", "scale"), SCALES)
+def test_an_error_is_the_true_one_at_every_scale(dtype: torch.dtype, scale: float) -> None:
+    dense = (covariance() * scale).to(dtype)
+    for tolerance in (0.4, 0.05, None):
+        choice = choose(dense, tolerance=tolerance)
+        assert (choice.chosen is None) == (tolerance == 0.05)
+        for each in (choice.chosen, *choice.losers):
+            if each is not None:
+                assert each.relative_error == pytest.approx(true_error(each.matrix, dense, scale), rel=1e-3)
+        assert choice.chosen is None or tolerance is None or choice.chosen.relative_error <= tolerance
+
+
+def test_a_candidate_without_a_finite_error_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose_module, "relative_error", lambda dense, matrix: torch.nan)
+    for tolerance in (None, 0.4):
+        choice = choose(covariance(), tolerance=tolerance)
+        assert choice.chosen is None
+        assert choice.why.startswith("dense: ")
+
+
+def test_a_matrix_whose_sums_overflow_is_refused() -> None:
+    with pytest.raises(
+        MatrixRefused, match=r"of up to 3e\+38, of which 64 add up to infinity in torch\.float32; divide"
+    ):
+        choose(torch.full((64, 64), -3e38))

@@ -10,7 +10,7 @@ from engine.errors import NonFiniteFactor, WrongShape
 from engine.semiseparable.construct_sss import construct_sss
 from engine.semiseparable.semiseparable_matrix import MatrixRefused
 from tests.engine.semiseparable.matrices import EXACT, NAMES, SIZE, matrices
-from tests.engine.semiseparable.structures import COMPLEX, REAL, Draw, sss
+from tests.engine.semiseparable.structures import COMPLEX, REAL, SCALES, Draw, covariance, sss, true_error
 
 CHOICES = [{"block": 4, "order": 3}, {"block": 16, "tolerance": 1e-3}, {"block": 32, "order": 8}]
 
@@ -135,3 +135,16 @@ def test_float32_states_the_error_of_float32() -> None:
 def test_what_gives_no_rows_is_refused() -> None:
     with pytest.raises(MatrixRefused, match=r"`matrix` must be a torch\.Tensor, or a callback .*\(got list\)"):
         construct_sss([[1.0]], 1, order=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("dtype", "scale"), SCALES)
+def test_tolerance_and_bound_hold_at_every_scale(dtype: torch.dtype, scale: float) -> None:
+    dense = (covariance() * scale).to(dtype)
+    for choice in ({"tolerance": 0.1}, {"tolerance": 1e-3}, {"order": 3}):
+        matrix = construct_sss(dense, block=8, **choice)
+        error, norm = true_error(matrix, dense, scale), float((dense.to(REAL) / scale).norm())
+        assert matrix.error_bound is not None
+        bound = matrix.error_bound / scale / norm
+        # at 1e-40 an entry has four digits
+        assert error <= bound <= error + 0.01
+        assert error <= choice.get("tolerance", 1.0) + (0.01 if scale == 1e-40 else 0)

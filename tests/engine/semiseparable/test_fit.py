@@ -7,7 +7,7 @@ from torch import Tensor
 from engine.semiseparable.fit import TridiagonalFit, fit_tridiagonal_low_rank
 from engine.semiseparable.semiseparable_matrix import MatrixRefused, default_rank
 from tests.engine.semiseparable.matrices import NAMES, matrices
-from tests.engine.semiseparable.structures import COMPLEX, REAL, Draw, tridiagonal
+from tests.engine.semiseparable.structures import COMPLEX, REAL, SCALES, Draw, covariance, tridiagonal, true_error
 
 BETTER = {"gauss": 10, "kfac_G": 10, "kfac_A": 5}
 
@@ -94,3 +94,11 @@ def test_the_caller_can_stop_between_sweeps() -> None:
 
     with pytest.raises(Stopped):
         TridiagonalFit(matrices()["gauss"], stop).at(3)
+
+
+@pytest.mark.parametrize(("dtype", "scale"), SCALES)
+def test_the_error_is_the_true_one_at_every_scale(dtype: torch.dtype, scale: float) -> None:
+    dense = (covariance() * scale).to(dtype)
+    fitted = fit_tridiagonal_low_rank(dense)
+    assert fitted.relative_error == pytest.approx(true_error(fitted.matrix, dense, scale), rel=1e-3)
+    assert fitted.relative_error == pytest.approx(fit_tridiagonal_low_rank(covariance()).relative_error, rel=1e-3)
