@@ -120,9 +120,9 @@ def construct_sss(
                 f"rows {bounds[place][0]} to {bounds[place][1]} came with other numbers the second time; a callback "
                 "must give the same rows whenever it is asked"
             )
-    # beside what was left out: rounding of as many orthogonal steps, each of so many rows
+    # beside what was left out: rounding of as many orthogonal steps, each of so many rows and of at most four eps a row
     largest, precision = max(above.largest, below.largest), torch.finfo(above.diagonal[0].dtype)
-    rounding = math.sqrt(len(bounds) * (block + largest)) * precision.eps * (above.norm + n * precision.tiny)
+    rounding = 4 * math.sqrt(len(bounds) * (block + largest)) * precision.eps * (above.norm + n * precision.tiny)
     left_out = math.hypot(above.left_out, below.left_out)
     generators = {
         "D": above.diagonal,

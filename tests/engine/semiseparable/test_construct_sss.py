@@ -148,3 +148,15 @@ def test_tolerance_and_bound_hold_at_every_scale(dtype: torch.dtype, scale: floa
         # at 1e-40 an entry has four digits
         assert error <= bound <= error + 0.01
         assert error <= choice.get("tolerance", 1.0) + (0.01 if scale == 1e-40 else 0)
+
+
+@pytest.mark.parametrize(("dtype", "block", "size", "seed"), [(COMPLEX, 1, 3, 1), (torch.float32, 2, 17, 0)])
+def test_the_bound_holds_where_nothing_but_rounding_is_left_out(
+    dtype: torch.dtype, block: int, size: int, seed: int
+) -> None:
+    for first in range(seed, seed + 40):
+        draw = Draw(first, dtype)
+        for dense in (draw(size, size), torch.outer(draw(size), draw(size)), sss(size, block, 3, dtype, first)[1]):
+            matrix = construct_sss(dense, block=block, order=size)
+            assert matrix.error_bound is not None
+            assert float((matrix.to_dense().to(COMPLEX) - dense.to(COMPLEX)).norm()) <= matrix.error_bound
