@@ -4,6 +4,9 @@ A command's docstring is the help text that users read, and each of its argument
 docstrings of commands have no sections.
 """
 
-from kronoscope.cli.main import main
+try:
+    from kronoscope.cli.main import main
+except KeyboardInterrupt:
+    raise SystemExit(130) from None  # ctrl-C while modules load
 
 __all__ = ["main"]

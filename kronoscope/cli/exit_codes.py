@@ -7,6 +7,7 @@ refused, or a part of the model that the loss depends on was not measured, thoug
 """
 
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -18,7 +19,7 @@ from catalog.responses.coverage import CoverageView
 from catalog.responses.views import JobView
 from kronoscope.cli.documents import DocumentUnreadable
 from kronoscope.cli.extras import NotInstalled
-from kronoscope.cli.output import write_error
+from kronoscope.cli.output import OutputFailed, write_error
 from kronoscope.cli.run_folder import NoRun
 from kronoscope.cli.serve import ServiceFailed
 from kronoscope.client.client import ClientError, DownloadFailed, ServiceUnreachable
@@ -88,14 +89,22 @@ def _cancellation(job: JobView) -> str:
 def run_command(command: Callable[[], object]) -> int:
     """Run a command, and turn its errors into sentences and an exit code."""
     try:
-        command()
+        try:
+            command()
+        finally:
+            sys.stdout.flush()  # so that its faults are this command's, and not the interpreter's
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else OK
+    except KeyboardInterrupt:
+        return 130  # as shells have it
     except ClientError as error:
         may_pass = isinstance(error, (ServiceUnreachable, DownloadFailed)) or error.status == 429 or error.status >= 500
         return _report_errors(TRANSIENT if may_pass else USAGE, error.lines)
-    except (DocumentUnreadable, NoRun, NotInstalled, ServiceFailed) as error:
-        return _report_errors(TRANSIENT if isinstance(error, ServiceFailed) else USAGE, [str(error)])
+    except (DocumentUnreadable, NoRun, NotInstalled, OutputFailed, ServiceFailed) as error:
+        return _report_errors(TRANSIENT if isinstance(error, (OutputFailed, ServiceFailed)) else USAGE, [str(error)])
+    except UnicodeEncodeError as error:
+        near = ascii(error.object[max(0, error.start - 40) : error.end])
+        return _report_errors(USAGE, [f"{near} holds a byte that is not text in UTF-8; name it otherwise"])
     return OK
 
 

@@ -31,7 +31,7 @@ from kronoscope.cli.options import (
     read_folder,
     read_path,
 )
-from kronoscope.cli.output import message_console, outlast_reader, print_json, result_console
+from kronoscope.cli.output import message_console, outlast_readers, print_json, result_console
 from kronoscope.cli.run_job import Outcome, require_success, run_job, run_request
 from kronoscope.cli.serve import FactoryWrong, exec_module, require_factories, serve_embedded
 from kronoscope.cli.service_commands import autoscale, devices, keys, tenants, worker
@@ -191,7 +191,10 @@ def serve(
         bool, typer.Option("--embedded", help="API and worker here, on SQLite, for this machine only.")
     ] = False,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port; default 8000, or any free one.")] = None,
-    data_dir: Annotated[Path, typer.Option(help="Folder of ledger, artifacts, models and logs.")] = Path(".kronoscope"),
+    data_dir: Annotated[
+        Path,
+        typer.Option(metavar="<path>", parser=read_path, help="Folder of ledger, artifacts, models and logs."),
+    ] = Path(".kronoscope"),
     allow_factory: Annotated[
         list[str] | None,
         typer.Option(metavar="MODULE:CALLABLE", help="A factory that jobs may name; * for all. May be repeated."),
@@ -256,7 +259,7 @@ def _public(outcome: Outcome) -> dict[str, Any]:
 
 def main() -> None:
     """Run the program; its entry point."""
-    outlast_reader()
+    outlast_readers()
     sys.exit(run_command(app))
 
 

@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -22,29 +24,48 @@ class PrintableConsole(Console):
         return super()._render_buffer(shown)
 
 
+class OutputFailed(RuntimeError):
+    """A standard output that takes no more, as on a full disk."""
+
+
 class _Pipe(io.FileIO):
-    """Standard output; what its reader no longer takes is dropped, so that a command goes on, as with `| head`."""
+    """A standard stream; what its reader no longer takes is dropped, so that a command goes on, as with `| head`.
+
+    Another fault of standard output ends the command; from then on, and on standard error, what fails is dropped too.
+    """
+
+    is_silent = False
 
     def write(self, data: Any) -> int:  # noqa: ANN401 - anything with the buffer protocol
         try:
             return super().write(data) or 0
-        except BrokenPipeError:
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError) and not self.is_silent:
+                self.is_silent = True
+                raise OutputFailed(f"standard output takes no more ({error.strerror}); make room there") from error
             return memoryview(data).nbytes
 
 
-def outlast_reader() -> None:
-    """Let this process outlast the reader of its standard output."""
-    try:
-        pipe = _Pipe(sys.stdout.fileno(), "wb", closefd=False)
-    except (OSError, ValueError):
-        return  # no file stands behind it
-    sys.stdout.flush()
-    sys.stdout = io.TextIOWrapper(
-        io.BufferedWriter(pipe),
-        encoding=sys.stdout.encoding,
-        errors=sys.stdout.errors,
-        line_buffering=pipe.isatty(),
-    )
+def outlast_readers() -> None:
+    """Let this process outlast the readers of its outputs, one that is closed, and characters that their code lacks."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed, as by `>&-`
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - to the end
+            continue
+        try:
+            pipe = _Pipe(stream.fileno(), "wb", closefd=False)
+        except (OSError, ValueError):
+            continue  # no file stands behind it
+        pipe.is_silent = name == "stderr"
+        stream.flush()
+        wrapped = io.TextIOWrapper(
+            io.BufferedWriter(pipe),
+            encoding=stream.encoding,
+            errors="replace",
+            line_buffering=name == "stderr" or pipe.isatty(),
+        )
+        setattr(sys, name, wrapped)
 
 
 def result_console() -> Console:
@@ -71,5 +92,6 @@ def write_error(text: str) -> None:
 
 def print_json(value: Any, *, indent: int | None = 2) -> None:  # noqa: ANN401 - any JSON
     """Print a value for programs; without an indent on one line, as one of many."""
-    sys.stdout.write(escaped(json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)) + "\n")
+    is_narrow = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    sys.stdout.write(escaped(json.dumps(value, indent=indent, ensure_ascii=is_narrow, allow_nan=False)) + "\n")
     sys.stdout.flush()
