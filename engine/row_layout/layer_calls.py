@@ -21,6 +21,8 @@ from engine.layers.layer import COMPLEX_NUMBERS, TreatedLayer
 from engine.layers.linear import LinearLayer
 from engine.row_layout.unbatched_inputs import disturb_last_copy, lacks_examples, spread
 
+TRANSFORMED = "transformed"
+"""Reason of what is called, or whose parameters enter operations, within a transform of ``torch.func``."""
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 """The place of a module in a list of such, within its name."""
 
@@ -137,7 +139,7 @@ def hidden_by(*tensors: object) -> str | None:
         if not isinstance(tensor, Tensor):
             continue
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 - torch has no other name for it
-            return "transformed"
+            return TRANSFORMED
         if tensor.is_nested:
             return "nested_tensor"
         if tensor.is_complex():
@@ -154,7 +156,7 @@ def plain_of(tensor: Tensor) -> Tensor:
     Returns:
         What a transform's tensor stands for, a nested one padded to one length, shape (N, T, d); any other itself.
     """
-    while hidden_by(tensor) == "transformed":
+    while hidden_by(tensor) == TRANSFORMED:
         tensor = torch._C._functorch.get_unwrapped(tensor)  # noqa: SLF001 - likewise
     return torch.nested.to_padded_tensor(tensor, 0.0) if hidden_by(tensor) == "nested_tensor" else tensor
 

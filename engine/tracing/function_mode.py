@@ -44,6 +44,7 @@ from engine.model.torch_functions import (
     tensors_of,
     with_tensors,
 )
+from engine.row_layout.layer_calls import TRANSFORMED, hidden_by, plain_of
 from engine.tracing.batch_provenance import Rows, batch_first, rows_of_one
 from engine.tracing.example_contributions import find_contribution, takes_shapes_alone
 from engine.tracing.matrix_products import Multiplying
@@ -129,6 +130,11 @@ class ParameterUseMode(Multiplying):
         if operation.name == "backward":
             # what a checkpoint runs again within is to be seen too
             return self._opened(operation)
+        within = torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001 - its only name
+        if within and hidden_by(*operation.tensors) == TRANSFORMED:
+            names = frozenset().union(*(self._marks.sources(plain_of(tensor)) for tensor in operation.tensors))
+            if names:
+                self._sink.strange(names, TRANSFORMED)
         sources = frozenset().union(*(self._marks.sources(tensor) for tensor in operation.tensors))
         if sources:
             return self._derive(operation, sources)

@@ -17,7 +17,7 @@ from engine.layers.elementwise import BareLayer
 from engine.layers.layer import TreatedLayer
 from engine.layers.linear import FunctionalLinearLayer
 from engine.layers.parameter_slice import Place, label_of, slices_of
-from engine.row_layout.layer_calls import Call, version
+from engine.row_layout.layer_calls import TRANSFORMED, Call, version
 from engine.row_layout.row_order import Operations
 from engine.tracing.parameter_uses import Product, Sink
 
@@ -225,7 +225,8 @@ class _Found:
         """Reason and explanation of each parameter that cannot be covered, by name."""
         for use in uses:
             for name, operation in use.unknown.items():
-                self.refused[name] = "unknown_operation", f"it enters `{operation}`, which is not understood"
+                unknown = "unknown_operation", f"it enters `{operation}`, which is not understood"
+                self.refused[name] = (TRANSFORMED, "") if operation == TRANSFORMED else unknown
             for name in use.leading - self._leading:
                 self.refused[name] = "unknown_operation", "its uses change with the number of examples"
         self._join()

@@ -242,3 +242,31 @@ def test_a_last_batch_of_one_example_is_judged_as_several_were(
     assert reasons == {}
     assert set(errors) == {"first", "head", "p"}
     assert max(errors.values()) < EXACT
+
+
+TRANSFORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mapped over": lambda x, w: torch.func.vmap(lambda own: functional.linear(x, own))(w).mean(0),
+    "derived": lambda x, w: torch.func.vmap(lambda own: functional.linear(x, own))(2 * w).mean(0),
+    "made within": lambda x, w: functional.linear(x, torch.func.vmap(lambda own: own.square())(w)[0]),
+    "in two transforms": lambda x, w: functional.linear(
+        x, torch.func.vmap(torch.func.grad(lambda own: (own**3).sum()))(w)[0]
+    ),
+    "beside what is mapped": lambda x, w: torch.func.vmap(lambda own: functional.linear(own, w[0]))(x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_parameter_in_a_transform_is_declared_as_such(name: str) -> None:
+    class Transformed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.h = nn.Parameter(torch.randn(3, 5, 4)), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.h(TRANSFORMS[name](x, self.w).tanh())
+
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))
+    whole = collect(Transformed().double(), [(x, y)], "classification")
+    assert {row.parameters: row.reason for row in whole.declared} == {("w",): "transformed"}
+    assert [layer.name for layer in whole.layers] == ["h"]
