@@ -326,10 +326,12 @@ async def annotate_job(
 ) -> Response:
     """Replace labels or note of a job, which may have ended; returns the job. Its document and digest stay."""
     given = await read_record(request, service.settings, Annotations)
-    if if_match is not None:
-        current = await run_in_threadpool(owned_job, service, caller.tenant_id, job_id)
-        require_match(request.headers.getlist("if-match"), _etag(current))
-    job = await run_in_threadpool(annotate, service.engine, caller.tenant_id, job_id, given)
+    headers = [] if if_match is None else request.headers.getlist("if-match")
+
+    def require(current: Job) -> None:
+        require_match(headers, _etag(current))
+
+    job = await run_in_threadpool(annotate, service.engine, caller.tenant_id, job_id, given, require)
     return await run_in_threadpool(_placed, service, job)
 
 

@@ -5,6 +5,8 @@ and ``JobNotFound`` from what changes or deletes it.
 """
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from itertools import starmap
 from typing import Literal
@@ -183,13 +185,20 @@ def reschedule(engine: Engine, tenant_id: str, job_id: str, schedule: Schedule) 
         return job_record(connection.execute(select(jobs).where(jobs.c.id == job_id)).one())
 
 
-def annotate(engine: Engine, tenant_id: str, job_id: str, given: Annotations) -> Job:
-    """Replace labels or note of a job, in whatever state it is, and return it; its document and digest stay."""
+def annotate(
+    engine: Engine, tenant_id: str, job_id: str, given: Annotations, require: Callable[[Job], None] = lambda _: None
+) -> Job:
+    """Replace labels or note of a job, in whatever state it is, and return it; its document and digest stay.
+
+    ``require`` is given the job as it stands, which no other change can pass meanwhile; what it raises undoes all.
+    """
     named = {"labels": given.labels, "note": given.note}
     with writing(engine, tenant_id) as connection:
         drawn = draw(connection, *_owned(tenant_id, job_id))
         if drawn is None:
             raise JobNotFound(job_id)
+        # the number of the next event is drawn already
+        require(replace(job_record(drawn), event_seq=drawn.event_seq - 1))
         if changed := {name: value or None for name, value in named.items() if value is not None}:
             change(connection, drawn, changed)
         return job_record(connection.execute(select(jobs).where(jobs.c.id == job_id)).one())

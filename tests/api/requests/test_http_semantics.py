@@ -1,6 +1,7 @@
 """What RFC 9110 asks of every server: HEAD, Allow, conditional requests, and ranges of what is really there."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -136,6 +137,12 @@ def test_a_change_of_another_version_is_refused(client: httpx.Client, embedded: 
         changed = client.patch(address, json={"note": f"note {number}"}, headers=headers)
         assert changed.status_code == 200, (headers, changed.text)
         assert changed.headers["etag"] != current
+    # of changes that name one version, one is made
+    current = {"if-match": client.get(address).headers["etag"]}
+    with ThreadPoolExecutor(8) as threads:
+        answers = threads.map(lambda n: client.patch(address, json={"note": str(n)}, headers=current), range(16))
+        assert sorted(answer.status_code for answer in answers) == [200, *[412] * 15]
+    changed = client.patch(address, json={"note": "again"})
     # the tag of an answer is that of the next change
     headers = {"if-match": changed.headers["etag"]}
     assert client.patch(address, json={"note": ""}, headers=headers).status_code == 200
