@@ -18,7 +18,7 @@ from catalog.responses.views import JobView, ResultsView
 from kronoscope.cli.documents import change_document
 from kronoscope.cli.exit_codes import FATAL, INTERNAL, USAGE, end_as, fail
 from kronoscope.cli.job_source import find_job, is_folder
-from kronoscope.cli.options import AsJson, JobOrFolder, Offline, Settings, Store, Url, one_of, read_path
+from kronoscope.cli.options import AsJson, JobOrFolder, Offline, Settings, Store, Url, one_of, read_name, read_path
 from kronoscope.cli.output import message_console, print_json, result_console, write_line
 from kronoscope.cli.run_folder import read_json, read_run
 from kronoscope.cli.run_job import require_success, run_job, run_request
@@ -30,7 +30,7 @@ from kronoscope.display.progress import display_for
 from kronoscope.display.results import show_progress
 
 
-def import_run(folder: Path, url: Url = None) -> None:
+def import_run(folder: Annotated[Path, typer.Argument(metavar="FOLDER", parser=read_path)], url: Url = None) -> None:
     """Send the folder of a foreground run to the service, as a job that is marked as imported; prints its id."""
     read_run(folder)
     with Client(url) as client, display_for(message_console()) as display:
@@ -48,6 +48,8 @@ def export(
         typer.Option(
             "--output",
             "-o",
+            parser=read_name,
+            metavar="<str>",
             help="The file; of kronfluence and mom2 a folder, or a file that ends in .zip; of mlflow a folder or a "
             "tracking URI, of wandb a folder.",
         ),
@@ -75,8 +77,8 @@ def export(
     name = f"export/{EXPORT_FILES[to]}"  # type: ignore[index] # the parser takes no other words
     here = is_folder(source)
     unpacked = name.endswith(".zip") and output.suffix != ".zip"
-    _require_place(output, unpacked=unpacked)
     try:
+        _require_place(output, unpacked=unpacked)
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=output.parent, prefix=".part-") as folder:
             factors = {"path": str(Path(source).absolute())}
@@ -196,11 +198,16 @@ def _finish(client: Client, submitted: JobView, *, silent: bool = False) -> Resu
 
 
 def compare_jobs(
-    jobs: Annotated[list[str], typer.Argument(metavar="ID|FOLDER", help="2 to 8 jobs; the first is the reference.")],
+    jobs: Annotated[
+        list[str],
+        typer.Argument(metavar="ID|FOLDER", parser=read_name, help="2 to 8 jobs; the first is the reference."),
+    ],
     metric: Annotated[
         str | None, typer.Option(help="A number, such as trace; default: one of the layer table.")
     ] = None,
-    kind: Annotated[str | None, typer.Option(help="Only this analysis.")] = None,
+    kind: Annotated[
+        str | None, typer.Option(metavar="<str>", parser=one_of((*ANALYSES,)), help="Only this analysis.")
+    ] = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:

@@ -29,7 +29,18 @@ from kronoscope.cli.documents import (
 )
 from kronoscope.cli.exit_codes import INTERNAL, SHORT_ID, STOPPED, USAGE, end_as, end_run, fail
 from kronoscope.cli.job_source import find_job, find_service_job, is_folder
-from kronoscope.cli.options import AsJson, Document, JobId, JobOrFolder, Settings, Url, complete
+from kronoscope.cli.options import (
+    AsJson,
+    Document,
+    JobId,
+    JobOrFolder,
+    Settings,
+    Url,
+    complete,
+    read_folder,
+    read_name,
+    read_path,
+)
 from kronoscope.cli.output import message_console, print_json, result_console, write_error, write_line
 from kronoscope.cli.run_folder import read_run
 from kronoscope.client.client import Client
@@ -120,6 +131,7 @@ def _state(job: JobView) -> str:
     return "\n".join([state, *(f"{kinds[kind]:.1f}% {kind}" for kind in ("diagonal", "sketched") if kind in kinds)])
 
 
+_MOST_LISTED = 10**9
 _STATES = ("queued", "running", "waiting", "cancelling", "succeeded", "failed", "cancelled")
 
 
@@ -132,7 +144,10 @@ def submit(  # noqa: PLR0913, PLR0917 - each is an option of the command line
         bool, typer.Option("--validate-only", help="Check everything and submit nothing.")
     ] = False,
     upload: Annotated[
-        list[Path] | None, typer.Option(help="Send a model's folder, or a file of data, and measure that.")
+        list[Path] | None,
+        typer.Option(
+            metavar="<path>", parser=read_path, help="Send a model's folder, or a file of data, and measure that."
+        ),
     ] = None,
     idempotency_key: Annotated[str | None, typer.Option(help="The same key and document give the same job.")] = None,
     priority: Priority = None,
@@ -231,7 +246,10 @@ def logs(
 
 def results(
     job_id: JobOrFolder,
-    download: Annotated[Path | None, typer.Option(help="Folder to download the job's files into.")] = None,
+    download: Annotated[
+        Path | None,
+        typer.Option(metavar="<path>", parser=read_folder, help="Folder to download the job's files into."),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--force", "--overwrite", help="Replace other files of the same names there.")
     ] = False,
@@ -311,9 +329,10 @@ def list_jobs(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     until: Annotated[str | None, typer.Option(metavar="2d", help="Only jobs before that; a time or a moment.")] = None,
     oldest: Annotated[bool, typer.Option("--oldest", help="The oldest first.")] = False,
     parent: Annotated[
-        str | None, typer.Option(metavar="ID", help="The pieces of this divided job, in place of whole jobs.")
+        str | None,
+        typer.Option(metavar="ID", parser=read_name, help="The pieces of this divided job, in place of whole jobs."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="At most so many; default: all.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, max=_MOST_LISTED, help="At most so many; default: all.")] = None,
     url: Url = None,
     as_json: AsJson = False,
 ) -> None:

@@ -1,5 +1,6 @@
 """The source that a command names: a job of a service by its id, or the folder of a foreground run."""
 
+import os
 from pathlib import Path
 
 import httpx
@@ -9,7 +10,8 @@ from kronoscope.client.client import Client, ClientError, ServiceUnreachable
 
 def is_folder(source: str) -> bool:
     """Return whether a source is a folder; no id has a slash."""
-    return "/" in source or Path(source).is_dir()
+    # of what no path can be, such as 300 letters, Path.is_dir raises
+    return "/" in source or os.path.isdir(source)  # noqa: PTH112
 
 
 def find_job(client: Client, source: str) -> str:
@@ -43,7 +45,7 @@ def find_service_job(client: Client, job_id: str) -> str:
     except ClientError as error:
         if error.status != httpx.codes.NOT_FOUND:
             raise
-        is_run = is_folder(job_id) and Path(job_id, "job.json").is_file()
+        is_run = os.path.lexists(Path(job_id, "job.json"))
         remedy = (
             f"it is the folder of a run: `kronoscope run DOCUMENT -o {job_id}` computes it, `kronoscope results "
             f"{job_id}` shows it"

@@ -1,5 +1,6 @@
 """Arguments and options that several commands take, and the end of every command's help."""
 
+import errno
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,10 +34,22 @@ def one_of(choices: Sequence[str]) -> Callable[[str], str]:
     return parse
 
 
-def read_path(text: str) -> Path:
-    """Return the path that an option names; an empty one would be the current folder."""
+def read_name(text: str) -> str:
+    """Return the id, name or path that is given; an empty one is that of a shell's variable that is not set."""
     if not text:
+        raise typer.BadParameter("must not be empty (got ''); a variable of the shell may not be set")
+    return text
+
+
+def read_path(text: str | Path) -> Path:
+    """Return the path that is given; an empty one would be the current folder, and one that is too long none."""
+    if not str(text):
         raise typer.BadParameter("must be a path (got ''); name a folder, or `.` for the current one")
+    try:
+        os.lstat(text)
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise typer.BadParameter(f"must be a path (got '{str(text)[:80]}'): {error.strerror}; name another") from error
     return Path(text)
 
 
@@ -65,9 +78,10 @@ Store = Annotated[
     Path | None, typer.Option(metavar="<path>", parser=read_folder, help="Folder of fetched and trained models.")
 ]
 Offline = Annotated[bool, typer.Option("--offline", help="Fetch nothing from the hub.")]
-JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id.")]
+JobId = Annotated[str, typer.Argument(metavar="ID", parser=read_name, help="The job's id.")]
 JobOrFolder = Annotated[
-    str, typer.Argument(metavar="ID|FOLDER", help="The job's id, or the folder of a `kronoscope run`.")
+    str,
+    typer.Argument(metavar="ID|FOLDER", parser=read_name, help="The job's id, or the folder of a `kronoscope run`."),
 ]
 Budget = Annotated[
     str | None, typer.Option(help='Instead of the free memory here: "20GiB", of the device and of the host.')

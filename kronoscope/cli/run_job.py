@@ -68,7 +68,7 @@ def run_job(request: Mapping[str, Any], output: Path, display: Display, *, verbo
     Ctrl-C asks it to stop, a second one ends it at once; either way nothing runs on afterwards.
     """
     require_extra("worker", command="kronoscope plan" if request.get("estimate") else "kronoscope run")
-    existed = output.exists()
+    existed = os.path.lexists(output)
     outcome = Outcome(remaining=RemainingTime(_kinds(request["document"])))
     runner = subprocess.Popen(  # noqa: S603 - our own interpreter and module, no shell
         [*_RUNNER, "--output", str(output), "--frames-to-stdout"],
@@ -199,7 +199,11 @@ def _left_nothing(outcome: Outcome) -> bool:
 
 
 def run_request(document: dict[str, Any], store: Path | None, *, offline: bool) -> dict[str, Any]:
-    """Return the runner's request; every folder and factory may be named in the foreground."""
+    """Return the runner's request; every folder and factory may be named in the foreground.
+
+    ``UnicodeEncodeError`` if the document names a path with bytes that no JSON holds.
+    """
+    json.dumps(document, ensure_ascii=False).encode()
     return {
         "document": document,
         "paths": [str(Path.cwd())],

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from catalog.record import plain
 from catalog.responses.device_views import DeviceView
-from kronoscope.cli.options import Url, complete, epilog, one_of
+from kronoscope.cli.options import Url, complete, epilog, one_of, read_path
 from kronoscope.cli.output import print_json, result_console
 from kronoscope.cli.serve import exec_module
 from kronoscope.client.client import Client
@@ -123,7 +123,10 @@ def autoscale(
             help="What lends the machines: slurm, kubernetes or command.",
         ),
     ],
-    classes: Annotated[Path, typer.Option(help="TOML file of machine classes, each with its template.")],
+    classes: Annotated[
+        Path,
+        typer.Option(metavar="<path>", parser=read_path, help="TOML file of machine classes, each with its template."),
+    ],
     once: Annotated[bool, typer.Option("--once", help="One round, for cron.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be started and why, and start nothing.")

@@ -70,12 +70,13 @@ def send_upload(
 
 
 def files_of(path: Path, kind: UploadKind) -> list[str]:
-    """Return the names of the files of a folder, or of a file, that the service reads."""
+    """Return the names of the files of a folder, or of a file, that the service reads; a model has a `config.json`."""
     if kind == "data":
         return [path.name] if path.is_file() and is_read(kind, path.name) else []
     depth = ("*", "*/*") if kind == "model" else ("*.json", "artifacts/**/*")
     below = [each.relative_to(path).as_posix() for pattern in depth for each in path.glob(pattern) if each.is_file()]
-    return sorted(name for name in below if is_read(kind, name))
+    names = sorted(name for name in below if is_read(kind, name))
+    return names if kind != "model" or "config.json" in names else []
 
 
 def _declaration(folder: Path, name: str) -> dict[str, Any]:

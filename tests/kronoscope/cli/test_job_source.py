@@ -50,6 +50,16 @@ def test_an_id_of_no_job_is_named(kronoscope: Run, folder: Path, embedded: Embed
     assert "it is the folder of a run: `kronoscope run DOCUMENT -o out` computes it" in refused.stderr
 
 
+@pytest.mark.parametrize("command", ["results", "watch", "logs", "cancel", "rerun"])
+def test_an_id_that_no_folder_could_have_is_that_of_no_job(kronoscope: Run, embedded: Embedded, command: str) -> None:
+    for name in ("x" * 300, "x" * 300 + "/a"):
+        refused = kronoscope(command, name, "--url", embedded.server.url)
+        assert refused.returncode == 2
+        assert refused.stderr.startswith("error: ")
+        assert "Traceback" not in refused.stderr
+        assert name in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
