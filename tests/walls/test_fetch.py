@@ -231,7 +231,7 @@ LIES: dict[str, tuple[dict[str, Callable[[Hub], None]], int, str]] = {
     "gated": ({API: told(b"[]", 403, x_error_code="GatedRepo")}, 2, "asks for an agreement"),
     "no HTTP": ({API: lambda hub: hub.wfile.write(b"\0\xff" * 99) and None}, 3, "did not answer"),
     "bomb": (
-        {API: told(gzip.compress(bytes(10**8)), content_encoding="gzip")}, 2, "Content-Encoding `gzip`",
+        {API: told(gzip.compress(bytes(10**8), 1), content_encoding="gzip")}, 2, "Content-Encoding `gzip`",
     ),
     "round": ({API: to(API + "main")}, 2, "from one address to the next without end"),
     "dripping": ({WEIGHTS: dripping}, 3, "did not deliver model.safetensors within"),
