@@ -28,7 +28,9 @@ _REMEDIES: Mapping[str, str] = {
     "embedding_renormalised": "renormalise the table once, and build the embedding without `max_norm`",
     "batch_statistics": "normalise by running statistics (`track_running_stats=True`)",
     "several_inputs": "call the layer with one input",
-    "batch_not_first": "put the examples in the first dimension; or take `collection.sharing: expand` without `ekfac`",
+    "batch_not_first": "put the examples in the first dimension, and give every call the rows of each of them",
+    "rows_unordered": "put the rows of each example together; a layer with A and G needs no order under "
+    "`collection.sharing: expand` without `ekfac`",
     "transformed": "call the layer outside of `torch.func.vmap`, `grad`, `jvp` and their like, on a whole batch",
     "nested_tensor": "pad the examples to one length and mask what is padding, in place of a nested tensor",
     "complex_numbers": "hold real and imaginary parts in real parameters of their own, and compute with these",

@@ -99,7 +99,7 @@ def _allocated(
         needs_order = statistics.needs_order or job.collection.ekfac
         statistics.flaw = foreseen_flaw(layer, job.collection, probed.probe.mixed)
         if layer.name in unordered and needs_order and statistics.flaw is None:
-            statistics.flaw = "batch_not_first"
+            statistics.flaw = "rows_unordered"
         statistics.partial = job.workspace.inputs.part is not None
         # room for this rank's rows; more is made where its part is larger
         statistics.representation = replace(representation, rows=-(-representation.rows // ranks.size))

@@ -13,6 +13,7 @@ A parameter is counted once, by identity. Reasons:
   finds none either);
 - ``several_inputs``: it was called with more than one input, which changes what it computes;
 - ``batch_not_first``: its positions cannot be separated by example;
+- ``rows_unordered``: it can be measured from all rows together alone, and sums for each example are asked for;
 - ``transformed``: the layer is called inside ``torch.func.vmap``, ``grad``, ``jvp`` or their like;
 - ``nested_tensor``: the layer is called with a nested tensor;
 - ``needs_gradients``: `forward_only` has no gradient to build an exact block from;
@@ -67,6 +68,12 @@ from engine.model.sharding.gathered_parameters import has_own_forward
 from engine.model.state.preserve_state import in_evaluation
 
 _OPEN = frozenset({"unsupported_layer", "bare_parameter", "overridden_forward", "parametrised", "tied"})
+
+EXPLANATIONS = {
+    "batch_not_first": "a call of it has no dimension of the examples in front, or not the rows of each: of a branch "
+    "that a whole batch takes or leaves, of one example, or of rows that several have in common"
+}
+"""The explanation of each reason that is the same for all layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +261,7 @@ def declare(layer: TreatedLayer, reason: str) -> DeclaredLayer:
         reason=reason,
         parameters=layer.parameters,
         parameter_count=layer.parameter_count,
+        why=EXPLANATIONS.get(reason, ""),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from engine.layers.coverage import DeclaredLayer, Survey, layer_name
+from engine.layers.coverage import EXPLANATIONS, DeclaredLayer, Survey, layer_name
 from engine.layers.elementwise import BareLayer
 from engine.layers.layer import TreatedLayer
 from engine.layers.linear import FunctionalLinearLayer
@@ -323,7 +323,8 @@ class _Found:
         """Yield rows for the parameters ``rest`` of a module, one for each reason."""
         by_reason: dict[tuple[str, str], list[str]] = {}
         for parameter in rest:
-            by_reason.setdefault(self.refused.get(parameter, (reason, "")), []).append(parameter)
+            usual = reason, EXPLANATIONS.get(reason, "")
+            by_reason.setdefault(self.refused.get(parameter, usual), []).append(parameter)
         for (why, explained), names in by_reason.items():
             yield DeclaredLayer(
                 name=name,

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from catalog.record import FieldError
 from catalog.requests.collection import Collection
+from catalog.responses.coverage import remedy_of
 from engine.collect import collect_or_read
 from engine.errors import CoverageBroken, CoverageTooLow
 from engine.layers import coverage
@@ -75,6 +76,40 @@ def test_what_only_running_shows_fails_as_soon_as_it_is_shown(wanted: float, pla
     with pytest.raises(CoverageTooLow, match=f"20 {reason}"):
         collect_or_read(space)
     assert bool(plans) is planned
+
+
+class Left(nn.Module):
+    """A branch that a draw takes or leaves for a whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.branch, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.first(x[:, -1]))
+        return self.head(z + self.branch(z) if float(torch.rand(())) > 0.5 else z)
+
+
+class Common(nn.Module):
+    """Rows that examples have in common enter once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, places = torch.unique(x[:, -1], dim=0, return_inverse=True)
+        return self.head(torch.tanh(self.branch(rows))[places])
+
+
+@pytest.mark.parametrize("make", [Left, Common])
+def test_rows_that_are_not_those_of_each_example_are_explained(make: type[nn.Module]) -> None:
+    """No option is named that is in force already."""
+    whole = collect(make().double(), [data()], "classification", sharing="expand")
+    (row,) = whole.declared
+    assert (row.name, row.reason) == ("branch", "batch_not_first")
+    assert "not the rows of each" in row.why
+    assert "collection." not in (remedy_of(row.reason) or "collection.")
 
 
 def test_a_layer_that_only_a_later_batch_calls_is_no_reason_to_fail() -> None:

@@ -191,3 +191,6 @@ def test_rows_in_an_order_of_their_own_are_summed_and_have_no_trace(sharing: str
     assert "head" in names
     if sharing == "expand" and not ekfac:
         assert {"first", "second"} <= names
+    # a norm has a block, which needs each example's rows however the others are summed
+    refused = {row.name: row.reason for row in whole.declared if row.name != "table"}
+    assert refused == dict.fromkeys({"first", "norm", "second"} - names, "rows_unordered")
