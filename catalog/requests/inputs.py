@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from catalog.record import FieldError, Tagged, option, record
+from catalog.requests.collection import MAX_SEED
 
 Loss = Literal["cross_entropy", "mse", "bce", "model"]
 TaskType = Literal[
@@ -209,8 +210,8 @@ class SyntheticData:
                 size *= extent
             if size > 2**28:
                 raise FieldError(name, f"one example would hold {size:,} numbers; at most {2**28:,} are taken")
-        if self.seed < 0:
-            raise FieldError("seed", f"is {self.seed}; take a seed of 0 or more")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise FieldError("seed", f"is {self.seed}; take 0 to 2^63-1")
 
 
 @record

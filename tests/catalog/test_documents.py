@@ -153,6 +153,9 @@ def test_every_analysis_has_its_block() -> None:
         ({"task": {"type": "causal_lm", "loss": "bce"}}, "/task/loss", "does not fit `causal_lm`"),
         ({"task": {"type": "classification", "loss": "model"}}, "/task", "`collection.fisher: empirical`"),
         ({"data": {"source": "synthetic", "shape": [4], "examples": 0}}, "/data/examples", "take 1 or more"),
+        ({"data": {"source": "synthetic", "shape": [4], "examples": 1, "seed": -1}}, "/data/seed", "take 0 to 2^63-1"),
+        # beyond 2^63 another seed stood for it, where no service read the document
+        ({"data": {"source": "synthetic", "shape": [4], "examples": 1, "seed": 2**63}}, "/data/seed", "0 to 2^63-1"),
         ({"data": {"source": "synthetic", "shape": [2**20, 2**20], "examples": 1}}, "/data/shape", "at most"),
         ({"factors": {"job": "x"}}, "/model", "contradicts `factors`"),
         ({"factors": {}}, "/factors/job", "give either `job` or `path`"),
