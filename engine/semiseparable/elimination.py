@@ -187,4 +187,4 @@ def _sign(permutation: Tensor) -> int:
 def _power(tensor: Tensor) -> float:
     """The power of two above the largest entry; 1 of zeros."""
     largest = float(tensor.detach().abs().max()) if tensor.numel() else 0.0
-    return math.ldexp(1.0, math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
+    return math.ldexp(1.0, min(math.frexp(largest)[1], 1023)) if 0 < largest < math.inf else 1.0

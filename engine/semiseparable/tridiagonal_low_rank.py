@@ -7,9 +7,11 @@
 Levels of a hierarchical matrix, Σ_k U_k V_kᵀ, are columns of one U and one V. Columns that are held in 16 bits have a
 power of two each, since a bare float16 loses what is below 6e-8 and above 65504. Solves, determinants and the inverse's
 diagonal go through the equal block SSS matrix of order r + 1, whose elimination needs neither T nor a leading block to
-be invertible; the formula of Woodbury would lose what T loses.
+be invertible; the formula of Woodbury would lose what T loses. Rows and columns are brought near one before, by powers
+of two, so that a pivot of rounding is one at any scale, and of rows of any sizes.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -185,15 +187,49 @@ class TridiagonalLowRank(SemiseparableMatrix):
 
     @override
     def solve(self, right: Tensor, damping: float = 0.0) -> Tensor:
-        return self.as_sss().solve(right, damping)
+        if damping:
+            return self.shifted(-damping).solve(right)
+        scaled, rows, columns = self._equilibrated()
+        side = as_columns(self, right)
+        return (scaled.as_sss().solve(side * rows[:, None]) * columns[:, None]).reshape(right.shape)
 
     @override
     def slogdet(self) -> tuple[Tensor, Tensor]:
-        return self.as_sss().slogdet()
+        scaled, rows, columns = self._equilibrated()
+        sign, logarithm = scaled.as_sss().slogdet()
+        moved = (rows.to(torch.float64).log() + columns.to(torch.float64).log()).sum()
+        return sign, (logarithm - moved).to(logarithm.dtype)
 
     @override
     def inverse_diagonal(self) -> Tensor:
-        return self.as_sss().inverse_diagonal()
+        scaled, rows, columns = self._equilibrated()
+        return scaled.as_sss().inverse_diagonal() * rows * columns
+
+    def _equilibrated(self) -> tuple[Self, Tensor, Tensor]:
+        """R A C with rows and columns near one, and the diagonals of R and C, powers of two (N,)."""
+        U, V, _ = self._balanced()
+        d, lower, upper, u, v = (each.detach().abs() for each in (self.diagonal, self.lower, self.upper, U, V))
+        rows = _row_powers(d, lower, upper, u, v)
+        columns = _row_powers(d * rows, upper * rows[:-1], lower * rows[1:], v, u * rows[:, None])
+        band = (
+            self.diagonal * rows * columns,
+            self.lower * rows[1:] * columns[:-1],
+            self.upper * rows[:-1] * columns[1:],
+        )
+        return type(self)(*band, U * rows[:, None], V * columns[:, None]), rows, columns
+
+    def _balanced(self) -> tuple[Tensor, Tensor, float]:
+        """U and V with columns of equal size, by powers of two, and the power near the root of the largest entry."""
+        U, V = self.columns()
+        with torch.no_grad():
+            left, right = (each.abs().amax(0).to(torch.float64).log2() for each in (U, V))
+            band = torch.cat([self.diagonal, self.lower, self.upper]).abs().to(torch.float64).log2()
+            size = float(torch.cat([band, left + right]).max())
+            size = round(size / 2) * 2 if math.isfinite(size) else 0
+            # beside a column of zeros any size will do but one that the matrix does not have
+            left, right = (torch.where(a > -math.inf, a, size - b) for a, b in ((left, right), (right, left)))
+            half = torch.nan_to_num((right - left) / 2, 0.0, 0.0, 0.0).round()
+        return U * torch.exp2(half).to(U.dtype), V * torch.exp2(-half).to(V.dtype), 2.0 ** (size // 2)
 
     def as_sss(self, block: int | None = None) -> BlockSSS:
         """Return the same matrix as block SSS, of order r + 1.
@@ -212,15 +248,15 @@ class TridiagonalLowRank(SemiseparableMatrix):
         if p < 1:
             raise MatrixRefused(f"`block` must be at least 1 (got {block})")
         m = -(-n // p)
-        U, V = _balanced(*self.columns())
+        U, V, root = self._balanced()
         U, V = (in_blocks(each, m, p) for each in (U, V))
         # an entry of the band crosses the edge between two blocks: its own state, from a last row to a first one
         upper, lower = (
             torch.cat([each, each.new_zeros(m * p - n + 1)]).view(m, p) for each in (self.upper, self.lower)
         )
         first, last = (torch.eye(p, dtype=self.dtype, device=self.device)[:, place] for place in (0, -1))
-        crossing_up, crossing_down = upper[:, -1:], torch.cat([lower.new_zeros(1, 1), lower[:-1, -1:]])
-        ones = torch.ones_like(crossing_up)
+        crossing_up, crossing_down = upper[:, -1:] / root, torch.cat([lower.new_zeros(1, 1), lower[:-1, -1:]]) / root
+        roots = torch.full_like(crossing_up, root)
         within = torch.cat([torch.ones(r), torch.zeros(1)]).to(self.device, self.dtype).diag().expand(m, -1, -1)
         D = U @ V.mT + torch.diag_embed(torch.cat([self.diagonal, self.diagonal.new_zeros(m * p - n)]).view(m, p))
         if p > 1:
@@ -231,10 +267,10 @@ class TridiagonalLowRank(SemiseparableMatrix):
             D=D,
             U=torch.cat([U, (crossing_up * last)[:, :, None]], 2),
             W=within,
-            V=torch.cat([V, (ones * first)[:, :, None]], 2),
+            V=torch.cat([V, (roots * first)[:, :, None]], 2),
             P=torch.cat([U, (crossing_down * first)[:, :, None]], 2),
             R=within,
-            Q=torch.cat([V, (ones * last)[:, :, None]], 2),
+            Q=torch.cat([V, (roots * last)[:, :, None]], 2),
             orders=(orders, orders),
         )
 
@@ -265,12 +301,12 @@ def _exponents(columns: Tensor) -> Tensor:
     return exact.to(torch.int16)
 
 
-def _balanced(U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns of equal size in U and V, by powers of two: elimination compares their rows with ones."""
-    with torch.no_grad():
-        sizes = [torch.linalg.vector_norm(each, dim=0).to(torch.float64).log2() for each in (U, V)]
-        half = torch.nan_to_num((sizes[1] - sizes[0]) / 2, 0.0, 0.0, 0.0).round()
-    return U * torch.exp2(half).to(U.dtype), V * torch.exp2(-half).to(V.dtype)
+def _row_powers(diagonal: Tensor, lower: Tensor, upper: Tensor, U: Tensor, V: Tensor) -> Tensor:
+    """Powers of two (N,) that bring the largest entry of each row of T + U Vᵀ, all of them positive, below one."""
+    beside = torch.nn.functional.pad(lower, (1, 0)), torch.nn.functional.pad(upper, (0, 1))
+    largest = torch.stack([diagonal, *beside, U @ V.amax(0)]).amax(0).to(torch.float64)
+    most = math.log2(torch.finfo(diagonal.dtype).max) - 8
+    return torch.exp2(-torch.frexp(largest).exponent.to(largest.dtype).clamp(-most, most)).to(diagonal.dtype)
 
 
 def formula_bytes(

@@ -1,5 +1,6 @@
 """Structures: every verb equals that of the dense matrix, in float64."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 from engine.errors import NonFiniteFactor, WrongShape
 from engine.linalg.linear_operator import LinearOperator
 from engine.semiseparable.block_sss import BlockSSS
+from engine.semiseparable.fit import fit_tridiagonal_low_rank
 from engine.semiseparable.semiseparable_matrix import (
     MatrixRefused,
     SemiseparableMatrix,
@@ -17,7 +19,7 @@ from engine.semiseparable.semiseparable_matrix import (
     require_matrix,
 )
 from engine.semiseparable.tridiagonal_low_rank import TridiagonalLowRank, formula_bytes
-from tests.engine.semiseparable.structures import REAL, Draw, cases, sss, tridiagonal
+from tests.engine.semiseparable.structures import REAL, Draw, cases, covariance, sss, tridiagonal
 
 CASES = cases()
 
@@ -203,6 +205,80 @@ def test_a_matrix_far_from_one_keeps_its_digits(power: int) -> None:
     x = Draw(9, REAL)(61)
     close(scaled.solve(x) * scale, torch.linalg.solve(dense, x))
     close(scaled.slogdet()[1], torch.linalg.slogdet(dense)[1] + 61 * power * torch.log(torch.tensor(2.0, dtype=REAL)))
+
+
+def require_verbs(matrix: SemiseparableMatrix, dense: Tensor, scale: float, most: float) -> None:
+    """Solves, determinants and the inverse's diagonal of scale · dense, as those of dense have them in float64."""
+    size = matrix.size
+    x = Draw(9, REAL)(size, 2)
+    wanted = torch.linalg.solve(dense, x)
+    assert float((matrix.solve(x.to(matrix.dtype)).to(REAL) * scale - wanted).norm()) <= most * float(wanted.norm())
+    damped = torch.linalg.solve(dense + torch.eye(size) / 2, x)
+    found = matrix.solve(x.to(matrix.dtype), scale / 2).to(REAL) * scale
+    assert float((found - damped).norm()) <= most * float(damped.norm())
+    shifts = torch.tensor([0.0, 0.5], dtype=REAL)
+    determinants = [torch.linalg.slogdet(dense + shift * torch.eye(size)) for shift in shifts]
+    sign, logarithm = matrix.slogdet()
+    logarithms = matrix.logdets(shifts * scale)
+    for got, (wanted_sign, value) in zip((logarithm, *logarithms[1:]), determinants, strict=True):
+        assert float(sign) == float(wanted_sign)
+        assert float(got) == pytest.approx(float(value) + size * math.log(scale), rel=most, abs=most * size)
+    diagonal = torch.linalg.inv(dense).diagonal()
+    missed = matrix.inverse_diagonal().to(REAL) * scale - diagonal
+    assert float(missed.abs().max()) <= most * float(diagonal.abs().max())
+
+
+@pytest.mark.parametrize("size", [1, 20, 64, 131])
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(torch.float32, s) for s in (1e-36, 1e-22, 1e-10, 1e20, 1e36)] + [(REAL, s) for s in (1e-300, 1e-28, 1e28, 1e300)],
+)
+def test_tridiagonal_plus_low_rank_is_regular_at_every_scale(size: int, dtype: torch.dtype, scale: float) -> None:
+    fitted = fit_tridiagonal_low_rank((covariance(size) * scale).to(dtype)).matrix
+    for matrix in (fitted, fitted.as_sss(), *([fitted.rounded(torch.float16)] if dtype == torch.float32 else [])):
+        require_verbs(matrix, matrix.to_dense().to(REAL) / scale, scale, 1e-5 if dtype == torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-30, 1e30])
+def test_a_column_of_zeros_sets_no_scale(scale: float) -> None:
+    # U has a column of ones, and V of zeros
+    sign, logarithm = fit_tridiagonal_low_rank(torch.eye(2) * scale, 1).matrix.slogdet()
+    assert float(sign) == 1
+    assert float(logarithm) == pytest.approx(2 * math.log(scale), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["rows", "rows and columns"])
+def test_rows_of_many_sizes_are_no_singular_matrix(kind: str) -> None:
+    matrix, _ = tridiagonal(64, 4, REAL)
+    left = torch.logspace(0, -8, 64, dtype=REAL)
+    right = left if kind == "rows and columns" else torch.ones_like(left)
+    graded = TridiagonalLowRank(
+        matrix.diagonal * left * right,
+        matrix.lower * left[1:] * right[:-1],
+        matrix.upper * left[:-1] * right[1:],
+        matrix.U * left[:, None],
+        matrix.V * right[:, None],
+    ).to(dtype=torch.float32)
+    dense = graded.to_dense().to(REAL)
+    x = left.to(torch.float32)
+    wanted = torch.linalg.solve(dense, x.to(REAL))
+    assert float((graded.solve(x).to(REAL) * right - wanted * right).abs().max()) <= 1e-5 * float(
+        (wanted * right).abs().max()
+    )
+    assert float(graded.slogdet()[1]) == pytest.approx(float(torch.linalg.slogdet(dense)[1]), rel=1e-6)
+    inverse = torch.linalg.inv(dense).diagonal()
+    assert float((graded.inverse_diagonal().to(REAL) / inverse - 1).abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_a_singular_matrix_is_refused_at_every_scale(scale: float) -> None:
+    ones = torch.full((40,), scale)
+    diagonal = 2 * ones
+    diagonal[0] = diagonal[-1] = scale
+    matrix = TridiagonalLowRank(diagonal, -ones[1:], -ones[1:], torch.zeros(40, 0), torch.zeros(40, 0))
+    with pytest.raises(SingularMatrix, match="the matrix is singular, or too near to it"):
+        matrix.solve(ones)
+    assert float(matrix.slogdet()[1]) == -torch.inf
 
 
 def test_an_order_is_bounded_by_its_generators() -> None:
