@@ -192,6 +192,17 @@ def test_the_factors_are_those_of_the_products_written_out(case: str, batch_size
     require_factors(model, twin, whole)
 
 
+@pytest.mark.parametrize(("batch_size", "form"), [(1, "diagonal_block"), (2, "kronecker")])
+def test_the_form_of_a_computed_weight_depends_on_the_batch_and_its_trace_does_not(batch_size: int, form: str) -> None:
+    """As the convention says."""
+    use, _, shapes = CASES["straight through"]
+    model = Used(use, *shapes)
+    whole = collect(model, [data()], "classification", fisher="empirical", batch_size=batch_size, min_coverage=1.0)
+    assert {layer.name: layer.form for layer in whole.layers}["p"] == form
+    losses = (functional.cross_entropy(model(x[None])[0], y) for x, y in zip(*data(), strict=True))
+    require_traces(model, whole, losses, 6)
+
+
 def test_a_scaled_bias_beside_a_scaled_weight_is_a_row_of_its_own() -> None:
     model = Used(lambda m, x: functional.linear(x, 0.5 * m.p, torch.cat([2 * m.q, m.r])), (4, 4), (1,), (3,))
     x, y = data()
