@@ -4,8 +4,6 @@ The structures themselves, with solves, determinants and block SSS, are in ``eng
 docs/semiseparable.md says when each is right.
 """
 
-import cmath
-import numbers
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from catalog.record import FieldError
-from catalog.record_reader import read
 from engine.distributed.group import join
 from engine.errors import UsageError, WrongShape
 from engine.memory.offload_store import OffloadStore
@@ -25,6 +21,9 @@ from engine.semiseparable.semiseparable_matrix import (
     MatrixRefused,
     default_rank,
     level_ranks,
+    read_number,
+    read_shift,
+    read_whole,
     require_finite,
     require_tensor,
 )
@@ -57,7 +56,7 @@ class MemoryOptimizationConfig:
     def __post_init__(self) -> None:
         """Refuse ranks that cannot be, and types that are none of floats."""
         for name in ("world_size", "rank", "num_levels"):
-            setattr(self, name, _read_whole(getattr(self, name), name))
+            setattr(self, name, read_whole(getattr(self, name), name))
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise MatrixRefused(f"`rank` must be from 0 to world_size − 1 (got {self.rank} of {self.world_size})")
         if self.use_mixed_precision and self.lowrank_dtype not in (torch.float16, torch.bfloat16):
@@ -71,7 +70,7 @@ class _Semiseparable:
     """T + U Vᵀ for matrices of ``n_seq`` rows."""
 
     def __init__(self, n_seq: int, config: MemoryOptimizationConfig | None = None) -> None:
-        self.n_seq, self.config = _read_whole(n_seq, "n_seq", 1), _usable(config)
+        self.n_seq, self.config = read_whole(n_seq, "n_seq", 1), _usable(config)
         levels = self.config.num_levels if self.config.use_hierarchical else 1
         self.ranks = level_ranks(self.n_seq, levels)
         self._held: dict[str, Tensor] = {}
@@ -217,8 +216,8 @@ class ZeROSemiseparablePartitioner:
         Raises:
             MatrixRefused: If a number is smaller, or not whole.
         """
-        size = _read_whole(n_seq, "n_seq", 1)
-        columns = default_rank(size) if rank is None else _read_whole(rank, "rank", 0)
+        size = read_whole(n_seq, "n_seq", 1)
+        columns = default_rank(size) if rank is None else read_whole(rank, "rank", 0)
         return scaling(size, columns, self.config.world_size)
 
 
@@ -260,7 +259,7 @@ class BirmanSchwingerCore(nn.Module):
     def __init__(self, n_seq: int, epsilon: float = 1.0, use_semiseparable: bool = True) -> None:
         super().__init__()
         least, most = _EPSILONS
-        self.n_seq, self.epsilon = _read_whole(n_seq, "n_seq", 1), _read(float, epsilon, "epsilon")
+        self.n_seq, self.epsilon = read_whole(n_seq, "n_seq", 1), read_number(float, epsilon, "epsilon")
         if not least <= self.epsilon <= most:
             raise MatrixRefused(
                 f"`epsilon` must be above 0, from {least:g} to {most:g}: H₀ is divided by its square (got {epsilon})"
@@ -287,7 +286,9 @@ class BirmanSchwingerCore(nn.Module):
             raise MatrixRefused(f"`v` must have shape ({self.n_seq},) or (batch, {self.n_seq}) (got {tuple(v.shape)})")
         if not v.numel():
             raise MatrixRefused(f"`v` must have at least one row (got shape {tuple(v.shape)})")
-        shift = _read_shift(z)
+        shift = read_shift(z)
+        if isinstance(shift, complex) and not shift.imag:
+            shift = shift.real
         wide = v.to(torch.promote_types(v.dtype, torch.float64)).reshape(-1, self.n_seq)
         require_finite(wide.detach(), 0, "`v`")
         found = torch.stack([self._diagonal(each, shift) for each in wide])
@@ -302,38 +303,6 @@ class BirmanSchwingerCore(nn.Module):
             return shifted.inverse_diagonal().to(torch.complex128)
         dense: Tensor = torch.linalg.inv(shifted.to_dense())
         return dense.diagonal().to(torch.complex128)
-
-
-def _read(kind: type, value: object, name: str) -> Any:  # noqa: ANN401 - of the kind
-    """Return an argument as a number of a kind; ``MatrixRefused`` if it is not one."""
-    try:
-        return read(kind, value, name)
-    except FieldError as error:
-        raise MatrixRefused(str(error)) from error
-
-
-def _read_whole(value: object, name: str, least: int | None = None) -> int:
-    number: int = _read(int, value, name)
-    if least is not None and number < least:
-        raise MatrixRefused(f"`{name}` must be at least {least} (got {number})")
-    return number
-
-
-def _read_shift(z: object) -> complex | Tensor:
-    """Return z as a finite number, or as a tensor () through which gradients flow."""
-    one = z.numel() == 1 and z.dtype != torch.bool if isinstance(z, Tensor) else not isinstance(z, bool)
-    if not one or not isinstance(z, (numbers.Complex, Tensor)):
-        got = f"a tensor of {z.dtype}, shape {tuple(z.shape)}" if isinstance(z, Tensor) else repr(z)
-        raise MatrixRefused(f"`z` must be a complex number, or a tensor of one (got {got})")
-    try:
-        number = complex(z.detach() if isinstance(z, Tensor) else z)
-    except OverflowError:
-        number = complex(cmath.inf)
-    if not cmath.isfinite(number):
-        raise MatrixRefused(f"`z` must be a finite number (got {z})")
-    if isinstance(z, Tensor):
-        return z.reshape(())
-    return number if number.imag else number.real
 
 
 def _usable(config: object) -> MemoryOptimizationConfig:

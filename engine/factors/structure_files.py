@@ -66,7 +66,7 @@ def read_structures(artifacts: Artifacts) -> dict[str, dict[str, SemiseparableMa
     """
     try:
         layers = _layers(artifacts.load_json(INDEX))
-        return {str(entry["name"]): _read_layer(artifacts, entry) for entry in layers}
+        return {entry["name"]: _read_layer(artifacts, entry) for entry in layers}
     except (MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:  # the port's own errors, and whatever a stranger's table makes a reader say
@@ -77,6 +77,9 @@ def _layers(index: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     if index["format"] != FORMAT:
         raise ValueError(f"its format is {str(index['format'])[:80]!r}, not {FORMAT}")
     layers: Sequence[Mapping[str, Any]] = index["layers"]
+    names = {entry["name"] for entry in layers}
+    if len(names) < len(layers) or not all(isinstance(name, str) and name for name in names):
+        raise ValueError("a layer has no name, or that of another one")
     return layers
 
 

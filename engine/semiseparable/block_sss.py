@@ -29,6 +29,7 @@ from engine.semiseparable.semiseparable_matrix import (
     SemiseparableMatrix,
     SingularMatrix,
     as_columns,
+    read_shift,
 )
 
 _NAMES = ("D", "U", "W", "V", "P", "R", "Q")
@@ -205,15 +206,15 @@ class BlockSSS(SemiseparableMatrix):
 
     @override
     def shifted(self, z: complex | Tensor) -> Self:
-        inside = torch.arange(self.D.shape[0] * self.block, device=self.device) < self.size
+        z, inside = read_shift(z), torch.arange(self.D.shape[0] * self.block, device=self.device) < self.size
         moved = self.D - torch.diag_embed((inside.to(self.dtype) * z).view(-1, self.block))
         named = {name: tensor.to(moved.dtype) for name, tensor in self.tensors().items()} | {"D": moved}
         return type(self)(self.size, **named, orders=self.orders, error_bound=self.error_bound)
 
     @override
     def solve(self, right: Tensor, damping: float = 0.0) -> Tensor:
-        if damping:
-            return self.shifted(-damping).solve(right)
+        if shift := read_shift(damping, "damping"):
+            return self.shifted(-shift).solve(right)
         columns = as_columns(self, right)
         m, p = self.D.shape[:2]
         elimination = self._elimination(columns.dtype)

@@ -19,7 +19,13 @@ from engine.linalg.panels import frobenius_norm
 from engine.semiseparable.block_sss import BlockSSS
 from engine.semiseparable.construct_sss import OrderBeyond, construct_sss
 from engine.semiseparable.fit import TridiagonalFit
-from engine.semiseparable.semiseparable_matrix import MatrixRefused, SemiseparableMatrix, default_rank, require_matrix
+from engine.semiseparable.semiseparable_matrix import (
+    SemiseparableMatrix,
+    default_rank,
+    read_tolerance,
+    read_whole,
+    require_matrix,
+)
 from engine.semiseparable.tridiagonal_low_rank import TridiagonalLowRank
 
 BLOCKS = (4, 8, 16, 32)
@@ -79,7 +85,7 @@ def choose(
         The choice, with every other candidate.
 
     Raises:
-        MatrixRefused: If the tolerance is not between 0 and 1, or the rank is below 1.
+        MatrixRefused: If the tolerance is not between 0 and 1, or the rank is not a whole number of at least 1.
         NonFiniteFactor: If the matrix holds NaN or Inf.
         WrongShape: If it is not square.
 
@@ -87,13 +93,11 @@ def choose(
         The dense matrix twice, and the candidates.
     """
     dense = require_matrix(matrix)
-    if tolerance is not None and not 0 < tolerance < 1:
-        raise MatrixRefused(f"`tolerance` must be above 0 and below 1 (got {tolerance})")
+    tolerance = read_tolerance(tolerance)
     n, item = dense.shape[0], dense.element_size()
-    if rank is not None and rank < 1:
-        raise MatrixRefused(f"`rank` must be at least 1, or None for ⌈log₂ N⌉ (got {rank})")
-    first_rank = min(default_rank(n) if rank is None else rank, n)
-    allowed = item * (3 * n - 2 + 2 * n * first_rank) if budget_bytes is None else budget_bytes
+    first_rank = min(default_rank(n) if rank is None else read_whole(rank, "rank", 1), n)
+    whole = item * (3 * n - 2 + 2 * n * first_rank)
+    allowed = whole if budget_bytes is None else read_whole(budget_bytes, "budget_bytes", 0)
     least = 0 if tolerance is None else _least_order(dense, tolerance)
     fitted = list(_sss_candidates(dense, allowed, tolerance, least, after_sweep)) if BlockSSS.kind in kinds else []
     fit = TridiagonalFit(dense, after_sweep)

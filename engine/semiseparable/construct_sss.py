@@ -25,9 +25,12 @@ from engine.linalg.panels import frobenius_norm
 from engine.semiseparable.block_sss import BlockSSS
 from engine.semiseparable.semiseparable_matrix import (
     MatrixRefused,
+    read_tolerance,
+    read_whole,
     require_finite,
     require_matrix,
     require_rank,
+    require_tensor,
     widen,
 )
 
@@ -73,9 +76,9 @@ def construct_sss(
     Raises:
         OrderBeyond: If the tolerance asks for a larger order than ``most_order``.
         MatrixRefused: If ``block``, ``order`` or ``tolerance`` cannot be, or a callback gives other numbers the second
-            time.
+            time, or no dense tensor.
         NonFiniteFactor: If the matrix holds NaN or Inf.
-        WrongShape: If the matrix is not square, or a callback gives another shape.
+        WrongShape: If the matrix is not square, or a callback gives another shape, dtype or device.
 
     Memory:
         (p + r) N numbers a few times, and what the structure takes.
@@ -90,26 +93,17 @@ def construct_sss(
             f"`matrix` must be a torch.Tensor, or a callback that gives rows of one (got {type(matrix).__name__}); "
             "make a tensor, such as by torch.as_tensor"
         )
-    elif size is None or size < 1:
-        raise MatrixRefused(
-            f"`size` must be the rows of the matrix, at least 1, where a callback gives them (got {size})"
-        )
+    elif size is None:
+        raise MatrixRefused("`size` must be the rows of the matrix, at least 1, where a callback gives them (got None)")
     else:
-        source = _Source(matrix, size)
+        source = _Source(matrix, read_whole(size, "size", 1))
     n = source.size
-    if block < 1:
-        raise MatrixRefused(f"`block` must be at least 1 (got {block})")
-    block = min(block, n)
-    if order is not None:
-        require_rank(order, n, "order")
-    if tolerance is not None and not 0 < tolerance < 1:
-        raise MatrixRefused(f"`tolerance` must be above 0 and below 1 (got {tolerance})")
+    block = min(read_whole(block, "block", 1), n)
+    order = None if order is None else require_rank(order, n, "order")
+    tolerance = read_tolerance(tolerance)
+    most_order = n if most_order is None else read_whole(most_order, "most_order", 0)
     steps = 2 * max(-(-n // block) - 1, 1)
-    budget = (
-        None
-        if tolerance is None
-        else _Budget(tolerance * source.norm() or 1.0, steps, n if most_order is None else most_order)
-    )
+    budget = None if tolerance is None else _Budget(tolerance * source.norm() or 1.0, steps, most_order)
     bounds = [(start, min(start + block, n)) for start in range(0, n, block)]
     above = _sweep(source.read, bounds, n, order, budget)
     turned = [(n - stop, n - start) for start, stop in reversed(bounds)]
@@ -142,21 +136,25 @@ class _Source:
 
     rows: Rows
     size: int
+    kind: tuple[torch.dtype, torch.device] | None = None
+    """That of the first rows, which all others have."""
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return rows, checked."""
         pieces = []
         for first in range(start, stop, ROWS_AT_ONCE):
             last = min(first + ROWS_AT_ONCE, stop)
-            piece = self.rows(first, last)
+            piece, name = self.rows(first, last), f"rows({first}, {last})"
+            require_tensor(piece, name)
             if tuple(piece.shape) != (last - first, self.size):
-                raise WrongShape(
-                    f"rows({first}, {last}) must have shape ({last - first}, {self.size}) (got {tuple(piece.shape)})"
-                )
+                raise WrongShape(f"{name} must have shape ({last - first}, {self.size}) (got {tuple(piece.shape)})")
             pieces.append(widen(piece))
             require_finite(pieces[-1], first)
-        if len({piece.dtype for piece in pieces}) > 1:
-            raise WrongShape(f"rows {start} to {stop} are of {pieces[0].dtype} and of others; give one dtype")
+            kind = piece.dtype, piece.device
+            self.kind = self.kind or kind
+            if kind != self.kind:
+                before = " on ".join(map(str, self.kind))
+                raise WrongShape(f"{name} must be of {before}, as rows before (got {' on '.join(map(str, kind))})")
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def norm(self) -> float:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.linalg.panels import frobenius_norm
-from engine.semiseparable.semiseparable_matrix import default_rank, require_matrix, require_rank
+from engine.semiseparable.semiseparable_matrix import default_rank, read_whole, require_matrix, require_rank
 from engine.semiseparable.tridiagonal_low_rank import TridiagonalLowRank
 
 SWEEPS = 60
@@ -83,13 +83,12 @@ class TridiagonalFit:
             The matrix in H's precision, and its errors.
 
         Raises:
-            MatrixRefused: If the rank is below 1 or above N.
+            MatrixRefused: If a rank is not a whole number, or below 1, or one alone above N.
         """
         H, n = self.matrix, self.matrix.shape[0]
-        levels = (default_rank(n),) if ranks is None else (ranks,) if isinstance(ranks, int) else ranks
-        if len(levels) == 1:
-            require_rank(levels[0], n)
-        rank = min(sum(levels), n)
+        given = ranks if isinstance(ranks, (tuple, list)) else (default_rank(n) if ranks is None else ranks,)
+        levels = tuple(read_whole(each, "rank", 1 if len(given) > 1 else None) for each in given)
+        rank = require_rank(levels[0] if len(levels) == 1 else min(sum(levels), n), n)
         levels = levels if sum(levels) == rank else (rank,)
         ends = [_alternate(H, *start, sweeps, self._after_sweep) for start in self._started(rank)]
         U, V, errors = min(ends, key=lambda end: end[2][-1])

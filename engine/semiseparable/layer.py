@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from engine.semiseparable.block_sss import BlockSSS
-from engine.semiseparable.semiseparable_matrix import MatrixRefused, SemiseparableMatrix, default_rank, require_rank
+from engine.semiseparable.semiseparable_matrix import (
+    MatrixRefused,
+    SemiseparableMatrix,
+    default_rank,
+    read_whole,
+    require_rank,
+)
 from engine.semiseparable.tridiagonal_low_rank import TridiagonalLowRank
 
 
@@ -41,10 +47,8 @@ class StructuredLinear(nn.Module):
             MatrixRefused: If a number cannot be.
         """
         super().__init__()
-        if features < 1 or block < 1:
-            raise MatrixRefused(f"`features` and `block` must be at least 1 (got {features} and {block})")
-        order = default_rank(features) if rank is None else rank
-        require_rank(order, features)
+        features, block = read_whole(features, "features", 1), read_whole(block, "block", 1)
+        order = require_rank(default_rank(features) if rank is None else rank, features)
         self.features = features
         deviation = 1 / math.sqrt(3 * features)
         # a sum of r products of two normal numbers has the variance r d⁴

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.distributed.group import Ranks
 from engine.distributed.transfers import Label, exchange, run_together, sum_numbers
-from engine.semiseparable.semiseparable_matrix import MatrixRefused
+from engine.semiseparable.semiseparable_matrix import read_whole
 from engine.semiseparable.tridiagonal_low_rank import TridiagonalLowRank, memory_report
 
 _LABEL = Label("matrix", "structured product")
@@ -29,9 +29,7 @@ def shares(count: int, world_size: int) -> list[tuple[int, int]]:
 
     Runs are empty where there are more ranks than rows. ``MatrixRefused`` if ``world_size`` is below 1.
     """
-    if world_size < 1:
-        raise MatrixRefused(f"`world_size` must be at least 1 (got {world_size})")
-    each, more = divmod(count, world_size)
+    each, more = divmod(count, read_whole(world_size, "world_size", 1))
     marks = [rank * each + min(rank, more) for rank in range(world_size + 1)]
     return list(itertools.pairwise(marks))
 
@@ -152,9 +150,8 @@ def scaling(size: int, rank: int, world_size: int, item: int = 4) -> dict[str, A
     Raises:
         MatrixRefused: If N or W is below 1, or r below 0.
     """
-    for name, value, least in (("size", size, 1), ("rank", rank, 0), ("world_size", world_size, 1)):
-        if value < least:
-            raise MatrixRefused(f"`{name}` must be at least {least} (got {value})")
+    size, rank = read_whole(size, "size", 1), read_whole(rank, "rank", 0)
+    world_size = read_whole(world_size, "world_size", 1)
     whole = memory_report(size, [rank], item * (3 * size - 2), 2 * item * size * rank)["total_bytes"]
     columns = -(-rank // world_size)
     by_columns = item * (3 * size - 2 + 2 * size * columns)

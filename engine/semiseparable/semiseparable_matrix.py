@@ -9,7 +9,9 @@
 Gradients flow through every one of them to the tensors that the matrix is held in.
 """
 
+import cmath
 import math
+import numbers
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -19,10 +21,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from catalog.record import FieldError
+from catalog.record_reader import read
 from engine.errors import NonFiniteFactor, UsageError, WrongShape
 from engine.linalg.linear_operator import LinearOperator
 
 _ROWS_AT_ONCE = 256
+_PRECISIONS = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 class MatrixRefused(UsageError):
@@ -72,8 +77,17 @@ class SemiseparableMatrix(LinearOperator):
         Args:
             device: The device; None leaves it.
             dtype: float32, float64, complex64 or complex128; None leaves it.
+
+        Raises:
+            MatrixRefused: If the dtype is another one, or real where the matrix is complex, or there is no such device.
         """
-        place = self.device if device is None else device
+        if dtype is not None and (dtype not in _PRECISIONS or self.dtype.is_complex > dtype.is_complex):
+            allowed = ", ".join(map(str, _PRECISIONS[2 * self.dtype.is_complex :]))
+            raise MatrixRefused(f"`dtype` of a matrix of {self.dtype} must be one of {allowed} (got {dtype})")
+        try:
+            place = torch.empty(0, device=self.device if device is None else device).device
+        except (RuntimeError, TypeError, AssertionError) as error:
+            raise MatrixRefused(f"`device` must be one that this machine's PyTorch has (got {device!r})") from error
         moved = {name: self._convert(name, tensor.to(place), dtype) for name, tensor in self.tensors().items()}
         return self.read(moved, self.facts())
 
@@ -177,7 +191,10 @@ class SemiseparableMatrix(LinearOperator):
         """Return A − z I.
 
         Args:
-            z: A number, or a tensor of shape ().
+            z: A finite number, or a tensor of one.
+
+        Raises:
+            MatrixRefused: If it is not.
         """
 
     def __repr__(self) -> str:
@@ -228,7 +245,7 @@ def require_matrix(matrix: Tensor) -> Tensor:
 
 def widen(matrix: Tensor) -> Tensor:
     """Return a tensor in a precision that the structures compute in; a warning says where that is another."""
-    if matrix.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128):
+    if matrix.dtype in _PRECISIONS:
         return matrix
     wider = torch.float32 if matrix.dtype in (torch.float16, torch.bfloat16) else torch.float64
     warnings.warn(f"the matrix is of {matrix.dtype} and is computed with in {wider}", stacklevel=3)
@@ -236,15 +253,17 @@ def widen(matrix: Tensor) -> Tensor:
 
 
 def require_tensor(value: object, name: str) -> None:
-    """Raise where an argument is not a tensor.
+    """Raise where an argument is not a dense tensor.
 
     Args:
         value: The argument.
         name: Its name in the error.
 
     Raises:
-        MatrixRefused: With the type.
+        MatrixRefused: With the type or the layout.
     """
+    if isinstance(value, Tensor) and value.layout != torch.strided:
+        raise MatrixRefused(f"`{name}` must be dense (got {value.layout}); give its to_dense()")
     if not isinstance(value, Tensor):
         raise MatrixRefused(
             f"`{name}` must be a torch.Tensor (got {type(value).__name__}); make one, such as by torch.as_tensor"
@@ -274,14 +293,57 @@ def require_finite(rows: Tensor, start: int, name: str = "the matrix") -> None:
         )
 
 
-def require_rank(rank: int, size: int, name: str = "rank") -> None:
-    """Raise where a rank or an order is below 1 or above N.
+def read_number(kind: type, value: object, name: str) -> Any:  # noqa: ANN401 - of the kind
+    """Return an argument as a number of a kind, int or float; ``MatrixRefused`` if it is not one."""
+    try:
+        return read(kind, value, name)
+    except FieldError as error:
+        raise MatrixRefused(str(error)) from error
+
+
+def read_whole(value: object, name: str, least: int | None = None) -> int:
+    """Return an argument as a whole number; ``MatrixRefused`` if it is not one, or below the least."""
+    number: int = read_number(int, value, name)
+    if least is not None and number < least:
+        raise MatrixRefused(f"`{name}` must be at least {least} (got {number})")
+    return number
+
+
+def read_tolerance(value: object) -> float | None:
+    """Return a tolerance, or None as it is; ``MatrixRefused`` if it is not a number between 0 and 1."""
+    number: float | None = None if value is None else read_number(float, value, "tolerance")
+    if number is not None and not 0 < number < 1:
+        raise MatrixRefused(f"`tolerance` must be above 0 and below 1 (got {number})")
+    return number
+
+
+def read_shift(z: object, name: str = "z") -> complex | Tensor:
+    """Return a finite number, or a tensor () through which gradients flow; ``MatrixRefused`` if it is not one."""
+    one = z.numel() == 1 and z.dtype != torch.bool if isinstance(z, Tensor) else not isinstance(z, bool)
+    if not one or not isinstance(z, (numbers.Complex, Tensor)):
+        got = f"a tensor of {z.dtype}, shape {tuple(z.shape)}" if isinstance(z, Tensor) else repr(z)
+        raise MatrixRefused(f"`{name}` must be a complex number, or a tensor of one (got {got})")
+    try:
+        number = complex(z.detach() if isinstance(z, Tensor) else z)
+    except OverflowError:
+        number = complex(cmath.inf)
+    if not cmath.isfinite(number):
+        raise MatrixRefused(f"`{name}` must be a finite number (got {z})")
+    if isinstance(z, Tensor):
+        return z.reshape(())
+    return number.real if isinstance(z, numbers.Real) else number
+
+
+def require_rank(rank: object, size: int, name: str = "rank") -> int:
+    """Return a rank or an order as a whole number.
 
     Raises:
-        MatrixRefused: With the bounds.
+        MatrixRefused: If it is not one, or below 1 or above N.
     """
-    if not 1 <= rank <= size:
-        raise MatrixRefused(f"`{name}` must be from 1 to {size}, the rows of the matrix (got {rank})")
+    number = read_whole(rank, name)
+    if not 1 <= number <= size:
+        raise MatrixRefused(f"`{name}` must be from 1 to {size}, the rows of the matrix (got {number})")
+    return number
 
 
 def default_rank(size: int) -> int:
@@ -302,9 +364,7 @@ def level_ranks(size: int, levels: int) -> tuple[int, ...]:
     Raises:
         MatrixRefused: If ``levels`` is below 1.
     """
-    if levels < 1:
-        raise MatrixRefused(f"`num_levels` must be at least 1 (got {levels})")
-    ranks = [default_rank(size)]
+    levels, ranks = read_whole(levels, "num_levels", 1), [default_rank(size)]
     while len(ranks) < levels:
         ranks.append(default_rank(ranks[-1]))
     return tuple(ranks)

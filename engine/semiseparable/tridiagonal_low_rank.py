@@ -21,7 +21,13 @@ from typing_extensions import override
 
 from engine.errors import WrongShape
 from engine.semiseparable.block_sss import BlockSSS, in_blocks
-from engine.semiseparable.semiseparable_matrix import MatrixRefused, SemiseparableMatrix, as_columns
+from engine.semiseparable.semiseparable_matrix import (
+    MatrixRefused,
+    SemiseparableMatrix,
+    as_columns,
+    read_shift,
+    read_whole,
+)
 
 _BLOCK = 32
 _NARROW = (torch.float16, torch.bfloat16)
@@ -69,7 +75,7 @@ class TridiagonalLowRank(SemiseparableMatrix):
             if tuple(tensor.shape) != shape:
                 raise WrongShape(f"`{name}` must have shape {shape} (got {tuple(tensor.shape)})")
         self.diagonal, self.lower, self.upper, self.U, self.V = diagonal, lower, upper, U, V
-        self.ranks = (r,) if ranks is None else tuple(ranks)
+        self.ranks = (r,) if ranks is None else tuple(read_whole(each, "ranks", 0) for each in ranks)
         self.exponents = exponents
         if sum(self.ranks) != r:
             raise MatrixRefused(f"`ranks` must add up to the {r} columns of U (got {list(self.ranks)})")
@@ -149,8 +155,10 @@ class TridiagonalLowRank(SemiseparableMatrix):
             tridiagonal: Precision of T, and of the arithmetic.
 
         Raises:
-            MatrixRefused: If ``lowrank`` is another type.
+            MatrixRefused: If ``lowrank`` is another type, or the matrix is complex.
         """
+        if self.dtype.is_complex:
+            raise MatrixRefused(f"a matrix in 16 bits must be real (got {self.dtype}); leave it as it is")
         if lowrank not in _NARROW:
             raise MatrixRefused(f"`lowrank_dtype` must be torch.float16 or torch.bfloat16 (got {lowrank})")
         diagonal, lower, upper = (each.to(tridiagonal) for each in (self.diagonal, self.lower, self.upper))
@@ -181,14 +189,14 @@ class TridiagonalLowRank(SemiseparableMatrix):
 
     @override
     def shifted(self, z: complex | Tensor) -> Self:
-        diagonal = self.diagonal - z
+        diagonal = self.diagonal - read_shift(z)
         lower, upper = (each.to(diagonal.dtype) for each in (self.lower, self.upper))
         return type(self)(diagonal, lower, upper, self.U, self.V, ranks=self.ranks, exponents=self.exponents)
 
     @override
     def solve(self, right: Tensor, damping: float = 0.0) -> Tensor:
-        if damping:
-            return self.shifted(-damping).solve(right)
+        if shift := read_shift(damping, "damping"):
+            return self.shifted(-shift).solve(right)
         scaled, rows, columns = self._equilibrated()
         side = as_columns(self, right)
         return (scaled.as_sss().solve(side * rows[:, None]) * columns[:, None]).reshape(right.shape)
@@ -244,9 +252,7 @@ class TridiagonalLowRank(SemiseparableMatrix):
             N (p + 4 (r + 1)) numbers, p the rows of a block.
         """
         n, r = self.size, self.rank
-        p = max(_BLOCK, r + 1) if block is None else block
-        if p < 1:
-            raise MatrixRefused(f"`block` must be at least 1 (got {block})")
+        p = max(_BLOCK, r + 1) if block is None else read_whole(block, "block", 1)
         m = -(-n // p)
         U, V, root = self._balanced()
         U, V = (in_blocks(each, m, p) for each in (U, V))

@@ -239,6 +239,10 @@ CHANGES: dict[str, Any] = {
     "a shape": lambda tensors, index, entry: tensors.update({"G/U": torch.zeros(6, 3)}),
     "the format": lambda tensors, index, entry: index.update(format="another"),
     "the file": lambda tensors, index, entry: entry.update(file="../../etc/passwd"),
+    "a rank below 0": lambda tensors, index, entry: entry["sides"]["G"].update(ranks=[3, -1]),
+    "a layer twice": lambda tensors, index, entry: index["layers"].append(entry),
+    "no name": lambda tensors, index, entry: entry.update(name=None),
+    "an empty name": lambda tensors, index, entry: entry.update(name=""),
     "the entry": lambda tensors, index, entry: entry.update(sides=[]),
 }
 

@@ -1,5 +1,7 @@
 """The choice of a structure: the smallest measured error, or the fewest bytes, and dense where nothing pays."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -74,6 +76,19 @@ def test_a_tolerance_is_between_0_and_1(tolerance: float) -> None:
 def test_a_rank_is_at_least_1(rank: int) -> None:
     with pytest.raises(MatrixRefused, match=rf"`rank` must be at least 1.*\(got {rank}\)"):
         choose(torch.eye(64), rank=rank)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tolerance": "0.1"}, r"`tolerance` must be a number \(got '0\.1'\)"),
+        ({"rank": 2.5}, r"`rank` must be a whole number \(got 2\.5\)"),
+        ({"budget_bytes": 1e6}, r"`budget_bytes` must be a whole number"),
+    ],
+)
+def test_options_are_numbers(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(MatrixRefused, match=words):
+        choose(torch.eye(64), **options)
 
 
 def test_a_matrix_is_a_tensor() -> None:

@@ -1,6 +1,7 @@
 """Construction of block SSS: exact where the structure is, with a bound that holds, and from rows alone."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -88,10 +89,29 @@ def test_rows_that_cannot_be_are_refused() -> None:
     broken[99, 3] = torch.inf
     with pytest.raises(NonFiniteFactor, match="NaN or Inf in row 99"):
         construct_sss(lambda start, stop: broken[start:stop], SIZE, order=3)
-    with pytest.raises(WrongShape, match=r"are of torch.float64 and of others"):
+    with pytest.raises(
+        WrongShape, match=r"must be of torch\.float64 on cpu, as rows before \(got torch\.float32 on cpu\)"
+    ):
         construct_sss(
             lambda start, stop: dense[start:stop].to(torch.float32 if start % 128 else REAL), SIZE, block=128, order=3
         )
+
+
+@pytest.mark.parametrize("given", [None, [[1.0] * 8] * 8, torch.eye(8).to_sparse()], ids=["None", "list", "sparse"])
+def test_rows_that_are_no_dense_tensor_are_refused(given: Any) -> None:
+    with pytest.raises(MatrixRefused, match=r"`rows\(0, 8\)` must be (a torch\.Tensor|dense)"):
+        construct_sss(lambda start, stop: given, 8, block=8, order=1)
+
+
+def test_rows_of_another_dtype_the_second_time_are_refused() -> None:
+    dense, asked = torch.eye(8), list[int]()
+
+    def rows(start: int, stop: int) -> Tensor:
+        asked.append(start)
+        return dense[start:stop].to(torch.float32 if len(asked) <= 2 else REAL)
+
+    with pytest.raises(WrongShape, match=r"rows\(4, 8\) must be of torch\.float32"):
+        construct_sss(rows, 8, block=4, order=1)
 
 
 def test_rows_that_change_are_refused() -> None:
@@ -110,6 +130,11 @@ def test_rows_that_change_are_refused() -> None:
         ({"tolerance": 1.0}, "`tolerance` must be above 0 and below 1"),
         ({"tolerance": 0.0}, "`tolerance` must be above 0 and below 1"),
         ({"order": 3, "block": 0}, "`block` must be at least 1"),
+        ({"order": 2.5}, r"`order` must be a whole number \(got 2\.5\)"),
+        ({"order": 3, "block": 4.0}, r"`block` must be a whole number \(got 4\.0\)"),
+        ({"tolerance": "0.1"}, r"`tolerance` must be a number \(got '0\.1'\)"),
+        ({"tolerance": torch.nan}, "`tolerance` must be a finite number"),
+        ({"tolerance": 0.1, "most_order": "3"}, "`most_order` must be a whole number"),
     ],
 )
 def test_a_choice_that_cannot_be_is_refused(choice: dict[str, float], words: str) -> None:
@@ -120,6 +145,8 @@ def test_a_choice_that_cannot_be_is_refused(choice: dict[str, float], words: str
 def test_a_callback_needs_a_size() -> None:
     with pytest.raises(MatrixRefused, match="`size` must be the rows"):
         construct_sss(lambda start, stop: torch.zeros(stop - start, 4), order=1)
+    with pytest.raises(MatrixRefused, match=r"`size` must be a whole number \(got 4\.0\)"):
+        construct_sss(lambda start, stop: torch.zeros(stop - start, 4), 4.0, order=1)  # type: ignore[arg-type]
 
 
 def test_float32_states_the_error_of_float32() -> None:

@@ -1,5 +1,8 @@
 """The fit of T + U Vᵀ: the error falls, and is no worse than the copied recipe's on any of fourteen matrices."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -77,6 +80,30 @@ def test_levels_are_columns_of_one_rank() -> None:
 def test_a_rank_that_cannot_be_is_refused(rank: int) -> None:
     with pytest.raises(MatrixRefused, match="`rank` must be from 1 to 512"):
         fit_tridiagonal_low_rank(matrices()["gauss"], rank)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (2.0, r"`rank` must be a whole number \(got 2\.0\)"),
+        ("2", r"`rank` must be a whole number \(got '2'\)"),
+        ((3, -1), r"`rank` must be at least 1 \(got -1\)"),
+        ((3, 1.5), r"`rank` must be a whole number \(got 1\.5\)"),
+        ((), r"`rank` must be from 1 to 8"),
+    ],
+)
+def test_ranks_that_are_no_numbers_are_refused(ranks: Any, words: str) -> None:
+    with pytest.raises(MatrixRefused, match=words):
+        fit_tridiagonal_low_rank(torch.eye(8), ranks)
+
+
+def test_a_rank_of_another_type_of_integer_is_one() -> None:
+    assert fit_tridiagonal_low_rank(torch.eye(8), np.int64(2)).matrix.rank == 2  # type: ignore[arg-type]
+
+
+def test_a_sparse_matrix_is_refused() -> None:
+    with pytest.raises(MatrixRefused, match=r"`matrix` must be dense \(got torch\.sparse_coo\); give its to_dense\(\)"):
+        fit_tridiagonal_low_rank(torch.eye(8).to_sparse(), 2)
 
 
 def test_zeros_and_a_full_rank_are_met() -> None:

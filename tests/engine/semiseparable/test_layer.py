@@ -50,8 +50,11 @@ def test_a_layer_is_saved_with_its_model() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(MatrixRefused, match="`features` and `block` must be at least 1"):
+    with pytest.raises(MatrixRefused, match=r"`features` must be at least 1 \(got 0\)"):
         StructuredLinear(0)
+    for numbers in ({"features": 2.0}, {"features": 8, "block": 2.0}, {"features": 8, "rank": 2.0}):
+        with pytest.raises(MatrixRefused, match=r"must be a whole number \(got 2\.0\)"):
+            StructuredLinear(**numbers)  # type: ignore[arg-type]
     with pytest.raises(MatrixRefused, match="`rank` must be from 1 to 8"):
         StructuredLinear(8, rank=9)
     with pytest.raises(MatrixRefused, match="must be tridiagonal_lowrank or block_sss"):

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -28,6 +30,10 @@ def close(found: Tensor, wanted: Tensor, most: float = 1e-10) -> None:
     assert found.shape == wanted.shape
     assert found.dtype == wanted.dtype
     assert float((found - wanted).abs().max()) <= most * max(1.0, float(wanted.abs().max()))
+
+
+def sss_of_four(size: int, most: int, dtype: torch.dtype) -> tuple[BlockSSS, Tensor]:
+    return sss(size, 4, most, dtype)
 
 
 @pytest.fixture(params=list(CASES))
@@ -310,11 +316,61 @@ def test_a_vector_of_another_length_is_refused() -> None:
                 call(torch.zeros(60, dtype=REAL))
 
 
+@pytest.mark.parametrize(
+    "z",
+    ["a", None, True, torch.nan, torch.inf, complex(0, torch.nan), 10**400, torch.zeros(3), torch.tensor(torch.nan)],
+)
+def test_a_shift_is_a_finite_number(z: Any) -> None:
+    for matrix in (tridiagonal(61, 3, REAL)[0], sss(61, 7, 3, REAL)[0]):
+        with pytest.raises(MatrixRefused, match="`z` must be a "):
+            matrix.shifted(z)
+        with pytest.raises(MatrixRefused, match="`damping` must be a "):
+            matrix.solve(torch.ones(61), z)
+
+
+@pytest.mark.parametrize("z", [2, np.float32(2), np.complex64(2), 2 + 0j, torch.tensor(2.0), torch.tensor([2.0])])
+def test_a_shift_is_of_any_type_of_number(z: Any) -> None:
+    for matrix, dense in (tridiagonal(61, 3, REAL), sss(61, 7, 3, REAL)):
+        shifted = matrix.shifted(z)
+        assert shifted.dtype == (torch.complex128 if isinstance(z, (np.complex64, complex)) else REAL)
+        close(shifted.to_dense(), (dense - 2 * torch.eye(61, dtype=REAL)).to(shifted.dtype))
+
+
+def test_a_matrix_moves_to_what_there_is() -> None:
+    for kind in (tridiagonal, sss_of_four):
+        real, whole = kind(20, 3, REAL)[0], kind(20, 3, torch.complex128)[0]
+        for device in ("foo", 1.5, "cuda:99"):
+            with pytest.raises(MatrixRefused, match="`device` must be one that this machine's PyTorch has"):
+                real.to(device)  # type: ignore[arg-type]
+        for dtype in (torch.int32, torch.float16, "float32"):
+            with pytest.raises(MatrixRefused, match=r"must be one of torch\.float32, torch\.float64, torch\.complex64"):
+                real.to(dtype=dtype)  # type: ignore[arg-type]
+        with pytest.raises(
+            MatrixRefused, match=r"must be one of torch\.complex64, torch\.complex128 \(got torch\.float64"
+        ):
+            whole.to(dtype=REAL)
+        assert real.to("cpu", torch.complex64).dtype == whole.to(dtype=torch.complex64).dtype == torch.complex64
+
+
+def test_a_complex_matrix_keeps_its_precision() -> None:
+    with pytest.raises(MatrixRefused, match=r"must be real \(got torch\.complex128\)"):
+        tridiagonal(20, 3, torch.complex128)[0].rounded(torch.float16)
+
+
+def test_ranks_of_levels_are_no_less_than_0() -> None:
+    tensors = tridiagonal(20, 6, REAL)[0].tensors()
+    for ranks in ([7, -1], [6.0], [True, 5]):
+        with pytest.raises(MatrixRefused, match="`ranks` must be "):
+            TridiagonalLowRank.read(tensors, {"ranks": ranks})
+
+
 @pytest.mark.parametrize("block", [0, -3])
 def test_a_block_has_a_row(block: int) -> None:
     matrix, _ = tridiagonal(20, 3, REAL)
     with pytest.raises(MatrixRefused, match=rf"`block` must be at least 1 \(got {block}\)"):
         matrix.as_sss(block)
+    with pytest.raises(MatrixRefused, match=r"`block` must be a whole number \(got 4\.0\)"):
+        matrix.as_sss(4.0)  # type: ignore[arg-type]
 
 
 def test_a_vector_is_a_tensor() -> None:
