@@ -32,14 +32,14 @@ from kronoscope.cli.job_source import find_job, find_service_job, is_folder
 from kronoscope.cli.options import (
     AsJson,
     Document,
+    Download,
     JobId,
     JobOrFolder,
+    Parent,
     Settings,
+    Upload,
     Url,
     complete,
-    read_folder,
-    read_name,
-    read_path,
 )
 from kronoscope.cli.output import message_console, print_json, result_console, write_error, write_line
 from kronoscope.cli.run_folder import read_run
@@ -143,12 +143,7 @@ def submit(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     validate_only: Annotated[
         bool, typer.Option("--validate-only", help="Check everything and submit nothing.")
     ] = False,
-    upload: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="<path>", parser=read_path, help="Send a model's folder, or a file of data, and measure that."
-        ),
-    ] = None,
+    upload: Upload = None,
     idempotency_key: Annotated[str | None, typer.Option(help="The same key and document give the same job.")] = None,
     priority: Priority = None,
     deadline: Deadline = None,
@@ -246,10 +241,7 @@ def logs(
 
 def results(
     job_id: JobOrFolder,
-    download: Annotated[
-        Path | None,
-        typer.Option(metavar="<path>", parser=read_folder, help="Folder to download the job's files into."),
-    ] = None,
+    download: Download = None,
     overwrite: Annotated[
         bool, typer.Option("--force", "--overwrite", help="Replace other files of the same names there.")
     ] = False,
@@ -328,10 +320,7 @@ def list_jobs(  # noqa: PLR0913, PLR0917 - each is an option of the command line
     ] = None,
     until: Annotated[str | None, typer.Option(metavar="2d", help="Only jobs before that; a time or a moment.")] = None,
     oldest: Annotated[bool, typer.Option("--oldest", help="The oldest first.")] = False,
-    parent: Annotated[
-        str | None,
-        typer.Option(metavar="ID", parser=read_name, help="The pieces of this divided job, in place of whole jobs."),
-    ] = None,
+    parent: Parent = None,
     limit: Annotated[int | None, typer.Option(min=1, max=_MOST_LISTED, help="At most so many; default: all.")] = None,
     url: Url = None,
     as_json: AsJson = False,

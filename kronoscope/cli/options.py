@@ -49,7 +49,9 @@ def read_path(text: str | Path) -> Path:
         os.lstat(text)
     except OSError as error:
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-            raise typer.BadParameter(f"must be a path (got '{str(text)[:80]}'): {error.strerror}; name another") from error
+            raise typer.BadParameter(
+                f"must be a path (got '{str(text)[:80]}'): {error.strerror}; name another"
+            ) from error
     return Path(text)
 
 
@@ -82,6 +84,19 @@ JobId = Annotated[str, typer.Argument(metavar="ID", parser=read_name, help="The 
 JobOrFolder = Annotated[
     str,
     typer.Argument(metavar="ID|FOLDER", parser=read_name, help="The job's id, or the folder of a `kronoscope run`."),
+]
+Upload = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="<path>", parser=read_path, help="Send a model's folder, or a file of data, and measure that."
+    ),
+]
+Download = Annotated[
+    Path | None, typer.Option(metavar="<path>", parser=read_folder, help="Folder to download the job's files into.")
+]
+Parent = Annotated[
+    str | None,
+    typer.Option(metavar="ID", parser=read_name, help="The pieces of this divided job, in place of whole jobs."),
 ]
 Budget = Annotated[
     str | None, typer.Option(help='Instead of the free memory here: "20GiB", of the device and of the host.')
