@@ -53,7 +53,7 @@ HELD: dict[type, dict[str, str]] = {
     },
     Layout: {
         "tables": "found by every attempt's probe",
-        "places": "found by every attempt's probe",
+        "operations": "found by every attempt's probe",
         "masking": "found by every attempt's probe; what passes find is `CollectionState.unmasked`",
         "orders": "found by every attempt's probe",
         "overwritten": "found by every attempt's probe; what passes find is `CollectionState.overwritten`",
