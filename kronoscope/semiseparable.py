@@ -287,8 +287,6 @@ class BirmanSchwingerCore(nn.Module):
         if not v.numel():
             raise MatrixRefused(f"`v` must have at least one row (got shape {tuple(v.shape)})")
         shift = read_shift(z)
-        if isinstance(shift, complex) and not shift.imag:
-            shift = shift.real
         wide = v.to(torch.promote_types(v.dtype, torch.float64)).reshape(-1, self.n_seq)
         require_finite(wide.detach(), 0, "`v`")
         found = torch.stack([self._diagonal(each, shift) for each in wide])

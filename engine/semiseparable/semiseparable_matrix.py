@@ -253,15 +253,7 @@ def widen(matrix: Tensor) -> Tensor:
 
 
 def require_tensor(value: object, name: str) -> None:
-    """Raise where an argument is not a dense tensor.
-
-    Args:
-        value: The argument.
-        name: Its name in the error.
-
-    Raises:
-        MatrixRefused: With the type or the layout.
-    """
+    """Raise ``MatrixRefused`` where an argument is not a dense tensor, with its type or layout."""
     if isinstance(value, Tensor) and value.layout != torch.strided:
         raise MatrixRefused(f"`{name}` must be dense (got {value.layout}); give its to_dense()")
     if not isinstance(value, Tensor):
@@ -335,11 +327,7 @@ def read_shift(z: object, name: str = "z") -> complex | Tensor:
 
 
 def require_rank(rank: object, size: int, name: str = "rank") -> int:
-    """Return a rank or an order as a whole number.
-
-    Raises:
-        MatrixRefused: If it is not one, or below 1 or above N.
-    """
+    """Return a rank or an order as a whole number; ``MatrixRefused`` if it is not one, or below 1 or above N."""
     number = read_whole(rank, name)
     if not 1 <= number <= size:
         raise MatrixRefused(f"`{name}` must be from 1 to {size}, the rows of the matrix (got {number})")
@@ -352,17 +340,13 @@ def default_rank(size: int) -> int:
 
 
 def level_ranks(size: int, levels: int) -> tuple[int, ...]:
-    """Return the rank of each level of a hierarchical matrix.
-
-    Args:
-        size: N.
-        levels: How many there are, at least 1.
+    """Return the rank of each level of a hierarchical matrix of N rows.
 
     Returns:
         ⌈log₂ N⌉, then of each level the rounded-up logarithm of the one before, at least 1.
 
     Raises:
-        MatrixRefused: If ``levels`` is below 1.
+        MatrixRefused: If ``levels`` is not a whole number of at least 1.
     """
     levels, ranks = read_whole(levels, "num_levels", 1), [default_rank(size)]
     while len(ranks) < levels:
