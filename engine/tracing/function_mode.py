@@ -133,8 +133,7 @@ class ParameterUseMode(Multiplying):
         within = torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001 - its only name
         if within and hidden_by(*operation.tensors) == TRANSFORMED:
             names = frozenset().union(*(self._marks.sources(plain_of(tensor)) for tensor in operation.tensors))
-            if names:
-                self._sink.strange(names, TRANSFORMED)
+            self._sink.strange(names, TRANSFORMED)
         sources = frozenset().union(*(self._marks.sources(tensor) for tensor in operation.tensors))
         if sources:
             return self._derive(operation, sources)
