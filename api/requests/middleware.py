@@ -119,7 +119,12 @@ def _malformed(scope: Scope) -> Refusal | None:
         return Refusal(400, "bad-request", "Bad request", "the address holds control characters; leave them out")
     if len(scope["headers"]) > _MOST_HEADERS:
         return Refusal(431, "header-too-large", "Header too large", "the header has more than 100 lines; send less")
-    repeated = next((name for name in _SINGLE if len(Headers(scope=scope).getlist(name)) > 1), None)
+    headers = Headers(scope=scope)
+    if "content-length" in headers and "transfer-encoding" in headers:
+        # RFC 9112, section 6.1: a proxy may have read the other one, so nothing after it is a request
+        message = "the body has both Content-Length and Transfer-Encoding; send one of them"
+        return Refusal(400, "bad-request", "Bad request", message, headers={"connection": "close"})
+    repeated = next((name for name in _SINGLE if len(headers.getlist(name)) > 1), None)
     if repeated is not None:
         # a proxy may have looked at the other one
         return Refusal(400, "bad-request", "Bad request", f"the header `{repeated}` is sent twice; send it once")

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -68,7 +69,7 @@ async def send_file(upload_id: str, name: str, request: Request, caller: Submitt
             come = f"{file.received_bytes:,} of the {file.size_bytes:,} bytes of {name} have come"
             raise UploadRefused("offset", f"{come}; go on there")
         with _refusing_a_full_disk():
-            await _receive(request, part, length, service.settings.body_seconds)
+            await receive_part(request, part, length, service.settings.body_seconds)
             if first + length == file.size_bytes:
                 _require_room(service, file.size_bytes)
                 await run_in_threadpool(uploads.store, upload.id, file)
@@ -125,11 +126,17 @@ def _part(request: Request, file: UploadedFile) -> tuple[int, int]:
     return first, length
 
 
-async def _receive(request: Request, part: BinaryIO, length: int, seconds: float) -> None:
-    """Write the body as it comes; what was written stays, however it ends."""
+async def receive_part(request: Request, part: BinaryIO, length: int, seconds: float) -> None:
+    """Write the body as it comes; what was written stays, unless more than its ``length`` bytes come."""
+    first, left = part.seek(0, os.SEEK_END), length
     try:
         async with asyncio.timeout(seconds):
             async for chunk in request.stream():
+                left -= len(chunk)
+                if left < 0:
+                    part.truncate(first)
+                    message = f"the body has more than its Content-Length of {length:,} bytes, and was dropped"
+                    raise Refusal(400, "bad-request", "Bad request", message, headers={"connection": "close"})
                 await run_in_threadpool(write_whole, part, chunk)
     except (TimeoutError, ClientDisconnect):
         message = f"not all of its {length:,} bytes came within {seconds:g} s; go on where the file has come to"

@@ -1,5 +1,6 @@
 """Uploads over HTTP: what is declared comes in parts, is proved by its digest, and nothing else is kept."""
 
+import asyncio
 import hashlib
 import io
 import json
@@ -14,8 +15,10 @@ from typing import Any
 import httpx
 import pytest
 from sqlalchemy import Engine, select, update
+from starlette.requests import Request
 
-from api.routes.uploads import write_whole
+from api.problem_details import Refusal
+from api.routes.uploads import receive_part, write_whole
 from catalog.requests.uploads import UploadDocument, is_read
 from jobs.codec import parse_document, parse_record, sha256_of
 from jobs.errors import DocumentRefused
@@ -30,6 +33,7 @@ from jobs.tenancy.api_keys import create_key, verify_key
 from jobs.tenancy.quotas import set_quota, usage
 from kronoscope.client import Client
 from tests.api.conftest import Keyed
+from tests.api.connections.sockets import received as read_to_end
 from tests.api.connections.test_audit_trail import lines
 from tests.api.expect import pointers, problem
 from tests.api.seeding import DOCUMENT, raw
@@ -175,6 +179,39 @@ def test_a_part_that_is_none_leaves_nothing(
     problem(ours.put(f"{fresh}/{name_of(ours, fresh)}", content=content, headers=headers), status)
     assert received(ours, fresh) == 0
     assert not [each for each in staged(keyed) if each.stat().st_size]
+
+
+@pytest.mark.parametrize("path", [None, "/v1/jobs", "/livez"])
+def test_a_body_of_two_lengths_is_refused_and_ends_its_connection(
+    keyed: Keyed, ours: httpx.Client, fresh: str, path: str | None
+) -> None:
+    """Its chunks were taken whatever Content-Length declares, so that bytes without end counted for no quota."""
+    head = (
+        f"PUT {path or f'{fresh}/{name_of(ours, fresh)}'} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {keyed.key}\r\n"
+        f"Content-Length: {len(CONTENT)}\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", keyed.server.port), timeout=60) as line:
+        line.sendall(head.encode() + b"0\r\n\r\nGET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = read_to_end(line)
+    assert answer.startswith(b"HTTP/1.1 400 "), answer
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert b"send one of them" in answer
+    assert (received(ours, fresh), staged(keyed)) == (0, [])
+
+
+@pytest.mark.parametrize("came", [0, 7])
+def test_more_bytes_than_declared_are_dropped_with_the_rest_of_their_request(tmp_path: Path, came: int) -> None:
+    """Whatever a server makes of a request's lengths: what came before stays."""
+    chunks = iter([b"12345", b"678901", b"2"])
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": next(chunks), "more_body": True}
+
+    path = tmp_path / "part"
+    path.write_bytes(bytes(came))
+    with path.open("ab", buffering=0) as part, pytest.raises(Refusal, match="more than its Content-Length of 11 bytes"):
+        asyncio.run(receive_part(Request({"type": "http"}, receive), part, 11, 60))
+    assert path.read_bytes() == bytes(came)
 
 
 def test_of_two_writers_one_is_refused(keyed: Keyed, ours: httpx.Client, fresh: str) -> None:
