@@ -164,10 +164,13 @@ def request_cancel(engine: Engine, tenant_id: str, job_id: str, by: str | None =
 def reschedule(engine: Engine, tenant_id: str, job_id: str, schedule: Schedule) -> Job:
     """Replace the whole schedule of a job, and of its pieces; that of a piece is its job's. `within` counts from now.
 
-    Returns the job afterwards. ``DocumentRefused`` if the deadline has passed, ``JobEnded`` if the job has ended.
+    The same schedule again is not written, and has no event. Returns the job afterwards. ``DocumentRefused`` if the
+    deadline has passed, ``JobEnded`` if the job has ended.
     """
     with writing(engine, tenant_id) as connection:
         whole = _whole_job(connection, tenant_id, job_id)
+        if schedule.within_seconds is None and _has_schedule(connection, tenant_id, whole, schedule):
+            return job_record(connection.execute(select(jobs).where(jobs.c.id == job_id)).one())
         drawn = draw(connection, *_owned(tenant_id, whole))
         if drawn is None:
             raise JobNotFound(job_id)
@@ -183,6 +186,15 @@ def reschedule(engine: Engine, tenant_id: str, job_id: str, schedule: Schedule) 
         values = {"priority": row.priority, "deadline_at": row.deadline_at}
         change_all(connection, open_pieces, values, ("schedule", lambda _: said))
         return job_record(connection.execute(select(jobs).where(jobs.c.id == job_id)).one())
+
+
+def _has_schedule(connection: Connection, tenant_id: str, job_id: str, schedule: Schedule) -> bool:
+    """Return whether an open job, and so its pieces, has the schedule already, and time until its deadline."""
+    until = jobs.c.deadline_at
+    same = (jobs.c.priority == schedule.priority, until.is_not_distinct_from(schedule.deadline_at))
+    in_time = or_(until.is_(None), until > ledger_now())
+    query = select(jobs.c.id).where(*_owned(tenant_id, job_id), jobs.c.state.not_in(TERMINAL), *same, in_time)
+    return connection.execute(query).one_or_none() is not None
 
 
 def annotate(

@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, func, select
+from sqlalchemy import Engine, func, select, update
 
 from catalog.requests.job import JobDocument
 from catalog.requests.schedule import Schedule
@@ -13,10 +13,10 @@ from jobs.errors import DocumentRefused, IdempotencyConflict, JobEnded, JobNotFo
 from jobs.queue.claims import claim
 from jobs.records import LOCAL_TENANT
 from jobs.repository.results import events_after
-from jobs.repository.store import read_job, request_cancel, reschedule
+from jobs.repository.store import JobQuery, list_jobs, read_job, request_cancel, reschedule
 from jobs.repository.submission import submit
-from jobs.schema.database import reading
-from jobs.schema.tables import jobs
+from jobs.schema.database import reading, writing
+from jobs.schema.tables import job_events, jobs
 from tests.queue_order import next_claimable
 
 Make = Callable[..., JobDocument]
@@ -80,6 +80,36 @@ def test_other_terms_take_the_place_of_all_that_were(ledger: Engine, document: M
     assert next_claimable(ledger) == [job_id, first]
     told = [event.data for event in events_after(ledger, LOCAL_TENANT, job_id) if event.type == "schedule"]
     assert told == [{"priority": 9, "deadline_at": None}]
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"priority": -10}, {"deadline": TOMORROW}, {"priority": 2, "deadline": TOMORROW}]
+)
+def test_the_same_schedule_again_writes_nothing_of_a_job_or_its_pieces(
+    ledger: Engine, document: Make, given: dict[str, Any]
+) -> None:
+    """Each repetition was an event of the job, and one of each of its pieces."""
+    model = {"source": "directory", "path": "/models/a"}
+    series = {"model": ["/models/a", "/models/b"], "overlaps": False}
+    whole = submit(ledger, LOCAL_TENANT, document(kind="spectrum", model=model, series=series, schedule=given)).job
+    piece = list_jobs(ledger, LOCAL_TENANT, JobQuery(parent=whole.id)).items[0].id
+    written = count(ledger, job_events)
+    for job_id in (whole.id, piece):
+        before = read_job(ledger, LOCAL_TENANT, job_id)
+        assert reschedule(ledger, LOCAL_TENANT, job_id, Schedule(**given)) == before
+        assert read_job(ledger, LOCAL_TENANT, job_id) == before
+    assert count(ledger, job_events) == written
+    reschedule(ledger, LOCAL_TENANT, whole.id, Schedule(priority=9))
+    assert count(ledger, job_events) == written + 3
+
+
+def test_the_same_deadline_is_refused_once_it_has_passed(ledger: Engine, document: Make) -> None:
+    job_id = submit(ledger, LOCAL_TENANT, document(schedule={"deadline": TOMORROW})).job.id
+    passed = datetime.now(UTC) - timedelta(days=1)
+    with writing(ledger) as connection:
+        connection.execute(update(jobs).where(jobs.c.id == job_id).values(deadline_at=passed))
+    with pytest.raises(DocumentRefused):
+        reschedule(ledger, LOCAL_TENANT, job_id, Schedule(deadline=passed.isoformat()))
 
 
 def test_a_running_job_is_rescheduled_under_its_holder(ledger: Engine, held: Any) -> None:
