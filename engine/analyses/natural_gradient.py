@@ -106,14 +106,16 @@ class NaturalGradient(LayerAnalysis[NaturalGradientParams]):
         factors = self.whole.load(facts.ordinal)
         self._known[facts.ordinal] = KnownLayer(damping=layer.damping, bases=_bases(layer, factors, self._device))
         matrix = self._space.gather(facts, self._gradient.flat[:, None])[:, 0, :]
-        inner = self._gradient.inner(facts, matrix)
+        inner, operator = self._gradient.inner(facts, matrix), self._operator.layer(facts.name)
+        # EK-FAC's eigenvalues may all be zero where A and G are not
+        curved = operator.corrected is None or bool(operator.damping.joint) or bool(operator.corrected.any())
         own = LayerGradient(
             facts=facts,
-            operator=self._operator.layer(facts.name),
+            operator=operator,
             factors=factors,
             matrix=matrix.to(self._device, torch.float64),
             inner=inner,
-            curved=layer.status == "covered",
+            curved=layer.status == "covered" and curved,
         )
         why = self._gradient.refused.get(facts.ordinal)
         if facts.representation_G == "woodbury" and inner is None and why is None:

@@ -84,7 +84,7 @@ class LayerGradient:
     inner: Tensor | None
     """C (T, in_dim) of ``V = Uᵀ C / √w``, where G is kept as its rows U and V is theirs."""
     curved: bool
-    """Whether neither A nor G is zero."""
+    """Whether its damped curvature is not zero."""
 
 
 def layer_metrics(
@@ -199,7 +199,9 @@ def _damping_share(layer: LayerGradient) -> float | None:
     if own.kind == "none":
         return None
     if own.corrected is not None:
-        return (damping.joint or 0.0) / float(own.corrected.max())
+        largest = float(own.corrected.max())
+        # the gradients of every example cancel, where A and G are not zero
+        return (damping.joint or 0.0) / largest if largest > 0 else None
     largest_a, largest_g = _largest(own.A), _largest(own.G)
     if own.kind == "exact":
         return (damping.joint or 0.0) / largest_a / largest_g

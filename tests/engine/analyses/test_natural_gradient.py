@@ -464,6 +464,37 @@ def test_a_layer_without_curvature_has_no_direction() -> None:
         run(params, space)
 
 
+class Cancelling(Idle):
+    """A layer of which every example's gradient is zero, and neither its A nor its G is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(torch.tanh(self.body(x) + self.idle(x) - self.idle(x)))
+        return found
+
+
+@pytest.mark.parametrize("damping", ["exact", "none"])
+def test_a_layer_whose_corrected_eigenvalues_are_zero_has_the_direction_of_its_damping(damping: Any) -> None:
+    params = NaturalGradientParams(of="ekfac", damping=damping)
+    torch.manual_seed(0)
+    data = [(torch.randn(12, 6, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64))]
+    space = workspace(Cancelling().double(), data, "regression", fisher="type2", ekfac=True, dtype="float64")
+    facts = next(each for each in collect_or_read(space).layers if each.name == "idle")
+    gradient = {name: torch.zeros_like(parameter) for name, parameter in space.inputs.model.named_parameters()}
+    space.inputs.gradient, space.results = gradient, _same_factors(space)
+    rows, _ = run(params, space)
+    idle = rows["idle"].metrics
+    assert (idle.damping_share, idle.below_rounding, idle.directions[0].norm) == (None, False, 0)
+    gradient["idle.weight"] = torch.ones_like(gradient["idle.weight"])
+    space.results = _same_factors(space)
+    if damping == "none":
+        with pytest.raises(UsageError, match="layer `idle` has no curvature"):
+            run(params, space)
+        return
+    idle = run(params, space)[0]["idle"].metrics
+    assert idle.directions[0].norm == pytest.approx(math.sqrt(facts.in_dim * facts.out_dim - 4) / idle.damping)
+    assert (idle.damping_share, idle.directions[0].curvature, idle.directions[0].best_step) == (None, 0, None)
+
+
 def test_uncovered_parameters_are_named_with_their_share_of_the_gradient() -> None:
     params = NaturalGradientParams()
     model, space = job("perceptron", params)
