@@ -36,6 +36,7 @@ from jobs.codec import document_json, parse_document
 from jobs.errors import DocumentRefused
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.objects.uploads import Uploads
+from jobs.repository.extended_documents import effective_document
 from jobs.repository.results import every_layer_row, read_artifact
 from jobs.repository.store import read_job
 from jobs.scheduling.deadlines import require_in_time
@@ -59,9 +60,8 @@ def admit(document: JobDocument, settings: Settings, engine: Engine, tenant_id: 
     Raises:
         DocumentRefused: With a complaint for each source that this service does not take, or for the deadline.
     """
-    uploads = Uploads(engine, ArtifactFolder(settings.ledger.artifact_root), tenant_id)
     complaints = (
-        *dict.fromkeys(_all_inputs(document, settings, uploads, tenant_id)),
+        *dict.fromkeys(_all_inputs(document, settings, engine, tenant_id)),
         *_factors(document, engine, tenant_id, settings),
         *_files(document, settings, tenant_id),
         *_exported(document, engine, tenant_id),
@@ -75,9 +75,15 @@ def admit(document: JobDocument, settings: Settings, engine: Engine, tenant_id: 
         require_in_time(document.schedule.deadline_at, now)
 
 
-def _all_inputs(document: JobDocument, settings: Settings, uploads: Uploads, tenant_id: str) -> Iterator[Complaint]:
-    """Yield what is wrong with the inputs of a job, or of each job of a series."""
-    yield from () if document.series else _inputs(document, settings, uploads, tenant_id)
+def _all_inputs(document: JobDocument, settings: Settings, engine: Engine, tenant_id: str) -> Iterator[Complaint]:
+    """Yield what is wrong with the inputs of a job, of the one that it extends, or of each job of a series."""
+    uploads = Uploads(engine, ArtifactFolder(settings.ledger.artifact_root), tenant_id)
+    effective = effective_document(engine, tenant_id, document)
+    for complaint in () if document.series else _inputs(effective, settings, uploads, tenant_id):
+        field = complaint.pointer[1:].replace("/", ".")
+        said = f"names a job whose `{field}` {complaint.message}"
+        of_model = effective is not document and field.startswith("model")
+        yield replace(complaint, pointer="/extends/job", message=said) if of_model else complaint
     for place, each in enumerate(checkpoint_documents(document)):
         for complaint in _inputs(each, settings, uploads, tenant_id):
             own = complaint.pointer in ("/model/path", "/model/revision")

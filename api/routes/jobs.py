@@ -29,6 +29,7 @@ from catalog.requests.schedule import Schedule
 from catalog.responses.views import JobListView, JobView, LineageView, ValidationView
 from jobs.codec import document_json, parse_document, sha256_of
 from jobs.records import Caller, Job, Submitted
+from jobs.repository.extended_documents import effective_document
 from jobs.repository.job_list import FIELDS
 from jobs.repository.lineage import read_lineage
 from jobs.repository.pieces import read_pieces
@@ -106,7 +107,7 @@ async def create(
     document = await run_in_threadpool(parse_document, raw)
     if validate_only:
         await run_in_threadpool(_submitted_or_admitted, service, caller, document, idempotency_key)
-        return await run_in_threadpool(_validated, service, document)
+        return await run_in_threadpool(_validated, service, caller, document)
     return await accept(service, caller, document, idempotency_key)
 
 
@@ -118,12 +119,15 @@ async def accept(service: Service, caller: Caller, document: JobDocument, idempo
     check_idempotency_key(idempotency_key)
     submitted = await run_in_threadpool(_submitted_or_admitted, service, caller, document, idempotency_key)
     if submitted is None:
-        submitted = await run_in_threadpool(
-            submit, service.engine, caller.tenant_id, document, idempotency_key, needs_bytes=least_bytes(document)
-        )
+        submitted = await run_in_threadpool(_stored, service, caller, document, idempotency_key)
     job = submitted.job
     headers = {"location": f"/v1/jobs/{job.id}", "retry-after": str(_RETRY_SECONDS)}
     return await run_in_threadpool(_placed, service, job, 202, headers)
+
+
+def _stored(service: Service, caller: Caller, document: JobDocument, idempotency_key: str | None) -> Submitted:
+    needed = least_bytes(effective_document(service.engine, caller.tenant_id, document))
+    return submit(service.engine, caller.tenant_id, document, idempotency_key, needs_bytes=needed)
 
 
 def _submitted_or_admitted(
@@ -149,9 +153,10 @@ def _admitted(service: Service, caller: Caller, document: JobDocument) -> None:
     require_place(service.engine, caller.tenant_id, settings.queued_jobs, settings.queued_bytes, more)
 
 
-def _validated(service: Service, document: JobDocument) -> Response:
+def _validated(service: Service, caller: Caller, document: JobDocument) -> Response:
     body = document_json(document)
-    placement = placement_before(service.fleet, document, least_bytes(document))
+    effective = effective_document(service.engine, caller.tenant_id, document)
+    placement = placement_before(service.fleet, effective, least_bytes(effective))
     view = ValidationView(valid=True, document=body, document_sha256=sha256_of(body), placement=placement)
     return Response(TypeAdapter(ValidationView).dump_json(view), media_type="application/json")
 

@@ -7,13 +7,18 @@ The factors are those of one job over the earlier job's data followed by these: 
 after all of theirs. Results other than sums over examples cannot be extended, and are refused.
 """
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from catalog.record import FieldError, record
 from catalog.requests.collection import Collection
 from catalog.requests.inputs import require_job_or_path
 from catalog.requests.pieces import require_one_pass
 from catalog.requests.woodbury import Woodbury
+
+_INHERITED = {"model": None, "task": None, "collection": Collection(), "woodbury": Woodbury()}
+"""Fields of a document that are those of the job that it extends, with what stands for none of its own."""
+_Document = TypeVar("_Document")
 
 
 @record
@@ -41,8 +46,7 @@ def require_extension(document: Any) -> None:  # noqa: ANN401 - a job document, 
         return
     if document.data is None:
         raise FieldError("data", "is missing; with `extends` give `data`, the examples to add")
-    inherited = {"model": None, "task": None, "collection": Collection(), "woodbury": Woodbury()}
-    for name, default in inherited.items():
+    for name, default in _INHERITED.items():
         if getattr(document, name) != default:
             raise FieldError(name, f"is that of the job that `extends` names; leave `{name}` out")
     if document.factors is not None:
@@ -61,3 +65,13 @@ def require_extension(document: Any) -> None:  # noqa: ANN401 - a job document, 
     )
     data, remedy = "all the data, which `extends` does not read again", "model and all data in place of `extends`"
     require_one_pass(document, "extends", again, data, remedy)
+
+
+def completed(document: _Document, first: _Document) -> _Document:
+    """Return a job document that extends another's collection, with the fields that it has of the one that began it.
+
+    Raises:
+        FieldError: If the two do not go together.
+    """
+    inherited = {name: getattr(first, name) for name in _INHERITED}
+    return replace(document, extends=None, **inherited)  # type: ignore[type-var] # a record, as above

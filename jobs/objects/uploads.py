@@ -189,9 +189,14 @@ def sweep_uploads(engine: Engine, folder: ArtifactFolder, days: float | None) ->
     unfinished = _F.completed_at.is_(None)
     old = or_(and_(unfinished, _F.changed_at < ledger_now(-_DAY_SECONDS)), _F.changed_at < ledger_now(-kept_seconds))
     named = [func.coalesce(jobs.c.document[path].as_string(), "") for path in _NAMED]
-    unused = [_F.upload_id.not_in(select(each).where(jobs.c.state.not_in(TERMINAL))) for each in named]
+    # those that are not over, and all that these extend
+    needed = select(jobs.c.id, jobs.c.document).where(jobs.c.state.not_in(TERMINAL)).cte("needed", recursive=True)
+    extended = needed.c.document["extends", "job"].as_string()
+    needed = needed.union_all(select(jobs.c.id, jobs.c.document).join(needed, jobs.c.id == extended))
+    unused = [_F.upload_id.not_in(select(each).where(jobs.c.id.in_(select(needed.c.id)))) for each in named]
     with writing(engine) as connection:
-        deleted = connection.execute(delete(upload_files).where(old, *unused)).rowcount
+        # SQLite counts no rows of a statement that begins with WITH
+        deleted = len(connection.execute(delete(upload_files).where(old, *unused).returning(_F.name)).all())
         staged = set(connection.execute(select(_F.upload_id).where(unfinished)).scalars())
     for each in (folder.root / _FOLDER).glob("*"):
         if each.name not in staged:

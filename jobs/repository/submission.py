@@ -24,6 +24,7 @@ from jobs.errors import (
 from jobs.queue.fence import announce, append_event, draw
 from jobs.queue.series import start_series
 from jobs.records import Job, Submitted
+from jobs.repository.extended_documents import effective_document
 from jobs.repository.row_records import job_record
 from jobs.scheduling.deadlines import deadline_of, require_in_time, stored_schedule
 from jobs.scheduling.fair_share import AHEAD
@@ -86,7 +87,7 @@ def submit(
     digest = sha256_of(body)
     schedule = Schedule() if estimate else document.schedule
     asked = stored_schedule(schedule)
-    model_factory, data_factory = factories_of(document)
+    model_factory, data_factory = factories_of(effective_document(engine, tenant_id, document))
     checkpoints = () if estimate else checkpoint_documents(document)
     with writing(engine, tenant_id) as connection:
         job_id = insert_job(

@@ -42,6 +42,10 @@ class Script:
         """The same of the second set."""
         self._echo("against_path")
 
+    def echo_upload(self) -> None:
+        """The same of the model's upload."""
+        self._echo("model_path")
+
     def echo_extended(self) -> None:
         """The same of the job that is extended, and the model that its document names."""
         extended = self.assignment["extends"]

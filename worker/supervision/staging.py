@@ -24,6 +24,7 @@ from catalog.requests.pieces import ROUNDS, read_piece
 from jobs.objects.artifacts import ArtifactFolder, object_key
 from jobs.objects.uploads import Uploads
 from jobs.records import Artifact, Claim
+from jobs.repository.extended_documents import first_extended
 from jobs.repository.pieces import PieceJob, read_pieces
 from jobs.repository.results import list_artifacts
 from jobs.repository.store import read_job
@@ -44,11 +45,8 @@ class FactorsUnavailable(Exception):
 
 def lay_out(engine: Engine, folder: ArtifactFolder, claim: Claim) -> dict[str, Any]:
     """Lay out all that an attempt reads of earlier jobs, and name it by fields of the assignment."""
-    return (
-        _lay_out_factors(engine, folder, claim)
-        | _lay_out_pieces(engine, folder, claim)
-        | lay_out_uploads(engine, folder, claim)
-    )
+    factors = _lay_out_factors(engine, folder, claim)
+    return factors | _lay_out_pieces(engine, folder, claim) | lay_out_uploads(engine, folder, claim, factors["extends"])
 
 
 def _lay_out_factors(engine: Engine, folder: ArtifactFolder, claim: Claim) -> dict[str, Any]:
@@ -76,16 +74,13 @@ def _extended(engine: Engine, folder: ArtifactFolder, claim: Claim, place: Path)
     earlier = None if extended_id is None else read_job(engine, claim.tenant_id, extended_id)
     if path is None or earlier is None:
         return None
-    manifest, first = earlier.manifest or {}, earlier
-    while (before := _named(first.document.get("extends"))) is not None:
-        found = read_job(engine, claim.tenant_id, before)
-        if found is None:
-            raise FactorsUnavailable(
-                "names a job that extends another which is deleted, and with it what says how both were collected; "
-                "collect all of the data in one job",
-                "/extends",
-            )
-        first = found
+    manifest, first = earlier.manifest or {}, first_extended(engine, claim.tenant_id, earlier)
+    if first is None:
+        raise FactorsUnavailable(
+            "names a job that extends another which is deleted, and with it what says how both were collected; "
+            "collect all of the data in one job",
+            "/extends",
+        )
     digests = {name: manifest.get(name) for name in ("model_sha256", "data_sha256")}
     return ExtendedJob(path=path, document=plain(first.document), **digests)
 
@@ -195,22 +190,30 @@ def files_of_others(index: Mapping[str, Any], layers: frozenset[str]) -> frozens
     return frozenset(f"factors/{each['ordinal']}.safetensors" for each in entries if each["ordinal"] not in kept)
 
 
-def lay_out_uploads(engine: Engine, folder: ArtifactFolder, claim: Claim) -> dict[str, Path]:
-    """Lay out the uploads that the claim's document names, each file verified, by fields of the assignment."""
+def lay_out_uploads(
+    engine: Engine, folder: ArtifactFolder, claim: Claim, extended: ExtendedJob | None = None
+) -> dict[str, Path]:
+    """Lay out the uploads that a claim computes with, each file verified, by fields of the assignment.
+
+    They are those of its document, and the model of the job that it extends.
+    """
     fields: dict[str, Path] = {}
     asked = claim.document["kind"]  # the claim's own kind is another for an estimate
     kinds = [asked] if isinstance(asked, str) else asked
     options = [(f"{kind}/query", (claim.document.get(kind) or {}).get("query")) for kind in kinds]
-    named = [*((block, claim.document.get(block)) for block in ("model", "data")), *options]
+    own = [(block, claim.document.get(block)) for block in ("model", "data")]
+    earlier = [] if extended is None else [("extends/model", extended.document.get("model"))]
+    named = [*own, *options, *earlier]
     for pointer, source in named:
         if not isinstance(source, Mapping) or source.get("source") != "upload":
             continue
         block = pointer.rpartition("/")[2]
         upload = Uploads(engine, folder, claim.tenant_id).find(str(source["id"]))
         if upload is None or not upload.complete:
-            raise FactorsUnavailable(
-                "names an upload that is deleted; upload it again", f"/{pointer}", "id", "not_found"
-            )
+            what, where = ("an upload", (f"/{pointer}", "id"))
+            if pointer == "extends/model":
+                what, where = ("a job with a model", ("/extends", "job"))
+            raise FactorsUnavailable(f"names {what} that is deleted; upload it again", *where, "not_found")
         place = fields[f"{block}_path"] = folder.attempt_dir(claim.job_id, claim.fence) / "uploads" / block
         for each in upload.files:
             (place / each.name).parent.mkdir(parents=True, exist_ok=True)

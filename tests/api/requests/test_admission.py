@@ -166,6 +166,31 @@ def test_factors_of_an_earlier_job(ledger: Engine, tmp_path: Path, document: Any
     assert refused(ledger, chosen, document({"job": kept})) == {}
 
 
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        ({"source": "factory", "factory": FACTORY}, "not_allowed"),
+        ({"source": "directory", "path": "/etc"}, "not_allowed"),
+        ({"source": "upload", "id": "x"}, "not_found"),
+        ({"source": "huggingface", "id": "a/b"}, "not_in_store"),
+        ({"source": "builtin", "name": "digits_cnn"}, None),
+    ],
+)
+def test_the_model_of_an_extended_job_is_one_that_this_service_takes(
+    ledger: Engine, tmp_path: Path, source: dict[str, str], code: str | None
+) -> None:
+    """It was when that job came; the data that this one does not read again need not be."""
+    file = {"source": "file", "path": "/etc/passwd"}
+    earlier = {**seeding.DOCUMENT, "model": source, "data": file}
+    first = seeding.finished(ledger, tmp_path, LOCAL_TENANT, earlier, with_factors=True)
+    data = {"source": "builtin", "name": "digits"}
+    document = {"kind": "factors", "extends": {"job": first}, "data": data}
+    assert refused(ledger, settings(tmp_path), document) == ({} if code is None else {"/extends/job": code})
+    document["data"] = file
+    expected = {"/data/path": "not_allowed"} | ({} if code is None else {"/extends/job": code})
+    assert refused(ledger, settings(tmp_path), document) == expected
+
+
 def test_both_sets_of_a_comparison_are_looked_at(ledger: Engine, tmp_path: Path) -> None:
     chosen = settings(tmp_path)
     kept = seeding.finished(ledger, tmp_path, LOCAL_TENANT, with_factors=True)

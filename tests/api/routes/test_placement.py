@@ -10,9 +10,12 @@ from jobs.devices.registry import Device, Worker, register
 from jobs.schema.database import writing
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import devices, worker_devices, workers
+from jobs.tenancy.api_keys import verify_key
 from jobs.tenancy.shared_workers import ALLOWED_WITHOUT
+from tests.api import seeding
 from tests.api.conftest import Keyed
 from tests.api.seeding import DOCUMENT
+from tests.api.server import KEY_SECRET
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +55,18 @@ def test_a_job_that_no_device_can_hold_says_so_at_once_and_as_long_as_it_is_so(
     again = ours.get(f"/v1/jobs/{job['id']}", headers={"if-none-match": answer.headers["etag"]})
     assert again.status_code == 304
     assert ours.post(f"/v1/jobs/{job['id']}:cancel").json()["placement"] is None
+
+
+def test_a_job_that_extends_another_needs_what_that_ones_model_needs(keyed: Keyed, ours: httpx.Client) -> None:
+    # nothing is known of files before they are read, so the model alone gives a bound
+    joined(keyed, 1_000)
+    caller = verify_key(keyed.engine, KEY_SECRET, keyed.key)
+    assert caller is not None
+    first = seeding.finished(keyed.engine, keyed.artifacts, caller.tenant_id, with_factors=True)
+    extending = {"kind": "factors", "data": DOCUMENT["data"], "extends": {"job": first}}
+    asked = ours.post("/v1/jobs?validate_only=true", json=extending).json()["placement"]
+    assert asked["status"] == "no_device"
+    assert ours.post("/v1/jobs", json=extending).json()["placement"] == asked
 
 
 def test_without_workers_a_job_waits_for_one(ours: httpx.Client) -> None:

@@ -2,16 +2,22 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, update
 
 from catalog.requests.uploads import DeclaredFile, UploadDocument
 from jobs.errors import UploadRefused
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.objects.s3_store import S3Objects
-from jobs.objects.uploads import Uploads
+from jobs.objects.uploads import Uploads, sweep_uploads
+from jobs.queue.attempt_endings import finish
 from jobs.records import LOCAL_TENANT, Claim
+from jobs.repository.store import request_cancel
+from jobs.schema.clock import ledger_now
+from jobs.schema.database import writing
+from jobs.schema.tables import upload_files
 from worker.supervision.staging import FactorsUnavailable, lay_out_uploads
 
 CONTENT = bytes(range(256)) * 500
@@ -85,3 +91,30 @@ def test_the_query_of_an_estimate_is_laid_out_and_what_is_gone_is_not_completed(
     asked = {"kind": ["influence"], "influence": {"query": {"source": "upload", "id": upload_id}}}
     estimate = Claim(**{**vars(claim), "kinds": ("estimate",), "document": {**claim.document, **asked}})
     assert (lay_out_uploads(ledger, folder, estimate)["query_path"] / "a.csv").read_bytes() == b"text\na\n"
+
+
+def test_the_model_of_a_chain_of_extensions_is_kept_while_one_of_them_is_open(
+    ledger: Engine, held: Any, queued: Any, tmp_path: Path
+) -> None:
+    folder = ArtifactFolder(tmp_path)
+    uploads = Uploads(ledger, folder, LOCAL_TENANT)
+    file = DeclaredFile(name="config.json", size_bytes=2, sha256=hashlib.sha256(b"{}").hexdigest())
+    upload_id = uploads.declare(UploadDocument(kind="model", files=(file,)), None)
+    with uploads.writer(upload_id, "config.json") as part:
+        part.write(b"{}")
+    found = uploads.find(upload_id)
+    assert found is not None
+    uploads.complete(found)
+    with writing(ledger) as connection:
+        connection.execute(update(upload_files).values(changed_at=ledger_now(-3 * 86_400)))
+    first = held(model={"source": "upload", "id": upload_id})
+    bare = {"kind": ["factors"], "model": None, "task": None}
+    second = held(**bare, extends={"job": first.job_id})
+    for each in (first, second):
+        finish(ledger, each)
+    third = queued(**bare, extends={"job": second.job_id})
+    sweep_uploads(ledger, folder, 2)
+    assert uploads.find(upload_id) is not None
+    request_cancel(ledger, LOCAL_TENANT, third)
+    assert sweep_uploads(ledger, folder, 2) == 1
+    assert uploads.find(upload_id) is None

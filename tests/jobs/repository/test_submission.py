@@ -45,6 +45,24 @@ def count(engine: Engine, table: Any) -> int:
         return connection.execute(select(func.count()).select_from(table)).scalar_one()
 
 
+def test_a_job_that_extends_others_is_for_workers_that_may_call_their_models_factory(
+    ledger: Engine, held: Callable[..., Claim], document: Make
+) -> None:
+    """Its own data's factory it names itself; the earlier data are not read again."""
+    bare: dict[str, Any] = {"kind": ["factors"], "model": None, "task": None}
+    factories = {name: {"source": "factory", "factory": f"package:{name}"} for name in ("model", "first", "own")}
+    last = held(model=factories["model"], data=factories["first"]).job_id
+    for estimate in (False, True):
+        made = document(**bare, data=factories["own"], extends={"job": last})
+        job_id = submit(ledger, LOCAL_TENANT, made, estimate=estimate).job.id
+        with reading(ledger) as connection:
+            named = connection.execute(
+                select(jobs.c.model_factory, jobs.c.data_factory).where(jobs.c.id == job_id)
+            ).one()
+        assert tuple(named) == ("package:model", "package:own")
+        last = job_id
+
+
 def test_a_submitted_job_stands_with_its_first_event_and_wakes(
     ledger: Engine, document: Make, woken: Callable[[], int]
 ) -> None:

@@ -1,5 +1,6 @@
 """One job from claim to end, with a child that does what its script says, on both databases."""
 
+import hashlib
 import json
 import os
 import secrets
@@ -14,11 +15,13 @@ import pytest
 from sqlalchemy import select, update
 
 from catalog.requests.schedule import Schedule
+from catalog.requests.uploads import DeclaredFile, UploadDocument
 from jobs.codec import parse_document
 from jobs.devices.leases import Place
 from jobs.devices.registry import Device, Worker, register
 from jobs.errors import StoreUnavailable
 from jobs.objects.artifacts import ArtifactFolder
+from jobs.objects.uploads import Uploads
 from jobs.queue.claims import claim
 from jobs.queue.reaper import reap_expired
 from jobs.records import LOCAL_TENANT
@@ -625,6 +628,33 @@ def test_an_extended_job_is_laid_out_with_what_says_how_it_was_collected(
     for job_id, text in ((second, "[1]"), (third, "[2]")):
         told = json.loads(events(job_id, "log")[0].data["message"])
         assert told == [{"factors.index.json": text}, model, None]
+
+
+def test_an_uploaded_model_is_laid_out_for_those_that_extend_its_job(
+    ledger: Any, submitted: Any, supervise: Any, job: Any, events: Any, settings: Any
+) -> None:
+    uploads = Uploads(ledger, ArtifactFolder(settings().ledger.artifact_root), LOCAL_TENANT)
+    file = DeclaredFile(name="config.json", size_bytes=2, sha256=hashlib.sha256(b"{}").hexdigest())
+    upload_id = uploads.declare(UploadDocument(kind="model", files=(file,)), None)
+    with uploads.writer(upload_id, "config.json") as part:
+        part.write(b"{}")
+    sent = uploads.find(upload_id)
+    assert sent is not None
+    uploads.complete(sent)
+    extended = submitted(kind="factors", model={"source": "upload", "id": upload_id})
+    supervise(extended, ["artifact", "factors/factors.index.json", "[]"], ["finish"])
+    bare = {"kind": "factors", "model": None, "task": None}
+    for _ in range(2):
+        later = submitted(**bare, extends={"job": extended})
+        supervise(later, ["echo_upload"], ["artifact", "factors/factors.index.json", "[]"], ["finish"])
+        assert json.loads(events(later, "log")[0].data["message"]) == {"config.json": "{}"}
+        extended = later
+    uploads.remove(upload_id)
+    gone = submitted(**bare, extends={"job": extended})
+    supervise(gone, ["finish"])
+    failure = job(gone).failure
+    assert (failure["code"], failure["pointer"]) == ("not_found", "/extends/job")
+    assert failure["message"] == "names a job with a model that is deleted; upload it again"
 
 
 def test_a_second_set_that_is_not_there_is_the_callers_to_mend(submitted: Any, supervise: Any, job: Any) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from catalog.frames import Finished
 from catalog.requests.assignment import Assignment
+from catalog.requests.extending import completed
 from catalog.requests.job import JobDocument
 from engine.artifacts import Artifacts
 from engine.factors.factor_files import read_factors
@@ -92,16 +93,8 @@ def open_extended(
             pointer=POINTER,
             code="not_extensible",
         )
-    completed = replace(
-        document,
-        extends=None,
-        model=source.model,
-        task=source.task,
-        collection=source.collection,
-        woodbury=source.woodbury,
-    )
     return Extended(
-        document=completed,
+        document=completed(document, source),
         factors=factors,
         counted=whole.counted,
         model_sha256=described.get("model_sha256"),
