@@ -298,17 +298,20 @@ class BatchCheck:
             self._compare_outputs(findings, own, one.outputs)
             self._compare_directions(findings, cotangent, one.direction)
         errors = findings.errors
+        # inputs that are nothing but rounding beside the example's largest, as a difference of equal rows
+        least = subject.negligible(one.largest_input(0)) / subject.tolerance if subject.is_exact else 0.0
         if not subject.has_gradients or together.cotangent is None:
             for layer in layers:
                 here, there = together.rows(layer.name, number), one.rows(layer.name, 0)
-                compare_rows(errors[layer.name], here, there, floor=0.0)
+                compare_rows(errors[layer.name], here, there, floor=0.0, floor_of_inputs=least)
             return
         rows = {layer.name: LayerRows(recorder=together.layers[layer.name], example=number) for layer in layers}
         norm = self._complete(subject, rows, alone, one.cotangent, findings)
         # gradients that are nothing but rounding beside the model's largest
         floor = subject.negligible(norm) / subject.tolerance
         for layer in layers:
-            compare_rows(errors[layer.name], together.rows(layer.name, number), one.rows(layer.name, 0), floor=floor)
+            here, there = together.rows(layer.name, number), one.rows(layer.name, 0)
+            compare_rows(errors[layer.name], here, there, floor=floor, floor_of_inputs=least)
 
     def _compare_outputs(self, findings: Findings, own: Tensor, plain: Tensor) -> None:
         """Note how far an example's outputs beside others are from those in another run; a loss is of all examples."""

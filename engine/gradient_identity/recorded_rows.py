@@ -209,6 +209,12 @@ class Recording:
         place = number if self.places is None else self.places[number]
         return tensor[place : place + 1]
 
+    def largest_input(self, example: int) -> float:
+        """Return the norm of the largest input of any call of one example."""
+        every = (rows for name in self.layers for rows in self.rows(name, example).inputs())
+        real = (rows for rows in every if rows.is_floating_point() and rows.numel())
+        return max((float(torch.linalg.vector_norm(rows)) for rows in real), default=0.0)
+
     def rows(self, layer: str, example: int) -> ExampleRows:
         """Return the rows of one example."""
         return ExampleRows(recorder=self.layers[layer], example=example, has_gradients=self.cotangent is not None)
@@ -233,10 +239,12 @@ class Errors:
         return max((self.completeness, "completeness"), (self.independence, "independence"))
 
 
-def compare_rows(errors: Errors, together: ExampleRows, alone: ExampleRows, *, floor: float) -> None:
-    """Note how far one example's rows in a batch are from those in another recording."""
+def compare_rows(
+    errors: Errors, together: ExampleRows, alone: ExampleRows, *, floor: float, floor_of_inputs: float = 0.0
+) -> None:
+    """Note how far one example's rows in a batch are from those in another recording; the floors as of ``relative``."""
     picks = together.recorder.picks
-    for own, theirs in ((ExampleRows.inputs, 0.0), (ExampleRows.gradients, floor)):
+    for own, theirs in ((ExampleRows.inputs, floor_of_inputs), (ExampleRows.gradients, floor)):
         # a call that none of an example's rows enter is not a call of the example alone
         mine, plain = ([rows.reshape(-1) for rows in own(side) if rows.numel()] for side in (together, alone))
         if own is ExampleRows.gradients and not (mine and plain):

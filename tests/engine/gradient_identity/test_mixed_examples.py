@@ -266,6 +266,26 @@ def test_a_size_that_decides_nothing_is_covered() -> None:
         assert layer.exact_trace == pytest.approx(plain_trace(model, model.get_submodule(layer.name)), rel=1e-10)
 
 
+class Difference(nn.Module):
+    """Of two equal halves: exactly zero of an example alone, and perhaps rounding in a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.h = nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.h(self.a(x[:, 0]) - self.a(x[:, 1]))
+
+
+def test_inputs_that_are_rounding_beside_the_others_decide_nothing() -> None:
+    for seed in range(12):
+        torch.manual_seed(seed)
+        x, y = torch.randn(13, 5), torch.randint(3, (13,))
+        model = Difference().double()
+        pairs = x[:, None].expand(-1, 2, -1).contiguous().double()
+        assert collect_or_read(workspace(model, [(pairs, y)], "classification", batch_size=13)).declared == ()
+
+
 def clipped(net: Net, x: Tensor) -> Tensor:
     """The largest example of a batch is scaled down to the second largest, and no other is touched."""
     sizes = x[:, :3].norm(dim=1, keepdim=True)

@@ -40,7 +40,8 @@ def without_every_batch(patch: pytest.MonkeyPatch) -> None:
 
 def without_exchange(patch: pytest.MonkeyPatch) -> None:
     """A model that draws is held to one forward pass."""
-    patch.setattr(BatchCheck, "_exchanged", lambda *_: None)
+    beside = BatchCheck._beside_others
+    patch.setattr(BatchCheck, "_beside_others", lambda *own, directed=False: None if directed else beside(*own))
 
 
 def without_wider_types(patch: pytest.MonkeyPatch) -> None:
