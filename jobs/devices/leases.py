@@ -37,7 +37,7 @@ from jobs.devices.requirements import needs_on, suits
 from jobs.metrics.counters import add
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
-from jobs.schema.tables import device_leases, devices, worker_devices, workers
+from jobs.schema.tables import device_leases, devices, jobs, worker_devices, workers
 
 _GUARDIAN_GRACE_SECONDS = 3.0
 """From the end of a lease until the guardian of a silent worker has killed what it guards."""
@@ -231,12 +231,19 @@ def release(engine: Engine, job_id: str, fence: int) -> None:
 
 
 def forget(connection: Connection, *conditions: ColumnElement[bool]) -> None:
-    """Delete the leases that fit all conditions, and count for their tenants how long they stood."""
-    gone = delete(device_leases).where(*conditions)
-    for tenant_id, since, now in connection.execute(
-        gone.returning(device_leases.c.tenant_id, device_leases.c.leased_at, ledger_now())
+    """Delete the leases that fit all conditions, and count for their tenants how long their attempts held them.
+
+    They count until they drained or their attempt's lease ran out: while a service is off, none is there to free them.
+    """
+    held = and_(jobs.c.id == device_leases.c.job_id, jobs.c.fence == device_leases.c.fence)
+    expiry = select(jobs.c.lease_expires_at).where(held).correlate(device_leases).scalar_subquery()
+    leased = device_leases.c
+    columns = (leased.tenant_id, leased.leased_at, ledger_now(), leased.draining_at, expiry)
+    for tenant_id, since, *ends in connection.execute(
+        delete(device_leases).where(*conditions).returning(*columns)
     ).all():
-        add(connection, "device_milliseconds", tenant_id, round(1000 * (now - since).total_seconds()))
+        seconds = (min(filter(None, ends)) - since).total_seconds()
+        add(connection, "device_milliseconds", tenant_id, max(0, round(1000 * seconds)))
 
 
 def free_drained(

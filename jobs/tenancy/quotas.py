@@ -30,7 +30,8 @@ class Usage:
     quota_bytes: int | None
     """Null where there is no limit."""
     device_seconds: float = 0.0
-    """Seconds that its attempts have had devices, each device by itself; attempts that run are not counted yet."""
+    """Seconds that its attempts have had devices, each device by itself; attempts that run are not counted yet, nor is
+    the time after an attempt's end or the end of its lease."""
 
 
 def usage(engine: Engine, name: str | None = None, default_bytes: int | None = None) -> tuple[Usage, ...]:

@@ -13,6 +13,7 @@ from jobs.devices.leases import Place, release
 from jobs.devices.registry import Device, Worker, list_devices, register
 from jobs.queue.attempt_endings import finish
 from jobs.queue.claims import claim
+from jobs.queue.reaper import reap_expired
 from jobs.records import LOCAL_TENANT, Claim
 from jobs.repository.store import read_job
 from jobs.repository.submission import submit
@@ -169,7 +170,7 @@ def test_no_device_is_kept_for_a_tenant_that_runs_as_many_as_it_may(ledger: Engi
 
 
 def test_the_time_of_a_devices_leases_counts_for_its_tenant_alone(ledger: Engine, other: str) -> None:
-    """From the claim to the end of the last process."""
+    """From the claim to the end of the attempt."""
     worker = gpus(ledger, 2)
     queued(ledger, age=9)
     queued(ledger, other, age=8)
@@ -185,3 +186,32 @@ def test_the_time_of_a_devices_leases_counts_for_its_tenant_alone(ledger: Engine
     spent = {each.tenant: each.device_seconds for each in usage(ledger)}
     assert 100 <= spent["local"] < 160
     assert 50 <= spent["other"] < 110
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_the_time_that_a_service_is_off_counts_for_no_tenant(ledger: Engine, noticed: bool) -> None:
+    """Whether the job was taken from its silent holder before the lease of the device is freed, or not yet."""
+    worker = gpus(ledger, 1)
+    queued(ledger)
+    held = take(ledger, worker, 0)
+    assert held is not None
+    with writing(ledger) as connection:
+        connection.execute(update(device_leases).values(leased_at=ledger_now(-36_000)))
+        connection.execute(update(jobs).where(jobs.c.id == held.job_id).values(lease_expires_at=ledger_now(-35_900)))
+    if noticed:
+        assert reap_expired(ledger) == 1
+    release(ledger, held.job_id, held.fence)
+    assert 100 <= usage(ledger, "local")[0].device_seconds < 160
+
+
+def test_what_runs_on_after_its_end_counts_up_to_it(ledger: Engine) -> None:
+    worker = gpus(ledger, 1)
+    queued(ledger)
+    held = take(ledger, worker, 0)
+    assert held is not None
+    finish(ledger, held)
+    with writing(ledger) as connection:
+        moments = {"leased_at": ledger_now(-36_000), "draining_at": ledger_now(-35_900)}
+        connection.execute(update(device_leases).values(moments))
+    release(ledger, held.job_id, held.fence)
+    assert 100 <= usage(ledger, "local")[0].device_seconds < 160
