@@ -208,10 +208,16 @@ def _refuse(job: PassJob, state: CollectionState, sums: Sequence[CorrectionStati
         found.flaw, why = own.flaw, f"EK-FAC's pass does not see its rows ({own.flaw})"
         if own.flaw is None and compared and own.eigenvalues is not None and not found.representation.of_terms:
             totals = (own.eigenvalues.sum((1, 2), dtype=torch.float64) / (own.weight_G or 1.0)).tolist()
+            # what a sum below the normal numbers lost is no cancellation
+            least = torch.finfo(job.dtype).smallest_normal * own.eigenvalues[0].numel()
             for total, trace in zip(totals, found.exact_traces, strict=False):
-                if trace is not None and abs(total - trace) > _TOLERANCES[job.dtype] * trace + slack:
+                if trace is None:
+                    continue
+                lost = max(total, trace) < least
+                if abs(total - trace) > _TOLERANCES[job.dtype] * trace + (0.0 if lost else slack):
                     found.flaw = TRACE_DIFFERS
                     why = f"its corrected eigenvalues add up to {total:.6g}, and its exact trace is {trace:.6g}"
+                    why += "; take `collection.dtype: float64`" if lost and job.dtype == torch.float32 else ""
         if found.flaw is not None:
             job.workspace.ports.log("warning", f"layer `{own.layer.name}`: {why}; it is not covered")
 

@@ -241,9 +241,13 @@ def _measure(
         facts.name, damped, workspace.options.stabilisation, side_a.largest, side_g.largest
     ):
         workspace.ports.log("warning", warning)
+    ekfac_trace = None if corrected is None else float(corrected.eigenvalues.sum(dtype=torch.float64))
     if whole.collection.dtype == "float32":
-        for name, side, size in (("A", side_a, facts.in_dim), ("G", side_g, facts.out_dim)):
-            lost = underflow(facts.name, name, side.trace, size, facts.exact_trace)
+        sums = [("moments of A", side_a.trace, facts.in_dim), ("moments of G", side_g.trace, facts.out_dim)]
+        if ekfac_trace is not None:
+            sums.append(("corrected eigenvalues", ekfac_trace, facts.in_dim * facts.out_dim))
+        for name, trace, size in sums:
+            lost = underflow(facts.name, name, trace, size, facts.exact_trace)
             if lost is not None:
                 workspace.ports.notice(lost)
     kappa_max, counted = workspace.options.stabilisation.kappa_max, side_g.counted
@@ -340,7 +344,7 @@ def _measure(
             digest_ekfac=ekfac.get("corrected_eigenvalues"),
             digest_eigenvectors_A=ekfac.get("eigenvectors_A"),
             digest_eigenvectors_G=ekfac.get("eigenvectors_G"),
-            ekfac_trace=None if corrected is None else float(corrected.eigenvalues.sum(dtype=torch.float64)),
+            ekfac_trace=ekfac_trace,
             precision=least_precise(side_a, side_g),
             rungs_A=side_a.rungs,
             rungs_G=with_factorisation(side_g.rungs, taken),

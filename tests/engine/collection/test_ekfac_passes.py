@@ -285,3 +285,30 @@ def test_kept_with_the_factors_and_read_again(tmp_path: Path) -> None:
 def test_forward_only_has_nothing_to_correct_with() -> None:
     with pytest.raises(FieldError, match="needs gradients"):
         Collection(ekfac=True, fisher="forward_only")
+
+
+@pytest.mark.parametrize(
+    ("scale", "dtype", "noticed", "reason"),
+    [
+        (1e-11, "float32", False, "correction_differs"),
+        (1e-9, "float32", True, None),
+        (1e-5, "float32", False, None),
+        (1e-11, "float64", False, None),
+    ],
+)
+def test_eigenvalues_below_float32_are_noticed_and_what_they_lost_is_not_excused(
+    scale: float, dtype: str, noticed: bool, reason: str | None
+) -> None:
+    """A and G of the first layer are about scale², far above float32's smallest number; their product is not."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 3))
+    model[2].weight.data.mul_(scale)
+    data = [(scale * torch.randn(13, 5, dtype=torch.float64), torch.randint(3, (13,)))]
+    made = workspace(model, data, "classification", dtype=dtype, fisher="type2", ekfac=True, batch_size=5)
+    notices, lines = list[str](), list[str]()
+    made.ports.notice, made.ports.log = notices.append, lambda _, line: lines.append(line)
+    list(KeptFactors(None, made).rows())
+    declared = {each.name: each.reason for each in collect_or_read(made).declared}
+    assert declared == ({} if reason is None else {"0": reason})
+    assert any("layer `0`: the corrected eigenvalues average" in each for each in notices) == noticed
+    assert any("its exact trace" in each and "collection.dtype: float64" in each for each in lines) == bool(reason)
