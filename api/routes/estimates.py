@@ -24,7 +24,6 @@ from jobs.errors import DocumentRefused
 from jobs.records import Job, Submitted
 from jobs.repository.store import delete_job, read_estimate
 from jobs.repository.submission import check_idempotency_key, submit, submitted_earlier
-from jobs.tenancy.quotas import require_place
 
 _RETRY_SECONDS = 2
 _VIEW: TypeAdapter[EstimateView] = TypeAdapter(EstimateView)
@@ -90,8 +89,8 @@ def _submitted(service: Service, tenant_id: str, raw: bytes, key: str | None) ->
         raise DocumentRefused((refused,))
     settings = service.settings
     admit(asked, settings, service.engine, tenant_id)
-    require_place(service.engine, tenant_id, settings.queued_jobs, settings.queued_bytes)
-    return submit(service.engine, tenant_id, document, key, estimate=True)
+    most = settings.queued_jobs, settings.queued_bytes
+    return submit(service.engine, tenant_id, document, key, estimate=True, most=most)
 
 
 @router.get(

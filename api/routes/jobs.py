@@ -34,7 +34,7 @@ from jobs.repository.job_list import FIELDS
 from jobs.repository.lineage import read_lineage
 from jobs.repository.pieces import read_pieces
 from jobs.repository.store import annotate, delete_job, list_jobs, read_job, request_cancel, reschedule
-from jobs.repository.submission import check_idempotency_key, submit, submitted_earlier
+from jobs.repository.submission import check_idempotency_key, places_of, submit, submitted_earlier
 from jobs.retention.object_sweep import delete_unlisted
 from jobs.scheduling.placement import placement_before, placement_of
 from jobs.schema.database import for_tenant
@@ -127,7 +127,8 @@ async def accept(service: Service, caller: Caller, document: JobDocument, idempo
 
 def _stored(service: Service, caller: Caller, document: JobDocument, idempotency_key: str | None) -> Submitted:
     needed = least_bytes(effective_document(service.engine, caller.tenant_id, document))
-    return submit(service.engine, caller.tenant_id, document, idempotency_key, needs_bytes=needed)
+    most = service.settings.queued_jobs, service.settings.queued_bytes
+    return submit(service.engine, caller.tenant_id, document, idempotency_key, needs_bytes=needed, most=most)
 
 
 def _submitted_or_admitted(
@@ -148,9 +149,8 @@ def _admitted(service: Service, caller: Caller, document: JobDocument) -> None:
     settings = service.settings
     admit(document, settings, service.engine, caller.tenant_id)
     require_room(service.engine, caller.tenant_id, settings.ledger.stored_bytes)
-    count = 1 + (0 if document.series is None else len(document.series.model))
-    more = (1, 1) if count == 1 else (count, count * len(json.dumps(document_json(document))))
-    require_place(service.engine, caller.tenant_id, settings.queued_jobs, settings.queued_bytes, more)
+    most = settings.queued_jobs, settings.queued_bytes
+    require_place(service.engine, caller.tenant_id, *most, places_of(document))
 
 
 def _validated(service: Service, caller: Caller, document: JobDocument) -> Response:

@@ -4,6 +4,7 @@ Every statement names the tenant, so that a key of another tenant is never found
 """
 
 import hashlib
+import json
 import re
 from typing import Any
 
@@ -32,6 +33,7 @@ from jobs.schema.clock import ledger_now
 from jobs.schema.database import note_queued, reading, writing
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import jobs
+from jobs.tenancy.quotas import take_place
 
 _IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _MOST_THREADS = 1024
@@ -58,6 +60,7 @@ def submit(
     *,
     estimate: bool = False,
     needs_bytes: int | None = None,
+    most: tuple[int, int] | None = None,
 ) -> Submitted:
     """Store a job, or return the job that this key stored earlier.
 
@@ -72,6 +75,8 @@ def submit(
         idempotency_key: The caller's name for this submission; None for a new job in any case.
         estimate: Whether the job is only to be planned.
         needs_bytes: Device memory that the document alone shows to be needed; None if unknown.
+        most: The caps on the tenant's queued jobs and on the bytes of their documents, which hold however many submit
+            at once; None for no caps.
 
     Returns:
         The job, and whether it is new.
@@ -80,6 +85,7 @@ def submit(
         DocumentRefused: If the deadline has passed already.
         IdempotencyConflict: If the key stored another document, or the same by another name or on another schedule.
         IdempotencyKeyRefused: If the key is not 1 to 255 visible ASCII characters.
+        QueueFull: If there is no place for all its jobs.
     """
     check_idempotency_key(idempotency_key)
     idempotency_key = _stored_key(idempotency_key, estimate=estimate)
@@ -124,6 +130,8 @@ def submit(
             if earlier is None:
                 raise JobNotFound(idempotency_key or "")
             return earlier
+        if most is not None:
+            take_place(connection, tenant_id, most, (1, 1) if estimate else places_of(document), job_id)
         drawn = draw(connection, jobs.c.id == job_id)
         if drawn is None:
             raise JobNotFound(job_id)
@@ -135,6 +143,12 @@ def submit(
         else:
             note_queued(connection)
         return Submitted(job=job_record(drawn), created=True)
+
+
+def places_of(document: JobDocument) -> tuple[int, int]:
+    """Return how many jobs a document is stored as, and the least bytes of their documents."""
+    count = 1 + (0 if document.series is None else len(document.series.model))
+    return (1, 1) if count == 1 else (count, count * len(json.dumps(document_json(document))))
 
 
 def submitted_earlier(

@@ -9,7 +9,7 @@ running at once at the most.
 
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Text, cast, func, null, select, union, update
+from sqlalchemy import ColumnElement, Connection, Engine, Text, cast, func, null, select, union, update
 
 from catalog.record import record
 from jobs.errors import QueueFull, QuotaExceeded
@@ -111,20 +111,19 @@ def require_room_for(
 
 def lock_usage(connection: Connection, tenant_id: str, default_bytes: int | None) -> tuple[int, int | None]:
     """Return a tenant's bytes and its quota; until the transaction ends, others wait here with theirs."""
-    # with `key_share`, rows that refer to the tenant are inserted meanwhile
-    connection.execute(select(tenants.c.id).where(tenants.c.id == tenant_id).with_for_update(key_share=True))
+    _lock(connection, tenant_id)
     return _used(connection, tenant_id), _quota_of(connection, tenant_id, default_bytes)
 
 
 def require_place(
     engine: Engine, tenant_id: str, most_jobs: int, most_bytes: int, more: tuple[int, int] = (1, 1)
 ) -> None:
-    """Refuse a submission of a tenant whose queued jobs are as many, or as long, as they may be.
+    """Refuse a submission of a tenant whose queued jobs are as many, or as long, as they may be, as things stand.
 
     A divided job counts as one of them while it waits for its pieces, which do not count: they are never refused. The
     jobs of a series count, and it too.
 
-    Several submissions at once may each find the last place free.
+    Several submissions at once may each find the last place free: one of them has it by `take_place`.
 
     Args:
         most_jobs: The cap on its queued jobs, estimates among them.
@@ -134,12 +133,32 @@ def require_place(
     Raises:
         QueueFull: If there is no place.
     """
+    with reading(engine, tenant_id) as connection:
+        _require_place(connection, tenant_id, (most_jobs, most_bytes), more)
+
+
+def take_place(
+    connection: Connection, tenant_id: str, most: tuple[int, int], more: tuple[int, int], job_id: str
+) -> None:
+    """Require a place for a job that the transaction has inserted; until it ends, others wait here with theirs."""
+    _lock(connection, tenant_id)
+    _require_place(connection, tenant_id, most, more, jobs.c.id != job_id)
+
+
+def _lock(connection: Connection, tenant_id: str) -> None:
+    # with `key_share`, rows that refer to the tenant are inserted meanwhile
+    connection.execute(select(tenants.c.id).where(tenants.c.id == tenant_id).with_for_update(key_share=True))
+
+
+def _require_place(
+    connection: Connection, tenant_id: str, most: tuple[int, int], more: tuple[int, int], *others: ColumnElement[bool]
+) -> None:
+    most_jobs, most_bytes = most
     size = func.coalesce(func.sum(func.length(cast(jobs.c.document, Text))), 0)
     queued = select(func.count(), size).where(
-        jobs.c.tenant_id == tenant_id, jobs.c.state.in_(("queued", "waiting")), jobs.c.piece.is_(null())
+        jobs.c.tenant_id == tenant_id, jobs.c.state.in_(("queued", "waiting")), jobs.c.piece.is_(null()), *others
     )
-    with reading(engine, tenant_id) as connection:
-        count, characters = connection.execute(queued).one()
+    count, characters = connection.execute(queued).one()
     if count + more[0] > most_jobs:
         these = "" if more[0] == 1 else f", and these are {more[0]:,} jobs"
         raise QueueFull(

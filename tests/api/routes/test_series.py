@@ -2,6 +2,7 @@
 
 import json
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from catalog.frames import Failed, Summarised
 from catalog.record import plain
 from jobs.queue import attempt_endings, attempt_writes, claims
 from jobs.records import LOCAL_TENANT
+from jobs.schema.database import open_database
+from jobs.tenancy.api_keys import create_key
 from tests.api import seeding
 from tests.api.conftest import Embedded, Keyed
 from tests.api.expect import problem
@@ -204,3 +207,22 @@ def test_a_series_beyond_the_quota_stores_nothing(databases: Databases, tmp_path
         assert [each["id"] for each in client.get("/v1/jobs").json()["items"]] == [first.json()["id"]]
         again = client.post("/v1/jobs", json=DOCUMENT | {"series": {"model": ["step0", "step1", "step2"]}})
         assert again.status_code == 202, again.text
+
+
+@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/estimates"])
+def test_what_is_sent_at_once_is_taken_as_far_as_it_fits(databases: Databases, tmp_path: Path, path: str) -> None:
+    in_store(tmp_path / "artifacts")
+    url = databases.migrated("postgresql")
+    engine = open_database(url)
+    key = create_key(engine, KEY_SECRET, "ours")
+    engine.dispose()
+    fits = 5 if path == "/v1/jobs" else 1
+    more = {
+        "KRONOSCOPE_KEY_SECRET": KEY_SECRET,
+        "KRONOSCOPE_QUEUED_JOBS": str(fits),
+        "KRONOSCOPE_ESTIMATE_SECONDS": "0",
+    }
+    with serve(url, tmp_path, more) as server, server.client(key) as client, ThreadPoolExecutor(8) as threads:
+        sent = threads.map(lambda _: client.post(path, json=DOCUMENT).status_code, range(16))
+        assert sorted(sent) == [202, *[429] * 15]
+        assert len(client.get("/v1/jobs").json()["items"]) == int(path == "/v1/jobs")

@@ -2,11 +2,12 @@
 
 import argparse
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, select
+from sqlalchemy import Engine, func, select
 from sqlalchemy.exc import OperationalError
 
 from catalog.frames import ArtifactWritten
@@ -21,10 +22,20 @@ from jobs.queue.attempt_writes import write_artifact
 from jobs.records import LOCAL_TENANT, Claim
 from jobs.repository.store import delete_job, request_cancel
 from jobs.repository.submission import submit
-from jobs.schema.tables import tenants
+from jobs.schema.database import reading
+from jobs.schema.tables import jobs, tenants
 from jobs.tenancy.quotas import Usage, lock_usage, require_place, require_room, require_room_for, set_quota, usage
 from jobs.tenancy.tenants import main, read_bytes
 from tests.api.seeding import raw
+
+SERIES = {
+    "kind": ["spectrum"],
+    "model": {"source": "directory", "path": "/models/a"},
+    "data": {"source": "builtin", "name": "digits"},
+    "task": {"type": "classification"},
+    "series": {"model": ["/models/a", "/models/b", "/models/c"], "overlaps": False},
+}
+"""Four jobs."""
 
 
 def listed(ledger: Engine, claim: Claim, name: str, content: bytes) -> str:
@@ -135,3 +146,27 @@ def test_queued_jobs_are_capped_by_number_and_by_the_text_of_their_documents(led
         require_place(ledger, LOCAL_TENANT, 2, text)
     request_cancel(ledger, LOCAL_TENANT, job.id)
     require_place(ledger, LOCAL_TENANT, 1, 1)
+
+
+@pytest.mark.parametrize("many", [1, 4])
+def test_places_are_taken_once_however_many_submit_at_once(ledger: Engine, at_once: Any, many: int) -> None:
+    """Each saw the places free that the others took: eight series at once stored eight times what may wait."""
+    asked = raw() if many == 1 else json.dumps(SERIES).encode()
+
+    def act(_: int) -> Any:
+        return submit(ledger, LOCAL_TENANT, parse_document(asked), most=(2 * many, 10**9))
+
+    answers = at_once(8, act)
+    assert sorted(type(each).__name__ for each in answers) == ["QueueFull"] * 6 + ["Submitted"] * 2
+    with reading(ledger) as connection:
+        assert connection.execute(select(func.count()).select_from(jobs)).scalar_one() == 2 * many
+
+
+def test_repeated_requests_at_once_get_the_job_that_took_the_last_place(ledger: Engine, at_once: Any) -> None:
+    document = parse_document(raw())
+    answers = at_once(6, lambda _: submit(ledger, LOCAL_TENANT, document, "key", most=(1, 10**9)))
+    assert len({each.job.id for each in answers}) == 1
+    assert sum(each.created for each in answers) == 1
+    assert submit(ledger, LOCAL_TENANT, document, estimate=True, most=(2, 10**9)).created
+    with pytest.raises(QueueFull, match="2 of your jobs wait, of 2 that may"):
+        submit(ledger, LOCAL_TENANT, document, estimate=True, most=(2, 10**9))
