@@ -47,14 +47,18 @@ def require_whole(measured: CoverageView | None, refused: Sequence[RefusedAnalys
         raise typer.Exit(PARTIAL)
 
 
-def end_as(job: JobView) -> None:
-    """End the command as the job has ended: with its failure, who cancelled it, or a code where it was done in part."""
+def end_as(job: JobView, rows: int | None = None) -> None:
+    """End the command as the job has ended: with its failure, who cancelled it, or a code where it was done in part.
+
+    Args:
+        rows: Rows of layers that it has left; None where they were not counted.
+    """
     if job.state == "failed" and job.failure is not None:
         pointer = f"{job.failure.pointer} " if job.failure.pointer else ""
         lines = [f"{pointer}{job.failure.message}", *trace_lines(job.failure.trace)]
         fail(CATEGORIES.get(job.failure.category, FATAL), lines)
     if job.state == "cancelled":
-        fail(STOPPED, [_cancellation(job)])
+        fail(STOPPED, [_cancellation(job, rows)])
     if job.state == "succeeded":
         require_whole(job.coverage, job.refused)
 
@@ -76,13 +80,13 @@ def end_run(job: JobView, rows: int) -> None:
     fail(STOPPED, [f"the run was stopped before its end{at}, {why}; {kept}; {again}"])
 
 
-def _cancellation(job: JobView) -> str:
+def _cancellation(job: JobView, rows: int | None) -> str:
     """Return a sentence on who ended a job, when, what is kept and how to go on."""
     by = f", with the API key {job.cancel_requested_by}" if job.cancel_requested_by else ""
     at = "" if job.cancel_requested_at is None else f"{by}, at {job.cancel_requested_at[:19].replace('T', ' ')} UTC"
-    rows = 0 if job.progress is None else job.progress.layers_done or 0
     short = job.id[-SHORT_ID:]
-    kept = f"{rows:,} rows are kept (`kronoscope results {short}`)" if rows else "no layer had been measured"
+    many = "what it had measured is" if rows is None else f"{rows:,} rows are"
+    kept = "no layer had been measured" if rows == 0 else f"{many} kept (`kronoscope results {short}`)"
     return f"the job was cancelled{at}; {kept}; `kronoscope rerun {short}` starts it again"
 
 

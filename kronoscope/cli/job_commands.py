@@ -271,7 +271,7 @@ def results(
         _print_results(found, rows, curve, methods=methods, as_json=as_json)
         if download is not None:
             _download(client, found, download, overwrite=overwrite, silent=as_json)
-    end_as(found.job)
+    end_as(found.job, found.layers.count)
 
 
 def _print_results(
@@ -363,7 +363,7 @@ def _watched(client: Client, job_id: str, *, as_json: bool) -> bool:
     elif job.state == "succeeded" and not as_json:
         found = client.results(job_id)
         _show_tables(found, list(client.layers(job_id)), client.memory_curve(found))
-    end_as(job)
+    end_as(job, client.results(job_id).layers.count if job.state == "cancelled" else None)
     return True
 
 

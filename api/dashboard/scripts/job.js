@@ -80,6 +80,7 @@ export async function showJob(main, shownId, signal) {
   let rowsTurn = 0;
   let finalShown = false;
   let lineageOf = null;
+  let kept = null;
 
   async function stop(event) {
     event.target.disabled = true;
@@ -101,7 +102,7 @@ export async function showJob(main, shownId, signal) {
     if (opened && pieces.querySelector("details")) pieces.querySelector("details").open = true;
     if (scrolled) pieces.querySelector(".scroll").scrollLeft = scrolled;
     if (focused) [...pieces.querySelectorAll("a")].find((each) => each.getAttribute("href") === focused)?.focus();
-    replace(live, ENDED.has(job.state) ? null : progressCard(job), placementCard(job), job.failure ? failureCard(job) : null, cancelledCard(job), noticesCard(job), ENDED.has(job.state) ? refusedCard(job, titles) : null, ENDED.has(job.state) ? partialCard(job.coverage) : null);
+    replace(live, ENDED.has(job.state) ? null : progressCard(job), placementCard(job), job.failure ? failureCard(job, kept) : null, cancelledCard(job, kept), noticesCard(job), ENDED.has(job.state) ? refusedCard(job, titles) : null, ENDED.has(job.state) ? partialCard(job.coverage) : null);
   }
 
   /** Loads the rows so far, at most every second and a half; the last change is always loaded. */
@@ -137,6 +138,8 @@ export async function showJob(main, shownId, signal) {
     finalShown = true;
     const results = await again(() => get(`${base}/results`, signal));
     await unpressed();
+    kept = results.layers.count;
+    draw(job);
     replace(summary, reproductionCard(results.manifest?.reproduction), ...summaryParts(results, titles, job));
     replace(files, filesCard(job, base, results));
     const summaries = Object.values(results.summary ?? {});

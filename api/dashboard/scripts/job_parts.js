@@ -67,14 +67,15 @@ export function placementCard(job) {
 }
 
 /** What an ended job has left, and how to go on. */
-function keptLine(job) {
-  const { layers_done: rows, layers_total: all } = job.progress ?? {};
-  const kept = rows ? `Kept: ${number(rows)}${all ? ` of ${number(all)}` : ""} rows of the layer table, the files and the log.` : job.started_at ? "No layer had been measured; the log is kept." : "It had not begun.";
+function keptLine(job, rows) {
+  const all = job.progress?.layers_total;
+  const none = rows === 0 ? "No layer had been measured; the log is kept." : "What it had measured is kept.";
+  const kept = rows ? `Kept: ${number(rows)}${all >= rows ? ` of ${number(all)}` : ""} rows of the layer table, the files and the log.` : job.started_at ? none : "It had not begun.";
   return h("p", { class: "small" }, `${kept} `, h("em", {}, "Run again"), " opens its document as a new job, and ", h("code", {}, `kronoscope rerun ${job.id.slice(-12)}`), " submits it; both begin from the start.");
 }
 
-/** Who ended a job, and when. */
-export function cancelledCard(job) {
+/** Who ended a job, and when; the number of its rows is null until they are counted. */
+export function cancelledCard(job, rows) {
   if (!["cancelled", "cancelling"].includes(job.state)) return null;
   const by = job.cancel_requested_by ? h("span", {}, "with the API key ", h("code", {}, job.cancel_requested_by)) : job.parent ? "with its whole job" : null;
   return h(
@@ -82,11 +83,11 @@ export function cancelledCard(job) {
     { class: "notice", role: "status", "aria-label": "Cancellation" },
     h("strong", {}, job.state === "cancelled" ? "The job was cancelled" : "The job is being cancelled"),
     job.cancel_requested_at ? h("p", {}, "Asked for ", by, by ? ", " : null, h("time", { datetime: job.cancel_requested_at }, clock(job.cancel_requested_at)), job.finished_at ? `; it ended ${clock(job.finished_at)}.` : "; it stops before its next batch or layer.") : null,
-    job.finished_at && !job.parent ? keptLine(job) : null,
+    job.finished_at && !job.parent ? keptLine(job, rows) : null,
   );
 }
 
-export function failureCard(job) {
+export function failureCard(job, rows) {
   const { failure } = job;
   const where = [failure.layer ? ["Layer", failure.layer] : null, failure.pointer ? ["Field", failure.pointer] : null].filter(Boolean);
   return h(
@@ -105,7 +106,7 @@ export function failureCard(job) {
     job.finished_at ? h("p", { class: "small" }, `In attempt ${number(job.attempt)}, `, h("time", { datetime: job.finished_at }, clock(job.finished_at)), ".") : null,
     where.length ? h("p", {}, where.flatMap(([name, value]) => [`${name} `, h("code", {}, value), " "])) : null,
     h("p", { class: "small" }, WHO[failure.category] ?? "", " ", h("code", {}, failure.code)),
-    job.state === "failed" && !job.parent ? keptLine(job) : null,
+    job.state === "failed" && !job.parent ? keptLine(job, rows) : null,
   );
 }
 

@@ -649,13 +649,24 @@ def test_cancelling(page: Page, embedded: Embedded) -> None:
     expect(said).to_contain_text(re.compile(r"Asked for \d+ \w+ \d+, [\d:]+; it ended"))
     expect(said).to_contain_text("No layer had been measured; the log is kept.")
     kept = seeding.running(embedded.engine, LOCAL_TENANT)
+    seeding.write_rows(embedded.engine, embedded.artifacts, kept, ("factors",))
     seeding.progress(embedded.engine, kept, stage="factors", done=3, total=7, unit="layers", layers_done=3)
     request_cancel(embedded.engine, LOCAL_TENANT, kept.job_id, by="kr_first")
     page.goto(f"/#/jobs/{kept.job_id}")
     expect(said).to_contain_text(re.compile(r"with the API key kr_first, .*; it stops before its next batch or layer"))
     attempt_endings.hand_back(embedded.engine, kept)
-    expect(said).to_contain_text(re.compile(r"; it ended .*Kept: 3 of 14 rows of the layer table"))
+    expect(said).to_contain_text(re.compile(r"; it ended .*Kept: 8 of 14 rows of the layer table"))
     expect(said.locator("code").last).to_have_text(f"kronoscope rerun {kept.job_id[-12:]}")
+
+
+def test_what_a_cancelled_job_kept_is_counted_where_its_attempt_is_forgotten(page: Page, embedded: Embedded) -> None:
+    claim = seeding.running(embedded.engine, LOCAL_TENANT)
+    seeding.write_rows(embedded.engine, embedded.artifacts, claim, ("factors",))
+    attempt_endings.hand_back(embedded.engine, claim)
+    request_cancel(embedded.engine, LOCAL_TENANT, claim.job_id)
+    page.goto(f"/#/jobs/{claim.job_id}")
+    said = page.get_by_role("status", name="Cancellation")
+    expect(said).to_contain_text("Kept: 8 rows of the layer table")
 
 
 def test_a_failure_says_why(page: Page, embedded: Embedded) -> None:
