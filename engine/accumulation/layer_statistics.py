@@ -25,7 +25,7 @@ from engine.accumulation.batch_variance import BatchVariance
 from engine.accumulation.example_gradients import Met, block_gradients, squared_norms
 from engine.accumulation.gradient_rows import GradientRows, ProbabilityRows, RowStorage, Terms
 from engine.accumulation.sketched_rows import SketchRows
-from engine.accumulation.sums import Sums
+from engine.accumulation.sums import Sums, larger
 from engine.factors.representation import DENSE, Representation
 from engine.layers.convolution import ConvolutionLayer
 from engine.layers.layer import BlockLayer, TreatedLayer, Use, pooled_rows, summed_rows
@@ -52,7 +52,7 @@ class LayerStatistics(Sums):
     JOINED: ClassVar[Mapping[str, Callable[[Sequence[Any]], Any]]] = {
         **dict.fromkeys(("weight_A", "weight_G", "rows_A", "rows_G", "positions", "terms"), sum),
         **dict.fromkeys(("gradients", "examples", "weights_squared"), sum),
-        "calls": max,
+        **dict.fromkeys(("calls", "largest"), max),
         "flaw": lambda flaws: next(filter(None, flaws), None),
         "ordered": all,
         "unproven": any,
@@ -120,6 +120,8 @@ class LayerStatistics(Sums):
     """The data are a part: what they do not call is kept as zeros, for the other parts may."""
     unproven: bool = False
     """Inputs entered A, and no gradient had arrived by the end of a batch that had loss terms."""
+    largest: Tensor | float = 0.0
+    """Largest |g| that entered G, of which the square may be zero; on the device until the pass is read."""
     exact_traces: list[float | None] = field(default_factory=list)
     """Trace of each group's block of the curvature of the mean loss, once the pass is done; None where it overflows."""
     standard_errors: list[float | None] = field(default_factory=list)
@@ -307,6 +309,7 @@ class LayerStatistics(Sums):
         """
         self.gradients += 1
         if self.G is not None:
+            self.largest = larger(self.largest, gradients)
             squares = require_real(gradients).to(self.G.dtype).square()
             self._add_small_(self.G, squares.sum(0))
             if self.traced:
@@ -346,6 +349,7 @@ class LayerStatistics(Sums):
 
     def _add_rows_(self, rows: Tensor) -> None:
         self.rows_G += rows.shape[0]
+        self.largest = larger(self.largest, rows)
         if self.gradient_rows is not None:
             self.gradient_rows.add_(rows)
         elif self.G is not None:

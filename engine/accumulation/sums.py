@@ -4,6 +4,7 @@ A state is flat: ``field``, or ``part.field`` of a part that is a sum itself. Te
 plain values are counts, weights and flags.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
@@ -98,6 +99,14 @@ class Sums:
         """Return the same sums with tensors of their own; parts are the same objects, unless they are changed."""
         own = {name: each for name, each in self.state().items() if isinstance(each, Tensor) and "." not in name}
         return replace(self, **{name: each.clone() for name, each in own.items()}, **changes)  # type: ignore[type-var] # a dataclass
+
+
+def larger(held: Tensor | float, rows: Tensor) -> Tensor | float:
+    """Return the larger of a number and the largest magnitude in a tensor, on its device, which is not waited for."""
+    if not rows.numel():
+        return held
+    own = torch.linalg.vector_norm(rows, math.inf)
+    return torch.maximum(held, own) if isinstance(held, Tensor) else own
 
 
 def _has_room(held: Tensor, value: Tensor) -> bool:

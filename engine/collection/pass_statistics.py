@@ -166,6 +166,7 @@ def layer_facts(
         trace_standard_error=None if weighted or not found.standard_errors else found.standard_errors[group],
         sums=None if weighted else layer_sums(found, group),
         holders=layer.holders,
+        reached=float(found.largest) > 0,
         frozen_bias=not layer.bias and getattr(layer.module, "bias", None) is not None,
     )
     return dataclasses.replace(own, **_proved(self_check, found.layer), **_varied(job.collection, found, group))

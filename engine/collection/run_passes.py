@@ -223,6 +223,8 @@ def _pass(
         _take_in(job, state, left)
         state.begin_anew()
     state.batches = cursor.batches
+    for each in statistics:
+        each.largest = float(each.largest)
     if ranks.size > 1:
         cursor = complete_pass(job, state, statistics, cursor, alone=not several)
     if job.workspace.inputs.part is None:

@@ -220,6 +220,8 @@ class LayerFacts:
     """Modules that hold the parameters; empty of a collection that did not keep it."""
     frozen_bias: bool = False
     """Whether the module adds a bias that is not trained, and that A has no column for."""
+    reached: bool = False
+    """Whether a gradient other than zero entered G, which float32 sums of squares may have lost."""
 
     @property
     def leader(self) -> int:

@@ -106,14 +106,13 @@ _LOST = 100.0
 """Multiples of the smallest normal number of float32, below which sums of products lose digits one after another."""
 
 
-def underflow(layer: str, summed: str, trace: float, size: int, exact_trace: float | None) -> str | None:
+def underflow(layer: str, summed: str, trace: float, size: int, *, zero: bool) -> str | None:
     """Describe the digits that float32 sums of products have lost below its smallest normal number; None of none.
 
-    ``trace`` is that of the sums, such as `moments of A`, over ``size`` numbers; ``exact_trace`` is the layer's own
-    where it is known: a factor without a moment beside a curvature that is none has lost all of them.
+    ``trace`` is that of the sums, such as `moments of A`, over ``size`` numbers; ``zero`` says that one of 0 is right.
     """
     least = torch.finfo(torch.float32).smallest_normal
-    if trace >= _LOST * least * size or (trace == 0 and not exact_trace):
+    if trace >= _LOST * least * size or (trace == 0 and zero):
         return None
     return (
         f"layer `{layer}`: the {summed} average {trace / size:.1g}, and float32 holds less than {least:.1g} "

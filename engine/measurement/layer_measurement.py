@@ -243,11 +243,15 @@ def _measure(
         workspace.ports.log("warning", warning)
     ekfac_trace = None if corrected is None else float(corrected.eigenvalues.sum(dtype=torch.float64))
     if whole.collection.dtype == "float32":
-        sums = [("moments of A", side_a.trace, facts.in_dim), ("moments of G", side_g.trace, facts.out_dim)]
+        flat = not facts.exact_trace
+        sums = [
+            ("moments of A", side_a.trace, facts.in_dim, flat),
+            ("moments of G", side_g.trace, facts.out_dim, flat and not facts.reached),
+        ]
         if ekfac_trace is not None:
-            sums.append(("corrected eigenvalues", ekfac_trace, facts.in_dim * facts.out_dim))
-        for name, trace, size in sums:
-            lost = underflow(facts.name, name, trace, size, facts.exact_trace)
+            sums.append(("corrected eigenvalues", ekfac_trace, facts.in_dim * facts.out_dim, flat))
+        for name, trace, size, zero in sums:
+            lost = underflow(facts.name, name, trace, size, zero=zero)
             if lost is not None:
                 workspace.ports.notice(lost)
     kappa_max, counted = workspace.options.stabilisation.kappa_max, side_g.counted

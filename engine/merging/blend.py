@@ -138,6 +138,7 @@ def _blended_facts(first: LayerFacts, second: LayerFacts, made: Factors) -> Laye
         rank_bound_G=bound(first.rank_bound_G, second.rank_bound_G),
         shared_A_with=first.shared_A_with if first.shared_A_with == second.shared_A_with else None,
         exact_trace=None,
+        reached=first.reached or second.reached,
         trace_standard_error=None,
         relative_variance_A=None,
         relative_variance_G=None,

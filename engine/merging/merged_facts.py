@@ -98,6 +98,7 @@ def merged_facts(addends: Sequence[Addend], idle: float, made: MergedLayer | Non
         identity_tolerance_reason=loosest.identity_tolerance_reason,
         examples_checked=sum(checked) if checked else None,
         pieces=sum(each.pieces for each in facts),
+        reached=any(each.reached for each in facts),
         sums=sums,
     )
     if made is not None and made.tied is not None:

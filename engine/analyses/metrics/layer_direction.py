@@ -109,10 +109,11 @@ def layer_metrics(
     """
     norm = float(layer.matrix.norm())
     if not layer.curved and norm > 0:
+        lost = layer.facts.reached and not layer.operator.G.content.trace()
+        remedy = "take `collection.dtype: float64`, in which its G is not zero" if lost else "give data that reach it"
         raise UsageError(
             f"layer `{layer.facts.name}` has no curvature, so that a damping relative to it is zero too, and its "
-            f"gradient (norm {norm:.3g}) has no direction; give data that reach the layer, or a gradient that is zero "
-            "there",
+            f"gradient (norm {norm:.3g}) has no direction; {remedy}, or a gradient that is zero there",
             layer=layer.facts.name,
             pointer="/natural_gradient",
         )

@@ -464,6 +464,20 @@ def test_a_layer_without_curvature_has_no_direction() -> None:
         run(params, space)
 
 
+def test_a_curvature_that_float32_has_lost_takes_float64() -> None:
+    torch.manual_seed(0)
+    model = Idle()
+    model.head.bias.data = torch.tensor([60.0, 0.0, 0.0])
+    data = [(numbers(6).float(), torch.zeros(len(LABELS), dtype=torch.long))]
+    space = workspace(model, data, "classification", dtype="float32", fisher="empirical")
+    space.options.decomposition = "vectors"
+    with pytest.raises(UsageError, match=r"layer `(body|head)` has no curvature.*take `collection.dtype: float64`"):
+        run(NaturalGradientParams(), space)
+    wide = workspace(model.double(), [(numbers(6), data[0][1])], "classification", dtype="float64", fisher="empirical")
+    wide.options.decomposition = "vectors"
+    assert run(NaturalGradientParams(), wide)[1].directions[0].norm > 0
+
+
 class Cancelling(Idle):
     """A layer of which every example's gradient is zero, and neither its A nor its G is."""
 

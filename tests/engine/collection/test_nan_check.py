@@ -1,5 +1,7 @@
 """A number that is not finite is noticed at its batch, and its origin is named."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -217,6 +219,35 @@ def test_moments_below_float32_are_told(scale: float, dtype: str, told: int) -> 
     list(KeptFactors(None, made).rows())
     assert len([each for each in notices if "layer `0`: the moments of A average" in each]) == told
     assert all("collection.dtype: float64" in each for each in notices)
+
+
+class Saturated(nn.Module):
+    """Gradients of 1e-26, whose squares float32 has none of, and a layer whose gradients are zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.idle, self.head = nn.Linear(6, 4), nn.Linear(6, 4), nn.Linear(4, 3)
+        self.shift = nn.Parameter(torch.zeros(4))
+        self.head.bias.data = torch.tensor([60.0, 0.0, 0.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.head((self.body(x) + self.shift + 0 * self.idle(x)).tanh())
+        return mixed
+
+
+@pytest.mark.parametrize("exact_trace", [True, False])
+def test_moments_of_gradients_that_float32_has_lost_altogether_are_noticed(exact_trace: bool) -> None:
+    x, y = torch.randn(16, 6), torch.zeros(16, dtype=torch.long)
+    options: dict[str, Any] = {"dtype": "float32", "fisher": "empirical", "batch_size": 5}
+    made = workspace(Saturated(), [(x, y)], "classification", exact_trace=exact_trace, **options)
+    notices = list[str]()
+    made.ports.notice = notices.append
+    rows = {row.layer: row for row in KeptFactors(None, made).rows()}
+    lost = {"body", "head", "shift"}
+    assert {name for name, row in rows.items() if row.status == "zero_curvature"} == {*lost, "idle"}
+    said = {name for name in rows if any(f"layer `{name}`: the moments of G average 0" in each for each in notices)}
+    assert said == lost
 
 
 def test_trainable_tensors_that_no_parameter_lists_are_told() -> None:
