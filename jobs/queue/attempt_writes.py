@@ -2,6 +2,10 @@
 
 Each function is one transaction and raises `LeaseLost` if the job has another holder by now, or none:
 then the attempt's child must be killed and nothing more be written.
+
+The commit of a write that is not answered may have happened, so each recognises its own when it is repeated: a row by
+its key, a stage of progress by that of the job, and another event by its content among those above the number `after`
+of the attempt's last event that its only writer knows of.
 """
 
 from collections.abc import Mapping
@@ -21,15 +25,15 @@ from jobs.queue.fence import append_event, by_holder, change, draw_fenced
 from jobs.records import Claim
 from jobs.schema.database import writing
 from jobs.schema.identifiers import is_id
-from jobs.schema.tables import artifacts, layer_results
+from jobs.schema.tables import artifacts, job_events, layer_results
 
 Written = Literal["written", "repeated", "differs"]
 """`repeated`: the same digest stood there already; `differs`: another did, and stays."""
 
 
 @by_holder
-def write_started(engine: Engine, claim: Claim, frame: Started) -> None:
-    """Store the attempt's environment, from the child's first frame, in the job's manifest."""
+def write_started(engine: Engine, claim: Claim, frame: Started, after: int | None = None) -> int:
+    """Store the environment, from the child's first frame, in the job's manifest; return the number of its event."""
     with writing(engine) as connection:
         drawn = draw_fenced(connection, claim)
         manifest = {
@@ -40,7 +44,8 @@ def write_started(engine: Engine, claim: Claim, frame: Started) -> None:
             "attempt": claim.attempt,
         }
         change(connection, drawn, {"manifest": manifest})
-        append_event(connection, drawn, "started", {"attempt": claim.attempt, "environment": plain(frame.environment)})
+        environment = plain(frame.environment)
+        return _append_once(connection, drawn, "started", {"attempt": claim.attempt, "environment": environment}, after)
 
 
 @by_holder
@@ -60,7 +65,7 @@ def write_progress(engine: Engine, claim: Claim, progress: Mapping[str, Any]) ->
 
 
 @by_holder
-def write_plan(engine: Engine, claim: Claim, frame: Planned) -> bool:
+def write_plan(engine: Engine, claim: Claim, frame: Planned, after: int | None = None) -> bool:
     """Store the memory plan, correct the device lease by it, and return whether the attempt may continue on its device.
 
     The first plan stays, since digests are promised per plan; one that ran out of memory is replaced by the plan that
@@ -84,7 +89,7 @@ def write_plan(engine: Engine, claim: Claim, frame: Planned) -> bool:
             elif claim.lease is not None and drawn.device_class is None:
                 changes["device_class"] = device_class(claim.lease.kind)
             change(connection, drawn, changes)
-        append_event(connection, drawn, "plan", {"attempt": claim.attempt, "plan": plain(frame.plan)})
+        _append_once(connection, drawn, "plan", {"attempt": claim.attempt, "plan": plain(frame.plan)}, after)
         return stays
 
 
@@ -157,20 +162,33 @@ def write_artifact(engine: Engine, claim: Claim, frame: ArtifactWritten, uri: st
 
 
 @by_holder
-def write_summary(engine: Engine, claim: Claim, frame: Summarised) -> None:
-    """Store the summary of one analysis."""
+def write_summary(engine: Engine, claim: Claim, frame: Summarised, after: int | None = None) -> int:
+    """Store the summary of one analysis, and return the number of its event."""
     with writing(engine) as connection:
         drawn = draw_fenced(connection, claim)
         change(connection, drawn, {"summary": (drawn.summary or {}) | {frame.kind: plain(frame.summary)}})
-        append_event(connection, drawn, "summary", {"kind": frame.kind})
+        return _append_once(connection, drawn, "summary", {"kind": frame.kind}, after)
 
 
 @by_holder
-def write_log_line(engine: Engine, claim: Claim, frame: LogLine) -> None:
-    """Append a log line with its level to the job's events."""
+def write_log_line(engine: Engine, claim: Claim, frame: LogLine, after: int | None = None) -> int:
+    """Append a log line with its level to the job's events, and return the number of its event."""
     with writing(engine) as connection:
         drawn = draw_fenced(connection, claim)
-        append_event(connection, drawn, "log", {"level": frame.level, "message": frame.message})
+        return _append_once(connection, drawn, "log", {"level": frame.level, "message": frame.message}, after)
+
+
+def _append_once(
+    connection: Connection, drawn: Row[Any], event_type: str, data: Mapping[str, Any], after: int | None
+) -> int:
+    """Append an event, unless an equal one stands above the number ``after``, and return its number."""
+    if after is not None:
+        above = (job_events.c.job_id == drawn.id, job_events.c.seq > after, job_events.c.type == event_type)
+        for seq, stored in connection.execute(select(job_events.c.seq, job_events.c.data).where(*above)):
+            if stored == data:
+                return int(seq)
+    append_event(connection, drawn, event_type, data)
+    return int(drawn.event_seq)
 
 
 def _insert_once(connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:

@@ -108,6 +108,8 @@ class LedgerSink:
         self._log_lines = 0
         self._taken: Counter[type[Frame]] = Counter()
         self._stage, self._stages = "", 0
+        self._seq: int | None = None
+        """The number of the attempt's last event that is known to stand; that it has started is the first."""
 
     def take(self, frame: Frame, answer: Callable[[CacheAnswer], None]) -> None:
         """Write one frame, and log what is to be said of it."""
@@ -205,7 +207,8 @@ class LedgerSink:
         engine, claim = self._engine, self._claim
         match frame:
             case Started():
-                self.write(lambda: attempt_writes.write_started(engine, claim, frame))
+                # content that names the attempt tells it from events of those before
+                self._seq = self.write(lambda: attempt_writes.write_started(engine, claim, frame, self._seq or 0))
                 self._report(begins=True)
             case Progress():
                 view = self._progress.take(frame)
@@ -225,7 +228,7 @@ class LedgerSink:
                 uri = self.write(lambda: self._folder.publish(*place, sha256=frame.sha256, size_bytes=frame.size_bytes))
                 self.write(lambda: attempt_writes.write_artifact(engine, claim, frame, uri))
             case Summarised():
-                self.write(lambda: attempt_writes.write_summary(engine, claim, frame))
+                self._seq = self.write(lambda: attempt_writes.write_summary(engine, claim, frame, self._seq))
             case LogLine():
                 self._write_line(frame)
             case _:
@@ -236,7 +239,7 @@ class LedgerSink:
         self._log_lines += 1
         if self._log_lines <= _MAX_LOG_LINES and frame.level != "debug":
             line = replace(frame, message=_LOGGED.cut(frame.message))
-            self.write(lambda: attempt_writes.write_log_line(self._engine, self._claim, line))
+            self._seq = self.write(lambda: attempt_writes.write_log_line(self._engine, self._claim, line, self._seq))
 
     def _report(self, *, begins: bool = False) -> None:
         """Have a parent show how far its pieces are; what fails is not repeated, as the next report says more."""
@@ -249,7 +252,7 @@ class LedgerSink:
         planned = Planned(plan={**plan, "threads": self._threads(plan)})
         self._progress.take_plan(plan)
         self.planned_disk_bytes = _disk_bytes(plan)
-        if not self.write(lambda: attempt_writes.write_plan(self._engine, self._claim, planned)):
+        if not self.write(lambda: attempt_writes.write_plan(self._engine, self._claim, planned, self._seq)):
             raise Misplaced
         most = self._settings.child_disk_bytes
         if most is not None and (self.planned_disk_bytes or 0) >= most:

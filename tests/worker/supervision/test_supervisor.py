@@ -22,10 +22,11 @@ from jobs.devices.registry import Device, Worker, register
 from jobs.errors import StoreUnavailable
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.objects.uploads import Uploads
+from jobs.queue import attempt_writes
 from jobs.queue.claims import claim
 from jobs.queue.reaper import reap_expired
 from jobs.records import LOCAL_TENANT
-from jobs.repository.results import layer_rows, list_artifacts
+from jobs.repository.results import events_after, layer_rows, list_artifacts
 from jobs.repository.store import read_estimate, read_job, request_cancel, reschedule
 from jobs.repository.submission import submit
 from jobs.schema.clock import ledger_now
@@ -108,6 +109,42 @@ def clock(monkeypatch: pytest.MonkeyPatch, eventually: Any) -> Clock:
 
 def pids_in(events: Any, job_id: Any) -> Any:
     return [pid for line in events(job_id, "log") for pid in json.loads(line.data["message"])]
+
+
+def test_a_commit_without_a_reply_leaves_one_event(
+    ledger: Any, submitted: Any, supervise: Any, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write is repeated; its twin is a job whose every commit is answered."""
+    steps = (
+        ["started"], ["log", "same"], ["log", "same"], ["plan", {"device_peak_bytes": 10}],
+        ["progress", "collection", 1, 2, "batches"], ["layer", 0], ["layer", 1], ["artifact", "spectra/0.json", "{}"],
+        ["summary"], ["finish"],
+    )  # fmt: skip
+    append, commit = attempt_writes.append_event, ledger.dialect.do_commit
+    lost: list[Any] = []
+
+    def append_and_lose(connection: Any, drawn: Any, kind: str, data: Any) -> None:
+        append(connection, drawn, kind, data)
+        if lost[-1:] != [(kind, data)]:
+            lost.append((kind, data))
+            connection.connection.info["loses"] = True
+
+    def commit_and_lose(connection: Any) -> None:
+        commit(connection)
+        if connection.info.pop("loses", False):
+            raise ledger.dialect.loaded_dbapi.OperationalError("the reply is lost")
+
+    def history(job_id: str) -> list[Any]:
+        supervise(job_id, *steps)
+        assert (job(job_id).state, job(job_id).attempt) == ("succeeded", 1)
+        told = [(each.type, dict(each.data)) for each in events_after(ledger, LOCAL_TENANT, job_id)]
+        return [(kind, {name: data[name] for name in data if name != "updated_at"}) for kind, data in told]
+
+    answered = history(submitted())
+    monkeypatch.setattr(attempt_writes, "append_event", append_and_lose)
+    monkeypatch.setattr(ledger.dialect, "do_commit", commit_and_lose)
+    assert history(submitted()) == answered
+    assert {kind for kind, _ in lost} == {"log", "started", "plan", "progress", "layer", "artifact", "summary"}
 
 
 def test_a_whole_job(ledger: Any, submitted: Any, supervise: Any, job: Any, settings: Any) -> None:
