@@ -37,8 +37,8 @@ class ProgressView(Brief):
     total: int | None = None
     """Units of the stage; null while nobody knows."""
     unit: str | None = None
-    """`batches`, `layers`, or `episodes` of a training; of a job that waits for its pieces, over all of them,
-    `examples` or `layers`."""
+    """`batches`, `layers`, `queries` of an influence, or `episodes` of a training; of a job that waits for its pieces,
+    over all of them, `examples`, `layers` or `queries`."""
     layers_done: int | None = None
     """Rows of layers that are written, over all analyses."""
     layers_total: int | None = None

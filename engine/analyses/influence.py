@@ -134,7 +134,7 @@ class Influence(LayerAnalysis[InfluenceParams]):
         self._blocks: list[ScoredQueries] = []
         query = self.workspace.inputs.query
         self._part = None if query is None else query.part
-        self._queries, self._examples, self._steps = 0 if self._part is None else self._part.begin, 0, 0
+        self._queries, self._examples, self._passed = 0 if self._part is None else self._part.begin, 0, 0
         self._entered = EnteredExamples()
         machine = self.workspace.machine
         free = machine.guard.free_bytes("host") // 4
@@ -229,7 +229,7 @@ class Influence(LayerAnalysis[InfluenceParams]):
         self._artifacts.append(scores_file(number))
         self._blocks.append(block)
         self._entered = self._entered.joined(EnteredExamples(**block.entered))
-        self._queries += scores[ALL].shape[0]
+        self._queries, self._passed = self._queries + scores[ALL].shape[0], 0
         self._examples = scores[ALL].shape[1]
 
     def _conditions(self, queries: Tensor, job: PassJob) -> dict[str, str]:
@@ -246,7 +246,7 @@ class Influence(LayerAnalysis[InfluenceParams]):
         proven = of_examples(job, next(batch.slices(_PROVEN)))
         proof, _, _ = score_examples(proven, statistics, {ALL: self._groups[ALL]}, self._report)
         difference = _prove(block, proof[ALL], job.dtype)
-        scores, terms, order = score_examples(job, statistics, self._groups, self._report)
+        scores, terms, order = score_examples(job, statistics, self._groups, partial(self._report, 1))
         if self._order is not None and not torch.equal(self._order, order):
             raise DataDiffer(
                 "the data came in another order, or were others, than in the pass before, so that a place would mean "
@@ -318,13 +318,15 @@ class Influence(LayerAnalysis[InfluenceParams]):
         operator, most = self._operator, self.params.iterations
         return solve_gauss_newton(exact, operator, whole, rows, tolerance=self.params.tolerance, most=most)
 
-    def _report(self) -> None:
-        self._steps += 1
-        part, report = self._part, self.workspace.ports.report
-        if part is None:
-            report(KIND, self._steps, None, "batches")
-        else:
-            report(KIND, self._queries - part.begin, part.end - part.begin, "queries")
+    def _report(self, batches: int = 0) -> None:
+        """Report the scored queries; of the block under way, the share that its pass over the data has come through."""
+        data, query = self.workspace.inputs, self.workspace.inputs.query
+        self._passed += batches * self.workspace.options.collection.batch_size
+        done = self._queries - (0 if self._part is None else self._part.begin)
+        total = done if query is None else query.examples
+        block = self.params.block if total is None else min(self.params.block, total - done)
+        share = min(1.0, self._passed / data.examples) if data.examples else 0.0
+        self.workspace.ports.report(KIND, done + int(share * block), total, "queries")
 
     @override
     def layer(self, layer: Measured) -> InfluenceMetrics:

@@ -1,6 +1,7 @@
 """Influence: the dense inverse, leave-one-out in closed form, every kind of layer, and what cannot be scored."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -160,6 +161,20 @@ def resumable(scratch: MemoryArtifacts, log: list[str], shift: float = 0.0) -> W
         ports=Ports(artifacts=MemoryArtifacts(), scratch=scratch, log=lambda _, line: log.append(line)),
         resume=Resume(checkpoint_seconds=1e-9),
     )
+
+
+def test_queries_are_reported_within_each_block_up_to_all_of_them() -> None:
+    """Three batches of 16, 16 and 8 examples for each block of 3, 3 and 1 queries; the layers' rows come last."""
+    said: list[tuple[str, int, int | None, str]] = []
+    made = resumable(MemoryArtifacts(), [])
+    made.options.params = {"influence": InfluenceParams(block=3)}
+    made.ports = replace(made.ports, report=lambda *each: said.append(each))
+    run_analyses(made, lambda _: None, lambda *_: None)
+    own = [each for each in said if each[0] == "influence"]
+    assert {each[2:] for each in own} == {(7, "queries")}
+    done = [each[1] for each in own]
+    # of each block first the proof
+    assert done == [0, 1, 2, 3, 3, 4, 5, 6, 6, 6, 6, 7, 7, 7]
 
 
 def test_an_attempt_takes_over_the_blocks_of_the_one_before_unless_they_were_harmed() -> None:
