@@ -46,3 +46,5 @@ class Convergence:
     the dimension the truth lies further still."""
     not_converged: bool | None
     """Whether that is more than 5 % away from the last value (a log-determinant: more than 0.05 per dimension)."""
+    no_extrapolation: str | None = None
+    """Why `extrapolation` is null where two sizes have values: it lies outside of the metric's range."""

@@ -48,7 +48,7 @@ function column(told, key, keys = []) {
     },
     share: told.whole ? (row) => (value(row) === null ? null : value(row) / whole(row)) : null,
     note: (row) => {
-      if (told.converging && late(row)) return `not converged: extrapolates to ${number(late(row).extrapolation)}`;
+      if (told.converging && late(row)) return `not converged: ${late(row).no_extrapolation ?? `extrapolates to ${number(late(row).extrapolation)}`}`;
       return told.note ? fill(told.note, source(row)) : null;
     },
   };

@@ -32,25 +32,16 @@ TOLERANCE = 0.05
 """A metric whose extrapolation lies further from it than this share has not converged."""
 
 
-def extrapolated(
-    examples: Sequence[int],
-    values: Sequence[float | None],
-    *,
-    floor: float | None = None,
-    ceiling: float | None = None,
-) -> float | None:
+def extrapolated(examples: Sequence[int], values: Sequence[float | None]) -> float | None:
     """Return v∞ = v(N) + (v(N) − v(M))·M/(N − M), the value at infinitely many examples, from the last two sizes.
 
-    In the metric's unit, within its bounds; None with fewer than two values, or beyond float64.
+    In the metric's unit, and not within its bounds; None with fewer than two values, or beyond float64.
     """
     if len(values) < 2 or values[-1] is None or values[-2] is None or examples[-1] <= examples[-2]:
         return None
     # the difference first: the products of large values with large sizes would overflow
     found = values[-1] + (values[-1] - values[-2]) * examples[-2] / (examples[-1] - examples[-2])
-    if not math.isfinite(found):
-        return None
-    found = found if floor is None else max(found, floor)
-    return found if ceiling is None else min(found, ceiling)
+    return found if math.isfinite(found) else None
 
 
 def not_converged(value: float | None, limit: float | None, scale: float | None = None) -> bool | None:
@@ -197,19 +188,33 @@ def _number(value: float | SpectralDecay | None) -> float | None:
 def _heading(
     examples: tuple[int, ...], values: Sequence[Values], dimension: int, ceilings: Mapping[str, int]
 ) -> tuple[Convergence, ...]:
-    found = []
-    for name in values[-1]:
-        own = tuple(each[name] for each in values)
-        floor = None if name in _LOGARITHMS else 1.0 if name in _FROM_ONE else 0.0
-        ceiling = float(dimension) if name in _COUNTS else ceilings.get(name)
-        limit = extrapolated(examples, own, floor=floor, ceiling=ceiling)
-        found.append(
-            Convergence(
-                metric=name,
-                examples=examples,
-                values=own,
-                extrapolation=limit,
-                not_converged=not_converged(own[-1], limit, float(dimension) if name in _LOGARITHMS else None),
-            )
-        )
-    return tuple(found)
+    bounds = {**dict.fromkeys(_COUNTS, float(dimension)), **ceilings}
+    return tuple(
+        heading(name, examples, tuple(each[name] for each in values), dimension, bounds.get(name, math.inf))
+        for name in values[-1]
+    )
+
+
+def heading(
+    metric: str, examples: tuple[int, ...], values: tuple[float | None, ...], dimension: int, ceiling: float
+) -> Convergence:
+    """Describe where a metric is heading.
+
+    A v∞ outside of the metric's range, which ends at ``ceiling``, is the end of it if that is within the tolerance of
+    the last value; elsewhere it refutes the error's fall with 1/N, and there is none.
+    """
+    floor = -math.inf if metric in _LOGARITHMS else 1.0 if metric in _FROM_ONE else 0.0
+    limit = extrapolated(examples, values)
+    within = None if limit is None else min(max(limit, floor), ceiling)
+    late = not_converged(values[-1], within, float(dimension) if metric in _LOGARITHMS else None)
+    refuted = within != limit and late
+    return Convergence(
+        metric=metric,
+        examples=examples,
+        values=values,
+        extrapolation=None if refuted else within,
+        not_converged=late,
+        no_extrapolation=f"{limit:.4g} is outside of its range: the error does not fall with 1/N yet"
+        if refuted
+        else None,
+    )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from catalog.analyses.capacity import CapacityParams
 from catalog.requests.woodbury import Woodbury
 from engine.analyses.capacity import Capacity
-from engine.analyses.metrics.sample_convergence import extrapolated, not_converged
+from engine.analyses.metrics.sample_convergence import extrapolated, heading, not_converged
 from engine.collect import collect_or_read
 from engine.factors import softmax_fisher
 from engine.workspace import Workspace
@@ -219,11 +219,29 @@ def test_extrapolation_is_exact_where_the_error_falls_with_the_sample() -> None:
     sizes = [100, 200, 400, 750]
     values = [7 - 30 / size for size in sizes]
     assert extrapolated(sizes, values) == pytest.approx(7, rel=1e-12)
-    assert extrapolated(sizes, values, ceiling=6.98) == 6.98
-    # a trace that more than halved is heading for nothing, not below it
     assert extrapolated([5, 10], [9.0, 2.0]) == -5
-    assert extrapolated([5, 10], [9.0, 2.0], floor=0.0) == 0
     assert not_converged(2.0, 0.0) is True
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "limit", "late"),
+    [
+        ("kappa", (900.0, 300.0), None, True),  # −300: a condition number of 1 was reported
+        ("trace", (9.0, 2.0), None, True),
+        ("rank", (10.0, 16.0), None, True),  # 22 of 20 directions
+        ("rank", (19.0, 19.9), 20.0, False),  # 20.8: the end of the range is within the tolerance
+        ("kappa", (1.04, 1.01), 1.0, False),
+        ("logdet", (9.0, -2.0), -13.0, True),  # of either sign
+        ("kappa", (900.0, 500.0), 100.0, True),
+        ("kappa", (None, 500.0), None, None),
+    ],
+)
+def test_a_limit_outside_of_the_range_is_none(
+    metric: str, values: tuple[float | None, ...], limit: float | None, late: bool | None
+) -> None:
+    found = heading(metric, (5, 10), values, 20, 20.0 if metric == "rank" else math.inf)
+    assert (found.extrapolation, found.not_converged) == (limit, late)
+    assert (found.no_extrapolation is not None) == (limit is None and late is True)
 
 
 @pytest.mark.parametrize(
