@@ -119,7 +119,7 @@ class GradientSketch(RowObserver):
         def arrived(gradient: Tensor) -> None:
             rows = gradient if owners is None else gradient.reshape(-1, gradient.shape[-1])
             own = rows if owners is not None else rows.reshape(examples, -1, *rows.shape[1:])
-            form, square = own, own.flatten(1).square().sum(1)
+            form, square = own, torch.linalg.vector_norm(own.flatten(1), dim=1).square()
             for size in reversed(own.shape[1:]):
                 form = form @ _vector(size, own)
             if owners is not None:
@@ -132,7 +132,7 @@ class GradientSketch(RowObserver):
     def add_example_gradients_(self, gradients: Tensor, start: int, examples: int) -> None:
         whole = gradients.new_zeros(2, examples)
         whole[:, start : start + len(gradients)] = torch.stack(
-            (gradients @ _vector(gradients.shape[1], gradients), gradients.square().sum(1))
+            (gradients @ _vector(gradients.shape[1], gradients), torch.linalg.vector_norm(gradients, dim=1).square())
         )
         self._add(*whole)
 
