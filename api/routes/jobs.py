@@ -37,7 +37,7 @@ from jobs.repository.store import annotate, delete_job, list_jobs, read_job, req
 from jobs.repository.submission import check_idempotency_key, places_of, submit, submitted_earlier
 from jobs.retention.object_sweep import delete_unlisted
 from jobs.scheduling.placement import placement_before, placement_of
-from jobs.schema.database import for_tenant
+from jobs.schema.database import for_tenant, reading
 from jobs.tenancy.quotas import require_place, require_room
 
 
@@ -150,7 +150,8 @@ def _admitted(service: Service, caller: Caller, document: JobDocument) -> None:
     admit(document, settings, service.engine, caller.tenant_id)
     require_room(service.engine, caller.tenant_id, settings.ledger.stored_bytes)
     most = settings.queued_jobs, settings.queued_bytes
-    require_place(service.engine, caller.tenant_id, *most, places_of(document))
+    with reading(service.engine, caller.tenant_id) as connection:
+        require_place(connection, caller.tenant_id, most, places_of(document))
 
 
 def _validated(service: Service, caller: Caller, document: JobDocument) -> Response:

@@ -33,7 +33,7 @@ from jobs.schema.clock import ledger_now
 from jobs.schema.database import note_queued, reading, writing
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import jobs
-from jobs.tenancy.quotas import take_place
+from jobs.tenancy.quotas import require_place
 
 _IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _MOST_THREADS = 1024
@@ -75,8 +75,7 @@ def submit(
         idempotency_key: The caller's name for this submission; None for a new job in any case.
         estimate: Whether the job is only to be planned.
         needs_bytes: Device memory that the document alone shows to be needed; None if unknown.
-        most: The caps on the tenant's queued jobs and on the bytes of their documents, which hold however many submit
-            at once; None for no caps.
+        most: The caps on the tenant's queued jobs and on the bytes of their documents; None for none.
 
     Returns:
         The job, and whether it is new.
@@ -131,7 +130,7 @@ def submit(
                 raise JobNotFound(idempotency_key or "")
             return earlier
         if most is not None:
-            take_place(connection, tenant_id, most, (1, 1) if estimate else places_of(document), job_id)
+            require_place(connection, tenant_id, most, (1, 1) if estimate else places_of(document), job_id)
         drawn = draw(connection, jobs.c.id == job_id)
         if drawn is None:
             raise JobNotFound(job_id)

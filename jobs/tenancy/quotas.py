@@ -9,7 +9,7 @@ running at once at the most.
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Engine, Text, cast, func, null, select, union, update
+from sqlalchemy import Connection, Engine, Text, cast, func, null, select, union, update
 
 from catalog.record import record
 from jobs.errors import QueueFull, QuotaExceeded
@@ -116,48 +116,32 @@ def lock_usage(connection: Connection, tenant_id: str, default_bytes: int | None
 
 
 def require_place(
-    engine: Engine, tenant_id: str, most_jobs: int, most_bytes: int, more: tuple[int, int] = (1, 1)
+    connection: Connection,
+    tenant_id: str,
+    most: tuple[int, int],
+    more: tuple[int, int] = (1, 1),
+    job_id: str | None = None,
 ) -> None:
-    """Refuse a submission of a tenant whose queued jobs are as many, or as long, as they may be, as things stand.
+    """Refuse a submission of a tenant whose queued jobs are as many, or as long, as they may be.
 
     A divided job counts as one of them while it waits for its pieces, which do not count: they are never refused. The
     jobs of a series count, and it too.
 
-    Several submissions at once may each find the last place free: one of them has it by `take_place`.
-
     Args:
-        most_jobs: The cap on its queued jobs, estimates among them.
-        most_bytes: The cap on the text of their documents.
+        most: The caps on its queued jobs, estimates among them, and on the text of their documents.
         more: Jobs that are submitted together, and the least bytes of their documents.
+        job_id: The job that the transaction has inserted for it: until it ends, others wait here with theirs. Without
+            one, several submissions at once may each find the last place free.
 
     Raises:
         QueueFull: If there is no place.
     """
-    with reading(engine, tenant_id) as connection:
-        _require_place(connection, tenant_id, (most_jobs, most_bytes), more)
-
-
-def take_place(
-    connection: Connection, tenant_id: str, most: tuple[int, int], more: tuple[int, int], job_id: str
-) -> None:
-    """Require a place for a job that the transaction has inserted; until it ends, others wait here with theirs."""
-    _lock(connection, tenant_id)
-    _require_place(connection, tenant_id, most, more, jobs.c.id != job_id)
-
-
-def _lock(connection: Connection, tenant_id: str) -> None:
-    # with `key_share`, rows that refer to the tenant are inserted meanwhile
-    connection.execute(select(tenants.c.id).where(tenants.c.id == tenant_id).with_for_update(key_share=True))
-
-
-def _require_place(
-    connection: Connection, tenant_id: str, most: tuple[int, int], more: tuple[int, int], *others: ColumnElement[bool]
-) -> None:
     most_jobs, most_bytes = most
+    if job_id is not None:
+        _lock(connection, tenant_id)
     size = func.coalesce(func.sum(func.length(cast(jobs.c.document, Text))), 0)
-    queued = select(func.count(), size).where(
-        jobs.c.tenant_id == tenant_id, jobs.c.state.in_(("queued", "waiting")), jobs.c.piece.is_(null()), *others
-    )
+    open_jobs = (jobs.c.tenant_id == tenant_id, jobs.c.state.in_(("queued", "waiting")), jobs.c.piece.is_(null()))
+    queued = select(func.count(), size).where(*open_jobs, jobs.c.id.is_distinct_from(job_id))
     count, characters = connection.execute(queued).one()
     if count + more[0] > most_jobs:
         these = "" if more[0] == 1 else f", and these are {more[0]:,} jobs"
@@ -169,6 +153,11 @@ def _require_place(
             f"the documents of your waiting jobs have {characters:,} bytes, of {most_bytes:,} that they may have; "
             "cancel some, or wait until they run"
         )
+
+
+def _lock(connection: Connection, tenant_id: str) -> None:
+    # with `key_share`, rows that refer to the tenant are inserted meanwhile
+    connection.execute(select(tenants.c.id).where(tenants.c.id == tenant_id).with_for_update(key_share=True))
 
 
 def _used(connection: Connection, tenant_id: str) -> int:

@@ -352,9 +352,10 @@ def test_caps_count_a_divided_job_once_in_the_queue_and_its_pieces_as_they_run(
     ledger: Engine, divided: Callable[..., Any]
 ) -> None:
     _, ids = divided(5)
-    require_place(ledger, LOCAL_TENANT, most_jobs=2, most_bytes=10**6)
-    with pytest.raises(QueueFull):
-        require_place(ledger, LOCAL_TENANT, most_jobs=1, most_bytes=10**6)
+    with reading(ledger) as connection:
+        require_place(connection, LOCAL_TENANT, (2, 10**6))
+        with pytest.raises(QueueFull):
+            require_place(connection, LOCAL_TENANT, (1, 10**6))
     # with a cap of one running job the pieces run one after another, and then their parent: nothing waits for itself
     for each in range(6):
         [job_id, *_] = within_cap(ledger)

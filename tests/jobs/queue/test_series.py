@@ -291,14 +291,14 @@ def test_a_series_is_cancelled_and_deleted_as_a_whole(ledger: Engine, made: Make
 @ON_BOTH
 def test_the_jobs_of_a_series_count_in_the_quota_and_all_fit_or_none(ledger: Engine, made: Make) -> None:
     made(3)
-    require_place(ledger, LOCAL_TENANT, 5, 10**9)
-    require_place(ledger, LOCAL_TENANT, 8, 10**9, (4, 100))
-    with pytest.raises(QueueFull, match="4 of your jobs wait, of 7 that may, and these are 4 jobs"):
-        require_place(ledger, LOCAL_TENANT, 7, 10**9, (4, 100))
     with reading(ledger) as connection:
+        require_place(connection, LOCAL_TENANT, (5, 10**9))
+        require_place(connection, LOCAL_TENANT, (8, 10**9), (4, 100))
+        with pytest.raises(QueueFull, match="4 of your jobs wait, of 7 that may, and these are 4 jobs"):
+            require_place(connection, LOCAL_TENANT, (7, 10**9), (4, 100))
         characters = sum(len(json.dumps(each)) for each in connection.execute(select(jobs.c.document)).scalars())
-    with pytest.raises(QueueFull, match="bytes"):
-        require_place(ledger, LOCAL_TENANT, 100, 2 * characters, (4, 2 * characters))
+        with pytest.raises(QueueFull, match="bytes"):
+            require_place(connection, LOCAL_TENANT, (100, 2 * characters), (4, 2 * characters))
 
 
 def test_nothing_is_stored_where_a_part_cannot_be(ledger: Engine, made: Make) -> None:

@@ -135,17 +135,18 @@ def test_what_is_no_number_of_bytes_is_said(text: str) -> None:
 
 def test_queued_jobs_are_capped_by_number_and_by_the_text_of_their_documents(ledger: Engine) -> None:
     document = parse_document(raw())
-    require_place(ledger, LOCAL_TENANT, 1, 1)
-    job = submit(ledger, LOCAL_TENANT, document).job
+    job = submit(ledger, LOCAL_TENANT, document, most=(1, 1)).job
     text = len(canonical_json(job.document))
-    require_place(ledger, LOCAL_TENANT, 2, 2 * text)
-    require_place(ledger, "another tenant", 1, 1)
-    with pytest.raises(QueueFull, match="1 of your jobs wait, of 1 that may"):
-        require_place(ledger, LOCAL_TENANT, 1, 2 * text)
-    with pytest.raises(QueueFull, match=f"have {text:,} bytes, of {text:,} that"):
-        require_place(ledger, LOCAL_TENANT, 2, text)
+    with reading(ledger) as connection:
+        require_place(connection, LOCAL_TENANT, (2, 2 * text))
+        require_place(connection, "another tenant", (1, 1))
+        with pytest.raises(QueueFull, match="1 of your jobs wait, of 1 that may"):
+            require_place(connection, LOCAL_TENANT, (1, 2 * text))
+        with pytest.raises(QueueFull, match=f"have {text:,} bytes, of {text:,} that"):
+            require_place(connection, LOCAL_TENANT, (2, text))
     request_cancel(ledger, LOCAL_TENANT, job.id)
-    require_place(ledger, LOCAL_TENANT, 1, 1)
+    with reading(ledger) as connection:
+        require_place(connection, LOCAL_TENANT, (1, 1))
 
 
 @pytest.mark.parametrize("many", [1, 4])
