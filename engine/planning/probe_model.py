@@ -359,6 +359,8 @@ def _run(job: PassJob, survey: Survey) -> Run:
 
 
 def _seen(job: PassJob, survey: Survey, batch: Batch) -> Probe:
+    # what a model that draws shows must not hang on the caller's generators
+    seed_generators(job.collection.seed)
     try:
         with torch.no_grad(), record_calls(survey.treated, batch.size, job.layout.tables) as calls:
             prediction = predict(job.model, batch, job.task)
