@@ -49,6 +49,8 @@ _POSTGRES_PATIENCE = {
 _GONE = ("25006", "28000")
 """PostgreSQL's words for a server that takes no writes for now (a standby after a failover, a full disk of a managed
 one), and for a session whose password, and with it the proof of its tenants, was changed meanwhile."""
+_DISK_FULL = "53100"
+"""PostgreSQL's code for a full disk."""
 _UPGRADE_LOCK = 0x6B726F6E
 """Advisory lock of PostgreSQL under which one process at a time migrates."""
 
@@ -234,12 +236,14 @@ def _translated() -> Iterator[None]:
         lost = isinstance(error, exc.DBAPIError) and error.connection_invalidated
         if not lost and not isinstance(error, (exc.OperationalError, exc.InterfaceError, exc.TimeoutError)):
             raise
+        cause = error.orig if isinstance(error, exc.DBAPIError) else None
+        code = getattr(cause, "sqlite_errorcode", None)
         # SQLite reports a faulty statement in the same class as a locked or unreadable file
-        if (
-            getattr(error.orig if isinstance(error, exc.DBAPIError) else None, "sqlite_errorcode", None)
-            == sqlite3.SQLITE_ERROR
-        ):
+        if code == sqlite3.SQLITE_ERROR:
             raise
+        if code == sqlite3.SQLITE_FULL or getattr(cause, "sqlstate", None) == _DISK_FULL:
+            message = "the disk of the ledger's database is full; try again later, or ask the service's operator"
+            raise LedgerUnavailable(message) from error
         raise LedgerUnavailable("the ledger's database does not answer; try again in a moment") from error
 
 

@@ -114,6 +114,22 @@ def test_an_sqlite_file_that_cannot_be_opened_is_a_transient_fault(tmp_path: Any
     engine.dispose()
 
 
+@pytest.mark.parametrize("dialect", ["sqlite", "postgresql"])
+def test_a_full_disk_is_a_transient_fault_that_says_so(ledger: Engine) -> None:
+    def fill() -> None:
+        with writing(ledger) as writer:
+            if ledger.dialect.name == "postgresql":
+                writer.execute(text("DO $$ BEGIN RAISE EXCEPTION 'no space' USING ERRCODE = 'disk_full'; END $$"))
+            pages = writer.exec_driver_sql("PRAGMA page_count").scalar_one()
+            writer.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
+            writer.execute(text("CREATE TABLE large (content BLOB)"))
+            writer.execute(text("INSERT INTO large VALUES (zeroblob(10000000))"))
+
+    with pytest.raises(LedgerUnavailable, match="the disk of the ledger's database is full"):
+        fill()
+    ledger.dispose()  # or a later test would have so many pages
+
+
 def test_a_faulty_statement_is_our_fault_and_says_so(ledger: Engine) -> None:
     with pytest.raises(DBAPIError, match="no_such_table"), reading(ledger) as connection:
         connection.execute(text("SELECT * FROM no_such_table"))
