@@ -189,7 +189,7 @@ def test_a_job_goes_through_the_service_and_comes_back_typed(
     assert len(json.loads(shown.stdout)["layers"]) == 4
     refused = kronoscope("results", job.id, "--download", "job.yaml", "--url", url)
     assert refused.returncode == 2
-    assert "error: job.yaml cannot be written (" in refused.stderr
+    assert "must be a folder (got 'job.yaml')" in refused.stderr
     factors = load_factors(folder / "files", verify=True)
     assert list(factors) == ["0", "2"]
     assert factors["2"].G.shape == (3, 3)
