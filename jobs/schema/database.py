@@ -190,6 +190,8 @@ def _configure_sqlite(connection: sqlite3.Connection, _record: object) -> None:
     cursor.execute("PRAGMA journal_mode = WAL")
     cursor.execute("PRAGMA foreign_keys = ON")
     cursor.close()
+    # SQLite's own knows ASCII alone
+    connection.create_function("lower", 1, lambda text: text if text is None else str(text).lower(), deterministic=True)
 
 
 def _begin_sqlite(connection: Connection) -> None:

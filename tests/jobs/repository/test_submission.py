@@ -171,6 +171,8 @@ def test_jobs_are_found_by_name_age_and_the_end_of_their_id(ledger: Engine, docu
         return {job.id for job in list_jobs(ledger, LOCAL_TENANT, JobQuery(**filters)).items}
 
     assert found(name="RUN_7") == found(name="50 %") == {named.id}
+    # PostgreSQL's locale decides there
+    assert ledger.dialect.name == "postgresql" or found(name="RÉSUMÉ") == {named.id}
     assert found(name="run%7") == found(name="runx7") == found(name="a\0") == set()  # no pattern
     assert found(id_end=other.id[-8:]) == found(id_end=other.id) == {other.id}
     assert found(id_end="%") == set()
