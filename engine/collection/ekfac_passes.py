@@ -211,10 +211,8 @@ def _refuse(job: PassJob, state: CollectionState, sums: Sequence[CorrectionStati
             # what a sum below the normal numbers lost is no cancellation
             least = torch.finfo(job.dtype).smallest_normal * own.eigenvalues[0].numel()
             for total, trace in zip(totals, found.exact_traces, strict=False):
-                if trace is None:
-                    continue
-                lost = max(total, trace) < least
-                if abs(total - trace) > _TOLERANCES[job.dtype] * trace + (0.0 if lost else slack):
+                lost = max(total, trace or 0.0) < least
+                if trace is not None and abs(total - trace) > _TOLERANCES[job.dtype] * trace + (0.0 if lost else slack):
                     found.flaw = TRACE_DIFFERS
                     why = f"its corrected eigenvalues add up to {total:.6g}, and its exact trace is {trace:.6g}"
                     why += "; take `collection.dtype: float64`" if lost and job.dtype == torch.float32 else ""

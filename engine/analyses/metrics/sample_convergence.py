@@ -214,7 +214,5 @@ def heading(
         values=values,
         extrapolation=None if refuted else within,
         not_converged=late,
-        no_extrapolation=f"{limit:.4g} is outside of its range: the error does not fall with 1/N yet"
-        if refuted
-        else None,
+        no_extrapolation=f"{limit:.4g} is outside of its range: no fall with 1/N yet" if refuted else None,
     )

@@ -88,10 +88,8 @@ class LayerOperator:
         if self._singular:
             remedy = "damp it: take `exact` or `factored` damping"
             if self.kind != "none":
-                remedy = (
-                    "its damping comes to 0: leave the layer out, take a larger `stabilisation.damping`, or where "
-                    "float32 has lost its moments `collection.dtype: float64`"
-                )
+                remedy = "its damping comes to 0: leave the layer out, or take a larger `stabilisation.damping`"
+                remedy += ", or `collection.dtype: float64` where float32 has lost its moments"
             ends = "at least one eigenvalue is zero"
             if self.G.content.has_basis:
                 ends = f"smallest eigenvalue {self.joint.smallest:.3g}, largest {self.joint.largest:.3g}"
