@@ -134,9 +134,8 @@ def require_close(found: Any, expected: Any, where: str) -> None:
     elif dataclasses.is_dataclass(expected):
         for each in dataclasses.fields(expected):
             own, value = getattr(found, each.name), getattr(expected, each.name)
-            if each.name == "bound":
-                # whether rounding may have drawn an eigenvalue of zero is rounding itself
-                own, value = own or 0.0, value or 0.0
+            # whether rounding may have drawn an eigenvalue of zero is rounding itself
+            own, value = (own or 0.0, value or 0.0) if each.name == "bound" else (own, value)
             if each.name not in ("digest", "relative_error", "found_by", "converged"):
                 require_close(own, value, f"{where}.{each.name}")
     elif isinstance(expected, Mapping):
