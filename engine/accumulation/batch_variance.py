@@ -56,6 +56,8 @@ class RelativeVariance:
 class BatchVariance(Sums):
     """The running variance of one side of a layer, or of each of its groups.
 
+    Sums are (n,), (n, n) or (groups, n, n), and None where the layer has none of its own; their weight is their count.
+
     Memory:
         A second set of the side's sums while the pass is under way; 6 MiB for a moment.
     """
@@ -87,38 +89,22 @@ class BatchVariance(Sums):
 
     @classmethod
     def of(cls, sums: Tensor) -> Self:
-        """Begin the variance of some sums.
-
-        Args:
-            sums: The sums, zeroed, shape (n,), (n, n) or (groups, n, n).
-
-        Returns:
-            A variance with room for a second set of them.
-        """
+        """Begin the variance of sums that are zeroed, with room for a second set of them."""
         groups = sums.shape[0] if sums.ndim == 3 else 1
         squares = torch.zeros(groups, dtype=torch.float64, device=sums.device)
         return cls(before=torch.zeros_like(sums), squares=squares)
 
     def begin_(self, sums: Tensor | None, weight: float) -> None:
-        """Set the sums so far aside, so that the next batch is summed by itself.
-
-        Args:
-            sums: The sums, shape (n,), (n, n) or (groups, n, n), which are zeroed; None where the layer has none of its
-                own.
-            weight: Their count.
-        """
+        """Set the sums so far aside and zero them, so that the next batch is summed by itself."""
         if self.before is not None and sums is not None:
             self.before.copy_(sums)
             sums.zero_()
             self.weight_before = weight
 
     def end_(self, sums: Tensor | None, weight: float) -> None:
-        """Let one batch enter the variance, and add to its sums those that were set aside.
+        """Let one batch enter the variance, and add to its sums, in place, those that were set aside.
 
-        Args:
-            sums: The sums of the batch alone, shape (n,), (n, n) or (groups, n, n), which become those of all batches;
-                None where the layer has none of its own.
-            weight: Count of all batches, this one included.
+        The weight is that of all batches, this one included.
         """
         if self.before is None or self.squares is None or sums is None:
             return
@@ -137,13 +123,7 @@ class BatchVariance(Sums):
         self.weights *= past**2
 
     def end_pass_(self, sums: Tensor | None, weight: float) -> None:
-        """Turn the sums of squares into relative variances, and drop the second set of sums.
-
-        Args:
-            sums: The sums of all batches, shape (n,), (n, n) or (groups, n, n); None where the layer has none of its
-                own.
-            weight: Their count.
-        """
+        """Turn the sums of squares into relative variances, given the sums of all batches, and drop the second set."""
         if self.before is None or self.squares is None or sums is None:
             return
         self.before = None
@@ -157,29 +137,14 @@ class BatchVariance(Sums):
         self.squares = None
 
     def sums(self, group: int) -> VarianceSums | None:
-        """Return the sums of one group, once the pass is done.
-
-        Args:
-            group: The group, from 0.
-
-        Returns:
-            The sums; None where no variance was gathered, or it overflows.
-        """
+        """Return the sums of a group once the pass is done; None where no variance was gathered, or it overflows."""
         squares = self.totals[group] if group < len(self.totals) else None
         if squares is None or not math.isfinite(squares):
             return None
         return VarianceSums(squares=squares, batches=self.batches, weights=self.weights)
 
     def relative(self, group: int, why_not: str | None) -> RelativeVariance:
-        """Return the variance of one group.
-
-        Args:
-            group: The group, from 0.
-            why_not: The reason why no variance was gathered; None where it was.
-
-        Returns:
-            Variance and standard error relative to the factor's norm, or the reason why there are none.
-        """
+        """Return the variance of one group, or why there is none; ``why_not`` is None where one was gathered."""
         if why_not is not None or group >= len(self.variances):
             return RelativeVariance(why=why_not or "it was never summed")
         if self.variances[group] is None:
@@ -188,25 +153,16 @@ class BatchVariance(Sums):
 
 
 def activation_refusal(layer: TreatedLayer) -> str | None:
-    """Tell why the A of a layer has no variance over batches.
-
-    Returns:
-        The reason; None where it has one.
-    """
+    """Return the reason why the A of a layer has no variance over batches; None where it has one."""
     if isinstance(layer, TiedHeadLayer):
         return "A and G are those of the product nearest to the sum of two"
     return "A is 1 in this form" if layer.form in ("block", "diagonal_block") else None
 
 
 def gradient_refusal(layer: TreatedLayer, kept: str, fisher: str) -> str | None:
-    """Tell why the G of a layer has no variance over batches.
+    """Return the reason why the G of a layer has no variance over batches; None where it has one.
 
-    Args:
-        kept: How G is kept: `dense`, or the kind of what stands for it.
-        fisher: The collection's `fisher`.
-
-    Returns:
-        The reason; None where it has one.
+    ``kept`` is `dense`, or the kind of what stands for G; ``fisher`` is the collection's.
     """
     if isinstance(layer, TiedHeadLayer):
         return activation_refusal(layer)
@@ -218,16 +174,10 @@ def gradient_refusal(layer: TreatedLayer, kept: str, fisher: str) -> str | None:
 
 
 def squared_norms(sums: Tensor, scale: float, other: Tensor | None = None, other_scale: float = 0.0) -> Tensor:
-    """Return ``‖scale · sums − other_scale · other‖²`` of each group, (groups,) float64.
+    """Return ``‖scale · sums − other_scale · other‖²`` of each group, (groups,) float64 on their device.
 
-    Args:
-        sums: A diagonal (n,), or symmetric (n, n) or (groups, n, n) of which only the upper triangle is read.
-        scale: What it is multiplied by.
-        other: Of the same shape.
-        other_scale: What that is multiplied by.
-
-    Returns:
-        The squares, on the device of ``sums``.
+    Sums are a diagonal (n,), or symmetric (n, n) or (groups, n, n) of which only the upper triangle is read; ``other``
+    has their shape.
     """
     if is_diagonal(sums):
         found = sums.new_zeros(1, dtype=torch.float64)

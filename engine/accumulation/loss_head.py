@@ -6,6 +6,8 @@ scaled, masked or rounded after the layer has another gradient there.
 
 Terms are independent given the data, so the expectation of one example's squared gradient is the sum
 over its terms, ``Σ_t ω_t (1 − ‖p_t‖²)(‖a_t‖² + 1)``: the exact trace needs no products of positions.
+
+A prediction has outputs (N, R, V), and says which of their terms are valid.
 """
 
 import weakref
@@ -24,14 +26,10 @@ from engine.row_layout.layer_calls import Call, version
 
 
 def head_of(calls: Sequence[Call], logits: Tensor | None) -> TreatedLayer | None:
-    """Find the linear layer whose only call in this forward pass put out the logits.
+    """Find the linear layer, or linear part of one, whose only call in this forward pass put out the logits.
 
-    Args:
-        calls: Every call of a layer, with its tensors.
-        logits: The logits of the loss as the model returned them, shape (N, …, V); None where it has none.
-
-    Returns:
-        The linear layer, or the linear part of one; None where there is none, or the model wrote to its output.
+    Calls are all of this pass; logits (N, …, V) are as the model returned them, None where the loss has none. None
+    where there is no such layer, or the model wrote to its output.
     """
     found = [call for call in calls if call.output is logits]
     if logits is None or len(found) != 1:
@@ -70,12 +68,7 @@ class LossHead:
         self._calls.clear()
 
     def put_out(self, use: Use, output: Tensor) -> None:
-        """Remember one call.
-
-        Args:
-            use: The call, with the tensor that entered it.
-            output: Its output, of any shape, which the model goes on with.
-        """
+        """Remember one call, and its output, of any shape, which the model goes on with."""
         squares = None
         if self.traced:
             rows = self.role.activation_rows(use.input)
@@ -86,11 +79,7 @@ class LossHead:
     def drops_terms(self, prediction: Prediction) -> Tensor | None:
         """Tell whether positions that do not count have loss terms.
 
-        Args:
-            prediction: The outputs, and which of their terms are valid.
-
-        Returns:
-            A boolean scalar on the device of the outputs; None where all positions count.
+        A boolean scalar on the device of the outputs; None where all positions count.
         """
         kept = self._calls[0].kept if len(self._calls) == 1 else None
         if kept is None:
@@ -101,12 +90,7 @@ class LossHead:
     def enter_terms_(self, statistics: LayerStatistics, prediction: Prediction) -> Tensor | None:
         """Let the loss terms of one batch enter the head's sums; a head whose output is not the logits is flawed.
 
-        Args:
-            statistics: Sums of the layer that the head belongs to.
-            prediction: The outputs, shape (N, R, V), and which of their terms are valid.
-
-        Returns:
-            Whether positions that do not count have loss terms, as ``drops_terms`` returns it.
+        Returned is what ``drops_terms`` returns.
         """
         terms, dropped = self.terms(prediction), self.drops_terms(prediction)
         if terms is None:
@@ -116,14 +100,7 @@ class LossHead:
         return dropped
 
     def terms(self, prediction: Prediction) -> Terms | None:
-        """Return the loss terms that count.
-
-        Args:
-            prediction: The outputs, shape (N, R, V), and which of their terms are valid.
-
-        Returns:
-            Example, position and weight of each term; None where the logits are not the head's output this time.
-        """
+        """Return the loss terms that count; None where the logits are not the head's output this time."""
         logits = prediction.logits
         if logits is None or len(self._calls) != 1:
             return None

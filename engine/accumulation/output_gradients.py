@@ -7,6 +7,9 @@ without (an output that is detached, or that nothing reads), the pass is begun a
 until their own gradient arrives.
 
 The observer of rows: it sees what the hooks of a pass hand to a layer's sums, and changes nothing of it.
+
+A gradient has the shape of its call's output, which may be any. A ``scale`` is the number that directions are
+multiplied by; None is one, and then nothing waits.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,24 +37,14 @@ class RowObserver(Protocol):
         """See the input of one call enter A; the model may write to it later."""
 
     def follow(self, use: Use) -> Callable[[Tensor], None]:
-        """See one call whose output's gradient is followed.
-
-        Args:
-            use: The call with its input, examples first, and the positions that count.
+        """See one call whose output's gradient is followed: its input, examples first, and the positions that count.
 
         Returns:
-            A function of the gradient, a tensor of the output's shape, examples first, not scaled; it is called once
-            for each direction.
+            A function of the gradient, examples first, not scaled; it is called once for each direction.
         """
 
     def add_example_gradients_(self, gradients: Tensor, start: int, examples: int) -> None:
-        """See gradients of examples with respect to a bare parameter.
-
-        Args:
-            gradients: Those of the examples from ``start`` on, shape (n, numbers).
-            start: The first of them.
-            examples: N of the batch.
-        """
+        """See gradients (n, numbers) with respect to a bare parameter, of n of N examples from ``start`` on."""
 
 
 def arrival(
@@ -63,21 +56,18 @@ def arrival(
     calls: Callable[[], int],
     looks: Sequence[Callable[[Tensor], None]],
 ) -> Callable[[Tensor], None]:
-    """Return the hook that lets one call's gradient enter the sums.
+    """Return the hook that lets one call's gradient enter the sums of its layer.
 
     Args:
-        statistics: Sums of the layer that was called.
+        statistics: Those sums.
         use: The call.
         meeting: Collects the gradients of the layer's calls; None where these are wanted alone.
         arrange: Puts the examples of the output first; None where they are.
         calls: Returns how often the layer was called in this forward pass.
         looks: Are shown the gradient, its examples leading, before it enters.
 
-    Returns:
-        A function of the gradient, a tensor of the output's shape.
-
     Raises:
-        InputOverwritten: When the gradient arrives, if the model has written to the tensor that entered the layer.
+        InputOverwritten: By the hook, if the model has written to the tensor that entered the layer.
     """
     read = None if use.entered is None else version(use.entered)
 
@@ -98,11 +88,7 @@ def arrival(
 
 
 def watch_gradient(output: Tensor, arrived: Callable[[Tensor], None]) -> Tensor:
-    """Have the gradient of an output shown when it arrives.
-
-    Args:
-        output: Output of one call, of any shape; one that needs no gradient is replaced by a leaf that does.
-        arrived: Is called with the gradient, of that shape.
+    """Call ``arrived`` with the gradient of an output; one that needs no gradient is replaced by a leaf that does.
 
     Returns:
         The tensor that the model goes on with, with the numbers of ``output``.
@@ -117,12 +103,9 @@ def watch_gradient(output: Tensor, arrived: Callable[[Tensor], None]) -> Tensor:
 
 
 def show_gradient(output: Tensor, looks: Sequence[Callable[[Tensor], None]], scale: LossScale | None) -> None:
-    """Have the gradient of an output shown that enters no sum; the tensor stays the one that the model goes on with.
+    """Have ``looks`` shown the gradient of an output, if it needs one, that enters no sum.
 
-    Args:
-        output: Output of one call, of any shape; of one that needs no gradient nothing is shown.
-        looks: Are shown the gradient, of that shape.
-        scale: The number that directions are multiplied by; None where that is one.
+    The tensor stays the one that the model goes on with.
     """
 
     def show(gradient: Tensor) -> None:
@@ -137,13 +120,10 @@ def show_gradient(output: Tensor, looks: Sequence[Callable[[Tensor], None]], sca
 def note_reached(
     reached: list[tuple[Key, Tensor]], call: tuple[Key, Tensor] | None, layer: TreatedLayer, gradient: Tensor
 ) -> None:
-    """Note whether a gradient is anything but zero in the positions that the mask drops from a call.
+    """Note whether a gradient, examples first, is anything but zero in the positions that the mask drops from a call.
 
-    Args:
-        reached: Takes the call's key with a boolean scalar.
-        call: Key of the call, with its dropped positions, shape (P,), boolean; None where the mask drops none.
-        layer: The layer that was called.
-        gradient: Gradient of its output, of that output's shape, examples first.
+    ``reached`` takes the call's key with a boolean scalar. The call's dropped positions are (P,) booleans; it is None
+    where the mask drops none.
     """
     if call is None:
         return
@@ -155,12 +135,7 @@ def note_reached(
 def unscaled(gradient: Tensor, scale: LossScale | None) -> Tensor:
     """Divide a gradient by what its direction was multiplied by.
 
-    Args:
-        gradient: A gradient, of any shape.
-        scale: The number that directions are multiplied by; None where that is one.
-
-    Returns:
-        The gradient itself where nothing is to be divided, else a copy of its shape in float32 or wider.
+    The gradient itself where nothing is to be divided, else a copy of its shape in float32 or wider.
     """
     if scale is None:
         return gradient
@@ -176,13 +151,7 @@ class Direction:
     """Gradients, each with what lets it enter the sums."""
 
     def receive(self, gradient: Tensor, enter: Callable[[Tensor], None], scale: LossScale | None) -> None:
-        """Hand on one gradient that has arrived: at once, or when the others of its direction are there.
-
-        Args:
-            gradient: Gradient of one call's output, of that output's shape.
-            enter: Lets it enter the sums.
-            scale: The number that directions are multiplied by; None where that is one, and nothing waits.
-        """
+        """Hand to ``enter`` one gradient that has arrived: at once, or when the others of its direction are there."""
         if scale is None:
             enter(gradient)
         else:
@@ -191,12 +160,7 @@ class Direction:
     def is_finite(self, scale: LossScale | None, others: Sequence[Tensor]) -> bool:
         """Tell whether the gradients that wait may enter; those of a direction that overflowed are let go of.
 
-        Args:
-            scale: The number that directions are multiplied by; None where that is one, and nothing waits.
-            others: Further gradients of the direction, of any shape.
-
-        Returns:
-            False where a gradient of a scaled direction holds NaN or Inf.
+        False where one of them or of ``others``, further gradients of a scaled direction, holds NaN or Inf.
         """
         arrived = [] if scale is None else [*(gradient for _, gradient in self._held), *others]
         if not arrived or bool(torch.stack([gradient.isfinite().all() for gradient in arrived]).all()):
@@ -246,7 +210,7 @@ class InputArrival:
         Args:
             statistics: Sums of the layer that was called.
             use: The call, with its input.
-            takers: Those sums and everybody who sees the input enter; None is the sums alone.
+            takers: Those sums and all that see the input enter; None is the sums alone.
 
         Returns:
             What is to be called when a gradient arrives at the call, once or several times.

@@ -53,13 +53,12 @@ class MemoryBudget:
     def measure(cls, memory: Memory, device: torch.device, bounds: "MemoryBudget | None" = None) -> "MemoryBudget":
         """Return the budget of a job on this machine, from what is free now.
 
+        What this process holds already is counted as free. Without a CUDA device there is no limit to device bytes.
+
         Args:
             memory: The job's amounts: bytes, fractions of what is free, or `auto`.
-            device: Where the job computes; without a CUDA device there is no limit to device bytes.
+            device: Where the job computes.
             bounds: Upper limits of the job's part, such as a worker's slot; None sets none.
-
-        Returns:
-            Bytes of each place, in which the memory that this process holds already is counted as free.
 
         Raises:
             FieldError: If an amount cannot be read.
@@ -82,12 +81,8 @@ class MemoryBudget:
     def named(cls, memory: Memory) -> "MemoryBudget":
         """Return the budget of a job that is planned here for a device of another machine.
 
-        Args:
-            memory: The job's amounts. The device's must be bytes, as there is nothing to measure; the host's are taken
-                from this machine's memory unless they are bytes.
-
-        Returns:
-            Bytes of each place.
+        The device's amount must be bytes, as there is nothing to measure; the host's is taken from this machine's
+        memory unless it is bytes.
 
         Raises:
             FieldError: If an amount cannot be read, or the device's is `auto` or a fraction.
@@ -106,13 +101,9 @@ class MemoryBudget:
         return {"context_bytes": self.context_bytes} if self.context_bytes else {}
 
     def remedy(self, place: Literal["device", "host"]) -> str:
-        """Return the advice that gives a job more memory; messages append ``to`` and a number of bytes.
+        """Return the advice that gives a job more memory of a place; messages append ``to`` and a number of bytes.
 
-        Args:
-            place: The memory that was too small.
-
-        Returns:
-            An imperative phrase; for a host shared by several slots, one that names them.
+        An imperative phrase; for a host shared by several slots, one that names them.
         """
         if place == "host" and self.host_shared_by > 1:
             return (
@@ -126,14 +117,9 @@ class MemoryBudget:
 def context_bytes(device: torch.device) -> int:
     """Return the bytes of a device that this process's CUDA context takes; the first call makes the context.
 
-    A budget is what is free once the context is there, so they are part of no budget, and of no peak.
-
-    Args:
-        device: Where the job computes.
-
-    Returns:
-        Bytes that are in use afterwards and were not before, as the driver's management library counts them; 0 on a
-        CPU, where the context was there already, and where that library does not answer.
+    A budget is what is free once the context is there, so they are part of no budget, and of no peak. Bytes are those
+    in use afterwards and not before, as the driver's management library counts them; 0 on a CPU, where the context was
+    there already, and where that library does not answer.
     """
     if device.type != "cuda":
         return 0
@@ -248,14 +234,7 @@ def map_large_blocks() -> None:
 
 
 def device_bytes(device: torch.device) -> tuple[int | None, int | None]:
-    """Return the bytes that torch holds on the device now.
-
-    Args:
-        device: Where the job computes.
-
-    Returns:
-        Bytes allocated to tensors and bytes reserved by the allocator; None for both on a CPU.
-    """
+    """Return the bytes allocated to tensors and those reserved by torch's allocator now; None for both on a CPU."""
     if device.type != "cuda":
         return None, None
     return _counted("allocated_bytes", "current", device), _counted("reserved_bytes", "current", device)
@@ -293,9 +272,7 @@ def hold_host(budget: MemoryBudget) -> int:
 def hold_device(budget: MemoryBudget, device: torch.device) -> None:
     """Limit torch's allocator to the device budget; memory that other libraries allocate is not limited.
 
-    Args:
-        budget: Its device bytes.
-        device: Where the job computes; nothing is done on a CPU.
+    Nothing is done on a CPU.
     """
     if device.type != "cuda":
         return
@@ -308,13 +285,8 @@ def grow_segments(device: torch.device) -> bool:
     """Let the blocks that torch's allocator takes from a CUDA device grow in place, where one tensor shows that it can.
 
     ``hold_device`` counts blocks whole: what lies idle between tensors of other sizes would end a job below its plan.
-    A driver may refuse, or a wall around this process; where torch's variables are set, they decide.
-
-    Args:
-        device: Where the job computes; nothing is done on a CPU. Call it before the first tensor there.
-
-    Returns:
-        Whether blocks grow because of this call.
+    A driver may refuse, or a wall around this process; where torch's variables are set, they decide. Call it before the
+    first tensor on the device; nothing is done on a CPU. Returned is whether blocks grow because of this call.
     """
     settle = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # noqa: SLF001 - its only name
     own = any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES)

@@ -94,14 +94,7 @@ class DeviceSpeed:
 
 
 def typical_speed(device: torch.device) -> DeviceSpeed:
-    """Return the figures that are assumed where nothing was measured.
-
-    Args:
-        device: What computes; only its type counts.
-
-    Returns:
-        Round numbers for a GPU or a CPU.
-    """
+    """Return the figures that are assumed of a GPU or a CPU where nothing was measured, in round numbers."""
     if device.type == "cuda":
         return DeviceSpeed(
             operations_per_second=2e13,

@@ -112,24 +112,16 @@ class Guard:
         return cls(budget=MemoryBudget.unlimited(), device=torch.device("cpu"), log=lambda _, __: None)
 
     def hold(self, plan: Plan | None = None) -> None:
-        """Enforce the budget from now on; a plan that does not fit must have been refused before.
-
-        Args:
-            plan: The plan that fits the budget, for reports; None if the job has none.
-        """
+        """Enforce the budget from now on; a plan that does not fit was refused before. Reports quote the plan."""
         self.plan = plan
         if self.by_kernel:
             limit = hold_host(self.budget)
             self.log("debug", f"the kernel holds this process to {readable_bytes(limit)} of data")
 
     def free_bytes(self, place: Literal["device", "host"]) -> int:
-        """Return the bytes that the job may still take.
+        """Return the bytes that the job may still take in one place, never negative.
 
-        Args:
-            place: The device's memory or the host's.
-
-        Returns:
-            The smaller of the rest of the budget and what the machine has free now; never negative.
+        The smaller of the rest of the budget and what the machine has free now.
         """
         if place == "device":
             if self.device.type != "cuda":
@@ -141,15 +133,7 @@ class Guard:
         return max(0, min(self.budget.host_bytes - resident_bytes(), free_host_bytes()))
 
     def fits(self, *, device_bytes: int = 0, host_bytes: int = 0) -> bool:
-        """Return whether an allocation fits; freed host memory is returned to the system before the answer is no.
-
-        Args:
-            device_bytes: Bytes to take on the device.
-            host_bytes: Bytes to take on the host.
-
-        Returns:
-            Whether both fit.
-        """
+        """Return whether both allocations fit; freed host memory is returned to the system before the answer is no."""
         return self._lacking(device_bytes, host_bytes) is None
 
     def run_with_fallbacks(
@@ -236,11 +220,7 @@ class Guard:
             return _Ended(first_line(error), exhausted=True)
 
     def missed(self, error: PlanningError) -> None:
-        """Record that memory ran out although it was predicted to suffice; log and announce it.
-
-        Args:
-            error: What was predicted, what was free and what the allocator said.
-        """
+        """Record that memory ran out although it was predicted to suffice; log and announce it."""
         self.planning_errors.append(error)
         where = f" of layer `{error.layer}`" if error.layer else ""
         self.log(
@@ -250,24 +230,17 @@ class Guard:
         self.announce(self.plan, self.planning_errors)
 
     def replan(self, chosen: Chosen) -> None:
-        """Replace what the plan chose, and announce the plan as it is from now on.
-
-        Args:
-            chosen: The choices that the job continues with.
-        """
+        """Replace what the plan chose by what the job continues with, and announce the plan as it is from now on."""
         if self.plan is not None:
             self.plan = replace(self.plan, chosen=chosen)
         self.announce(self.plan, self.planning_errors)
 
     def exhausted(self, missed: PlanningError, remedy: str) -> OutOfMemory:
-        """Return the error for work that ran out of memory and has no fallback left.
+        """Return the error, with the whole report, for work that ran out of memory and has no fallback left.
 
         Args:
             missed: The last attempt.
-            remedy: What the user can do, an imperative phrase.
-
-        Returns:
-            The error to raise, its message with the whole report.
+            remedy: An imperative phrase for the user.
         """
         asked = Fallback(
             name=missed.rung,
@@ -319,12 +292,7 @@ class Guard:
     def report(self, asked: Fallback[Any], stage: str) -> str:
         """Describe a shortage: the request and its formula, what is held and free, and the plan's largest terms.
 
-        Args:
-            asked: The attempt that did not fit.
-            stage: Stage of the job, whose terms of the plan are quoted.
-
-        Returns:
-            Clauses joined by semicolons.
+        Clauses are joined by semicolons; the terms are those of ``stage``.
         """
         allocated, reserved = device_bytes(self.device)
         held = f"{readable_bytes(resident_bytes())} are resident and {readable_bytes(self.free_bytes('host'))} free"

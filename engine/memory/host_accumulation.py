@@ -19,13 +19,9 @@ ROW_STAGING_NUMBERS = 2**22
 
 
 def staging_numbers(sides: Iterable[tuple[int, int]]) -> int:
-    """Return how many numbers a staging buffer needs.
+    """Return how many numbers a staging buffer needs for factors, each of whose sums is (groups, rows, rows).
 
-    Args:
-        sides: Groups and rows of each factor, whose sum has the shape (groups, rows, rows).
-
-    Returns:
-        The size of the largest factor, at most 16 Mi, but never less than one row of each of its groups.
+    The size of the largest factor, at most 16 Mi, but never less than one row of each of its groups.
     """
     known = list(sides)
     largest = max((groups * side * side for groups, side in known), default=1)
@@ -34,14 +30,7 @@ def staging_numbers(sides: Iterable[tuple[int, int]]) -> int:
 
 
 def pinned_bytes(size_bytes: int) -> int:
-    """Return what torch takes of pinned host memory for one buffer: it rounds up to a power of two.
-
-    Args:
-        size_bytes: Bytes of the buffer.
-
-    Returns:
-        The smallest power of two that is not less; 0 of an empty buffer.
-    """
+    """Return the bytes torch pins on the host for one buffer: the smallest power of two that is not less, or 0."""
     return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
 
 

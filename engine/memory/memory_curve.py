@@ -51,15 +51,7 @@ class StagePeaks:
 
     @contextlib.contextmanager
     def within(self, stage: Stage, device: torch.device) -> Iterator[None]:
-        """Measure the seconds and the peaks of a stage, one stage at a time.
-
-        Args:
-            stage: The stage that the body belongs to; one that is entered again is added to.
-            device: Where the job computes.
-
-        Yields:
-            Nothing.
-        """
+        """Measure the seconds and the peaks of a stage, one stage at a time; one that is entered again is added to."""
         apart = self._forget(device)
         begun = self.clock()
         try:
@@ -74,14 +66,7 @@ class StagePeaks:
             found.host_bytes = _most(found.host_bytes, on_host if apart else None)
 
     def peak_bytes(self, device: torch.device) -> int:
-        """Return the highest memory use since the process began.
-
-        Args:
-            device: Where the job computes.
-
-        Returns:
-            Bytes reserved on a CUDA device, or resident on the host of a CPU.
-        """
+        """Return the most bytes since the process began: reserved on a CUDA device, or else resident on the host."""
         on_device, on_host = (
             _most(one, other) or 0 for one, other in zip(self._before, highest_bytes(device), strict=True)
         )

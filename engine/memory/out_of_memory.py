@@ -60,11 +60,7 @@ _OF_A_CALL = (
 def ran_out_of_memory(error: BaseException) -> bool:
     """Return whether an error reports a failed allocation, on the device or the host.
 
-    Args:
-        error: What was raised.
-
-    Returns:
-        True for torch's and Python's own types and for the libraries' messages; not for a lost device.
+    True for torch's and Python's own types and for the libraries' messages; not for a lost device.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -77,11 +73,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
 def lost_device(error: BaseException) -> bool:
     """Return whether the device's context is broken, so that only another process gets a new one.
 
-    Args:
-        error: What was raised.
-
-    Returns:
-        True for the accelerator's errors but failed allocations and calls that it refused.
+    True for the accelerator's errors but failed allocations and calls that it refused.
     """
     if not isinstance(error, RuntimeError) or ran_out_of_memory(error):
         return False
@@ -97,26 +89,15 @@ def lost_device(error: BaseException) -> bool:
 def is_unexplained(error: BaseException) -> bool:
     """Return whether an error has no known cause here.
 
-    Args:
-        error: What was raised.
-
-    Returns:
-        False for the engine's own errors, a failed allocation, a lost device, and the exception by which torch ends the
-        recomputation of a checkpointed part early.
+    False for the engine's own errors, a failed allocation, a lost device, and the exception by which torch ends the
+    recomputation of a checkpointed part early.
     """
     ours = isinstance(error, (EngineError, Unwinding, _RECOMPUTED))
     return not (ours or ran_out_of_memory(error) or lost_device(error))
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's message, short enough for a record.
-
-    Args:
-        error: What was raised.
-
-    Returns:
-        Its first line, at most 300 characters; the type's name if there is no message.
-    """
+    """Return the first line of an error's message, at most 300 characters; its type's name if there is no message."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:300]
 
@@ -126,9 +107,6 @@ def free_memory(device: torch.device) -> None:
 
     It is for fallbacks alone: a step that did so each time would allocate everything anew each time. Call it outside of
     any ``except`` block, whose traceback refers to every tensor of the frames it went through.
-
-    Args:
-        device: Where the job computes.
     """
     gc.collect()
     if device.type == "cuda":

@@ -82,28 +82,13 @@ class Chosen:
     """Choice for a training: ``chunk`` of images (0: all), ``checkpointing`` and ``head_slices``; empty without one."""
 
     def rung(self, layer: str, side: Literal["A", "G"]) -> str | None:
-        """Return the fallback that one factor's decomposition begins with.
-
-        Args:
-            layer: The layer's name.
-            side: The factor.
-
-        Returns:
-            Its name; None where nothing was decided.
-        """
+        """Return the fallback that one factor's decomposition begins with; None where nothing was decided."""
         pair = self.rungs.get(layer)
         return None if pair is None else pair["AG".index(side)] or None
 
     @classmethod
     def read(cls, plan: Mapping[str, Any]) -> "Chosen":
-        """Restore the choices of an earlier attempt.
-
-        Args:
-            plan: The plan document, as ``Plan.as_json`` made it; choices that an older one lacks have their defaults.
-
-        Returns:
-            What that attempt chose.
-        """
+        """Restore an earlier attempt's choices from ``Plan.as_json``; what an older one lacks has its default."""
         stored = {name: value for name, value in plan.items() if value is not None}
         return Reader(strict=False).read(cls, stored, "plan")  # type: ignore[no-any-return] # by its annotation
 
@@ -167,26 +152,14 @@ class Plan:
         return sums
 
     def peak_bytes(self, place: Place) -> int:
-        """Return the largest of the stages' bytes.
-
-        Args:
-            place: Device, host or disk.
-
-        Returns:
-            Bytes held at once in that place, in the stage that holds most.
-        """
+        """Return the bytes held at once in one place, in the stage that holds most."""
         return max((self.stage_bytes(place, stage) for stage in self.stages), default=self.stage_bytes(place, "model"))
 
     def stage_bytes(self, place: Place, stage: Stage) -> int:
-        """Return the bytes held at once during one stage.
+        """Return the bytes held at once in one place during one stage.
 
-        Args:
-            place: Device, host or disk.
-            stage: A stage of the job.
-
-        Returns:
-            The sum of its terms and of those held throughout; of terms that belong to a layer, those of the layer that
-            takes most.
+        The sum of its terms and of those held throughout; of terms that belong to a layer, those of the layer that
+        takes most.
         """
         common, layers = 0, dict[str, int]()
         for (where, when, layer), size in self._sums.items():
@@ -237,14 +210,7 @@ class Plan:
         }
 
     def fits(self, budget: MemoryBudget) -> bool:
-        """Return whether device and host hold what the plan needs of them.
-
-        Args:
-            budget: Bytes of each place.
-
-        Returns:
-            True if no peak exceeds its budget.
-        """
+        """Return whether device and host hold what the plan needs of them: no peak exceeds its budget."""
         return self.peak_bytes("device") <= budget.device_bytes and self.peak_bytes("host") <= budget.host_bytes
 
     def require(self, budget: MemoryBudget, smallest: Mapping[Budgeted, Enough | None]) -> None:
@@ -272,14 +238,7 @@ class Plan:
 
 
 def read_plan(document: Mapping[str, Any]) -> Plan:
-    """Read a plan that an earlier attempt announced.
-
-    Args:
-        document: The plan, as ``Plan.as_json`` made it; what an older one lacks has its default.
-
-    Returns:
-        Its terms, choices and seconds.
-    """
+    """Read a plan that an earlier attempt announced by ``Plan.as_json``; what an older one lacks has its default."""
     known = {each.name for each in fields(Term)}
     return Plan(
         terms=tuple(
@@ -300,14 +259,7 @@ def read_plan(document: Mapping[str, Any]) -> Plan:
 
 
 def readable_bytes(size_bytes: int) -> str:
-    """Write a number of bytes as a person reads it.
-
-    Args:
-        size_bytes: Not negative.
-
-    Returns:
-        Three digits and a binary unit, such as `1.5 GiB`.
-    """
+    """Write a number of bytes as a person reads it: three digits and a binary unit, such as `1.5 GiB`."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size_bytes >= size:
             return f"{size_bytes / size:.3g} {unit}"
