@@ -43,13 +43,7 @@ class Meeting:
     _met: list[tuple[Use, Tensor]] = field(default_factory=list)
 
     def arrive(self, use: Use, gradient: Tensor, calls: int) -> None:
-        """Take one call's gradient; the last one hands all of them on.
-
-        Args:
-            use: The call.
-            gradient: Gradient of its output, of that output's shape.
-            calls: Calls of the layer in this forward pass.
-        """
+        """Take one call's gradient; the last of all ``calls`` of this forward pass hands them on."""
         self._met.append((use, gradient))
         # the last to arrive closes the meeting, so that a layer called once holds nothing longer
         if len(self._met) >= calls:
@@ -75,12 +69,7 @@ class Rows:
 
 
 def block_gradients(layer: BlockLayer, met: Met) -> Tensor:
-    """Return the gradients of each example's loss by (weight, bias), all calls summed, shape (N, out_dim).
-
-    Args:
-        layer: A layer whose block is exact.
-        met: Each call of it with the gradient of its output.
-    """
+    """Return each example's gradient by (weight, bias) of an exact block, all calls summed, shape (N, out_dim)."""
     total, *others = (layer.example_gradients(use, gradient) for use, gradient in met)
     for other in others:
         total = total + other
@@ -88,14 +77,7 @@ def block_gradients(layer: BlockLayer, met: Met) -> Tensor:
 
 
 def squared_norms(layer: TreatedLayer, met: Met, dtype: torch.dtype) -> Tensor:
-    """Compute ``‖∇ℓ_n‖²`` over weight and bias of every example.
-
-    Args:
-        met: Each call of it with the gradient of its output.
-        dtype: Precision of the products.
-
-    Returns:
-        Squared norms, shape (N, groups), float64.
+    """Compute ``‖∇ℓ_n‖²`` over weight and bias of every example, (N, groups) float64, by products in ``dtype``.
 
     Memory:
         A few times ``NUMBERS_AT_ONCE`` numbers; for a table of vectors two copies of the gradient.
@@ -117,9 +99,7 @@ def squared_norms(layer: TreatedLayer, met: Met, dtype: torch.dtype) -> Tensor:
 def squared_norms_numbers(layer: TreatedLayer, examples: int, positions: int) -> int:
     """Return the numbers that ``squared_norms`` holds at most besides: rows of a few examples, and their products.
 
-    Args:
-        examples: Examples of a batch.
-        positions: Positions of one example in all calls of the layer.
+    Positions are those of one example in all calls of the layer.
     """
     products = _numbers(layer)(positions)
     if positions > 1 and gram_is_cheaper(positions, layer.fan_in, layer.fan_out):

@@ -86,16 +86,7 @@ class GradientRows(Sums):
 
     @classmethod
     def empty(cls, groups: int, size: int, storage: RowStorage) -> Self:
-        """Allocate room for the rows of a layer.
-
-        Args:
-            groups: Groups of the layer.
-            size: n, numbers of one row, and rows of G.
-            storage: Count, precision and places of the rows; no more than n of a group are ever held.
-
-        Returns:
-            Rows without any entry.
-        """
+        """Allocate room for rows of n numbers (``size``), no more than n of a group, without any entry."""
         room = min(storage.capacity, size)
         return cls(
             rows=torch.empty(groups, room, size, dtype=storage.dtype, device=storage.stand),
@@ -111,14 +102,7 @@ class GradientRows(Sums):
         return self.rows.shape[2]
 
     def add_(self, rows: Tensor) -> None:
-        """Keep some rows.
-
-        Args:
-            rows: Gradients, shape (P, groups · n), any float dtype, where gradients arrive.
-
-        Raises:
-            TypeError: If they are complex.
-        """
+        """Keep gradients (P, groups · n), any float dtype, where they arrive; ``TypeError`` if they are complex."""
         require_real(rows)
         for start in range(0, rows.shape[0], self.size):
             piece = rows[start : start + self.size]
@@ -138,15 +122,12 @@ class GradientRows(Sums):
     def finished(
         self, weight: float, wide: torch.dtype | None = None, place: torch.device = HOST
     ) -> Sequence[Structured]:
-        """Make each group's G; the rows are of no further use here.
+        """Make each group's G, a structured side; the rows are of no further use here.
 
         Args:
             weight: Loss terms that G is divided by.
             wide: Precision of rows that were made one; None is that of all rows.
             place: Where the rows are to stand, of a kind that can stand elsewhere than on the host.
-
-        Returns:
-            One structured side per group.
         """
         if self.triangle is not None:
             self.merge_()
@@ -243,17 +224,9 @@ class ProbabilityRows(GradientRows):
     """
 
     def add_terms_(self, logits: Tensor, terms: Terms) -> Tensor:  # (N, R, V) -> (P,)
-        """Keep the probabilities of some loss terms.
+        """Keep the probabilities of P loss terms, by the head's outputs (N, R, V).
 
-        Args:
-            logits: The head's outputs, shape (N, R, V).
-            terms: The P loss terms that count.
-
-        Returns:
-            The trace of each term's Fisher, ``ω (1 − ‖p‖²)``, shape (P,), float64.
-
-        Memory:
-            A few times 2 Mi numbers.
+        Returned is the trace of each term's Fisher, ``ω (1 − ‖p‖²)``, (P,) float64. It takes a few times 2 Mi numbers.
         """
         traces = torch.empty_like(terms.weights)
         for span, probabilities in chunks(logits, terms):
@@ -281,14 +254,9 @@ class ProbabilityRows(GradientRows):
 
 
 def chunks(logits: Tensor, terms: Terms) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the probabilities of some loss terms, a few at a time.
+    """Yield the probabilities of some loss terms, a few at a time, by the head's outputs (N, R, V), in any precision.
 
-    Args:
-        logits: The head's outputs, shape (N, R, V), in any precision.
-        terms: The loss terms that count.
-
-    Returns:
-        Which of the terms these are, and their probabilities, shape (p, V), in float32 or wider.
+    Each comes as a slice of the terms with their probabilities (p, V), in float32 or wider.
     """
     height = max(1, _NUMBERS_AT_ONCE // logits.shape[-1])
     for start in range(0, terms.weights.shape[0], height):

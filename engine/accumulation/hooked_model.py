@@ -43,13 +43,9 @@ class StandIn:
         self.leaf = nn.Parameter(kept.detach())
 
     def when_reached(self, call: Callable[[Tensor], None]) -> RemovableHandle:
-        """Call a function when a gradient has reached the leaf.
+        """Call a function of the leaf when a gradient has reached it: of the parameter's shape, its ``grad`` set.
 
-        Args:
-            call: Receives the leaf, of the parameter's shape, its ``grad`` set.
-
-        Returns:
-            A handle that removes the hook.
+        The handle removes the hook.
         """
         handle: RemovableHandle = self.leaf.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
         return handle

@@ -112,10 +112,9 @@ class Collector(Sink):
             self._use_mode = ParameterUseMode(parameters, self)
 
     def begin(self, examples: int, mask: Tensor | None, inputs: Sequence[Tensor] = ()) -> None:
-        """Prepare for one batch.
+        """Prepare for one batch of N examples.
 
         Args:
-            examples: N, examples of the batch.
             mask: Positions that count, shape (N, T), boolean; None where all do.
             inputs: Tensors that enter the model, of any shape, examples first.
         """
@@ -139,11 +138,7 @@ class Collector(Sink):
         self._calls.returning = True
 
     def predicted(self, prediction: Prediction) -> None:
-        """Let the probabilities of the loss's terms enter the head's statistics.
-
-        Args:
-            prediction: Outputs of the batch, shape (N, R, C), and which of their terms are valid.
-        """
+        """Let the probabilities of the loss's terms enter the head's statistics, from a batch's outputs (N, R, C)."""
         head = self.head
         for statistics in self.statistics:
             if head is not None and head.role in statistics.layer.roles and statistics.flaw is None:

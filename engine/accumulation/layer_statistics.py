@@ -152,11 +152,7 @@ class LayerStatistics(Sums):
         return not plain or self.sharing == "reduce"
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Make the zeroed sums, on the host where there is a staging.
-
-        Args:
-            dtype: Precision of the sums.
-            device: Device of the passes.
+        """Make the zeroed sums in a precision, on the device of the passes or on the host where there is a staging.
 
         Memory:
             in_dim² (or in_dim) and out_dim² numbers of each group, unless A is a leader's; or the foreseen gradient
@@ -283,9 +279,7 @@ class LayerStatistics(Sums):
     def add_gradient_(self, use: Use, gradient: Tensor) -> None:
         """Add ``Σ g gᵀ`` of one call and one direction; a block layer's comes with ``add_met_``.
 
-        Args:
-            use: The call.
-            gradient: Gradient of its output, of that output's shape, examples first.
+        The gradient has the shape of the call's output, examples first.
         """
         layer = self.layer
         self.gradients += 1
@@ -300,13 +294,7 @@ class LayerStatistics(Sums):
         self._add_rows_(rows)
 
     def add_example_gradients_(self, gradients: Tensor, start: int, examples: int) -> None:
-        """Add the squares of the gradients of some examples with respect to a bare parameter.
-
-        Args:
-            gradients: Those of the examples from ``start`` on, shape (n, numbers).
-            start: The first of them.
-            examples: N of the batch.
-        """
+        """Add the squares of gradients (n, numbers) by a bare parameter, those of n of N examples from ``start`` on."""
         self.gradients += 1
         if self.G is not None:
             self.largest = larger(self.largest, gradients)
@@ -318,14 +306,9 @@ class LayerStatistics(Sums):
                 self._add_norms_(norms)
 
     def add_terms_(self, logits: Tensor, terms: Terms) -> None:
-        """Keep the probabilities of a head's loss terms.
+        """Keep the probabilities of a head's loss terms that count, by its outputs (N, R, V).
 
-        Args:
-            logits: The head's outputs, shape (N, R, V).
-            terms: The loss terms that count.
-
-        Raises:
-            TypeError: If the layer's representation keeps no probabilities.
+        ``TypeError`` if the layer's representation keeps no probabilities.
         """
         self.gradients += 1
         if not isinstance(self.gradient_rows, (ProbabilityRows, SketchRows)):
@@ -373,9 +356,7 @@ class LayerStatistics(Sums):
     def end_batch_(self, shares: Tensor, shares_squared: float) -> None:
         """Let the batch's squared norms enter the trace.
 
-        Args:
-            shares: Loss terms of each example, shape (N,), float64.
-            shares_squared: Sum of their squares.
+        ``shares`` are the loss terms of each example, (N,) float64, ``shares_squared`` is the sum of their squares.
         """
         if self.squares is None:
             return

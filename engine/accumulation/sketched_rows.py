@@ -130,11 +130,7 @@ class SketchRows(GradientRows):
         return sides
 
     def enter_(self, rows: Tensor) -> None:
-        """Append rows to the sketch, whose diagonal is left as it is.
-
-        Args:
-            rows: Shape (P, groups, n), in the precision of the sketch.
-        """
+        """Append rows (P, groups, n), in the precision of the sketch, whose diagonal is left as it is."""
         start = 0
         if self.rank == 0:
             self.largest = torch.maximum(self.largest, rows.abs().amax().to(torch.float64))

@@ -78,11 +78,9 @@ class Sums:
             self.put(entry, value, torch.device("cpu"))
 
     def put(self, entry: str, value: Any, device: torch.device) -> None:  # noqa: ANN401 - of any field
-        """Put one entry of a state back.
+        """Put one entry of a state back; a tensor is copied into the one that is held, for those who hold a view of it.
 
-        Args:
-            value: Its value; a tensor is copied into the one that is held, for those who hold a view of it.
-            device: Device of a tensor that the field does not hold yet.
+        One that the field does not hold yet is put on the device.
         """
         name, _, rest = entry.partition(".")
         held = getattr(self, name)

@@ -65,20 +65,11 @@ class DeviceSpeed:
     """Times that everything takes as long as on cores of its own; the figures above have it in them."""
 
     def eigen_seconds(self, operations: float, rows: int) -> float:
-        """Return the seconds of a decomposition.
-
-        Args:
-            operations: Its floating-point operations.
-            rows: Rows of the matrix.
-        """
+        """Return the seconds of decomposing a matrix of so many rows by so many floating-point operations."""
         return operations / self.eigen_operations_per_second * (1 + _SQUARE_SHARE * (256 / max(1, rows) - 1))
 
     def shared(self, contention: float) -> "DeviceSpeed":
-        """Return the speed beside other programs.
-
-        Args:
-            contention: Times that everything takes longer.
-        """
+        """Return the speed beside other programs, by which everything takes ``contention`` times longer."""
         slower = {
             each.name: getattr(self, each.name) / contention
             for each in fields(self)
@@ -119,12 +110,8 @@ def typical_speed(device: torch.device) -> DeviceSpeed:
 def measure_speed(device: torch.device, scratch: Path | None = None) -> DeviceSpeed:
     """Measure a device at this moment, each figure once more after a first time to warm up.
 
-    Args:
-        device: What computes.
-        scratch: A folder on the disk that factors are spilled to; None takes the typical speed of a disk.
-
-    Returns:
-        The rates found, all positive, with what other programs leave of the cores.
+    The rates are positive, with what other programs leave of the cores. ``scratch`` is a folder on the disk that
+    factors are spilled to; None takes the typical speed of a disk.
 
     Memory:
         256 MiB on a GPU, 64 MiB on the host, 8 MiB on the disk.

@@ -149,9 +149,6 @@ class Guard:
             begin: The fallback that the plan chose: those above it are not considered. None, or a name that is not
                 among them, begins with the first.
 
-        Returns:
-            The result, the fallbacks that were tried and refused on the way to it, and planning errors.
-
         Raises:
             BudgetExceeded: If none fits into what is free.
             OutOfMemory: If one was predicted to fit, ran out of memory, and no lower one gave a result.

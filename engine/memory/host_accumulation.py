@@ -67,9 +67,8 @@ class Staging:
     def add_(self, target: Tensor, compute: Callable[[Tensor], object]) -> None:
         """Add a contribution to a sum on the host, at the next but one call or at ``settle``.
 
-        Args:
-            target: Part of a sum on the host, of any shape with at most ``numbers`` entries.
-            compute: Writes the contribution into a tensor of the shape of ``target`` on the device.
+        ``target`` is a part of it, of any shape with at most ``numbers`` entries; ``compute`` writes the contribution
+        into a tensor of that shape on the device.
         """
         slot = self._free()
         count = target.numel()
@@ -79,11 +78,9 @@ class Staging:
         slot.target, slot.adds = target, True
 
     def copy_(self, target: Tensor, source: Tensor) -> None:
-        """Copy a tensor from the device to the host; the last part arrives at the next but one call or at ``settle``.
+        """Copy from the device to the host; the last part arrives at the next but one call or at ``settle``.
 
-        Args:
-            target: Contiguous, on the host, of any shape and dtype.
-            source: Contiguous, on the device, of the shape and dtype of ``target``.
+        Both are contiguous, of one shape and dtype, whatever these are.
         """
         read, written = source.view(-1).view(torch.uint8), target.view(-1).view(torch.uint8)
         at_once = self.numbers * self._slots[0].made.element_size()

@@ -176,13 +176,7 @@ class MemoryCurve:
         return now - self.begun
 
     def sample(self, operation: str, moment: Literal["before", "within", "after"], device: torch.device) -> None:
-        """Record what is held now. It reads counters only, and waits for no device.
-
-        Args:
-            operation: Name of the operation.
-            moment: Whether the operation is about to begin, runs, or has ended.
-            device: Where the job computes.
-        """
+        """Record what is held before, within or after an operation. It reads counters only, and waits for no device."""
         now = self.clock()
         self.begun = now if self.begun is None else self.begun
         allocated, reserved = device_bytes(device)
@@ -202,11 +196,7 @@ class MemoryCurve:
     def as_json(self, device: torch.device) -> dict[str, Any]:
         """Return the document that the curve is stored as.
 
-        Args:
-            device: Where the job computed.
-
-        Returns:
-            The format's name, peaks in bytes, planned and measured, each stage's row, and every sample.
+        The format's name, peaks in bytes, planned and measured, each stage's row, and every sample.
         """
         plan = self.stages.plan
         return {

@@ -19,11 +19,7 @@ class OffloadStore:
     """Tensors by name."""
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
-        """Begin with none.
-
-        Args:
-            capacity_bytes: The most that the cache holds on the device; None keeps all that was loaded, 0 nothing.
-        """
+        """Begin with none; the cache holds at most so many bytes on the device, None all that was loaded, 0 nothing."""
         self.capacity_bytes = capacity_bytes
         self._held: dict[str, Tensor] = {}
         self._cached: OrderedDict[tuple[str, str], Tensor] = OrderedDict()
@@ -31,11 +27,7 @@ class OffloadStore:
         self._seconds = 0.0
 
     def offload(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor on the host, in place of an earlier one of that name.
-
-        Args:
-            tensor: Any shape, dtype and device; it is copied.
-        """
+        """Copy a tensor, of any shape, dtype and device, to the host, in place of an earlier one of that name."""
         started = time.perf_counter()
         pinned = torch.cuda.is_available()
         host = torch.empty_like(tensor, device="cpu", pin_memory=pinned, memory_format=torch.contiguous_format)
@@ -46,16 +38,9 @@ class OffloadStore:
         self._count("to_cpu", host.nbytes, started)
 
     def load(self, name: str, device: torch.device | str) -> Tensor:
-        """Return a tensor on a device, from the cache where it is there.
+        """Return a tensor on a device, from the cache where it is there; nothing may write to it.
 
-        Args:
-            device: Where to.
-
-        Returns:
-            The tensor; nothing may write to it.
-
-        Raises:
-            UsageError: If nothing has that name.
+        ``UsageError`` if nothing has that name.
         """
         if name not in self._held:
             known = ", ".join(sorted(self._held)[:10]) or "none"

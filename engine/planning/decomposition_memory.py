@@ -47,14 +47,13 @@ def eigendecomposition_bytes(
 ) -> EigendecompositionBytes:
     """Return the bytes that decomposing one symmetric matrix takes, by the figures that a job's plan uses.
 
+    They are those of the solver that is tried first, with every solver and its cost.
+
     Args:
         n: Rows of the matrix.
         dtype: Precision that it is kept in; the arithmetic is float64.
         device: Where it stands. It need not be one of this machine's.
         vectors: Whether the eigenvectors are wanted too.
-
-    Returns:
-        Bytes of the solver that is tried first, and every solver with its cost.
 
     Raises:
         ValueError: If n is not positive, or on a CPU beyond what LAPACK counts.

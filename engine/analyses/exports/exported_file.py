@@ -100,16 +100,10 @@ class ExportedFile(ABC):
         """Write the file, once all layers are added."""
 
     def add(self, facts: LayerFacts, factors: Factors) -> ExportMetrics:
-        """Add a layer, unless it is to be left out.
+        """Add a layer, unless it is to be left out; return what the file holds of it.
 
-        Args:
-            factors: A (in_dim, in_dim) or its diagonal, and G; any float dtype.
-
-        Returns:
-            What the file holds of it.
-
-        Raises:
-            ExportRefused: If a number of it cannot be had.
+        A is (in_dim, in_dim) or its diagonal, G too; any float dtype. ``ExportRefused`` if a number of it cannot be
+        had.
         """
         count = facts.sums.weight_A if facts.sums is not None and facts.form == "kronecker" else None
         if facts.name in self.left_out:
