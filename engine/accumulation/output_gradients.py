@@ -203,19 +203,18 @@ class InputArrival:
         self._pulled = False
 
     def enter(
-        self, statistics: LayerStatistics, use: Use, takers: Sequence[LayerStatistics | RowObserver] | None = None
+        self, statistics: LayerStatistics, use: Use, takers: Sequence[LayerStatistics | RowObserver]
     ) -> Callable[[], None]:
         """Let the input of one call enter A: now, or with its gradient.
 
         Args:
             statistics: Sums of the layer that was called.
             use: The call, with its input.
-            takers: Those sums and all that see the input enter; None is the sums alone.
+            takers: Those sums and all that see the input enter.
 
         Returns:
             What is to be called when a gradient arrives at the call, once or several times.
         """
-        takers = (statistics,) if takers is None else takers
         number = self._entered
         self._entered += 1
         if statistics.layer.name in self.deferred:

@@ -225,26 +225,21 @@ class _SharedSides:
         for facts in first.layers:
             other = against.by_name.get(facts.name)
             if other is not None and _comparable(facts, other):
-                self._expected[_holder(facts), _holder(other)] += 1
+                self._expected[facts.leader, other.leader] += 1
         self._known: dict[tuple[int, int], SideComparison] = {}
 
     def get(self, facts: LayerFacts, other: LayerFacts) -> SideComparison | None:
         """The comparison of the two layers' A, if it was made."""
-        return self._known.get((_holder(facts), _holder(other)))
+        return self._known.get((facts.leader, other.leader))
 
     def put(self, facts: LayerFacts, other: LayerFacts, found: SideComparison) -> None:
         """Keep it for the layers with the same two A that are to come."""
-        holders = _holder(facts), _holder(other)
+        holders = facts.leader, other.leader
         self._expected[holders] -= 1
         if self._expected[holders] > 0:
             self._known[holders] = found
         else:
             self._known.pop(holders, None)
-
-
-def _holder(facts: LayerFacts) -> int:
-    """Ordinal of the layer that holds the A."""
-    return facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
 
 
 class _Summary:

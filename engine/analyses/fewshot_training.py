@@ -30,6 +30,7 @@ from engine.analyses.costs.fewshot_training import (
     TRAINING,
     TrainingPlans,
     TrainingWay,
+    images_of,
     smallest_budgets,
 )
 from engine.analyses.fewshot.component_bytes import Component, count_components, with_taken
@@ -44,7 +45,7 @@ from engine.analyses.fewshot.training_run import EpisodeTest, TrainingRun, compa
 from engine.analyses.layer_analysis import finite_summary
 from engine.analyses.spectra.search_checkpoints import SearchCheckpoints
 from engine.collection.run_passes import announce
-from engine.image_data import SPLITS, ImageData, Split
+from engine.image_data import SPLITS, Split
 from engine.measurement.representation_record import held_bytes
 from engine.memory.budget import map_large_blocks
 from engine.memory.guard import PlanningError
@@ -118,12 +119,6 @@ class FewshotTraining:
         )
         return summary
 
-    @property
-    def _data(self) -> ImageData:
-        if self.workspace.inputs.images is None:
-            raise ValueError("a training needs images")
-        return self.workspace.inputs.images
-
     def _announce(self, plan: Plan, plans: TrainingPlans) -> None:
         """Let everyone who looks at the plan look at it, and hold it; refuse what does not fit."""
         workspace, machine = self.workspace, self.workspace.machine
@@ -144,8 +139,8 @@ class FewshotTraining:
     def _train(self, plans: TrainingPlans, way: TrainingWay, plan: Plan) -> "_Trained":
         workspace, machine, params = self.workspace, self.workspace.machine, self.params
         precision = training_precision(params, machine.device)
-        shape = self._data.shape
-        model = make_model(params, shape, self._data.weights).to(machine.device)
+        data = images_of(workspace)
+        model = make_model(params, data.shape, data.weights).to(machine.device)
         run = TrainingRun(
             params=params,
             model=model,
@@ -157,8 +152,8 @@ class FewshotTraining:
                 workspace=workspace,
                 conditions=dict(workspace.resume.conditions)
                 | {
-                    "images": self._data.sha256,
-                    "weights": None if self._data.weights is None else weights_digest(self._data.weights),
+                    "images": data.sha256,
+                    "weights": None if data.weights is None else weights_digest(data.weights),
                     "numerics": self.numerics.recorded(),
                     # processors of one capability differ in the 16 bits that they compute in
                     "precision": str(precision.compute_dtype),
@@ -221,7 +216,7 @@ class FewshotTraining:
 
     def _episodes(self, split: Split) -> Episodes:
         dtype = torch.float64 if self.params.dtype == "float64" else torch.float32
-        images, device = self._data.splits[split], self.workspace.machine.device
+        images, device = images_of(self.workspace).splits[split], self.workspace.machine.device
         return Episodes(params=self.params, split=split, images=images, device=device, dtype=dtype)
 
     def _test(self, trained: "_Trained") -> tuple[EpisodeAccuracy, ...]:
@@ -236,7 +231,7 @@ class FewshotTraining:
             workspace.ports.report(KIND, done, total, "episodes")
 
         with machine.operation(TESTING, TESTING):
-            untrained = make_model(params, self._data.shape, None).to(machine.device)
+            untrained = make_model(params, images_of(self.workspace).shape, None).to(machine.device)
             found = []
             for split in SPLITS[1:]:
                 test = EpisodeTest(

@@ -28,6 +28,7 @@ from engine.factors.factor_files import Kept, write_factors, write_index
 from engine.factors.factor_set import GIVEN_MATRIX, FactorSet, LayerFacts
 from engine.factors.kronecker_factors import Factors, packed
 from engine.linalg.eigenbasis import ClippedSide
+from engine.linalg.eigendecomposition import kept_dtype
 from engine.linalg.eigensolvers import LARGEST
 from engine.linalg.linear_operator import Operator
 from engine.linalg.panels import wide_product
@@ -235,7 +236,7 @@ def _made(run: _Run, layer: Measured, kept: Operator, side: Literal["A", "G"]) -
     if not isinstance(kept, Dense):
         return clip_structured(layer, kept, run.kappa_max)
     factor, scale = kept.stored, kept.scale
-    wide = _basis_dtype(factor.dtype)
+    wide = kept_dtype(factor.dtype)
     if spectrum is None:
         return not_stabilised(kept.size, "matrix", f"it has more than the {LARGEST} rows that eigensolvers take")
     if kept.is_diagonal and run.params.route == "eigenbasis":
@@ -277,15 +278,10 @@ def _of_given(run: _Run, decomposed: DecomposedFactor, vectors: Tensor) -> Made:
             f"by more than rounding numbers {int((values < -rounding).sum())}; it is raised to the floor like the rest",
         )
     if run.params.route == "eigenbasis":
-        made = in_eigenbasis(values, vectors, run.kappa_max, _basis_dtype(factor.dtype), kind="matrix")
+        made = in_eigenbasis(values, vectors, run.kappa_max, kept_dtype(factor.dtype), kind="matrix")
     else:
         made = rebuild(run.workspace, replace(decomposed, values=values), run.kappa_max, run.params.placement)
     return replace(made, side=replace(made.side, smallest=float(values[0])))
-
-
-def _basis_dtype(kept: torch.dtype) -> torch.dtype:
-    """Precision of an eigenbasis of a factor that is kept in ``kept``."""
-    return torch.float64 if kept == torch.float64 else torch.float32
 
 
 def _write(
@@ -300,7 +296,7 @@ def _write(
         "ordinal": facts.ordinal,
         "name": facts.name,
         "form": facts.form,
-        "holder_of_A": facts.ordinal if facts.shared_A_with is None else facts.shared_A_with,
+        "holder_of_A": facts.leader,
         "sides": {
             side: each.entry()
             if isinstance(each, ClippedSide)
@@ -316,7 +312,7 @@ def _write(
         write_factors(artifacts, facts, replace(factors, head_diagonal=None, **matrices), name)
         record = layer.record
         digests = {side: each.side.digest for side, each in made.items() if each is not None}
-        shared = run.shared.get(facts.ordinal if facts.shared_A_with is None else facts.shared_A_with)
+        shared = run.shared.get(facts.leader)
         run.kept[facts.ordinal] = Kept(
             digest_A=str(record.digest_A if shared is None else shared.digest),
             digest_G=str(digests.get("G") or record.digest_G),

@@ -84,7 +84,7 @@ def correct_eigenvalues(job: PassJob, state: CollectionState, parts: Sequence[Se
     scratch = job.workspace.ports.scratch if len(parts) > 1 else None
     loads: dict[str, Load] = {}
     holders: dict[str, str] = {}
-    needed = [[name for name in part if _covered(job, state, name)] for part in parts]
+    needed = [[name for name in part if flaw(state.statistics[name], job.collection) is None] for part in parts]
     total = sum(any(not _exact(state.statistics[name].layer) for name in part) for part in needed)
     done = 0
     for part in needed:
@@ -193,10 +193,6 @@ def _zeroed(
     )
     made.allocate(job.dtype, device)
     return made
-
-
-def _covered(job: PassJob, state: CollectionState, name: str) -> bool:
-    return flaw(state.statistics[name], job.collection) is None
 
 
 def _refuse(job: PassJob, state: CollectionState, sums: Sequence[CorrectionStatistics], *, compared: bool) -> None:

@@ -335,9 +335,8 @@ def store_decompositions(workspace: Workspace, whole: FactorSet, layers: Iterabl
         factors = whole.load(facts.ordinal)
         device = workspace.machine.device
         arrived = Arrived(factors=factors, there_A=factors.A.to(device), there_G=factors.G.to(device))
-        holder = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
-        sides: tuple[Literal["A", "G"], ...] = ("G",) if holder in done_a else ("G", "A")
-        done_a.add(holder)
+        sides: tuple[Literal["A", "G"], ...] = ("G",) if facts.leader in done_a else ("G", "A")
+        done_a.add(facts.leader)
         with workspace.machine.operation(f"layer {facts.ordinal}", "decomposition"):
             for side in sides:
                 found = measure_side(workspace, whole, facts, arrived, side)

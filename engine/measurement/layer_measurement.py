@@ -219,10 +219,9 @@ def _measure(
     ekfac = {} if corrected is None else _digests(corrected)
     side_g = measure_side(workspace, whole, facts, arrived, "G")
     shared_a = workspace.results.of(_SharedSides)
-    leader = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
-    if leader not in shared_a:
-        shared_a[leader] = measure_side(workspace, whole, facts, arrived, "A")
-    side_a = shared_a[leader]
+    if facts.leader not in shared_a:
+        shared_a[facts.leader] = measure_side(workspace, whole, facts, arrived, "A")
+    side_a = shared_a[facts.leader]
     cache = _cache(workspace, whole) if workspace.machine.ranks.size == 1 else None  # several write theirs together
     for place in ([workspace.ports.artifacts] if keep_factors else []) + ([] if cache is None else [cache.shelf()]):
         write_factors(place, facts, factors, corrected=corrected, stored=arrived.stored)

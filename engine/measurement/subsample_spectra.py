@@ -42,7 +42,6 @@ def smaller_sizes(
     One layer's factors at one size, and their eigenvalues, are held.
     """
     shared_a = workspace.results.of(_SharedSpectra)
-    leader = facts.ordinal if facts.shared_A_with is None else facts.shared_A_with
     found = []
     for size in whole.nested:
         workspace.ports.raise_if_cancelled()
@@ -52,12 +51,12 @@ def smaller_sizes(
         bound_a, bound_g = size.rank_bounds[facts.ordinal]
         side_a = as_operator(factors.A, factors.scale_A, bound_a)
         side_g = as_operator(factors.G, factors.scale_G, bound_g)
-        if (size.eighths, leader) not in shared_a:
-            shared_a[size.eighths, leader] = _spectrum(workspace, side_a, facts.name)
+        if (size.eighths, facts.leader) not in shared_a:
+            shared_a[size.eighths, facts.leader] = _spectrum(workspace, side_a, facts.name)
         found.append(
             MeasuredSize(
                 examples=size.examples,
-                spectrum_A=shared_a[size.eighths, leader],
+                spectrum_A=shared_a[size.eighths, facts.leader],
                 spectrum_G=_spectrum(workspace, side_g, facts.name),
                 trace_A=side_a.trace(),
                 trace_G=side_g.trace(),

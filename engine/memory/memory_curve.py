@@ -177,12 +177,11 @@ class MemoryCurve:
 
     def sample(self, operation: str, moment: Literal["before", "within", "after"], device: torch.device) -> None:
         """Record what is held before, within or after an operation. It reads counters only, and waits for no device."""
-        now = self.clock()
-        self.begun = now if self.begun is None else self.begun
+        seconds = round(self.elapsed_seconds(), 4)
         allocated, reserved = device_bytes(device)
         self.samples.append(
             Sample(
-                seconds=round(now - self.begun, 4),
+                seconds=seconds,
                 operation=operation,
                 moment=moment,
                 device_allocated_bytes=allocated,

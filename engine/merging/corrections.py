@@ -192,7 +192,7 @@ def write_bases(artifacts: Artifacts, whole: FactorSet, decompose: Callable[[Ten
             _Basis(
                 name=facts.name,
                 ordinal=facts.ordinal,
-                holder=facts.ordinal if facts.shared_A_with is None else facts.shared_A_with,
+                holder=facts.leader,
                 digests=tuple(digest(tensor) for tensor in found.values()),
             )
         )

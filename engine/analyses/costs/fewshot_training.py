@@ -138,15 +138,9 @@ class TrainingPlans:
             return FewshotModel(self.params, self.shape).to(self.dtype)
 
     @property
-    def _data(self) -> ImageData:
-        if self.workspace.inputs.images is None:
-            raise ValueError("a training needs images")
-        return self.workspace.inputs.images
-
-    @property
     def shape(self) -> tuple[int, int, int]:
         """Shape of an image."""
-        return self._data.shape
+        return images_of(self.workspace).shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -263,7 +257,7 @@ class TrainingPlans:
         if self.place == "device":
             formula = "2 workspaces of cuBLAS · 32 MiB, and 17 MiB, measured"
             yield _term("libraries", formula, DEVICE_LIBRARY_BYTES, "device", "throughout", "estimated")
-        held = sum(split.held_bytes for split in self._data.splits.values())
+        held = sum(split.held_bytes for split in images_of(self.workspace).splits.values())
         yield _term("drawn images", "as many as are held of each split", held, "host", "throughout")
         if self.place == "host" and not self.maps_blocks:
             kept = kept_activations(self.model.backbone, self.shape, self.dtype).of(self.params.images)
@@ -371,6 +365,13 @@ class TrainingPlans:
 
 def _term(name: str, formula: str, size: int, place: Place, stage: str, source: Source = "exact") -> Term:
     return Term(name=name, formula=formula, size_bytes=size, place=place, source=source, stage=stage)
+
+
+def images_of(workspace: Workspace) -> ImageData:
+    """Return the images that a training needs."""
+    if workspace.inputs.images is None:
+        raise ValueError("a training needs images")
+    return workspace.inputs.images
 
 
 def smallest_budgets(plans: TrainingPlans, budget: MemoryBudget) -> dict[Budgeted, Enough | None]:
