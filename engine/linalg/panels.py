@@ -13,6 +13,8 @@ from torch import Tensor
 PANEL_NUMBERS = 2 * 2**20
 """Widened at once: 16 MiB in float64."""
 _PANEL_BYTES = 8 * PANEL_NUMBERS
+_NORM_NUMBERS = 2**18
+"""Of a norm, which a budget without room for a panel must not keep from being taken."""
 
 
 @dataclass(eq=False)
@@ -88,17 +90,24 @@ def frobenius_norm(tensor: Tensor) -> float:
     """Return ‖S‖_F of a tensor of any shape and dtype, in float64, also where squares of its entries are beyond that.
 
     Memory:
-        16 MiB twice.
+        2 MiB twice, or a row where that is larger.
     """
     if not tensor.numel():
         return 0.0
-    norms, rows = [], max(1, _PANEL_BYTES * tensor.shape[0] // (8 * tensor.numel()))
-    for panel in torch.split(tensor.detach(), rows):
-        wide = panel.to(torch.promote_types(panel.dtype, torch.float64))
-        exponent = math.frexp(float(torch.linalg.vector_norm(wide, math.inf)))[1]
-        unit = math.ldexp(1.0, max(exponent - 1, -1000))
-        norms.append(float(torch.linalg.vector_norm(wide / unit)) * unit)
-    return math.hypot(*norms)
+    rows = max(1, _NORM_NUMBERS * tensor.shape[0] // tensor.numel())
+    panels = torch.split(tensor.detach(), rows)
+    # asked of the device once
+    norms = [_norm(panel.to(torch.promote_types(panel.dtype, torch.float64))) for panel in panels]
+    return float(_norm(torch.stack(norms)))
+
+
+def _norm(wide: Tensor) -> Tensor:
+    """The norm of float64 numbers over a power of two, which no square exceeds."""
+    largest = torch.linalg.vector_norm(wide, math.inf)
+    exponent = torch.where(largest.isfinite(), torch.frexp(largest).exponent - 1, 0).clamp_(min=-1000)
+    unit = torch.ldexp(torch.ones_like(largest), exponent)
+    norm: Tensor = torch.linalg.vector_norm(wide / unit) * unit
+    return norm
 
 
 def wide_transposed_product(matrix: Tensor, right: Tensor) -> Tensor:
