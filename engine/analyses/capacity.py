@@ -20,6 +20,7 @@ from catalog.analyses.capacity_metrics import CapacityMetrics, TokenImportance
 from engine.analyses.costs.capacity import capacity_cost
 from engine.analyses.layer_analysis import LayerAnalysis, is_decomposed
 from engine.analyses.metrics.exact_ggn_check import CrossChecked, cross_check
+from engine.analyses.metrics.kronecker_metrics import DAMPED, settled
 from engine.analyses.metrics.layer_metrics import layer_metrics, sides_of
 from engine.analyses.metrics.model_metrics import ModelLayer, model_metrics
 from engine.analyses.metrics.sample_convergence import Followed, follow_layer, model_convergence, sum_layers
@@ -181,10 +182,21 @@ class Capacity(LayerAnalysis[CapacityParams]):
         curved = [each.sides.trace > 0 for each in of_model]
 
         def total(metric: str) -> float | None:
+            if metric not in params.selected:
+                return None
             found = [getattr(row, metric) for row in rows]
-            return sum_layers(found, curved) if metric in params.selected else None
+            if metric not in DAMPED or None not in found:
+                return sum_layers(found, curved)
+            # rounding may decide the number of a layer, and hardly touch that of all
+            ends = [
+                [value] * 3 if value is not None else [DAMPED[metric](own) for own in each.sides.variants]
+                for value, each in zip(found, of_model, strict=True)
+            ]
+            sums = [sum_layers(values, curved) for values in zip(*ends, strict=True)]
+            return settled(sums, dimension if metric == "logdet_damped" else 0.0)
 
-        dimension, effective = sum(row.dimension for row in rows), total("effective_dimension")
+        dimension = sum(row.dimension for row in rows)
+        effective = total("effective_dimension")
         model = model_metrics(of_model, params)
         over_all = [layers.over_sizes[ordinal] for ordinal in ordinals if ordinal in layers.over_sizes]
         return CapacitySummary(

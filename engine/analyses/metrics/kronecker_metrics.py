@@ -363,11 +363,22 @@ def _kappa_factored(sides: Sides) -> float | None:
     return closed.kappa_factored(*sides.ordered_spectra, damped_a, damped_g)
 
 
-def _at_damping(measure: Callable[[Sides], float | None], sides: Sides) -> float | None:
+DAMPED: Mapping[str, Callable[[Sides], float | None]] = {
+    "logdet_damped": _logdet_damped,
+    "logdet_factored": _logdet_factored,
+    "effective_dimension": _effective_dimension,
+    "effective_dimension_factored": _effective_dimension_factored,
+    "kappa_damped": _kappa_damped,
+    "kappa_factored": _kappa_factored,
+}
+"""Scalars at a damping, of one of ``Sides.variants``."""
+
+
+def _at_damping(name: str, sides: Sides) -> float | None:
     if sides.variants[1] is sides:
-        return measure(sides)
-    logarithm = measure in (_logdet_damped, _logdet_factored)
-    return settled([measure(each) for each in sides.variants], sides.dimension if logarithm else 0.0)
+        return DAMPED[name](sides)
+    scale = sides.dimension if name.startswith("logdet") else 0.0
+    return settled([DAMPED[name](each) for each in sides.variants], scale)
 
 
 SCALARS: Mapping[str, Callable[[Sides], float | None]] = {
@@ -379,15 +390,9 @@ SCALARS: Mapping[str, Callable[[Sides], float | None]] = {
     "effective_rank": _effective_rank,
     "rank": _rank,
     "logdet": _logdet,
-    "logdet_damped": partial(_at_damping, _logdet_damped),
-    "logdet_factored": partial(_at_damping, _logdet_factored),
-    "effective_dimension": partial(_at_damping, _effective_dimension),
-    "effective_dimension_factored": partial(_at_damping, _effective_dimension_factored),
     "kappa": _kappa,
-    "kappa_damped": partial(_at_damping, _kappa_damped),
-    "kappa_factored": partial(_at_damping, _kappa_factored),
     "trace_A": lambda sides: sides.trace_A,
     "trace_G": lambda sides: sides.trace_G,
     "effective_rank_A": lambda sides: _rank_of(sides.spectrum_A),
     "effective_rank_G": _rank_of_G,
-}
+} | {name: partial(_at_damping, name) for name in DAMPED}

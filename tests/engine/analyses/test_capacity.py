@@ -494,6 +494,38 @@ def test_numbers_at_small_damping_are_not_drawn_by_the_rounding_of_the_sums(
         assert {key for key, _ in silent} <= (set() if name == "head" else {"4", "model"})
 
 
+class Beside(nn.Module):
+    """A small layer whose inputs have rank 3, beside large ones whose inputs have full rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.first, self.last = nn.Linear(12, 4), nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.last(self.first(x[:, 12:]).tanh())
+        return z + nn.functional.pad(self.small(x[:, :12]), (0, 60))
+
+
+def test_a_total_that_rounding_hardly_touches_stands_beside_a_layer_that_it_decides() -> None:
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(512, 3, generator=generator) @ torch.randn(3, 12, generator=generator)
+    inputs = torch.cat((inputs, torch.randn(512, 64, generator=generator)), 1)
+    labels = torch.randint(0, 64, (512,), generator=generator)
+    torch.manual_seed(0)
+    model = Beside()
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        data = [(inputs.to(dtype), labels)]
+        options = {"dtype": str(dtype).removeprefix("torch."), "batch_size": 512}
+        made = workspace(copy.deepcopy(model).to(dtype), data, "classification", **options)
+        made.options.stabilisation, made.options.woodbury = Stabilisation(damping=1e-5), Woodbury(policy="dense")
+        found[dtype] = measured(made)
+    (rows, summary), (_, exact) = found.values()
+    assert [key for key, row in rows.items() if row.metrics.effective_dimension is None] == ["small"]
+    assert summary.effective_dimension == pytest.approx(exact.effective_dimension, rel=0.01)
+    assert summary.effective_dimension_share == pytest.approx(exact.effective_dimension_share, rel=0.01)
+
+
 def test_default_grid_is_absolute_and_shows_a_uniform_shrinkage() -> None:
     a, g = LAYERS["wide"]
     large, small = curve(sides(a, g), CapacityParams()), curve(sides(a * 1e-4, g), CapacityParams())
