@@ -368,7 +368,7 @@ class LayerStatistics(Sums):
 
     def end_pass_(self) -> None:
         """Turn squared norms into traces and variances, which outlive the sums, as the counts of A and G do."""
-        self.total_A, self.total_G = self.weight_A, self.weight_G
+        self.total_A, self.total_G, self.largest = self.weight_A, self.weight_G, float(self.largest)
         self.variance_A.end_pass_(self.A, self.weight_A)
         self.variance_G.end_pass_(self.G, self.weight_G)
         if self.squares is None or not self.weight_G:

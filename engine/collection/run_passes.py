@@ -48,6 +48,8 @@ def complete_pass(
     if collection.ema_decay is not None and since:
         for found in statistics:
             found.decay_(collection.ema_decay**since)
+    for found in statistics:
+        found.largest = float(found.largest)
     reduce_statistics(ranks, statistics, collection, owners_of(job.workspace, statistics, alone=alone))
     if ranks.one_node and ranks.traffic.total("rows").received:
         job.workspace.ports.log(
@@ -223,8 +225,6 @@ def _pass(
         _take_in(job, state, left)
         state.begin_anew()
     state.batches = cursor.batches
-    for each in statistics:
-        each.largest = float(each.largest)
     if ranks.size > 1:
         cursor = complete_pass(job, state, statistics, cursor, alone=not several)
     if job.workspace.inputs.part is None:

@@ -102,6 +102,10 @@ export async function showJob(main, shownId, signal) {
     if (opened && pieces.querySelector("details")) pieces.querySelector("details").open = true;
     if (scrolled) pieces.querySelector(".scroll").scrollLeft = scrolled;
     if (focused) [...pieces.querySelectorAll("a")].find((each) => each.getAttribute("href") === focused)?.focus();
+    drawLive(job);
+  }
+
+  function drawLive(job) {
     replace(live, ENDED.has(job.state) ? null : progressCard(job), placementCard(job), job.failure ? failureCard(job, kept) : null, cancelledCard(job, kept), noticesCard(job), ENDED.has(job.state) ? refusedCard(job, titles) : null, ENDED.has(job.state) ? partialCard(job.coverage) : null);
   }
 
@@ -139,7 +143,7 @@ export async function showJob(main, shownId, signal) {
     const results = await again(() => get(`${base}/results`, signal));
     await unpressed();
     kept = results.layers.count;
-    draw(job);
+    drawLive(job);
     replace(summary, reproductionCard(results.manifest?.reproduction), ...summaryParts(results, titles, job));
     replace(files, filesCard(job, base, results));
     const summaries = Object.values(results.summary ?? {});
