@@ -118,7 +118,7 @@ class Group:
 
 @dataclass(kw_only=True)
 class AllExamples:
-    """What a group shows of each of its N examples, in few numbers."""
+    """Summaries of the N examples of one group: outputs along a direction, and two numbers for each layer."""
 
     start: Generators
     """States of the generators when its forward pass began."""
@@ -154,7 +154,7 @@ class SummedRows:
     nodes: int = 0
     """Nodes of the graph of the last group."""
     all_examples: list["AllExamples"] | None = None
-    """What each group shows of all its examples; None where that is not asked for."""
+    """Summaries of all examples, one for each group; None if only kept examples are of interest."""
     sums: BatchSums | None = None
     """Holds the sums against all rows of the batch; None but in the first one of a pass."""
     groups: list[Group] = field(default_factory=list)

@@ -14,7 +14,7 @@ PANEL_NUMBERS = 2 * 2**20
 """Widened at once: 16 MiB in float64."""
 _PANEL_BYTES = 8 * PANEL_NUMBERS
 _NORM_NUMBERS = 2**18
-"""Of a norm, which a budget without room for a panel must not keep from being taken."""
+"""Numbers of a panel in a norm: 2 MiB in float64, so that a norm also fits into small budgets."""
 
 
 @dataclass(eq=False)

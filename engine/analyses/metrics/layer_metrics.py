@@ -125,7 +125,7 @@ _DAMPED = (
     "logdet_damped", "logdet_factored", "effective_dimension", "effective_dimension_factored",
     "effective_dimension_share", "kappa_damped", "kappa_factored",
 )  # fmt: skip
-_UNDAMPED = "there is no curvature, and so no damping relative to it"
+_UNDAMPED = "the curvature is zero, and a damping relative to it is zero too"
 _DRAWN = (
     "at this damping it is decided by eigenvalues that rounding does not tell from zero; take a larger "
     "`stabilisation.damping`, or sum in `collection.dtype: float64`"

@@ -17,18 +17,23 @@ from tests.kronoscope.conftest import FACTORIES, JOB, KRONOSCOPE, environment
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that has succeeded."""
-    folder = tmp_path_factory.mktemp("ran")
-    (folder / "mine_for_kronoscope.py").write_text(FACTORIES)
-    (folder / "job.yaml").write_text(JOB)
+def run_in(folder: Path) -> Path:
+    """Run the folder's document, and return the folder of its results."""
     done = subprocess.run(
         [*KRONOSCOPE, "run", "job.yaml", "--output", "out"],
         cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has succeeded."""
+    folder = tmp_path_factory.mktemp("ran")
+    (folder / "mine_for_kronoscope.py").write_text(FACTORIES)
+    (folder / "job.yaml").write_text(JOB)
+    return run_in(folder)
 
 
 def without(name: str) -> Callable[[dict[str, Any]], object]:
@@ -131,12 +136,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model: {source: builtin, name: digits_mlp}\ndata: {source: builtin, name: digits, limit: 32}\n"
         "collection: {ekfac: true, self_check: 'off'}\nreconstruction: {route: eigenbasis}\n"
     )
-    done = subprocess.run(
-        [*KRONOSCOPE, "run", "job.yaml", "--output", "out"],
-        cwd=folder, env=environment(), capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return folder / "out"
+    return run_in(folder)
 
 
 def read_factors(folder: Path) -> None:
