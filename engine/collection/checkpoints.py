@@ -293,7 +293,7 @@ class Checkpoints(CheckpointFiles):
             if kind == "buffer":
                 self.model.get_buffer(name).data.copy_(tensor)
             else:
-                set_generators(Generators({name: tensor}), self.workspace.machine.device)
+                set_generators(Generators.read({name: tensor}), self.workspace.machine.device)
 
     def _pass_over(self, saved: Cursor, stream: Iterator[Batch]) -> None:
         """Take from the data what the checkpoint holds already, without the model."""
@@ -330,7 +330,7 @@ class Checkpoints(CheckpointFiles):
         """(kind, name, field) and tensor of everything that is saved."""
         if running:
             # between two passes there is none: each begins with its own
-            for name, state in Generators.here(self.workspace.machine.device).tensors.items():
+            for name, state in Generators.here(self.workspace.machine.device).tensors().items():
                 yield ("generator", name, ""), state
         for name, buffer in self.model.named_buffers():
             if buffer.layout == torch.strided and bit_sum(buffer) != self._buffers.get(name):

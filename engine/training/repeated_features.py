@@ -81,8 +81,8 @@ class RepeatedFeatures:
 
     def has_drawn(self) -> bool:
         """Tell whether the last call has drawn a random number."""
-        now = Generators.here(self._device).tensors
-        return any(not torch.equal(state, now[name]) for name, state in self._start.tensors.items())
+        now = Generators.here(self._device).tensors()
+        return any(not torch.equal(state, now[name]) for name, state in self._start.tensors().items())
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

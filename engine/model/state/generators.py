@@ -51,8 +51,8 @@ def seed_generators(seed: int) -> None:
 class Generators:
     """States of these generators, to which a forward pass can be brought back."""
 
-    tensors: Mapping[str, Tensor]
-    """Bytes of `cpu` and `cuda` as torch writes them, of `python` and `numpy` as JSON; those alone that there are."""
+    states: Mapping[str, Any]
+    """Those of `cpu`, `cuda`, `python` and `numpy`, as each library returns them; those alone that there are."""
 
     @classmethod
     def here(cls, device: torch.device) -> "Generators":
@@ -61,13 +61,37 @@ class Generators:
         Args:
             device: Device that the model runs on.
         """
-        tensors = {"cpu": torch.get_rng_state(), "python": _written(random.getstate())}
+        states: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": random.getstate()}
         if device.type == "cuda":
-            tensors["cuda"] = torch.cuda.get_rng_state(device)
+            states["cuda"] = torch.cuda.get_rng_state(device)
         if (numpy := _numpy()) is not None:
-            name, keys, *others = numpy.random.get_state()
+            states["numpy"] = numpy.random.get_state()
+        return cls(states)
+
+    @classmethod
+    def read(cls, tensors: Mapping[str, Tensor]) -> "Generators":
+        """Read the states that ``tensors`` returned.
+
+        Args:
+            tensors: Bytes of each state, or of some.
+        """
+        states: dict[str, Any] = dict(tensors)
+        if "python" in states:
+            version, numbers, *others = json.loads(bytes(states["python"].tolist()))
+            states["python"] = version, tuple(numbers), *others
+        if "numpy" in states:
+            states["numpy"] = tuple(json.loads(bytes(states["numpy"].tolist())))
+        return cls(states)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the bytes of each state: those of `cpu` and `cuda` as torch has them, the others as JSON."""
+        tensors = dict(self.states)
+        if "python" in tensors:
+            tensors["python"] = _written(tensors["python"])
+        if "numpy" in tensors:
+            name, keys, *others = tensors["numpy"]
             tensors["numpy"] = _written([name, keys.tolist(), *others])
-        return cls(tensors)
+        return tensors
 
 
 def set_generators(start: Generators | int, device: torch.device) -> None:
@@ -80,16 +104,15 @@ def set_generators(start: Generators | int, device: torch.device) -> None:
     if isinstance(start, int):
         seed_generators(start)
         return
-    for name, state in start.tensors.items():
+    for name, state in start.states.items():
         if name == "cpu":
             torch.set_rng_state(state)
         elif name == "cuda":
             torch.cuda.set_rng_state(state, device)
         elif name == "python":
-            version, numbers, *others = json.loads(bytes(state.tolist()))
-            random.setstate((version, tuple(numbers), *others))
+            random.setstate(state)
         elif (numpy := _numpy()) is not None:
-            numpy.random.set_state(tuple(json.loads(bytes(state.tolist()))))
+            numpy.random.set_state(state)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model.state.generators import fold_seed, kept_generators, seed_generators
+from engine.model.state.generators import Generators, fold_seed, kept_generators, seed_generators, set_generators
 
 HIGH = 2**32
 
@@ -43,3 +43,28 @@ def test_every_seed_that_torch_takes_is_taken(seed: int) -> None:
     assert -(2**63) <= folded < 2**64
     assert folded >> 32 == seed >> 32
     drawn(seed)
+
+
+def test_written_states_are_those_that_were_read() -> None:
+    device = torch.device("cpu")
+
+    def numbers() -> tuple[list[float], list[float], list[float]]:
+        pair = [random.gauss(0, 1), random.random()]
+        return torch.randn(3).tolist(), pair, np.random.standard_normal(3).tolist()  # noqa: NPY002 - a model may draw so
+
+    with kept_generators():
+        seed_generators(11)
+        # of a pair of normal numbers the second one waits in the state
+        numbers()
+        start = Generators.here(device)
+        written = start.tensors()
+        expected = numbers()
+        for states in (
+            start,
+            Generators.read(written),
+            *(Generators.read({name: each}) for name, each in written.items()),
+        ):
+            set_generators(states, device)
+        assert numbers() == expected
+        set_generators(start, device)
+        assert numbers() == expected
