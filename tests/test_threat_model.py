@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ def threats() -> list[tuple[str, str, str]]:
     return [(row[0], row[1], row[2]) for row in below_attackers if row[0] != "threat" and not set(row[0]) <= {"-"}]
 
 
+@cache
 def functions_of(path: Path) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
 

@@ -10,6 +10,7 @@ _MATRIX = "tests/chaos/test_kill_matrix.py::test_every_job_ends_as_if_nobody_had
 _NAMED = "tests/chaos/test_named_faults.py"
 _WAKEUPS = "tests/chaos/test_lost_wakeups.py"
 _SILENCE = "tests/worker/supervision/test_silent_connection.py"
+_LAUNCHER = "tests/worker/execution/ranks/test_launcher.py"
 _BROKER = "tests/worker/test_broker_faults.py"
 
 BROUGHT_ABOUT_BY: Mapping[str, tuple[str, ...]] = {
@@ -17,7 +18,8 @@ BROUGHT_ABOUT_BY: Mapping[str, tuple[str, ...]] = {
     "kill child": (f"{_MATRIX}[child-mid_collection]",),
     "kill guardian": ("tests/worker/process/test_child_process.py::test_a_killed_guardian_takes_the_group_with_it",),
     "kill rank": (
-        "tests/worker/devices/test_ranks.py::test_after_the_death_of_a_rank_the_next_attempt_gives_the_undisturbed_numbers",
+        f"{_LAUNCHER}::test_a_killed_rank_is_named_within_seconds_though_the_other_listens_to_nobody",
+        "tests/engine/collection/test_killed_attempts.py::test_one_rank_is_killed_anywhere",
     ),
     "kill two workers": (
         "tests/chaos/test_divided_jobs.py::test_two_workers_killed_in_one_moment_cost_their_pieces_an_attempt",

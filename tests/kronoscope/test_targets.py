@@ -78,6 +78,7 @@ def test_fishers_without_labels_do_not_look_at_probabilities(fisher: str) -> Non
         assert torch.equal(hard.factors[name].G, soft.factors[name].G)
 
 
+@pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize("fisher", ["type2", "mc"])
 @pytest.mark.parametrize("scale", [1.0, 1.009, 0.992])
 def test_the_hessian_of_soft_labels_has_their_sum_and_nothing_else_of_them(fisher: str, scale: float) -> None:

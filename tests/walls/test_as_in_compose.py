@@ -47,6 +47,13 @@ def said_of(compose: Compose, job_id: str) -> str:
     return "\n".join(str(each.data.get("message", "")) for each in events)
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/walls/test_namespaces.py::test_nothing_is_gained_from_the_job_beside_it",
+        "tests/walls/test_further_attacks.py::test_nothing_is_gained",
+        "tests/walls/test_caches.py::test_a_job_in_namespaces_of_its_own_reads_what_was_found_for_it",
+    )
+)
 def test_the_job_beside_an_attacker_gets_the_numbers_of_an_undisturbed_run(compose: Compose) -> None:
     compose.factory("kronoscope_test_evil", (PROGRAMS / "kronoscope_test_evil.py").read_text())
     alone = compose.submit(HONEST)

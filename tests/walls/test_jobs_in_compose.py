@@ -88,10 +88,7 @@ def test_a_job_whose_worker_was_killed_goes_on_under_another(compose: Compose) -
 
 
 @pytest.mark.nightly(
-    covered_by=(
-        "tests/walls/test_namespaces.py::test_two_tenants_of_a_worker_get_the_numbers_of_one_without_walls",
-        "tests/walls/test_as_in_compose.py::test_the_job_beside_an_attacker_gets_the_numbers_of_an_undisturbed_run",
-    )
+    covered_by="tests/walls/test_namespaces.py::test_two_tenants_of_a_worker_get_the_numbers_of_one_without_walls"
 )
 def test_jobs_of_every_shape_give_the_numbers_of_a_worker_without_walls(compose: Compose) -> None:
     compose.factory("kronoscope_test_gated", GATED)

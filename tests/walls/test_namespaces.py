@@ -334,20 +334,20 @@ def digests(ledger: Engine, tenant: str, job_id: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("division", "kind", "of_kept"),
     [
-        ("shards", ["factors"], False),  # what a job is given there, one of tests/walls/test_caches.py reads as well
-        pytest.param("shards", HONEST["kind"], True, marks=pytest.mark.nightly),
-        pytest.param("world_size", HONEST["kind"], True, marks=pytest.mark.nightly),
+        ({}, ["factors"], False),  # what a job is given there, one of tests/walls/test_caches.py reads as well
+        pytest.param({"shards": 2}, HONEST["kind"], True, marks=pytest.mark.nightly),
+        pytest.param({"world_size": 2}, HONEST["kind"], True, marks=pytest.mark.nightly),
     ],
 )
 def test_two_tenants_of_a_worker_get_the_numbers_of_one_without_walls(
-    ledger: Engine, url: str, place: Path, python: str, division: str, kind: list[str], of_kept: bool
+    ledger: Engine, url: str, place: Path, python: str, division: dict[str, int], kind: list[str], of_kept: bool
 ) -> None:
     plain = submitted(ledger, LOCAL_TENANT, HONEST)
     log = done_by_a_worker(place, url, python, KRONOSCOPE_SHARED_WITHOUT_WALLS="1")
     assert not {"files", "neighbours"} & held_by(log)
     jobs = [
         (LOCAL_TENANT, submitted(ledger, LOCAL_TENANT, HONEST)),
-        ("other", submitted(ledger, "other", HONEST | {"kind": kind, division: 2})),
+        ("other", submitted(ledger, "other", HONEST | {"kind": kind} | division)),
     ]
     if of_kept:
         again = {"kind": "capacity", "factors": {"job": plain}}

@@ -28,6 +28,15 @@ def dialect() -> str:
     return "postgresql"
 
 
+@pytest.mark.nightly(
+    covered_by=(
+        (
+            "tests/worker/execution/ranks/test_launcher.py::"
+            "test_a_killed_rank_is_named_within_seconds_though_the_other_listens_to_nobody"
+        ),
+        "tests/engine/collection/test_killed_attempts.py::test_one_rank_is_killed_anywhere",
+    )
+)
 def test_after_the_death_of_a_rank_the_next_attempt_gives_the_undisturbed_numbers(
     ledger: Engine,
     started: Any,

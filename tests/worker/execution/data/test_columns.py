@@ -81,6 +81,7 @@ def table(path: Path, **columns: list[Any]) -> Path:
     return path
 
 
+@pytest.mark.part(of=3, by=())
 @pytest.mark.parametrize("suffix", ["csv", "parquet", "jsonl"])
 def test_named_columns_are_the_tokens_labels_and_factors_of_transformers(
     tmp_path: Path, folder: Path, classifier: LoadedModel, context: LoaderContext, suffix: str

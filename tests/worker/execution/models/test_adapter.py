@@ -138,6 +138,7 @@ def trainable(model: Any) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.part(of=4, by=())
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_trainable_tensors_are_those_of_peft(saved: Saved, case: str) -> None:
     family, task, options = CASES[case]
