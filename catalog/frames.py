@@ -42,6 +42,8 @@ class Progress:
     total: int | None
     unit: str
     """`batches`, `layers`, or `episodes` of a training."""
+    kept: bool = False
+    """Whether a checkpoint holds all that is done, so that a later attempt goes on from there."""
 
 
 @record

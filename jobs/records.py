@@ -1,6 +1,7 @@
 """The records that the ledger returns: frozen, and independent of database rows."""
 
 from collections.abc import Mapping
+from dataclasses import field
 from datetime import datetime
 from typing import Any, Literal
 
@@ -163,6 +164,8 @@ class Claim:
     """The piece, with the fields of `catalog.requests.pieces.Piece`."""
     percent: float = 0.0
     """How far the job is: not 0 where the attempt goes on after its pieces."""
+    kept: Mapping[str, float] = field(default_factory=dict)
+    """The share of each stage, from 0 to 1, that a checkpoint of an earlier attempt holds."""
     user_number: int = 0
     """The job's user, counted from the first user that the operator sets aside for jobs (`jobs.queue.claims`)."""
 

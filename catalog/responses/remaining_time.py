@@ -38,7 +38,7 @@ class RemainingTime:
     """The remaining seconds of one attempt, from its plan and its reports of progress.
 
     ``kinds`` are the analyses, in the order in which they run. A report names a stage (`model`, `data`, `collection`,
-    or one of an analysis), its units that are done, and its units in all, None where unknown.
+    `correction`, or one of an analysis), its units that are done, and its units in all, None where unknown.
     """
 
     def __init__(self, kinds: Sequence[str]) -> None:
@@ -54,7 +54,7 @@ class RemainingTime:
         stages: Mapping[str, Mapping[str, Any]] = plan.get("stages") or {}
         seconds = {name: stage.get("seconds") for name, stage in stages.items()}
         self._bound = OFF_BY[pace_of(plan)]
-        self._planned = {"collection": _sum(seconds, "collection", "correction")} if seconds else {}
+        self._planned = {name: _sum(seconds, name) for name in ("collection", "correction")} if seconds else {}
         for kind in self._kinds if seconds else ():
             of_kind = self._stages[kind]
             # factors are decomposed when the first analysis asks for them
@@ -87,25 +87,17 @@ class RemainingTime:
             return None
         return max(0.0, rest) + self._off * later
 
-    def share(self, stage: str, done: int, total: int | None) -> float | None:
-        """Return the share of the job that is done, from 0 to 1, each stage weighted by its planned seconds.
-
-        None where the plan lacks a stage's seconds, or has none for this one.
-        """
-        later, planned = self._later(stage), self._planned.get(stage)
-        whole = None if later is None or None in self._planned.values() else sum(filter(None, self._planned.values()))
-        # a stage that takes no seconds of its own stands where it begins
-        if later is None or planned is None or not whole or not planned + later:
-            return None
-        left = planned * (1 - min(1.0, done / total)) if total else planned
-        return max(0.0, 1 - (left + later) / whole)
+    def seconds(self) -> Mapping[str, float] | None:
+        """Return the planned seconds of each stage, in the order of the work; None where those of one are open."""
+        known = {name: seconds for name, seconds in self._planned.items() if seconds is not None}
+        return known if known and len(known) == len(self._planned) else None
 
     def _later(self, stage: str) -> float | None:
         """The planned seconds of the stages after this one; None if the plan lacks one of them, or the stage."""
-        order = ["collection", *(each.name for kind in self._kinds for each in self._stages[kind])]
-        if not self._planned or stage not in order:
+        order = list(self._planned)
+        if stage not in order:
             return None
-        seconds = [self._planned.get(name) for name in order[order.index(stage) + 1 :]]
+        seconds = [self._planned[name] for name in order[order.index(stage) + 1 :]]
         return None if None in seconds else sum(each for each in seconds if each is not None)
 
 

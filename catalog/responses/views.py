@@ -31,7 +31,8 @@ class ProgressView(Brief):
     """The progress of a job."""
 
     stage: str | None = None
-    """`model`, `data`, `collection`, `decomposition` of a divided job, or the kind of an analysis."""
+    """`model`, `data`, `collection`, `correction`, `decomposition` of a divided job, or a stage of an analysis; null of
+    a job that is queued again."""
     done: int | None = None
     """Finished units of the stage."""
     total: int | None = None
@@ -40,11 +41,11 @@ class ProgressView(Brief):
     """`batches`, `layers`, `queries` of an influence, or `episodes` of a training; of a job that waits for its pieces,
     over all of them, `examples`, `layers` or `queries`."""
     layers_done: int | None = None
-    """Rows of layers that are written, over all analyses."""
+    """Rows of layers that are written, over all analyses; null where no row is of a layer, as in a training."""
     layers_total: int | None = None
     """Rows of layers that there will be; null before the layers are known."""
     percent: float | None = None
-    """Null while nobody knows how long the stage is."""
+    """Of a job that is queued again, what its checkpoints hold; null while the length of the stage is not known."""
     eta_seconds: float | None = None
     """Remaining seconds of the whole job, as of `updated_at`; null where the plan leaves them open."""
     updated_at: Timestamp | None = None

@@ -148,13 +148,14 @@ class _Searches:
         chosen = self._chosen(saved)
         if saved is not None:
             self._finished = dict(saved.finished)
+            self._batches = saved.counts.get("batches", 0)
         for place, of in enumerate(self.params.exact, start=1):
             self._left = len(self.params.exact) - place
             if of not in self._finished:
                 under_way = saved if saved is not None and saved.of == of else None
                 self._finished[of] = plain(self._searched(of, chosen, under_way))
                 if self._checkpoints.worth():
-                    self._checkpoints.save(SavedSearch(finished=self._finished, of=None, chosen=chosen, counts={}), {})
+                    self._checkpoints.save(self._between(chosen), {})
                 give_back_host_memory()
         self.job.workspace.ports.report(_REPORTED, self._batches, self._batches, "batches")
         return {of: read_spectrum(self._finished[of]) for of in self.params.exact}
@@ -236,8 +237,11 @@ class _Searches:
             f"({search.products} products)",
         )
 
+    def _between(self, chosen: dict[str, int]) -> SavedSearch:
+        return SavedSearch(finished=self._finished, of=None, chosen=chosen, counts={"batches": self._batches})
+
     def _saved(self, matrix: ExactCurvature, chosen: dict[str, int], search: SpectrumSearch) -> SavedSearch:
-        counts = {"products": search.products, "passes": search.passes}
+        counts = {"products": search.products, "passes": search.passes, "batches": self._batches}
         learnt = save_fields(matrix.learnt)
         return SavedSearch(finished=self._finished, of=matrix.of, chosen=chosen, counts=counts, learnt=learnt)
 

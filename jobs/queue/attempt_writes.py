@@ -27,6 +27,10 @@ from jobs.schema.database import writing
 from jobs.schema.identifiers import is_id
 from jobs.schema.tables import artifacts, job_events, layer_results
 
+_KEPT = "kept"
+"""The field of a job's progress with what checkpoints hold: `stages`, the share of each, and `percent` of the job. It
+is never shown."""
+
 Written = Literal["written", "repeated", "differs"]
 """`repeated`: the same digest stood there already; `differs`: another did, and stays."""
 
@@ -53,7 +57,7 @@ def write_progress(engine: Engine, claim: Claim, progress: Mapping[str, Any]) ->
     """Store the attempt's progress; only a new stage becomes an event, since batches would flood the history.
 
     Args:
-        progress: `stage, done, total, unit, layers_done, layers_total, percent, eta_seconds`; `updated_at`
+        progress: `stage, done, total, unit, layers_done, layers_total, percent, eta_seconds` and `kept`; `updated_at`
             is added here.
     """
     with writing(engine) as connection:
@@ -61,7 +65,22 @@ def write_progress(engine: Engine, claim: Claim, progress: Mapping[str, Any]) ->
         shown = plain(progress) | {"updated_at": drawn.now.isoformat()}
         change(connection, drawn, {"progress": shown})
         if drawn.progress is None or drawn.progress.get("stage") != shown.get("stage"):
-            append_event(connection, drawn, "progress", shown)
+            append_event(connection, drawn, "progress", {name: shown[name] for name in shown if name != _KEPT})
+
+
+def kept_progress(drawn: Row[Any]) -> dict[str, Any] | None:
+    """Return the progress of a job that is queued again: what a checkpoint holds; None where there is none."""
+    progress = drawn.progress or {}
+    kept = progress.get(_KEPT)
+    if kept is None:
+        return None
+    blank = dict.fromkeys(("stage", "done", "total", "unit", "eta_seconds"))
+    return {**progress, **blank, "percent": kept["percent"], "updated_at": drawn.now.isoformat()}
+
+
+def kept_stages(progress: Mapping[str, Any] | None) -> Mapping[str, float]:
+    """Return the share of each stage that a job's checkpoints hold."""
+    return ((progress or {}).get(_KEPT) or {}).get("stages") or {}
 
 
 @by_holder

@@ -16,7 +16,9 @@ from sqlalchemy import Connection, Double, Engine, Row, bindparam, delete, inser
 
 from jobs.devices.leases import DeviceLease, Place, lease, lease_of
 from jobs.lifecycle import HELD, TERMINAL
+from jobs.queue.attempt_writes import kept_stages
 from jobs.queue.fence import by_holder, change, draw_fenced, take
+from jobs.queue.piece_progress import percent_after_pieces
 from jobs.records import Claim
 from jobs.scheduling.fair_share import is_within_cap
 from jobs.schema.clock import ledger_now
@@ -152,7 +154,8 @@ def _claim(connection: Connection, row: Row[Any], leased: DeviceLease | None) ->
         lease=leased,
         parent_id=row.parent_id,
         piece=row.piece,
-        percent=(row.progress or {}).get("percent") or 0.0,
+        percent=percent_after_pieces(row.progress),
+        kept=kept_stages(row.progress),
         world_size=row.world_size,
         user_number=user_number(connection, row),
     )

@@ -27,6 +27,7 @@ from catalog.requests.estimate import ESTIMATE
 from catalog.requests.pieces import Piece, most_pieces_of, read_piece
 from jobs.lifecycle import TERMINAL, State, ending
 from jobs.metrics.counters import add, add_failure
+from jobs.queue.attempt_writes import kept_progress
 from jobs.queue.children import (
     LEFT_TO_CHILDREN,
     alone,
@@ -191,12 +192,12 @@ def piece_event(drawn: Row[Any], state: State) -> dict[str, Any]:
 
 
 def progress_between(connection: Connection, drawn: Row[Any]) -> dict[str, Any] | None:
-    """Return the progress of a job that is queued again: of a divided one what its pieces have done stays done."""
+    """Return the progress of a job that is queued again: what its pieces have done, or its checkpoints hold, stays."""
     if drawn.parent_id is not None or drawn.document.get("shards") is None:
-        return None
+        return kept_progress(drawn)
     last = select(jobs.c.piece).where(jobs.c.parent_id == drawn.id).order_by(jobs.c.id.desc()).limit(1)
     piece = connection.execute(last).scalar_one_or_none()
-    return None if piece is None else _whole_round(connection, drawn, piece["round"])
+    return kept_progress(drawn) if piece is None else _whole_round(connection, drawn, piece["round"])
 
 
 def _pieces_of(connection: Connection, drawn: Row[Any], frame: Divided, devices: int) -> list[Piece]:

@@ -11,7 +11,7 @@ with the next.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Row, select
+from sqlalchemy import Connection, Engine, Row, and_, or_, select
 
 from catalog.requests.pieces import Piece, read_piece
 from jobs.lifecycle import HELD, State
@@ -62,6 +62,12 @@ def _shown(document: Mapping[str, Any], name: str, counts: tuple[float, int], su
     }
 
 
+def percent_after_pieces(progress: Mapping[str, Any] | None) -> float:
+    """Return how far a job's pieces have brought it; 0 of a job that has none behind it."""
+    progress = progress or {}
+    return float(progress["percent"]) if _SUCCEEDED in progress else 0.0
+
+
 def note_success(connection: Connection, parent: Row[Any], piece: Piece) -> None:
     """Note in its parent's progress that a piece has succeeded."""
     progress = parent.progress or {}
@@ -108,7 +114,9 @@ def _of_parent(connection: Connection, parent: Row[Any], name: str) -> dict[str,
     noted = parent.progress or {}
     query = select(jobs.c.piece, jobs.c.state, jobs.c.progress).where(jobs.c.parent_id == parent.id)
     if _SUCCEEDED in noted:
-        query = query.where(jobs.c.state.in_(HELD))
+        # one that is queued again has what its checkpoints hold
+        again = and_(jobs.c.state == "queued", jobs.c.progress.is_not(None))
+        query = query.where(or_(jobs.c.state.in_(HELD), again))
     rows = connection.execute(query).all()
     of_round = [(read_piece(row.piece), row.state, row.progress) for row in rows if row.piece["round"] == name]
     if _SUCCEEDED not in noted:

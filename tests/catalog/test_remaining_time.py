@@ -28,25 +28,26 @@ def test_before_anything_is_done_the_plan_says_all() -> None:
     assert planned("capacity", "reconstruction").take("collection", 0, 50, 7.0) == 100 + 40 + 40 + 20
 
 
-def test_the_share_and_the_clock_agree() -> None:
-    remaining = planned("capacity", "reconstruction")
-    for stage, done, total in (
-        ("collection", 0, 50),
-        ("collection", 20, 50),
-        ("capacity", 2, 8),
-        ("reconstruction", 8, 8),
-    ):
-        left = planned("capacity", "reconstruction").take(stage, done, total, 7.0)
-        assert left is not None
-        assert remaining.share(stage, done, total) == pytest.approx(1 - left / 200)
-    assert planned("capacity", stages={}).share("collection", 1, 2) is None
-    assert remaining.share("data", 1, 2) is None
+def test_the_stages_and_the_clock_agree() -> None:
+    seconds = planned("capacity", "reconstruction").seconds()
+    assert seconds == {"collection": 100, "correction": 0, "cross_check": 40, "capacity": 40, "reconstruction": 20}
+    for stage, later in (("collection", 100), ("cross_check", 60), ("capacity", 20), ("reconstruction", 0)):
+        left = planned("capacity", "reconstruction").take(stage, 2, 8, 7.0)
+        assert left == pytest.approx(seconds[stage] * 6 / 8 + later)
+    assert planned("capacity", stages={}).seconds() is None
+    assert planned("capacity", stages={"collection": {"seconds": None}}).seconds() is None
     # the layers of a second analysis, whose seconds are those of the products after them
-    spectrum = planned("capacity", "spectrum", stages={**PLAN["stages"], "spectrum": {"seconds": 3600.0}})
-    before = spectrum.share("capacity", 8, 8)
-    assert before is not None
-    assert spectrum.share("spectrum", 1, 8) == pytest.approx(before)
-    assert spectrum.share("products", 5, 10) == pytest.approx(1 - 1800 / 3780)
+    spectrum = planned("capacity", "spectrum", stages={**PLAN["stages"], "spectrum": {"seconds": 3600.0}}).seconds()
+    assert spectrum is not None
+    assert (spectrum["spectrum"], spectrum["products"], sum(spectrum.values())) == (0, 3600, 3780)
+
+
+def test_the_pass_that_corrects_eigenvalues_has_its_own_seconds() -> None:
+    remaining = planned("factors", stages={"collection": {"seconds": 100.0}, "correction": {"seconds": 50.0}})
+    assert remaining.take("collection", 0, 10, 0.0) == 150
+    assert remaining.take("collection", 5, 10, 50.0) == pytest.approx(50 + 50)
+    assert remaining.take("correction", 0, 10, 100.0) == pytest.approx(50)
+    assert remaining.take("correction", 5, 10, 125.0) == pytest.approx(25)
 
 
 @pytest.mark.parametrize("pace", [0.5, 1.0, 2.0])

@@ -83,8 +83,8 @@ class Script:
     def started(self) -> None:
         self.send("started", environment={"device": "cpu", "threads": self.assignment.get("threads")})
 
-    def progress(self, stage: Any, done: Any, total: Any, unit: Any = "layers") -> None:
-        self.send("progress", stage=stage, done=done, total=total, unit=unit)
+    def progress(self, stage: Any, done: Any, total: Any, unit: Any = "layers", kept: Any = False) -> None:
+        self.send("progress", stage=stage, done=done, total=total, unit=unit, kept=kept)
 
     def plan(self, plan: Any) -> None:
         self.send("planned", plan=plan)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
+from typing_extensions import override
 
 from catalog import ANALYSES, DOCUMENT
 from catalog.analyses.analysis import most_decomposed
@@ -59,8 +60,25 @@ _MOST_UNUSED = 500
 _MOST_NOTICES = 50
 MANIFESTS = (checkpoints.MANIFEST, *search_checkpoints.MANIFESTS)
 """The files that make others a checkpoint: of a collection, of a search for eigenvalues, and of a training."""
+SCORED = "influence/"
+"""The folder of scored queries, which a later attempt takes over beside a checkpoint."""
 _MARKERS = f"bases/*{stored_decompositions.DEVICE_ASKED}"
 _PART = ".part-"
+
+
+class ScratchFiles(ArtifactFiles):
+    """The scratch place of an attempt, which reports each checkpoint as its last file is written."""
+
+    def __init__(self, root: Path, keep: Callable[[], None]) -> None:
+        # neither announced nor hashed: it is read by this job alone, and a checkpoint brings its own digests
+        super().__init__(root, None)
+        self._keep = keep
+
+    @override
+    def save_json(self, name: str, value: object) -> None:
+        super().save_json(name, value)
+        if name in MANIFESTS or (name.startswith(SCORED) and _holds_one(self._root)):
+            self._keep()
 
 
 class StopFlag:
@@ -267,8 +285,7 @@ def _workspace(
             artifacts=artifacts,
             files=artifacts if isinstance(artifacts, ArtifactFiles) else None,
             keeps_files=keeps_files,
-            # neither announced nor hashed: it is read by this job alone, and a checkpoint brings its own digests
-            scratch=ArtifactFiles(assignment.scratch, None),
+            scratch=ScratchFiles(assignment.scratch, pipe.keep),
             report=pipe.report,
             raise_if_cancelled=context.checkpoint,
             log=pipe.log,

@@ -7,6 +7,7 @@ import os
 import select
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from catalog.frames import (
     ArtifactWritten,
@@ -33,7 +34,7 @@ class FramePipe:
     def __init__(self, descriptor: int, answers: int | None = None) -> None:
         self._descriptor = descriptor
         self._answers = answers
-        self._stage: str | None = None
+        self._last: Progress | None = None
         self._reported = 0.0
 
     def send(self, frame: Frame) -> None:
@@ -59,11 +60,17 @@ class FramePipe:
 
     def report(self, stage: str, done: int, total: int | None, unit: str) -> None:
         """Send progress: the first of a stage, its last, and a few a second in between."""
-        now = time.monotonic()
-        if stage == self._stage and done != total and now - self._reported < _PROGRESS_SECONDS:
+        now, before = time.monotonic(), self._last
+        self._last = Progress(stage=stage, done=done, total=total, unit=unit)
+        if before is not None and stage == before.stage and done != total and now - self._reported < _PROGRESS_SECONDS:
             return
-        self._stage, self._reported = stage, now
-        self.send(Progress(stage=stage, done=done, total=total, unit=unit))
+        self._reported = now
+        self.send(self._last)
+
+    def keep(self) -> None:
+        """Send that a checkpoint holds all that was last reported as done."""
+        if self._last is not None:
+            self.send(replace(self._last, kept=True))
 
     def log(self, level: str, message: str) -> None:
         """Send a line for the job's log."""

@@ -98,8 +98,9 @@ class LedgerSink:
             collects=claim.document.get("factors") is None
             and claim.document.get("model") is not None
             and (claim.piece or {}).get("round") != "score",
-            piece=claim.piece is not None,
+            work=None if claim.piece is None else claim.piece["round"],
             percent=claim.percent,
+            kept=claim.kept,
         )
         self._progress.take_plan(claim.plan or {})
         self.planned_disk_bytes = _disk_bytes(claim.plan or {})
@@ -211,10 +212,7 @@ class LedgerSink:
                 self._seq = self.write(lambda: attempt_writes.write_started(engine, claim, frame, self._seq or 0))
                 self._report(begins=True)
             case Progress():
-                view = self._progress.take(frame)
-                if view is not None:
-                    self.write(lambda: attempt_writes.write_progress(engine, claim, view))
-                    self._report()
+                self._show(self._progress.take(frame))
             case Planned():
                 self._plan(frame.plan)
             case LayerDone():
@@ -228,6 +226,7 @@ class LedgerSink:
                 uri = self.write(lambda: self._folder.publish(*place, sha256=frame.sha256, size_bytes=frame.size_bytes))
                 self.write(lambda: attempt_writes.write_artifact(engine, claim, frame, uri))
             case Summarised():
+                self._show(self._progress.rest())
                 self._seq = self.write(lambda: attempt_writes.write_summary(engine, claim, frame, self._seq))
             case LogLine():
                 self._write_line(frame)
@@ -240,6 +239,12 @@ class LedgerSink:
         if self._log_lines <= _MAX_LOG_LINES and frame.level != "debug":
             line = replace(frame, message=_LOGGED.cut(frame.message))
             self._seq = self.write(lambda: attempt_writes.write_log_line(self._engine, self._claim, line, self._seq))
+
+    def _show(self, view: Mapping[str, Any] | None) -> None:
+        """Write the progress, unless there is nothing to write now."""
+        if view is not None:
+            self.write(lambda: attempt_writes.write_progress(self._engine, self._claim, view))
+            self._report()
 
     def _report(self, *, begins: bool = False) -> None:
         """Have a parent show how far its pieces are; what fails is not repeated, as the next report says more."""

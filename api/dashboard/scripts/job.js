@@ -23,9 +23,9 @@ const ASK_EVERY_MS = 1_000;
 function progressCard(job) {
   const progress = job.progress ?? {};
   const share = shareDone(job);
-  // each layer once, when it has its row in every analysis
-  const each = (rows) => number(Math.floor(rows / job.kinds.length));
-  const layers = progress.layers_total ? `${each(progress.layers_done ?? 0)} of ${each(progress.layers_total)} layers done` : null;
+  // the sentence counts in the unit of the stage; of several analyses this says which one it is
+  const place = job.kinds.length > 1 ? job.kinds.indexOf(progress.stage) + 1 : 0;
+  const analysis = place ? `Analysis ${place} of ${job.kinds.length}` : null;
   const openEnded = isOpenEnded(job);
   // stages before the layers do not move the total yet: they get a thin bar of their own
   const stageShare = progress.total && share < 0.01 ? progress.done / progress.total : null;
@@ -35,7 +35,7 @@ function progressCard(job) {
     h("div", { class: "row apart" }, h("h2", {}, stageSentence(job)), h("span", { class: "figure" }, openEnded ? "" : `${Math.round(share * 100)}%`)),
     bar(share, "Progress of the job", { state: job.state, large: true, openEnded }),
     stageShare === null ? null : bar(stageShare, "Progress of this stage", { thin: true }),
-    h("div", { class: "row apart muted small" }, h("span", {}, layers ?? " "), h("span", {}, timeLeft(job))),
+    h("div", { class: "row apart muted small" }, h("span", {}, analysis ?? " "), h("span", {}, timeLeft(job))),
   );
 }
 

@@ -30,7 +30,7 @@ class SavedSearch:
     chosen: Mapping[str, int]
     """The choice that memory allowed when the search began."""
     counts: Mapping[str, int]
-    """Products and passes of the curvature under way."""
+    """Products and passes of the curvature under way, and the batches of all so far."""
     learnt: Mapping[str, Any] | None = None
     """Facts that its products have learnt, as plain values; None between two."""
 

@@ -621,6 +621,7 @@ def test_a_running_job_moves_and_ends_before_the_eyes(page: Page, embedded: Embe
     seeding.write_rows(embedded.engine, embedded.artifacts, claim, ("factors",))
     seeding.progress(embedded.engine, claim, stage="factors", done=7, total=7, unit="layers", layers_done=7)
     expect(page.locator("table.layers tbody tr")).to_have_count(8)
+    expect(page.get_by_text("Analysis 1 of 2")).to_be_visible()
     page.get_by_role("button", name="Trace of A", exact=True).click()
     seeding.write_rows(embedded.engine, embedded.artifacts, claim, ("capacity",))
     seeding.progress(
@@ -633,6 +634,23 @@ def test_a_running_job_moves_and_ends_before_the_eyes(page: Page, embedded: Embe
     expect(page.get_by_text("Succeeded", exact=True)).to_be_visible()
     expect(page.locator("#spectrum .picture canvas")).to_be_visible()
     expect(bar).to_have_count(0)
+
+
+def test_a_job_that_is_queued_again_shows_what_its_checkpoint_holds(page: Page, embedded: Embedded) -> None:
+    claim = seeding.running(embedded.engine, LOCAL_TENANT)
+    kept = {"stages": {"collection": 0.5}, "percent": 38.0}
+    seeding.progress(
+        embedded.engine, claim, stage="collection", done=25, total=29, unit="batches", percent=60.0, kept=kept
+    )
+    page.goto(f"/#/jobs/{claim.job_id}")
+    bar = page.get_by_role("progressbar", name="Progress of the job")
+    expect(bar).to_have_attribute("aria-valuenow", "60")
+    attempt_endings.hand_back(embedded.engine, claim)
+    expect(page.get_by_text("Queued", exact=True)).to_be_visible()
+    expect(bar).to_have_attribute("aria-valuenow", "38")
+    shown = page.request.get(f"/v1/jobs/{claim.job_id}").json()["progress"]
+    assert (shown["stage"], shown["percent"]) == (None, 38.0)
+    assert "kept" not in shown
 
 
 def test_cancelling(page: Page, embedded: Embedded) -> None:

@@ -383,6 +383,12 @@ def test_the_progress_of_a_job_is_the_sum_over_its_pieces(
     assert (progress["done"], progress["total"], progress["unit"]) == (24, 64, "examples")
     assert progress["percent"] == 60 * 24 / 64
     assert [data["state"] for data in events(ledger, mine.job_id, "piece")] == ["running", "succeeded", "running"]
+    # a piece that is queued again keeps what its checkpoint holds
+    kept = {"stages": {"collection": 0.25}, "percent": 25.0}
+    attempt_writes.write_progress(ledger, claims[1], {"stage": "collection", "percent": 50.0, "kept": kept})
+    assert attempt_endings.hand_back(ledger, claims[1]) == "queued"
+    assert report_piece(ledger, claims[2], begins=True)
+    assert (seen(ledger, mine.job_id).progress or {})["percent"] == 18.8  # of 20 of 64 examples
 
 
 def test_the_files_of_pieces_stay_until_the_job_has_succeeded(ledger: Engine, divided: Callable[..., Any]) -> None:

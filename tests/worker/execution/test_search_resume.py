@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from catalog.frames import Failed, Finished, Frame, LayerDone, LogLine, Summarised
+from catalog.frames import Failed, Finished, Frame, LayerDone, LogLine, Progress, Summarised
 from engine.analyses.spectra.search_checkpoints import MANIFEST
 from tests.machine.stopwatch import Stopwatch
 from tests.machine.template.client import forked
@@ -167,6 +167,10 @@ def outcomes(frames: list[Frame]) -> dict[str, Any]:
     return {"rows": rows, "summary": summary}
 
 
+def products(frames: list[Frame]) -> list[int]:
+    return [frame.done for frame in frames if isinstance(frame, Progress) and frame.stage == "products"]
+
+
 def test_another_attempt_takes_over_what_a_killed_one_has_searched(modules: Path, tmp_path: Path) -> None:
     expected = outcomes(to_its_end(modules, tmp_path / "undisturbed", 1))
     (modules / "slow").touch()
@@ -174,7 +178,7 @@ def test_another_attempt_takes_over_what_a_killed_one_has_searched(modules: Path
     try:
         under_way(tmp_path / "killed" / "waiting" / "1", lambda: None)
         first.kill()
-        list(first.frames())
+        kept = products([frame for frame in first.frames() if getattr(frame, "kept", False)])
     finally:
         first.close()
         (modules / "slow").unlink()
@@ -182,6 +186,8 @@ def test_another_attempt_takes_over_what_a_killed_one_has_searched(modules: Path
     (tmp_path / "killed" / "waiting" / "1" / "checkpoint" / "checkpoint.json").unlink(missing_ok=True)
     frames = to_its_end(modules, tmp_path / "killed", 2)
     assert outcomes(frames) == expected
+    # its batches are counted from where it goes on
+    assert 0 < kept[-1] < products(frames)[0]
     said = [each.message for each in frames if isinstance(each, LogLine)]
     assert any("the search of hessian resumed after" in line for line in said)
     assert not (tmp_path / "killed" / "waiting" / "1").exists()

@@ -266,6 +266,43 @@ def test_a_crash_is_tried_again_and_keeps_what_was_done(
     assert [row.attempt for row in layer_rows(ledger, LOCAL_TENANT, job_id).items] == [1, 2]
 
 
+PLANNED = {
+    "pace": "measured",
+    "device_peak_bytes": 1,
+    "host_peak_bytes": 1,
+    "stages": {"collection": {"seconds": 80.0}, "capacity": {"seconds": 20.0}},
+}
+
+
+@pytest.mark.parametrize("end", ["kill", "drain"])
+def test_what_a_checkpoint_holds_stays_done_between_two_attempts(
+    submitted: Any, supervise: Any, job: Any, events: Any, eventually: Any, tmp_path: Any, end: str
+) -> None:
+    job_id = submitted()
+    batches = [["progress", "collection", 5, 10, "batches", True], ["progress", "collection", 8, 10, "batches"]]
+    steps = (["plan", PLANNED], ["progress", "data", 0, None, "sources"], *batches)
+    if end == "kill":
+        supervise(job_id, *steps, ["kill_self"])
+    else:
+        supervisor, thread = supervise(job_id, *steps, ["log", "here"], ["wait_for_sigterm"], background=True)
+        eventually(lambda: events(job_id, "log"))
+        supervisor.stop("drain")
+        thread.join(240)
+    queued = job(job_id)
+    assert (queued.state, queued.progress["percent"], queued.progress["stage"]) == ("queued", 40.0, None)
+    # the next attempt looks for its inputs first, and then finds the checkpoint
+    supervise(job_id, ["progress", "data", 0, None, "sources"], ["kill_self_once", str(tmp_path / "died")])
+    assert job(job_id).progress["percent"] == 40.0
+    steps = (["progress", "data", 0, None, "sources"], ["progress", "collection", 5, 10, "batches"])
+    supervise(job_id, *steps, ["fail", "transient", "unavailable"])
+    assert job(job_id).progress["percent"] == 40.0
+    # or does not find it
+    supervise(job_id, ["progress", "collection", 1, 10, "batches"], ["fail", "usage", "unknown_field"])
+    ended = job(job_id)
+    assert (ended.state, ended.progress["percent"]) == ("failed", 8.0)
+    assert not [event for event in events(job_id, "progress") if "kept" in event.data]
+
+
 def test_the_same_crash_twice_is_poison(submitted: Any, supervise: Any, job: Any, events: Any) -> None:
     job_id = submitted()
     steps = (["progress", "capacity", 0, 5], ["layer", 0], ["kill_self"])
