@@ -35,6 +35,8 @@ class Vocabulary:
     explicit_positions: bool = False
     """Position ids are given, one row per example. By default a model looks up *one* row for the whole
     batch, and the position embedding's gradient then arrives summed over the batch."""
+    length_steps: tuple[int, ...] = ()
+    """Lengths in tokens beyond each of which the model treats a whole batch otherwise (LongRoPE's frequencies)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -312,7 +312,24 @@ def _vocabulary(
         arguments=arguments,
         pads_left=architecture.model_type.name in _PADDED_LEFT,
         explicit_positions=architecture.model_type.name in _EXPLICIT_POSITIONS,
+        length_steps=_length_steps(model),
     )
+
+
+def _length_steps(model: nn.Module) -> tuple[int, ...]:
+    """Return the lengths beyond which LongRoPE takes its long factors, by the longest text of a batch."""
+    found = set()
+    for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", None)
+        parameters = getattr(getattr(module, "config", None), "rope_parameters", None)
+        if not isinstance(parameters, dict):
+            continue
+        # one for the module, or one for each type of its layers
+        pairs = [(kinds, parameters)] if isinstance(kinds, str) else []
+        if isinstance(kinds, dict):
+            pairs = [(kind, parameters.get(layers) or {}) for layers, kind in kinds.items()]
+        found |= {own["original_max_position_embeddings"] for kind, own in pairs if kind == "longrope"}
+    return tuple(sorted(found))
 
 
 def _rows(model: nn.Module, pointer: str) -> int:

@@ -25,12 +25,16 @@ SEEN = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num
         "patch_size": 4}  # fmt: skip
 # that of an instruction-tuned checkpoint: two ends, and no padding
 ENDS = {"eos_token_id": [1, 7]}
+LONG = {"rope_type": "longrope", "factor": 6.0, "short_factor": [1, 1.5, 2, 3], "long_factor": [2, 3, 4, 5],
+        "original_max_position_embeddings": 4}  # fmt: skip
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertConfig", D),
     # reads no mask
     "fnet": ("FNetConfig", {key: each for key, each in D.items() if key != "num_attention_heads"}),
     "gpt2": ("GPT2Config", {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 60, "n_positions": 24}),
     "llama": ("LlamaConfig", KV | ENDS),
+    # takes other frequencies for a batch with a text of more than 4 tokens
+    "longrope": ("LlamaConfig", KV | ENDS | {"rope_scaling": LONG}),
     "qwen2": ("Qwen2Config", KV | ENDS),
     "gemma3": ("Gemma3Config", {"text_config": KV, "vision_config": SEEN, **ENDS}),
     "xlnet": ("XLNetConfig", {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32, "vocab_size": 60}),
@@ -162,14 +166,17 @@ def test_a_query_leaves_padding_and_classes_of_the_data(
     assert reading.get("labels", {}).get("names", 2) == 2
 
 
-def test_tagged_words_of_a_model_without_a_mask_have_the_same_logits_beside_others(saved: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("family", ["fnet", "longrope"])
+def test_tagged_words_have_the_logits_of_each_text_alone(family: str, saved: Callable[..., Path]) -> None:
+    """Those of transformers itself, for models that treat a batch by its longest text."""
     transformers = importlib.import_module("transformers")
-    name, fields = CONFIGS["fnet"]
+    name, fields = CONFIGS[family]
     folder = saved("AutoModelForTokenClassification", getattr(transformers, name)(**fields))
     reference = transformers.AutoModelForTokenClassification.from_pretrained(folder).eval()
-    _, logits = read(folder, ["w11 w12", "w13 w14", "w21 w22 w23", "w31"], task="token_classification")
-    ids = torch.tensor([[11, 12], [13, 14]]), torch.tensor([[21, 22, 23]]), torch.tensor([[31]])
+    texts = ["w11 w12", "w13 w14", "w21 w22 w23 w24 w25", "w31"]
+    _, logits = read(folder, texts, task="token_classification")
     with torch.no_grad():
-        expected = torch.cat([reference(input_ids=each).logits.flatten(0, 1) for each in ids])
+        expected = [reference(input_ids=torch.tensor([[int(word[1:]) for word in each.split()]])).logits[0]
+                    for each in texts]  # fmt: skip
     for batch_size in (1, 4):
-        torch.testing.assert_close(logits(batch_size), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(logits(batch_size), torch.cat(expected), rtol=1e-5, atol=1e-6)

@@ -22,7 +22,7 @@ from worker.execution.data.byte_count import ByteCount
 from worker.execution.data.forward_inputs import row_positions
 from worker.execution.data.labels import Labels
 from worker.execution.data.stream import Chunk, DataRequest, DataStream
-from worker.execution.data.texts.text_rows import batch_bounds, reads_mask
+from worker.execution.data.texts.text_rows import batch_bounds, cut_places, reads_mask
 from worker.execution.data.texts.tokenizer_process import TokenizerProcess, WordTokens, tokenizer_settings
 from worker.execution.loaded_model import Vocabulary
 from worker.execution.refusal import Refusal, is_storable
@@ -142,14 +142,16 @@ def tagged_stream(texts: Sequence[TaggedWords], length: int, request: DataReques
         why = "the model has no more positions" if length < asked else "`sequence_length`, which can be raised"
         request.context.notice(f"{cut} of {len(texts)} texts are longer than {length} tokens and are cut there: {why}")
 
+    lengths = [len(text.ids) for text in encoded]
+
     def batches() -> Iterator[Chunk]:
-        for own in batch_bounds([len(text.ids) for text in encoded], request.batch_size, vocabulary):
+        for own in batch_bounds(lengths, request.batch_size, vocabulary):
             yield _batch(encoded[own], vocabulary, request.task.ignore_index)
 
     return DataStream(
         batches=batches,
         # where batches are cut short, they do not begin at multiples of their size
-        examples=len(encoded) if reads_mask(vocabulary) else None,
+        examples=None if cut_places(lengths, vocabulary) else len(encoded),
         labels=lambda: ((chunk[1], chunk[2]) for chunk in batches()),
     )
 

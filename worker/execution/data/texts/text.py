@@ -17,7 +17,7 @@ from catalog.requests.inputs import EMBEDDINGS
 from engine.model.counter_rng import uniforms
 from worker.execution.data.forward_inputs import row_positions
 from worker.execution.data.stream import Chunk, DataRequest, DataStream
-from worker.execution.data.texts.text_rows import LABELLED, batch_bounds, reads_mask
+from worker.execution.data.texts.text_rows import LABELLED, batch_bounds, cut_places, reads_mask
 from worker.execution.data.texts.tokenizer_process import TokenizerProcess, tokenizer_settings
 from worker.execution.loaded_model import Vocabulary
 from worker.execution.refusal import Refusal, is_storable
@@ -85,15 +85,17 @@ def text_stream(
     _tell_cut(cut, len(texts), length, asked, request)
     vocabulary = _with_padding(encoded, vocabulary, request, pointer)
 
+    lengths = [len(text.ids) for text in encoded]
+
     def batches() -> Iterator[Chunk]:
-        for own in batch_bounds([len(text.ids) for text in encoded], request.batch_size, vocabulary):
+        for own in batch_bounds(lengths, request.batch_size, vocabulary):
             yield _batch(encoded[own], labels, vocabulary, mask_id, request)
 
     given = labels if request.task.type in LABELLED else None
     return DataStream(
         batches=batches,
         # where batches are cut short, they do not begin at multiples of their size
-        examples=len(encoded) if reads_mask(vocabulary) else None,
+        examples=None if cut_places(lengths, vocabulary) else len(encoded),
         labels=None if given is None else lambda: iter([_labels(encoded, given, request)]),
         text_of=(lambda place: _joined(texts[encoded[place].place], " ")) if request.texts else None,
     )

@@ -4,6 +4,7 @@ What a row holds besides is not read, and is listed: by name, once for the file.
 measured if it were read (the other half of a pair, token ids, a weight) is refused with the remedy, or a notice.
 """
 
+import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -203,16 +204,24 @@ def reads_mask(vocabulary: Vocabulary) -> bool:
     return not vocabulary.arguments or "attention_mask" in vocabulary.arguments
 
 
-def batch_bounds(lengths: Sequence[int], batch_size: int, vocabulary: Vocabulary) -> Iterator[slice]:
-    """Yield the texts of each batch, by their tokens, in order; of one length where the model reads no mask.
+def cut_places(lengths: Sequence[int], vocabulary: Vocabulary) -> list[int]:
+    """Return the places of the texts, by their tokens, that may not share a batch with the text before them.
 
-    Such a model, as FNet, takes padding for text: what it gives for one text would depend on the others of its batch.
+    A model that reads no mask, as FNet, takes padding for text: a batch has texts of one length. LongRoPE takes short
+    or long factors by the longest text of a batch: it has texts of one side. Otherwise what a model gives for one text
+    would depend on the others of its batch.
     """
-    ends = [len(lengths)]
-    if not reads_mask(vocabulary):
-        ends = [place for place, (one, other) in enumerate(itertools.pairwise(lengths), 1) if one != other] + ends
+    sides = [
+        (0 if reads_mask(vocabulary) else length, bisect.bisect_left(vocabulary.length_steps, length))
+        for length in lengths
+    ]
+    return [place for place, (one, other) in enumerate(itertools.pairwise(sides), 1) if one != other]
+
+
+def batch_bounds(lengths: Sequence[int], batch_size: int, vocabulary: Vocabulary) -> Iterator[slice]:
+    """Yield the texts of each batch, by their tokens, in order."""
     begin = 0
-    for end in ends:
+    for end in (*cut_places(lengths, vocabulary), len(lengths)):
         for start in range(begin, end, batch_size):
             yield slice(start, min(start + batch_size, end))
         begin = end
