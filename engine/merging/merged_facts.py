@@ -7,9 +7,11 @@ data it begins, and of how many examples: all parts together must be the whole, 
 ends. So nothing is counted twice and nothing is left out, however the data were cut.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
 from torch import Tensor
 
@@ -107,13 +109,15 @@ def merged_facts(addends: Sequence[Addend], idle: float, made: MergedLayer | Non
             why=_RESIDUAL.sub(f"relative residual {made.residual:.2g}", found.why),
             sums=replace(sums, tied=made.tied),
         )
-    return _with_variance(found, addends) if varied else found
+    return _with_variance(found, addends, idle) if varied else found
 
 
 @dataclass
 class _Spread:
     """The variance of one side over the batches of all sets so far."""
 
+    missing: str | None
+    """The reason why a set that counts has no sums, so that all sets have none; None where each of them has."""
     sums: VarianceSums | None = None
     total: Tensor | None = None
     """``Σ w A`` in float64."""
@@ -121,7 +125,7 @@ class _Spread:
 
     def add_(self, own: VarianceSums | None, factor: Tensor | Structured, weight: float) -> None:
         """Let one set's batches enter."""
-        if own is None or isinstance(factor, Structured):
+        if self.missing is not None or own is None or isinstance(factor, Structured):
             return
         if self.sums is None or self.total is None:
             self.sums = own
@@ -141,22 +145,45 @@ class _Spread:
         norm = float(self.total.square().sum()) / self.weight**2
         return relative_variance(self.sums, float(self.sums.batches), self.weight, norm)
 
+    def kept(self) -> VarianceSums | None:
+        """The sums for another merge; None where they overflow, as those of a collection."""
+        return self.sums if self.sums is not None and math.isfinite(self.sums.squares) else None
 
-def _with_variance(facts: LayerFacts, addends: Sequence[Addend]) -> LayerFacts:
-    """The facts with the variance of A and G over all batches."""
-    sides = {"A": _Spread(), "G": _Spread()}
-    if any(each.sums.variance_A is not None or each.sums.variance_G is not None for each in addends):
+
+def _unsummed(addends: Sequence[Addend], side: Literal["A", "G"]) -> str | None:
+    """The reason why one side has no variance over the batches of all sets: that of a set with no sums of them."""
+    sums = [
+        (each.sums.variance_A, each.sums.weight_A) if side == "A" else (each.sums.variance_G, each.sums.weight_G)
+        for each in addends
+    ]
+    summed = any(known is not None for known, _ in sums)
+    for each, (known, weight) in zip(addends, sums, strict=True):
+        if known is None and (weight > 0 or not summed):
+            matched = _REASONS.fullmatch(each.facts.no_batch_variance or "")
+            return (None if matched is None else matched[side]) or "it was never summed"
+    return None
+
+
+def _with_variance(facts: LayerFacts, addends: Sequence[Addend], idle: float) -> LayerFacts:
+    """The facts with the variance of A and G over all batches.
+
+    Batches that never called the layer have a G of zero; a set that has only such ones does not say how many.
+    """
+    uncalled = "a set never called the layer, and how many batches it had is not known" if idle else None
+    sides = {
+        "A": _Spread(missing=_unsummed(addends, "A")),
+        "G": _Spread(missing=_unsummed(addends, "G") or uncalled),
+    }
+    if any(spread.missing is None for spread in sides.values()):
         for each in addends:
             factors = each.load()
             sides["A"].add_(each.sums.variance_A, factors.A, each.sums.weight_A)
             sides["G"].add_(each.sums.variance_G, factors.G, each.sums.weight_G)
-    matched = _REASONS.fullmatch(addends[0].facts.no_batch_variance or "")
-    known = {} if matched is None else matched.groupdict()
     reasons = []
     for side, spread in sides.items():
         if spread.relative()[0] is None:
-            why = known.get(side) if spread.sums is None else missing_variance(spread.sums.batches)
-            reasons.append(f"{side}: {why or 'it was never summed'}")
+            batches = 0 if spread.sums is None else spread.sums.batches
+            reasons.append(f"{side}: {spread.missing or missing_variance(batches)}")
     sums = facts.sums
     return replace(
         facts,
@@ -165,7 +192,7 @@ def _with_variance(facts: LayerFacts, addends: Sequence[Addend]) -> LayerFacts:
         relative_variance_G=sides["G"].relative()[0],
         relative_standard_error_G=sides["G"].relative()[1],
         no_batch_variance="; ".join(reasons) or None,
-        sums=None if sums is None else replace(sums, variance_A=sides["A"].sums, variance_G=sides["G"].sums),
+        sums=None if sums is None else replace(sums, variance_A=sides["A"].kept(), variance_G=sides["G"].kept()),
     )
 
 

@@ -14,6 +14,7 @@ from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
 from engine.errors import NothingToAnalyse, NotMergeable
 from engine.factors.factor_set import FactorSet, Run
+from engine.layers.coverage import DeclaredLayer
 from engine.measurement.piece_storage import store_piece
 from engine.merging.merge import merge_factor_sets
 from engine.merging.part_files import read_part
@@ -188,6 +189,51 @@ def test_a_finished_set_is_extended(options: dict[str, Any]) -> None:
         assert difference(found.widened_G, wanted.widened_G) <= tolerance
         assert own.exact_trace == pytest.approx(layer.exact_trace, rel=1e-9)
     assert "those from 8 to 9 are in no set" in refusal([old, part(10, 12, make)])
+
+
+def test_a_variance_is_over_the_batches_of_all_sets_or_null() -> None:
+    """By numpy over single batches (``test_batch_variance.py``) the whole set's is right; a set may lack its sums."""
+    for policy, kind in (("dense", "dense"), ("auto", "woodbury")):
+        make = partial(job, policy=policy, batch_variance=True)
+        before = piece(make, 0, 2)
+        before.inputs.part = None
+        old, truth = finished(before), collect_or_read(make())
+        whole = merge_factor_sets([old, part(2, 6, make), part(6, 12, make)])
+        again = merge_factor_sets([merge_factor_sets([old, part(2, 6, make, whole=6)]), part(6, 12, make)])
+        assert (old.layers[0].representation_G, truth.layers[0].representation_G) == (kind, "dense")
+        for found in (whole.layers[0], again.layers[0]):
+            assert found.relative_variance_A == pytest.approx(truth.layers[0].relative_variance_A, rel=1e-9)
+            if policy == "dense":
+                assert found.relative_variance_G == pytest.approx(truth.layers[0].relative_variance_G, rel=1e-9)
+                assert found.no_batch_variance is None
+            else:
+                assert (found.relative_variance_G, found.relative_standard_error_G) == (None, None)
+                # of the first set's reasons, that of G alone: its one batch enters A
+                assert str(old.layers[0].no_batch_variance).endswith(f"; {found.no_batch_variance}")
+                assert str(found.no_batch_variance).startswith("G: no sum of it is made (woodbury)")
+
+
+def test_a_set_without_sums_of_its_batches_leaves_no_variance() -> None:
+    make = partial(job, policy="dense", batch_variance=True)
+    first, second = part(0, 6, make), part(6, 12, make)
+    facts = second.layers[0]
+    assert facts.sums is not None
+    overflown = replace(
+        facts, sums=replace(facts.sums, variance_A=None), no_batch_variance="A: it is zero, or overflows"
+    )
+    found = merge_factor_sets([first, replace(second, layers=(overflown, *second.layers[1:]))]).layers[0]
+    assert (found.relative_variance_A, found.no_batch_variance) == (None, "A: it is zero, or overflows")
+    assert found.relative_variance_G is not None
+    # batches that never called a layer have a G of zero, and a set of them alone has no sums of it
+    row = DeclaredLayer(
+        name=facts.name, module=facts.module, reason="never_routed", parameters=facts.parameters,
+        parameter_count=facts.parameter_count,
+    )  # fmt: skip
+    uncalled = replace(second, layers=second.layers[1:], declared=(row,))
+    found = merge_factor_sets([first, uncalled]).layers[0]
+    assert found.relative_variance_A == first.layers[0].relative_variance_A
+    assert (found.relative_variance_G, found.sums.variance_G if found.sums else 0) == (None, None)
+    assert str(found.no_batch_variance).startswith("G: a set never called the layer")
 
 
 def test_a_merged_set_is_stored_and_merged_again() -> None:
