@@ -135,7 +135,8 @@ def show_progress(job: JobView, display: Display) -> None:
     elif progress is not None and progress.stage is not None and not job.ended:
         display.update(progress.stage, progress.done or 0, progress.total, progress.unit or "", progress.eta_seconds)
     elif not job.ended:
-        display.update(job.state, 0, None, "")
+        tried = f", after {job.failures} failed attempt{'' if job.failures == 1 else 's'}" if job.failures else ""
+        display.update(f"{job.state}{tried}", 0, None, "")
     elif job.state == "succeeded" and progress is not None and progress.stage is not None and progress.total:
         display.update(progress.stage, progress.total, progress.total, progress.unit or "")
     note = placement_problem(job)

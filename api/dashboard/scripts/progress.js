@@ -50,12 +50,13 @@ export function shareDone(job) {
 
 export function stageSentence(job) {
   const progress = job.progress;
+  const after = job.failures ? `, after ${several(job.failures, "failed attempt")}` : "";
   if (job.state === "queued") {
     const wanted = job.pieces?.length ? "Its pieces are done; waiting for a worker to go on with them" : job.placement?.status === "waiting" ? "Waiting for its turn" : "Waiting for a worker";
-    return job.failures ? `${wanted}, after ${several(job.failures, "failed attempt")}` : wanted;
+    return `${wanted}${after}`;
   }
-  if (!progress?.stage) return job.state === "running" ? "Starting" : "";
-  const stage = { model: "Loading the model", data: "Reading the data", collection: "Collecting curvature", cross_check: "Computing the exact curvature", products: "Multiplying by the exact curvature", decomposition: "Decomposing", score: "Scoring queries", training: "Training", fewshot_training: "Testing" }[progress.stage];
+  if (!progress?.stage) return job.state === "running" ? `Starting${after && " again"}${after}` : "";
+  const stage = { model: "Loading the model", data: "Reading the data", collection: "Collecting curvature", correction: "Correcting eigenvalues", cross_check: "Computing the exact curvature", products: "Multiplying by the exact curvature", decomposition: "Decomposing", score: "Scoring queries", training: "Training", fewshot_training: "Testing" }[progress.stage];
   const counted = progress.done ? `${number(progress.done)} ${progress.unit}` : "";
   const done = progress.total ? `${number(progress.done)} of ${number(progress.total)} ${progress.unit}` : counted;
   if (progress.stage === "series") return `Measuring and comparing checkpoints · ${done}`;

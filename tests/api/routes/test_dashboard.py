@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +18,12 @@ from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Route, e
 from api.routes import dashboard
 from api.routes.dashboard import analyses_script
 from catalog import ANALYSES
-from catalog.frames import Finished, layer_frame
+from catalog.frames import Failed, Finished, layer_frame
 from jobs.codec import parse_document
 from jobs.devices.registry import Device, Worker, pause, register
 from jobs.devices.registry import remove as forget
 from jobs.objects.artifacts import ArtifactFolder
-from jobs.queue import attempt_endings, attempt_writes
+from jobs.queue import attempt_endings, attempt_writes, claims
 from jobs.records import LOCAL_TENANT
 from jobs.repository.store import read_job, request_cancel
 from jobs.repository.submission import submit
@@ -651,6 +652,15 @@ def test_a_job_that_is_queued_again_shows_what_its_checkpoint_holds(page: Page, 
     shown = page.request.get(f"/v1/jobs/{claim.job_id}").json()["progress"]
     assert (shown["stage"], shown["percent"]) == (None, 38.0)
     assert "kept" not in shown
+    again = claims.claim(embedded.engine, claim.job_id, "test", secrets.token_hex(8), 600)
+    assert again is not None
+    expect(page.get_by_role("heading", name="Starting")).to_be_visible()
+    failure = Failed(category="transient", code="crashed", message="SIGKILL", pointer=None, layer=None, detail=None)
+    attempt_endings.fail(embedded.engine, again, failure)
+    expect(page.get_by_text("Waiting for a worker, after 1 failed attempt")).to_be_visible()
+    assert claims.claim(embedded.engine, claim.job_id, "test", secrets.token_hex(8), 600) is not None
+    expect(page.get_by_text("Starting again, after 1 failed attempt")).to_be_visible()
+    expect(bar).to_have_attribute("aria-valuenow", "38")
 
 
 def test_cancelling(page: Page, embedded: Embedded) -> None:

@@ -180,6 +180,19 @@ def test_watching_says_which_job_how_far_and_how_long() -> None:
     assert text == "first 4c9bfab2d2e5 41%, 4 min left · collection: 3/9 batches\n"
 
 
+@pytest.mark.parametrize(
+    ("failures", "said"),
+    [(0, "running"), (1, "running, after 1 failed attempt"), (2, "running, after 2 failed attempts")],
+)
+def test_a_job_that_is_tried_again_says_so_and_how_far_it_is(failures: int, said: str) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    value = {"id": "01a200b9-844c-77ac-8195-4c9bfab2d2e5", "name": "first", "state": "running", "kinds": ["capacity"],
+             "document": {}, "failures": failures, "progress": {"percent": 38.0}}  # fmt: skip
+    show_progress(build(JobView, value), LineDisplay(console))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text == f"first 4c9bfab2d2e5 38% · {said}\n"
+
+
 def test_layers_that_came_by_size_are_shown_in_the_models_order() -> None:
     text = printed(layer_table("capacity", [metrics_row(ordinal=place, layer=f"layer{place}") for place in (2, 0, 1)]))
     assert sorted(range(3), key=lambda place: text.index(f"layer{place}")) == [0, 1, 2]
