@@ -123,7 +123,7 @@ class AllExamples:
     start: Generators
     """States of the generators when its forward pass began."""
     sketches: Mapping[str, GradientSketch]
-    """By layer; empty where nothing is pulled back."""
+    """By layer whose rows stand example by example; empty where nothing is pulled back."""
     projected: Tensor = field(default_factory=lambda: torch.empty(0))
     """(N, R) the outputs, as ``project_outputs`` takes them."""
     directions: int = 0
@@ -168,7 +168,10 @@ class SummedRows:
         if self.index:
             self._keep(part, collector)
         if self.all_examples is not None:
-            sketches = {layer.name: GradientSketch(part.size) for layer in self.layers} if collector.gradients else {}
+            # rows in an order of their own are those of no example by themselves
+            unordered = collector.layout.orders.unordered_among(self.layers)
+            ordered = [layer.name for layer in self.layers if layer.name not in unordered and collector.gradients]
+            sketches = {name: GradientSketch(part.size) for name in ordered}
             self.all_examples.append(AllExamples(start=Generators.here(part.index.device), sketches=sketches))
             known = collector.observers
             collector.observers = {**known, **{name: (*known.get(name, ()), own) for name, own in sketches.items()}}

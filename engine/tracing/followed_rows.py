@@ -68,7 +68,8 @@ def _indexed_by(entered: Tensor, rows: Rows, args: Sequence[Any], kwargs: Mappin
 
 def _selected(entered: Tensor, rows: Rows, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rows | None:
     dim, index = args[1] if len(args) > 1 else kwargs["dim"], args[2] if len(args) > 2 else kwargs["index"]
-    return _picked(rows, index, rows.dim) if dim % entered.ndim == rows.dim else rows
+    # a number in a tensor leaves one index, and not none
+    return _picked(rows, index.reshape(-1), rows.dim) if dim % entered.ndim == rows.dim else rows
 
 
 def _gathered(operation: Operation, entered: Tensor, rows: Rows) -> Rows | None:

@@ -144,10 +144,11 @@ class ParameterUseMode(Multiplying):
     # ---- operations on derived tensors
 
     def _derive(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
-        if operation.func.__name__ in ("__get__", "__set__"):
-            return self._property(operation, sources)
+        is_property = operation.func.__name__ in ("__get__", "__set__")
+        if is_property and not _is_view(operation.func):
+            return operation.run()
         try:
-            return self._understood(operation, sources)
+            return self._alone(operation, sources) if is_property else self._understood(operation, sources)
         except Exception as error:
             if not is_unexplained(error):
                 raise
@@ -180,13 +181,6 @@ class ParameterUseMode(Multiplying):
         layout = layout_of(operation.run)
         with self:
             return arrange_like(left, layout)
-
-    def _property(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
-        if getattr(operation.func, "__self__", None) is None or operation.func.__name__ == "__set__":
-            return operation.run()
-        if operation.func.__self__.__name__ not in VIEW_PROPERTIES:  # type: ignore[attr-defined]
-            return operation.run()
-        return self._alone(operation, sources)
 
     def _opened(self, operation: Operation) -> Any:  # noqa: ANN401
         """Run a function that would keep the operations within to itself."""
@@ -398,3 +392,9 @@ class ParameterUseMode(Multiplying):
             copies.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         self._marks.put(copies, rows=rows)
         return copies
+
+
+def _is_view(access: Callable[..., Any]) -> bool:
+    """Tell whether an access to a tensor's property returns a view of the tensor."""
+    owner: Any = getattr(access, "__self__", None)
+    return owner is not None and access.__name__ == "__get__" and owner.__name__ in VIEW_PROPERTIES

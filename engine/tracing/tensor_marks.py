@@ -153,12 +153,18 @@ class Marks:
         return None
 
     def follow(self, operation: Operation, left: object) -> None:
-        """Mark the results of an operation on data."""
+        """Mark the results of an operation on data; where following it fails, as data whose examples are not known."""
+        results = list(tensors_of((operation.args[0],) if operation.writes and operation.args else (left,)))
+        if tried(self._follow, operation, results) is None:
+            for result in results:
+                self.put(result)
+
+    def _follow(self, operation: Operation, results: Sequence[Tensor]) -> bool:
+        """Mark the results of an operation on data; True once that is done."""
         data = [tensor for tensor in operation.tensors if self.of(tensor) is not None]
         if not data or (operation.name in ("to", "type_as") and operation.args[0] is not data[0]):
             # a constant that takes only its type from the data stays one
-            return
-        results = list(tensors_of((operation.args[0],) if operation.writes and operation.args else (left,)))
+            return True
         one, moved = self.only(operation), None
         for place, result in enumerate(results):
             rows = tried(self._combined, operation, result) or self._followed_any(operation, data, result, one)
@@ -170,6 +176,7 @@ class Marks:
                 rows = moved[place] if len(moved) == len(results) else None
             if operation.name not in CONSTANTS or (rows is not None and rows.labels is None):
                 self.put(result, rows=rows)
+        return True
 
     def only(self, operation: Operation) -> int | None:
         """Return the example that all data of an operation are of, as far as their rows are known."""

@@ -106,7 +106,7 @@ def test_a_repetition_that_is_written_to_holds_what_the_model_wrote(*, through_a
     assert max(errors.values()) < EXACT
 
 
-@pytest.mark.parametrize("failing", ["rewrite", "provenance"])
+@pytest.mark.parametrize("failing", ["rewrite", "follow_rows", "with_one"])
 def test_an_error_in_the_following_declares_the_parameter_and_blames_nobody(
     monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
@@ -116,7 +116,7 @@ def test_an_error_in_the_following_declares_the_parameter_and_blames_nobody(
     if failing == "rewrite":
         monkeypatch.setattr(function_mode, "REWRITES", dict(function_mode.REWRITES, layer_norm=fail))
     else:
-        monkeypatch.setattr(tensor_marks, "follow_rows", fail)
+        monkeypatch.setattr(tensor_marks, failing, fail)
     model = Queried(lambda own, h: functional.layer_norm(torch.sin(h), (4,), own.p), 4)
     errors, reasons = traces_by_layer(model, *data())
     assert reasons == {"p": "unknown_operation"}

@@ -49,6 +49,15 @@ def copied(model: Mixture, x: Tensor, choice: Tensor) -> Tensor:
     return left
 
 
+def squeezed(model: Mixture, x: Tensor, choice: Tensor) -> Tensor:
+    """As ``AdaptiveLogSoftmaxWithLoss`` picks rows: a single one by a number, not by a list of one."""
+    left = x.new_zeros(len(x), 8)
+    for number, expert in enumerate(model.experts):
+        taken = (choice == number).nonzero().squeeze()
+        left = left.index_add(0, taken.reshape(-1), expert(x.index_select(0, taken)))
+    return left
+
+
 def gathered(model: Mixture, x: Tensor, choice: Tensor) -> Tensor:
     left = x.new_zeros(len(x), 8)
     for number, expert in enumerate(model.experts):
@@ -76,7 +85,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.part(of=6, by=())
 @pytest.mark.parametrize("batch_size", [1, 4, 8])
-@pytest.mark.parametrize("run", [index_added, masked, copied, gathered, sorted_by_expert])
+@pytest.mark.parametrize("run", [index_added, masked, copied, squeezed, gathered, sorted_by_expert])
 def test_experts_fed_by_index_are_covered_whole(
     run: Callable[[Mixture, Tensor, Tensor], Tensor], batch_size: int
 ) -> None:
@@ -99,3 +108,22 @@ def test_experts_fed_by_index_are_covered_whole(
         return
     losses = (functional.cross_entropy(model(x[row : row + 1]), y[row : row + 1]) for row in range(24))
     require_traces(model, whole, losses, 24)
+
+
+class AdaptiveHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(6, 8), nn.AdaptiveLogSoftmaxWithLoss(8, 5, [2, 4], div_value=2.0)
+        self.double()
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        return (self.head(self.first(x).tanh(), labels).loss,)
+
+
+def test_an_adaptive_softmax_with_one_example_in_a_cluster_is_covered_whole() -> None:
+    model, (x, _) = AdaptiveHead(), data()
+    labels = torch.tensor([0, 1, 0, 2, 1, 0, 4, 3])
+    whole = collect(model, [(x[:8], labels)], "classification", "model", fisher="empirical")
+    assert not whole.declared
+    require_traces(model, whole, (model(x[row : row + 1], labels[row : row + 1])[0] for row in range(8)), 8)
