@@ -65,9 +65,19 @@ def _columns(
     for field, column in columns.items():
         if column not in there:
             raise Refusal(f"`{column}` is not a column; there are {names(there, 20)}", pointer=f"/data/{field}")
+    if source.target_column is not None:
+        labels.name_classes(class_names(table.features[source.target_column]))
     rows = (table[place] for place in range(min(source.limit or len(table), len(table))))
     values = ([row[column] for column in columns.values()] for row in rows)
     return Table(columns=take_rows(values, columns, labels, count), there=tuple(there))
+
+
+def class_names(feature: Any) -> list[str]:  # noqa: ANN401 - untyped library
+    """Return the names of a column's classes by their numbers; none where it has none."""
+    while not isinstance(feature, datasets.ClassLabel) and hasattr(feature, "feature"):
+        # tags of words are a list of classes
+        feature = feature.feature
+    return list(feature.names or ()) if isinstance(feature, datasets.ClassLabel) else []
 
 
 def _table(source: HuggingFaceData, request: DataRequest) -> Any:  # noqa: ANN401 - untyped library

@@ -9,6 +9,8 @@ other texts beside some that stand in `id2label`      refused
 other texts, of a model whose classes have names      refused
 other texts                                           their places in sorted order (by code points)
 numbers among texts                                   refused
+numbers that the file's schema names (`ClassLabel`)   those of these names in `id2label`; refused where one is none;
+                                                      those, of a model whose classes have no names
 ====================================================  ======================================================
 
 Numbers given to names stand in the record.
@@ -16,7 +18,7 @@ Numbers given to names stand in the record.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +72,8 @@ class Labels:
     """Each text that a label is, with the place where it first stands."""
     _number_at: str | None = None
     """The place of the first number."""
+    _schema: tuple[str, ...] | None = None
+    """Names of the classes by their numbers, as the schema of each file has them; None before the first."""
 
     def __len__(self) -> int:
         return len(self._values)
@@ -85,10 +89,53 @@ class Labels:
         if self._number_at is None and label != self.request.task.ignore_index:
             self._number_at = where
 
+    def name_classes(self, schema: Sequence[str]) -> None:
+        """Take the names that a file's schema gives to class numbers, none if it has none; once for each file."""
+        if self._schema is not None and self._schema != tuple(schema):
+            raise self._refused(
+                f"the schemas of two files give the classes of `{self.column}` different names: "
+                f"{names(list(self._schema)) or 'none'} and {names(list(schema)) or 'none'}; write both with one schema"
+            )
+        self._schema = tuple(schema)
+
     def numbers(self) -> list[float]:
         """Return targets of the labels, and record the names' numbers; ``Refusal`` if those are not certain."""
-        numbering = self._numbering() if self._texts else {}
-        return [numbering[value] if isinstance(value, str) else value for value in self._values]
+        by_name = self._numbering() if self._texts else {}
+        by_number = {} if self._texts else self._by_schema(self._schema or ())
+        return [by_name[value] if isinstance(value, str) else by_number.get(value, value) for value in self._values]
+
+    def _by_schema(self, schema: Sequence[str]) -> Mapping[float, float]:
+        """Return the model's number of each class that the schema names."""
+        if not schema or self.request.task.type not in CLASS_TASKS:
+            return {}
+        used = sorted({value for value in self._values if isinstance(value, int)} - {self.request.task.ignore_index})
+        beyond = next((number for number in used if number >= len(schema)), None)
+        if beyond is not None:
+            raise self._refused(
+                f"`{self.column}` has the class {beyond}, and the file's schema names {len(schema):,} classes; write "
+                "the file with a name for each"
+            )
+        named = {number: schema[number] for number in used if number >= 0}
+        classes = self.request.loaded.class_names
+        if all(map(_UNNAMED.fullmatch, classes)):
+            return {}
+        own = _find_names(named.values(), classes)
+        unknown = next((name for name in named.values() if name not in own), None)
+        if unknown is not None:
+            raise self._refused(
+                f"`{self.column}` has the class {names([unknown])} by the file's schema, and the model's classes are "
+                f"{names(list(classes), 20)} (`id2label` of config.json); give the classes these names, or write the "
+                "column as whole numbers of the model's classes, without names"
+            )
+        self._recorded({name: own[name] for name in named.values()}, "id2label")
+        moved = [name for number, name in named.items() if own[name] != number]
+        if moved:
+            self.request.context.notice(
+                f"`{self.column}` goes by the names of its classes, which the file's schema numbers otherwise than "
+                f"`id2label`: {', '.join(f'{names([name])} is {own[name]} there' for name in moved[:20])}"
+                f"{'' if len(moved) <= 20 else ' …'}"
+            )
+        return {number: own[name] for number, name in named.items()}
 
     def _read(self, text: str) -> float | str | None:
         """Read a label whose type the file does not tell."""
@@ -209,6 +256,18 @@ def class_names(id2label: object) -> tuple[str, ...]:
     found = tuple(by_number.get(str(number)) for number in range(len(by_number)))
     named = tuple(name for name in found if isinstance(name, str) and len(name) <= _MOST_CHARACTERS)
     return named if len(set(named)) == len(found) else ()
+
+
+def _find_names(wanted: Iterable[str], classes: Sequence[str]) -> dict[str, int]:
+    """Return the number of each name among classes: of the same name, else of the one that differs in case alone."""
+    wanted = list(wanted)
+    exact = {name: number for number, name in enumerate(classes)}
+    if exact.keys() >= set(wanted):
+        return {name: exact[name] for name in wanted}
+    folded = {name.casefold(): number for name, number in exact.items()}
+    if len(folded) < len(exact) or len({name.casefold() for name in wanted}) < len(wanted):
+        folded = exact
+    return {name: folded[name.casefold()] for name in wanted if name.casefold() in folded}
 
 
 def _number_in(text: str) -> float | None:

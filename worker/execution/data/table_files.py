@@ -61,8 +61,11 @@ class TableProcess:
         self._file = file
         self._pointer = pointer
         self._kind = kind
-        self.names: list[str] = self._asked({"kind": kind})["names"]
+        opened = self._asked({"kind": kind})
+        self.names: list[str] = opened["names"]
         """Names of all columns."""
+        self.classes: dict[str, list[str]] = opened["classes"]
+        """Names of the classes by their numbers, of each column for which the schema has them."""
 
     def rows(self, columns: Sequence[str]) -> Iterator[Sequence[Any]]:
         """Return the values of columns, row by row; all values of CSV are texts."""
@@ -123,7 +126,7 @@ def read_columns(
     context = labels.request.context
     there: dict[str, None] = {}
     count = context.byte_count(pointer)
-    rows = itertools.islice(_rows(_files(place, split, context, pointer), columns, count, there), limit)
+    rows = itertools.islice(_rows(_files(place, split, context, pointer), columns, count, there, labels), limit)
     return Table(columns=take_rows(rows, columns, labels, count), there=tuple(there))
 
 
@@ -156,13 +159,16 @@ def is_untyped(place: OpenFile | OpenFolder, split: str) -> bool:
 
 
 def _rows(
-    files: Iterable[OpenFile], columns: Mapping[str, str], count: ByteCount, there: dict[str, None]
+    files: Iterable[OpenFile], columns: Mapping[str, str], count: ByteCount, there: dict[str, None], labels: Labels
 ) -> Iterator[Sequence[Any]]:
-    """Rows of all files; ``there`` takes the names of their columns."""
+    """Rows of all files; ``there`` takes the names of their columns, and ``labels`` those of their classes."""
     for file in files:
         count.allow_file(file)
         with _reading(file, count.pointer):
-            yield from _READERS[SUFFIXES[file.suffix]](file, columns, count, there)
+            if SUFFIXES[file.suffix] == "json":
+                yield from _json(file, columns, count, there)
+            else:
+                yield from _apart(file, columns, count, there, labels)
 
 
 @contextlib.contextmanager
@@ -240,10 +246,12 @@ def _suffix(name: str) -> str:
 
 
 def _apart(
-    file: OpenFile, columns: Mapping[str, str], count: ByteCount, there: dict[str, None]
+    file: OpenFile, columns: Mapping[str, str], count: ByteCount, there: dict[str, None], labels: Labels
 ) -> Iterator[Sequence[Any]]:
     with open_table(file, SUFFIXES[file.suffix], count) as table:
         _require_columns(table.names, columns, there)
+        label = next((columns[field] for field in LABEL_FIELDS if field in columns), None)
+        labels.name_classes(table.classes.get(label, ()) if label is not None else ())
         yield from table.rows(tuple(columns.values()))
 
 
@@ -326,6 +334,3 @@ def _require_columns(there: Sequence[str], columns: Mapping[str, str], known: di
     twice = next((name for name in columns.values() if list(there).count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"two columns are called `{twice}`")
-
-
-_READERS = {"parquet": _apart, "csv": _apart, "json": _json}

@@ -4,6 +4,7 @@ python -P -m worker.execution.data.apart.table_program --file FD …
 """
 
 import contextlib
+import json
 import os
 import resource
 import sys
@@ -53,12 +54,14 @@ class _Table:
         self._pieces: Iterator[list[Sequence[Any]]] = iter(())
 
     def open(self, message: Any) -> Any:  # noqa: ANN401 - decoded from JSON
-        """Return the names of all columns."""
+        """Return the names of all columns, and of the classes of those that have such."""
         self._kind = message["kind"]
+        schema: pa.Schema | None = None
         with _remedied(self._kind):
-            names: list[str] = self._parquet().schema_arrow.names if self._kind == "parquet" else self._header()
+            schema = self._parquet().schema_arrow if self._kind == "parquet" else None
+            names: list[str] = self._header() if schema is None else schema.names
         _require_few(len(names))
-        return {"names": names}
+        return {"names": names, "classes": {} if schema is None else class_names(schema)}
 
     def answer(self, message: Any) -> Any:  # noqa: ANN401 - decoded from JSON
         """Begin with columns, and return the next rows; none at the end."""
@@ -130,6 +133,24 @@ def _remedied(kind: str) -> Iterator[None]:
 def _require_few(columns: int) -> None:
     if columns > _MOST_COLUMNS:
         raise ValueError(f"it has {columns:,} columns; at most {_MOST_COLUMNS:,} are read")
+
+
+def class_names(schema: pa.Schema) -> dict[str, list[str]]:
+    """Return the names that the ``datasets`` library has written for the class numbers of columns."""
+    try:
+        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return {}
+    found = {}
+    for name in schema.names if isinstance(features, dict) else ():
+        inner = features.get(name)
+        # tags of words are a list of classes
+        while isinstance(inner, (list, dict)) and (isinstance(inner, list) or "feature" in inner):
+            inner = (inner[0] if inner else None) if isinstance(inner, list) else inner["feature"]
+        given = inner.get("names") if isinstance(inner, dict) and inner.get("_type") == "ClassLabel" else None
+        if isinstance(given, list) and all(isinstance(each, str) for each in given):
+            found[name] = given
+    return found
 
 
 def _require_readable(name: str, found: pa.DataType) -> None:
