@@ -133,9 +133,15 @@ def make_batches(stream: Iterable[tuple[Tree, ...]], batch_size: int, *, may_be_
 
     Raises:
         WrongShape: If a chunk is not such a tuple, its tensors disagree on the number of examples, or an index holds
-            anything but whole numbers.
+            anything but whole numbers, or one of them twice in a batch.
         EmptyData: If the stream holds no example.
     """
+    for batch in _resliced(stream, batch_size, may_be_empty=may_be_empty):
+        _require_distinct(batch.index)
+        yield batch
+
+
+def _resliced(stream: Iterable[tuple[Tree, ...]], batch_size: int, *, may_be_empty: bool) -> Iterator[Batch]:
     waiting: list[Batch] = []
     seen = 0
     for chunk in stream:
@@ -223,6 +229,15 @@ def _read_index(given: Any) -> Tensor:  # noqa: ANN401 - a caller's own
     if index.dtype == torch.uint64 and bool((wide < 0).any()):
         raise _index_refused(str(int(wide[wide < 0][0]) % 2**64))
     return wide
+
+
+def _require_distinct(index: Tensor) -> None:
+    """Raise ``WrongShape`` where two examples of a batch have one index: they would draw the same labels under `mc`."""
+    ascending = index.sort().values
+    again = ascending[1:][ascending[1:] == ascending[:-1]]
+    if again.numel():
+        count = int((index == again[0]).sum())
+        raise _index_refused(f"{int(again[0])} for {count} examples of one batch")
 
 
 def _is_whole_number(value: object) -> bool:

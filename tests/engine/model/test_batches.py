@@ -79,3 +79,20 @@ def test_an_index_of_anything_but_whole_numbers_is_refused(index: Any, got: str)
 def test_an_index_of_another_length_is_refused() -> None:
     with pytest.raises(WrongShape, match=r"index has shape \(3,\); it must be \(4,\)"):
         read_index([0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("chunks", "got"),
+    [([[5, 5, 5, 5]], "got 5 for 4 examples of one batch"), ([[0, 1], [1, 2]], "got 1 for 2 examples of one batch")],
+)
+def test_an_index_that_two_examples_of_a_batch_have_is_refused(chunks: list[list[int]], got: str) -> None:
+    stream = [(torch.zeros(len(index), 2), torch.zeros(len(index)), index) for index in chunks]
+    with pytest.raises(WrongShape, match=got) as caught:
+        list(make_batches(stream, 4))
+    assert caught.value.message.startswith("`index`, the third entry of a chunk, must hold whole numbers")
+
+
+def test_an_index_may_come_again_in_another_pass() -> None:
+    stream = [(torch.zeros(4, 2), torch.zeros(4), [3, 1, 2, 7])]
+    first, second = (list(make_batches(stream, 4)) for _ in range(2))
+    assert first[0].index.equal(second[0].index)
