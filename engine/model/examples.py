@@ -9,7 +9,8 @@ a PyTorch ``Dataset``, by items or iterated each item is one example; examples a
 one pair ``(x, y)`` of tensors             one chunk
 =========================================  ===========================================================
 
-Arrays count as tensors everywhere, and a list of numbers does as targets.
+Arrays count as tensors everywhere, and a list of numbers does as targets: floats are float64, as Python has them.
+Refused are tensors that cannot be cut by example, and arrays with numbers that are masked.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,7 +49,8 @@ def read_chunks(data: Any) -> Iterator[Any]:  # noqa: ANN401 - a caller's own
         ``make_batches`` to refuse.
 
     Raises:
-        WrongShape: If a mapping has no targets, or an item of a dataset cannot be made a tensor.
+        WrongShape: If a mapping has no targets, an item of a dataset cannot be made a tensor, a tensor is nested,
+            sparse or quantized, or a number of an array is masked.
     """
     if is_single_chunk(data):
         yield _as_tensors(data)
@@ -106,7 +108,9 @@ def _as_tensors(chunk: Any) -> Any:  # noqa: ANN401
         return chunk
     targets = chunk[1]
     if isinstance(targets, (tuple, list)) and targets and all(isinstance(each, (int, float)) for each in targets):
-        targets = torch.tensor(targets)
+        targets = torch.tensor(
+            targets, dtype=torch.float64 if any(isinstance(each, float) for each in targets) else None
+        )
     return tuple(
         _tree_of_tensors(part, name)
         for part, name in zip((chunk[0], targets, *chunk[2:]), ("inputs", "targets", "index"), strict=False)
@@ -115,6 +119,7 @@ def _as_tensors(chunk: Any) -> Any:  # noqa: ANN401
 
 def _tree_of_tensors(tree: Any, name: str) -> Any:  # noqa: ANN401
     if isinstance(tree, Tensor):
+        _require_dense(tree, name)
         return tree
     if isinstance(tree, Mapping):
         return {key: _tree_of_tensors(value, f"{name}.{key}") for key, value in tree.items()}
@@ -122,7 +127,10 @@ def _tree_of_tensors(tree: Any, name: str) -> Any:  # noqa: ANN401
         return tuple(_tree_of_tensors(value, f"{name}[{place}]") for place, value in enumerate(tree))
     if not hasattr(tree, "__array__"):
         return tree
+    _require_unmasked(tree, name)
     array = tree.__array__()
+    # files of other machines have their bytes in another order, which torch does not read
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
     try:
         # torch shares an array's memory, which it cannot where that is read-only or runs backwards
         shared = array.flags.writeable and all(stride >= 0 for stride in array.strides)
@@ -132,6 +140,33 @@ def _tree_of_tensors(tree: Any, name: str) -> Any:  # noqa: ANN401
             f"{name} must hold numbers (got an array of {array.dtype}); give integers for classes, else floats",
             pointer="/data",
         ) from error
+
+
+def _require_dense(tensor: Tensor, name: str) -> None:
+    """Raise ``WrongShape`` for a tensor of which no examples can be cut."""
+    if tensor.is_nested:
+        kind, remedy = "nested", "pad its examples to one length"
+    elif tensor.is_quantized:
+        kind, remedy = "quantized", "give its numbers (`tensor.dequantize()`)"
+    elif tensor.layout != torch.strided:
+        kind, remedy = (
+            f"{tensor.layout}",
+            "give dense ones (`tensor.to_dense()`), a batch at a time where all are too large",
+        )
+    else:
+        return
+    raise WrongShape(f"{name} must be an ordinary tensor (got a {kind} one); {remedy}", pointer="/data")
+
+
+def _require_unmasked(array: Any, name: str) -> None:  # noqa: ANN401 - numpy's, which is not imported here
+    """Raise ``WrongShape`` for an array of ``numpy.ma`` of which some numbers are masked: a tensor has no mask."""
+    if hasattr(array, "filled") and array.mask.any():
+        masked = f"{int(array.mask.sum())} of its {array.size} numbers"
+        raise WrongShape(
+            f"{name} must hold numbers everywhere (got a masked array without {masked}); leave those examples "
+            "out, or fill in numbers (`array.filled(…)`, targets that do not count with `task.ignore_index`)",
+            pointer="/data",
+        )
 
 
 def _is_map_style(data: object) -> bool:
@@ -155,6 +190,10 @@ def _chunk_of_one(item: Any, place: int) -> tuple[Any, ...]:  # noqa: ANN401
             f"with one of {', '.join(TARGET_NAMES)}",
             pointer="/data",
         )
+    parts = [
+        _tree_of_tensors(part, f"the {name} of item {place}") if _is_tensor(part) or isinstance(part, Mapping) else part
+        for part, name in zip(parts, ("input", "target", "index"), strict=False)
+    ]
     try:
         return tuple(default_collate([part]) for part in parts)
     except TypeError as error:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import Dataset
 
 from catalog.requests.collection import Collection
 from engine.collection.pass_job import PassJob
@@ -168,6 +169,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "complex": (Y.to(torch.complex64), {}, "cross-entropy needs integer classes"),
     "words": (["cat"] * 10, {}, r"must be a tensor.*of str, first 'cat'\); number the names from 0"),
     "array of words": (np.array(["cat"] * 10), {}, "targets must hold numbers"),
+    "masked": (np.ma.masked_array(Y.numpy(), Y.numpy() == 1), {}, "without 3 of its 10 numbers.*`task.ignore_index`"),
     "a mapping": ({"labels": Y}, {}, r"must be a tensor, an array or a list of numbers \(got dict\)"),
     "too few": (Y[:9], {}, r"agree on dimension 0, the examples; got inputs \(10, 6\), targets \(9,\)"),
     "too few in a list": (Y[:9].tolist(), {}, "agree on dimension 0"),
@@ -200,11 +202,47 @@ def read_only(array: np.ndarray) -> np.ndarray:
         (X, tuple(Y.tolist())),
         (read_only(X.clone().numpy()), Y.numpy().astype("uint8")),
         (X.flip(0).contiguous().numpy()[::-1], Y.flip(0).contiguous().numpy()[::-1]),
+        (X.numpy().astype(">f8"), Y.numpy().astype(">i8")),
+        (np.ma.masked_array(X.numpy()), np.ma.masked_array(Y.numpy(), mask=np.zeros(10, dtype=bool))),
     ],
-    ids=["arrays", "list", "tuple", "read-only", "backwards"],
+    ids=["arrays", "list", "tuple", "read-only", "backwards", "big-endian", "nothing masked"],
 )
 def test_arrays_and_lists_of_numbers_are_tensors(x: Any, y: Any) -> None:
     assert traces(run(net(), x, y)) == traces(run(net(), X, Y))
+
+
+def test_a_list_of_floats_is_not_rounded() -> None:
+    y = SOFT[:, 0]
+    assert traces(run(net(1), X, y.tolist(), type="regression")) == traces(run(net(1), X, y, type="regression"))
+
+
+JAGGED = torch.nested.nested_tensor([X[:3], X[3:]], layout=torch.jagged)
+NOT_CUT: dict[str, tuple[Any, str]] = {
+    "coo": (X.to_sparse(), r"inputs.* a torch\.sparse_coo one.*`tensor\.to_dense\(\)`"),
+    "jagged": (JAGGED, "inputs must be an ordinary tensor .*nested.*; pad its examples to one length"),
+    "within": ({"x": X, "edges": X.to_sparse()}, r"inputs\.edges must"),
+    "masked": (np.ma.masked_array(X.numpy(), X.numpy() < 0), "without .* of its 60 numbers"),
+}
+
+
+@pytest.mark.parametrize("kind", list(NOT_CUT))
+def test_inputs_that_cannot_be_cut_by_example_are_refused_with_what_to_do(kind: str) -> None:
+    x, said = NOT_CUT[kind]
+    with pytest.raises(WrongShape, match=said) as caught:
+        run(net(), x, Y[:2] if kind == "jagged" else Y)
+    assert caught.value.pointer == "/data"
+
+
+def test_a_masked_item_of_a_dataset_is_refused() -> None:
+    class Items(Dataset[Any]):
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, place: int) -> tuple[Any, int]:
+            return np.ma.masked_array(X[place].numpy(), np.arange(6) == place), int(Y[place])
+
+    with pytest.raises(WrongShape, match="the input of item 0 must hold numbers everywhere"):
+        measure(net(), Items(), task="classification")
 
 
 def test_a_pair_of_arrays_is_one_chunk() -> None:
