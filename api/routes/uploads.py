@@ -46,19 +46,19 @@ async def create_upload(request: Request, caller: Submitter, service: ServiceOf)
     _require_room(service, sum(each.size_bytes for each in document.files))
     declare = _uploads(service, caller).declare
     upload_id = await run_in_threadpool(declare, document, settings.ledger.stored_bytes)
-    return await run_in_threadpool(_owned, service, caller, upload_id)
+    return await run_in_threadpool(_rechecked, service, caller, upload_id)
 
 
 @router.get("/{upload_id}", operation_id="read_upload", responses=error_responses(404))
 def read_upload(upload_id: str, caller: Reader, service: ServiceOf) -> UploadView:
     """The files of an upload, and how far each has come."""
-    return _owned(service, caller, upload_id)
+    return _rechecked(service, caller, upload_id)
 
 
 @router.put("/{upload_id}/{name:path}", operation_id="send_file", responses=_SEND_ERRORS)
 async def send_file(upload_id: str, name: str, request: Request, caller: Submitter, service: ServiceOf) -> UploadView:
     """Send a file, or the part of it that `Content-Range` names; what comes of a part that breaks off is kept."""
-    upload = await run_in_threadpool(_owned, service, caller, upload_id, use=True)
+    upload = await run_in_threadpool(_rechecked, service, caller, upload_id, name, use=True)
     first, length = _part(request, _file(upload, name))
     _require_room(service, length)
     uploads = _uploads(service, caller)
@@ -79,7 +79,7 @@ async def send_file(upload_id: str, name: str, request: Request, caller: Submitt
 @router.post("/{upload_id}:complete", operation_id="complete_upload", responses=error_responses(404, 409, 507))
 def complete_upload(upload_id: str, caller: Submitter, service: ServiceOf) -> UploadView:
     """Let jobs name an upload, once all of it has come."""
-    upload = _owned(service, caller, upload_id)
+    upload = _rechecked(service, caller, upload_id)
     with _refusing_a_full_disk():
         _uploads(service, caller).complete(upload, partial(_require_room, service))
     return _owned(service, caller, upload_id)
@@ -90,7 +90,7 @@ async def import_folder(upload_id: str, caller: Submitter, service: ServiceOf, r
     """Store a job of the folder of a foreground run; it is marked as imported wherever it is shown."""
 
     def act() -> JobView:
-        upload = _owned(service, caller, upload_id)
+        upload = _rechecked(service, caller, upload_id)
         job_id = import_run(service.engine, service.artifacts, caller.tenant_id, upload)
         _uploads(service, caller).remove(upload_id)
         return job_view(owned_job(service, caller.tenant_id, job_id))
@@ -172,6 +172,14 @@ def _full() -> Refusal:
 
 def _uploads(service: Service, caller: Caller) -> Uploads:
     return Uploads(service.engine, service.artifacts, caller.tenant_id)
+
+
+def _rechecked(
+    service: Service, caller: Caller, upload_id: str, name: str | None = None, *, use: bool = False
+) -> UploadView:
+    """Return an upload, of which the store was asked for all files that count as stored, or for the one of a name."""
+    _uploads(service, caller).recheck(upload_id, name)
+    return _owned(service, caller, upload_id, use=use)
 
 
 def _owned(service: Service, caller: Caller, upload_id: str, *, use: bool = False) -> UploadView:

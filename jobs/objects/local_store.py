@@ -60,6 +60,14 @@ class LocalObjects:
             part.unlink(missing_ok=True)
         _sync_folder(target.parent)
 
+    def has(self, key: str, size_bytes: int) -> bool:
+        """Open the file for a moment, by the same rules (`ObjectStore.has`)."""
+        try:
+            self.open(key, size_bytes).close()
+        except ArtifactDamaged:
+            return False
+        return True
+
     def open(self, key: str, size_bytes: int, first: int = 0) -> BinaryIO:
         """Open the file, which stays readable whatever happens to its name (`ObjectStore.open`)."""
         path = self._path(key)

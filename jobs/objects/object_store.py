@@ -47,6 +47,9 @@ class ObjectStore(Protocol):
         is missing, not a plain file, or other than declared; nothing is stored then.
         """
 
+    def has(self, key: str, size_bytes: int) -> bool:
+        """Return whether an object of this length is there; its digest is not computed."""
+
     def open(self, key: str, size_bytes: int, first: int = 0) -> BinaryIO:
         """Open an object for reading from a byte on; ``ArtifactDamaged`` if it is missing or of another size."""
 

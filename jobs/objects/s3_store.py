@@ -132,6 +132,11 @@ class S3Objects:
             return
         raise StoreUnavailable(f"the store of artifacts has lost an object {_ROUNDS} times after taking it")
 
+    def has(self, key: str, size_bytes: int) -> bool:
+        """Ask for the object's head alone (`ObjectStore.has`)."""
+        found = self._find(key)
+        return found is not None and found.size_bytes == size_bytes
+
     def open(self, key: str, size_bytes: int, first: int = 0) -> BinaryIO:
         """Open a stream of the object, begun before this returns (`ObjectStore.open`)."""
         if first >= size_bytes > 0:

@@ -5,7 +5,8 @@
     root/uploads/<id>/<name>          staged by the API; its one writer holds a lock, which ends with its process
     objects/<tenant>/<aa>/<sha256>    a file of which all has come, where all machines of the service find it
 
-The id is a digest of tenant and declaration: the same declaration finds its upload again.
+The id is a digest of tenant and declaration: the same declaration finds its upload again. A row says that a file is
+stored; an object may be gone or damaged since. Then `forget` takes that back, and the file can be sent again.
 """
 
 import contextlib
@@ -94,6 +95,27 @@ class Uploads:
             files.append(UploadedFile(**declared, received_bytes=received))
         complete = all(row.completed_at is not None for row in rows)
         return UploadView(id=upload_id, kind=rows[0].kind, complete=complete, files=tuple(files))
+
+    def recheck(self, upload_id: str, name: str | None = None) -> None:
+        """Forget the stored files that the store has no longer: a ledger put back may list what was swept since.
+
+        Args:
+            name: Only this file; None for all.
+        """
+        asked = (*self._own(upload_id), _F.stored_at.is_not(None), *(() if name is None else (_F.name == name,)))
+        with reading(self._engine, self._tenant_id) as connection:
+            rows = connection.execute(select(_F.name, _F.uri, _F.size_bytes).where(*asked)).all()
+        for row in rows:
+            if not self._folder.store.has(row.uri, row.size_bytes):
+                self.forget(upload_id, row.name)
+
+    def forget(self, upload_id: str, name: str) -> None:
+        """Take back that a file is stored, and that its upload is complete: none of it has come then."""
+        own = self._own(upload_id)
+        with writing(self._engine, self._tenant_id) as connection:
+            connection.execute(update(upload_files).where(*own, _F.name == name).values(stored_at=None))
+            # all of its files, or the next sweep takes the others: those of no complete upload stay for a day
+            connection.execute(update(upload_files).where(*own).values(completed_at=None, changed_at=ledger_now()))
 
     @contextlib.contextmanager
     def writer(self, upload_id: str, name: str) -> Iterator[BinaryIO]:

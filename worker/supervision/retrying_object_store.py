@@ -45,6 +45,10 @@ class RetryingObjectStore:
         """Store the file; an upload that is not waited for goes on, and may fail unseen."""
         self._await(lambda: self._store.put(key, source, sha256=sha256, size_bytes=size_bytes), UPLOAD_SECONDS)
 
+    def has(self, key: str, size_bytes: int) -> bool:
+        """Return whether the object is there."""
+        return self._await(lambda: self._store.has(key, size_bytes), 0)
+
     def open(self, key: str, size_bytes: int, first: int = 0) -> BinaryIO:
         """Open a stream; each of its reads is a call that can be interrupted."""
         stream = self._await(lambda: self._store.open(key, size_bytes, first), 0)

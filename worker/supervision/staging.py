@@ -14,13 +14,14 @@ job's own later attempts get the pieces of all rounds; a piece gets those of the
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import Engine
 
 from catalog.record import plain
 from catalog.requests.assignment import ExtendedJob, FinishedPiece
 from catalog.requests.pieces import ROUNDS, read_piece
+from jobs.errors import ArtifactDamaged
 from jobs.objects.artifacts import ArtifactFolder, object_key
 from jobs.objects.uploads import Uploads
 from jobs.records import Artifact, Claim
@@ -33,6 +34,8 @@ from worker.process.crash import failure_frame
 
 _FACTORS = "factors/"
 _INDEX = "factors/factors.index.json"
+DAMAGED = "artifact_damaged"
+"""The code of a failure for a file that the store has lost, or has other bytes of."""
 
 
 class FactorsUnavailable(Exception):
@@ -40,7 +43,8 @@ class FactorsUnavailable(Exception):
 
     def __init__(self, message: str, pointer: str, field: str = "job", code: str = "factors_unavailable") -> None:
         super().__init__(message)
-        self.failure = failure_frame("usage", code, message, f"{pointer}/{field}")
+        category: Literal["fatal", "usage"] = "fatal" if code == DAMAGED else "usage"
+        self.failure = failure_frame(category, code, message, f"{pointer}/{field}")
 
 
 def lay_out(engine: Engine, folder: ArtifactFolder, claim: Claim) -> dict[str, Any]:
@@ -106,7 +110,14 @@ def _lay_out(
     files = [each for each in list_artifacts(engine, claim.tenant_id, earlier.id) if each.name.startswith(_FACTORS)]
     if not any(each.name == _INDEX for each in files):
         raise FactorsUnavailable("names a job that kept no factors; run it again with `keep: [factors]`", pointer)
-    _bring(folder, files, place)
+    try:
+        _bring(folder, files, place)
+    except ArtifactDamaged as error:
+        raise FactorsUnavailable(
+            f"names a job of which {error}; run that job again with `keep: [factors]`, and name the new one",
+            pointer,
+            code=DAMAGED,
+        ) from error
     return place / "factors"
 
 
@@ -174,7 +185,11 @@ def _bring(
             continue
         target = place / each.name
         target.parent.mkdir(parents=True, exist_ok=True)
-        folder.fetch(each, target)
+        try:
+            folder.fetch(each, target)
+        except ArtifactDamaged as error:
+            state = "has changed in" if folder.store.has(each.uri, each.size_bytes) else "is missing or cut off in"
+            raise ArtifactDamaged(f"the file {each.name} {state} the service's store") from error
         if each.name == _INDEX and layers is not None:
             unneeded = files_of_others(json.loads(target.read_bytes()), layers)
 
@@ -208,15 +223,25 @@ def lay_out_uploads(
         if not isinstance(source, Mapping) or source.get("source") != "upload":
             continue
         block = pointer.rpartition("/")[2]
-        upload = Uploads(engine, folder, claim.tenant_id).find(str(source["id"]))
+        uploads = Uploads(engine, folder, claim.tenant_id)
+        upload = uploads.find(str(source["id"]))
+        what, where = ("an upload", (f"/{pointer}", "id"))
+        if pointer == "extends/model":
+            what, where = ("a job with a model", ("/extends", "job"))
         if upload is None or not upload.complete:
-            what, where = ("an upload", (f"/{pointer}", "id"))
-            if pointer == "extends/model":
-                what, where = ("a job with a model", ("/extends", "job"))
             raise FactorsUnavailable(f"names {what} that is deleted; upload it again", *where, "not_found")
         place = fields[f"{block}_path"] = folder.attempt_dir(claim.job_id, claim.fence) / "uploads" / block
         for each in upload.files:
             (place / each.name).parent.mkdir(parents=True, exist_ok=True)
             key = object_key(claim.tenant_id, each.sha256)
-            folder.store.fetch(key, place / each.name, sha256=each.sha256, size_bytes=each.size_bytes)
+            try:
+                folder.store.fetch(key, place / each.name, sha256=each.sha256, size_bytes=each.size_bytes)
+            except ArtifactDamaged as error:
+                state = "is missing or cut off in"
+                # one that this machine does not find may still be where the API looks as it is declared again
+                if folder.store.has(key, each.size_bytes):
+                    state = "has changed in"
+                    uploads.forget(upload.id, each.name)
+                message = f"names {what} whose file {each.name}, of upload {upload.id}, {state} the service's store"
+                raise FactorsUnavailable(f"{message}; send it again (`submit --upload`)", *where, DAMAGED) from error
     return fields

@@ -71,7 +71,7 @@ from worker.supervision.frame_writer import LedgerSink, Misplaced
 from worker.supervision.job_reproduction import with_original
 from worker.supervision.lease_monitor import LeaseWatch, StopReason
 from worker.supervision.retrying_object_store import Interrupted, RetryingObjectStore
-from worker.supervision.staging import FactorsUnavailable, lay_out
+from worker.supervision.staging import DAMAGED, FactorsUnavailable, lay_out
 
 _OUTPUT_LINE_BYTES = 1_000
 _SICK_PAUSE_SECONDS = 10.0
@@ -230,7 +230,7 @@ class Supervisor:
         except FactorsUnavailable as error:
             return error.failure
         except ArtifactDamaged as error:
-            return failure_frame("fatal", "artifact_damaged", f"{error}")
+            return failure_frame("fatal", DAMAGED, f"{error}; an earlier part of this job wrote it: submit it again")
         except OSError as error:
             return layout_failure(error)
         return told if self._watch.reason is None else None

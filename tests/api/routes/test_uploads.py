@@ -109,6 +109,32 @@ def test_a_file_in_parts_is_an_object_once_all_of_it_has_come(keyed: Keyed, ours
     problem(ours.get(fresh), 404)
 
 
+def test_a_file_that_the_store_has_lost_is_taken_again(keyed: Keyed, ours: httpx.Client, fresh: str) -> None:
+    """As after a ledger is put back to a backup from before a sweep."""
+    name, file = name_of(ours, fresh), f"{fresh}/{name_of(ours, fresh)}"
+    ours.put(file, content=CONTENT)
+    kept = keyed.artifacts / object_key(tenant_of(keyed, keyed.key), hashlib.sha256(CONTENT).hexdigest())
+    lost: list[tuple[Any, ...]] = [
+        ("POST", "/v1/uploads", 201),
+        ("GET", fresh, 200),
+        ("POST", f"{fresh}:complete", 409),
+    ]
+    for method, path, status in lost:
+        assert ours.post(f"{fresh}:complete").json()["complete"] is True
+        kept.unlink()
+        body = document(declared(name)) if path == "/v1/uploads" else None
+        answer = ours.request(method, path, json=body)
+        assert answer.status_code == status, answer.text
+        assert (received(ours, fresh), ours.get(fresh).json()["complete"]) == (0, False)
+        assert ours.put(file, content=CONTENT).status_code == 200
+        assert kept.read_bytes() == CONTENT
+    kept.unlink()  # and without a question before
+    assert ours.put(file, **part(0, CONTENT[:1000])).status_code == 200
+    sweep_uploads(keyed.engine, ArtifactFolder(keyed.artifacts), None)
+    assert ours.put(file, **part(1000, CONTENT[1000:])).status_code == 200
+    assert (ours.post(f"{fresh}:complete").json()["complete"], kept.read_bytes()) == (True, CONTENT)
+
+
 def tenant_of(keyed: Keyed, key: str) -> str:
     caller = verify_key(keyed.engine, KEY_SECRET, key)
     assert caller is not None

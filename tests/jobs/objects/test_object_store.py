@@ -119,7 +119,9 @@ def test_a_file_that_is_none_is_not_put(kept: Kept, tmp_path: Path) -> None:
 
 def test_one_flipped_byte_is_found_and_what_is_damaged_is_not_fetched(kept: Kept) -> None:
     content = b"spectrum" * 100_000
+    assert not kept.store.has(KEY, len(content))
     kept.put(content)
+    assert kept.store.has(KEY, len(content))
     damaged = bytearray(content)
     damaged[400_000] ^= 1
     kept.replace(bytes(damaged))
@@ -127,6 +129,7 @@ def test_one_flipped_byte_is_found_and_what_is_damaged_is_not_fetched(kept: Kept
         kept.fetch(content)
     assert sorted(each.name for each in kept.folder.iterdir() if each.name != "store") == ["staged"]
     kept.replace(content[:-1])
+    assert not kept.store.has(KEY, len(content))
     for act in (lambda: kept.read(len(content)), lambda: kept.fetch(content)):
         with pytest.raises(ArtifactDamaged, match="799,999 bytes, 800,000 were declared"):
             act()

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, update
 
-from catalog.requests.uploads import DeclaredFile, UploadDocument
+from catalog.requests.uploads import DeclaredFile, UploadDocument, UploadView
 from jobs.errors import UploadRefused
-from jobs.objects.artifacts import ArtifactFolder
+from jobs.objects.artifacts import ArtifactFolder, object_key
 from jobs.objects.s3_store import S3Objects
 from jobs.objects.uploads import Uploads, sweep_uploads
 from jobs.queue.attempt_endings import finish
@@ -66,6 +66,51 @@ def test_what_one_machine_took_another_lays_out(
     uploads.remove(upload_id)
     with pytest.raises(FactorsUnavailable, match="upload it again"):
         lay_out_uploads(ledger, worker, claim)
+
+
+@pytest.mark.parametrize("harm", ["flipped", "cut", "gone"])
+def test_a_file_that_the_store_has_lost_is_sent_again(ledger: Engine, held: object, tmp_path: Path, harm: str) -> None:
+    folder = ArtifactFolder(tmp_path)
+    uploads = Uploads(ledger, folder, LOCAL_TENANT)
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in FILES.items()}
+    files = [DeclaredFile(name=each, size_bytes=len(FILES[each]), sha256=digests[each]) for each in FILES]
+    declaration = UploadDocument(kind="model", files=tuple(files))
+    upload_id = uploads.declare(declaration, None)
+    for name, content in FILES.items():
+        with uploads.writer(upload_id, name) as part:
+            part.write(content)
+    uploads.complete(look(uploads, upload_id))
+    claim = named(held(), upload_id)  # type: ignore[operator] # the fixture's function
+    stored = tmp_path / object_key(LOCAL_TENANT, digests["model.safetensors"])
+    stored.chmod(0o644)
+    harmed = {"flipped": b"\xff" + CONTENT[1:], "cut": CONTENT[:-1], "gone": None}[harm]
+    stored.unlink() if harmed is None else stored.write_bytes(harmed)
+    with writing(ledger) as connection:
+        connection.execute(update(upload_files).values(changed_at=ledger_now(-3 * 86_400)))
+    with pytest.raises(FactorsUnavailable) as refused:
+        lay_out_uploads(ledger, folder, claim)
+    failure = refused.value.failure
+    assert (failure.category, failure.code, failure.pointer) == ("fatal", "artifact_damaged", "/model/id")
+    assert all(each in failure.message for each in ("model.safetensors", upload_id, "send it again"))
+    # the same declaration finds it unfinished, with the other files as they are, and no sweep takes those
+    assert uploads.declare(declaration, None) == upload_id
+    uploads.recheck(upload_id)
+    sweep_uploads(ledger, folder, 30)
+    again = look(uploads, upload_id)
+    come = {each.name: each.received_bytes for each in again.files}
+    assert (again.complete, come) == (False, {**{name: len(FILES[name]) for name in FILES}, "model.safetensors": 0})
+    with pytest.raises(UploadRefused, match=r"0 of the 128,000 bytes of model\.safetensors have come"):
+        uploads.complete(again)
+    with uploads.writer(upload_id, "model.safetensors") as part:
+        part.write(CONTENT)
+    uploads.complete(look(uploads, upload_id))
+    assert (lay_out_uploads(ledger, folder, claim)["model_path"] / "model.safetensors").read_bytes() == CONTENT
+
+
+def look(uploads: Uploads, upload_id: str) -> UploadView:
+    found = uploads.find(upload_id)
+    assert found is not None
+    return found
 
 
 def test_the_query_of_an_estimate_is_laid_out_and_what_is_gone_is_not_completed(

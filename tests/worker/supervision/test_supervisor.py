@@ -757,10 +757,14 @@ def test_damaged_factors_of_an_earlier_job_are_not_computed_with(
     earlier = submitted(kind="factors")
     supervise(earlier, ["artifact", "factors/factors.index.json", "{}"], ["finish"])
     (artifact,) = list_artifacts(ledger, LOCAL_TENANT, earlier)
-    (settings().ledger.artifact_root / artifact.uri).write_text("[]")
-    later = submitted(model=None, data=None, task=None, factors={"job": earlier})
-    supervise(later, ["finish"])
-    assert (job(later).state, job(later).failure["code"]) == ("failed", "artifact_damaged")
+    stored = settings().ledger.artifact_root / artifact.uri
+    for harm, state in ((lambda: stored.write_text("[]"), "has changed in"), (stored.unlink, "is missing or cut off in")):
+        harm()
+        later = submitted(model=None, data=None, task=None, factors={"job": earlier})
+        supervise(later, ["finish"])
+        failure = job(later).failure
+        assert (job(later).state, failure["code"], failure["pointer"]) == ("failed", "artifact_damaged", "/factors/job")
+        assert f"factors/factors.index.json {state} the service's store; run that job again" in failure["message"]
 
 
 def test_a_file_beyond_the_quota_ends_the_job_and_what_was_done_stays(
