@@ -43,9 +43,8 @@ async def create_upload(request: Request, caller: Submitter, service: ServiceOf)
     """Declare the files of a model or of data, and reserve their bytes; the same again finds how far it has come."""
     settings = service.settings
     document = await read_record(request, settings, UploadDocument)
-    _require_room(service, sum(each.size_bytes for each in document.files))
-    declare = _uploads(service, caller).declare
-    upload_id = await run_in_threadpool(declare, document, settings.ledger.stored_bytes)
+    declare, require_room = _uploads(service, caller).declare, partial(_require_room, service)
+    upload_id = await run_in_threadpool(declare, document, settings.ledger.stored_bytes, require_room)
     return await run_in_threadpool(_rechecked, service, caller, upload_id)
 
 
@@ -67,6 +66,9 @@ async def send_file(upload_id: str, name: str, request: Request, caller: Submitt
         file = _file(await run_in_threadpool(_owned, service, caller, upload_id), name)
         if first != file.received_bytes:
             come = f"{file.received_bytes:,} of the {file.size_bytes:,} bytes of {name} have come"
+            if file.received_bytes == file.size_bytes:
+                come = f"all {file.size_bytes:,} bytes of {name} have come"
+                raise UploadRefused("offset", f"{come}; once the others have, POST /v1/uploads/{upload.id}:complete")
             raise UploadRefused("offset", f"{come}; go on there")
         with _refusing_a_full_disk():
             await receive_part(request, part, length, service.settings.body_seconds)
@@ -154,7 +156,7 @@ def _require_room(service: Service, more_bytes: int) -> None:
     root = service.settings.ledger.artifact_root
     root.mkdir(parents=True, exist_ok=True)  # with a bucket, nothing else of the API's is there
     if shutil.disk_usage(root).free - more_bytes < service.settings.disk_floor_bytes:
-        raise _full()
+        raise _full(f" for {more_bytes:,} bytes more, with the second copy of a file while it is stored")
 
 
 @contextmanager
@@ -165,8 +167,10 @@ def _refusing_a_full_disk() -> Iterator[None]:
         raise _full() if error.errno in (errno.ENOSPC, errno.EDQUOT) else error from error
 
 
-def _full() -> Refusal:
-    message = "the disk of the service is full; what has come is kept for a day: go on later, or ask its operator"
+def _full(needed: str = "") -> Refusal:
+    message = (
+        f"the disk of the service is full{needed}; what has come is kept for a day: go on later, or ask its operator"
+    )
     return Refusal(507, "disk-full", "The service has no room", message, headers={"retry-after": "300"})
 
 

@@ -51,12 +51,19 @@ class Uploads:
     def __init__(self, engine: Engine, folder: ArtifactFolder, tenant_id: str) -> None:
         self._engine, self._folder, self._tenant_id = engine, folder, tenant_id
 
-    def declare(self, document: UploadDocument, default_bytes: int | None) -> str:
+    def declare(
+        self,
+        document: UploadDocument,
+        default_bytes: int | None,
+        require_room: Callable[[int], None] = lambda _bytes: None,
+    ) -> str:
         """List what will be sent, or find what was declared before, and return its id.
 
         Args:
             document: The declaration.
             default_bytes: The quota of tenants without one of their own; None for no limit.
+            require_room: Receives the bytes that the disk needs for what has not come, and for the second copy of the
+                largest file while that is stored, and raises what it likes; nothing is listed then.
 
         Raises:
             QuotaExceeded: If it does not fit; nothing is listed then.
@@ -74,6 +81,10 @@ class Uploads:
             after, _ = lock_usage(connection, self._tenant_id, default_bytes)
             if quota is not None and after > max(quota, before):
                 raise QuotaExceeded(before, quota, after - before)
+            unstored = select(_F.name, _F.size_bytes).where(*self._own(upload_id), _F.stored_at.is_(None))
+            if sizes := {row.name: row.size_bytes for row in connection.execute(unstored)}:
+                left = sum(size - _size(self._staged(upload_id, name)) for name, size in sizes.items())
+                require_room(left + max(sizes.values()))
             unfinished = (_F.tenant_id == self._tenant_id, _F.completed_at.is_(None))
             if connection.execute(select(func.count()).where(*unfinished)).scalar_one() > _MOST_UNFINISHED:
                 raise UploadRefused("limit", f"you have {_MOST_UNFINISHED:,} unfinished files; complete or delete some")

@@ -94,7 +94,9 @@ def test_a_file_in_parts_is_an_object_once_all_of_it_has_come(keyed: Keyed, ours
     kept = keyed.artifacts / object_key(tenant, hashlib.sha256(CONTENT).hexdigest())
     assert kept.read_bytes() == CONTENT
     # a replay changes nothing, and no sweep of unlisted objects takes it
-    assert "go on there" in str(problem(ours.put(file, content=CONTENT), 409)["detail"])
+    replayed = str(problem(ours.put(file, content=CONTENT), 409)["detail"])
+    assert f"all {len(CONTENT):,} bytes of" in replayed
+    assert f"POST {fresh}:complete" in replayed
     assert ours.post(f"{fresh}:complete").json()["complete"] is True
     sweep_objects(keyed.engine, ArtifactFolder(keyed.artifacts), -60)
     assert kept.exists()
@@ -425,6 +427,17 @@ def test_below_the_floor_of_the_disk_nothing_is_taken(databases: Databases, tmp_
             assert received(client, f"/v1/uploads/{upload_id}") == 0
     finally:
         engine.dispose()
+
+
+def test_a_declaration_needs_room_for_the_second_copy_of_its_largest_file(keyed: Keyed, ours: httpx.Client) -> None:
+    free = shutil.disk_usage(keyed.artifacts).free
+    refused = problem(ours.post("/v1/uploads", json=document(declared(size_bytes=int(free * 0.6)))), 507)
+    assert "second copy" in str(refused["detail"])
+    # two files are not copied at once
+    halves = [declared(f"{each}.safetensors", size_bytes=int(free * 0.3)) for each in (1, 2)]
+    taken = ours.post("/v1/uploads", json=document(*halves, declared("config.json", b"{}"), kind="model"))
+    assert taken.status_code == 201, taken.text
+    assert ours.delete(f"/v1/uploads/{taken.json()['id']}").status_code == 204
 
 
 def parsed(*files: dict[str, Any]) -> UploadDocument:

@@ -49,9 +49,13 @@ def test_what_one_machine_took_another_lays_out(
     ]
     upload_id = uploads.declare(UploadDocument(kind="model", files=tuple(files)), None)
     claim = named(held(), upload_id)  # type: ignore[operator] # the fixture's function
+    needed: list[int] = []
     for name, content in FILES.items():
         with uploads.writer(upload_id, name) as part:
             part.write(content)
+        uploads.declare(UploadDocument(kind="model", files=tuple(files)), None, needed.append)
+    # all that has not come, and the largest file a second time
+    assert [each - len(CONTENT) for each in needed] == [3 + len(CONTENT), len(CONTENT), 0]
     with pytest.raises(FactorsUnavailable, match="upload it again"):
         lay_out_uploads(ledger, worker, claim)
     found = uploads.find(upload_id)
