@@ -2,11 +2,11 @@
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 
@@ -38,12 +38,18 @@ from worker.execution.data.texts.text_rows import (
     require_one_reading,
 )
 from worker.execution.files.open_files import OpenFile
-from worker.execution.files.safetensors_header import TensorEntry, read_header
+from worker.execution.files.safetensors_header import ELEMENT_BYTES, TensorEntry, read_header
 from worker.execution.refusal import Refusal, is_storable, names, unique_keys
 
 _POINTER = "/data/path"
 _MAX_LINE_BYTES = 2**20
-_CHUNK_BYTES = 64 * 2**20
+_CHUNK_BYTES = 16 * 2**20
+_DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32",
+    "F32": "float32", "F64": "float64", "I64": "int64", "U64": "uint64", "C64": "complex64",
+}  # fmt: skip
+"""Types of torch by their names in a file's header."""
 _MOST_FIELDS = 1_000
 _SUFFIXES = (".safetensors", ".jsonl", ".csv", ".parquet", ".txt")
 _IMAGES, _LABELS = "images", "labels"
@@ -124,7 +130,7 @@ def _require_columns_agree(path: OpenFile, rivals: list[Rival], source: FileOpti
 
 
 def _tensor_file(path: OpenFile, source: FileOptions, request: DataRequest) -> DataStream:
-    """Rows of `inputs`, `images`, or `input_ids` and companions, with `targets`: chunks of at most 64 MiB, mapped."""
+    """Rows of `inputs`, `images`, or `input_ids` and companions, with `targets`, in chunks of at most 16 MiB."""
     entries = read_header(path, _POINTER)
     only, targets = _tensor_names(path, entries, request)
     pixels = source.pixels
@@ -140,21 +146,30 @@ def _tensor_file(path: OpenFile, source: FileOptions, request: DataRequest) -> D
     step = max(1, min(rows, _CHUNK_BYTES // row_bytes))
 
     def batches() -> Iterator[Chunk]:
-        with safetensors.safe_open(path, framework="pt") as file:
-            for start in range(0, rows, step):
-                part = {name: file.get_slice(name)[start : min(start + step, rows)] for name in entries}
-                given = part.pop(targets, None)
-                if pixels is not None:
-                    part[only] = scale_pixels(part[only], pixels)
-                yield (model_inputs(part[only], request.loaded) if only in part else part), given
+        for start in range(0, rows, step):
+            part = {name: _read_rows(path, entry, start, min(start + step, rows)) for name, entry in entries.items()}
+            given = part.pop(targets, None)
+            if pixels is not None:
+                part[only] = scale_pixels(part[only], pixels)
+            yield (model_inputs(part[only], request.loaded) if only in part else part), given
 
     def labels() -> Iterator[tuple[Tensor, Tensor]]:
-        with safetensors.safe_open(path, framework="pt") as file:
-            for start in range(0, rows, step):
-                stop = min(start + step, rows)
-                yield file.get_slice(targets)[start:stop], torch.arange(start, stop)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            yield _read_rows(path, entries[targets], start, stop), torch.arange(start, stop)
 
     return DataStream(batches=batches, examples=rows, labels=labels if targets in entries else None)
+
+
+def _read_rows(path: OpenFile, entry: TensorEntry, start: int, stop: int) -> Tensor:
+    """Read some rows of a tensor; the library would map the whole file, for which a job may have no room."""
+    shape = (stop - start, *entry.shape[1:])
+    row_bytes = ELEMENT_BYTES[entry.dtype] * math.prod(entry.shape[1:])
+    found = path.read_at(entry.begin + start * row_bytes, (stop - start) * row_bytes)
+    if len(found) < (stop - start) * row_bytes:
+        raise Refusal(f"{path.name} became shorter while it was read; give it once it is whole", pointer=_POINTER)
+    dtype: torch.dtype = getattr(torch, _DTYPES[entry.dtype])
+    return torch.frombuffer(found, dtype=dtype).reshape(shape)
 
 
 def _tensor_names(path: OpenFile, entries: Mapping[str, TensorEntry], request: DataRequest) -> tuple[str, str]:
@@ -202,6 +217,13 @@ def _rows(path: OpenFile, entries: dict[str, TensorEntry]) -> int:
     rows = next(iter(shapes.values()))[0]
     if rows == 0:
         raise Refusal(f"{path.name} holds no example; give at least one", pointer=_POINTER, code="empty_data")
+    empty = [name for name, entry in entries.items() if not entry.numbers]
+    if empty:
+        raise Refusal(
+            f"{path.name}: `{empty[0]}` of shape {list(shapes[empty[0]])} holds no numbers; give each example some",
+            pointer=_POINTER,
+            code="empty_data",
+        )
     return rows
 
 

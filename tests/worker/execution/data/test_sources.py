@@ -1,5 +1,7 @@
 import json
 import math
+import os
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,8 @@ from catalog.requests.inputs import (
 from worker.execution.data import builtin, factory, file, huggingface, synthetic
 from worker.execution.data.stream import DataRequest
 from worker.execution.data.validation import validate_chunks
+from worker.execution.files.open_files import OpenFile
+from worker.execution.files.safetensors_header import read_header
 from worker.execution.loaded_model import LoadedModel, Vocabulary
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models.checkpoint import load
@@ -152,6 +156,48 @@ def test_tensors_of_a_file_pass_as_they_are(tmp_path: Path, request_for: Callabl
     assert stream.examples == 4
 
 
+def test_rows_are_those_that_the_library_reads(tmp_path: Path) -> None:
+    """In every type, and in chunks."""
+    bits = torch.randint(0, 2, (5, 2, 64), dtype=torch.uint8)
+    tensors = {name: bits.clone().view(getattr(torch, name)) for name in file._DTYPES.values()}
+    path = tmp_path / "data.safetensors"
+    safetensors.torch.save_file(tensors, path)
+    opened = OpenFile(path.name, os.open(path, os.O_RDONLY))
+    with safetensors.safe_open(path, framework="pt") as library:
+        for name, entry in read_header(opened, "/data/path").items():
+            for start, stop in ((0, 5), (1, 3), (4, 5)):
+                rows, truth = file._read_rows(opened, entry, start, stop), library.get_slice(name)[start:stop]
+                assert rows.dtype == truth.dtype
+                assert torch.equal(rows.view(torch.uint8), truth.contiguous().view(torch.uint8)), name
+    last = max(read_header(opened, "/data/path").values(), key=lambda entry: entry.begin)
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(Refusal, match="became shorter"):
+        file._read_rows(opened, last, 0, 5)
+
+
+def test_a_file_beyond_all_memory_is_read_by_its_rows(tmp_path: Path, request_for: Callable[..., DataRequest]) -> None:
+    """56 GB on paper; a mapping of the whole is what a job may have no room for."""
+    path, rows = tmp_path / "data.safetensors", 10**9
+    header = {
+        "inputs": {"dtype": "F32", "shape": [rows, 12], "data_offsets": [0, 48 * rows]},
+        "targets": {"dtype": "I64", "shape": [rows], "data_offsets": [48 * rows, 56 * rows]},
+    }
+    raw = json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw)
+    os.truncate(path, 8 + len(raw) + 56 * rows)
+    room = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + 2**30, room[1]))
+    try:
+        stream = file.load(DataFile(source="file", path=str(path)), request_for(PLAIN, "classification"))
+        inputs, targets = next(iter(stream.batches()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, room)
+    assert stream.examples == rows
+    assert len(inputs) == len(targets)
+    assert not inputs.any()
+
+
 BAD_FILES = [
     ("no-lines.jsonl", b"", "no text"),
     ("blank.txt", b"\n \n", "no text"),
@@ -261,6 +307,9 @@ def test_tensors_that_disagree_on_the_examples_are_refused(
         file.load(DataFile(source="file", path=str(path)), request_for(PLAIN, "regression"))
     safetensors.torch.save_file({"inputs": torch.zeros(0, 3), "targets": torch.zeros(0)}, path)
     with pytest.raises(Refusal, match="no example"):
+        file.load(DataFile(source="file", path=str(path)), request_for(PLAIN, "regression"))
+    safetensors.torch.save_file({"inputs": torch.zeros(2**40, 0), "targets": torch.zeros(2**40, 0, 1)}, path)
+    with pytest.raises(Refusal, match=r"`inputs` of shape \[1099511627776, 0\] holds no numbers"):
         file.load(DataFile(source="file", path=str(path)), request_for(PLAIN, "regression"))
 
 
