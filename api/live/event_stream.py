@@ -16,11 +16,11 @@ from starlette.types import Receive, Scope, Send
 from api.live.job_watcher import EventBatch, Subscription, read_in_time
 from api.live.sse_format import KEEPALIVE, MEDIA_TYPE, encode_event, retry_hint
 from api.problem_details import Refusal
+from api.requests.auth import KeyInUse
 from api.requests.limits import limited, release_slot
 from api.service import Service
 from jobs.errors import LedgerUnavailable
 from jobs.repository.events import History
-from jobs.tenancy.api_keys import is_valid
 
 _RETRY_MILLISECONDS = 2_000
 _DATABASE_RETRY_SECONDS = 1.0
@@ -116,7 +116,7 @@ class EventStream(Response):
     async def _key_is_valid(self) -> bool | None:
         """Return whether the key may read on; None where the database does not answer, and no event is sent."""
         try:
-            return self._key is None or await run_in_threadpool(read_in_time, is_valid, self._service.keys, self._key)
+            return await run_in_threadpool(KeyInUse(self._service, self._key).is_valid)
         except LedgerUnavailable:
             return None
 

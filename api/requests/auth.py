@@ -4,20 +4,25 @@ The check is a dependency of the application itself, so that a new route is clos
 writes ``@open_to_all`` above it; ``tests/api/requests/test_auth.py`` counts those.
 """
 
+import contextlib
 import hmac
+import time
 from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
 
+from api.live.job_watcher import read_in_time
 from api.problem_details import Refusal
-from api.service import ServiceOf
+from api.service import Service, ServiceOf
+from jobs.errors import LedgerUnavailable
 from jobs.records import LOCAL_TENANT, Caller, Scope
-from jobs.tenancy.api_keys import verify_key
+from jobs.tenancy.api_keys import is_valid, verify_key
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., object])
 
+_AGAIN_SECONDS = 2.0
 _OPEN = "kronoscope_open_to_all"
 _SCRAPED = "kronoscope_for_the_scraper"
 _LOCAL = Caller(tenant_id=LOCAL_TENANT, scopes=frozenset({"read", "submit", "admin"}))
@@ -58,6 +63,35 @@ def unauthorised(detail: str) -> Refusal:
     return Refusal(
         401, "unauthorised", "An API key is needed", detail, headers={"www-authenticate": 'Bearer realm="kronoscope"'}
     )
+
+
+class KeyInUse:
+    """The key of a request under way, which goes on only until the key is revoked or expires."""
+
+    def __init__(self, service: Service, key: str | None) -> None:
+        """Begin with a key that was verified just now, by its prefix; None, in embedded mode, stays valid."""
+        self._keys, self._key = service.keys, key
+        self._asked_at = time.monotonic()
+
+    def is_valid(self) -> bool:
+        """Return whether the key is neither revoked nor expired; ``LedgerUnavailable`` without an answer in time."""
+        return self._key is None or read_in_time(is_valid, self._keys, self._key)
+
+    def require(self) -> None:
+        """Refuse to go on, with 401, if the key is no longer valid: before a write, or after a wait."""
+        if not self.is_valid():
+            raise unauthorised(NOT_VALID)
+
+    def is_due(self) -> bool:
+        """Return whether the key was not asked for in the last seconds: no query for each chunk of a long answer."""
+        return self._key is not None and time.monotonic() - self._asked_at >= _AGAIN_SECONDS
+
+    def require_if_due(self) -> None:
+        """Refuse as `require` every few seconds; what is under way goes on while the database does not answer."""
+        if self.is_due():
+            self._asked_at = time.monotonic()
+            with contextlib.suppress(LedgerUnavailable):
+                self.require()
 
 
 def authenticate(request: Request, service: ServiceOf, _: Annotated[object, Depends(_BEARER)]) -> None:

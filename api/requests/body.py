@@ -11,6 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from api.problem_details import Refusal
+from api.requests.auth import KeyInUse
 from api.settings import Settings
 from jobs.codec import guard_body, parse_record
 from jobs.errors import DocumentRefused
@@ -54,7 +55,8 @@ async def read_record(request: Request, settings: Settings, kind: type[T]) -> T:
 async def read_document_body(request: Request, settings: Settings) -> bytes:
     """Read a body that must be declared as JSON, unparsed, within the settings' limits of bytes and time.
 
-    ``Refusal``: 415 for another media type or a compressed body, 408 or 413 beyond the limits, 400 if it ends early.
+    ``Refusal``: 415 for another media type or a compressed body, 408 or 413 beyond the limits, 400 if it ends early,
+    401 if the key is no longer valid then.
     """
     try:
         # by the headers alone, before a byte of the body is read
@@ -64,4 +66,7 @@ async def read_document_body(request: Request, settings: Settings) -> bytes:
         raise Refusal(
             415, "unsupported-media-type", "Unsupported media type", f"the body {complaint.message}"
         ) from None
-    return await _read(request, settings.body_limit_bytes, settings.body_seconds)
+    raw = await _read(request, settings.body_limit_bytes, settings.body_seconds)
+    # a body that came slowly is not acted upon once its key is revoked
+    await run_in_threadpool(KeyInUse(request.app.state.service, request.state.caller.key).require)
+    return raw

@@ -8,12 +8,11 @@ from fastapi import Request
 from starlette.concurrency import run_in_threadpool
 
 from api.problem_details import invalid_parameter, not_found
-from api.requests.auth import NOT_VALID, unauthorised
+from api.requests.auth import KeyInUse
 from api.requests.limits import limited, release_slot
 from api.service import Service
 from jobs.errors import LedgerUnavailable
 from jobs.records import Job
-from jobs.tenancy.api_keys import is_valid
 
 MAX_WAIT_SECONDS = 30
 _DISCONNECT_CHECK_SECONDS = 2.0
@@ -86,14 +85,8 @@ async def wait_for_job(
                 if left <= 0 or await request.is_disconnected():
                     break
                 await subscription.wait(min(left, _DISCONNECT_CHECK_SECONDS))
-        await _require_key(service, key)
+        await run_in_threadpool(KeyInUse(service, key).require)
         return job
-
-
-async def _require_key(service: Service, key: str | None) -> None:
-    """Refuse to answer a key that was revoked, or has expired, while its request waited."""
-    if key is not None and not await run_in_threadpool(is_valid, service.keys, key):
-        raise unauthorised(NOT_VALID)
 
 
 async def _read_with_retries(read: Callable[[], Awaitable[Job | None]], until: float) -> Job | None:

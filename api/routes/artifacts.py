@@ -12,7 +12,7 @@ from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from api.problem_details import Refusal, not_found
-from api.requests.auth import Reader
+from api.requests.auth import KeyInUse, Reader
 from api.requests.etags import has_current
 from api.requests.file_reads import FileReads
 from api.requests.openapi import error_responses
@@ -114,7 +114,8 @@ async def download(
     headers["content-length"] = str(last - first + 1)
     if part is not None:
         headers["content-range"] = f"bytes {first}-{last}/{artifact.size_bytes}"
-    chunks = _chunks(service.file_reads, file, last - first + 1, artifact.sha256 if whole else None)
+    key = KeyInUse(service, caller.key)
+    chunks = _chunks(service.file_reads, file, last - first + 1, artifact.sha256 if whole else None, key)
     # read before anything is sent, so that a damaged file of one chunk can still be refused
     begin = await anext(chunks, b"")
     return StreamingResponse(
@@ -177,8 +178,10 @@ async def _resumed(begin: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[by
         yield chunk
 
 
-async def _chunks(reads: FileReads, file: BinaryIO, length: int, sha256: str | None) -> AsyncIterator[bytes]:
-    """Yield the bytes; the last chunk of a whole file is sent only if the digest over all of them is right."""
+async def _chunks(
+    reads: FileReads, file: BinaryIO, length: int, sha256: str | None, key: KeyInUse
+) -> AsyncIterator[bytes]:
+    """Yield the bytes while the key is valid; the last chunk of a whole file only if the digest of all is right."""
     digest = hashlib.sha256()
     left = length
     try:
@@ -187,6 +190,8 @@ async def _chunks(reads: FileReads, file: BinaryIO, length: int, sha256: str | N
             left -= len(chunk)
             if not chunk or (left == 0 and sha256 is not None and digest.hexdigest() != sha256):
                 raise ArtifactDamaged("a file changed after it was recorded; it is not served")
+            if key.is_due():
+                await run_in_threadpool(key.require_if_due)
             yield chunk
     finally:
         file.close()

@@ -12,14 +12,14 @@ from fastapi.responses import StreamingResponse
 
 from api.problem_details import invalid_parameter, not_found
 from api.requests.accepted_formats import preferred
-from api.requests.auth import Reader
+from api.requests.auth import KeyInUse, Reader
 from api.requests.openapi import error_responses
 from api.requests.response_bodies import artifact_view, job_view, layer_view
 from api.service import Service, ServiceOf
 from catalog import ANALYSES
 from catalog.record import canonical_json, plain, record
 from catalog.responses.views import LayerListView, LayersLink, ResultsView
-from jobs.records import Artifact, Job, LayerPage, LayerRow
+from jobs.records import Artifact, Caller, Job, LayerPage, LayerRow
 from jobs.repository.results import (
     SORT_KEYS,
     LayerQuery,
@@ -184,7 +184,7 @@ def layers(
     job = owned_job(service, caller.tenant_id, job_id)
     wanted = _format(chosen.accept)
     if wanted != _JSON:
-        return _stream(service, job, wanted, chosen)
+        return _stream(service, caller, job, wanted, chosen)
     check_limit(chosen.limit)
     after = chosen.ledger_cursor(chosen.after)
     query = LayerQuery(kind=chosen.kind, after=after, limit=chosen.limit, sort=chosen.sort)
@@ -207,7 +207,7 @@ def layers(
 )
 def layers_csv(job_id: str, caller: Reader, service: ServiceOf, chosen: Chosen) -> Response:
     """All rows as a table for a spreadsheet; no cell of it is taken for a formula."""
-    return _stream(service, owned_job(service, caller.tenant_id, job_id), _CSV, chosen)
+    return _stream(service, caller, owned_job(service, caller.tenant_id, job_id), _CSV, chosen)
 
 
 @router.get(
@@ -219,7 +219,7 @@ def layers_csv(job_id: str, caller: Reader, service: ServiceOf, chosen: Chosen) 
 )
 def layers_jsonl(job_id: str, caller: Reader, service: ServiceOf, chosen: Chosen) -> Response:
     """All rows, one JSON object a line."""
-    return _stream(service, owned_job(service, caller.tenant_id, job_id), _LINES, chosen)
+    return _stream(service, caller, owned_job(service, caller.tenant_id, job_id), _LINES, chosen)
 
 
 @router.get("/layers/{name:path}", operation_id="read_layer", summary="One layer", responses=error_responses(404, 422))
@@ -242,7 +242,8 @@ def layer(job_id: str, name: str, caller: Reader, service: ServiceOf, chosen: Ch
 def log(job_id: str, caller: Reader, service: ServiceOf) -> Response:
     """One JSON object per layer row: what was done to the layer, with which numbers, on what."""
     job = owned_job(service, caller.tenant_id, job_id)
-    return _download(_lines(service, job, Selection(), _log_line), _LINES, f"{job.id}.log.jsonl")
+    key = KeyInUse(service, caller.key)
+    return _download(key, _lines(service, job, Selection(), _log_line), _LINES, f"{job.id}.log.jsonl")
 
 
 def _format(accept: str | None) -> Format:
@@ -251,19 +252,22 @@ def _format(accept: str | None) -> Format:
     return preferred(accept, formats, _JSON)
 
 
-def _stream(service: Service, job: Job, wanted: Format, chosen: Selection) -> StreamingResponse:
+def _stream(service: Service, caller: Caller, job: Job, wanted: Format, chosen: Selection) -> StreamingResponse:
+    key = KeyInUse(service, caller.key)
     if wanted == _CSV:
-        return _download(_table(service, job, chosen), "text/csv; charset=utf-8", f"{job.id}.layers.csv")
-    return _download(_lines(service, job, chosen, _layer_line), _LINES, f"{job.id}.layers.jsonl")
+        return _download(key, _table(service, job, chosen), "text/csv; charset=utf-8", f"{job.id}.layers.csv")
+    return _download(key, _lines(service, job, chosen, _layer_line), _LINES, f"{job.id}.layers.jsonl")
 
 
-def _download(chunks: Iterator[str], media_type: str, name: str) -> StreamingResponse:
+def _download(key: KeyInUse, chunks: Iterator[str], media_type: str, name: str) -> StreamingResponse:
     # the first chunk is read now, while a refusal (a sort key, the database) can still be answered
     first = next(chunks, "")
 
     def all_chunks() -> Iterator[str]:
         yield first
-        yield from chunks
+        for chunk in chunks:
+            key.require_if_due()
+            yield chunk
 
     headers = {"content-disposition": f'attachment; filename="{name}"', "vary": "Accept"}
     return StreamingResponse(all_chunks(), media_type=media_type, headers=headers)

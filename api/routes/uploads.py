@@ -16,7 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from api.problem_details import Refusal, not_found
-from api.requests.auth import Reader, Submitter
+from api.requests.auth import KeyInUse, Reader, Submitter
 from api.requests.body import read_record
 from api.requests.openapi import UPLOAD_BODY, error_responses
 from api.requests.response_bodies import job_view
@@ -71,7 +71,9 @@ async def send_file(upload_id: str, name: str, request: Request, caller: Submitt
                 raise UploadRefused("offset", f"{come}; once the others have, POST /v1/uploads/{upload.id}:complete")
             raise UploadRefused("offset", f"{come}; go on there")
         with _refusing_a_full_disk():
-            await receive_part(request, part, length, service.settings.body_seconds)
+            key = KeyInUse(service, caller.key)
+            await receive_part(request, part, length, service.settings.body_seconds, key)
+            await run_in_threadpool(key.require)
             if first + length == file.size_bytes:
                 _require_room(service, file.size_bytes)
                 await run_in_threadpool(uploads.store, upload.id, file)
@@ -92,6 +94,7 @@ async def import_folder(upload_id: str, caller: Submitter, service: ServiceOf, r
     """Store a job of the folder of a foreground run; it is marked as imported wherever it is shown."""
 
     def act() -> JobView:
+        KeyInUse(service, caller.key).require()  # after the wait for others' imports
         upload = _rechecked(service, caller, upload_id)
         job_id = import_run(service.engine, service.artifacts, caller.tenant_id, upload)
         _uploads(service, caller).remove(upload_id)
@@ -128,8 +131,8 @@ def _part(request: Request, file: UploadedFile) -> tuple[int, int]:
     return first, length
 
 
-async def receive_part(request: Request, part: BinaryIO, length: int, seconds: float) -> None:
-    """Write the body as it comes; what was written stays, unless more than its ``length`` bytes come."""
+async def receive_part(request: Request, part: BinaryIO, length: int, seconds: float, key: KeyInUse) -> None:
+    """Write the body as it comes, while the key is valid; what was written stays, unless more than ``length`` comes."""
     first, left = part.seek(0, os.SEEK_END), length
     try:
         async with asyncio.timeout(seconds):
@@ -139,6 +142,8 @@ async def receive_part(request: Request, part: BinaryIO, length: int, seconds: f
                     part.truncate(first)
                     message = f"the body has more than its Content-Length of {length:,} bytes, and was dropped"
                     raise Refusal(400, "bad-request", "Bad request", message, headers={"connection": "close"})
+                if key.is_due():
+                    await run_in_threadpool(key.require_if_due)
                 await run_in_threadpool(write_whole, part, chunk)
     except (TimeoutError, ClientDisconnect):
         message = f"not all of its {length:,} bytes came within {seconds:g} s; go on where the file has come to"

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from sqlalchemy import Engine, select, update
 from starlette.requests import Request
 
 from api.problem_details import Refusal
+from api.requests.auth import KeyInUse
 from api.routes.uploads import receive_part, write_whole
 from catalog.requests.uploads import UploadDocument, is_read
 from jobs.codec import parse_document, parse_record, sha256_of
@@ -236,10 +238,11 @@ def test_more_bytes_than_declared_are_dropped_with_the_rest_of_their_request(tmp
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": next(chunks), "more_body": True}
 
+    embedded = KeyInUse(SimpleNamespace(keys=None), None)  # type: ignore[arg-type]
     path = tmp_path / "part"
     path.write_bytes(bytes(came))
     with path.open("ab", buffering=0) as part, pytest.raises(Refusal, match="more than its Content-Length of 11 bytes"):
-        asyncio.run(receive_part(Request({"type": "http"}, receive), part, 11, 60))
+        asyncio.run(receive_part(Request({"type": "http"}, receive), part, 11, 60, embedded))
     assert path.read_bytes() == bytes(came)
 
 
