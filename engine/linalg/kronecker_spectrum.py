@@ -152,13 +152,13 @@ def ends_of_drawn(spectrum: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
     """Return a spectrum (n,) with the eigenvalues that rounding may have drawn all zero, and all as large as may be.
 
     The squares of the n shifts add up to ``rounding``² at most (Hoffman and Wielandt 1953): twice their mean is taken.
-    What is far below it is zero by itself, as of a unit that is never active.
+    What is far below it is not as large, as of a unit that is never active, but zero all the same.
     """
     least = rounding * min(1.0, 2 / math.sqrt(spectrum.numel()))
-    drawn = (spectrum > _ZERO * least) & (spectrum <= least)
+    drawn = (spectrum > 0) & (spectrum <= least)
     if not bool(drawn.any()):
         return spectrum, spectrum
-    return spectrum.masked_fill(drawn, 0.0), spectrum.masked_fill(drawn, least)
+    return spectrum.masked_fill(drawn, 0.0), spectrum.masked_fill(drawn & (spectrum > _ZERO * least), least)
 
 
 def _ratio(above: float, below: float) -> float | None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.factors.dense import Dense
 from engine.factors.factor_set import FactorSet, LayerFacts
+from engine.factors.low_rank import LowRank
 from engine.linalg.eigendecomposition import Decomposition, decompose, rungs
 from engine.linalg.eigensolvers import LARGEST, Need, is_on_device
 from engine.linalg.linear_operator import Operator, Structured
@@ -58,7 +59,7 @@ class Side:
     counted: Counted | None
     """The same between bounds, of a side that is never made dense and has no ``spectrum``."""
     entry_rounding: float = 0.0
-    """Eigenvalues below it cannot be told from zero, since the entries of the factor are rounded; see ``rounded``."""
+    """Eigenvalues below it cannot be told from zero, since what is stored of the factor is rounded; see ``rounded``."""
 
     @property
     def rungs(self) -> tuple[str, ...] | None:
@@ -98,7 +99,7 @@ def measure_side(
         found=found,
         spectrum=None if found is None else found.values * scale,
         counted=counted,
-        entry_rounding=rounded(there, norms[1], _lost_in_sums(whole)),
+        entry_rounding=rounded(there, *norms, _lost_in_sums(whole)),
     )
 
 
@@ -120,22 +121,41 @@ def underflow(layer: str, summed: str, trace: float, size: int, *, zero: bool) -
     )
 
 
-def rounded(side: Operator, frobenius_norm: float | None, summed: float = 0.0) -> float:
-    """Return how far rounding may have moved a matrix's eigenvalues: that of its entries, and the solver's own.
+def rounded(side: Operator, trace: float, frobenius_norm: float | None, summed: float = 0.0) -> float:
+    """Return how far rounding may have moved a side's eigenvalues: that of what is stored, and the solver's own.
 
-    Each entry is off by up to u = ε/2 of itself, so by Weyl's inequality no eigenvalue by more than u·‖M‖_F; summing
-    its rows adds ``summed``, and solvers in float64 add n·ε (Golub and Van Loan 2013, *Matrix computations*, §8.1 and
-    §8.3). A smaller eigenvalue that was computed may be zero, as that of a softmax head is, whose G has rows that add
-    up to zero. The eigenvalues of a diagonal are its entries, which have all of their digits.
+    An eigenvalue that was computed and is smaller may be zero, as that of a softmax head is, whose G has rows that add
+    up to zero. With u = ε/2 of what is stored, s for ``summed`` and ε that of float64, which is decomposed,
 
-    The norm is with the scale. The result has the unit of the eigenvalues; 0 where they are not those of a dense
-    matrix.
+        matrix           (u + s + n ε) ‖M‖_F            by Weyl's inequality for eigenvalues
+        gradient rows    (u + s)² tr M + n ε ‖M‖_F      by the same for singular values, whose squares they are
+        probabilities    n ε ‖M‖_F                      rounded ones are a softmax's, too
+
+    and 0 of a diagonal, whose entries have all of their digits. The n − T zeros of T gradient rows are exact, so that
+    the shifts of the T others add up to as much as those of n: theirs is larger by ``√(n/T)``.
+
+    Args:
+        side: The side; 0 is returned for what has no eigenvalues.
+        trace: Its trace, with the scale.
+        frobenius_norm: Its norm, with the scale; None where it is not known.
+        summed: Share of an entry that adding up batches may have lost.
+
+    Returns:
+        In the unit of the eigenvalues.
+
+    References:
+        Golub & Van Loan (2013), Matrix computations, 8.1, 8.3 and 8.6
     """
     size = side.size
-    if side.kind != "dense" or side.is_diagonal or size == 1 or frobenius_norm is None:
+    if side.is_diagonal or size == 1 or frobenius_norm is None:
         return 0.0
-    entries, solver = torch.finfo(side.storage_dtype).eps / 2, size * torch.finfo(torch.float64).eps
-    return (entries + summed + solver) * frobenius_norm
+    stored = torch.finfo(side.storage_dtype).eps / 2 + summed
+    solver = size * torch.finfo(torch.float64).eps * frobenius_norm
+    if isinstance(side, LowRank):
+        return (stored**2 * trace + solver) * math.sqrt(size / min(max(side.count, 1), size))
+    if side.kind == "softmax_head":
+        return solver
+    return stored * frobenius_norm + solver if side.kind == "dense" else 0.0
 
 
 def _lost_in_sums(whole: FactorSet) -> float:

@@ -494,6 +494,46 @@ def test_numbers_at_small_damping_are_not_drawn_by_the_rounding_of_the_sums(
         assert {key for key, _ in silent} <= (set() if name == "head" else {"4", "model"})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(3))
+def test_numbers_at_small_damping_are_not_drawn_by_the_rounding_of_rows(seed: int, dtype: torch.dtype) -> None:
+    """G as 15 gradient rows of rank 10: the rows of one example, √p times those of the classes, depend on each other.
+
+    The oracle is the singular values of the float64 rows, the five that are zero by algebra set to zero.
+    """
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 60), nn.Tanh(), nn.Linear(60, 3)).to(dtype)
+    inputs, labels = torch.randn(5, 3).to(dtype), torch.randint(3, (5,))
+    wide = copy.deepcopy(model).double()
+    hidden = wide[0](inputs.double()).tanh()
+    p = wide[2](hidden).softmax(1).detach()
+    directions = torch.diag_embed(p.sqrt()) - p[:, :, None] * p.sqrt()[:, None]
+    slopes = (1 - hidden.detach() ** 2)[:, None] * wide[2].weight.detach()
+    rows = torch.einsum("nck,nco->nko", directions, slopes).reshape(15, 60)
+    columns = torch.cat((inputs.double(), torch.ones(5, 1, dtype=torch.float64)), 1)
+    left = torch.linalg.svdvals(columns).square() / 5
+    right = torch.cat((torch.linalg.svdvals(rows)[:10].square() / 5, torch.zeros(50, dtype=torch.float64)))
+    null = set()
+    for damped in (1e-2, 1e-7, 1e-12, 1e-15, 1e-18, 1e-26):
+        made = workspace(
+            model, [(inputs, labels)], "classification", fisher="type2", dtype=str(dtype).removeprefix("torch.")
+        )
+        made.options.stabilisation = Stabilisation(damping=damped, damping_mode="absolute")
+        made.inputs.examples = 5
+        found = measured(made)[0]["0"]
+        assert found.record.branch == "woodbury"
+        truth = oracle(left, right, sides(left, right, made.options.stabilisation))
+        for name in ("effective_dimension", "logdet_damped", "kappa_damped"):
+            value, expected = getattr(found.metrics, name), truth[name]
+            assert expected is not None
+            if value is None:
+                null.add(damped)
+                assert "take a larger `stabilisation.damping`" in found.metrics.undefined[name]
+            else:
+                assert value == pytest.approx(expected, rel=0.01, abs=2.4 if name == "logdet_damped" else 0), name
+    assert max(null) < (1e-7 if dtype == torch.float32 else 1e-12)
+
+
 class Beside(nn.Module):
     """A small layer whose inputs have rank 3, beside large ones whose inputs have full rank."""
 

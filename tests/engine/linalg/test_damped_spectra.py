@@ -13,6 +13,7 @@ from engine.analyses.capacity import Capacity
 from engine.analyses.factors import KeptFactors
 from engine.factors.clipping.clip_eigenvalues import stabilise_
 from engine.factors.dense import as_operator
+from engine.factors.low_rank import LowRank, scaled_rows
 from engine.linalg import kronecker_spectrum
 from engine.linalg import kronecker_spectrum as spectrum
 from engine.linalg.damping import Clipping, clipping_floor, damping, identity_warnings
@@ -168,6 +169,31 @@ def test_a_singular_matrix_is_singular_whatever_the_rounding_of_its_entries(dtyp
     for matrix, condition in ((softmax, None), (known, pytest.approx(1e5, rel=0.02))):
         stored = matrix.to(dtype)
         values = torch.linalg.eigvalsh(stored.double())
-        rounding = rounded(as_operator(stored), float(stored.double().norm()))
+        rounding = rounded(as_operator(stored), float(stored.double().trace()), float(stored.double().norm()))
         assert Clipping.at(values, None, rounding).kappa == condition
-    assert rounded(as_operator(torch.diagonal(softmax)), 1.0) == 0
+    assert rounded(as_operator(torch.diagonal(softmax)), 1.0, 1.0) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("count", [24, 60])
+def test_gradient_rows_are_singular_to_the_square_of_their_rounding(count: int, dtype: torch.dtype) -> None:
+    """Rows that add up to zero, and others whose κ of G is known."""
+    size, generator = 20, torch.Generator().manual_seed(count)
+    rows = torch.randn(count, size, dtype=torch.float64, generator=generator)
+    left, right = (torch.linalg.qr(each)[0] for each in (rows, torch.randn_like(rows[:size])))
+    known = (left * torch.logspace(-2, 0, size, dtype=torch.float64)) @ right.T
+    for exact, condition in ((rows - rows.mean(1, keepdim=True), None), (known, pytest.approx(1e4, rel=0.1))):
+        stored, scales = scaled_rows(exact, dtype)
+        side = LowRank(rows=stored, scales=scales, weight=1.0)
+        values, _ = side.spectrum("")
+        rounding = rounded(side, side.trace(), side.frobenius_norm())
+        assert Clipping.at(values, None, rounding).kappa == condition
+        # what κ needs is far below what sums of the same precision would leave
+        assert rounding < 1e-2 * torch.finfo(dtype).eps * float(values[-1])
+    # of fewer rows than outputs the other zeros stay exact
+    few = LowRank(rows=rows[:4].float(), scales=torch.ones(4, dtype=torch.float64), weight=1.0)
+    values = few.spectrum("")[0]
+    low, high = spectrum.ends_of_drawn(values, rounded(few, few.trace(), few.frobenius_norm()))
+    assert torch.equal(low, values)
+    assert torch.equal(high, values)
+    assert int((values == 0).sum()) == size - 4
