@@ -131,11 +131,12 @@ class Sides:
         return self, low, replace(self, spectrum_A=high_a, spectrum_G=high_g)
 
     @property
-    def singular(self) -> bool:
-        """Whether the smallest eigenvalue of F is zero, or may be."""
+    def singular(self) -> tuple[bool, bool]:
+        """Whether the smallest eigenvalue of A is zero, or may be, and that of G."""
         if self.bounds is None:
-            return True
-        return any(float(own[0]) <= zero for own, zero in zip(self.bounds[0], self.entry_rounding, strict=True))
+            return True, True
+        (left, right), (zero_a, zero_g) = self.bounds[0], self.entry_rounding
+        return float(left[0]) <= zero_a, float(right[0]) <= zero_g
 
     def without_structure(self, wanted: Collection[str]) -> "Sides":
         """Return the sides without ``structured_G``, which holds factors, but with its answers."""
@@ -346,7 +347,7 @@ def _asked(sides: Sides, damping: float) -> tuple[closed.Answering, Tensor] | No
 
 
 def _kappa(sides: Sides) -> float | None:
-    return None if sides.ordered_spectra is None or sides.singular else closed.kappa(*sides.ordered_spectra)
+    return None if sides.ordered_spectra is None or any(sides.singular) else closed.kappa(*sides.ordered_spectra)
 
 
 def _kappa_damped(sides: Sides) -> float | None:

@@ -128,7 +128,7 @@ _DAMPED = (
 _UNDAMPED = "the curvature is zero, and a damping relative to it is zero too"
 _DRAWN = (
     "at this damping it is decided by eigenvalues that rounding does not tell from zero; take a larger "
-    "`stabilisation.damping`, or sum in `collection.dtype: float64`"
+    "`stabilisation.damping`, or sum in `collection.dtype: float64`, with no narrower `storage_dtype`"
 )
 
 
@@ -290,7 +290,9 @@ def _intervals(sides: Sides, params: CapacityParams) -> dict[str, tuple[float | 
 def _undefined(sides: Sides, found: Mapping[str, Any]) -> dict[str, str]:
     if sides.bounds is None:
         return {}
-    singular = [name for name, within in zip("AG", within_tolerance(sides), strict=True) if within]
+    singular = [
+        name for name, *within in zip("AG", within_tolerance(sides), sides.singular, strict=True) if any(within)
+    ]
     asked = {name: value for name, value in found.items() if name in METRICS}
     return reasons(asked, singular, undamped=sides.damping.joint is None)
 

@@ -84,8 +84,8 @@ def _undefined(layers: Sequence[ModelLayer], values: dict[str, Any]) -> dict[str
     singular = [
         f"{side} of `{layer.name}`"
         for layer in layers
-        for side, within in zip("AG", within_tolerance(layer.sides), strict=True)
-        if within
+        for side, *within in zip("AG", within_tolerance(layer.sides), layer.sides.singular, strict=True)
+        if any(within)
     ]
     # the first of many tells enough
     told = [*singular[:_NAMED], f"{len(singular) - _NAMED} more"] if len(singular) > _NAMED else singular
@@ -133,7 +133,7 @@ def _of_all_eigenvalues(layers: Sequence[ModelLayer], params: CapacityParams) ->
     if "top_eigenvalues" in wanted:
         found["top_eigenvalues"] = _top(layers, pairs, params.top_k)
     if "kappa" in wanted:
-        singular = any(layer.sides.singular for layer in layers)
+        singular = any(any(layer.sides.singular) for layer in layers)
         found["kappa"] = None if singular else _condition([layer.sides for layer in layers], damped=False)
     if "kappa_damped" in wanted:
         variants = zip(*(layer.sides.variants for layer in layers), strict=True)

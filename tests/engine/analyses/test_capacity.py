@@ -534,6 +534,22 @@ def test_numbers_at_small_damping_are_not_drawn_by_the_rounding_of_rows(seed: in
     assert max(null) < (1e-7 if dtype == torch.float32 else 1e-12)
 
 
+def test_a_condition_that_storage_in_float16_leaves_unknown_has_a_reason() -> None:
+    """κ(A) is 2e4 here: beyond what float16 holds of A, though far from the tolerance of the rank."""
+    torch.manual_seed(0)
+    inputs = torch.randn(60, 4)
+    inputs[:, 0] = inputs[:, 1] + 1e-2 * torch.randn(60)
+    made = workspace(
+        nn.Linear(4, 3), [(inputs, torch.randn(60, 3))], "regression", dtype="float32", storage_dtype="float16"
+    )
+    rows, summary = measured(made)
+    (row,) = rows.values()
+    for found, name in ((row.metrics, "A"), (summary.model, f"A of `{row.layer}`")):
+        assert found.kappa is None
+        assert found.undefined["kappa"] == f"{name} is singular, or not told from it"
+        assert "logdet" not in found.undefined
+
+
 class Beside(nn.Module):
     """A small layer whose inputs have rank 3, beside large ones whose inputs have full rank."""
 
