@@ -119,6 +119,8 @@ class Measurement(MeasurementViews):
     """Analyses that were refused while others were done, by kind: each with its sentence."""
     artifacts: Artifacts = field(default_factory=Held, repr=False)
     """The files of the measurement, in memory."""
+    stabilisation: Stabilisation = field(default_factory=Stabilisation)
+    """By which λ, λ_A and λ_G of its records follow from the factors."""
 
     @cached_property
     def factors(self) -> LayersFactors:
@@ -264,6 +266,7 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
         plan=plan,
         refused={each.kind: each for each in refused},
         artifacts=workspace.ports.artifacts,
+        stabilisation=job_options.stabilisation,
     )
 
 
@@ -293,6 +296,8 @@ def operator(source: str | Path | Measurement | LayersFactors, **choices: Unpack
     """
     if isinstance(source, Measurement):
         found = source.factors
+        if choices.get("stabilisation") is None:
+            choices["stabilisation"] = source.stabilisation
     elif not isinstance(source, (str, Path, LayersFactors)):
         raise WrongOptionType(
             f"`source` is {type(source).__name__}; give a folder's path, or what `measure` or `load_factors` returned"

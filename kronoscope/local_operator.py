@@ -78,7 +78,8 @@ class OperatorChoices(TypedDict, total=False):
     damping: Literal["none", "exact", "factored"]
     """`none` (the default), `exact` (F + λ I) or `factored` ((G + λ_G I) ⊗ (A + λ_A I))."""
     stabilisation: Stabilisation | Mapping[str, Any] | None
-    """Source of λ, λ_A and λ_G; the defaults of a job where it is left out."""
+    """Source of λ, λ_A and λ_G. Where it is left out, that of the measurement; of factors that were read, which are
+    stored without one, the defaults of a job."""
     layers: Sequence[str] | None
     """Names of the layers that take part; all of them where it is left out."""
     uncovered: Literal["zero", "refuse"]

@@ -45,6 +45,34 @@ def test_choices_reach_the_operator(choice: dict[str, Any]) -> None:
     assert float((operator(whole) @ right - found @ right).norm()) > 0 or not choice
 
 
+def test_the_damping_is_the_measurements_own_unless_another_is_asked_for() -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(20, 6).double(), torch.arange(20) % 3)
+    whole = measure(
+        nn.Linear(6, 3).double(), [batch], task="classification", kinds=["capacity"],
+        collection={"dtype": "float64"}, stabilisation={"damping": 0.5, "damping_mode": "absolute"},
+    )  # fmt: skip
+    (row,), (factors,) = whole.layers, whole.factors.values()
+    lambda_a, lambda_g = row.record.lambda_A, row.record.lambda_G
+    eye = torch.eye(21, dtype=torch.float64)
+    left, right = (torch.eye(size, dtype=torch.float64) for size in (3, 7))
+    undamped, weights = torch.kron(factors.G, factors.A), [row * 7 + column for row in range(3) for column in range(6)]
+    order = [*weights, 6, 13, 20]  # a vector has the weight, then the bias
+    exact, plain = operator(whole, damping="exact"), operator(whole)
+    torch.testing.assert_close(exact @ eye, undamped[order][:, order] + 0.5 * eye)
+    torch.testing.assert_close(plain @ eye, undamped[order][:, order])
+    assert lambda_a * lambda_g == pytest.approx(0.5)
+    factored = torch.kron(factors.G + lambda_g * left, factors.A + lambda_a * right)
+    torch.testing.assert_close(operator(whole, damping="factored") @ eye, factored[order][:, order])
+    # the caller's own is taken, the defaults of a job too; factors alone have none of their own
+    share = float(undamped.trace()) / 21
+    for source, given, expected in (
+        (whole, {"damping": 0.1}, 0.1 * share), (whole, {}, 1e-4 * share), (whole.factors, None, 1e-4 * share)
+    ):  # fmt: skip
+        found = operator(source, damping="exact", stabilisation=given)
+        torch.testing.assert_close(found @ eye - plain @ eye, expected * eye)
+
+
 def test_words_that_are_none_are_named() -> None:
     whole = measured()
     for choice, message in (
