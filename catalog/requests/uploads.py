@@ -5,8 +5,9 @@ from typing import Literal
 
 from catalog.record import FieldError, record
 
-_MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json",
-                "preprocessor_config.json", "modules.json", "1_Pooling/config.json")  # fmt: skip
+_MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+                "added_tokens.json", "model.safetensors.index.json", "preprocessor_config.json", "modules.json",
+                "1_Pooling/config.json")  # fmt: skip
 _DATA_SUFFIXES = (".safetensors", ".jsonl", ".csv", ".parquet", ".txt")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")

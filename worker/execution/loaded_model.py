@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -24,8 +25,8 @@ class Vocabulary:
     mask_token: str | None = None
     truncation_side: str | None = None
     """The end at which `tokenizer_config.json` has texts cut; null leaves it to `tokenizer.json`."""
-    normaliser: Mapping[str, bool | None] = field(default_factory=dict)
-    """Settings of a BERT normaliser in `tokenizer_config.json`, which `tokenizer.json` must repeat."""
+    tokenizer_claims: Mapping[str, Any] = field(default_factory=dict)
+    """What the files beside `tokenizer.json` say of the tokenizer, which it must agree with."""
     arguments: frozenset[str] = frozenset()
     """Names that ``forward`` takes besides `input_ids`; empty: it takes one tensor of ids."""
     token_types: int = 0

@@ -2,15 +2,10 @@
 
 Order: bounds of config.json, headers of the files, the model on the meta device within its bounds, its size against
 what the files hold and the job may take, and only then is a module built and filled.
-
-``transformers`` makes a BERT tokenizer's normaliser of fields of ``tokenizer_config.json``, whatever
-``tokenizer.json`` says. So the two must agree, which the tokenizer's own process looks at.
 """
 
 import inspect
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +16,7 @@ from torch import nn
 from catalog.requests.inputs import DirectoryModel, Task, UploadedModel
 from engine.memory.plan import readable_bytes
 from worker.execution.data.labels import class_names
-from worker.execution.files.open_files import OpenFile, OpenFolder
+from worker.execution.files.open_files import OpenFolder
 from worker.execution.input_digests import weights_digest
 from worker.execution.loaded_model import LoadedModel, Vocabulary
 from worker.execution.loader_context import LoaderContext
@@ -33,50 +28,9 @@ from worker.execution.models.architectures.head_fields import account_for_proble
 from worker.execution.models.checkpoint_weights import CheckpointFiles, bare_names, fill, find_weights
 from worker.execution.models.converted_tensors import convert
 from worker.execution.models.folder_files import list_unused_files, require_no_adapter
+from worker.execution.models.tokenizer_config import TokenizerConfig, read_tokenizer_config
 from worker.execution.models.unsaved_state import unsaved_numbers
 from worker.execution.refusal import Refusal, names
-
-_MOST_BYTES = 2**20
-_NORMALISER = ("do_lower_case", "strip_accents", "tokenize_chinese_chars")
-_READ = frozenset({"mask_token", "truncation_side", *_NORMALISER})
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerConfig:
-    """The fields that are read."""
-
-    mask_token: str | None = None
-    """The text of the mask token."""
-    truncation_side: str | None = None
-    """`left` or `right`."""
-    normaliser: Mapping[str, bool | None] = field(default_factory=dict)
-
-
-def read_tokenizer_config(file: OpenFile | None, context: LoaderContext) -> TokenizerConfig:
-    """Read the configuration of a tokenizer."""
-    if file is None or file.stat().st_size > _MOST_BYTES:
-        return TokenizerConfig()
-    try:
-        value: Any = json.loads(file.read_bytes())
-    except (ValueError, RecursionError):
-        return TokenizerConfig()
-    if not isinstance(value, dict):
-        return TokenizerConfig()
-    for name in value:
-        if name not in _READ:
-            context.unused(f"tokenizer_config.json: {names([name])}")
-    token = value.get("mask_token")
-    # a string there, or an object with its content
-    content = token.get("content") if isinstance(token, dict) else token
-    side = value.get("truncation_side")
-    return TokenizerConfig(
-        mask_token=content if isinstance(content, str) else None,
-        truncation_side=side if side in ("left", "right") else None,
-        normaliser={
-            name: value[name] for name in _NORMALISER if name in value and isinstance(value[name], (bool, type(None)))
-        },
-    )
-
 
 _MAX_TOKENIZER_BYTES = 64 * 2**20
 _NUMBER_BYTES = 4
@@ -135,7 +89,9 @@ def load_checkpoint(
     _pad_with(model, pad_id)
     vocabulary = None
     if model.main_input_name == "input_ids":
-        tokens = read_tokenizer_config(folder.file("tokenizer_config.json"), context)
+        tokens = read_tokenizer_config(
+            folder, model_type.name, getattr(architecture.configuration, "tokenizer_class", None), context
+        )
         vocabulary = _vocabulary(folder, architecture, model, pad_id, tokens, pointer)
         if not named:
             vocabulary = replace(vocabulary, pad_with=partial(_pad_with, model))
@@ -308,7 +264,7 @@ def _vocabulary(
         token_types=types if "token_type_ids" in arguments and types > 1 else 0,
         mask_token=tokens.mask_token,
         truncation_side=tokens.truncation_side,
-        normaliser=tokens.normaliser,
+        tokenizer_claims=tokens.claims,
         arguments=arguments,
         pads_left=architecture.model_type.name in _PADDED_LEFT,
         explicit_positions=architecture.model_type.name in _EXPLICIT_POSITIONS,

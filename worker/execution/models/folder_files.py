@@ -17,7 +17,9 @@ from worker.execution.refusal import Refusal, names, unique_keys
 
 _ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors",
              "pytorch_lora_weights.safetensors", "adapter.safetensors")  # fmt: skip
-_READ = frozenset({"config.json", "tokenizer.json", "tokenizer_config.json"})
+TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+"""What a tokenizer has beside `tokenizer.json`."""
+_READ = frozenset({"config.json", "tokenizer.json", *TOKENIZER_FILES})
 _DATA = (".json", ".jsonl", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz",
          ".model", ".txt", ".jinja", ".pkl", ".index")  # fmt: skip
 _WHOLE = "model.safetensors"

@@ -34,8 +34,8 @@ from worker.execution.models.hub_transport import bounds, open_client
 from worker.execution.refusal import Refusal, Unavailable, names
 
 FILES = ("config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
-         "adapter_config.json", "generation_config.json", "preprocessor_config.json",
-         "modules.json", "*_Pooling/config.json")  # fmt: skip
+         "special_tokens_map.json", "added_tokens.json", "adapter_config.json", "generation_config.json",
+         "preprocessor_config.json", "modules.json", "*_Pooling/config.json")  # fmt: skip
 """Patterns of the files that are wanted."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -11,6 +11,8 @@ library runs apart, bounded by the kernel and by a clock, and whatever ends it i
     {"words": [["word", …], …]}  ──────────>
                                  <──────────  [[ids, words, cut], …], or {"error": "…"}
 
+Each reply is {"contradiction": "…", "text": n or null} instead where the files beside ``tokenizer.json`` say otherwise.
+
 The library does not cut to a length below the number of special tokens, and says nothing. So such a length is refused,
 and the length of each reply is compared with it.
 """
@@ -22,7 +24,7 @@ from typing import Any, NamedTuple
 from worker.execution.data.apart.apart_process import ApartFault, ApartProcess, Limits
 from worker.execution.files.open_files import ReadableFile
 from worker.execution.loaded_model import Vocabulary
-from worker.execution.refusal import Refusal
+from worker.execution.refusal import Refusal, storable_text
 
 _PROGRAM = "worker.execution.data.texts.tokenizer_program"
 # no traces of Rust in a job's log
@@ -68,7 +70,7 @@ def tokenizer_settings(
         "pairs": pairs,
         "masks": list(masks),
         "side": vocabulary.truncation_side,
-        "normaliser": dict(vocabulary.normaliser),
+        "claims": dict(vocabulary.tokenizer_claims),
     }
 
 
@@ -80,7 +82,14 @@ class TokenizerProcess:
         self._pointer = pointer
         self._length: int = settings["length"]
         self._pairs = bool(settings.get("pairs"))
-        reply = self._asked(dict(settings), "cannot be read")
+        fault = settings.get("claims", {}).get("fault")
+        if fault is not None:
+            raise Refusal(
+                f"{storable_text(fault)}, so it is not known how texts are tokenised; give a sound file, or none",
+                pointer=pointer,
+                code="broken_tokenizer",
+            )
+        reply = self._asked(dict(settings), "cannot be read", 0)
         self.mask_id: int | None = reply["mask"]
         """The mask token's id; None if there is none."""
         self._special: int = reply["special"]
@@ -132,7 +141,7 @@ class TokenizerProcess:
         """Return the tokens of texts."""
         last = first + len(texts) - 1
         which = f"text {first}" if last == first else f"texts {first} to {last}"
-        found = [Tokens(*each) for each in self._asked(list(texts), f"fails on {which}")]
+        found = [Tokens(*each) for each in self._asked(list(texts), f"fails on {which}", first)]
         self._require_cut(found, first)
         return found
 
@@ -140,7 +149,7 @@ class TokenizerProcess:
         """Return the tokens of texts that come as words."""
         message = {"words": [list(words) for words in texts]}
         what = f"fails on the words of texts {first} to {first + len(texts) - 1}"
-        found = [WordTokens(*each) for each in self._asked(message, what)]
+        found = [WordTokens(*each) for each in self._asked(message, what, first)]
         self._require_cut(found, first)
         return found
 
@@ -154,12 +163,23 @@ class TokenizerProcess:
                     code="broken_tokenizer",
                 )
 
-    def _asked(self, message: object, what: str) -> Any:  # noqa: ANN401 - each message has its own reply
+    def _asked(self, message: object, what: str, first: int) -> Any:  # noqa: ANN401 - each message has its own reply
         try:
-            return self._process.ask(message)
+            reply = self._process.ask(message)
         except ApartFault as fault:
             raise Refusal(
                 f"tokenizer.json {what}: {fault}; take the tokenizer that belongs to the model",
                 pointer=self._pointer,
                 code="broken_tokenizer",
             ) from fault
+        said = reply.get("contradiction") if isinstance(reply, dict) else None
+        if said is not None:
+            place = "" if reply["text"] is None else f"text {first + reply['text']}: "
+            raise Refusal(
+                f"{place}{storable_text(said)}; tokenizer.json is what is read here, and `transformers` would give "
+                "other tokens: make them agree, for example with `save_pretrained` of the tokenizer that the model was "
+                "trained with",
+                pointer=self._pointer,
+                code="broken_tokenizer",
+            )
+        return reply
