@@ -37,7 +37,8 @@ _REMEDIES: Mapping[str, str] = {
     "needs_gradients": "take a `collection.fisher` with gradients: `mc`, `type2` or `empirical`",
     "unknown_operation": "replace the operation that the layer's record names",
     "unforeseen_use": "put an example with that use first in the data",
-    "correction_differs": "take `collection.ekfac: false`, or a model that computes the same at every pass",
+    "correction_differs": "take `collection.dtype: float64` where it is float32, `collection.ekfac: false`, or a model "
+    "that computes the same at every pass",
     "gradient_identity": "compare the number in the layer's record with rounding: `collection.dtype: float64`",
     "examples_mix": "compute the outputs of each example from that example alone",
     "not_repeatable": "draw from the default generators of torch, numpy or Python, or draw nothing in evaluation mode",

@@ -148,6 +148,13 @@ def test_a_reason_of_a_later_version_has_no_remedy() -> None:
     assert (found.status, found.not_measured[0].remedy) == ("partial", None)
 
 
+def test_what_rounding_may_have_spoilt_has_wider_sums_as_a_remedy() -> None:
+    for reason in ("correction_differs", "gradient_identity"):
+        found = assess_coverage(summary(0.5, **{reason: 500}), None)
+        assert found is not None
+        assert "`collection.dtype: float64`" in str(found.not_measured[0].remedy)
+
+
 def test_what_is_not_whole_never_reads_whole() -> None:
     assert [percentage(share) for share in (1.0, 0.99999, 0.351, 0.0)] == ["100.0%", "99.9%", "35.1%", "0.0%"]
 
