@@ -9,6 +9,7 @@ container, after the worker has been silent so long that its guardian has killed
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import (
@@ -209,6 +210,29 @@ def drain(connection: Connection, drawn: Row[Any]) -> None:
         .where(device_leases.c.job_id == drawn.id, device_leases.c.fence == drawn.fence)
         .values(draining_at=silent_since or ledger_now())
     )
+
+
+def follow_clock(connection: Connection, drawn: Row[Any], lease_seconds: float) -> None:
+    """Move the beginning of an attempt's lease with a clock that was set since its last heartbeat.
+
+    By that, no more than ``lease_seconds`` have passed. So a tenant is charged for at most one of these for each time
+    that the clock is set, and not for hours that the clock alone has run.
+
+    Args:
+        drawn: The locked row of the job, as `draw` returned it, with the lease that is about to be renewed.
+        lease_seconds: Its length.
+    """
+    latest: datetime = drawn.lease_expires_at
+    earliest = latest - timedelta(seconds=lease_seconds)
+    if earliest <= drawn.now <= latest:
+        return
+    set_by = drawn.now - max(earliest, min(drawn.now, latest))
+    mine = and_(device_leases.c.job_id == drawn.id, device_leases.c.fence == drawn.fence)
+    for uuid, leased_at in connection.execute(
+        select(device_leases.c.device_uuid, device_leases.c.leased_at).where(mine)
+    ).all():
+        one = update(device_leases).where(mine, device_leases.c.device_uuid == uuid)
+        connection.execute(one.values(leased_at=leased_at + set_by))
 
 
 def note_guardian(engine: Engine, job_id: str, fence: int, pid: int, started: int | None) -> None:

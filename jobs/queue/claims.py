@@ -12,21 +12,22 @@ import contextlib
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Double, Engine, Row, bindparam, delete, insert, select, update
+from sqlalchemy import Connection, Double, Engine, Row, bindparam, delete, func, insert, select, update
 
-from jobs.devices.leases import DeviceLease, Place, lease, lease_of
+from jobs.devices.leases import DeviceLease, Place, follow_clock, lease, lease_of
 from jobs.lifecycle import HELD, TERMINAL
 from jobs.queue.attempt_writes import kept_stages
 from jobs.queue.fence import by_holder, change, draw_fenced, take
 from jobs.queue.piece_progress import percent_after_pieces
 from jobs.records import Claim
 from jobs.scheduling.fair_share import is_within_cap
-from jobs.schema.clock import ledger_now
+from jobs.schema.clock import ledger_now, ledger_now_after
 from jobs.schema.database import writing
 from jobs.schema.identifiers import is_id
 from jobs.schema.tables import job_users, jobs, layer_results, tenants
 from jobs.tenancy.shared_workers import may_take
 
+_MICROSECOND = 1e-6
 USERS = 40_000
 """User numbers for jobs; they fit into the 65,536 that a container with a user namespace has."""
 
@@ -64,7 +65,13 @@ _RECOGNISE = (
     .returning(*jobs.c)
 )
 """Its lease runs from now: who asks counts it from this question on."""
-_SERVED = update(tenants).values(served_at=ledger_now()).where(tenants.c.id == bindparam("served"))
+_LAST_SERVED = select(func.max(tenants.alias("all_tenants").c.served_at)).scalar_subquery()
+_SERVED = (
+    update(tenants)
+    .values(served_at=ledger_now_after(_LAST_SERVED, _MICROSECOND))
+    .where(tenants.c.id == bindparam("served"))
+)
+"""Later than any tenant was served, or a clock that is set back has all others wait until it has caught up."""
 
 
 def claim(
@@ -122,6 +129,7 @@ def last_heartbeat(engine: Engine, claim: Claim, lease_seconds: float) -> dateti
     """Renew the lease as `heartbeat` of an attempt that is about to end its job: a refusal is expected, not counted."""
     with writing(engine) as connection:
         drawn = draw_fenced(connection, claim)
+        follow_clock(connection, drawn, lease_seconds)
         change(connection, drawn, {"lease_expires_at": ledger_now(lease_seconds)})
         asked_at: datetime | None = drawn.cancel_requested_at
         return asked_at

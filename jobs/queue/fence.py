@@ -33,7 +33,7 @@ from jobs.lifecycle import HELD, LEGAL_MOVES, TERMINAL, State
 from jobs.metrics.counters import add, note_refused
 from jobs.records import Claim
 from jobs.scheduling.fair_share import is_due
-from jobs.schema.clock import ledger_now
+from jobs.schema.clock import ledger_now, ledger_now_after
 from jobs.schema.database import note_queued
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import job_events, jobs
@@ -56,9 +56,11 @@ _TAKE = _DRAW.where(
     claim_token=bindparam("token"),
     lease_owner=bindparam("owner"),
     lease_expires_at=ledger_now(bindparam("seconds", type_=Double())),
-    started_at=func.coalesce(jobs.c.started_at, ledger_now()),
+    started_at=func.coalesce(jobs.c.started_at, ledger_now_after(jobs.c.created_at)),
     checkpoint_bytes=None,
 )
+_FINISHED_AT = ledger_now_after(func.coalesce(jobs.c.started_at, jobs.c.created_at))
+"""Not before it began, whatever the clock was set to meanwhile: no job shows a negative time."""
 _EVENT = insert(job_events).values(at=ledger_now())
 _HOOKS = select(webhooks.c.id).where(webhooks.c.tenant_id == bindparam("tenant"))
 _DELIVERY = insert(webhook_deliveries).values(created_at=ledger_now(), due_at=ledger_now())
@@ -155,7 +157,7 @@ def move(
     if state not in HELD:
         changes |= {"lease_owner": None, "lease_expires_at": None, "claim_token": None}
     if state in TERMINAL:
-        changes["finished_at"] = ledger_now()
+        changes["finished_at"] = _FINISHED_AT
     change(connection, drawn, changes)
     data = {"attempt": changes.get("attempt", drawn.attempt)} | ({"reason": reason} if reason else {})
     _follow(connection, drawn, drawn.state, state, data)
@@ -187,7 +189,7 @@ def change_all(
 
 def cancel_queued(connection: Connection, which: ColumnElement[bool], reason: str) -> None:
     """Cancel all queued jobs that fit a condition, as `move` cancels one."""
-    values = {"state": "cancelled", "finished_at": ledger_now(), "cancel_requested_at": ledger_now()}
+    values = {"state": "cancelled", "finished_at": _FINISHED_AT, "cancel_requested_at": ledger_now()}
     event = "state", lambda row: {"state": row.state, "attempt": row.attempt, "reason": reason}
     ids = change_all(connection, and_(which, jobs.c.state == "queued"), values, event)
     if ids:

@@ -1,13 +1,14 @@
 """The one clock that counts, the database's, and how its moments are stored.
 
-No process's own clock decides anything, so a machine that is two hours off steals no lease.
+No process's own clock decides anything, so a machine that is two hours off steals no lease. The database's own may be
+set back: moments that must follow one another are `ledger_now_after`.
 """
 
 import math
 from datetime import MAXYEAR, UTC, datetime
 from typing import Any
 
-from sqlalchemy import BindParameter, DateTime, Dialect, Double, literal
+from sqlalchemy import BindParameter, ColumnElement, DateTime, Dialect, Double, literal
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
@@ -80,3 +81,29 @@ def ledger_now(offset_seconds: float | BindParameter[float] = 0) -> FunctionElem
     if isinstance(offset_seconds, BindParameter):
         return _LedgerNow(offset_seconds)
     return _LedgerNow(literal(float(offset_seconds), Double()))
+
+
+class _LedgerNowAfter(FunctionElement[datetime]):
+    inherit_cache = True
+    name = "ledger_now_after"
+    type = Moment()
+
+
+@compiles(_LedgerNowAfter, "postgresql")
+def _after_postgresql(element: _LedgerNowAfter, compiler: SQLCompiler, **options: Any) -> str:  # noqa: ANN401 - passed on
+    moment, seconds = (compiler.process(each, **options) for each in element.clauses)
+    return f"greatest(clock_timestamp(), ({moment})::timestamptz + make_interval(secs => {seconds}))"
+
+
+@compiles(_LedgerNowAfter, "sqlite")
+def _after_sqlite(element: _LedgerNowAfter, compiler: SQLCompiler, **options: Any) -> str:  # noqa: ANN401 - passed on
+    moment, seconds = (compiler.process(each, **options) for each in element.clauses)
+    return f"max((julianday('now') - 2440587.5) * 86400.0, coalesce(({moment}) + {seconds}, 0))"
+
+
+def ledger_now_after(moment: ColumnElement[Any], seconds: float = 0) -> FunctionElement[datetime]:
+    """Return the database's clock, or so many seconds after a stored moment if it was set back to before that.
+
+    A moment that is NULL is none.
+    """
+    return _LedgerNowAfter(moment, literal(float(seconds), Double()))

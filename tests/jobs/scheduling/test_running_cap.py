@@ -12,7 +12,7 @@ from jobs.codec import parse_document
 from jobs.devices.leases import Place, release
 from jobs.devices.registry import Device, Worker, list_devices, register
 from jobs.queue.attempt_endings import finish
-from jobs.queue.claims import claim
+from jobs.queue.claims import claim, heartbeat
 from jobs.queue.reaper import reap_expired
 from jobs.records import LOCAL_TENANT, Claim
 from jobs.repository.store import read_job
@@ -202,6 +202,23 @@ def test_the_time_that_a_service_is_off_counts_for_no_tenant(ledger: Engine, not
         assert reap_expired(ledger) == 1
     release(ledger, held.job_id, held.fence)
     assert 100 <= usage(ledger, "local")[0].device_seconds < 160
+
+
+@pytest.mark.parametrize("set_by", [10_800, -10_800, 0])
+def test_the_hours_that_the_clock_was_set_by_count_for_no_tenant(ledger: Engine, set_by: float) -> None:
+    """A device held for 100 s, of which the last heartbeat of 45 s was 5 s ago: at most one of these more or less."""
+    worker = gpus(ledger, 1)
+    queued(ledger)
+    held = take(ledger, worker, 0)
+    assert held is not None
+    with writing(ledger) as connection:
+        connection.execute(update(device_leases).values(leased_at=ledger_now(-100 - set_by)))
+        connection.execute(update(jobs).values(lease_expires_at=ledger_now(40 - set_by)))
+    for _ in range(2):  # the second finds nothing to mend
+        heartbeat(ledger, held, 45)
+    finish(ledger, held)
+    release(ledger, held.job_id, held.fence)
+    assert 100 - 45 <= usage(ledger, "local")[0].device_seconds < 160 + 45
 
 
 def test_what_runs_on_after_its_end_counts_up_to_it(ledger: Engine) -> None:
