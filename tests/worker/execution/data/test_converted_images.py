@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -142,3 +143,78 @@ def test_a_split_that_is_not_there_is_named(
     assert done.returncode != 0
     assert "given must hold one of validation, val" in done.stderr
     assert not (tmp_path / "made").exists()
+
+
+def test_images_are_those_that_a_viewer_shows_and_what_is_skipped_is_printed(
+    convert: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    drawn(tmp_path / "given")
+    bee = tmp_path / "given/train/bee"
+    for file in bee.iterdir():
+        file.unlink()
+    half = np.zeros((SIDE, SIDE), np.uint8)
+    half[: SIDE // 2] = 255
+    upside_down = Image.Exif()
+    upside_down[0x112] = 3
+    Image.fromarray(half).save(bee / "0.png", exif=upside_down)
+    Image.fromarray(np.full((SIDE, SIDE), 20_000, np.uint16)).save(bee / "1.png")
+    Image.new("RGBA", (SIDE, SIDE), (0, 0, 0, 51)).save(bee / "2.webp", lossless=True)
+    Image.new("P", (SIDE, SIDE)).save(bee / "3.gif", transparency=0)
+    Image.new("RGB", (SIDE, SIDE), (9, 9, 9)).save(bee / "4.BMP")
+    (bee / "._0.png").write_bytes(b"a file of macOS")
+    (tmp_path / "given/train/fox/nested").mkdir(parents=True)
+    Image.new("RGB", (SIDE, SIDE)).save(tmp_path / "given/train/fox/nested/0.png")
+    Image.new("RGB", (SIDE, SIDE)).save(tmp_path / "given/train/stray.png")
+    done = convert("given", "made", SIZE)
+    assert done.returncode == 0, done.stderr
+    images = opened(tmp_path / "made")["train"].read(1, range(5))
+    turned = torch.from_numpy(half[::-1].copy())[1 : 1 + SIZE, 1 : 1 + SIZE]
+    assert torch.equal(images[0], turned.expand(3, -1, -1))
+    # 20,000 / 65,535 of 255, a fifth of black over white, white, and what it is
+    assert [image.unique().tolist() for image in images[1:]] == [[78], [204], [255], [9]]
+    for skipped in ("._0.png", "fox/nested/0.png", "train/stray.png", "notes.txt"):
+        assert skipped in done.stdout
+    assert "given/train/fox: left out" in done.stdout
+    assert "train: 8 images of 2 classes" in done.stdout
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:200])
+
+
+def without_scale(file: Path) -> None:
+    Image.new("F", (SIDE, SIDE), 0.5).save(file, "TIFF")
+
+
+def animated(file: Path) -> None:
+    Image.new("L", (SIDE, SIDE)).save(file, "GIF", save_all=True, append_images=[Image.new("L", (SIDE, SIDE), 9)])
+
+
+@pytest.mark.parametrize(
+    ("harm", "words", "sentence"),
+    [
+        (cut, (SIZE,), "test/elk/2.png cannot be read as an image (image file is truncated)"),
+        (without_scale, (SIZE,), "test/elk/2.png has pixels of mode F, without a scale; save it with 8 or 16 bits"),
+        (animated, (SIZE,), "test/elk/2.png has 2 frames; give each as a file"),
+        (None, (SIZE, 4), "SIZE 1 or more, CHANNELS 1 or 3 (got given made 20 4)"),
+        (None, (0,), "SIZE 1 or more, CHANNELS 1 or 3 (got given made 0)"),
+    ],
+)
+def test_what_cannot_be_converted_is_named_and_leaves_earlier_files(
+    harm: Callable[[Path], None] | None,
+    words: tuple[int, ...],
+    sentence: str,
+    convert: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+) -> None:
+    drawn(tmp_path / "given")
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made/train.safetensors").write_bytes(b"earlier")
+    if harm is not None:
+        harm(tmp_path / "given/test/elk/2.png")
+    done = convert("given", "made", *words)
+    assert done.returncode != 0
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [file.name for file in (tmp_path / "made").iterdir()] == ["train.safetensors"]
+    assert (tmp_path / "made/train.safetensors").read_bytes() == b"earlier"
