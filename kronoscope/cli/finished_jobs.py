@@ -13,7 +13,7 @@ from rich.text import Text
 from catalog import ANALYSES
 from catalog.analyses.export import EXPORT, EXPORT_FILES
 from catalog.record import plain
-from catalog.responses.comparison import MOST_JOBS, ComparisonView, compare
+from catalog.responses.comparison import MOST_JOBS, ComparedMetric, ComparisonView, compare
 from catalog.responses.views import JobView, ResultsView
 from kronoscope.cli.documents import change_document
 from kronoscope.cli.exit_codes import FATAL, INTERNAL, USAGE, end_as, fail
@@ -230,21 +230,25 @@ def compare_jobs(
 
 def _show(view: ComparisonView) -> None:
     """Print one number of all layers as a table, then what differs beside it."""
-    tables = [(each.layer, each.metrics) for each in view.layers]
-    tables += [(f"whole model, {kind}", metrics) for kind, metrics in view.model.items()]
-    names = list(dict.fromkeys(name for _, metrics in tables for name in metrics))
+    measured = [*(each.metrics for each in view.layers), *view.model.values()]
+    names = list(dict.fromkeys(name for metrics in measured for name in metrics))
     if not names:
         fail(USAGE, ["the jobs have no such number (yet); `--json`, without --metric and --kind, lists what they have"])
     listed = [path for each in ANALYSES.values() for column in each.columns for path in str(column.value).split("|")]
     shown = next((path for path in (each.removeprefix("metrics.") for each in listed) if path in names), names[0])
     table = Table("layer", title=Text(shown), title_justify="left", pad_edge=False, show_edge=False)
     titles = [printable(job.name or job.id[-12:], lines=False) for job in view.jobs]
+    rows = _rows(view, shown)
+    several = len({kind for kinds in rows.values() for kind in kinds}) > 1
+    if several:
+        table.add_column("analysis", overflow="fold")
     for heading in [titles[0], *(each for title in titles[1:] for each in (title, "difference", "ratio"))]:
         table.add_column(Text(heading), justify="right", overflow="fold")
-    for name, metrics in ((name, metrics[shown]) for name, metrics in tables if shown in metrics):
-        triples = zip(metrics.values, metrics.differences, metrics.ratios, strict=True)
+    for (name, _, metric), kinds in rows.items():
+        triples = zip(metric.values, metric.differences, metric.ratios, strict=True)
         cells = [Text(format_number(each)) for triple in triples for each in triple]
-        table.add_row(Text(printable(name, lines=False)), cells[0], *cells[3:])
+        whose = [Text(", ".join(kinds))] if several else []
+        table.add_row(Text(printable(name, lines=False)), *whose, cells[0], *cells[3:])
     console = result_console()
     console.print(table)
     lines = [
@@ -255,3 +259,15 @@ def _show(view: ComparisonView) -> None:
     lines += [f"{field}: {' | '.join(each or '–' for each in values)}" for field, values in view.documents.items()]
     for line in [*lines, *([f"--metric shows {', '.join(names)}"] if names[1:] else [])]:
         console.print(printable(line, lines=False), markup=False, soft_wrap=True)
+
+
+def _rows(view: ComparisonView, shown: str) -> dict[tuple[str, tuple[int | None, ...], ComparedMetric], list[str]]:
+    """Return the analyses that have a number by layer, places and value: those of one measurement share its row."""
+    rows: dict[tuple[str, tuple[int | None, ...], ComparedMetric], list[str]] = {}
+    for each in view.layers:
+        if shown in each.metrics:
+            rows.setdefault((each.layer, each.ordinals, each.metrics[shown]), []).append(each.kind)
+    for kind, metrics in view.model.items():
+        if shown in metrics:
+            rows.setdefault(("whole model", (), metrics[shown]), []).append(kind)
+    return rows

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from catalog.responses.comparison import ComparedJob, ComparedLayer, ComparedMetric, ComparisonView
 from jobs.records import LOCAL_TENANT
+from kronoscope.cli.finished_jobs import _show
 from tests.api import seeding
 from tests.api.conftest import Embedded, embedded
 from tests.kronoscope.conftest import settings
@@ -65,6 +67,33 @@ def test_jobs_of_a_service_are_compared_with_a_folder(kronoscope: Run, folder: P
     assert trace["values"] == [None, None, mine["2"]["trace"]]
     shown = kronoscope("compare", one, two, KRONOSCOPE_URL=embedded.server.url).stdout
     assert {"first", "second", "difference", "ratio"} <= set(shown.split())
+
+
+def test_a_number_that_two_analyses_have_is_shown_with_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    """Once where it is one measurement, as numbers of the record are, and by analysis where they differ."""
+
+    def metric(first: float, second: float) -> dict[str, ComparedMetric]:
+        return {"trace_A": ComparedMetric(values=(first, second), differences=(0, second - first), ratios=(1, 2))}
+
+    def layer(kind: str, name: str, place: int, *values: float) -> ComparedLayer:
+        return ComparedLayer(kind=kind, layer=name, ordinals=(place, place), metrics=metric(*values))
+
+    jobs = tuple(ComparedJob(id=each, name=each, state="succeeded", only=()) for each in ("one", "two"))
+    layers = (
+        layer("factors", "a", 0, 2, 4), layer("factors", "b", 1, 3, 6), layer("factors", "b", 2, 3, 6),
+        layer("capacity", "a", 0, 2, 4), layer("capacity", "b", 1, 5, 10), layer("capacity", "b", 2, 3, 6),
+    )  # fmt: skip
+    _show(ComparisonView(jobs=jobs, layers=layers, model={"capacity": metric(7, 14)}, documents={}))
+    lines = [" ".join(each.replace("│", " ").split()) for each in capsys.readouterr().out.splitlines()]
+    assert [each for each in lines if each[:2] in ("a ", "b ", "wh")] == [
+        "a factors, capacity 2 4 2 2",
+        "b factors 3 6 3 2",
+        "b factors, capacity 3 6 3 2",
+        "b capacity 5 10 5 2",
+        "whole model capacity 7 14 7 2",
+    ]
+    _show(ComparisonView(jobs=jobs, layers=layers[:3], model={}, documents={}))
+    assert "factors" not in capsys.readouterr().out  # of one analysis alone no column says which
 
 
 @pytest.mark.parametrize(
