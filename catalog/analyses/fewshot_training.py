@@ -8,7 +8,7 @@ from catalog.analyses.analysis import Analysis, AnalysisStage, Column, Figure
 from catalog.brief import Brief
 from catalog.record import FieldError, option, record
 from catalog.requests.collection import MAX_SEED
-from catalog.requests.inputs import require_path
+from catalog.requests.inputs import readable, require_path
 
 Method = Literal[
     "ProtoNet", "CTX_softmax", "CTX_cosine", "FSCT_softmax", "FSCT_cosine", "ProFOCT_softmax", "ProFOCT_cosine"
@@ -19,6 +19,7 @@ Optimiser = Literal["AdamW", "Adam", "SGD"]
 _MOMENTUM = 0.9
 _WIDTH = 64
 _MOST = {"width": 2**16, "n_episode": 10**9, "num_epoch": 10**9, "test_iter": 10**9, "seed": MAX_SEED}
+_MOST |= dict.fromkeys(("n_way", "k_shot", "n_query", "gradient_accumulation_steps"), 10**9)
 _MOST |= {"weight_decay": 10**6, "momentum": 1}
 """Bounds far beyond any training, within which bytes and episodes can be counted, and weights are finite."""
 _MOST_EPISODES = 2**32
@@ -137,18 +138,19 @@ class FewshotTrainingParams:
             # one episode has no interval
             least = 2 if name in ("n_way", "test_iter") else 1
             if getattr(self, name) < least:
-                raise FieldError(name, f"is {getattr(self, name)}; take {least} or more")
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise FieldError("learning_rate", f"is {self.learning_rate}; take a finite number above 0")
+                raise FieldError(name, f"is {readable(getattr(self, name))}; take {least} or more")
+        if not 0 < self.learning_rate < math.inf:
+            raise FieldError("learning_rate", f"is {readable(self.learning_rate)}; take a finite number above 0")
         for name in ("num_epoch", "seed", "weight_decay", "momentum"):
             number = getattr(self, name)
-            if not (math.isfinite(number) and number >= 0):
-                raise FieldError(name, f"is {number}; take a finite number of 0 or more")
+            # whole numbers that no float holds are bounded below
+            if not 0 <= number < math.inf:
+                raise FieldError(name, f"is {readable(number)}; take a finite number of 0 or more")
         if self.width != _WIDTH and not self.backbone.startswith("Conv"):
             raise FieldError("width", f"is that of Conv nets, and `backbone` is `{self.backbone}`; leave it out")
         for name, most in _MOST.items():
             if getattr(self, name) > most:
-                raise FieldError(name, f"is {getattr(self, name):,}; take at most {most:,}")
+                raise FieldError(name, f"is {readable(getattr(self, name))}; take at most {most:,}")
         if self.weights is not None:
             require_path("weights", self.weights)
 

@@ -278,6 +278,9 @@ class Task:
         if self.type in EMBEDDINGS and self.loss not in (None, "mse"):
             raise FieldError("loss", f"`{self.loss}` does not fit `{self.type}`, a Gaussian model: take `mse`")
 
+        if not -MAX_SEED - 1 <= self.ignore_index <= MAX_SEED:
+            # labels are read as int64
+            raise FieldError("ignore_index", f"is {readable(self.ignore_index)}; take -2^63 to 2^63-1, such as -100")
         self._require_weights()
 
     def _require_class_axis(self, axis: int) -> None:
@@ -320,10 +323,20 @@ class Task:
         return self.loss or _USUAL_LOSS[self.type]
 
 
+def readable(number: float) -> str:
+    """Return a number as a sentence shows it, cut after 60 characters."""
+    try:
+        text = f"{number:,}"
+    except ValueError:
+        # Python prints no whole number of more than 4,300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
 def require_positive(field: str, value: int | None) -> None:
     """Raise ``FieldError`` for a value that is less than one; an absent one is right."""
     if value is not None and value < 1:
-        raise FieldError(field, f"is {value}; take 1 or more")
+        raise FieldError(field, f"is {readable(value)}; take 1 or more")
 
 
 def require_weights(field: str, weights: tuple[float, ...] | None) -> None:

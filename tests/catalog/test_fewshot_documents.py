@@ -120,7 +120,10 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"num_epoch": -1}, "/num_epoch is -1; take a finite number of 0 or more"),
     ({"width": 65_537}, "/width is 65,537; take at most 65,536"),
     *(({name: 10**9 + 1}, f"/{name} is 1,000,000,001; take at most 1,000,000,000") for name in (
-        "n_episode", "num_epoch", "test_iter")),
+        "n_way", "k_shot", "n_query", "n_episode", "num_epoch", "test_iter", "gradient_accumulation_steps")),
+    # no float holds these
+    *(({name: 10**400}, f"/{name} is 10,000,000,") for name in (
+        "num_epoch", "seed", "n_way")),
     ({"seed": -1}, "/seed is -1; take a finite number of 0 or more"),
     ({"seed": 2**63}, "/seed is 9,223,372,036,854,775,808; take at most 9,223,372,036,854,775,807"),
     ({"learning_rate": 0.0}, "/learning_rate is 0.0; take a finite number above 0"),

@@ -223,7 +223,7 @@ def test_batch_size_does_not_matter_under_weights(fisher: str) -> None:
         assert relative_error(cut.load(ordinal).G, whole.load(ordinal).G) < EXACT
 
 
-def test_weights_that_mean_nothing_are_refused_by_field() -> None:
+def test_fields_that_mean_nothing_are_refused_by_name() -> None:
     for field, options, said in [
         ("class_weights", {"class_weights": (1.0, -2.0)}, r"holds -2\.0 at place 1"),
         ("class_weights", {"class_weights": (1.0, float("nan"))}, "holds nan at place 1"),
@@ -234,10 +234,15 @@ def test_weights_that_mean_nothing_are_refused_by_field() -> None:
         ("positive_weights", {"positive_weights": (1.0,)}, "belongs to `bce`"),
         ("class_weights", {"loss": "bce", "class_weights": (1.0,)}, "belongs to `cross_entropy`"),
         ("label_smoothing", {"loss": "model", "label_smoothing": 0.1}, "the model weighs its own loss"),
+        ("ignore_index", {"ignore_index": 2**63}, r"is 9,223,372,036,854,775,808; take -2\^63 to 2\^63-1"),
+        ("ignore_index", {"ignore_index": -(10**5000)}, "is a number of thousands of digits; take -2"),
     ]:
         with pytest.raises(FieldError, match=said) as caught:
             Task(type="classification", **options)  # type: ignore[arg-type]
         assert caught.value.field == field
+    for extreme in (-(2**63), 2**63 - 1):
+        x, y = data()
+        assert run(Net(), x, y, {"type": "classification", "ignore_index": extreme})
 
 
 def test_weights_that_do_not_fit_the_model_or_the_data_are_refused() -> None:
