@@ -758,7 +758,10 @@ def test_damaged_factors_of_an_earlier_job_are_not_computed_with(
     supervise(earlier, ["artifact", "factors/factors.index.json", "{}"], ["finish"])
     (artifact,) = list_artifacts(ledger, LOCAL_TENANT, earlier)
     stored = settings().ledger.artifact_root / artifact.uri
-    for harm, state in ((lambda: stored.write_text("[]"), "has changed in"), (stored.unlink, "is missing or cut off in")):
+    for harm, state in (
+        (lambda: stored.write_text("[]"), "has changed in"),
+        (stored.unlink, "is missing or cut off in"),
+    ):
         harm()
         later = submitted(model=None, data=None, task=None, factors={"job": earlier})
         supervise(later, ["finish"])
