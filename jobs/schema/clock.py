@@ -104,6 +104,6 @@ def _after_sqlite(element: _LedgerNowAfter, compiler: SQLCompiler, **options: An
 def ledger_now_after(moment: ColumnElement[Any], seconds: float = 0) -> FunctionElement[datetime]:
     """Return the database's clock, or so many seconds after a stored moment if it was set back to before that.
 
-    A moment that is NULL is none.
+    A moment that is NULL is ignored.
     """
     return _LedgerNowAfter(moment, literal(float(seconds), Double()))
