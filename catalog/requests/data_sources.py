@@ -1,5 +1,6 @@
 """Data sources: files, images in classes, of which episodes are drawn, and all sources that a document can name."""
 
+import array
 import math
 from pathlib import PurePath
 from typing import Annotated, Literal
@@ -44,6 +45,32 @@ class Pixels:
                     raise FieldError(
                         name, f"holds {number}; take finite numbers{' above 0' if name == 'deviation' else ''}"
                     )
+        self._require_distinct()
+
+    def _require_distinct(self) -> None:
+        """Refuse numbers by which two pixels, or all of them, become one number of float32, or no finite one."""
+        scale = _in_float32([self.scale])[0]
+        scaled = _in_float32([pixel * scale for pixel in range(256)])
+        _require_all("scale", scaled, self.scale)
+        for channel in range(max(len(self.mean), len(self.deviation))):
+            mean, deviation = (each[min(channel, len(each) - 1)] for each in (self.mean, self.deviation))
+            centred = _in_float32([pixel - _in_float32([mean])[0] for pixel in scaled])
+            _require_all("mean", centred, mean)
+            divisor = _in_float32([deviation])[0]
+            _require_all("deviation", _in_float32([pixel / (divisor or math.nan) for pixel in centred]), deviation)
+
+
+def _in_float32(numbers: list[float]) -> list[float]:
+    return array.array("f", numbers).tolist()
+
+
+def _require_all(name: str, pixels: list[float], number: float) -> None:
+    if len(set(pixels)) < len(pixels) or not all(map(math.isfinite, pixels)):
+        raise FieldError(
+            name,
+            f"is {number} of a channel, by which pixels from 0 to 255 are not 256 numbers of float32; take the "
+            "model's own, such as a scale of 1/255, a mean of 0.485 and a deviation of 0.229",
+        )
 
 
 @record

@@ -5,12 +5,14 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from pydantic import TypeAdapter, ValidationError
 
 from catalog import ANALYSES, DOCUMENT, JobDocument
 from catalog.field_errors import complaints, spellings
 from catalog.frames import Failed, LayerDone, Progress, decode, encode
 from catalog.record import FieldError, canonical_json
+from catalog.requests.data_sources import Pixels
 from catalog.requests.memory import amount_bytes
 
 ADAPTER = TypeAdapter(DOCUMENT)
@@ -256,3 +258,36 @@ def test_settings_of_an_adapter_need_one(
     assert where == pointer
     assert said in message
     parse({**GOOD, "model": source | {"adapter": "owner/tuned", "adapter_revision": "main", "adapter_merged": True}})
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("scale", {"scale": 1e-300}),
+        ("scale", {"scale": 1e300}),
+        ("deviation", {"scale": 1 / 255, "deviation": (1.0, 1e300)}),
+        ("deviation", {"scale": 1 / 255, "deviation": (1e-60,)}),
+        ("mean", {"scale": 1 / 255, "mean": (1e60,)}),
+        # neighbours of 10^6 in float32 are 1/16 apart, pixels 1/255
+        ("mean", {"scale": 1 / 255, "mean": (0.5, 1e6, 0.5)}),
+        (None, {"scale": 1, "mean": (123.675, 116.28, 103.53), "deviation": (58.395, 57.12, 57.375)}),
+        (None, {"scale": 1 / 255, "mean": (0.485, 0.456, 0.406), "deviation": (0.229,)}),
+        (None, {"scale": 1 / 127.5, "mean": (1.0,)}),
+        (None, {"scale": 1e-30, "deviation": (1e-20,)}),
+    ],
+)
+def test_pixels_stay_256_numbers_of_float32(field: str | None, given: dict[str, Any]) -> None:
+    """Torch's own arithmetic decides which numbers merge pixels."""
+    images = torch.arange(256, dtype=torch.uint8).float()
+    mean, deviation = (
+        torch.tensor(given.get(name, (default,))) for name, default in (("mean", 0.0), ("deviation", 1.0))
+    )
+    scaled = (images[:, None] * given["scale"] - mean) / deviation
+    distinct = all(len(channel.unique()) == 256 and channel.isfinite().all() for channel in scaled.T)
+    assert distinct == (field is None)
+    if field is None:
+        Pixels(**given)
+    else:
+        with pytest.raises(FieldError, match="pixels from 0 to 255 are not 256 numbers of float32; take the") as caught:
+            Pixels(**given)
+        assert caught.value.field == field
