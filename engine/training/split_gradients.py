@@ -53,6 +53,24 @@ def slices_inputs(model: nn.Module, batch_norm: BatchNormMode) -> bool:
     return batch_norm == "frozen" or not coupling_normalisations(model)
 
 
+def require_chunks(inputs: object, chunk: int | None, batch_norm: str) -> None:
+    """Refuse inputs that cannot be cut into such chunks, and a way of normalising that cannot be.
+
+    Raises:
+        EmptyData: If there is no input.
+        TrainingRefused: If a chunk holds none, or by ``require_batch_norm``.
+        WrongShape: If the inputs are not a tensor of N and more dimensions.
+    """
+    require_batch_norm(batch_norm)
+    if chunk is not None and chunk < 1:
+        raise TrainingRefused(f"chunk must be at least 1 (got {chunk})")
+    if not isinstance(inputs, Tensor) or not inputs.ndim:
+        got = "one without dimensions" if isinstance(inputs, Tensor) else type(inputs).__name__
+        raise WrongShape(f"inputs must be a tensor of shape (N, …) (got {got}); give one, such as torch.stack(inputs)")
+    if not len(inputs):
+        raise EmptyData("there must be an input at least (got none)")
+
+
 def split_gradients(
     model: nn.Module,
     loss_of_features: Loss,
@@ -87,15 +105,12 @@ def split_gradients(
     Raises:
         TrainingRefused: If ``batch_norm`` is ``per_chunk``; if the model is no chain of blocks and is to be
             checkpointed; if it writes to a buffer or its inputs in a chunk's pass, or gives other features when a chunk
-            is computed again; if terms share a graph.
+            is computed again; if the loss has no graph, or terms share one.
         EmptyData: If there is no input, or the loss has no term.
-        WrongShape: If there is not a row of features for each input, or a term is not a scalar.
+        WrongShape: If the inputs are not a tensor (N, …), there is not a row of features for each input, or a term is
+            not a scalar.
     """
-    require_batch_norm(batch_norm)
-    if chunk is not None and chunk < 1:
-        raise TrainingRefused(f"chunk must be at least 1 (got {chunk})")
-    if not len(inputs):
-        raise EmptyData("there must be an input at least (got none)")
+    require_chunks(inputs, chunk, batch_norm)
     device = device_of(model, inputs)
     run = _Features(model, find_chain(model) if checkpointing else None, precision or TrainingPrecision(), device)
     size = len(inputs) if chunk is None or not slices_inputs(model, batch_norm) else chunk
@@ -196,6 +211,7 @@ def _require_unmoved(before: Iterable[tuple[nn.Module, str, Tensor, Tensor]]) ->
 def _differentiate_terms(loss_of_features: Loss, features: Tensor, scaler: torch.amp.GradScaler | None) -> Tensor:
     """Do step 2: add the gradients of each term to those of the features and of the loss's own parameters."""
     total: Tensor | None = None
+    has_graph = False
     terms = loss_of_features(features)
     for term in (terms,) if isinstance(terms, Tensor) or not isinstance(terms, Iterable) else terms:
         if not isinstance(term, Tensor) or term.numel() != 1:
@@ -204,11 +220,17 @@ def _differentiate_terms(loss_of_features: Loss, features: Tensor, scaler: torch
         value = term.detach().reshape(())
         total = value if total is None else total + value
         if term.requires_grad:
+            has_graph = True
             _differentiate(term if scaler is None else scaler.scale(term))
         # the graph goes before the next term is made
         del term
     if total is None:
         raise EmptyData("a loss must have a term at least (got none)")
+    if not has_graph:
+        raise TrainingRefused(
+            f"a loss must have a graph, by which it is differentiated (got {float(total):.4g} without one); compute it "
+            "without `detach`, `item` and `no_grad`, of a model or a loss with a parameter that requires a gradient"
+        )
     return total
 
 

@@ -226,6 +226,9 @@ class Drawing(nn.Module):
         (nn.Linear(4, 2), lambda z: [z.sum(), 1.0], WrongShape, r"a loss must return a scalar, .* \(got 1\.0\)"),
         (nn.Flatten(0), torch.sum, WrongShape, r"a row of features for each of 4 inputs \(got shape \(16,\)\)"),
         (nn.LSTM(4, 2), torch.sum, WrongShape, r"got tuple"),
+        # torch's own backward raises of these, too
+        (nn.Linear(4, 2), lambda z: z.detach().sum(), ValueError, "a loss must have a graph, by which it is"),
+        (nn.Linear(4, 2).requires_grad_(False), torch.sum, ValueError, "a loss must have a graph, by which it is"),
         (Drawing(), torch.sum, ValueError, "the second time the features differ by"),
         (nn.ReLU(inplace=True), torch.sum, ValueError, "ReLU writes into its inputs"),
         (nn.InstanceNorm1d(1, affine=True, track_running_stats=True), torch.sum, ValueError, "moves its 'running_"),
