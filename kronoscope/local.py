@@ -37,7 +37,7 @@ from engine.memory.guard import Guard
 from engine.model.state.preserve_state import require_usable
 from engine.planning.decomposition_memory import eigendecomposition_bytes
 from engine.training import split_gradients as training
-from engine.training.batch_statistics import BatchNormMode, require_batch_norm, require_uncoupled
+from engine.training.batch_statistics import BatchNormMode, require_uncoupled
 from engine.training.checkpointed_chain import find_chain, require_composition
 from engine.training.mixed_precision import TrainingPrecision, choose_precision
 from engine.workspace import JobOptions, Machine, ModelInputs, Ports, Workspace
@@ -55,12 +55,15 @@ from kronoscope.local_inputs import (
     OptionRefused,
     WrongOptionType,
     alone,
+    argument,
     kinds_tuple,
     options_record,
     params_records,
     query_inputs,
     repeatable,
     require_document,
+    require_function,
+    require_model,
     scale_inputs,
     task_record,
     with_query,
@@ -146,9 +149,9 @@ class Measurement(MeasurementViews):
         Raises:
             OptionRefused: If the analysis was not asked for, or was refused.
         """
-        if kind in self.refused:
+        if kind in [*self.refused]:
             raise OptionRefused(f"`{kind}` was refused: {self.refused[kind].message}")
-        if kind not in self.summary:
+        if kind not in [*self.summary]:
             near = suggestion(kind, self.summary)
             raise OptionRefused(f"`kind` must be one of {', '.join(self.summary)} (got {kind!r}){near}")
         return Rows(kind, {row.layer: row for row in self.layers if row.kind == kind})
@@ -203,7 +206,9 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
             data are read. It is an ``EngineError`` and a ``ValueError``.
         TypeError: If the model is not a ``torch.nn.Module``.
     """
-    _require_objects(model, report)
+    require_model(model)
+    if report is not None:
+        require_function(report, "report", ("stage", "done", "total", "unit"))
     asked = kinds_tuple(kinds)
     likelihood = loss_task(task) or task_record(task)
     limits = options_record(Memory, memory, "memory")
@@ -268,16 +273,6 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
         artifacts=workspace.ports.artifacts,
         stabilisation=job_options.stabilisation,
     )
-
-
-def _require_objects(model: object, report: object) -> None:
-    if report is not None and not callable(report):
-        raise WrongOptionType(f"`report` is {type(report).__name__}; give a function of (stage, done, total, unit)")
-    if not isinstance(model, nn.Module):
-        given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-        of_export = ", the one that was exported" if isinstance(model, torch.export.ExportedProgram) else ""
-        message = f"`model` is {given}; give a torch.nn.Module{of_export}"
-        raise TypeError(message)
 
 
 def operator(source: str | Path | Measurement | LayersFactors, **choices: Unpack[OperatorChoices]) -> Operator:
@@ -350,7 +345,7 @@ def split_gradients(
     Raises:
         EngineError: If chunks would have another gradient (``TrainingRefused``, a ``ValueError``), with the measured
             difference; or shapes do not fit.
-        OptionRefused: If ``fp16`` comes without a scaler.
+        OptionRefused: If ``fp16`` comes without a scaler, or an argument has another type than is taken.
         TypeError: If the model is not a ``torch.nn.Module``.
 
     Example:
@@ -365,14 +360,16 @@ def split_gradients(
         >>> loss = split_gradients(model, contrastive, images, chunk=16)
         >>> optimiser.step()
     """
-    _require_objects(model, None)
-    require_batch_norm(batch_norm)
-    precision = _training_precision(amp, model, scaler)
+    require_model(model)
+    require_function(loss_of_features, "loss_of_features", ("features",))
+    training.require_chunks(inputs, argument(int | None, chunk, "chunk"), batch_norm)
+    checked = argument(bool, check, "check")
+    precision = _training_precision(amp, model, argument(torch.amp.GradScaler | None, scaler, "scaler"))
     fewer = chunk is not None and chunk < len(inputs)
     sliced = training.slices_inputs(model, batch_norm)
-    if check and chunk is not None and fewer and sliced:
+    if checked and chunk is not None and fewer and sliced:
         require_uncoupled(model, inputs, chunk=chunk, batch_norm=batch_norm)
-    elif check and fewer:
+    elif checked and fewer:
         require_composition(model, find_chain(model), inputs)
     return training.split_gradients(
         model,

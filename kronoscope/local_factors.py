@@ -14,7 +14,6 @@ from torch import Tensor
 
 from catalog.analyses.export import ExportFormat, ExportMetrics, ExportParams
 from catalog.brief import count_layers, cut, html_table
-from catalog.field_errors import near_names
 from catalog.record_reader import read
 from engine.analyses.export import FORMATS
 from engine.errors import BrokenFactors
@@ -32,7 +31,7 @@ from engine.model.state.model_state import host_by_default
 from engine.operators.preconditioning import precondition
 from engine.semiseparable.semiseparable_matrix import SemiseparableMatrix
 from kronoscope.local_artifacts import Folder, folder_of, path_of, unchanged
-from kronoscope.local_inputs import OptionRefused, options_record, refusing, usable_device
+from kronoscope.local_inputs import OptionRefused, argument, options_record, refusing, usable_device
 from kronoscope.local_views import NamedLayers, draw_spectra, make_frame
 
 if TYPE_CHECKING:
@@ -211,18 +210,16 @@ class LayersFactors(Mapping[str, LayerFactors]):
 
     def __init__(self, collected: FactorSet) -> None:
         self.collected = collected
-        self._layers = {
+        correct = collected.load_corrected
+        layers = {
             facts.name: LayerFactors(
-                facts,
-                partial(collected.load, facts.ordinal),
-                None if collected.load_corrected is None else partial(collected.load_corrected, facts.ordinal),
+                facts, partial(collected.load, facts.ordinal), correct and partial(correct, facts.ordinal)
             )
             for facts in collected.layers
         }
+        self._layers = NamedLayers("has factors", layers)
 
     def __getitem__(self, layer: str) -> LayerFactors:
-        if layer not in self._layers:
-            raise KeyError(f"no layer {layer!r} has factors{near_names(layer, self._layers)}")
         return self._layers[layer]
 
     def __iter__(self) -> Iterator[str]:
@@ -291,8 +288,9 @@ def load_factors(path: str | Path, *, verify: bool = False) -> LayersFactors:
     Raises:
         BrokenFactors: If there is no index, a value of it cannot be, or a factor has another digest than it records.
     """
+    wanted = argument(bool, verify, "verify")
     found = LayersFactors(read_factors(folder_of(path_of(path))))
-    if verify:
+    if wanted:
         _read_all(found.collected)
     return found
 

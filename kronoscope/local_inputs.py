@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
+from torch import nn
 from torch.utils.data import Dataset
 
 from catalog import ANALYSES, DOCUMENT
@@ -42,18 +44,34 @@ class Source:
     """How many there are; None where only a pass tells."""
 
 
-def repeatable(batches: Batches) -> Source:
+def repeatable(batches: Batches, name: str = "batches") -> Source:
     """Return data, as ``measure`` takes them, as chunks that are the same at every pass.
 
     What can be iterated only once, or might come in another order the next time (a ``DataLoader``), is read now and
-    kept; ``WrongShape`` if that has no targets.
+    kept; ``WrongShape`` if that has no targets, ``WrongOptionType`` if it cannot be iterated.
     """
     if callable(batches):
-        return Source(lambda: read_chunks(batches()), None)
+        require_function(batches, name, ())
+        return Source(lambda: read_chunks(_iterable(batches(), f"{name}()")), None)
+    _iterable(batches, name)
     if isinstance(batches, Dataset) and hasattr(batches, "__getitem__") and hasattr(batches, "__len__"):
         return Source(lambda: read_chunks(batches), len(batches))
     chunks = list(read_chunks(batches))
     return Source(lambda: iter(chunks), count_examples(chunks))
+
+
+def _iterable(data: T, name: str) -> T:
+    """Return data that hold chunks or examples; ``WrongOptionType`` if they can hold none."""
+    if not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")) or getattr(data, "ndim", None) == 0:
+        raise WrongOptionType(
+            f"`{name}` is {_kind_of(data)}; give a list of (inputs, targets), one such pair, a Dataset, a DataLoader, "
+            "or a function that returns one of these"
+        )
+    return data
+
+
+def _kind_of(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def scale_inputs(source: Source, pixels: Pixels) -> Source:
@@ -63,7 +81,8 @@ def scale_inputs(source: Source, pixels: Pixels) -> Source:
 
 def query_inputs(query: Batches, pixels: Pixels | None) -> ModelInputs:
     """Return the examples that an analysis explains."""
-    source = repeatable(query) if pixels is None else scale_inputs(repeatable(query), pixels)
+    given = repeatable(query, "query")
+    source = given if pixels is None else scale_inputs(given, pixels)
     return ModelInputs(batches=source.read, examples=source.examples)
 
 
@@ -116,15 +135,42 @@ def refusing() -> Iterator[None]:
         raise kind(str(error)) from error
 
 
+def argument(annotation: Any, value: object, name: str) -> Any:  # noqa: ANN401 - whatever the annotation says
+    """Return an argument as its annotation declares it; ``OptionRefused``, with its ``name``, if it is another."""
+    with refusing():
+        return read(annotation, value, name)
+
+
+def require_model(model: object) -> None:
+    """Refuse what is not a module: ``TypeError``."""
+    if not isinstance(model, nn.Module):
+        of_export = ", the one that was exported" if isinstance(model, torch.export.ExportedProgram) else ""
+        message = f"`model` is {_kind_of(model)}; give a torch.nn.Module{of_export}"
+        raise TypeError(message)
+
+
+def require_function(value: object, name: str, taken: Sequence[str]) -> None:
+    """Refuse an argument that cannot be called with values of these names: ``WrongOptionType``."""
+    shown = f"a function of ({', '.join(taken)})" if taken else "a function without arguments"
+    if not callable(value):
+        raise WrongOptionType(f"`{name}` is {_kind_of(value)}; give {shown}")
+    try:
+        signature = inspect.signature(value)
+    except ValueError:
+        # functions in C may have none that Python can read
+        return
+    try:
+        signature.bind(*taken)
+    except TypeError as error:
+        raise WrongOptionType(f"`{name}` takes other arguments ({error}); give {shown}") from error
+
+
 def options_record(kind: type[T], options: T | Mapping[str, Any] | None, name: str) -> T:
     """Return a record of options, each of its words and numbers checked; None takes the defaults.
 
     ``OptionRefused``, with the argument's ``name``, if a field is unknown, or a value is refused.
     """
-    if options is None:
-        return kind()
-    with refusing():
-        made: T = read(kind, options, name)
+    made: T = kind() if options is None else argument(kind, options, name)
     return made
 
 
@@ -144,10 +190,9 @@ def choices(declared: type, given: Mapping[str, Any]) -> dict[str, Any]:
 def task_record(task: object) -> Task:
     """Return the task that a record, a mapping of its fields or its type alone names; else ``OptionRefused``."""
     if not isinstance(task, (str, Mapping, Task)):
-        given = f"the class {task.__name__}" if isinstance(task, type) else type(task).__name__
         raise WrongOptionType(
-            f"`task` is {given}; name what the outputs mean: take one of {', '.join(get_args(TaskType))}, or a mapping "
-            "such as {'type': 'classification', 'loss': 'cross_entropy'}"
+            f"`task` is {_kind_of(task)}; name what the outputs mean: take one of {', '.join(get_args(TaskType))}, or "
+            "a mapping such as {'type': 'classification', 'loss': 'cross_entropy'}"
         )
     if isinstance(task, str) and task not in get_args(TaskType):
         words = get_args(TaskType)
@@ -155,12 +200,13 @@ def task_record(task: object) -> Task:
     return options_record(Task, {"type": task} if isinstance(task, str) else task, "task")
 
 
-def kinds_tuple(kinds: object) -> tuple[str, ...]:
+def kinds_tuple(kinds: Any) -> tuple[str, ...]:  # noqa: ANN401 - whatever can be iterated
     """Return the kinds that an argument names, each once, or one alone; ``OptionRefused`` if it is not such a list."""
     menu = f"give one, or a list, of {', '.join(ANALYSES)}"
-    if not isinstance(kinds, Iterable):
-        raise WrongOptionType(f"`kinds` is {kinds!r}; {menu}")
-    named = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    try:
+        named = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    except TypeError as error:
+        raise WrongOptionType(f"`kinds` is {kinds!r}; {menu}") from error
     for kind in named:
         if not isinstance(kind, str) or kind not in ANALYSES:
             raise OptionRefused(f"`kinds` holds {kind!r}; {menu}{suggestion(kind, ANALYSES)}")
@@ -234,10 +280,11 @@ def alone(device: torch.device) -> Iterator[None]:
         yield
 
 
-def usable_device(given: str | torch.device) -> torch.device:
+def usable_device(given: object) -> torch.device:
     """Return the device that a caller names; ``OptionRefused`` if this machine's PyTorch has no such device."""
+    named = argument(str | torch.device, given, "device")
     try:
-        found = torch.device(given)
+        found = torch.device(named)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:
         first = str(error).partition("\n")[0]

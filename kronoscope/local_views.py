@@ -32,6 +32,10 @@ class NamedLayers(dict[str, T]):
         super().__init__(values)
         self._verb = verb
 
+    def __getitem__(self, layer: object) -> T:
+        # a list cannot be hashed, and is not a name
+        return super().__getitem__(layer) if isinstance(layer, str) else self.__missing__(layer)
+
     def __missing__(self, layer: object) -> T:
         raise KeyError(f"no layer {layer!r} {self._verb}{near_names(layer, self)}")
 
@@ -97,7 +101,7 @@ class MeasurementViews:
         """Draw a metric over the depth of the model, of the first analysis that has it, as ``Rows.plot`` does."""
         kinds = dict.fromkeys(row.kind for row in self.layers)
         tables = [Rows(kind, {row.layer: row for row in self.layers if row.kind == kind}) for kind in kinds]
-        having = (table for table in tables if any(metric in _numbers(row) for row in table.values()))
+        having = (table for table in tables if any(metric in [*_numbers(row)] for row in table.values()))
         found = next(having, Rows("any", {f"{row.kind} {row.layer}": row for row in self.layers}))
         return found.plot(metric, axes)
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from catalog.record_reader import read
 from engine.collection.probe import LoadedSide, Probe, loaded_sides, read_back_bytes
 from engine.factors.representation import Representation, WorkloadEstimate
 from engine.factors.representation_bytes import dense_head_bytes, iteration_bytes
@@ -56,8 +57,11 @@ def eigendecomposition_bytes(
         vectors: Whether the eigenvectors are wanted too.
 
     Raises:
+        TypeError: If n is not a whole number, or ``dtype`` or ``vectors`` has another type.
         ValueError: If n is not positive, or on a CPU beyond what LAPACK counts.
     """
+    for name, kind, value in (("n", int, n), ("dtype", torch.dtype, dtype), ("vectors", bool, vectors)):
+        read(kind, value, name)
     if n < 1:
         raise ValueError(f"n must be at least 1 (got {n})")
     ladder = rungs(n, need="vectors" if vectors else "values", device=torch.device(device), dtype=dtype)

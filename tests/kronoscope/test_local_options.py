@@ -118,6 +118,15 @@ def test_a_value_of_no_type_and_a_misspelt_name_are_refused(name: str) -> None:
         ({"kinds": ["factors", "factors"]}, "names an analysis twice"),
         ({"kinds": []}, "`kinds` is empty"),
         ({"kinds": 3}, "`kinds` is 3; give one, or a list"),
+        ({"kinds": torch.tensor(3.0)}, r"`kinds` is tensor\(3.\); give one, or a list"),
+        *(
+            ({"batches": value}, rf"`batches` is {name}; give a list of \(inputs, targets\), one such pair, a Dataset")
+            for value, name in ((None, "NoneType"), (3, "int"), (object(), "object"), (torch.tensor(3.0), "Tensor"))
+        ),
+        ({"batches": lambda: 3}, r"`batches\(\)` is int; give a list"),
+        ({"batches": lambda x: x}, r"`batches` takes other arguments \(missing .* 'x'\); give a function without"),
+        ({"kinds": ["influence"], "query": 3}, "`query` is int; give a list"),
+        ({"report": lambda stage: None}, r"`report` takes other arguments .*; give a function of \(stage, done, total"),
         ({"kinds": ["spectrum"], "params": {"spectrum": {"of": ["gnn"]}}}, r"of\[0\]` must be one of .* `ggn`\?"),
         ({"kinds": ["spectrum"], "params": {"spectrum": {"of": "gnn"}}}, "did you mean `ggn`"),
         ({"kinds": ["spectrum"], "params": {"spectrum": {"k": 0}}}, r"`params\['spectrum'\].k` is 0; take 1 to"),
@@ -161,6 +170,14 @@ def test_what_fits_is_taken() -> None:
         found.of("spectrm")
     with pytest.raises(KeyError, match=r"no layer 'heed' has factors; there are '\(model\)'"):
         found.factors["heed"]
+    name: Any
+    for name in ([], {}, None):
+        with pytest.raises(ValueError, match="`kind` must be one of factors, spectrum"):
+            found.of(name)
+        for layers in (found.factors, found.of("factors")):
+            with pytest.raises(KeyError, match=r"no layer .* there are '\(model\)'"):
+                layers[name]
+            assert name not in [*layers]
 
 
 def test_a_gradient_in_a_file_is_the_one_that_is_taken(tmp_path: Any) -> None:
@@ -215,3 +232,17 @@ def test_numbers_and_paths_given_to_factors_are_checked() -> None:
     for read in (load_factors, load_stabilised):
         with pytest.raises(ValueError, match="`path` is int; give the path of a folder"):
             read(3)  # type: ignore[operator] # the point
+
+
+@pytest.mark.parametrize("device", [None, 1.5, True, [], 2**70])
+def test_a_device_that_is_none_is_refused(device: Any) -> None:
+    with pytest.raises(TypeError, match="`device` must be a string, or device") as caught:
+        load_stabilised("/none", device)
+    assert isinstance(caught.value, EngineError)
+
+
+@pytest.mark.parametrize("verify", ["foo", [], object(), 1])
+def test_verify_is_true_or_false(verify: Any) -> None:
+    with pytest.raises(TypeError, match="`verify` must be True or False") as caught:
+        load_factors("/none", verify=verify)
+    assert isinstance(caught.value, EngineError)

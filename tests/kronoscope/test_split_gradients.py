@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.errors import EngineError
 from engine.model.pass_peak import StorageEvents
 from kronoscope import local
 from kronoscope.local import split_gradients
@@ -110,6 +111,32 @@ def test_what_would_be_another_gradient_is_refused(
     with pytest.raises(error, match=sentence):
         split_gradients(model, torch.sum, images(), **{"chunk": 6, **options})
     assert not isinstance(model, nn.Module) or all(each.grad is None for each in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        *(({"chunk": value}, r"`chunk` must be a whole number, or None \(got") for value in (
+            float("nan"), float("inf"), True, "x", [], 1.5)),
+        ({"chunk": -1}, r"chunk must be at least 1 \(got -1\)"),
+        ({"check": "foo"}, r"`check` must be True or False \(got 'foo'\)"),
+        ({"scaler": 2.0}, r"`scaler` must be GradScaler, or None \(got 2.0\)"),
+        ({"inputs": [1.0]}, r"inputs must be a tensor of shape \(N, …\) \(got list\); give one"),
+        ({"inputs": torch.tensor(3.0)}, r"inputs must be a tensor of shape \(N, …\) \(got one without dimensions\)"),
+        ({"inputs": None}, r"\(got NoneType\)"),
+        ({"loss_of_features": None}, r"`loss_of_features` is NoneType; give a function of \(features\)"),
+        ({"loss_of_features": lambda: 0}, r"`loss_of_features` takes other arguments \(.*; give a function of"),
+        ({"loss_of_features": lambda z: torch.tensor(3.0)}, r"a loss must have a graph, .* \(got 3 without one\)"),
+        ({"loss_of_features": lambda z: [z.detach().sum()] * 2, "chunk": None}, "a loss must have a graph"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("check", [True, False])
+def test_an_argument_that_cannot_be_is_refused_by_name(changes: dict[str, Any], sentence: str, check: bool) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(144, 2)).double()
+    given = {"model": model, "loss_of_features": torch.sum, "inputs": images(), "chunk": 6, "check": check} | changes
+    with pytest.raises(EngineError, match=sentence):
+        split_gradients(**given)
+    assert all(each.grad is None for each in model.parameters())
 
 
 def test_a_check_that_is_left_out_runs_no_further_pass() -> None:

@@ -1,5 +1,7 @@
 """The bytes of one matrix's eigendecomposition are those that it takes, and those that plans count."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -34,3 +36,11 @@ def test_sizes_that_cannot_be_are_refused(n: int, said: str) -> None:
     with pytest.raises(ValueError, match="n must be") as refused:
         eigendecomposition_bytes(n)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("n", ["x", None, [], float("nan"), 1.5, True])
+def test_sizes_that_are_not_whole_numbers_are_refused(n: Any) -> None:
+    with pytest.raises(TypeError, match=r"`n` must be a whole number \(got"):
+        eigendecomposition_bytes(n)
+    with pytest.raises(TypeError, match="`dtype` must be dtype"):
+        eigendecomposition_bytes(3, n)
