@@ -42,6 +42,7 @@ from engine.merging.merge import merge_factor_sets
 from engine.merging.part_files import read_part
 from engine.model.activation_memory import set_activation_checkpointing
 from engine.model.determinism import DRAWN, Numerics, set_numerics
+from engine.model.state.own_gradients import with_own_gradients
 from engine.model.state.preserve_state import preserve_state, require_usable
 from engine.planning.choose_plan import PlannedJob, choose_plan
 from engine.planning.dry_pass import explain_refusal
@@ -148,7 +149,8 @@ def prepare_collection(workspace: Workspace) -> Iterator[tuple[PlannedJob, tuple
         with preserve_state(job.model, job.dtype), set_numerics(job.numerics, job.heard):
             try:
                 # the survey saw the caller's flags; what follows sees every parameter frozen
-                planned = _settle(job, survey, sum(math.prod(each.shape) for each in trainable))
+                numbers = sum(math.prod(each.shape) for each in trainable)
+                planned = with_own_gradients(job.model, partial(_settle, job, survey, numbers))
                 # what the probe held would stay with the process, beside what the passes hold
                 give_back_host_memory()
                 workspace.machine.guard.hold(planned.plan)

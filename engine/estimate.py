@@ -20,6 +20,7 @@ from engine.memory.plan import Plan
 from engine.model.batches import map_tensors
 from engine.model.determinism import set_numerics
 from engine.model.meta_device import simulate_device
+from engine.model.state.own_gradients import with_own_gradients
 from engine.model.state.preserve_state import preserve_state
 from engine.planning.choose_plan import PlannedJob, choose_plan
 from engine.planning.job_plan import smallest_budgets
@@ -101,7 +102,7 @@ def _planned(workspace: Workspace) -> PlannedJob:
         preserve_state(job.model, job.dtype),
         set_numerics(job.numerics, job.heard),
     ):
-        probed = probe_sizes(probe_functional_layers(probe_model(job, survey)))
+        probed = with_own_gradients(job.model, lambda: probe_sizes(probe_functional_layers(probe_model(job, survey))))
         probed = probed.with_probe(dataclasses.replace(probed.probe, resident_bytes=held))
     return choose_plan(workspace, probed)
 

@@ -1,8 +1,9 @@
 """Hooks: watch a model's treated layers and hand every call, and its gradient, to their statistics.
 
-No weight gradient is ever computed: ``preserve_state`` has set every parameter to need none, and an
-output that then needs none either is made a leaf that does, so that gradients with respect to
-*outputs* flow and nothing else. They are bitwise the same and cost about half the backward pass.
+No weight gradient is computed, unless the model takes some itself (``engine.model.state.own_gradients``):
+``preserve_state`` has set every parameter to need none, and an output that then needs none either is
+made a leaf that does, so that gradients with respect to *outputs* flow and nothing else. They are
+bitwise the same and cost about half the backward pass.
 """
 
 import contextlib

@@ -35,6 +35,7 @@ from engine.model.dtype_casts import casts_of
 from engine.model.example_digests import digest_examples
 from engine.model.loss_directions import loss_gradient, pull_back
 from engine.model.outputs import predict
+from engine.model.state.own_gradients import needing_gradients
 from engine.operators.exact.columns import trained
 from engine.operators.exact.data_passes import DataPasses
 
@@ -173,9 +174,7 @@ def example_gradients(job: PassJob, batch: Batch, names: tuple[str, ...]) -> Ten
     """
     parameters = trained(job.model, names)
     rows = torch.zeros(batch.size, sum(each.numel() for each in parameters.values()), dtype=job.dtype)
-    for parameter in parameters.values():
-        parameter.requires_grad_(True)
-    try:
+    with needing_gradients(parameters.values()):
         for row, example in zip(rows, batch.slices(1), strict=True):
             job.workspace.ports.raise_if_cancelled()
             with torch.enable_grad(), _of_query(example):
@@ -188,9 +187,6 @@ def example_gradients(job: PassJob, batch: Batch, names: tuple[str, ...]) -> Ten
                     prediction.outputs, list(parameters.values()), direction, materialize_grads=True
                 )
             torch.cat([each.to_dense().reshape(-1).to("cpu") for each in found], out=row)
-    finally:
-        for parameter in parameters.values():
-            parameter.requires_grad_(False)
     # a finite sum, which reads no more than once, has finite terms
     if not (bool(rows.sum().isfinite()) or bool(torch.isfinite(rows).all())):
         raise UsageError(

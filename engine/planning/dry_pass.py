@@ -7,7 +7,7 @@ before: it alone can say that data and model do not belong together.
 import dataclasses
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from engine.accumulation.hooks import Collector
@@ -26,6 +26,7 @@ from engine.model.loss_directions import drain_backward_queue, pull_back
 from engine.model.outputs import predict
 from engine.model.pass_peak import StorageEvents
 from engine.model.state.generators import seed_generators
+from engine.model.state.own_gradients import asks_for_gradients, lacks_own_gradients
 from engine.row_layout.layer_calls import Call, called, record_calls
 from engine.tracing.function_mode import ParameterUseMode
 from engine.tracing.functional_layers import Uses
@@ -38,10 +39,12 @@ def explain_refusal(job: PassJob, refused: ModelRefused) -> ModelRefused:
     one that does not blame the data.
     """
     batch = job.probed_batch()
+    if lacks_own_gradients(job.model, refused):
+        return _refused_later(refused)
     if refused.pointer != "/data" or refused.examples is None or batch.index.is_meta:
         return refused
     if not set(refused.examples) <= set(batch.index.tolist()):
-        return refused
+        return _refused_later(refused) if asks_for_gradients(refused) else refused
     unlabelled = job.task if job.task.likelihood == "model" else dataclasses.replace(job.task, loss=None)
     try:
         with torch.enable_grad():
@@ -52,6 +55,17 @@ def explain_refusal(job: PassJob, refused: ModelRefused) -> ModelRefused:
     return ModelRefused(
         f"{said}; by itself the model runs on its first batch, so it raises where its layers are watched, or on a part "
         "of that batch: let `forward` work on any number of examples, and on parameters that need no gradient",
+        layer=refused.layer,
+        pointer="/model",
+    )
+
+
+def _refused_later(refused: ModelRefused) -> ModelRefused:
+    """Say of a model that it took gradients of its own where no dry run had shown that it does."""
+    said = refused.message.partition("; check that data and model")[0].partition("; a model that can be trained")[0]
+    return ModelRefused(
+        f"{said}; within a pass a model can take a gradient of its own parameters only if it does so in the first "
+        "batch: let it take the same ones in every batch, or write that part without them",
         layer=refused.layer,
         pointer="/model",
     )
@@ -143,7 +157,11 @@ def watch_operations(
     return uses, calls
 
 
-def require_undecided(error: Exception) -> None:
-    """Raise an error anew that an optional probe is not to hide: memory or a device is gone, or a parameter moved."""
-    if isinstance(error, ModelChanged) or ran_out_of_memory(error) or lost_device(error):
+def require_undecided(error: Exception, model: nn.Module) -> None:
+    """Raise an error anew that an optional probe is not to hide.
+
+    Memory or a device is gone, a parameter moved, or the model takes gradients of its own that it can be given.
+    """
+    gone = ran_out_of_memory(error) or lost_device(error)
+    if gone or isinstance(error, ModelChanged) or lacks_own_gradients(model, error):
         raise error

@@ -31,6 +31,7 @@ from engine.model.meta_device import attention_workspace
 from engine.model.outputs import call_model, predict
 from engine.model.pass_peak import peak_lines
 from engine.model.state.generators import seed_generators
+from engine.model.state.own_gradients import takes_own_gradients
 from engine.planning.choose_plan import head_choice
 from engine.planning.collection.reductions import with_shards
 from engine.planning.dry_pass import (
@@ -167,7 +168,7 @@ def exclude_other_uses(probed: ProbedModel) -> ProbedModel:
         try:
             return find_shared_parameters(layers, survey.aliases, run, casts_of(job.model))
         except (EngineError, RuntimeError) as error:
-            require_undecided(error)
+            require_undecided(error, job.model)
             return None
 
     layers, barred = [layer for layer in survey.treated if layer.name in called], frozenset[str]()
@@ -210,7 +211,7 @@ def probe_functional_layers(
     try:
         runs = [watch_operations(job, survey, sample, parameters) for sample in samples]
     except (EngineError, RuntimeError) as error:
-        require_undecided(error)
+        require_undecided(error, job.model)
         # what is measured is what modules show, and the gradient identity decides
         return probed
     uses = [found for found, _ in runs]
@@ -284,13 +285,18 @@ def _with_activations(job: PassJob, survey: Survey, seen: Probe) -> Probe:
             run, sizes, job.model, watched, copies, retained=retained
         )
     except (EngineError, RuntimeError) as error:
-        require_undecided(error)
+        require_undecided(error, job.model)
         return seen
     if saved.of(1) == 0:
         # no graph at all: what the collection follows are loose parameters, which no module's call shows
         return seen
-    # steps, and a graph that is kept, are no single module's; what bare parameters hold has a term of its own
-    if stepped or (retained and not any(isinstance(layer, BareLayer) for layer in survey.treated)):
+    # steps, a graph that is kept and gradients of parameters are no single module's; what bare parameters hold has a
+    # term of its own
+    if (
+        stepped
+        or takes_own_gradients(job.model)
+        or (retained and not any(isinstance(layer, BareLayer) for layer in survey.treated))
+    ):
         # where a pass refuses the sample, the one that counts says why, or is made anew
         with contextlib.suppress(EngineError, InputOverwritten):
             held = [pass_events(job, survey.treated, seen.mixed, each, directions=1 + retained) for each in samples]

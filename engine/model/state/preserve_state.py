@@ -23,6 +23,7 @@ from engine.model.dtype_casts import note_conversion
 from engine.model.sharding.gathered_parameters import GatheredParameter, converted, put_back
 from engine.model.state.generators import kept_generators
 from engine.model.state.model_state import ModelState
+from engine.model.state.own_gradients import frozen_parameters
 
 
 def require_usable(model: nn.Module) -> None:
@@ -92,7 +93,7 @@ def _is_freed(tensor: Tensor) -> bool:
 
 @contextlib.contextmanager
 def preserve_state(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Run a model in ``eval()`` without parameter gradients, and restore it afterwards.
+    """Run a model in ``eval()`` without gradients of parameters that are not its own, and restore it afterwards.
 
     Flags, modes, weights, buffers, `.grad`s, hooks, the generators' state and what modules hold besides are as before
     afterwards, whatever happens inside; and after every forward pass, as ``model_state`` describes.
@@ -119,12 +120,9 @@ def preserve_state(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         in_evaluation(model) as state,
         order_gradients(model),
         _step_by_step(model),
+        frozen_parameters(model),
     ):
         try:
-            for parameter in model.parameters():
-                parameter.requires_grad_(False)
-                # a gradient has its parameter's type, which changes
-                parameter.grad = None
             for tensor, _ in contents:
                 tensor.data = converted(tensor, dtype)
             with state.held(model):

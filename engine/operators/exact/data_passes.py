@@ -18,6 +18,7 @@ from engine.model.batches import Batch
 from engine.model.determinism import set_numerics
 from engine.model.example_digests import EnteredExamples
 from engine.model.state.generators import Generators, seed_generators, set_generators
+from engine.model.state.own_gradients import needing_gradients
 from engine.model.state.preserve_state import preserve_state
 from engine.operators.exact.columns import trained
 
@@ -105,12 +106,10 @@ class DataPasses:
         """
         job, collection = self.job, self.job.collection
         parameters = trained(job.model, names)
-        for parameter in parameters.values():
-            parameter.requires_grad_(True)
         divisor, update, entered = 0.0, 0, EnteredExamples()
         # a model that draws numbers in evaluation mode draws those of the collection
         seed_generators(collection.seed)
-        try:
+        with needing_gradients(parameters.values()):
             for place, arrived in enumerate(job.stream()):
                 job.workspace.ports.raise_if_cancelled()
                 if place % collection.update_freq == 0:
@@ -124,9 +123,6 @@ class DataPasses:
                         del found
                     update += 1
                 self.report()
-        finally:
-            for parameter in parameters.values():
-                parameter.requires_grad_(False)
         if self._entered is None:
             self._entered = entered
         self._entered.require(entered, self.what, labels_drawn=self.labels_drawn)
