@@ -129,8 +129,9 @@ def _tell_further_steps(file: OpenFile | None, context: LoaderContext) -> None:
 
 def _other_pooling(file: OpenFile | None) -> str | None:
     """Return a sentence encoder's pooling where it is another than the mean; None where it is the mean."""
-    found = _read(file)
-    value = found if isinstance(found, dict) else {}
+    value = _read(file)
+    if not isinstance(value, dict):
+        return "a pooling that cannot be read (it is not one JSON object with each key once)"
     chosen = [key for key, on in value.items() if on is True and key.startswith(_POOLING)]
     if value.get("pooling_mode") not in (None, "mean"):
         return f"`pooling_mode: {str(value['pooling_mode'])[:40]}`"

@@ -240,6 +240,10 @@ def test_the_pooling_of_a_sentence_encoder_is_a_notice_where_it_is_not_the_mean(
     )
     _, notes = loaded(folder)
     assert any("measures the mean" in each for each in notes.notices) == said
+    for broken in ('{"pooling_mode_mean_tokens": true,}', '{"pooling_mode": "mean", "pooling_mode": "cls"}', "[]"):
+        (folder / "1_Pooling" / "config.json").write_text(broken)
+        _, notes = loaded(folder)
+        assert any("a pooling that cannot be read" in each for each in notes.notices)
     (folder / "2_Dense").mkdir()
     save(folder / "2_Dense", {"linear.weight": torch.ones(4, 16)})
     _, notes = loaded(folder)
