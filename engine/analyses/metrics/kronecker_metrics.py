@@ -269,7 +269,7 @@ def _rank(sides: Sides) -> int | None:
 
 def _logdet(sides: Sides) -> float | None:
     # what is rounding in either factor would count with its logarithm; their products reach further down
-    if any(within_tolerance(sides)):
+    if any((*within_tolerance(sides), *sides.singular)):
         return None
     if sides.spectra is not None:
         return closed.logdet(*sides.spectra)
