@@ -88,6 +88,22 @@ class Count:
 
 
 @record
+class Flag:
+    """True or false."""
+
+    def cut(self, value: Any) -> Any:  # noqa: ANN401
+        """Return the value."""
+        return value
+
+    def fits(self, value: Any) -> bool:  # noqa: ANN401
+        """Return whether a value is one of the two."""
+        return isinstance(value, bool)
+
+    def refuses(self, value: bool) -> str | None:
+        """Return None: there is nothing beyond."""
+
+
+@record
 class Entries:
     """A list of texts or objects."""
 
@@ -147,7 +163,7 @@ class Members:
         return f"has {size:,} bytes, and at most {self.most_bytes:,} are taken"
 
 
-Bound = Text | Count | Entries | Members
+Bound = Text | Count | Flag | Entries | Members
 
 _KIND, _LAYER, _POINTER = Text(most=64, pattern=_WORD), Text(most=16_384), Text(most=1_000, optional=True)
 _MESSAGE = Text(most=4_000)
@@ -201,6 +217,7 @@ _FIELDS: Mapping[str, Mapping[str, Bound]] = {
         "done": Count(),
         "total": Count(optional=True),
         "unit": Text(most=64, pattern=_WORD),
+        "kept": Flag(),
     },
     "planned": {"plan": Members(most_bytes=4 * 2**20)},
     "layer": {"kind": _KIND, "ordinal": Count(), "layer": _LAYER, "outcome": _ANYTHING, "observed": _ANYTHING},

@@ -98,7 +98,7 @@ def line(tmp_path: Path) -> Callable[[Any], list[str]]:
     return step
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("name", BEYOND)
 def test_a_frame_beyond_its_bounds_ends_the_job_without_a_second_attempt(
     attempt: Attempt, line: Line, name: str
@@ -177,6 +177,7 @@ def test_every_field_of_every_frame_has_its_bound() -> None:
         FAILED | {"message": {"a": 1}},
         PROGRESS | {"done": "1"},
         PROGRESS | {"done": True},
+        PROGRESS | {"kept": 1},
         ROW | {"outcome": [1]},
         {"frame": "planned", "plan": []},
         {"frame": "finished", "unused": [1]},
