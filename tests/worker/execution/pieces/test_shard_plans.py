@@ -63,7 +63,9 @@ def numbers(value: Any, place: str = "") -> Iterator[tuple[str, float]]:
             yield from numbers(own, f"{place}.{name}" if place else name)
     elif isinstance(value, (list, tuple)):
         for at, own in enumerate(value):
-            yield from numbers(own, f"{place}.{at}")
+            # rounding decides which quantiles are told, so they go by their level
+            level = own.get("level", at) if isinstance(own, Mapping) else at
+            yield from numbers(own, f"{place}.{level}")
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield place, float(value)
 
