@@ -241,7 +241,7 @@ def without_a_field(scratch: MemoryArtifacts) -> None:
     save_sealed(scratch, MANIFEST, body)
 
 
-@pytest.mark.part(of=3, by=())
+@pytest.mark.part(of=6, by=())
 @pytest.mark.parametrize("damage", [flipped, counted, missing, earlier, without_a_field])
 def test_a_damaged_checkpoint_is_discarded(damage: Callable[[MemoryArtifacts], None]) -> None:
     truth = undisturbed_rows()
@@ -306,7 +306,7 @@ def others() -> Iterator[tuple[str, Callable[[Workspace], None]]]:
     yield "data", fewer
 
 
-@pytest.mark.part(of=4, by=("named",))
+@pytest.mark.part(of=8, by=("named",))
 @pytest.mark.parametrize(("named", "change"), list(others()))
 def test_a_checkpoint_of_something_else_is_discarded(named: str, change: Callable[[Workspace], None]) -> None:
     fresh = space(MemoryArtifacts())

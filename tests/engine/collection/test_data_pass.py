@@ -231,7 +231,13 @@ print(json.dumps({
 """
 
 
-@pytest.mark.parametrize(("branches", "budgets"), [(70, 2), pytest.param(140, 4, marks=pytest.mark.nightly)])
+@pytest.mark.nightly(
+    covered_by=(
+        "tests/engine/collection/test_data_pass.py::test_passes_change_no_digest",
+        "tests/engine/collection/test_data_pass.py::test_less_memory_is_never_faster_and_never_enough_again",
+    )
+)
+@pytest.mark.parametrize(("branches", "budgets"), [(70, 2), (140, 4)])
 def test_factors_of_several_budgets_stay_within_one(tmp_path: Path, branches: int, budgets: int) -> None:
     """So many factors of 16 MB against the budget; the process's own peak is the witness."""
     budget = 520 * 2**20

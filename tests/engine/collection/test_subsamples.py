@@ -120,7 +120,7 @@ def test_a_size_is_the_run_over_its_examples_alone(options: dict[str, Any], scra
         same(whole, size, alone)
 
 
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("parts", [(("table", "norm"), ("q", "k"), ("conv", "late", "head")), (NAMES[:4], NAMES[4:])])
 def test_several_passes_keep_the_same_sizes(parts: tuple[tuple[str, ...], ...]) -> None:
     made = space(nested=True)
@@ -204,7 +204,7 @@ def test_data_of_unknown_length_is_counted_first() -> None:
     assert [size.examples for size in collect_or_read(made).nested] == [8, 16, 32]
 
 
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("storage_dtype", [None, "float16"])
 def test_rows_show_every_size_up_to_the_whole(storage_dtype: str | None) -> None:
     made = space(nested=True, storage_dtype=storage_dtype)

@@ -145,13 +145,16 @@ def alone(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {name: outcome(measured(llama(), batches(), **options)) for name, options in CASES.items() if name in names}
 
 
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("name", ["float64", "ekfac", "recomputed", "empty", "narrow"])
 def test_sharded_models_have_the_factors_of_the_whole(name: str, together: list[Any], alone: dict[str, Any]) -> None:
     require_equal([each[name] for each in together], alone[name if name in alone else "float64"], name)
 
 
-@pytest.mark.parametrize("copied", ["float64", pytest.param("empty", marks=pytest.mark.nightly)])
+@pytest.mark.nightly(
+    covered_by="tests/engine/distributed/test_sharded_models.py::test_sharded_models_have_the_factors_of_the_whole"
+)
+@pytest.mark.parametrize("copied", ["float64", "empty"])
 def test_copies_of_a_sharded_model_have_the_factors_of_one(
     copied: str, replicated: list[Any], alone: dict[str, Any]
 ) -> None:

@@ -79,7 +79,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("way", WAYS)
 def test_right_sums_are_held_however_the_data_pass(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[str] = []
@@ -283,7 +283,7 @@ ROUNDED = (
 )  # fmt: skip
 
 
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("name", ROUNDED)
 def test_a_fault_is_refused_beside_rounded_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, ROUNDINGS["cut"])
@@ -293,7 +293,7 @@ def test_a_fault_is_refused_beside_rounded_rows(name: str, monkeypatch: pytest.M
     assert set(layers.split(", ")) <= set(found.split(", ")) or "no layer of the model" in found
 
 
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.filterwarnings("ignore:Casting complex values")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_that_is_planted_into_the_sums_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

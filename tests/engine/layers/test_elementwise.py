@@ -222,7 +222,7 @@ STRANGE: list[tuple[Callable[[Used, Tensor], Tensor], tuple[int, ...], str, str]
 ]
 
 
-@pytest.mark.part(of=3, by=("reason",))
+@pytest.mark.part(of=6, by=("reason",))
 @pytest.mark.parametrize(("use", "p", "reason", "why"), STRANGE)
 def test_what_is_not_understood_is_declared_and_the_operation_named(
     use: Callable[[Used, Tensor], Tensor], p: tuple[int, ...], reason: str, why: str

@@ -78,7 +78,7 @@ GROUPED = [
 ]
 
 
-@pytest.mark.part(of=6, by=("kind",))
+@pytest.mark.part(of=12, by=("kind",))
 @pytest.mark.parametrize(("around", "sharing"), [(Everywhere, "expand"), (Averaged, "reduce")])
 @pytest.mark.parametrize(("kind", "inputs", "outputs", "options", "extent"), GROUPED)
 def test_each_group_of_a_convolution_is_exact(
@@ -154,7 +154,7 @@ NORMS = [
 ]
 
 
-@pytest.mark.part(of=3, by=("kind",))
+@pytest.mark.part(of=6, by=("kind",))
 @pytest.mark.parametrize(("kind", "arguments", "shape"), NORMS)
 def test_norm_blocks_are_exact_in_a_nonlinear_net(
     kind: type[nn.Module], arguments: tuple[object, ...], shape: tuple[int, ...]

@@ -107,7 +107,7 @@ def made_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("name", CASES)
 def test_quantiles_are_bitwise_those_of_a_sort(name: str, made_at_once: None) -> None:
     check([case(name)])
@@ -229,7 +229,7 @@ class Known:
         return (self.values / (self.values + shifts[:, None])).sum(1)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("relative", [1e-10, 1e-4, 1.0])
 @pytest.mark.parametrize("name", ["decades", "zeros", "power law"])
 def test_a_side_without_eigenvalues_is_asked_at_shifts(name: str, relative: float) -> None:

@@ -96,7 +96,7 @@ def scaled(monkeypatch: pytest.MonkeyPatch, first: float) -> None:
     monkeypatch.setattr(pass_job, "choose_precision", lambda *_: Scaled())
 
 
-@pytest.mark.part(of=6, by=("scale",))
+@pytest.mark.part(of=12, by=("scale",))
 @pytest.mark.parametrize("options", [
     {"fisher": "empirical"}, {"fisher": "type2"}, {"fisher": "mc", "samples": 3},
     {"fisher": "empirical", "sharing": "reduce"}, {"fisher": "mc", "ema_decay": 0.5},

@@ -199,7 +199,7 @@ def state(model: nn.Module) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize(
     ("make", "dtype"),
     [*((make, "float64") for make in FORGETFUL), (InDictionary, "float32"), (InBuffer, "float32"), (Untidy, "float32")],

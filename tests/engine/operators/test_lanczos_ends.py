@@ -73,7 +73,7 @@ def test_a_short_basis_restarts_and_finds_them_too(name: str, seed: int) -> None
     assert_true(result.smallest, truth[:7])
 
 
-@pytest.mark.part(of=4, by=("dtype",))
+@pytest.mark.part(of=8, by=("dtype",))
 @pytest.mark.parametrize(
     ("values", "count"),
     [
@@ -117,7 +117,7 @@ def test_what_the_products_do_not_suffice_for_says_so_and_lies_near_an_eigenvalu
             assert float((truth - entry.value).abs().min()) <= entry.bound
 
 
-@pytest.mark.part(of=4, by=("length",))
+@pytest.mark.part(of=8, by=("length",))
 @pytest.mark.parametrize("length", [None, 34])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_search_goes_on_from_any_state_bit_by_bit(length: int | None, dtype: torch.dtype) -> None:
@@ -176,7 +176,7 @@ def test_two_searches_agree_bit_by_bit_and_seeds_differ() -> None:
     assert not torch.equal(first.vectors, other.vectors)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("length", [None, 60])
 def test_the_memory_is_the_stated_one(length: int | None) -> None:
     size, options = 100_000, replace(OPTIONS, length=length, most_products=80, dtype=torch.float32)

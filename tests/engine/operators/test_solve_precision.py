@@ -193,7 +193,7 @@ def softmax_second_moment(dtype: torch.dtype) -> Tensor:
     return (found + found.T) / 2
 
 
-@pytest.mark.part(of=6, by=("form",))
+@pytest.mark.part(of=12, by=("form",))
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("form", SINGULAR)

@@ -96,7 +96,7 @@ def test_a_matrix_is_a_tensor() -> None:
         choose([[1.0]])  # type: ignore[arg-type]
 
 
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize(("dtype", "scale"), SCALES)
 def test_an_error_is_the_true_one_at_every_scale(dtype: torch.dtype, scale: float) -> None:
     dense = (covariance() * scale).to(dtype)

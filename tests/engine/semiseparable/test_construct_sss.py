@@ -42,7 +42,7 @@ def test_an_exact_matrix_gets_its_order(name: str, order: int) -> None:
     assert set(matrix.orders[0]) == set(matrix.orders[1]) == {order}
 
 
-@pytest.mark.part(of=4, by=("dtype",))
+@pytest.mark.part(of=8, by=("dtype",))
 @pytest.mark.parametrize("dtype", [REAL, COMPLEX])
 @pytest.mark.parametrize(("size", "block"), [(96, 8), (101, 8), (8, 8), (1, 1), (40, 1), (70, 70), (300, 100)])
 def test_orders_that_are_found_are_those_that_were_given(size: int, block: int, dtype: torch.dtype) -> None:

@@ -216,7 +216,7 @@ BAD_FILES = [
 ]
 
 
-@pytest.mark.part(of=4, by=())
+@pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize(
     ("name", "content", "said"), BAD_FILES, ids=lambda value: value if isinstance(value, str) else ""
 )
