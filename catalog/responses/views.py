@@ -45,7 +45,7 @@ class ProgressView(Brief):
     layers_total: int | None = None
     """Rows of layers that there will be; null before the layers are known."""
     percent: float | None = None
-    """Of a job that is queued again, what its checkpoints hold; null while the length of the stage is not known."""
+    """The part that is done, of a queued job what its checkpoints hold; null while the stage has no known length."""
     eta_seconds: float | None = None
     """Remaining seconds of the whole job, as of `updated_at`; null where the plan leaves them open."""
     updated_at: Timestamp | None = None

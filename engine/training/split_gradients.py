@@ -57,7 +57,7 @@ def require_chunks(inputs: object, chunk: int | None, batch_norm: str) -> None:
     """Refuse inputs that cannot be cut into such chunks, and a way of normalising that cannot be.
 
     Raises:
-        EmptyData: If there is no input.
+        EmptyData: If there are no inputs.
         TrainingRefused: If a chunk holds none, or by ``require_batch_norm``.
         WrongShape: If the inputs are not a tensor of N and more dimensions.
     """

@@ -60,6 +60,9 @@ class ShownMoment(Moment):
         return first
 
 
+_SQLITE_NOW = "(julianday('now') - 2440587.5) * 86400.0"
+
+
 class _LedgerNow(FunctionElement[datetime]):
     inherit_cache = True
     name = "ledger_now"
@@ -73,7 +76,7 @@ def _now_postgresql(element: _LedgerNow, compiler: SQLCompiler, **options: Any) 
 
 @compiles(_LedgerNow, "sqlite")
 def _now_sqlite(element: _LedgerNow, compiler: SQLCompiler, **options: Any) -> str:  # noqa: ANN401 - passed on
-    return f"((julianday('now') - 2440587.5) * 86400.0 + {compiler.process(element.clauses, **options)})"
+    return f"({_SQLITE_NOW} + {compiler.process(element.clauses, **options)})"
 
 
 def ledger_now(offset_seconds: float | BindParameter[float] = 0) -> FunctionElement[datetime]:
@@ -98,7 +101,7 @@ def _after_postgresql(element: _LedgerNowAfter, compiler: SQLCompiler, **options
 @compiles(_LedgerNowAfter, "sqlite")
 def _after_sqlite(element: _LedgerNowAfter, compiler: SQLCompiler, **options: Any) -> str:  # noqa: ANN401 - passed on
     moment, seconds = (compiler.process(each, **options) for each in element.clauses)
-    return f"max((julianday('now') - 2440587.5) * 86400.0, coalesce(({moment}) + {seconds}, 0))"
+    return f"max({_SQLITE_NOW}, coalesce(({moment}) + {seconds}, 0))"
 
 
 def ledger_now_after(moment: ColumnElement[Any], seconds: float = 0) -> FunctionElement[datetime]:

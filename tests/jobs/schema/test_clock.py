@@ -24,7 +24,7 @@ HOURS = 3 * 3600.0
 
 @ON_BOTH
 def test_turns_go_on_after_a_clock_that_is_set_back(ledger: Engine, document: Callable[..., Any]) -> None:
-    """What is stored lies ahead of the clock then, as all that is stored here."""
+    """The moments that the tests store lie ahead of the clock then."""
     for name in ("a", "b"):
         with writing(ledger) as connection:
             connection.execute(insert(tenants).values(id=name, name=name, created_at=ledger_now()))

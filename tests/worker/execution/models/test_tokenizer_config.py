@@ -151,7 +151,7 @@ def test_texts_have_the_ids_of_transformers_or_are_refused(case: str, tmp_path: 
     bare = tokenizer_of(kind, **parts)
     bare.no_padding()
     assert [each.ids for each in bare.encode_batch(TEXTS)] != expected, (
-        "tokenizer.json alone gives the same, so this is no contradiction"
+        "tokenizer.json alone gives the same ids, so a refusal is not deserved"
     )
     with pytest.raises(Refusal, match=said) as refused:
         ids_of(folder, TEXTS)
