@@ -1,12 +1,14 @@
 """The child that was prepared: the same job as ever, behind the same walls, and one that is not there costs nothing."""
 
 import contextlib
+import functools
 import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -116,20 +118,35 @@ def hold() -> Hold:
     return Hold(until=node_seconds() + SECONDS)
 
 
+@functools.cache
+def kernel_shows_what_sleeps() -> bool:
+    """Whether the kernel tells where a process sleeps: asked of a thread of ours, which reads from an empty pipe."""
+    read, write = os.pipe()
+    reader = threading.Thread(target=os.read, args=(read, 1))
+    reader.start()
+    place = Path(f"/proc/self/task/{reader.native_id}")
+    try:
+        until(lambda: (place / "stat").read_text().rpartition(")")[2].split()[0] == "S", SECONDS, "a reader sleeps")
+        return "pipe_read" in (place / "wchan").read_text()
+    finally:
+        os.write(write, b"1")
+        reader.join()
+        os.close(read)
+        os.close(write)
+
+
 def waits(spare: SpareChild) -> None:
     """Wait for the spare's imports, after which it sleeps in a read of its pipe; where the kernel shows that."""
     guardian = spare.pid
     assert guardian is not None
 
-    def sleeps_in(process: int) -> str:
-        with contextlib.suppress(OSError):
-            return (Path("/proc") / str(process) / "wchan").read_text()
-        return "0"
-
     def reads() -> bool:
-        # the guardian sleeps almost always, so a kernel that shows nothing of it shows nothing of any
         below = descendants(guardian)
-        return bool(below) and ("pipe_read" in sleeps_in(below.pop()) or sleeps_in(guardian) in ("", "0"))
+        if len(below) != 1 or not kernel_shows_what_sleeps():
+            return len(below) == 1
+        with contextlib.suppress(OSError):
+            return "pipe_read" in (Path("/proc") / str(below.pop()) / "wchan").read_text()
+        return False
 
     until(reads, SECONDS, "the spare child waits")
 
