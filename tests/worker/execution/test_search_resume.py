@@ -26,11 +26,17 @@ from pathlib import Path
 from torch import nn
 
 class Slow(nn.Tanh):
-    # while the file stands, a search takes long enough to be killed in
+    # while the file stands, a search takes long enough to be killed in, and the last one waits for that
     def forward(self, x):
-        if Path(__file__).with_name("slow").exists():
+        slow, watched = (Path(__file__).with_name(name) for name in ("slow", "watched"))
+        if slow.exists():
+            time.sleep(0.02)
+        while slow.exists() and '"of":"hessian"' in read(Path(watched.read_text())):
             time.sleep(0.02)
         return super().forward(x)
+
+def read(manifest):
+    return manifest.read_text() if manifest.exists() else ""
 
 def make():
     return nn.Sequential(nn.Linear(12, 20), Slow(), nn.Linear(20, 3))
@@ -52,6 +58,12 @@ def modules(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def slow_down(modules: Path, scratch: Path) -> None:
+    """Have the next job's search wait to be killed, once the files of an attempt in ``scratch`` have the last one."""
+    (modules / "watched").write_text(str(scratch / MANIFEST))
+    (modules / "slow").touch()
+
+
 def under_way(scratch: Path, ended: Any) -> None:
     """Wait until the Hessian's search, the last one, has a checkpoint of its own."""
     watch = Stopwatch()
@@ -64,7 +76,7 @@ def under_way(scratch: Path, ended: Any) -> None:
             body = {}
         if body.get("of") == "hessian":
             return
-        time.sleep(0.005)
+        time.sleep(0.05)
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:
@@ -125,7 +137,7 @@ def test_a_foreground_run_that_was_killed_goes_on_in_its_folder(modules: Path, t
     undisturbed, killed = Foreground(modules, tmp_path / "undisturbed"), Foreground(modules, tmp_path / "killed")
     with forked():
         undisturbed.done()
-    (modules / "slow").touch()
+    slow_down(modules, killed.output / ".waiting")
     process = killed.start()
     under_way(killed.output / ".waiting", process.poll)
     os.killpg(process.pid, signal.SIGKILL)
@@ -173,7 +185,7 @@ def products(frames: list[Frame]) -> list[int]:
 
 def test_another_attempt_takes_over_what_a_killed_one_has_searched(modules: Path, tmp_path: Path) -> None:
     expected = outcomes(to_its_end(modules, tmp_path / "undisturbed", 1))
-    (modules / "slow").touch()
+    slow_down(modules, tmp_path / "killed" / "waiting" / "1")
     first = attempt(modules, tmp_path / "killed", 1)
     try:
         under_way(tmp_path / "killed" / "waiting" / "1", lambda: None)
