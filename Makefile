@@ -53,7 +53,7 @@ test: $(STAMP) ## every check and every test that needs neither a GPU, Docker no
 	@$(MAKE) browser
 	@$(MAKE) check
 	@echo "==> Tests"
-	@$(PYTEST) -m "not gpu and not docker and not slurm" --numprocesses=$(or $(PROCESSES),3) --dist=loadfile --no-loadscope-reorder --times=.suite.json $(if $(PART),--part=$(PART)) $(if $(RECORD),--times=benchmarks/results/suite.json --bound-minutes=12)
+	@$(PYTEST) -m "not gpu and not docker and not slurm" --numprocesses=$(or $(PROCESSES),4) --dist=loadfile --no-loadscope-reorder --times=.suite.json $(if $(PART),--part=$(PART)) $(if $(RECORD),--times=benchmarks/results/suite.json --bound-minutes=12)
 
 test-nightly: $(STAMP) ## the same with every test that a landing leaves out
 	@$(MAKE) test PART=all
